@@ -1,0 +1,120 @@
+"""The abstract base of all backends: a capability record and a handful of verbs."""
+
+import abc
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import attrs
+import torch
+
+from ..dataflow.capabilities import DEVICE, HOST, Capabilities, Placement
+
+__all__ = ["DEVICE", "HOST", "Availability", "Backend", "Capabilities", "Event", "Graph", "Memory", "Placement"]
+
+
+@attrs.frozen
+class Availability:
+    """Whether a backend can run here, and why not; true or false in a condition."""
+
+    available: bool
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        """Whether the backend can run here."""
+        return self.available
+
+
+@attrs.frozen
+class Memory:
+    """A device's memory at one moment, in bytes: in all, free, and held by this process's allocator."""
+
+    total: int
+    free: int
+    allocated: int
+
+
+class Graph(abc.ABC):
+    """One captured step. Its addresses are fixed from capture on."""
+
+    @property
+    @abc.abstractmethod
+    def outputs(self) -> Any:
+        """What the captured callable returned; the same tensors at each replay where the device has true graphs."""
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Bytes that this graph holds beside its inputs and outputs, as far as the device can tell."""
+
+    @abc.abstractmethod
+    def replay(self) -> None:
+        """Run the captured step again on whatever its inputs hold now."""
+
+
+class Event(abc.ABC):
+    """A point in the device's work that the host can ask about."""
+
+    @abc.abstractmethod
+    def query(self) -> bool:
+        """Whether the device has passed this point."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has passed this point."""
+
+    @abc.abstractmethod
+    def microseconds_since(self, earlier: "Event") -> float:
+        """Device time between `earlier` and this event, in microseconds; both must have passed."""
+
+
+class Backend(abc.ABC):
+    """A device adapter. Subclasses are final; the class attribute `name` is what users write."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abc.abstractmethod
+    def is_available(cls) -> Availability:
+        """Whether this backend can run here; where not, the reason and the command that helps."""
+
+    @property
+    @abc.abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this device can do."""
+
+    @property
+    @abc.abstractmethod
+    def device(self) -> torch.device:
+        """Where slots with placement "device" live, index included."""
+
+    @abc.abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
+        """Uninitialised memory for one buffer: on the device, or on the host (pinned where that means something)."""
+
+    @abc.abstractmethod
+    def pool(self) -> object | None:
+        """A handle for memory that captures may share, or None where the device has no such thing."""
+
+    @abc.abstractmethod
+    def stream(self) -> AbstractContextManager[object]:
+        """The stream that warm-ups and captures run on, as a context."""
+
+    @abc.abstractmethod
+    def capture(self, step: Callable[[], Any], *, pool: object | None = None, error_mode: str | None = None) -> Graph:
+        """Record what `step` does, without lasting effect where the device has true capture.
+
+        Raises CaptureError, chained to what the device or the step said; nothing is left half captured.
+        """
+
+    @abc.abstractmethod
+    def event(self) -> Event:
+        """An event recorded now on the current stream."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device has done all work handed to it."""
+
+    @abc.abstractmethod
+    def memory(self) -> Memory:
+        """The device's memory now."""

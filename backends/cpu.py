@@ -1,0 +1,50 @@
+"""The CPU without graphs: a replay runs the callable again on its fixed views."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, final
+
+from ..dataflow.errors import CaptureError
+from .base import Graph
+from .host import HostBackend
+
+
+@final
+class CallableGraph(Graph):
+    """A step that is simply called again."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self._step = step
+        self._outputs = step()
+
+    @property
+    def outputs(self) -> Any:
+        """What the last call returned: new tensors each time."""
+        return self._outputs
+
+    @property
+    def nbytes(self) -> int:
+        """Nothing is recorded, so nothing is held."""
+        return 0
+
+    def replay(self) -> None:
+        """Call the step again."""
+        self._outputs = self._step()
+
+
+@final
+class CpuBackend(HostBackend):
+    """Runs steps eagerly on fixed views: the fastest on a CPU, with none of a graph's restrictions."""
+
+    name: ClassVar[str] = "cpu"
+
+    def capture(self, step: Callable[[], Any], *, pool: object | None = None, error_mode: str | None = None) -> Graph:
+        """Run the step once and keep it."""
+        del pool, error_mode
+        try:
+            return CallableGraph(step)
+        except Exception as error:
+            message = f"the step raised in its first run: {type(error).__name__}: {error}"
+            raise CaptureError(message) from error
+
+
+Adapter = CpuBackend

@@ -1,0 +1,82 @@
+"""What all backends on the CPU have in common: host memory, no streams, the host's clock."""
+
+import os
+import resource
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from .base import Availability, Backend, Capabilities, Event, Memory, Placement
+
+_CAPABILITIES = Capabilities(capture_copies=frozenset({"device", "pinned", "pageable"}))
+
+
+class HostEvent(Event):
+    """A moment on the host's clock: CPU work is done when the call returns."""
+
+    def __init__(self) -> None:
+        self._nanoseconds = time.perf_counter_ns()
+
+    def query(self) -> bool:
+        """Always: the work before this moment is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def microseconds_since(self, earlier: Event) -> float:
+        """Host time between two moments, in microseconds."""
+        if not isinstance(earlier, HostEvent):
+            message = f"expected an event of a CPU backend, got {type(earlier).__name__}"
+            raise TypeError(message)
+        return (self._nanoseconds - earlier._nanoseconds) / 1e3
+
+
+class HostBackend(Backend):
+    """What every backend on the CPU has in common."""
+
+    @classmethod
+    def is_available(cls) -> Availability:
+        """Everywhere."""
+        return Availability(available=True)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Foreach everywhere, copies in capture from any memory, int64 cache locations."""
+        return _CAPABILITIES
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
+        """Host memory for either placement."""
+        del placement
+        with torch.inference_mode(mode=False):
+            return torch.empty(shape, dtype=dtype)
+
+    def pool(self) -> object | None:
+        """None: there is no graph memory to share."""
+        return None
+
+    def stream(self) -> AbstractContextManager[object]:
+        """No stream: work runs where it is called."""
+        return nullcontext()
+
+    def event(self) -> Event:
+        """The present moment."""
+        return HostEvent()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def memory(self) -> Memory:
+        """The machine's memory, and this process's largest resident size so far as what is allocated."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        return Memory(
+            total=os.sysconf("SC_PHYS_PAGES") * page,
+            free=os.sysconf("SC_AVPHYS_PAGES") * page,
+            allocated=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )

@@ -1,0 +1,49 @@
+"""Everything that slotgraph raises, in one place."""
+
+
+class SlotGraphError(Exception):
+    """Base of every error of this library, so that one except clause can hold them all."""
+
+
+class DeclarationError(SlotGraphError, TypeError):
+    """A declaration breaks a rule: the message names the slot, what was expected and the way out."""
+
+
+class CycleError(DeclarationError):
+    """Slots need each other in a circle: the message shows the path."""
+
+
+class BatchError(SlotGraphError, ValueError):
+    """A batch does not fit its declaration; nothing was written."""
+
+
+class MissingSourceError(BatchError, LookupError):
+    """A required source is not in the batch."""
+
+
+class BindError(SlotGraphError, ValueError):
+    """A tensor cannot be adopted as a slot's buffer."""
+
+
+class ComputeError(SlotGraphError, RuntimeError):
+    """A computed slot's function returned what its slot cannot hold."""
+
+
+class BackendUnavailableError(SlotGraphError, RuntimeError):
+    """A backend cannot run here: the message says why and what to install."""
+
+
+class CaptureError(SlotGraphError, RuntimeError):
+    """A graph could not be captured."""
+
+
+class ReplayError(SlotGraphError, RuntimeError):
+    """A graph cannot be replayed now: not captured yet, forked, or its addresses moved."""
+
+
+class StaleOutputError(SlotGraphError, RuntimeError):
+    """An output was used after the replay that overwrote it."""
+
+
+class ConfigError(SlotGraphError, ValueError):
+    """A configuration has an unknown key or a value of the wrong kind."""

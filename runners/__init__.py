@@ -1,0 +1,1 @@
+"""Who captures and replays: buckets, capture, outputs, decisions and the runners themselves."""
