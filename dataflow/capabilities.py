@@ -29,6 +29,7 @@ class Capabilities:
     pools_inputs: whether runners may share input buffers.
     foreach_device, foreach_host: whether `torch._foreach_copy_` is safe between device tensors, and from host memory.
     foreach_chunk: tensors at most in one foreach call; 0 for no limit.
+    arenas: whether slots may be carved out of one allocation (peer communication may want `storage_offset() == 0`).
     host_parameters: whether a graph takes host values at each replay beside its buffers.
     capture_copies: memory kinds that a copy may read from while a graph is being captured.
     capture_error_modes: the modes that capture accepts, the default first.
@@ -41,6 +42,7 @@ class Capabilities:
     foreach_device: bool = True
     foreach_host: bool = True
     foreach_chunk: int = 0
+    arenas: bool = True
     host_parameters: bool = False
     capture_copies: frozenset[str] = frozenset({"device", "pinned"})
     capture_error_modes: tuple[str, ...] = ()

@@ -1,5 +1,7 @@
 """Everything that slotgraph raises, in one place."""
 
+from collections.abc import Sequence
+
 
 class SlotGraphError(Exception):
     """Base of every error of this library, so that one except clause can hold them all."""
@@ -7,6 +9,14 @@ class SlotGraphError(Exception):
 
 class DeclarationError(SlotGraphError, TypeError):
     """A declaration breaks a rule: the message names the slot, what was expected and the way out."""
+
+
+class DeclarationErrors(ExceptionGroup[DeclarationError], SlotGraphError):  # noqa: N818 - the plural says it
+    """All faults of one declaration together."""
+
+    def derive(self, excs: Sequence[DeclarationError]) -> "DeclarationErrors":  # type: ignore[override]
+        """A part of the group, as `except*` asks for it."""
+        return DeclarationErrors(self.message, excs)
 
 
 class CycleError(DeclarationError):

@@ -1,0 +1,122 @@
+"""Axes: the symbolic sizes that vary by step, and the expressions over them that shapes are made of."""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import attrs
+
+Sizes = Mapping["Axis", int]
+
+
+class _Arithmetic:
+    """Sums and products of axes, expressions and whole numbers."""
+
+    def __add__(self, other: "int | Axis | Dim") -> "Dim":
+        return Dim.of(self)._plus(Dim.of(other))
+
+    def __mul__(self, other: "int | Axis | Dim") -> "Dim":
+        return Dim.of(self)._times(Dim.of(other))
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+
+@attrs.frozen(order=True, repr=False, cache_hash=True)
+class Axis(_Arithmetic):
+    """A symbolic size: it varies by step (live, padded and capacity differ), or is fixed for one runner.
+
+    `TOKENS * 3`, `BATCH * STEPS + 1` are expressions over axes; a shape is made of them and of whole numbers.
+    """
+
+    name: str = attrs.field(validator=attrs.validators.matches_re(r"[A-Za-z_]\w*"))
+    fixed: bool = attrs.field(default=False, kw_only=True)
+
+    def __repr__(self) -> str:
+        """The name alone, as it stands in shapes."""
+        return self.name
+
+
+@attrs.frozen(repr=False)
+class Dim(_Arithmetic):
+    """A polynomial over axes in normal form, so that equal expressions compare equal: `((axes, factor), ...)`."""
+
+    terms: tuple[tuple[tuple[Axis, ...], int], ...]
+
+    @classmethod
+    def of(cls, value: object) -> "Dim":
+        """An axis, an expression or a whole number of at least 0, as an expression; TypeError or ValueError else."""
+        if isinstance(value, Dim):
+            return value
+        if isinstance(value, Axis):
+            return cls((((value,), 1),))
+        if isinstance(value, bool) or not isinstance(value, int):
+            message = f"a size is an axis, an expression over axes or a whole number, got {value!r}"
+            raise TypeError(message)
+        if value < 0:
+            message = f"a size is at least 0, got {value}"
+            raise ValueError(message)
+        return cls((((), value),) if value else ())
+
+    @classmethod
+    def _collect(cls, terms: list[tuple[tuple[Axis, ...], int]]) -> "Dim":
+        factors: dict[tuple[Axis, ...], int] = {}
+        for axes, factor in terms:
+            factors[axes] = factors.get(axes, 0) + factor
+        return cls(tuple(sorted((axes, factor) for axes, factor in factors.items() if factor)))
+
+    def _plus(self, other: "Dim") -> "Dim":
+        return self._collect([*self.terms, *other.terms])
+
+    def _times(self, other: "Dim") -> "Dim":
+        return self._collect([(tuple(sorted(a + b)), m * n) for a, m in self.terms for b, n in other.terms])
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        """Every axis that stands in the expression."""
+        return frozenset(axis for axes, _ in self.terms for axis in axes)
+
+    @functools.cached_property
+    def varies(self) -> bool:
+        """Whether the size can differ from step to step."""
+        return any(not axis.fixed for axis in self.axes)
+
+    def at(self, sizes: Sizes) -> int:
+        """The expression's value; KeyError with the axis where `sizes` lacks one."""
+        return sum(factor * math.prod(sizes[axis] for axis in axes) for axes, factor in self.terms)
+
+    def replace(self, relations: Mapping[Axis, "Dim"]) -> "Dim":
+        """The expression with some axes written out by what they follow from."""
+        terms = [math.prod((relations.get(axis, Dim.of(axis)) for axis in axes), start=Dim.of(n)) for axes, n in self.terms]
+        return sum(terms, start=Dim.of(0))
+
+    def reveals(self) -> Axis | None:
+        """The one varying axis that a tensor of this size tells, or None where none or several do."""
+        varying = [axis for axes, _ in self.terms for axis in axes if not axis.fixed]
+        return varying[0] if len(varying) == 1 else None
+
+    def __repr__(self) -> str:
+        """The expression as one would write it."""
+        parts = []
+        for axes, factor in reversed(self.terms):
+            names = [axis.name for axis in axes]
+            parts.append(" * ".join(names + [str(factor)] * (factor != 1 or not names)))
+        return " + ".join(parts) or "0"
+
+
+Shape = tuple[Dim, ...]
+
+
+def shape_of(dims: object) -> Shape:
+    """A shape from one size or a sequence of sizes."""
+    return tuple(Dim.of(dim) for dim in (dims if isinstance(dims, tuple | list) else (dims,)))
+
+
+def extent(shape: Shape, sizes: Sizes) -> tuple[int, ...]:
+    """A shape's whole numbers at given sizes."""
+    return tuple(dim.at(sizes) for dim in shape)
+
+
+BATCH: Final = Axis("BATCH")
+TOKENS: Final = Axis("TOKENS")

@@ -1,0 +1,143 @@
+"""Buffers: the memory behind slots, at fixed addresses, and how far each of them may be dirty."""
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import attrs
+import torch
+
+from .arena import ALIGNMENT, Room, separate, together
+from .axes import Sizes, extent
+from .binding import Allocate, check_bindings, span
+from .capabilities import Capabilities
+from .declaration import Declaration
+from .roles import resolve_dtype
+from .slots import Constant, Slot
+from .tails import Once
+from .values import initial_value, write_all
+
+NOT_BOUND: Final[Mapping[str, torch.Tensor]] = {}
+
+
+@attrs.define(eq=False)
+class Buffer:
+    """One slot's memory at full capacity.
+
+    mark: how far rows may hold something else than the tail's value, along each varying dim (a high-water mark);
+    adopted: whether the memory was handed in.
+    """
+
+    name: str
+    slot: Slot
+    tensor: torch.Tensor
+    mark: tuple[int, ...]
+    adopted: bool = False
+
+    def view(self, sizes: Sizes) -> torch.Tensor:
+        """The part that a bucket reads: the first rows along each varying dim."""
+        return self.box(tuple((0, self.slot.shape[dim].at(sizes)) for dim in self.slot.varying))
+
+    def box(self, ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:
+        """The part between two bounds along each varying dim; never an inference tensor, whatever mode is on."""
+        with torch.inference_mode(mode=False):
+            view = self.tensor
+            for dim, (start, stop) in zip(self.slot.varying, ranges, strict=True):
+                view = view.narrow(dim, start, stop - start)
+            return view
+
+    def reach(self, sizes: Sizes) -> tuple[int, ...]:
+        """A size along each varying dim."""
+        return tuple(self.slot.shape[dim].at(sizes) for dim in self.slot.varying)
+
+    def distrust(self) -> None:
+        """From now on any row may hold anything."""
+        self.mark = tuple(self.tensor.shape[dim] for dim in self.slot.varying)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return self.tensor.nbytes
+
+
+class Buffers:
+    """The buffers of one declaration; `stamp` is whoever filled them last, so that a repeated fill finds tails clean."""
+
+    def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes) -> None:
+        self._buffers = dict(buffers)
+        self.capacity = dict(capacity)
+        self.stamp: object | None = None
+
+    def __getitem__(self, name: str) -> Buffer:
+        """One slot's buffer."""
+        return self._buffers[name]
+
+    def __iter__(self) -> Iterator[Buffer]:
+        """All buffers, in the declaration's order."""
+        return iter(self._buffers.values())
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._buffers)
+
+    def distrust(self) -> None:
+        """Forget what is known of tails: after a write that no plan made, or one that broke off."""
+        self.stamp = None
+        for buffer in self:
+            buffer.distrust()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated here; adopted memory belongs to someone else."""
+        return sum(buffer.nbytes for buffer in self if not buffer.adopted)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Address ranges that hold buffers, apart and in order; each begins with a buffer and ends with one."""
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted(span(buffer.tensor) for buffer in self if buffer.nbytes):
+            if merged and low - merged[-1][1] < ALIGNMENT:
+                merged[-1] = (merged[-1][0], high)
+            else:
+                merged.append((low, high))
+        return merged
+
+    @functools.cached_property
+    def addresses(self) -> dict[str, int]:
+        """Where each buffer began when this was first asked: at capture."""
+        return {buffer.name: buffer.tensor.data_ptr() for buffer in self}
+
+    def moved(self) -> list[str]:
+        """Slots whose buffer is not where it was."""
+        return [b.name for b in self if b.tensor.data_ptr() != self.addresses[b.name]]
+
+
+def allocate(
+    declaration: Declaration,
+    capacity: Sizes,
+    capabilities: Capabilities,
+    empty: Allocate,
+    bind: Mapping[str, torch.Tensor] = NOT_BOUND,
+) -> Buffers:
+    """Buffers for every slot at full capacity, those in `bind` adopted, each with its initial value.
+
+    An adopted buffer keeps what it holds, but for constants and `once` values; its tail is reset by the first fill.
+    Raises BindError where a tensor cannot be adopted, ComputeError where a value does not fit its dtype here.
+    """
+    check_bindings(declaration, capacity, capabilities, empty, bind)
+    rooms = [
+        Room(name, extent(slot.shape, capacity), resolve_dtype(slot.dtype, capabilities), slot.placement)
+        for name, slot in declaration.slots.items()
+        if name not in bind
+    ]
+    tensors = {**(together if capabilities.arenas else separate)(rooms, empty), **bind}
+    buffers = {}
+    for name, slot in declaration.slots.items():
+        value, tensor = initial_value(name, slot, capacity, capabilities), tensors[name]
+        if name not in bind or isinstance(slot, Constant) or isinstance(slot.rule(), Once):
+            with torch.inference_mode(mode=False), torch.no_grad():
+                write_all(tensor, value, f"slot {name!r}")
+        buffers[name] = Buffer(name, slot, tensor, tuple(0 for _ in slot.varying), name in bind)
+        if name in bind:
+            buffers[name].distrust()
+    return Buffers(buffers, capacity)

@@ -1,0 +1,103 @@
+"""A declaration as data: its slots, its other fields, and everything that is wrong with it at once."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError as GraphCycle
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from . import graph
+from .axes import Axis
+from .capabilities import Placement
+from .errors import CycleError, DeclarationError, DeclarationErrors
+from .slots import Slot
+from .sources import look_up
+
+
+@attrs.frozen(eq=False)
+class Declaration:
+    """The slots of one declaration class, checked.
+
+    fields: names that are no slots, carried from the batch into the view, with their defaults (attrs.NOTHING where
+    there is none). disabled: slots that the runner's settings switched off. order: computed slots in dependency order.
+    """
+
+    name: str
+    slots: Mapping[str, Slot]
+    fields: Mapping[str, Any]
+    disabled: tuple[str, ...] = ()
+    order: tuple[str, ...] = attrs.field(init=False)
+
+    @order.default
+    def _order(self) -> tuple[str, ...]:
+        return graph.order(self.slots)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Every axis in a shape, sorted by name."""
+        return tuple(sorted({axis for slot in self.slots.values() for dim in slot.shape for axis in dim.axes}))
+
+    @property
+    def varying(self) -> tuple[Axis, ...]:
+        """Axes whose size varies by step."""
+        return tuple(axis for axis in self.axes if not axis.fixed)
+
+    def side(self, name: str) -> Placement:
+        """Where a computed slot's function runs."""
+        return graph.side_of(self.slots[name], self.slots)
+
+    def under(self, settings: object) -> "Declaration":
+        """The declaration with only those slots that the settings enable.
+
+        Raises DeclarationError where a slot asks for a setting that is not there.
+        """
+        on = {name: slot for name, slot in self.slots.items() if _enabled(name, slot, settings)}
+        off = tuple(name for name in self.slots if name not in on)
+        fields = {**self.fields, **dict.fromkeys(off)}
+        return attrs.evolve(self, slots=MappingProxyType(on), disabled=off, fields=fields) if off else self
+
+
+def declare(
+    name: str, slots: Mapping[str, Slot], fields: Mapping[str, Any], found: Sequence[DeclarationError] = ()
+) -> Declaration:
+    """Check slots and make them a declaration.
+
+    Raises DeclarationErrors with every fault at once, those `found` by the caller first.
+    """
+    faults = [*found, *_faults(name, slots, fields)]
+    try:
+        declaration = Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
+    except GraphCycle as cycle:
+        path = " -> ".join(reversed(cycle.args[1]))
+        faults.append(CycleError(f"{name}: slots need each other in a circle: {path}; break it at one of them"))
+    if faults:
+        message = f"{name} breaks {len(faults)} rule{'s' * (len(faults) > 1)}"
+        raise DeclarationErrors(message, faults)
+    return declaration
+
+
+def _faults(name: str, slots: Mapping[str, Slot], fields: Mapping[str, Any]) -> Iterator[DeclarationError]:
+    for slot_name, slot in slots.items():
+        for fault in slot.faults():
+            yield DeclarationError(f"{name}.{slot_name}: slot {slot_name!r}: {fault}")
+    for slot_name, fault in graph.faults(slots, fields):
+        yield DeclarationError(f"{name}.{slot_name}: slot {slot_name!r}: {fault}")
+    seen: dict[str, Axis] = {}
+    for axis in sorted({axis for slot in slots.values() for dim in slot.shape for axis in dim.axes}):
+        if seen.setdefault(axis.name, axis) != axis:
+            yield DeclarationError(f"{name}: axis {axis.name!r} is both fixed and varying: give one of them another name")
+
+
+def _enabled(name: str, slot: Slot, settings: object) -> bool:
+    if slot.when is None:
+        return True
+    if callable(slot.when):
+        return bool(slot.when(settings))
+    value: Any = settings
+    for part in slot.when.split("."):
+        value = look_up(value, part)
+    if value is None:
+        message = f"slot {name!r} exists when {slot.when!r} is set: give settings with that name, true or false"
+        raise DeclarationError(message)
+    return bool(value)

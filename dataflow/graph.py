@@ -1,0 +1,70 @@
+"""The dependency graph: who needs whom, in which order, and whether on the host or on the device."""
+
+import difflib
+import graphlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Final
+
+from .capabilities import DEVICE, HOST, Placement
+from .compute import OUT, STEP
+from .slots import Output, Slot
+
+RESERVED: Final = frozenset({STEP, OUT, "narrow"})
+
+
+def needs_of(slot: Slot) -> tuple[str, ...]:
+    """Names that a slot needs, `step` among them; none for a slot that is not computed."""
+    compute = slot.computes()
+    return compute.needs if compute else ()
+
+
+def side_of(slot: Slot, slots: Mapping[str, Slot]) -> Placement:
+    """Where a computed slot's function runs: on the device as soon as it needs a slot there, else on the host."""
+    on_device = any(name in slots and slots[name].placement == DEVICE for name in needs_of(slot))
+    return DEVICE if on_device else HOST
+
+
+def order(slots: Mapping[str, Slot]) -> tuple[str, ...]:
+    """Computed slots, each after all that it needs; the same for any order of declaration.
+
+    Raises graphlib.CycleError, whose second argument is the path, where slots need each other in a circle.
+    """
+    edges = {
+        name: sorted(need for need in needs_of(slot) if need in slots)
+        for name, slot in sorted(slots.items())
+        if slot.computes()
+    }
+    return tuple(name for name in graphlib.TopologicalSorter(edges).static_order() if name in edges)
+
+
+def faults(slots: Mapping[str, Slot], fields: Collection[str]) -> Iterator[tuple[str, str]]:
+    """What is wrong with how slots depend on each other: pairs of a slot's name and the fault with its way out."""
+    for name, slot in slots.items():
+        if name in RESERVED:
+            yield name, "the name has a meaning of its own in slotgraph: choose another"
+        for need in needs_of(slot):
+            yield from ((name, fault) for fault in _need_faults(need, slots, fields))
+        yield from ((name, fault) for fault in _side_faults(slot, slots))
+
+
+def _need_faults(need: str, slots: Mapping[str, Slot], fields: Collection[str]) -> Iterator[str]:
+    if need in slots:
+        if isinstance(slots[need], Output):
+            yield f"it needs {need!r}, an output, which the step has not written yet when inputs are computed"
+    elif need not in fields and need != STEP:
+        near = difflib.get_close_matches(need, [*slots, *fields, STEP], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        yield f"it needs {need!r}, which is neither a slot nor a field of the declaration, nor `step`{hint}"
+
+
+def _side_faults(slot: Slot, slots: Mapping[str, Slot]) -> Iterator[str]:
+    if not slot.computes() or side_of(slot, slots) == HOST:
+        return
+    if slot.placement == HOST:
+        yield "it needs slots on the device but is placed on the host: that would read the device back in each step"
+    for need in needs_of(slot):
+        if need not in slots or slots[need].placement == HOST:
+            yield (
+                f"its function runs on the device, inside the graph, where the host value {need!r} would be frozen at "
+                f"capture: put what it takes from {need!r} into a slot that is computed on the host, and need that"
+            )

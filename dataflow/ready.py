@@ -1,0 +1,159 @@
+"""What a fill has ready for one live size: every view sliced, every group built, every fact expected."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final, TypeVar
+
+import attrs
+import torch
+
+from .axes import Sizes, extent
+from .buffers import Buffer, Buffers
+from .computation import Computation
+from .compute import STEP
+from .declaration import Declaration
+from .errors import BatchError
+from .plan import ComputeStep, FillPlan
+from .step import Step
+from .tails import Number
+
+Fact = tuple[torch.dtype, torch.device, tuple[int, ...]]
+Box = tuple[tuple[int, int], ...]
+Views = Mapping[str, torch.Tensor | None]
+Reset = tuple[list[torch.Tensor], list[tuple[torch.Tensor, Number]]]
+KEPT_RESETS: Final = 64
+"""Transitions from other live sizes that one live size remembers."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def keep_newest(cache: dict[K, V], size: int) -> dict[K, V]:
+    """Make room for one more entry in a cache of a given size; the oldest goes first."""
+    while len(cache) >= size:
+        del cache[next(iter(cache))]
+    return cache
+
+
+@attrs.frozen(eq=False)
+class Ready:
+    """All that one live size needs; the hot loop only walks through it.
+
+    facts: dtype, device and shape expected of each source. always: tails to reset in each step.
+    groups: destinations of each foreach call, and which sources. singles: destinations of plain copies, likewise.
+    marks: buffers whose tail is kept clean, and how far they are dirty after this fill. host, device: computed slots.
+    views: what the step sees, by slot. resets: tail work by the marks it was found at.
+    """
+
+    step: Step
+    facts: list[Fact]
+    always: list[tuple[torch.Tensor, Number]]
+    groups: list[tuple[list[torch.Tensor], int, int]]
+    singles: list[tuple[torch.Tensor, int]]
+    marks: list[tuple[Buffer, tuple[int, ...], Number]]
+    host: list[Computation]
+    device: list[Computation]
+    views: Views
+    resets: dict[tuple[tuple[int, ...], ...], Reset] = attrs.field(factory=dict)
+
+    def reset_from(self, marks: tuple[tuple[int, ...], ...]) -> Reset:
+        """The tail work where buffers are dirty up to `marks`: tensors to zero in one call, and others with a value."""
+        known = self.resets.get(marks)
+        if known is None:
+            work = [
+                (buffer.box(box), value)
+                for (buffer, live, value), mark in zip(self.marks, marks, strict=True)
+                for box in boxes(live, mark)
+            ]
+            zeros = [tail for tail, value in work if value == 0]
+            known = (zeros, [(tail, value) for tail, value in work if value != 0])
+            keep_newest(self.resets, KEPT_RESETS)[marks] = known
+        return known
+
+
+def boxes(live: tuple[int, ...], reach: tuple[int, ...]) -> Iterator[Box]:
+    """The rows within `reach` that are not within `live`, as boxes that do not overlap."""
+    for dim, (start, stop) in enumerate(zip(live, reach, strict=True)):
+        if start < stop:
+            before = tuple((0, min(a, b)) for a, b in zip(live[:dim], reach[:dim], strict=True))
+            yield (*before, (start, stop), *((0, size) for size in reach[dim + 1 :]))
+
+
+class Preparer:
+    """Makes `Ready` for any live size of one plan; exact fills see live rows only, padded ones the whole bucket."""
+
+    def __init__(
+        self, plan: FillPlan, declaration: Declaration, buffers: Buffers, padded: Sizes, *, exact: bool
+    ) -> None:
+        self.plan = plan
+        self.declaration = declaration
+        self.buffers = buffers
+        self.padded = dict(padded)
+        self.exact = exact
+        self._absent = frozenset(plan.absent)
+        slots = declaration.slots.items()
+        self._computes = {name: compute for name, slot in slots if (compute := slot.computes()) is not None}
+        self._bucket_views = self._views(self.padded)
+
+    def __call__(self, live: tuple[int, ...]) -> Ready:
+        """Everything for these live sizes, one for each varying axis. BatchError where they exceed the bucket."""
+        for axis, rows in zip(self.declaration.varying, live, strict=True):
+            if rows > self.padded[axis]:
+                message = f"the batch has {rows} rows on {axis}, more than the {self.padded[axis]} of this bucket"
+                raise BatchError(message)
+        sizes = {**self.padded, **dict(zip(self.declaration.varying, live, strict=True))}
+        step = Step(sizes, sizes if self.exact else self.padded)
+        views = self._views(sizes) if self.exact else self._bucket_views
+        groups, singles = self._destinations(sizes)
+        return Ready(
+            step=step,
+            facts=[self._fact(name, dtype, sizes) for name, dtype in self._copied()],
+            always=[] if self.exact else list(self._always(sizes)),
+            groups=groups,
+            singles=singles,
+            marks=[] if self.exact else list(self._marks(sizes)),
+            host=[self._computation(c, step, views) for c in self.plan.computed if c.on == "host"],
+            device=[self._computation(c, step, views) for c in self.plan.computed if c.on == "device"],
+            views=views,
+        )
+
+    def _views(self, sizes: Sizes) -> Views:
+        slots = self.declaration.slots
+        return {name: None if name in self._absent else self.buffers[name].view(sizes) for name in slots}
+
+    def _copied(self) -> Iterator[tuple[str, torch.dtype]]:
+        return ((name, group.src_dtype) for group in self.plan.copies for name in group.slots)
+
+    def _fact(self, name: str, dtype: torch.dtype, sizes: Sizes) -> Fact:
+        buffer = self.buffers[name]
+        return (dtype, buffer.tensor.device, extent(buffer.slot.shape, sizes))
+
+    def _destinations(
+        self, sizes: Sizes
+    ) -> tuple[list[tuple[list[torch.Tensor], int, int]], list[tuple[torch.Tensor, int]]]:
+        groups, singles, start = [], [], 0
+        for group in self.plan.copies:
+            views = [self.buffers[name].view(sizes) for name in group.slots]
+            if group.together and len(views) > 1:
+                groups.append((views, start, start + len(views)))
+            else:
+                singles += [(view, start + i) for i, view in enumerate(views)]
+            start += len(views)
+        return groups, singles
+
+    def _always(self, sizes: Sizes) -> Iterator[tuple[torch.Tensor, Number]]:
+        for tail in self.plan.tails:
+            buffer = self.buffers[tail.slot]
+            if tail.always:
+                for box in boxes(buffer.reach(sizes), buffer.reach(self.padded)):
+                    yield buffer.box(box), tail.value
+
+    def _marks(self, sizes: Sizes) -> Iterator[tuple[Buffer, tuple[int, ...], Number]]:
+        for tail in self.plan.tails:
+            if not tail.always:
+                buffer = self.buffers[tail.slot]
+                yield buffer, buffer.reach(sizes), tail.value
+
+    def _computation(self, planned: ComputeStep, step: Step, views: Views) -> Computation:
+        compute = self._computes[planned.slot]
+        target = self.buffers[planned.slot].view(step.padded_sizes)
+        return Computation.bind(planned.slot, compute, {STEP: step, **views}, self.declaration.fields, target)

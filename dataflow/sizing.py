@@ -1,0 +1,104 @@
+"""Sizing: how many rows a batch brings on each axis, read off the sources that tell."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from .axes import Axis, Dim, Sizes
+from .declaration import Declaration
+from .errors import BatchError, DeclarationError, MissingSourceError
+from .sources import Side, Source
+
+Relations = Mapping[Axis, Dim]
+
+
+@attrs.frozen
+class Gauge:
+    """Where one axis can be read: a slot's source and a dim of it, whose size is `base + slope * rows`."""
+
+    axis: Axis
+    slot: str
+    source: Source
+    dim: int
+    base: int
+    slope: int
+
+    def read(self, batch: Any, side: Side) -> int:
+        """Live rows on the axis; MissingSourceError or BatchError where the source does not tell."""
+        value = self.source.read(batch, side)
+        try:
+            rows, rest = divmod(value.shape[self.dim] - self.base, self.slope)
+        except (AttributeError, IndexError, TypeError):
+            raise self._unreadable(value) from None
+        if rest or rows < 0:
+            raise self._unreadable(value)
+        return rows
+
+    def _unreadable(self, value: Any) -> BatchError:
+        what = f"it tells how many rows the batch has on {self.axis}"
+        if value is None:
+            return MissingSourceError(f"slot {self.slot!r}: {self.source} is missing; {what}")
+        size = " + ".join([str(self.base)] * bool(self.base) + [f"{self.slope} * {self.axis}"])
+        got = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        return BatchError(f"slot {self.slot!r}: expected a tensor of size {size} on dim {self.dim} ({what}), got {got}")
+
+
+class Sizer:
+    """Reads a batch's live sizes, one for each varying axis of a declaration in its order.
+
+    relations: axes that follow from others, such as `{TOKENS: BATCH * 4}`. fixed: sizes of the fixed axes.
+    Raises DeclarationError where no copied slot tells the size of an axis.
+    """
+
+    def __init__(self, declaration: Declaration, relations: Relations, fixed: Sizes) -> None:
+        follow = {axis: size for axis, size in relations.items() if axis in declaration.varying}
+        told = {axis: _told(follow.get(axis, Dim.of(axis))) for axis in declaration.varying}
+        leads = sorted(set(told.values()))
+        self._gauges = tuple(_gauge(declaration, axis, follow, fixed) for axis in leads)
+        self._rows = tuple(
+            (leads.index(lead), *_line(follow.get(axis, Dim.of(axis)), lead, fixed)) for axis, lead in told.items()
+        )
+
+    def __call__(self, batch: Any, side: Side) -> tuple[int, ...]:
+        """Live rows on each varying axis."""
+        read = [gauge.read(batch, side) for gauge in self._gauges]
+        return tuple([base + slope * read[lead] for lead, base, slope in self._rows])
+
+
+def _told(size: Dim) -> Axis:
+    """The axis that another follows from, or the axis itself."""
+    lead = size.reveals()
+    if lead is None:
+        message = f"an axis follows from one other that varies, to the first power, got {size}"
+        raise DeclarationError(message)
+    return lead
+
+
+def _line(size: Dim, axis: Axis, fixed: Sizes) -> tuple[int, int]:
+    """Base and slope of a size along one axis."""
+    base = size.at({**fixed, axis: 0})
+    return base, size.at({**fixed, axis: 1}) - base
+
+
+def _gauge(declaration: Declaration, axis: Axis, relations: Relations, fixed: Sizes) -> Gauge:
+    """The source that tells an axis: a required one if there is one, the plainest shape, then by name."""
+    found = sorted(_candidates(declaration, axis, relations, fixed), key=lambda row: row[:4])
+    if not found:
+        message = f"{declaration.name}: no copied slot tells the size of {axis}: declare one with a dim of {axis}"
+        raise DeclarationError(message)
+    return found[0][-1]
+
+
+def _candidates(
+    declaration: Declaration, axis: Axis, relations: Relations, fixed: Sizes
+) -> Iterator[tuple[bool, int, str, int, Gauge]]:
+    for name, slot in declaration.slots.items():
+        source = slot.reads(name)
+        for dim, declared in enumerate(slot.shape):
+            size = declared.replace(relations)
+            if source is None or size.reveals() != axis:
+                continue
+            base, slope = _line(size, axis, fixed)
+            yield slot.optional, base + slope, name, dim, Gauge(axis, name, source, dim, base, slope)

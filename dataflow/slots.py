@@ -1,0 +1,176 @@
+"""Slots: one input at a fixed address, with its shape, dtype, placement, tail rule and how it gets its value."""
+
+import abc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from .axes import Axis, Dim, Shape, shape_of
+from .capabilities import DEVICE, HOST, Placement
+from .compute import Compute
+from .roles import FillRole, Role, dtype_text
+from .sources import Path, Source, source_of
+from .step import Step
+from .tails import Number, Once, Pad, Tail, holds, tail_of
+
+When = str | Callable[[Any], bool]
+Value = Number | FillRole | Axis | Dim | Callable[[Step], Any]
+
+
+@attrs.frozen(kw_only=True)
+class Slot(abc.ABC):
+    """One input of a captured step. Subclass it for a new kind: `initial` must be said, and what differs of the rest.
+
+    shape: sizes over axes. dtype: a torch dtype, or a role that the backend resolves. placement: "device" or "host".
+    when: a name in the runner's settings, or a function of them, that must be true for the slot to exist.
+    optional: the batch may come without it. rewritten: the step or a producer writes it beside the fill, so that its
+    tail is never known to be clean.
+    """
+
+    shape: Shape = attrs.field(converter=shape_of)
+    dtype: torch.dtype | Role = attrs.field(validator=attrs.validators.instance_of((torch.dtype, Role)))
+    placement: Placement = attrs.field(default=DEVICE, validator=attrs.validators.in_((DEVICE, HOST)))
+    when: When | None = None
+    optional: bool = False
+    rewritten: bool = False
+
+    @abc.abstractmethod
+    def initial(self) -> Value:
+        """What the whole buffer holds from its allocation on."""
+
+    def reads(self, name: str) -> Source | None:
+        """Where a fill finds the value to copy for the slot of this name, or None where nothing is copied."""
+        del name
+        return None
+
+    def computes(self) -> Compute | None:
+        """The function that a fill calls, or None where nothing is computed."""
+        return None
+
+    def rule(self) -> Tail | None:
+        """The tail rule, or None where every padded row is written in each step, or none ever is."""
+        return None
+
+    def converts_from(self) -> tuple[torch.dtype, ...]:
+        """Source dtypes that a copy takes, and converts, beside the slot's own."""
+        return self.dtype.accepts if isinstance(self.dtype, Role) else ()
+
+    def takes_strided(self) -> bool:
+        """Whether a source that is not contiguous is taken."""
+        return False
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong with the slot by itself, each with the way out."""
+        value, dtype = self.initial(), self.dtype
+        number = value.default if isinstance(value, FillRole) else value
+        dtype = dtype.default if isinstance(dtype, Role) else dtype
+        if isinstance(number, bool | int | float) and not holds(dtype, number):
+            yield f"{number!r} does not fit {dtype_text(dtype)}: give a value of that type and range"
+
+    @property
+    def kind(self) -> str:
+        """The kind's name in plans and tables."""
+        return type(self).__name__.lower()
+
+    @property
+    def varying(self) -> tuple[int, ...]:
+        """The dims whose size varies by step."""
+        return tuple(i for i, dim in enumerate(self.shape) if dim.varies)
+
+
+@attrs.frozen(kw_only=True)
+class Padded(Slot):
+    """A slot with a tail rule of its own: `pad`, a value, `keep("why")` or `once(value)`."""
+
+    pad: Tail | None = attrs.field(default=None, converter=tail_of)
+
+    def rule(self) -> Tail | None:
+        """The declared rule."""
+        return self.pad
+
+    def initial(self) -> Value:
+        """The tail's value, so that a new buffer is all tail; zero where the tail is kept."""
+        return self.pad.value if isinstance(self.pad, Pad | Once) else _zero(self.dtype)
+
+    def faults(self) -> Iterator[str]:
+        """Also: a dim varies, and no rule says what its tail holds."""
+        yield from super().faults()
+        if self.varying and self.pad is None:
+            yield "no tail rule: say pad=value, pad=keep('why no one reads the tail') or pad=once(value)"
+
+
+@attrs.frozen(kw_only=True)
+class Copied(Padded):
+    """Fed from the batch in each step.
+
+    source: a dotted path, `side(...)` or a function of the batch; the slot's own name where it is not given.
+    strided: take a source that is not contiguous. converts: source dtypes that the copy converts.
+    """
+
+    source: Source | None = attrs.field(default=None, converter=attrs.converters.optional(source_of))
+    strided: bool = False
+    converts: tuple[torch.dtype, ...] = ()
+
+    def reads(self, name: str) -> Source | None:
+        """The declared source, else the slot's own name."""
+        return self.source or Path((name,))
+
+    def converts_from(self) -> tuple[torch.dtype, ...]:
+        """The role's and the declared ones."""
+        return (*super().converts_from(), *self.converts)
+
+    def takes_strided(self) -> bool:
+        """As declared."""
+        return self.strided
+
+
+@attrs.frozen(kw_only=True)
+class Computed(Slot):
+    """Derived in each step from the slots and sizes that its function names: every padded row, tail and all."""
+
+    compute: Compute = attrs.field(converter=Compute.of)
+
+    def computes(self) -> Compute | None:
+        """The declared function."""
+        return self.compute
+
+    def initial(self) -> Value:
+        """Zero, until the first fill."""
+        return _zero(self.dtype)
+
+
+@attrs.frozen(kw_only=True)
+class Constant(Slot):
+    """Set when the buffer is allocated, over its whole capacity; never written again.
+
+    value: a number, a fixed axis' size, a backend's fill role, or a function of the step at full capacity that returns
+    a tensor or nested lists. Row i of a bucket is row i of the whole, whatever the bucket.
+    """
+
+    value: Value
+
+    def initial(self) -> Value:
+        """The declared value."""
+        return self.value
+
+
+@attrs.frozen(kw_only=True)
+class Staged(Padded):
+    """Written by a producer inside or beside the step; a fill only resets its tail."""
+
+    rewritten: bool = True
+
+
+@attrs.frozen(kw_only=True)
+class Output(Slot):
+    """A buffer at a fixed address that the step writes its result to; a fill leaves it alone."""
+
+    def initial(self) -> Value:
+        """Zero, until the first step writes it."""
+        return _zero(self.dtype)
+
+
+def _zero(dtype: torch.dtype | Role) -> Number:
+    return False if dtype is torch.bool else 0

@@ -1,0 +1,114 @@
+"""Sources: where in a batch a copied slot finds its value."""
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias, final
+
+import attrs
+
+Side: TypeAlias = Mapping[str, Any]
+NO_SIDE: Final[Side] = {}
+
+
+def look_up(holder: object, name: str) -> Any:
+    """One name in a mapping or on an object; None where it is not there."""
+    if isinstance(holder, Mapping):
+        return holder.get(name)
+    return getattr(holder, name, None)
+
+
+def _follow(holder: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        if holder is None:
+            return None
+        holder = look_up(holder, name)
+    return holder
+
+
+class Source(abc.ABC):
+    """How a slot's value is found in a batch."""
+
+    @abc.abstractmethod
+    def read(self, batch: Any, side: Side) -> Any:
+        """The value in a batch and its side arguments; None where it is absent."""
+
+    @property
+    def plain_name(self) -> str | None:
+        """The batch's own name for it, where that is all there is to look up."""
+        return None
+
+
+@final
+@attrs.frozen
+class Path(Source):
+    """A dotted path into the batch: names on objects or in mappings, at any depth."""
+
+    parts: tuple[str, ...]
+
+    def read(self, batch: Any, side: Side) -> Any:
+        """What stands at the path."""
+        del side
+        return _follow(batch, self.parts)
+
+    @property
+    def plain_name(self) -> str | None:
+        """The name, for a path of one part."""
+        return self.parts[0] if len(self.parts) == 1 else None
+
+    def __str__(self) -> str:
+        """The path as one writes it."""
+        return "batch." + ".".join(self.parts)
+
+
+@final
+@attrs.frozen
+class SideArgument(Source):
+    """A path into the keyword arguments given beside the batch."""
+
+    parts: tuple[str, ...]
+
+    def read(self, batch: Any, side: Side) -> Any:
+        """What stands at the path among the side arguments."""
+        del batch
+        return _follow(side, self.parts)
+
+    def __str__(self) -> str:
+        """The path with the argument's name first."""
+        return "argument " + ".".join(self.parts)
+
+
+@final
+@attrs.frozen
+class Call(Source):
+    """A function of the batch."""
+
+    function: Callable[[Any], Any]
+
+    def read(self, batch: Any, side: Side) -> Any:
+        """What the function returns."""
+        del side
+        return self.function(batch)
+
+    def __str__(self) -> str:
+        """The function's name."""
+        return f"{getattr(self.function, '__qualname__', self.function)}(batch)"
+
+
+def _parts(path: str) -> tuple[str, ...]:
+    parts = tuple(path.split("."))
+    if not all(part.isidentifier() for part in parts):
+        message = f"a source path is made of names and dots, got {path!r}"
+        raise ValueError(message)
+    return parts
+
+
+def side(path: str) -> SideArgument:
+    """A source beside the batch: `side("pp_proxy.hidden_states")` reads `runner(batch, pp_proxy=...)`."""
+    return SideArgument(_parts(path))
+
+
+def source_of(source: str | Source | Callable[[Any], Any]) -> Source:
+    """A declaration's `source=`: a dotted path, a side argument, or a function of the batch."""
+    if isinstance(source, Source):
+        return source
+    return Path(_parts(source)) if isinstance(source, str) else Call(source)

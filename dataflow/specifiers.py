@@ -1,0 +1,123 @@
+"""The words that a declaration is written in: `copied`, `computed`, `constant`, `staged`, `output`, `slot`."""
+
+from collections.abc import Callable
+from typing import Any, Final, Literal
+
+import attrs
+import torch
+
+from .axes import Axis, Dim
+from .capabilities import DEVICE, Placement
+from .roles import Role
+from .slots import Computed, Constant, Copied, Output, Slot, Staged, Value, When
+from .sources import Source
+from .tails import PadValue, Tail
+
+SLOT: Final = "slotgraph.slot"
+Size = int | Axis | Dim
+Sizing = Size | tuple[Size, ...]
+Dtype = torch.dtype | Role
+
+
+def slot(kind: Slot, *, init: bool = True, default: Any = attrs.NOTHING) -> Any:
+    """A field for any slot object, your own kinds among them.
+
+    init: whether a batch made from the declaration is given this slot's value.
+    """
+    return attrs.field(default=default if init else None, init=init, metadata={SLOT: kind}, repr=_brief)
+
+
+def copied(  # noqa: PLR0913 - one keyword for each thing that a slot can say
+    *shape: Size,
+    dtype: Dtype,
+    pad: PadValue | Tail | None = None,
+    source: str | Source | Callable[[Any], Any] | None = None,
+    placement: Placement = DEVICE,
+    strided: bool = False,
+    converts: tuple[torch.dtype, ...] = (),
+    rewritten: bool = False,
+    when: When | None = None,
+    default: Any = attrs.NOTHING,
+) -> Any:
+    """A slot fed from the batch in each step; `default=None` makes it optional.
+
+    pad: what the tail holds, `keep("why")` or `once(value)`; needed where a dim varies by step.
+    source: the same name in the batch if not given; a dotted path; `side("name.path")`; or a function of the batch.
+    strided: take a source that is not contiguous. converts: source dtypes that the copy converts.
+    rewritten: the step writes it too. when: the setting that must be true for the slot to exist.
+    """
+    kind = Copied(
+        shape=shape,
+        dtype=dtype,
+        pad=pad,
+        source=source,
+        placement=placement,
+        strided=strided,
+        converts=converts,
+        rewritten=rewritten,
+        when=when,
+        optional=default is None,
+    )
+    return slot(kind, default=default)
+
+
+def computed(
+    function: Callable[..., Any],
+    *,
+    shape: Sizing = (),
+    dtype: Dtype,
+    placement: Placement = DEVICE,
+    when: When | None = None,
+    init: Literal[False] = False,
+) -> Any:
+    """A slot derived in each step; the function's parameters name what it needs.
+
+    Names of slots give their padded tensors, `step` the step's sizes, other fields their values, `out` the slot's own
+    buffer to be filled. A function that needs only host values runs on the host before the step; one that needs slots
+    on the device runs there, inside the graph. Either way it gives every padded row.
+    """
+    kind = Computed(compute=function, shape=shape, dtype=dtype, placement=placement, when=when)
+    return slot(kind, init=init)
+
+
+def constant(
+    value: Value,
+    *,
+    shape: Sizing = (),
+    dtype: Dtype,
+    placement: Placement = DEVICE,
+    when: When | None = None,
+    init: Literal[False] = False,
+) -> Any:
+    """A slot set once: a number, a fixed axis, a fill role, or a function of the step at full capacity."""
+    return slot(Constant(value=value, shape=shape, dtype=dtype, placement=placement, when=when), init=init)
+
+
+def staged(
+    *shape: Size,
+    dtype: Dtype,
+    pad: PadValue | Tail | None = None,
+    placement: Placement = DEVICE,
+    when: When | None = None,
+    init: Literal[False] = False,
+) -> Any:
+    """A slot that a producer writes inside or beside the step; a fill only resets its tail, in each step."""
+    return slot(Staged(shape=shape, dtype=dtype, pad=pad, placement=placement, when=when), init=init)
+
+
+def output(
+    *shape: Size,
+    dtype: Dtype,
+    placement: Placement = DEVICE,
+    when: When | None = None,
+    init: Literal[False] = False,
+) -> Any:
+    """A buffer at a fixed address that the step writes its result to."""
+    return slot(Output(shape=shape, dtype=dtype, placement=placement, when=when), init=init)
+
+
+def _brief(value: Any) -> str:
+    """A tensor as its dtype and shape: a batch's repr stays on one line and reads nothing off the device."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -1,0 +1,120 @@
+"""Views: what a step sees of a fill, and the micro-batches cut out of them."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import attrs
+import torch
+
+from .axes import BATCH, TOKENS, Axis, Dim, Sizes, extent
+from .computation import Computation, field_of
+from .compute import STEP
+from .declaration import Declaration
+from .errors import BatchError
+from .ready import Views
+from .slots import Constant, Slot
+from .step import Step
+
+T = TypeVar("T")
+Ranges = Mapping[Axis, tuple[int, int]]
+
+
+@attrs.frozen(eq=False)
+class ViewInfo:
+    """What a view remembers of its fill: the step's sizes, which axes follow from others, and the fill's generation."""
+
+    step: Step
+    relations: Mapping[Axis, Dim]
+    generation: int
+
+
+def make_view(cls: type[T], tensors: Views, fields: Mapping[str, Any], info: ViewInfo) -> T:
+    """An instance of the declaration over given tensors, without running its constructor."""
+    view = cls.__new__(cls)
+    view.__dict__.update(tensors, **fields, _slotgraph_view=info)
+    return view
+
+
+def carried(fields: Mapping[str, Any], batch: Any) -> dict[str, Any]:
+    """The fields that are no slots: the batch's own, else the defaults; those with neither are left out."""
+    found = {name: field_of(batch, name, default) for name, default in fields.items()}
+    return {name: value for name, value in found.items() if value is not None or fields[name] is not attrs.NOTHING}
+
+
+def narrowed(view: T, declaration: Declaration, info: ViewInfo | None, ranges: Ranges) -> T:
+    """The micro-batch of a range of rows on some axes: see `Inputs.narrow`. BatchError where it cannot be cut."""
+    if info is None:
+        message = "only a view, which a fill handed out, can be narrowed: slice a batch of your own yourself"
+        raise BatchError(message)
+    for axis, (start, stop) in ranges.items():
+        if not 0 <= start <= stop <= info.step.padded(axis):
+            message = f"rows {start} to {stop} do not lie within the {info.step.padded(axis)} rows of {axis}"
+            raise BatchError(message)
+    every = {**_following(info, ranges), **ranges}
+    if BATCH in every and TOKENS in declaration.axes and TOKENS not in every:
+        message = "requests differ in length here: say which tokens these rows have, narrow(BATCH, a, b, tokens=(c, d))"
+        raise BatchError(message)
+    return _Cut(declaration, info, every).apply(view)
+
+
+def _following(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
+    """The ranges on axes that follow from a cut one."""
+    sizes = info.step.padded_sizes
+    return {
+        axis: (size.at({**sizes, cut: start}), size.at({**sizes, cut: stop}))
+        for axis, size in info.relations.items()
+        for cut, (start, stop) in ranges.items()
+        if cut in size.axes
+    }
+
+
+@attrs.frozen
+class _Cut:
+    """Ranges on some axes of a view, and the micro-batch that they leave."""
+
+    declaration: Declaration
+    info: ViewInfo
+    ranges: Ranges
+
+    def apply(self, view: T) -> T:
+        step, values = self._step(), view.__dict__
+        tensors: dict[str, torch.Tensor | None] = {}
+        for name, slot in self.declaration.slots.items():
+            tensor = values[name]
+            tensors[name] = tensor if tensor is None or slot.computes() else self._slice(name, slot, tensor)
+        for name in self.declaration.order:
+            tensors[name] = self._computed(name, {**values, **tensors}, step)
+        fields = {name: values[name] for name in self.declaration.fields if name in values}
+        return make_view(type(view), tensors, fields, attrs.evolve(self.info, step=step))
+
+    def _step(self) -> Step:
+        live, padded = dict(self.info.step.live_sizes), dict(self.info.step.padded_sizes)
+        for axis, (start, stop) in self.ranges.items():
+            live[axis] = min(max(live[axis] - start, 0), stop - start)
+            padded[axis] = stop - start
+        return Step(live, padded)
+
+    def _slice(self, name: str, slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
+        for dim, size in enumerate(slot.shape):
+            if size.axes.isdisjoint(self.ranges):
+                continue
+            if any(sum(axis in self.ranges for axis in axes) != 1 for axes, _ in size.terms):
+                message = f"slot {name!r}: dim {dim} is {size}, whose rows belong to no one range; compute it instead"
+                raise BatchError(message)
+            first, last = size.at(self._ends(0)), size.at(self._ends(1))
+            tensor = tensor.narrow(dim, 0 if isinstance(slot, Constant) else first, last - first)
+        return tensor
+
+    def _ends(self, end: int) -> Sizes:
+        return {**self.info.step.padded_sizes, **{axis: ends[end] for axis, ends in self.ranges.items()}}
+
+    def _computed(self, name: str, values: Mapping[str, Any], step: Step) -> torch.Tensor:
+        """A computed slot of the micro-batch, in memory of its own: its rows, its tail and all."""
+        slot, before = self.declaration.slots[name], values[name]
+        compute = slot.computes()
+        if compute is None:  # an order holds computed slots only; this tells the type checkers
+            return torch.as_tensor(before)
+        target = torch.empty(extent(slot.shape, step.padded_sizes), dtype=before.dtype, device=before.device)
+        with torch.no_grad():
+            Computation.bind(name, compute, {**values, STEP: step}, {}, target).run(None)
+        return target

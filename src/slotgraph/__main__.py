@@ -1,0 +1,8 @@
+"""The command line: `slotgraph`, or `python -m slotgraph`."""
+
+from slotgraph.runners.commands import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    main()
