@@ -1,1 +1,19 @@
 """Device adapters: one file a device over one abstract base, loaded by name on first use."""
+
+from .base import DEVICE, HOST, Availability, Backend, Capabilities, Event, Graph, Memory, Placement
+from .registry import choose, load, names
+
+__all__ = [
+    "DEVICE",
+    "HOST",
+    "Availability",
+    "Backend",
+    "Capabilities",
+    "Event",
+    "Graph",
+    "Memory",
+    "Placement",
+    "choose",
+    "load",
+    "names",
+]

@@ -69,9 +69,13 @@ class Event(abc.ABC):
 
 
 class Backend(abc.ABC):
-    """A device adapter. Subclasses are final; the class attribute `name` is what users write."""
+    """A device adapter. Subclasses are final, and are made without arguments.
+
+    name: what users write. priority: among the available ones, "auto" takes the highest.
+    """
 
     name: ClassVar[str]
+    priority: ClassVar[int] = 0
 
     @classmethod
     @abc.abstractmethod

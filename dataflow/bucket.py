@@ -1,6 +1,6 @@
 """One bucket's fills: a plan for each pattern of absent optional slots and source dtypes that batches come with."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,17 @@ class Bucket:
         except OtherDtypes as other:
             fill = self._last[absent] = self.fill_for(absent, other.source_dtypes)
         return fill(batch, side, live)
+
+    def check(
+        self, batch: Any, live: tuple[int, ...], absent: frozenset[str] = frozenset(), side: Side = NO_SIDE
+    ) -> tuple[Fill, Ready, Sequence[Any]]:
+        """What a fill would copy, and where, without writing anything; raises as a fill does."""
+        fill = self._last.get(absent) or self.fill_for(absent)
+        try:
+            return (fill, *fill.check(batch, side, live))
+        except OtherDtypes as other:
+            fill = self._last[absent] = self.fill_for(absent, other.source_dtypes)
+        return (fill, *fill.check(batch, side, live))
 
     def fill_for(self, absent: frozenset[str] = frozenset(), dtypes: Mapping[str, torch.dtype] = NO_CASTS) -> Fill:
         """The fill for one pattern, planned on its first use."""

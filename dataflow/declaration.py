@@ -54,8 +54,20 @@ class Declaration:
         """
         on = {name: slot for name, slot in self.slots.items() if _enabled(name, slot, settings)}
         off = tuple(name for name in self.slots if name not in on)
-        fields = {**self.fields, **dict.fromkeys(off)}
-        return attrs.evolve(self, slots=MappingProxyType(on), disabled=off, fields=fields) if off else self
+        return attrs.evolve(self, slots=MappingProxyType(on), disabled=off) if off else self
+
+    def carrying(self, names: Sequence[str]) -> "Declaration":
+        """The declaration with some slots turned into fields, which the batch brings and no fill touches.
+
+        Raises DeclarationError where a name is no slot.
+        """
+        for name in names:
+            if name not in self.slots:
+                message = f"carry names {name!r}, which is no slot of {self.name}"
+                raise DeclarationError(message)
+        slots = {name: slot for name, slot in self.slots.items() if name not in names}
+        fields = {**self.fields, **dict.fromkeys(names, attrs.NOTHING)}
+        return attrs.evolve(self, slots=MappingProxyType(slots), fields=fields) if names else self
 
 
 def declare(

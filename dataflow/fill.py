@@ -34,6 +34,7 @@ class Fill:
         sources = [source for name in names if (source := slots[name].reads(name)) is not None]
         spans = preparer.buffers.spans
         self.plan = plan
+        self.copied = tuple(names)
         self._wanted = [Wanted(name, slots[name], group.dst_dtype) for group in plan.copies for name in group.slots]
         self._spans = spans
         self._prepare = preparer
@@ -47,16 +48,21 @@ class Fill:
 
     def __call__(self, batch: Any, side: Side, live: tuple[int, ...]) -> Ready:
         """Fill for `live` rows on each varying axis, all but what the device computes."""
-        ready = self._ready.get(live) or self.ready(live)
-        sources = self._gather(batch, side)
-        if not self._fits(sources, ready):
-            refuse(self._wanted, sources, ready, self._spans)
+        ready, sources = self.check(batch, side, live)
         if _GRAD_IS_ON():
             with torch.no_grad():
                 self._write(ready, sources, batch)
         else:
             self._write(ready, sources, batch)
         return ready
+
+    def check(self, batch: Any, side: Side, live: tuple[int, ...]) -> tuple[Ready, Sequence[Any]]:
+        """The sources of a batch in the order of `copied`, all of them found to fit. Writes nothing."""
+        ready = self._ready.get(live) or self.ready(live)
+        sources = self._gather(batch, side)
+        if not self._fits(sources, ready):
+            refuse(self._wanted, sources, ready, self._spans)
+        return ready, sources
 
     def ready(self, live: tuple[int, ...]) -> Ready:
         """What a live size needs, made on its first use. BatchError where it does not fit the bucket."""

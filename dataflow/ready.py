@@ -117,8 +117,10 @@ class Preparer:
         )
 
     def _views(self, sizes: Sizes) -> Views:
-        slots = self.declaration.slots
-        return {name: None if name in self._absent else self.buffers[name].view(sizes) for name in slots}
+        views: dict[str, torch.Tensor | None] = dict.fromkeys(self.declaration.disabled)
+        for name in self.declaration.slots:
+            views[name] = None if name in self._absent else self.buffers[name].view(sizes)
+        return views
 
     def _copied(self) -> Iterator[tuple[str, torch.dtype]]:
         return ((name, group.src_dtype) for group in self.plan.copies for name in group.slots)

@@ -49,22 +49,21 @@ class Sizer:
     """Reads a batch's live sizes, one for each varying axis of a declaration in its order.
 
     relations: axes that follow from others, such as `{TOKENS: BATCH * 4}`. fixed: sizes of the fixed axes.
+    lead: the axis whose rows are wanted beside the sizes, whether or not a slot has it.
     Raises DeclarationError where no copied slot tells the size of an axis.
     """
 
-    def __init__(self, declaration: Declaration, relations: Relations, fixed: Sizes) -> None:
-        follow = {axis: size for axis, size in relations.items() if axis in declaration.varying}
-        told = {axis: _told(follow.get(axis, Dim.of(axis))) for axis in declaration.varying}
-        leads = sorted(set(told.values()))
-        self._gauges = tuple(_gauge(declaration, axis, follow, fixed) for axis in leads)
-        self._rows = tuple(
-            (leads.index(lead), *_line(follow.get(axis, Dim.of(axis)), lead, fixed)) for axis, lead in told.items()
-        )
+    def __init__(self, declaration: Declaration, relations: Relations, fixed: Sizes, lead: Axis | None = None) -> None:
+        wanted = [*declaration.varying] if lead is None else [*declaration.varying, lead]
+        sizes = [relations.get(axis, Dim.of(axis)) for axis in wanted]
+        leads = sorted({_told(size) for size in sizes})
+        self._gauges = tuple(_gauge(declaration, axis, relations, fixed) for axis in leads)
+        self._lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
 
     def __call__(self, batch: Any, side: Side) -> tuple[int, ...]:
-        """Live rows on each varying axis."""
+        """Live rows on each varying axis, and last those of the lead axis where one was named."""
         read = [gauge.read(batch, side) for gauge in self._gauges]
-        return tuple([base + slope * read[lead] for lead, base, slope in self._rows])
+        return tuple([base + slope * read[lead] for lead, base, slope in self._lines])
 
 
 def _told(size: Dim) -> Axis:

@@ -1,12 +1,47 @@
 """slotgraph: declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs."""
 
-from .dataflow.axes import BATCH, TOKENS, Axis
-from .dataflow.capabilities import DEVICE, HOST
-from .dataflow.errors import SlotGraphError
-from .dataflow.inputs import Inputs
-from .dataflow.roles import CACHE_LOC, SEQ_LEN_FILL, FillRole, Role
-from .dataflow.slots import Slot
-from .dataflow.sources import side
-from .dataflow.specifiers import computed, constant, copied, output, slot, staged
-from .dataflow.step import Step
-from .dataflow.tails import keep, once
+from slotgraph.dataflow.axes import BATCH, TOKENS, Axis
+from slotgraph.dataflow.capabilities import DEVICE, HOST
+from slotgraph.dataflow.errors import SlotGraphError
+from slotgraph.dataflow.inputs import Inputs
+from slotgraph.dataflow.roles import CACHE_LOC, SEQ_LEN_FILL, FillRole, Role
+from slotgraph.dataflow.slots import Slot
+from slotgraph.dataflow.sources import side
+from slotgraph.dataflow.specifiers import computed, constant, copied, output, slot, staged
+from slotgraph.dataflow.step import Step
+from slotgraph.dataflow.tails import keep, once
+from slotgraph.runners.buckets import Buckets
+from slotgraph.runners.config import RunnerConfig
+from slotgraph.runners.decode import DecodeRunner
+from slotgraph.runners.eager import EagerRunner
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BATCH",
+    "CACHE_LOC",
+    "DEVICE",
+    "HOST",
+    "SEQ_LEN_FILL",
+    "TOKENS",
+    "Axis",
+    "Buckets",
+    "DecodeRunner",
+    "EagerRunner",
+    "FillRole",
+    "Inputs",
+    "Role",
+    "RunnerConfig",
+    "Slot",
+    "SlotGraphError",
+    "Step",
+    "computed",
+    "constant",
+    "copied",
+    "keep",
+    "once",
+    "output",
+    "side",
+    "slot",
+    "staged",
+]

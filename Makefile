@@ -1,0 +1,76 @@
+# Every target sets itself up: Python 3.11 or newer, make and a package index are all that must be there.
+# `make help` lists the targets. PYTHON chooses the interpreter that makes .venv, ARGS is handed on:
+#   make demo ARGS="--max-new-tokens 64"      make test ARGS="tests/dataflow -x"      make PYTHON=python3.12 test
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: demo test bench docs lint types test-slow coverage help clean distclean
+
+demo: .venv/.have-models  ## generate text through captured steps, compared with the model's own library
+	@$(BIN)/python docs/examples/generate $(ARGS)
+
+test: .venv/.have-test  ## all tests, the documentation's blocks, and each benchmark once
+	@$(BIN)/pytest $(ARGS)
+
+test-slow: .venv/.have-test  ## the Hypothesis suite at 1,000 examples a test
+	@HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -m hypothesis --durations=5 tests $(ARGS)
+
+bench: .venv/.have-test  ## the pytest-benchmark suites, then the table of `slotgraph bench`
+	@$(BIN)/pytest tests/benchmarks --benchmark-enable --benchmark-only
+	@$(BIN)/slotgraph bench $(ARGS)
+
+coverage: .venv/.have-test  ## branch coverage of dataflow/, at least 95 %
+	@$(BIN)/pytest -q --cov --cov-report= --cov-fail-under=0 src tests
+	@$(BIN)/coverage report
+	@$(BIN)/coverage json -q -o - | $(BIN)/python -c "import json, sys; \
+	found = json.load(sys.stdin)['totals']; share = 100 * found['covered_branches'] / max(1, found['num_branches']); \
+	print(f'branches alone: {share:.1f} %'); sys.exit(share < 95)"
+
+docs: .venv/.have-docs  ## the documentation, warnings as errors, into docs/_build/html
+	@$(BIN)/sphinx-build --quiet -W --keep-going -n -b html -d docs/_build/doctrees docs docs/_build/html
+	@echo "slotgraph: the documentation is in docs/_build/html/index.html"
+
+lint: .venv/.have-lint  ## ruff: all rules, and the format
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+types: .venv/.have-lint .venv/.have-test  ## mypy (strict) and pyright
+	@$(BIN)/mypy
+	@$(BIN)/pyright
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+clean:  ## remove what was built and cached; .venv stays
+	@rm -rf build dist docs/_build htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	@rm -rf src/slotgraph.egg-info
+	@find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+distclean: clean  ## remove .venv too
+	@rm -rf .venv
+
+# .venv/.have-X: the extra X of pyproject.toml is installed; made anew when pyproject.toml or constraints.txt changes.
+.venv/.have-%: pyproject.toml constraints.txt | .venv/.torch
+	@echo "slotgraph: installing what '$*' needs, at the versions of constraints.txt ..."
+	@$(PIP) --editable '.[$*]'
+	@touch $@
+
+.venv/.torch: | .venv/.made
+	@echo "slotgraph: installing torch, by far the largest part (minutes, most of them download) ..."
+	@$(PIP) torch
+	@touch $@
+
+.venv/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo "slotgraph needs Python 3.11 or newer, and '$(PYTHON)' is not: name another, as in make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	echo "slotgraph: '$(PYTHON)' cannot make environments; Debian and Ubuntu have this as python3-venv" >&2; exit 1; }
+	@echo "slotgraph: making .venv with $$($(PYTHON) --version) ..."
+	@$(PYTHON) -m venv .venv
+	@touch $@

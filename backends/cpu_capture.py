@@ -1,0 +1,141 @@
+"""The CPU with true capture semantics: what CUDA would refuse or get wrong fails in a test on a laptop.
+
+How it behaves, where that is not obvious:
+
+- The step runs once, on what its inputs hold then; whatever existed before, and the random state, is as it was before.
+  For that, the whole storage of each tensor that the step writes is cloned: a capture that writes a cache of 10 GB needs
+  10 GB for a moment.
+- Every storage that the step allocates stays: there is no reuse between operators as in a device's graph pool.
+- A custom operator is one operator: it is run again whole, and what it does inside is not looked at.
+- Backward passes are refused; gradients are never recorded, and no tensor becomes an inference tensor.
+- Only the capturing thread is recorded, whatever the error mode.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..dataflow.errors import CaptureError, ReplayError
+from .base import Capabilities, Graph
+from .host import HostBackend
+from .program import Call, calls_of
+from .recorder import Recorder, is_recording, plain_tensors
+from .storages import Seal
+
+_C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
+
+# A replay is below autograd and autocast: what they did is in the recorded operators already. It writes inference tensors
+# and ordinary ones alike, and spares the version counters.
+_BELOW: Final = (
+    _C.DispatchKeySet(_C.DispatchKey.AutogradFunctionality)
+    | _C.DispatchKeySet(_C.DispatchKey.AutogradOther)
+    | _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
+    | _C.DispatchKeySet(_C.DispatchKey.AutocastCPU)
+)
+_below_autograd: Final[Any] = _C._ExcludeDispatchKeyGuard  # noqa: SLF001
+
+_ERROR_MODES: Final = ("global", "thread_local", "relaxed")
+_CAPABILITIES: Final = Capabilities(
+    capture_copies=frozenset({"device", "pinned"}),
+    capture_error_modes=_ERROR_MODES,
+)
+
+
+@final
+class CapturedGraph(Graph):
+    """The operators of one step, replayed into the storages of its capture."""
+
+    def __init__(self, calls: list[Call], outputs: Any, seal: Seal, nbytes: int) -> None:
+        self._calls = calls
+        self._outputs = outputs
+        self._seal = seal
+        self._nbytes = nbytes
+        self._is_checked = False
+
+    @property
+    def outputs(self) -> Any:
+        """What the step returned at capture; NaN, the extreme integer or true until the first replay."""
+        return self._outputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the capture allocated and the graph holds, without its outputs' storages."""
+        return self._nbytes
+
+    def check_addresses(self) -> None:
+        """Raise ReplayError if a tensor that the graph uses was moved or resized since; the first replay does it."""
+        self._seal.check()
+
+    def replay(self) -> None:
+        """Run the recorded operators again, on whatever their inputs hold now.
+
+        Raises ReplayError inside a capture, if a tensor moved before the first replay, or from what an operator raised.
+        """
+        if not self._is_checked:
+            self.check_addresses()
+            self._is_checked = True
+        if is_recording():
+            message = "a graph cannot be replayed while this thread is capturing"
+            raise ReplayError(message)
+        try:
+            with _below_autograd(_BELOW):
+                for call in self._calls:
+                    call()
+        except Exception as error:
+            message = f"an operator of the captured step raised: {type(error).__name__}: {error}"
+            raise ReplayError(message) from error
+
+
+@final
+class CpuCaptureBackend(HostBackend):
+    """Records steps operator by operator and replays them into fixed storages, with a device graph's restrictions."""
+
+    name: ClassVar[str] = "cpu-capture"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As CUDA's: no copies from pageable memory in a capture; "pinned" and "device" are all the same memory here."""
+        return _CAPABILITIES
+
+    def capture(self, step: Callable[[], Any], *, pool: object | None = None, error_mode: str | None = None) -> Graph:
+        """Run the step once and record it; its storages, and all that it wrote, are left as if it had not run.
+
+        Raises CaptureError for what CUDA refuses, naming the operation and the way out, and from what the step raised.
+        """
+        del pool
+        if error_mode is not None and error_mode not in _ERROR_MODES:
+            message = f"error_mode is one of {', '.join(map(repr, _ERROR_MODES))}, not {error_mode!r}"
+            raise CaptureError(message)
+        recorder = Recorder()
+        outputs = _record(recorder, step)
+        with plain_tensors():
+            return _graph(recorder, outputs)
+
+
+def _record(recorder: Recorder, step: Callable[[], Any]) -> Any:
+    try:
+        with recorder.recording():
+            outputs = step()
+    except CaptureError:
+        raise
+    except Exception as error:
+        message = f"the step raised while it was captured: {type(error).__name__}: {error}"
+        raise CaptureError(message) from error
+    if recorder.refused is not None:
+        message = f"the step went on after a refusal: {recorder.refused}"
+        raise CaptureError(message) from recorder.refused
+    return outputs
+
+
+def _graph(recorder: Recorder, outputs: Any) -> CapturedGraph:
+    storages = recorder.storages
+    handed_out = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    seal = storages.seal()
+    calls = calls_of(recorder.operations)
+    storages.poison()
+    return CapturedGraph(calls, outputs, seal, storages.nbytes(handed_out))
+
+
+Adapter = CpuCaptureBackend

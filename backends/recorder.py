@@ -1,0 +1,158 @@
+"""The mode under which a step runs once, and in which every operator that it calls is written down."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..dataflow.errors import CaptureError
+from .program import Operation
+from .refusals import HostReads, check, refusal
+from .storages import Places, Storages, tensors_in
+
+_C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
+
+# Composites that torch takes apart, which read the host on the CPU alone, to check values.
+_WHOLE: Final = frozenset({"aten::one_hot"})
+
+# Arguments that an operator writes although its schema does not say so.
+_UNDECLARED_WRITES: Final[Mapping[str, tuple[str, ...]]] = {"aten::native_batch_norm": ("running_mean", "running_var")}
+
+_ACTIVE: Final = threading.local()
+
+
+def is_recording() -> bool:
+    """Whether this thread is capturing a step."""
+    return getattr(_ACTIVE, "recorder", None) is not None
+
+
+@contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Make ordinary tensors whatever the caller's inference mode, and skip autograd and its version counters.
+
+    Without the counters, an inference tensor can be written too, which torch otherwise allows in inference mode only.
+    """
+    with torch.inference_mode(mode=False), torch.no_grad(), _C._AutoDispatchBelowADInplaceOrView():  # noqa: SLF001
+        yield
+
+
+class Recorder(TorchDispatchMode):
+    """Runs a step's operators and writes them down, with aliases of their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages = Storages()
+        self.operations: list[Operation] = []
+        self._host_reads = HostReads()
+        self._refused: CaptureError | None = None
+
+    @property
+    def refused(self) -> CaptureError | None:
+        """The first refusal, which a step must not outlive even if it catches the error."""
+        return self._refused or self._host_reads.refused
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, or the first operator would import the compiler, which takes a second."""
+        return False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record this thread's operators until the block ends; raises CaptureError inside another capture."""
+        if is_recording():
+            message = "this thread is capturing already: a capture cannot contain another one"
+            raise CaptureError(message)
+        random = torch.get_rng_state()
+        _ACTIVE.recorder = self
+        try:
+            with ExitStack() as stack:
+                for context in (plain_tensors(), self._host_reads, self):
+                    stack.enter_context(context)
+                yield
+        finally:
+            _ACTIVE.recorder = None
+            torch.set_rng_state(random)
+            self.storages.restore()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one operator and write it down; raises CaptureError for what a graph cannot hold."""
+        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # the subclass takes itself apart, and its parts come here
+        try:
+            with _C.DisableTorchFunction(), plain_tensors():
+                return self._run(func, args, dict(kwargs or {}))
+        except CaptureError as error:
+            self._refused = self._refused or error
+            raise
+
+    def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check(operator, args, kwargs, self.storages.constants)
+        if _C._current_graph_task_id() != -1:  # noqa: SLF001
+            raise refusal("a backward pass", "capture the forward step alone: this backend records no gradients")
+        if _is_composite(operator):
+            with self:
+                # By this and not by decompose(), which prefers a python decomposition, with other rounding, once one is loaded.
+                return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)  # noqa: SLF001
+        if torch.Tag.inplace_view in operator.tags:
+            return operator(*args, **kwargs)  # shape and strides alone, and those are fixed in the aliases
+        return self._record(operator, args, kwargs)
+
+    def _record(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            self.storages.read(tensor)
+        written = list(_written(operator, args, kwargs))
+        for tensor in written:
+            self.storages.write(tensor)
+        places = Places(written)
+        recorded_args, recorded_kwargs = _aliases(args), _aliases(kwargs)
+        result = operator(*args, **kwargs)
+        places.check(operator)
+        results = list(tensors_in(result))
+        fixed = [(place, tensor.detach()) for place, tensor in enumerate(results) if self.storages.made(tensor)]
+        if operator.name() == "aten::lift_fresh":
+            self.storages.constant(result)
+        elif fixed or written or _has_effect(operator):
+            self.operations.append(
+                Operation(operator, recorded_args, recorded_kwargs, fixed, len(results), bool(written))
+            )
+        return result
+
+
+def _is_composite(operator: Any) -> bool:
+    """Whether torch would take the operator apart on the CPU, too."""
+    name = operator.name()
+    if name in _WHOLE or operator.namespace != "aten":
+        return False
+    has_kernel = _C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001
+    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
+
+
+def _has_effect(operator: Any) -> bool:
+    """Whether an operator that returns nothing is called for what else it does, as torch._assert_async is."""
+    return not operator._schema.returns and operator.namespace != "profiler"  # noqa: SLF001
+
+
+def _written(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    schema = operator._schema  # noqa: SLF001 - OpOverload has no other way to its schema
+    undeclared = _UNDECLARED_WRITES.get(schema.name, ())
+    for position, argument in enumerate(schema.arguments):
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        if declared or argument.name in undeclared:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from tensors_in(value)
+
+
+def _aliases(value: Any) -> Any:
+    """The same arguments with tensors of their own over the same storages."""
+    if isinstance(value, torch.Tensor):
+        return value.detach()
+    if isinstance(value, list | tuple):
+        return type(value)(_aliases(item) for item in value)
+    if isinstance(value, dict):
+        return {name: _aliases(item) for name, item in value.items()}
+    return value

@@ -1,0 +1,159 @@
+"""The storages that a capture meets: those that it allocates, those that it finds, and what it overwrote."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import attrs
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from ..dataflow.errors import CaptureError, ReplayError
+from .refusals import refusal
+
+_MOVED: Final = "a graph's addresses are fixed: pass an output of the right shape, allocated before it is written"
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of an operator's arguments or results, in order; lists and tuples are searched."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What identifies a tensor's storage for as long as that storage lives.
+
+    Raises CaptureError for sparse and nested tensors, which have none of their own.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise refusal(f"a tensor of layout {tensor.layout}", "only strided tensors have a fixed address")
+    return int(tensor.untyped_storage()._cdata)
+
+
+@attrs.define
+class _Found:
+    """A storage that was there before the capture, and the tensors through which the step reached it."""
+
+    storage: torch.UntypedStorage
+    address: int
+    nbytes: int
+    tensors: list[tuple[TensorWeakRef, int]] = attrs.field(factory=list)
+    before: torch.UntypedStorage | None = None
+
+
+@attrs.define
+class Seal:
+    """Where a graph's tensors lay at capture; keeps every storage alive that the graph uses."""
+
+    found: list[_Found]
+
+    def check(self) -> None:
+        """Raise ReplayError if a storage, or a tensor over it that still lives, is not where it was at capture."""
+        for found in self.found:
+            if (found.storage.data_ptr(), found.storage.nbytes()) != (found.address, found.nbytes):
+                message = f"a storage of {found.nbytes} bytes that the graph uses was resized or moved after its capture"
+                raise ReplayError(message)
+            for reference, address in found.tensors:
+                tensor = reference()
+                if tensor is not None and tensor.data_ptr() != address:
+                    message = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, that the graph uses has moved"
+                    raise ReplayError(f"{message} from {address:#x} to {tensor.data_ptr():#x}: capture again")
+
+
+class Storages:
+    """What a capture knows of each storage; `restore` and `poison` make it leave no trace."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, _Found] = {}
+        self._owned: dict[int, torch.Tensor] = {}
+        self._made: dict[int, torch.Tensor] = {}  # what operators returned, alive, so that no id is used twice
+        self.constants: set[int] = set()
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that an operator takes."""
+        key = storage_key(tensor)
+        if key in self._owned or id(tensor) in self._made:
+            return
+        storage = tensor.untyped_storage()
+        found = self._found.setdefault(key, _Found(storage, storage.data_ptr(), storage.nbytes()))
+        self._made[id(tensor)] = tensor
+        found.tensors.append((TensorWeakRef(tensor), tensor.data_ptr()))
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Keep a found storage's bytes before its first write: all of them, whatever the size of the view."""
+        key = storage_key(tensor)
+        if key in self.constants:
+            raise refusal("a write into a tensor made from a host value", "make it with torch.full or torch.zeros")
+        found = self._found.get(key)
+        if found is not None and found.before is None:
+            found.before = found.storage.clone()
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Note a tensor that an operator returned; whether it lies in a storage that was not known before."""
+        key = storage_key(tensor)
+        self._made[id(tensor)] = tensor
+        if key in self._owned or key in self._found:
+            return False
+        self._owned[key] = tensor.detach()
+        return True
+
+    def constant(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that the step made from a host value; the graph bakes it in."""
+        self.constants.add(storage_key(tensor))
+
+    def restore(self) -> None:
+        """Give every storage that was there before the bytes that it had."""
+        for found in self._found.values():
+            if found.before is not None:
+                if found.storage.nbytes() != found.nbytes:
+                    found.storage.resize_(found.nbytes)
+                found.storage.copy_(found.before)
+                found.before = None
+
+    def poison(self) -> None:
+        """Fill what the capture allocated with NaN, the extreme integer or true, to be seen if read too early."""
+        for tensor in self._owned.values():
+            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+            whole.fill_(_poison(tensor.dtype))
+
+    def nbytes(self, outputs: Iterable[torch.Tensor]) -> int:
+        """Bytes that the capture allocated, without the storages of the outputs."""
+        handed_out = {storage_key(tensor) for tensor in outputs}
+        return sum(own.untyped_storage().nbytes() for key, own in self._owned.items() if key not in handed_out)
+
+    def seal(self) -> Seal:
+        """The addresses of all that was there before; raises CaptureError where the step itself moved one."""
+        for found in self._found.values():
+            if found.storage.data_ptr() != found.address or found.storage.nbytes() != found.nbytes:
+                raise refusal("a storage that it resizes", _MOVED)
+        return Seal(list(self._found.values()))
+
+
+def _poison(dtype: torch.dtype) -> float | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    if dtype == torch.bool:
+        return True
+    limits = torch.iinfo(dtype)
+    return limits.min or limits.max
+
+
+class Places:
+    """Where tensors lie before an operator writes them, to see whether it moved one."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._before = [(tensor, self._place(tensor)) for tensor in tensors]
+
+    @staticmethod
+    def _place(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
+        return tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.shape
+
+    def check(self, operator: object) -> None:
+        """Raise CaptureError if the operator moved or resized what it wrote."""
+        if any(self._place(tensor) != place for tensor, place in self._before):
+            raise CaptureError(f"a captured step cannot resize what it writes, as {operator} does: {_MOVED}")

@@ -1,0 +1,47 @@
+"""Batches: instances of the declarations, made from the requests that run in a step."""
+
+from collections.abc import Sequence
+
+import torch
+
+from serving.inputs import DecodeInputs, PrefillInputs
+from serving.request import Request
+
+
+def prefill_batch(requests: Sequence[Request], page_size: int, device: torch.device) -> PrefillInputs:
+    """All tokens of the requests' prompts behind one another, with no padding between them."""
+    tokens = [(row, position) for row, request in enumerate(requests) for position in range(len(request.prompt_ids))]
+    return PrefillInputs(
+        input_ids=_int64([token for request in requests for token in request.prompt_ids], device),
+        positions=_int64([position for _, position in tokens], device),
+        out_cache_loc=_int64([requests[row].location(position, page_size) for row, position in tokens], device),
+        request_rows=_int64([row for row, _ in tokens], device),
+    )
+
+
+def last_rows(requests: Sequence[Request], device: torch.device) -> torch.Tensor:
+    """Where in a prefill batch each request's last token lies, [requests]."""
+    lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
+    return lengths.cumsum(0) - 1
+
+
+def decode_batch(requests: Sequence[Request], page_size: int, device: torch.device) -> DecodeInputs:
+    """Each request's newest token; block tables are as wide as the longest of these requests needs."""
+    newest = [request.seq_len - 1 for request in requests]
+    return DecodeInputs(
+        input_ids=_int64([request.generated[-1] for request in requests], device),
+        positions=_int64(newest, device),
+        out_cache_loc=_int64([r.location(at, page_size) for r, at in zip(requests, newest, strict=True)], device),
+        seq_lens=torch.tensor([request.seq_len for request in requests], dtype=torch.int32, device=device),
+        block_tables=_block_tables(requests, device),
+    )
+
+
+def _block_tables(requests: Sequence[Request], device: torch.device) -> torch.Tensor:
+    width = max(len(request.pages) for request in requests)
+    rows = [request.pages + [0] * (width - len(request.pages)) for request in requests]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def _int64(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)

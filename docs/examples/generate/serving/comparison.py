@@ -1,0 +1,103 @@
+"""The comparison: every token and every logit of the engine against the reference, and the first that differs."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+
+from serving.reference import Answer
+from serving.request import Request
+
+
+@attrs.frozen(kw_only=True)
+class Difference:
+    """A place where a request goes another way than the reference.
+
+    token: index among the request's generated tokens. step: the engine step that made it, None where none did.
+    expected, got: token ids, None where that side's text had ended.
+    logits: largest absolute difference of the logits that chose this token. margin: by how much the reference
+    preferred its token to the next best; a token that differs although the margin is tiny was a near-tie.
+    """
+
+    request: int
+    token: int
+    step: int | None
+    expected: int | None
+    got: int | None
+    logits: float
+    margin: float
+
+    def __str__(self) -> str:
+        """One line: where, what, and by how much."""
+        tokens = f"token {self.expected} in both" if self.expected == self.got else f"expected {self.expected}, got {self.got}"
+        return (
+            f"request {self.request}, generated token {self.token}, engine step {self.step}: {tokens}; "
+            f"logits differ by {self.logits:.3g} (the reference preferred its token by {self.margin:.3g})"
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Comparison:
+    """All requests against the reference.
+
+    tokens: how many were compared. largest: the largest difference of a logit, up to each request's first other token.
+    tolerance: what counts as equal. difference: the earliest one, None where all is equal.
+    """
+
+    tokens: int
+    tolerance: float
+    largest: float
+    difference: Difference | None
+
+
+def compare(requests: Sequence[Request], answers: Sequence[Answer], tolerance: float) -> Comparison:
+    """Every token must be the same and every logit within `tolerance`."""
+    pairs = list(zip(requests, answers, strict=True))
+    differences = [difference for pair in pairs for difference in _first_difference(*pair, tolerance)]
+    return Comparison(
+        tokens=sum(len(answer.tokens) for answer in answers),
+        tolerance=tolerance,
+        largest=max(float(_logits_differences(*pair).max()) for pair in pairs),
+        difference=min(differences, key=lambda found: math.inf if found.step is None else found.step, default=None),
+    )
+
+
+def _first_difference(request: Request, answer: Answer, tolerance: float) -> Iterator[Difference]:
+    """The request's first difference, if there is one."""
+    apart = _logits_differences(request, answer)
+    beyond = (apart > tolerance).nonzero().flatten().tolist()
+    place = min([_equal_tokens(request, answer), *beyond])
+    if place < max(len(request.generated), len(answer.tokens)):
+        yield _difference_at(place, request, answer, float(apart[place]) if place < len(apart) else math.nan)
+
+
+def _difference_at(place: int, request: Request, answer: Answer, logits: float) -> Difference:
+    best = answer.logits[place].topk(2).values if place < len(answer.tokens) else torch.full((2,), math.nan)
+    return Difference(
+        request=request.number,
+        token=place,
+        step=_at(request.steps, place),
+        expected=_at(answer.tokens, place),
+        got=_at(request.generated, place),
+        logits=logits,
+        margin=float(best[0] - best[1]),
+    )
+
+
+def _logits_differences(request: Request, answer: Answer) -> torch.Tensor:
+    """Largest absolute difference per token, for those that both sides chose after the same text; a nan is infinite."""
+    count = min(_equal_tokens(request, answer) + 1, len(request.generated), len(answer.tokens))
+    apart = (torch.stack(request.logits[:count]) - answer.logits[:count]).abs().amax(dim=1)
+    return apart.nan_to_num(nan=math.inf)
+
+
+def _equal_tokens(request: Request, answer: Answer) -> int:
+    """How many leading tokens are the same."""
+    pairs = enumerate(zip(request.generated, answer.tokens, strict=False))
+    shorter = min(len(request.generated), len(answer.tokens))
+    return next((place for place, (got, expected) in pairs if got != expected), shorter)
+
+
+def _at(numbers: Sequence[int], place: int) -> int | None:
+    return numbers[place] if place < len(numbers) else None

@@ -1,0 +1,45 @@
+"""Prompts: one a line, from a file or from standard input, as requests that arrive over time."""
+
+import sys
+from pathlib import Path
+
+from serving.model import Language
+from serving.options import PROMPTS, Options, OptionsError
+from serving.request import Request, arrivals
+
+
+def read_requests(options: Options, language: Language) -> list[Request]:
+    """A request a line that is not blank; OptionsError where there is none, or one that the model cannot hold."""
+    prompts = [line for line in _lines(options.prompts) if line.strip()]
+    if not prompts:
+        message = "no prompts: give at least one line that is not blank"
+        raise OptionsError(message)
+    requests = [
+        Request(number=number, prompt=prompt, prompt_ids=language.tokens.encode(prompt), arrival=step, limit=options.max_new_tokens)
+        for number, (prompt, step) in enumerate(
+            zip(prompts, arrivals(len(prompts), options.arrival_gap, options.seed), strict=True)
+        )
+    ]
+    _check_lengths(requests, language)
+    return requests
+
+
+def _lines(source: str) -> list[str]:
+    if source == "-":
+        return sys.stdin.read().split("\n")
+    path = Path(source) if source else PROMPTS
+    if not path.is_file():
+        message = f"--prompts {path}: no such file; give one, or - for standard input"
+        raise OptionsError(message)
+    return path.read_text(encoding="utf-8").split("\n")
+
+
+def _check_lengths(requests: list[Request], language: Language) -> None:
+    room = language.model.config.max_position_embeddings
+    for request in requests:
+        if request.longest > room:
+            message = (
+                f"prompt {request.number} has {len(request.prompt_ids)} tokens; with up to {request.limit} new ones that "
+                f"exceeds the model's {room} positions: shorten it, or lower --max-new-tokens"
+            )
+            raise OptionsError(message)

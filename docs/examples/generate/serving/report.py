@@ -1,0 +1,110 @@
+"""The report: what one run showed, as plain records that go to JSON as they are."""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import cattrs
+
+from serving.comparison import Comparison
+
+
+@attrs.frozen(kw_only=True)
+class BucketUse:
+    """How often one bucket was replayed, with how many live rows in how many padded ones."""
+
+    bucket: int
+    steps: int
+    live_rows: int
+    padded_rows: int
+
+    @property
+    def waste(self) -> float:
+        """The share of rows that were padding."""
+        return 1 - self.live_rows / self.padded_rows if self.padded_rows else 0.0
+
+
+@attrs.frozen(kw_only=True)
+class FillTime:
+    """Host time of the fill of one decode step, in microseconds."""
+
+    fills: int
+    median_us: float
+    p99_us: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "FillTime":
+        """Median and 99th percentile; zeros where nothing was filled."""
+        ranked = sorted(seconds) or [0.0]
+        last = ranked[math.ceil(0.99 * len(ranked)) - 1]
+        return cls(fills=len(seconds), median_us=1e6 * statistics.median(ranked), p99_us=1e6 * last)
+
+
+@attrs.frozen(kw_only=True)
+class MemoryUse:
+    """Bytes of the decode runner's input buffers, graphs and outputs, and of the KV cache."""
+
+    inputs: int
+    graphs: int
+    outputs: int
+    kv_cache: int
+
+
+@attrs.frozen(kw_only=True)
+class TextMade:
+    """One request and its text. arrived, left: engine steps."""
+
+    request: int
+    arrived: int
+    left: int
+    prompt: str
+    prompt_tokens: int
+    tokens: list[int]
+    text: str
+
+
+@attrs.frozen(kw_only=True)
+class Report:
+    """One run of the demo.
+
+    decoded, counted: live tokens of all decode steps, counted by the host and by the device inside the step.
+    eager_steps: decode steps that no bucket could take. reference_tokens_per_second: transformers' own, one prompt at a
+    time.
+    """
+
+    model: str
+    parameters: int
+    backend: str
+    dtype: str
+    requests: int
+    prefill_steps: int
+    decode_steps: int
+    eager_steps: int
+    decoded: int
+    counted: int
+    tokens: int
+    tokens_per_second: float
+    reference_tokens_per_second: float
+    capture_seconds: float
+    padding_waste: float
+    buckets: list[BucketUse]
+    fill: FillTime
+    memory: MemoryUse
+    comparison: Comparison
+    texts: list[TextMade]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all tokens and logits are equal to the reference, and the device counted what the host did."""
+        return self.comparison.difference is None and self.counted == self.decoded
+
+
+def write_json(report: Report, path: Path) -> None:
+    """The report and whether it passed; a number that is not finite becomes null."""
+    converter = cattrs.Converter()
+    converter.register_unstructure_hook(float, lambda number: number if math.isfinite(number) else None)
+    content = {"passed": report.passed, **converter.unstructure(report)}
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

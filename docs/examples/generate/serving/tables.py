@@ -1,0 +1,85 @@
+"""The report as tables on a terminal."""
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from serving.report import Report
+
+SAMPLES = 6
+WIDTH = 48
+KIB = 1024
+
+
+def show(report: Report, console: Console) -> None:
+    """Print what the run did, bucket by bucket, a sample of the texts, and the verdict."""
+    for table in (_run(report), _buckets(report), _texts(report)):
+        console.print(table)
+    console.print(_verdict(report), soft_wrap=True)
+
+
+def _run(report: Report) -> Table:
+    table = Table(title=f"{report.model}, {report.parameters:,} parameters, {report.dtype}, backend {report.backend}")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    for name, value in (*_work(report), *_costs(report)):
+        table.add_row(name, value)
+    return table
+
+
+def _work(report: Report) -> Iterable[tuple[str, str]]:
+    yield "requests", f"{report.requests}"
+    yield "prefill steps / decode steps / of these eager", f"{report.prefill_steps} / {report.decode_steps} / {report.eager_steps}"
+    yield "tokens generated", f"{report.tokens}"
+    yield "decode rows counted by host / by the graphs", f"{report.decoded} / {report.counted}"
+    yield "tokens per second, prompts included", f"{report.tokens_per_second:.0f}"
+    yield "the same, transformers' generate(), one at a time", f"{report.reference_tokens_per_second:.0f}"
+
+
+def _costs(report: Report) -> Iterable[tuple[str, str]]:
+    yield "padding waste", f"{report.padding_waste:.1%}"
+    yield f"host time of a fill, median / p99 of {report.fill.fills}", f"{report.fill.median_us:.1f} / {report.fill.p99_us:.1f} us"
+    yield "capture of all buckets", f"{report.capture_seconds:.2f} s"
+    memory = report.memory
+    yield "memory: inputs / graphs / outputs", " / ".join(map(_bytes, (memory.inputs, memory.graphs, memory.outputs)))
+    yield "memory: paged KV cache", _bytes(memory.kv_cache)
+
+
+def _buckets(report: Report) -> Table:
+    table = Table(title="decode steps by bucket")
+    for name in ("bucket", "steps", "live rows", "padded rows", "waste"):
+        table.add_column(name, justify="right")
+    for use in report.buckets:
+        table.add_row(f"{use.bucket}", f"{use.steps}", f"{use.live_rows}", f"{use.padded_rows}", f"{use.waste:.1%}")
+    return table
+
+
+def _texts(report: Report) -> Table:
+    table = Table(title=f"{min(SAMPLES, report.requests)} of {report.requests} texts")
+    for name in ("request", "steps", "prompt", "text"):
+        table.add_column(name, justify="right" if name in {"request", "steps"} else "left")
+    for text in report.texts[:: max(1, report.requests // SAMPLES)][:SAMPLES]:
+        table.add_row(f"{text.request}", f"{text.arrived}-{text.left}", _line(text.prompt), _line(text.text))
+    return table
+
+
+def _verdict(report: Report) -> Text:
+    comparison = report.comparison
+    logits = f"largest difference of a logit {comparison.largest:.2g}, tolerance {comparison.tolerance:g}"
+    if comparison.difference is not None:
+        return Text(f"DIFFERENT from generate(): {comparison.difference}; {logits}", style="bold red")
+    if not report.passed:
+        return Text(f"WRONG COUNT: {report.decoded} live rows decoded, the graphs counted {report.counted}", style="bold red")
+    return Text(f"equal to generate(): all {comparison.tokens} tokens of {report.requests} requests; {logits}", style="green")
+
+
+def _line(text: str) -> Text:
+    """One line of printable characters, cut to the column."""
+    clean = "".join(sign if sign.isprintable() else "·" for sign in text)
+    return Text(clean if len(clean) <= WIDTH else clean[: WIDTH - 1] + "…")
+
+
+def _bytes(count: int) -> str:
+    return f"{count / KIB**2:.1f} MiB" if count >= KIB**2 else f"{count / KIB:.1f} KiB"

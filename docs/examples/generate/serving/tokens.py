@@ -1,0 +1,65 @@
+"""From text to token ids and back: bytes as they are, or a checkpoint's own tokenizer."""
+
+import abc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+import attrs
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+BYTES = 256
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+class Tokens(abc.ABC):
+    """How one model reads and writes text."""
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a prompt, at least one."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of generated token ids; what is no valid text comes out as a replacement sign."""
+
+
+@final
+@attrs.frozen
+class ByteTokens(Tokens):
+    """A byte is a token, so any UTF-8 text goes in and no file is needed; ids from 256 on are special."""
+
+    bos: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """The begin-of-text token, where there is one, and the text's bytes."""
+        return [*([] if self.bos is None else [self.bos]), *text.encode()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The bytes among the ids, as UTF-8."""
+        return bytes(token for token in ids if token < BYTES).decode(errors="replace")
+
+
+@final
+@attrs.frozen
+class CheckpointTokens(Tokens):
+    """The tokenizer that came with a checkpoint."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def encode(self, text: str) -> list[int]:
+        """As the tokenizer does it, with the special tokens that it adds."""
+        ids: list[int] = self.tokenizer(text)["input_ids"]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def checkpoint_tokens(folder: Path, config: Any) -> Tokens:
+    """The folder's tokenizer, or bytes where it has none."""
+    if any((folder / name).exists() for name in TOKENIZER_FILES):
+        return CheckpointTokens(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    bos = config.bos_token_id
+    return ByteTokens(bos=bos if bos is not None and BYTES <= bos < config.vocab_size else None)

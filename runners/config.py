@@ -1,0 +1,120 @@
+"""A runner's configuration: from Python, TOML or JSON, with every key and type checked."""
+
+import difflib
+import json
+import pathlib
+import tomllib
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import attrs
+import cattrs
+from cattrs.errors import ClassValidationError
+
+from ..dataflow.errors import ConfigError
+from .buckets import Buckets
+
+
+class Options(TypedDict, total=False):
+    """The keywords of a runner, for type checkers; the same as the fields of `RunnerConfig`."""
+
+    backend: str
+    buckets: tuple[int, ...] | list[int]
+    max_batch: int
+    max_waste: float
+    width: int
+    warmups: int
+    progress: bool
+    debug: bool
+    no_copy: bool | None
+    sharing: bool
+
+
+@attrs.frozen(kw_only=True)
+class RunnerConfig:
+    """How a runner runs.
+
+    backend: a backend's name, or "auto". buckets: padded request counts to capture; a default ladder up to `max_batch`
+    where none are given. max_waste: the largest share of padding worth a replay. width: tokens a request has in each
+    step. warmups: runs before each capture. progress: whether capture may show a bar (on a terminal only).
+    debug: catch stale outputs and moved addresses at each replay. no_copy: an eager runner hands the batch through;
+    None asks the environment, SLOTGRAPH_EAGER_NO_COPY=1. sharing: whether input buffers may be shared between runners.
+    """
+
+    backend: str = "auto"
+    buckets: tuple[int, ...] = ()
+    max_batch: int = 32
+    max_waste: float = 1.0
+    width: int = 1
+    warmups: int = 1
+    progress: bool = True
+    debug: bool = False
+    no_copy: bool | None = None
+    sharing: bool = True
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "RunnerConfig":
+        """Check a mapping's keys and types. ConfigError names the nearest known key, or the value and its type."""
+        known = [field.name for field in attrs.fields(cls)]
+        for key in options:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+                message = f"unknown option {key!r}: {hint}"
+                raise ConfigError(message)
+        try:
+            return _CONVERTER.structure(options, cls)
+        except ClassValidationError as group:
+            raise ConfigError("; ".join(cattrs.transform_error(group))) from group
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path) -> "RunnerConfig":
+        """Read a `.toml` or `.json` file. ConfigError where it does not parse or has unknown keys."""
+        file = pathlib.Path(path)
+        read = {".toml": tomllib.loads, ".json": json.loads}.get(file.suffix)
+        if read is None:
+            message = f"{file.name}: configuration is a .toml or .json file"
+            raise ConfigError(message)
+        try:
+            data = read(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            message = f"{file.name}: {error}"
+            raise ConfigError(message) from error
+        if not isinstance(data, dict):
+            message = f"{file.name}: expected keys and values, got {type(data).__name__}"
+            raise ConfigError(message)
+        return cls.of(data)
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data that `of` reads back, for TOML or JSON."""
+        data: dict[str, Any] = _CONVERTER.unstructure(self)
+        return {key: value for key, value in data.items() if value is not None}
+
+    def ladder(self) -> Buckets:
+        """The buckets that were given, or the default ladder."""
+        if self.buckets:
+            return Buckets(self.buckets, self.max_waste)
+        return Buckets.ladder(self.max_batch, self.max_waste)
+
+
+def _strict(kind: type) -> Any:
+    """A structure hook that takes a kind of value as it is and converts nothing."""
+    taken = (int, float) if kind is float else kind
+
+    def hook(value: Any, _: Any) -> Any:
+        if not isinstance(value, taken) or (isinstance(value, bool) and kind is not bool):
+            message = f"expected {kind.__name__}, got {value!r}"
+            raise TypeError(message)
+        return value
+
+    return hook
+
+
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    for kind in (int, float, bool, str):
+        converter.register_structure_hook(kind, _strict(kind))
+    return converter
+
+
+_CONVERTER = _converter()

@@ -1,0 +1,121 @@
+"""The eager runner: the same declaration, never padded, buffers that grow on demand."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Generic, Unpack, final
+
+import structlog
+import torch
+
+from ..backends.base import Backend
+from ..dataflow.axes import Axis, Dim, Sizes
+from ..dataflow.bucket import Bucket
+from ..dataflow.buffers import Buffers
+from ..dataflow.errors import MissingSourceError
+from ..dataflow.fill import compute_on_device
+from ..dataflow.handover import hand_over
+from ..dataflow.sizing import Sizer
+from ..dataflow.sources import look_up
+from .config import Options, RunnerConfig
+from .decision import Decision, Tally
+from .stage import NO_SIZES, Stage, V
+
+NO_COPY_VARIABLE: Final = "SLOTGRAPH_EAGER_NO_COPY"
+_ALWAYS: Final = Decision("eager", None, "always_eager", "an eager runner captures nothing")
+_LOG = structlog.get_logger("slotgraph")
+
+
+@final
+class EagerRunner(Generic[V]):
+    """Runs a step on unpadded views of a declaration.
+
+    Buffers grow to the next power of two on each axis when a batch asks for more. With `no_copy` nothing is copied:
+    the step sees the batch's own tensors, checked as ever. carry: slots that the batch has already computed right.
+    """
+
+    def __init__(  # noqa: PLR0913 - one argument for each thing that a runner is made of
+        self,
+        inputs: type[V],
+        step: Callable[[V], Any],
+        *,
+        sizes: Sizes = NO_SIZES,
+        settings: object = None,
+        carry: tuple[str, ...] = (),
+        relations: Mapping[Axis, Dim] | None = None,
+        backend: str | Backend = "auto",
+        **options: Unpack[Options],
+    ) -> None:
+        config = RunnerConfig.of(options)
+        self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, carry)
+        self.no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
+        self._carry = carry
+        self._size = Sizer(self.stage.declaration, self.stage.relations, self.stage.sizes)
+        self._capacity = dict.fromkeys(self.stage.declaration.axes, 0) | dict(self.stage.sizes)
+        self._buffers: Buffers | None = None
+        self._bucket: Bucket | None = None
+        self._tally = Tally()
+        self.generation = 0
+
+    def __call__(self, batch: Any, **side: Any) -> Any:
+        """Run the step on a batch and return what it returns. BatchError where the batch does not fit."""
+        return self.run(self.fill(batch, **side))
+
+    def fill(self, batch: Any, **side: Any) -> V:
+        """The view that the step would see."""
+        self._check_carried(batch)
+        live = self._size(batch, side)
+        bucket = self._bucket_for(live)
+        absent = self.stage.absent(batch, side)
+        if self.no_copy:
+            ready = hand_over(bucket, batch, live, absent, side)
+        else:
+            ready = bucket.fill(batch, live, absent, side)
+        compute_on_device(ready)
+        self.generation += 1
+        return self.stage.view(ready, batch, self.generation)
+
+    def run(self, view: V) -> Any:
+        """Run the step on a view, without gradients."""
+        self._tally.fell_back(_ALWAYS)
+        with torch.no_grad():
+            return self.stage.step(view)
+
+    def decide(self, batch: Any, **side: Any) -> Decision:
+        """Always eager."""
+        del batch, side
+        return _ALWAYS
+
+    def stats(self) -> Mapping[str, Any]:
+        """How many steps were run, as plain data."""
+        return self._tally.as_data()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers at their present capacity."""
+        return self._buffers.nbytes if self._buffers else 0
+
+    def _check_carried(self, batch: Any) -> None:
+        missing = [name for name in self._carry if look_up(batch, name) is None]
+        if missing:
+            message = f"slot {missing[0]!r} is carried from the batch, which has none: compute it, or do not carry it"
+            raise MissingSourceError(message)
+
+    def _bucket_for(self, live: tuple[int, ...]) -> Bucket:
+        axes = self.stage.declaration.varying
+        short = {axis: rows for axis, rows in zip(axes, live, strict=True) if rows > self._capacity[axis]}
+        if self._bucket is None or short:
+            self._bucket = self._grow({axis: _power_of_two(rows) for axis, rows in short.items()})
+        return self._bucket
+
+    def _grow(self, more: Sizes) -> Bucket:
+        stage = self.stage
+        capacity = {**self._capacity, **more}
+        buffers = stage.allocate(capacity)
+        sizes = {axis.name: size for axis, size in capacity.items()}
+        _LOG.info("grown", runner=type(self).__name__, declaration=stage.declaration.name, nbytes=buffers.nbytes, **sizes)
+        self._capacity, self._buffers = capacity, buffers
+        return Bucket(stage.declaration, capacity, stage.backend.capabilities, buffers, exact=True)
+
+
+def _power_of_two(rows: int) -> int:
+    return 1 << max(rows - 1, 0).bit_length()

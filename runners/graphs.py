@@ -1,0 +1,156 @@
+"""Captured buckets: each with its fill, its graph and its outputs."""
+
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Generic
+
+import attrs
+import torch
+
+from ..backends.base import Graph
+from ..dataflow.axes import Sizes
+from ..dataflow.bucket import Bucket
+from ..dataflow.buffers import Buffers
+from ..dataflow.errors import CaptureError, ReplayError
+from ..dataflow.fill import compute_on_device
+from ..dataflow.ready import Ready, keep_newest
+from .capture import CaptureReport, MemoryAccount, capture_step, frozen_garbage, log_capture, progress_over
+from .outputs import KEPT, Stamped, check_rows, live_rows, map_tensors, nbytes_of
+from .stage import Stage, V
+
+Absent = frozenset[str]
+Key = tuple[int, Absent]
+
+
+@attrs.define(eq=False)
+class Captured:
+    """One bucket for one pattern of absent slots; `verified` once its addresses were seen to be those of its capture."""
+
+    rows: int
+    bucket: Bucket
+    graph: Graph
+    verified: bool = False
+    _slices: dict[int, Any] = attrs.field(factory=dict, init=False)
+    _sliced: Any = attrs.field(default=None, init=False)
+
+    def live(self, rows: int) -> Any:
+        """The outputs' first rows, sliced once for each live size as long as the graph's outputs stay the same."""
+        outputs = self.graph.outputs
+        if outputs is not self._sliced:
+            self._slices, self._sliced = {}, outputs
+        if rows not in self._slices:
+            with torch.inference_mode(mode=False), torch.no_grad():
+                keep_newest(self._slices, KEPT)[rows] = live_rows(outputs, rows)
+        return self._slices[rows]
+
+
+class GraphSet(Generic[V]):
+    """The graphs of one runner over one set of buffers.
+
+    rows_each: output rows for each row of the leading axis, or None where outputs are handed out whole.
+    debug: stamp outputs, and check addresses at each replay instead of the first only.
+    """
+
+    def __init__(self, stage: Stage[V], buffers: Buffers, *, rows_each: int | None, debug: bool) -> None:
+        self.stage = stage
+        self.buffers = buffers
+        self.report: CaptureReport | None = None
+        self.replays = 0
+        self._rows_each = rows_each
+        self._debug = debug
+        self._captured: dict[Key, Captured] = {}
+        self._process = os.getpid()
+
+    def get(self, bucket: int | None, absent: Absent) -> Captured | None:
+        """The graph of one bucket and pattern, if it was captured."""
+        return self._captured.get((bucket, absent)) if bucket is not None else None
+
+    def capture(
+        self, buckets: Mapping[int, Sizes], patterns: Collection[Absent], *, warmups: int, progress: bool, name: str
+    ) -> CaptureReport:
+        """Capture every bucket, the largest first, for every pattern. CaptureError at the end if some failed.
+
+        A bucket that fails is left out and the others stay usable.
+        """
+        if self.report is not None:
+            message = "this runner is captured already: its addresses are sealed; make a new runner to capture again"
+            raise CaptureError(message)
+        start, failed = time.perf_counter(), {}
+        pool = self.stage.backend.pool()
+        with frozen_garbage():
+            for rows in progress_over(sorted(buckets, reverse=True), self.stage.backend, show=progress):
+                try:
+                    for absent in sorted(patterns, key=sorted):
+                        self._captured[rows, absent] = self._capture(rows, buckets[rows], absent, warmups, pool)
+                except CaptureError as error:
+                    failed[rows] = error
+                    self.buffers.distrust()
+        self._process = os.getpid()
+        done = tuple(sorted({rows for rows, _ in self._captured}))
+        reasons = {rows: str(error) for rows, error in failed.items()}
+        self.report = CaptureReport(done, reasons, time.perf_counter() - start, self.memory())
+        log_capture(self.report, name)
+        if failed:
+            message = f"{len(failed)} of {len(buckets)} buckets were not captured and run eagerly: {'; '.join(reasons.values())}"
+            raise CaptureError(message) from next(iter(failed.values()))
+        return self.report
+
+    def _capture(self, rows: int, sizes: Sizes, absent: Absent, warmups: int, pool: object | None) -> Captured:
+        stage = self.stage
+        bucket = Bucket(stage.declaration, sizes, stage.backend.capabilities, self.buffers)
+        ready = bucket.fill_for(absent).ready(tuple(sizes[axis] for axis in stage.declaration.varying))
+        graph = capture_step(stage.backend, _Step(stage, ready), warmups=warmups, pool=pool, rows=rows)
+        if self._rows_each is not None:
+            check_rows(graph.outputs, rows * self._rows_each, f"bucket {rows}")
+        _ = self.buffers.addresses
+        return Captured(rows, bucket, graph)
+
+    def replay(self, captured: Captured, rows: int) -> Any:
+        """Replay a filled bucket and return its outputs for `rows` live rows of the leading axis."""
+        if not captured.verified or self._debug:
+            self._verify()
+            captured.verified = True
+        if os.getpid() != self._process:
+            message = "this process was forked after capture: graphs belong to the process that captured them"
+            raise ReplayError(message)
+        captured.graph.replay()
+        self.replays += 1
+        outputs = captured.graph.outputs if self._rows_each is None else captured.live(rows * self._rows_each)
+        return map_tensors(outputs, self._stamp) if self._debug else outputs
+
+    def memory(self) -> MemoryAccount:
+        """Bytes of inputs, graphs and outputs."""
+        graphs = [captured.graph for captured in self._captured.values()]
+        return MemoryAccount(
+            inputs=self.buffers.nbytes,
+            graphs=sum(graph.nbytes for graph in graphs),
+            outputs=nbytes_of([graph.outputs for graph in graphs]),
+        )
+
+    def _stamp(self, tensor: torch.Tensor) -> torch.Tensor:
+        return Stamped.stamp(tensor, lambda: self.replays)
+
+    def _verify(self) -> None:
+        moved = self.buffers.moved()
+        if moved:
+            message = f"the buffers of {', '.join(map(repr, moved))} moved since capture: a graph would read freed memory"
+            raise ReplayError(message)
+
+
+class _Step(Generic[V]):
+    """What is captured: the device's computed slots, then the step on the bucket's view, without gradients."""
+
+    def __init__(self, stage: Stage[V], ready: Ready) -> None:
+        self._stage = stage
+        self._ready = ready
+
+    def __call__(self) -> Any:
+        with torch.no_grad():
+            compute_on_device(self._ready)
+            return self._stage.step(self._stage.capture_view(self._ready))
+
+
+def patterns_of(declared: Sequence[Collection[str]]) -> set[Absent]:
+    """Patterns of absent slots to capture: none absent, and those declared."""
+    return {frozenset(), *map(frozenset, declared)}

@@ -1,0 +1,79 @@
+"""Routing: which bucket a batch goes to, or why it runs eagerly."""
+
+from typing import Any
+
+import attrs
+
+from ..dataflow.axes import BATCH, TOKENS, Sizes
+from ..dataflow.declaration import Declaration
+from ..dataflow.errors import ReplayError
+from ..dataflow.sources import look_up
+from .buckets import Buckets
+from .decision import Decision, Why
+from .graphs import Absent, GraphSet
+
+
+class Router:
+    """Decides for one runner; a table over row counts, so that a decision is a look-up."""
+
+    def __init__(self, declaration: Declaration, buckets: Buckets, capacity: Sizes, graphs: GraphSet[Any]) -> None:
+        self._buckets = buckets
+        self._graphs = graphs
+        self._table = buckets.table()
+        self._fits = {rows: Decision("graph", rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
+        own = [(i, axis) for i, axis in enumerate(declaration.varying) if axis not in (BATCH, TOKENS)]
+        self._limits = [(i, axis, capacity[axis]) for i, axis in own]
+        self._fixed_fields = {name: value for name, value in declaration.fields.items() if _is_value(value)}
+
+    def decide(self, live: tuple[int, ...], absent: Absent, batch: Any) -> Decision:
+        """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""
+        rows = live[-1]
+        bucket = self._table[rows] if rows < len(self._table) else None
+        if bucket is not None and self._graphs.get(bucket, absent) is not None:
+            for index, _, most in self._limits:
+                if live[index] > most:
+                    return self._refusal(live, absent, batch)
+            if self._fixed_fields and self._differing(batch):
+                return self._refusal(live, absent, batch)
+            return self._fits[bucket]
+        return self._refusal(live, absent, batch)
+
+    def _refusal(self, live: tuple[int, ...], absent: Absent, batch: Any) -> Decision:
+        """Why no graph takes the batch."""
+        report = self._graphs.report
+        if report is None:
+            message = "nothing is captured yet: call capture() first"
+            raise ReplayError(message)
+        rows = live[-1]
+        bucket = self._buckets.fit(rows)
+        for index, axis, most in self._limits:
+            if live[index] > most:
+                return _eager("too_large", f"{live[index]} rows on {axis} are more than the {most} of every bucket")
+        if bucket is None:
+            return _eager("too_large", f"{rows} rows are more than the largest bucket, {self._buckets.largest}")
+        if self._table[rows] is None:
+            share, most_waste = self._buckets.waste(rows, bucket), self._buckets.max_waste
+            return _eager("waste", f"bucket {bucket} would be {share:.0%} padding, more than the {most_waste:.0%} allowed")
+        if bucket in report.failed:
+            return _eager("not_captured", report.failed[bucket])
+        if self._graphs.get(bucket, absent) is None:
+            names = ", ".join(map(repr, sorted(absent)))
+            return _eager("absent", f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one")
+        name = self._differing(batch)
+        return _eager("field_differs", f"field {name!r} is not the {self._fixed_fields[name]!r} that graphs were captured with")
+
+    def _differing(self, batch: Any) -> str:
+        """The first field whose value in the batch is not the one that graphs saw, or nothing."""
+        for name, captured in self._fixed_fields.items():
+            value = look_up(batch, name)
+            if value is not None and value is not captured and value != captured:
+                return name
+        return ""
+
+
+def _is_value(default: Any) -> bool:
+    return default is not attrs.NOTHING and not isinstance(default, attrs.Factory)  # type: ignore[arg-type]
+
+
+def _eager(why: Why, reason: str) -> Decision:
+    return Decision("eager", None, why, reason)

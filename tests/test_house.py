@@ -1,0 +1,191 @@
+"""The house stands as it was drawn: links, packages, sizes of modules, and which folder knows which."""
+
+import ast
+import importlib.metadata
+import tomllib
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("dataflow", "backends", "runners")
+FACE = ROOT / "src" / "slotgraph"
+FORBIDDEN = {
+    "dataflow": {"backends", "runners"},
+    "backends": {"runners"},
+    "runners": set[str](),
+}
+MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+MODULE_LINES = 300
+FUNCTION_LINES = 40
+FACE_LINES = 60
+
+each_module = pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+each_folder = pytest.mark.parametrize("folder", FOLDERS)
+
+
+def tree(module: Path) -> ast.Module:
+    """The module's syntax."""
+    return ast.parse(module.read_text(encoding="utf-8"), module)
+
+
+def dotted(module: Path) -> str:
+    """The module's name within slotgraph: dataflow.axes for dataflow/axes.py, dataflow for dataflow/__init__.py."""
+    parts = module.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_package(name: str) -> bool:
+    """Whether a name within slotgraph is a package's."""
+    return (ROOT / name.replace(".", "/")).is_dir()
+
+
+def targets(module: Path, node: ast.ImportFrom) -> Iterator[str]:
+    """The modules within slotgraph that a relative import loads."""
+    here = dotted(module).split(".")
+    package = here if module.name == "__init__.py" else here[:-1]
+    base = [*package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else [])]
+    known = {dotted(path) for path in MODULES}
+    for alias in node.names:
+        name = ".".join([*base, alias.name])
+        yield name if name in known else ".".join(base)
+
+
+def is_type_checking(node: ast.stmt) -> bool:
+    """Whether a statement is `if TYPE_CHECKING:`."""
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when a module is imported: no function's body, nothing that only type checkers see."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.stmt) and is_type_checking(child):
+            continue
+        yield child
+        yield from at_import(child)
+
+
+def relative_imports(nodes: Iterator[ast.AST]) -> Iterator[ast.ImportFrom]:
+    """The relative imports among nodes."""
+    return (node for node in nodes if isinstance(node, ast.ImportFrom) and node.level)
+
+
+@each_folder
+def test_links_resolve_and_are_relative(folder: str) -> None:
+    """Each folder is linked from the package by a relative link that leads to it."""
+    link = FACE / folder
+    assert link.is_symlink()
+    assert not link.readlink().is_absolute()
+    assert link.resolve() == ROOT / folder
+
+
+def test_face_holds_nothing_but_the_face() -> None:
+    """The package's own folder has the face, its marker for type checkers and the three links, no code."""
+    found = {path.name for path in FACE.iterdir() if path.name != "__pycache__"}
+    assert found <= {"__init__.py", "__main__.py", "py.typed", *FOLDERS}
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "__main__.py"])
+def test_face_is_short(name: str) -> None:
+    """The face is a list of names, not a place for code."""
+    assert len((FACE / name).read_text(encoding="utf-8").splitlines()) < FACE_LINES
+
+
+def test_every_subpackage_is_listed() -> None:
+    """A package on disk that pyproject does not list would be missing from the wheel."""
+    on_disk = {"slotgraph"} | {f"slotgraph.{dotted(path)}" for path in MODULES if path.name == "__init__.py"}
+    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == on_disk
+
+
+def test_every_module_is_in_a_package() -> None:
+    """A module in a folder without __init__.py would be missing from the wheel."""
+    assert [path for path in MODULES if not (path.parent / "__init__.py").exists()] == []
+
+
+@each_module
+def test_module_is_short(module: Path) -> None:
+    """A module has 300 lines at most."""
+    assert len(module.read_text(encoding="utf-8").splitlines()) <= MODULE_LINES
+
+
+@each_module
+def test_functions_are_short(module: Path) -> None:
+    """A function has 40 lines at most, its docstring included."""
+    functions = (node for node in ast.walk(tree(module)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
+    assert {name: lines for name, lines in lengths.items() if lines > FUNCTION_LINES} == {}
+
+
+@each_module
+def test_folders_import_relatively(module: Path) -> None:
+    """No module of the folders names slotgraph in an import: type checkers would see two identities of one class."""
+    found = [
+        node.lineno
+        for node in ast.walk(tree(module))
+        if (isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "slotgraph" for alias in node.names))
+        or (isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "slotgraph")
+    ]
+    assert found == []
+
+
+@each_module
+def test_imports_go_one_way(module: Path) -> None:
+    """Imports go from runners to dataflow and backends, and no other way, wherever they stand in a module."""
+    folder = module.relative_to(ROOT).parts[0]
+    used = {
+        target.split(".")[0] for node in relative_imports(ast.walk(tree(module))) for target in targets(module, node)
+    }
+    assert used & FORBIDDEN[folder] == set()
+    assert used <= set(FOLDERS), "an import of the face, or one that leads out of the package"
+
+
+@each_module
+def test_no_assert(module: Path) -> None:
+    """Python's -O removes asserts, so what must hold is raised as an error."""
+    assert [node.lineno for node in ast.walk(tree(module)) if isinstance(node, ast.Assert)] == []
+
+
+def test_no_cycle_between_modules() -> None:
+    """No module needs, while it is imported, one that needs it."""
+    graph = {
+        dotted(path): {target for node in relative_imports(at_import(tree(path))) for target in targets(path, node)}
+        - {dotted(path)}
+        for path in MODULES
+    }
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        pytest.fail("modules import one another in a circle: " + " -> ".join(error.args[1]))
+
+
+def test_types_are_shipped() -> None:
+    """The marker that lets type checkers read the installed package is there and goes into the wheel."""
+    assert (FACE / "py.typed").exists()
+    assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"]["slotgraph"]
+
+
+def test_version_is_the_installed_one() -> None:
+    """What is installed is what pyproject.toml describes; where not, the environment is older than the file."""
+    assert importlib.metadata.version("slotgraph") == PYPROJECT["project"]["version"]
+
+
+def test_backends_are_entry_points() -> None:
+    """Each adapter that pyproject names as an entry point is installed as one, and has its module."""
+    named = PYPROJECT["project"]["entry-points"]["slotgraph.backends"]
+    installed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group="slotgraph.backends")}
+    assert named.items() <= installed.items()
+    modules = [value.partition(":")[0].removeprefix("slotgraph.") for value in named.values()]
+    assert [name for name in modules if not (ROOT / (name.replace(".", "/") + ".py")).exists()] == []
+
+
+def test_constraints_pin_exactly() -> None:
+    """Every line of constraints.txt pins one public version, so that two machines install the same."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert [line for line in pins if line.count("==") != 1 or set(line) & set("+@/ ;")] == []
