@@ -2,11 +2,13 @@
 
 How it behaves, where that is not obvious:
 
-- The step runs once, on what its inputs hold then; whatever existed before, and the random state, is as it was before.
-  For that, the whole storage of each tensor that the step writes is cloned: a capture that writes a cache of 10 GB needs
-  10 GB for a moment.
+- The step runs once, on what its inputs hold then; whatever existed before, and the random state, is as it was
+  afterwards. For that, the whole storage of each tensor that the step writes is cloned: a capture that writes a cache
+  of 10 GB needs 10 GB more for a moment.
 - Every storage that the step allocates stays: there is no reuse between operators as in a device's graph pool.
 - A custom operator is one operator: it is run again whole, and what it does inside is not looked at.
+- A compiled function runs as it was written, operator by operator; higher-order operators (torch.cond) are refused.
+- What torch takes apart, it takes apart as in inference mode; that is where an LSTM differs in its last bits.
 - Backward passes are refused; gradients are never recorded, and no tensor becomes an inference tensor.
 - Only the capturing thread is recorded, whatever the error mode.
 """
@@ -26,8 +28,8 @@ from .storages import Seal
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
 
-# A replay is below autograd and autocast: what they did is in the recorded operators already. It writes inference tensors
-# and ordinary ones alike, and spares the version counters.
+# A replay is below autograd and autocast: what they did is in the recorded operators already. So it writes inference
+# tensors and ordinary ones alike, and spares the version counters.
 _BELOW: Final = (
     _C.DispatchKeySet(_C.DispatchKey.AutogradFunctionality)
     | _C.DispatchKeySet(_C.DispatchKey.AutogradOther)
@@ -96,7 +98,7 @@ class CpuCaptureBackend(HostBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """As CUDA's: no copies from pageable memory in a capture; "pinned" and "device" are all the same memory here."""
+        """As CUDA's: copies in a capture from the device and from pinned memory, which are one here."""
         return _CAPABILITIES
 
     def capture(self, step: Callable[[], Any], *, pool: object | None = None, error_mode: str | None = None) -> Graph:

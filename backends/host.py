@@ -30,7 +30,7 @@ class HostEvent(Event):
         if not isinstance(earlier, HostEvent):
             message = f"expected an event of a CPU backend, got {type(earlier).__name__}"
             raise TypeError(message)
-        return (self._nanoseconds - earlier._nanoseconds) / 1e3
+        return (self._nanoseconds - earlier._nanoseconds) / 1e3  # noqa: SLF001 - of the same class
 
 
 class HostBackend(Backend):

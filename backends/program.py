@@ -1,7 +1,7 @@
 """What a replay calls: each recorded operator, writing where its results lay at capture, by the shortest way in.
 
-Shortest is torch's own python function (`torch.addmm(..., out=...)`), then the operator's out= overload, then the operator
-and a copy. A python function is taken only if it was seen to call that very overload with those very arguments.
+Shortest is torch's own python function (`torch.addmm(..., out=...)`), then the operator's out= overload, then the
+operator and a copy. A python function is taken only if it was seen to call that overload with those arguments.
 """
 
 import functools
@@ -177,11 +177,11 @@ def _answer(operator: Any, args: tuple[Any, ...], written: Sequence[Any]) -> Any
     return tuple(written) if len(returns) == len(written) else None
 
 
-class _Probe(TorchDispatchMode):
+class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
     """Watches what a call does, and keeps it from being done."""
 
     def __init__(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._expected = (operator, args, kwargs)
         self._answer = answer
         self._seen: list[bool] = []

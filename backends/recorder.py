@@ -1,8 +1,9 @@
 """The mode under which a step runs once, and in which every operator that it calls is written down."""
 
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -10,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dataflow.errors import CaptureError
 from .program import Operation
-from .refusals import HostReads, check, refusal
+from .refusals import NO_GRADIENTS, HostReads, check, refuse
 from .storages import Places, Storages, tensors_in
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
+_PLAIN: Final[Any] = torch.Tensor.__torch_dispatch__  # of every tensor that no subclass takes apart
 
 # Composites that torch takes apart, which read the host on the CPU alone, to check values.
 _WHOLE: Final = frozenset({"aten::one_hot"})
@@ -39,11 +41,19 @@ def plain_tensors() -> Iterator[None]:
         yield
 
 
-class Recorder(TorchDispatchMode):
+def _compiled_eagerly() -> AbstractContextManager[object]:
+    """Run compiled functions as they were written, where the compiler is loaded at all: it cannot trace a recorder."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    eagerly: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eagerly
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
     """Runs a step's operators and writes them down, with aliases of their tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.storages = Storages()
         self.operations: list[Operation] = []
         self._host_reads = HostReads()
@@ -69,7 +79,7 @@ class Recorder(TorchDispatchMode):
         _ACTIVE.recorder = self
         try:
             with ExitStack() as stack:
-                for context in (plain_tensors(), self._host_reads, self):
+                for context in (_compiled_eagerly(), plain_tensors(), self._host_reads, self):
                     stack.enter_context(context)
                 yield
         finally:
@@ -81,7 +91,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one operator and write it down; raises CaptureError for what a graph cannot hold."""
-        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+        if any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in types):
             return NotImplemented  # the subclass takes itself apart, and its parts come here
         try:
             with _C.DisableTorchFunction(), plain_tensors():
@@ -93,10 +103,10 @@ class Recorder(TorchDispatchMode):
     def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check(operator, args, kwargs, self.storages.constants)
         if _C._current_graph_task_id() != -1:  # noqa: SLF001
-            raise refusal("a backward pass", "capture the forward step alone: this backend records no gradients")
+            refuse("a backward pass", NO_GRADIENTS)
         if _is_composite(operator):
             with self:
-                # By this and not by decompose(), which prefers a python decomposition, with other rounding, once one is loaded.
+                # Not by decompose(): once torch's python decompositions are loaded it takes those, with other rounding.
                 return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)  # noqa: SLF001
         if torch.Tag.inplace_view in operator.tags:
             return operator(*args, **kwargs)  # shape and strides alone, and those are fixed in the aliases

@@ -1,12 +1,23 @@
 """What a captured step may not do, and what to do instead: as seen on CUDA, and what moves a storage."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from ..dataflow.errors import CaptureError
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What identifies a tensor's storage for as long as that storage lives.
+
+    Raises CaptureError for sparse, nested and quantized tensors, which have none of their own or hide it.
+    """
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        refuse(f"a tensor of layout {tensor.layout}, {tensor.dtype}", "only plain strided tensors have a fixed address")
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch compares storages by it, too
+
 
 Constants = frozenset[int] | set[int]
 """Storages of 0-dim tensors that the step made from a host value, by the address of their implementation."""
@@ -16,6 +27,7 @@ _BY_MASK: Final = "its shape depends on values: use torch.where, or masked_fill_
 _FROM_HOST: Final = "make it before the step and keep it, or use torch.full, torch.arange or another factory"
 _IN_PLACE: Final = "a graph's addresses are fixed: allocate at the final size and copy_ into it"
 _INFO: Final = "it reads its status back: use the variant that ends in _ex and check the status after the step"
+NO_GRADIENTS: Final = "capture the forward step alone: this backend records no gradients"
 _SOLVER: Final = "its CUDA kernel waits for the host: do it outside the captured step"
 
 _TAGGED: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -67,7 +79,7 @@ class _Call:
 
     def is_constant(self, value: Any) -> bool:
         """Whether the value is a tensor that the step made from a host value."""
-        return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self._constants
+        return isinstance(value, torch.Tensor) and storage_key(value) in self._constants
 
 
 def _is_mask(index: Any) -> bool:
@@ -165,9 +177,10 @@ def _advice(operator: Any, name: str, call: _Call) -> str | None:
     return _ON_DEVICE if any(tag in operator.tags for tag in _TAGGED) else None
 
 
-def refusal(what: str, advice: str) -> CaptureError:
-    """The error that says what cannot be captured and what to do instead."""
-    return CaptureError(f"a captured step cannot use {what}: {advice}")
+def refuse(what: str, advice: str) -> NoReturn:
+    """Raise CaptureError, which says what cannot be captured and what to do instead."""
+    message = f"a captured step cannot use {what}: {advice}"
+    raise CaptureError(message)
 
 
 def check(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], constants: Constants) -> None:
@@ -178,7 +191,7 @@ def check(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], constan
         name = operator._schema.name.split("::")[1]  # noqa: SLF001
         advice = _advice(operator, name, _Call(operator, args, kwargs, constants))
     if advice is not None:
-        raise refusal(str(operator), advice)
+        refuse(str(operator), advice)
 
 
 _TO_HOST: Final = "it copies to the host and waits: read the graph's outputs after the replay"
@@ -198,8 +211,8 @@ _FUNCTIONS: Final[Mapping[Any, str]] = {
     torch.Tensor.__format__: "printing reads the values: print after the replay",
     torch.Tensor.__deepcopy__: "it copies outside any operator: use clone()",
     torch.Tensor.new_tensor: f"it copies host data to the device: {_FROM_HOST}",
-    torch.Tensor.backward: "capture the forward step alone: this backend records no gradients",
-    torch.autograd.grad: "capture the forward step alone: this backend records no gradients",
+    torch.Tensor.backward: NO_GRADIENTS,
+    torch.autograd.grad: NO_GRADIENTS,
 }
 
 _MAKERS: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
@@ -223,12 +236,24 @@ class HostReads(TorchFunctionMode):
         named = dict(kwargs or {})
         advice = _FUNCTIONS.get(func) or _refused_call(func, args, named)
         if advice is not None:
-            error = refusal(getattr(func, "__qualname__", str(func)), advice)
-            self.refused = self.refused or error
-            raise error
+            self._refuse(_public_name(func), advice)
         if func is torch.Tensor.to and _to_host(args, named):
             named["copy"] = True  # as on a device; on the CPU it would be the same tensor
         return func(*args, **named)
+
+    def _refuse(self, what: str, advice: str) -> None:
+        try:
+            refuse(what, advice)
+        except CaptureError as error:
+            self.refused = self.refused or error
+            raise
+
+
+def _public_name(func: Any) -> str:
+    name = str(getattr(func, "__qualname__", func))
+    if name == "getset_descriptor.__set__":
+        return "an assignment to Tensor.data"
+    return name.replace("TensorBase.", "Tensor.").replace("_VariableFunctionsClass.", "torch.")
 
 
 def _to_host(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -245,5 +270,5 @@ def _refused_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if generator is not None and generator is not torch.default_generator:
         return "a graph draws from the default generator alone: leave out generator="
     if getattr(func, "__name__", "") == "__set__" and getattr(func, "__self__", None) is torch.Tensor.data:
-        return f"setting .data moves a tensor: {_IN_PLACE}"
+        return _IN_PLACE
     return None

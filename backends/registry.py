@@ -20,10 +20,8 @@ def names() -> tuple[str, ...]:
 
 def load(name: str) -> type[Backend]:
     """A backend's class, imported on first use. BackendUnavailableError where there is none of that name."""
-    if name in _OWN:
-        found = importlib.import_module(f".{_OWN[name]}", __package__).Adapter
-    else:
-        found = _plugin(name).load()
+    own = _OWN.get(name)
+    found = importlib.import_module(f".{own}", __package__).Adapter if own else _plugin(name).load()
     if not (isinstance(found, type) and issubclass(found, Backend)):
         message = f"backend {name!r}: {found!r} is no subclass of slotgraph.backends.Backend"
         raise BackendUnavailableError(message)

@@ -7,8 +7,8 @@ import attrs
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from ..dataflow.errors import CaptureError, ReplayError
-from .refusals import refusal
+from ..dataflow.errors import ReplayError
+from .refusals import refuse, storage_key
 
 _MOVED: Final = "a graph's addresses are fixed: pass an output of the right shape, allocated before it is written"
 
@@ -23,16 +23,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """What identifies a tensor's storage for as long as that storage lives.
-
-    Raises CaptureError for sparse and nested tensors, which have none of their own.
-    """
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        raise refusal(f"a tensor of layout {tensor.layout}", "only strided tensors have a fixed address")
-    return int(tensor.untyped_storage()._cdata)
 
 
 @attrs.define
@@ -56,13 +46,17 @@ class Seal:
         """Raise ReplayError if a storage, or a tensor over it that still lives, is not where it was at capture."""
         for found in self.found:
             if (found.storage.data_ptr(), found.storage.nbytes()) != (found.address, found.nbytes):
-                message = f"a storage of {found.nbytes} bytes that the graph uses was resized or moved after its capture"
+                message = f"a storage of {found.nbytes} bytes that the graph uses was resized or moved: capture again"
                 raise ReplayError(message)
             for reference, address in found.tensors:
                 tensor = reference()
                 if tensor is not None and tensor.data_ptr() != address:
-                    message = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, that the graph uses has moved"
-                    raise ReplayError(f"{message} from {address:#x} to {tensor.data_ptr():#x}: capture again")
+                    what = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, that the graph uses"
+                    message = f"{what} has moved from {address:#x} to {tensor.data_ptr():#x}: capture again"
+                    raise ReplayError(message)
+
+
+_ALL_ONES: Final = 255  # a byte
 
 
 class Storages:
@@ -88,10 +82,10 @@ class Storages:
         """Keep a found storage's bytes before its first write: all of them, whatever the size of the view."""
         key = storage_key(tensor)
         if key in self.constants:
-            raise refusal("a write into a tensor made from a host value", "make it with torch.full or torch.zeros")
+            refuse("a write into a tensor made from a host value", "make it with torch.full or torch.zeros")
         found = self._found.get(key)
         if found is not None and found.before is None:
-            found.before = found.storage.clone()
+            found.before = found.storage.clone()  # type: ignore[no-untyped-call]
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Note a tensor that an operator returned; whether it lies in a storage that was not known before."""
@@ -118,8 +112,12 @@ class Storages:
     def poison(self) -> None:
         """Fill what the capture allocated with NaN, the extreme integer or true, to be seen if read too early."""
         for tensor in self._owned.values():
-            whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-            whole.fill_(_poison(tensor.dtype))
+            storage = tensor.untyped_storage()
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+            try:
+                whole.fill_(_poison(tensor.dtype))
+            except NotImplementedError:  # the packed floats of 4 bits, which no operator fills
+                torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).fill_(_ALL_ONES)
 
     def nbytes(self, outputs: Iterable[torch.Tensor]) -> int:
         """Bytes that the capture allocated, without the storages of the outputs."""
@@ -130,7 +128,7 @@ class Storages:
         """The addresses of all that was there before; raises CaptureError where the step itself moved one."""
         for found in self._found.values():
             if found.storage.data_ptr() != found.address or found.storage.nbytes() != found.nbytes:
-                raise refusal("a storage that it resizes", _MOVED)
+                refuse("a storage that it resizes", _MOVED)
         return Seal(list(self._found.values()))
 
 
@@ -156,4 +154,4 @@ class Places:
     def check(self, operator: object) -> None:
         """Raise CaptureError if the operator moved or resized what it wrote."""
         if any(self._place(tensor) != place for tensor, place in self._before):
-            raise CaptureError(f"a captured step cannot resize what it writes, as {operator} does: {_MOVED}")
+            refuse(f"{operator} to resize what it writes", _MOVED)

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from .binding import Allocate
-from .capabilities import Placement
+from .capabilities import DEVICE, HOST, Placement
 
 ALIGNMENT: Final = 256
 """Bytes that each slot's address is a multiple of: what CUDA's allocator gives, and wide loads need."""
@@ -39,8 +39,10 @@ def together(rooms: Iterable[Room], empty: Allocate) -> Mapping[str, torch.Tenso
     tensors: dict[str, torch.Tensor] = {}
     asked = sorted(rooms, key=lambda room: (room.placement, -room.nbytes, room.name))
     with torch.inference_mode(mode=False):
-        for placement in sorted({room.placement for room in asked}):
+        for placement in (DEVICE, HOST):
             mine = [room for room in asked if room.placement == placement]
+            if not mine:
+                continue
             arena = empty((sum(room.nbytes for room in mine),), torch.uint8, placement)
             start = 0
             for room in mine:

@@ -88,8 +88,10 @@ class Dim(_Arithmetic):
 
     def replace(self, relations: Mapping[Axis, "Dim"]) -> "Dim":
         """The expression with some axes written out by what they follow from."""
-        terms = [math.prod((relations.get(axis, Dim.of(axis)) for axis in axes), start=Dim.of(n)) for axes, n in self.terms]
-        return sum(terms, start=Dim.of(0))
+        total = Dim.of(0)
+        for axes, factor in self.terms:
+            total += math.prod((relations.get(axis, Dim.of(axis)) for axis in axes), start=Dim.of(factor))
+        return total
 
     def reveals(self) -> Axis | None:
         """The one varying axis that a tensor of this size tells, or None where none or several do."""

@@ -12,7 +12,6 @@ from .declaration import Declaration
 from .errors import BindError
 from .roles import dtype_text, resolve_dtype
 
-
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Placement], torch.Tensor]
 
 

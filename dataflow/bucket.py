@@ -1,6 +1,6 @@
 """One bucket's fills: a plan for each pattern of absent optional slots and source dtypes that batches come with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from .buffers import Buffers
 from .capabilities import Capabilities
 from .declaration import Declaration
 from .fill import Fill
+from .gather import Sources
 from .planner import NO_CASTS, plan_fill
 from .ready import Preparer, Ready
 from .refusal import OtherDtypes
@@ -47,7 +48,9 @@ class Bucket:
         self._fills: dict[Pattern, Fill] = {}
         self._last: dict[frozenset[str], Fill] = {}
 
-    def fill(self, batch: Any, live: tuple[int, ...], absent: frozenset[str] = frozenset(), side: Side = NO_SIDE) -> Ready:
+    def fill(
+        self, batch: Any, live: tuple[int, ...], absent: frozenset[str] = frozenset(), side: Side = NO_SIDE
+    ) -> Ready:
         """Fill from a batch of `live` rows on each varying axis; all but what the device computes.
 
         Raises MissingSourceError and BatchError before anything is written.
@@ -61,7 +64,7 @@ class Bucket:
 
     def check(
         self, batch: Any, live: tuple[int, ...], absent: frozenset[str] = frozenset(), side: Side = NO_SIDE
-    ) -> tuple[Fill, Ready, Sequence[Any]]:
+    ) -> tuple[Fill, Ready, Sources]:
         """What a fill would copy, and where, without writing anything; raises as a fill does."""
         fill = self._last.get(absent) or self.fill_for(absent)
         try:

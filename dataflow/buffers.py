@@ -61,7 +61,7 @@ class Buffer:
 
 
 class Buffers:
-    """The buffers of one declaration; `stamp` is whoever filled them last, so that a repeated fill finds tails clean."""
+    """The buffers of one declaration; `stamp` is who filled them last, so that a repeated fill finds tails clean."""
 
     def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes) -> None:
         self._buffers = dict(buffers)

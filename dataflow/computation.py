@@ -60,7 +60,7 @@ class Computation:
         else:
             value = self.function()
         if type(value) is self.number:
-            self._fill(value)
+            self._fill(value)  # type: ignore[arg-type] # its very type was just compared
         elif not self.writes_out:
             write(self.target, value, self._what)
 

@@ -28,16 +28,16 @@ class Compute:
         """The function's name, for plans and messages."""
         return str(getattr(self.function, "__qualname__", self.function))
 
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> "Compute":
-        """Read a function's parameters; TypeError where they cannot name slots."""
-        if not callable(function):
-            message = f"a computed slot needs a function, got {function!r}"
+
+def compute_of(function: Callable[..., Any]) -> Compute:
+    """Read a function's parameters; TypeError where they cannot name slots."""
+    if not callable(function):
+        message = f"a computed slot needs a function, got {function!r}"
+        raise TypeError(message)
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        if parameter.kind not in _NAMED:
+            message = f"{parameter} cannot name a slot: use plain parameters, one for each slot needed"
             raise TypeError(message)
-        parameters = inspect.signature(function).parameters.values()
-        for parameter in parameters:
-            if parameter.kind not in _NAMED:
-                message = f"{parameter} cannot name a slot: use plain parameters, one for each slot needed"
-                raise TypeError(message)
-        names = [p.name for p in parameters if p.default is inspect.Parameter.empty]
-        return cls(function, tuple(name for name in names if name != OUT), OUT in names)
+    names = [p.name for p in parameters if p.default is inspect.Parameter.empty]
+    return Compute(function, tuple(name for name in names if name != OUT), OUT in names)

@@ -1,5 +1,6 @@
 """A declaration as data: its slots, its other fields, and everything that is wrong with it at once."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from graphlib import CycleError as GraphCycle
 from types import MappingProxyType
@@ -20,17 +21,17 @@ class Declaration:
     """The slots of one declaration class, checked.
 
     fields: names that are no slots, carried from the batch into the view, with their defaults (attrs.NOTHING where
-    there is none). disabled: slots that the runner's settings switched off. order: computed slots in dependency order.
+    there is none). disabled: slots that the runner's settings switched off.
     """
 
     name: str
     slots: Mapping[str, Slot]
     fields: Mapping[str, Any]
     disabled: tuple[str, ...] = ()
-    order: tuple[str, ...] = attrs.field(init=False)
 
-    @order.default
-    def _order(self) -> tuple[str, ...]:
+    @functools.cached_property
+    def order(self) -> tuple[str, ...]:
+        """Computed slots, each after all that it needs."""
         return graph.order(self.slots)
 
     @property
@@ -77,16 +78,19 @@ def declare(
 
     Raises DeclarationErrors with every fault at once, those `found` by the caller first.
     """
-    faults = [*found, *_faults(name, slots, fields)]
-    try:
-        declaration = Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
-    except GraphCycle as cycle:
-        path = " -> ".join(reversed(cycle.args[1]))
-        faults.append(CycleError(f"{name}: slots need each other in a circle: {path}; break it at one of them"))
+    faults = [*found, *_faults(name, slots, fields), *_cycles(name, slots)]
     if faults:
         message = f"{name} breaks {len(faults)} rule{'s' * (len(faults) > 1)}"
         raise DeclarationErrors(message, faults)
-    return declaration
+    return Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
+
+
+def _cycles(name: str, slots: Mapping[str, Slot]) -> Iterator[CycleError]:
+    try:
+        graph.order(slots)
+    except GraphCycle as cycle:
+        path = " -> ".join(reversed(cycle.args[1]))
+        yield CycleError(f"{name}: slots need each other in a circle: {path}; break it at one of them")
 
 
 def _faults(name: str, slots: Mapping[str, Slot], fields: Mapping[str, Any]) -> Iterator[DeclarationError]:
@@ -98,7 +102,7 @@ def _faults(name: str, slots: Mapping[str, Slot], fields: Mapping[str, Any]) -> 
     seen: dict[str, Axis] = {}
     for axis in sorted({axis for slot in slots.values() for dim in slot.shape for axis in dim.axes}):
         if seen.setdefault(axis.name, axis) != axis:
-            yield DeclarationError(f"{name}: axis {axis.name!r} is both fixed and varying: give one of them another name")
+            yield DeclarationError(f"{name}: axis {axis.name!r} is both fixed and varying: rename one of them")
 
 
 def _enabled(name: str, slot: Slot, settings: object) -> bool:

@@ -2,12 +2,11 @@
 
 import bisect
 import operator
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
-from .gather import Gather
+from .gather import Gather, Sources
 from .ready import Preparer, Ready, keep_newest
 from .refusal import Wanted, refuse
 from .sources import Side
@@ -15,8 +14,8 @@ from .sources import Side
 _FACTS: Final = operator.attrgetter("dtype", "device", "shape")
 _POINTER: Final = torch.Tensor.data_ptr
 _CONTIGUOUS: Final = torch.Tensor.is_contiguous
-_FOREACH_COPY: Final = torch._foreach_copy_  # noqa: SLF001 - torch has no public name for it
-_FOREACH_ZERO: Final = torch._foreach_zero_  # noqa: SLF001 - likewise
+_FOREACH_COPY: Final = torch._foreach_copy_
+_FOREACH_ZERO: Final = torch._foreach_zero_
 _GRAD_IS_ON: Final = torch.is_grad_enabled
 KEPT: Final = 1024
 """Live sizes that one fill keeps ready; the oldest goes first."""
@@ -56,7 +55,7 @@ class Fill:
             self._write(ready, sources, batch)
         return ready
 
-    def check(self, batch: Any, side: Side, live: tuple[int, ...]) -> tuple[Ready, Sequence[Any]]:
+    def check(self, batch: Any, side: Side, live: tuple[int, ...]) -> tuple[Ready, Sources]:
         """The sources of a batch in the order of `copied`, all of them found to fit. Writes nothing."""
         ready = self._ready.get(live) or self.ready(live)
         sources = self._gather(batch, side)
@@ -71,7 +70,7 @@ class Fill:
             ready = keep_newest(self._ready, KEPT)[live] = self._prepare(live)
         return ready
 
-    def _fits(self, sources: Sequence[Any], ready: Ready) -> bool:
+    def _fits(self, sources: Sources, ready: Ready) -> bool:
         """Whether every source is a tensor of the dtype, device and shape expected, and none lies in a buffer."""
         try:
             if [*map(_FACTS, sources)] != ready.facts:
@@ -84,11 +83,11 @@ class Fill:
             return False
         return not pointers or max(pointers) < self._low or min(pointers) >= self._high or self._outside(pointers)
 
-    def _outside(self, pointers: Sequence[int]) -> bool:
+    def _outside(self, pointers: list[int]) -> bool:
         bounds = self._bounds
-        return not any([bisect.bisect(bounds, pointer) & 1 for pointer in pointers])
+        return not any([bisect.bisect(bounds, pointer) & 1 for pointer in pointers])  # noqa: C419 - a list is faster
 
-    def _write(self, ready: Ready, sources: Sequence[Any], batch: Any) -> None:
+    def _write(self, ready: Ready, sources: Sources, batch: Any) -> None:
         buffers = self._buffers
         try:
             if buffers.stamp is not ready:

@@ -6,7 +6,8 @@ from typing import Any
 
 from .sources import Side, Source
 
-Getter = Callable[[Any], Sequence[Any]]
+Sources = tuple[Any, ...]
+Getter = Callable[[Any], Sources]
 
 
 class Gather:
@@ -18,7 +19,7 @@ class Gather:
         self._names = tuple(name for name in names if name is not None) if None not in names else ()
         self._getters: dict[type, Getter] = {}
 
-    def __call__(self, batch: Any, side: Side) -> Sequence[Any]:
+    def __call__(self, batch: Any, side: Side) -> Sources:
         """The sources' values, in order."""
         if self._names:
             getter = self._getters.get(type(batch)) or self._getter(type(batch))
@@ -28,8 +29,8 @@ class Gather:
                 return self._one_by_one(batch, side)
         return self._one_by_one(batch, side)
 
-    def _one_by_one(self, batch: Any, side: Side) -> Sequence[Any]:
-        return [source.read(batch, side) for source in self._sources]
+    def _one_by_one(self, batch: Any, side: Side) -> Sources:
+        return tuple([source.read(batch, side) for source in self._sources])
 
     def _getter(self, kind: type) -> Getter:
         make = operator.itemgetter if issubclass(kind, Mapping) else operator.attrgetter

@@ -1,6 +1,7 @@
 """`Inputs`: the base of declarations, whose instances are the batch handed in and the view handed out."""
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 import attrs
@@ -67,15 +68,15 @@ class Inputs(metaclass=_Declaring):
         drop: slots of a base that this declaration does without. Raises DeclarationErrors.
         """
         super().__init_subclass__(**keywords)
-        own = set(cls.__dict__.get("__annotations__", {}))
+        own = set(inspect.get_annotations(cls))
         inherited = frozenset().union(*(getattr(base, "_slotgraph_dropped", ()) for base in cls.__bases__))
         dropped = tuple(drop)
         cls._slotgraph_dropped = (inherited - own) | frozenset(dropped)
         unknown = [name for name in dropped if name not in _inherited_slots(cls)]
         _define(cls)
         found = [*_duplicates(cls), *_unknown_drops(cls, unknown)]
-        slots = {a.name: kind for a in attrs.fields(cls) if (kind := _slot_in(a)) is not None}
-        fields = {a.name: a.default for a in attrs.fields(cls) if a.name not in slots}
+        slots = {a.name: kind for a in _attributes(cls) if (kind := _slot_in(a)) is not None}
+        fields = {a.name: a.default for a in _attributes(cls) if a.name not in slots}
         cls.slotgraph = declare(cls.__name__, slots, fields, found)
 
     def narrow(self, axis: Axis, start: int, stop: int, *, tokens: tuple[int, int] | None = None) -> Self:
@@ -96,7 +97,7 @@ class Inputs(metaclass=_Declaring):
                     f"{name!r} is carried from the batch and has no default, so no graph may depend on it: it is not "
                     "to be seen during capture. Make it a slot, or give it a default that holds for every graph"
                 )
-            elif name in type(self)._slotgraph_dropped:
+            elif name in type(self)._slotgraph_dropped:  # noqa: SLF001 - this class's own
                 message = f"{type(self).__name__} drops the slot {name!r}"
             else:
                 message = f"{type(self).__name__!r} has no slot or field {name!r}"
@@ -105,18 +106,28 @@ class Inputs(metaclass=_Declaring):
 
 def _define(cls: type[Inputs]) -> None:
     def without_dropped(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
-        return [field for field in fields if not (field.inherited and field.name in cls._slotgraph_dropped)]
+        dropped = cls._slotgraph_dropped
+        return [field for field in fields if not (_inherited(field) and field.name in dropped)]
 
-    transform: Callable[[type, list[attrs.Attribute[Any]]], list[attrs.Attribute[Any]]] = without_dropped
     try:
-        attrs.define(cls, slots=False, kw_only=True, eq=False, auto_attribs=True, field_transformer=transform)
+        attrs.define(cls, slots=False, kw_only=True, eq=False, auto_attribs=True, field_transformer=without_dropped)
     except attrs.exceptions.UnannotatedAttributeError as error:
         message = f"{cls.__name__}: {error} Write `name: torch.Tensor = copied(...)`"
         raise DeclarationError(message) from error
 
 
+def _attributes(cls: type) -> "tuple[attrs.Attribute[Any], ...]":
+    found: tuple[attrs.Attribute[Any], ...] = cls.__dict__.get("__attrs_attrs__", ())
+    return found
+
+
+def _inherited(field: "attrs.Attribute[Any]") -> bool:
+    found: Any = field  # attrs' stubs do not list it
+    return bool(found.inherited)
+
+
 def _inherited_slots(cls: type) -> set[str]:
-    return {a.name for base in cls.__mro__[1:] for a in base.__dict__.get("__attrs_attrs__", ()) if _slot_in(a)}
+    return {a.name for base in cls.__mro__[1:] for a in _attributes(base) if _slot_in(a)}
 
 
 def _unknown_drops(cls: type[Inputs], unknown: Sequence[str]) -> list[DeclarationError]:
@@ -126,10 +137,10 @@ def _unknown_drops(cls: type[Inputs], unknown: Sequence[str]) -> list[Declaratio
 def _duplicates(cls: type[Inputs]) -> list[DeclarationError]:
     """Slots declared twice in one body, or by two bases of which neither overrides the other."""
     found = [f"{cls.__name__} declares the slot {name!r} twice: rename one" for name in cls._slotgraph_twice]
-    for field in attrs.fields(cls):
-        if not field.inherited or _slot_in(field) is None:
+    for field in _attributes(cls):
+        if not _inherited(field) or _slot_in(field) is None:
             continue
-        owners = [base for base in cls.__mro__[1:] if field.name in base.__dict__.get("__annotations__", {})]
+        owners = [base for base in cls.__mro__[1:] if field.name in inspect.get_annotations(base)]
         rivals = [o for o in owners[1:] if not issubclass(owners[0], o) and _own_slot(o, field.name) != _slot_in(field)]
         found += [
             f"{cls.__name__} inherits two slots named {field.name!r}, from {owners[0].__name__} and {rival.__name__}: "
@@ -140,4 +151,4 @@ def _duplicates(cls: type[Inputs]) -> list[DeclarationError]:
 
 
 def _own_slot(owner: type, name: str) -> Slot | None:
-    return next((_slot_in(a) for a in owner.__dict__.get("__attrs_attrs__", ()) if a.name == name), None)
+    return next((_slot_in(a) for a in _attributes(owner) if a.name == name), None)

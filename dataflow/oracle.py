@@ -7,9 +7,9 @@ import torch
 from .axes import Sizes
 from .buffers import Buffers
 from .capabilities import Capabilities
+from .computation import field_of
 from .compute import OUT, STEP
 from .declaration import Declaration
-from .computation import field_of
 from .ready import Views
 from .slots import Slot
 from .sources import NO_SIDE, Side
@@ -59,9 +59,7 @@ def _fixed(sizes: Sizes) -> Sizes:
     return {axis: size for axis, size in sizes.items() if axis.fixed}
 
 
-def _compute(
-    name: str, declaration: Declaration, buffers: Buffers, views: Views, step: Step, batch: Any
-) -> None:
+def _compute(name: str, declaration: Declaration, buffers: Buffers, views: Views, step: Step, batch: Any) -> None:
     compute = declaration.slots[name].computes()
     if compute is None:
         return

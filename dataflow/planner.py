@@ -79,7 +79,8 @@ def _copies(
         why = _apart(slot, sizes, capabilities)
         single = CopyGroup((name,), dtype, source, slot.placement, together=not why, why=why)
         groups.setdefault((str(dtype), str(source), slot.placement, why), []).append(single)
-    return tuple(group for _, singles in sorted(groups.items()) for group in _merged(singles, capabilities.foreach_chunk))
+    chunk = capabilities.foreach_chunk
+    return tuple(group for _, singles in sorted(groups.items()) for group in _merged(singles, chunk))
 
 
 def _apart(slot: Slot, sizes: Sizes, capabilities: Capabilities) -> str:

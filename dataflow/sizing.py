@@ -29,9 +29,10 @@ class Gauge:
         """Live rows on the axis; MissingSourceError or BatchError where the source does not tell."""
         value = self.source.read(batch, side)
         try:
-            rows, rest = divmod(value.shape[self.dim] - self.base, self.slope)
+            size: int = value.shape[self.dim]
         except (AttributeError, IndexError, TypeError):
             raise self._unreadable(value) from None
+        rows, rest = divmod(size - self.base, self.slope)
         if rest or rows < 0:
             raise self._unreadable(value)
         return rows

@@ -9,9 +9,9 @@ import torch
 
 from .axes import Axis, Dim, Shape, shape_of
 from .capabilities import DEVICE, HOST, Placement
-from .compute import Compute
+from .compute import Compute, compute_of
 from .roles import FillRole, Role, dtype_text
-from .sources import Path, Source, source_of
+from .sources import Path, Source, optional_source
 from .step import Step
 from .tails import Number, Once, Pad, Tail, holds, tail_of
 
@@ -109,7 +109,7 @@ class Copied(Padded):
     strided: take a source that is not contiguous. converts: source dtypes that the copy converts.
     """
 
-    source: Source | None = attrs.field(default=None, converter=attrs.converters.optional(source_of))
+    source: Source | None = attrs.field(default=None, converter=optional_source)
     strided: bool = False
     converts: tuple[torch.dtype, ...] = ()
 
@@ -130,7 +130,7 @@ class Copied(Padded):
 class Computed(Slot):
     """Derived in each step from the slots and sizes that its function names: every padded row, tail and all."""
 
-    compute: Compute = attrs.field(converter=Compute.of)
+    compute: Compute = attrs.field(converter=compute_of)
 
     def computes(self) -> Compute | None:
         """The declared function."""

@@ -107,8 +107,8 @@ def side(path: str) -> SideArgument:
     return SideArgument(_parts(path))
 
 
-def source_of(source: str | Source | Callable[[Any], Any]) -> Source:
-    """A declaration's `source=`: a dotted path, a side argument, or a function of the batch."""
-    if isinstance(source, Source):
+def optional_source(source: str | Source | Callable[[Any], Any] | None) -> Source | None:
+    """A declaration's `source=`: a dotted path, a side argument, a function; None where it said nothing."""
+    if source is None or isinstance(source, Source):
         return source
     return Path(_parts(source)) if isinstance(source, str) else Call(source)

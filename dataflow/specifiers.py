@@ -27,7 +27,7 @@ def slot(kind: Slot, *, init: bool = True, default: Any = attrs.NOTHING) -> Any:
     return attrs.field(default=default if init else None, init=init, metadata={SLOT: kind}, repr=_brief)
 
 
-def copied(  # noqa: PLR0913 - one keyword for each thing that a slot can say
+def copied(
     *shape: Size,
     dtype: Dtype,
     pad: PadValue | Tail | None = None,

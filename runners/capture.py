@@ -42,7 +42,7 @@ class CaptureReport:
 
 @contextlib.contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """Keep the garbage collector from walking over all objects at each capture: 2.3 to 3.7 times faster in the field."""
+    """Keep the garbage collector from walking over all objects at each capture: 2.3 to 3.7 times faster, it is said."""
     gc.collect()
     gc.freeze()
     try:
@@ -51,9 +51,7 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def capture_step(
-    backend: Backend, step: Callable[[], Any], *, warmups: int, pool: object | None, rows: int
-) -> Graph:
+def capture_step(backend: Backend, step: Callable[[], Any], *, warmups: int, pool: object | None, rows: int) -> Graph:
     """Warm up and capture one step on the backend's stream. CaptureError names the bucket and what was raised."""
     try:
         with backend.stream():

@@ -16,9 +16,8 @@ from .buckets import Buckets
 
 
 class Options(TypedDict, total=False):
-    """The keywords of a runner, for type checkers; the same as the fields of `RunnerConfig`."""
+    """A runner's keywords beside `backend`, for type checkers; the same as the fields of `RunnerConfig`."""
 
-    backend: str
     buckets: tuple[int, ...] | list[int]
     max_batch: int
     max_waste: float
@@ -38,7 +37,9 @@ class RunnerConfig:
     where none are given. max_waste: the largest share of padding worth a replay. width: tokens a request has in each
     step. warmups: runs before each capture. progress: whether capture may show a bar (on a terminal only).
     debug: catch stale outputs and moved addresses at each replay. no_copy: an eager runner hands the batch through;
-    None asks the environment, SLOTGRAPH_EAGER_NO_COPY=1. sharing: whether input buffers may be shared between runners.
+    None asks the environment, SLOTGRAPH_EAGER_NO_COPY=1. sharing: whether runners may share input buffers, where the
+    backend can (none does so yet in this release).
+    A runner takes them as keywords: `DecodeRunner(Inputs, step, **RunnerConfig.load("runner.toml").as_data())`.
     """
 
     backend: str = "auto"

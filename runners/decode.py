@@ -33,7 +33,7 @@ class DecodeRunner(Generic[V]):
     rows of outputs follow, TOKENS or BATCH, or None to get outputs whole. Options are those of `RunnerConfig`.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument for each thing that a runner is made of
+    def __init__(
         self,
         inputs: type[V],
         step: Callable[[V], Any],
@@ -46,7 +46,7 @@ class DecodeRunner(Generic[V]):
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
-        self.config = config = RunnerConfig.of(options)
+        self.config = config = RunnerConfig.of({**options})
         relations = {TOKENS: BATCH * config.width}
         self.stage = Stage.of(inputs, step, backend, sizes, settings, relations)
         self.buckets = config.ladder()
@@ -146,6 +146,6 @@ def _padded(stage: Stage[Any], sizes: Sizes, rows: int, width: int) -> Sizes:
     padded = {BATCH: rows, TOKENS: rows * width, **sizes}
     missing = [axis.name for axis in stage.declaration.axes if axis not in padded]
     if missing:
-        message = f"{stage.declaration.name} needs sizes= for {', '.join(missing)}: the most rows that a batch can bring"
+        message = f"{stage.declaration.name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings"
         raise ConfigError(message)
     return padded

@@ -33,7 +33,7 @@ class EagerRunner(Generic[V]):
     the step sees the batch's own tensors, checked as ever. carry: slots that the batch has already computed right.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument for each thing that a runner is made of
+    def __init__(
         self,
         inputs: type[V],
         step: Callable[[V], Any],
@@ -45,7 +45,7 @@ class EagerRunner(Generic[V]):
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
-        config = RunnerConfig.of(options)
+        config = RunnerConfig.of({**options})
         self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, carry)
         self.no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
         self._carry = carry
@@ -66,10 +66,7 @@ class EagerRunner(Generic[V]):
         live = self._size(batch, side)
         bucket = self._bucket_for(live)
         absent = self.stage.absent(batch, side)
-        if self.no_copy:
-            ready = hand_over(bucket, batch, live, absent, side)
-        else:
-            ready = bucket.fill(batch, live, absent, side)
+        ready = hand_over(bucket, batch, live, absent, side) if self.no_copy else bucket.fill(batch, live, absent, side)
         compute_on_device(ready)
         self.generation += 1
         return self.stage.view(ready, batch, self.generation)
@@ -112,7 +109,8 @@ class EagerRunner(Generic[V]):
         capacity = {**self._capacity, **more}
         buffers = stage.allocate(capacity)
         sizes = {axis.name: size for axis, size in capacity.items()}
-        _LOG.info("grown", runner=type(self).__name__, declaration=stage.declaration.name, nbytes=buffers.nbytes, **sizes)
+        name = stage.declaration.name
+        _LOG.info("grown", runner=type(self).__name__, declaration=name, nbytes=buffers.nbytes, sizes=sizes)
         self._capacity, self._buffers = capacity, buffers
         return Bucket(stage.declaration, capacity, stage.backend.capabilities, buffers, exact=True)
 

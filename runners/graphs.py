@@ -25,7 +25,7 @@ Key = tuple[int, Absent]
 
 @attrs.define(eq=False)
 class Captured:
-    """One bucket for one pattern of absent slots; `verified` once its addresses were seen to be those of its capture."""
+    """One bucket for one pattern of absent slots; `verified` once its addresses were found unmoved."""
 
     rows: int
     bucket: Bucket
@@ -92,7 +92,8 @@ class GraphSet(Generic[V]):
         self.report = CaptureReport(done, reasons, time.perf_counter() - start, self.memory())
         log_capture(self.report, name)
         if failed:
-            message = f"{len(failed)} of {len(buckets)} buckets were not captured and run eagerly: {'; '.join(reasons.values())}"
+            why = "; ".join(reasons.values())
+            message = f"{len(failed)} of {len(buckets)} buckets were not captured and run eagerly: {why}"
             raise CaptureError(message) from next(iter(failed.values()))
         return self.report
 
@@ -134,7 +135,8 @@ class GraphSet(Generic[V]):
     def _verify(self) -> None:
         moved = self.buffers.moved()
         if moved:
-            message = f"the buffers of {', '.join(map(repr, moved))} moved since capture: a graph would read freed memory"
+            names = ", ".join(map(repr, moved))
+            message = f"the buffers of {names} moved since capture: a graph would read freed memory"
             raise ReplayError(message)
 
 

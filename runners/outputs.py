@@ -80,7 +80,7 @@ class Stamped(torch.Tensor):
         stamps: list[Stamped] = []
         map_tensors([args, kwargs or {}], lambda t: stamps.append(t) if isinstance(t, Stamped) else None)
         for stamped in stamps:
-            stamped._check()
+            stamped._check()  # noqa: SLF001 - its own method
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch documents for __torch_function__
             result = func(*args, **(kwargs or {}))
         return map_tensors(result, lambda tensor: _inherit(tensor, stamps))

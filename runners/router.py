@@ -53,14 +53,15 @@ class Router:
             return _eager("too_large", f"{rows} rows are more than the largest bucket, {self._buckets.largest}")
         if self._table[rows] is None:
             share, most_waste = self._buckets.waste(rows, bucket), self._buckets.max_waste
-            return _eager("waste", f"bucket {bucket} would be {share:.0%} padding, more than the {most_waste:.0%} allowed")
+            return _eager("waste", f"bucket {bucket} would be {share:.0%} padding, over the limit of {most_waste:.0%}")
         if bucket in report.failed:
             return _eager("not_captured", report.failed[bucket])
         if self._graphs.get(bucket, absent) is None:
             names = ", ".join(map(repr, sorted(absent)))
             return _eager("absent", f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one")
         name = self._differing(batch)
-        return _eager("field_differs", f"field {name!r} is not the {self._fixed_fields[name]!r} that graphs were captured with")
+        seen = self._fixed_fields[name]
+        return _eager("field_differs", f"field {name!r} is not {seen!r}, with which graphs were captured")
 
     def _differing(self, batch: Any) -> str:
         """The first field whose value in the batch is not the one that graphs saw, or nothing."""

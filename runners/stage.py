@@ -39,7 +39,7 @@ class Stage(Generic[V]):
     optional: bool
 
     @classmethod
-    def of(  # noqa: PLR0913 - one argument for each thing that a runner is made of
+    def of(
         cls,
         inputs: type[V],
         step: Callable[[V], Any],
@@ -49,7 +49,10 @@ class Stage(Generic[V]):
         relations: Mapping[Axis, Dim] | None = None,
         carry: tuple[str, ...] = (),
     ) -> "Stage[V]":
-        """Check what a runner is given. DeclarationError, ConfigError and BackendUnavailableError say what does not fit."""
+        """Check what a runner is given.
+
+        Raises DeclarationError, ConfigError or BackendUnavailableError, which say what does not fit.
+        """
         declaration = inputs.slotgraph.under(settings).carrying(carry)
         unknown = sorted(axis.name for axis in set(sizes) - set(declaration.axes))
         if unknown:

@@ -1,4 +1,4 @@
-"""slotgraph: declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs."""
+"""Declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs."""
 
 from slotgraph.dataflow.axes import BATCH, TOKENS, Axis
 from slotgraph.dataflow.capabilities import DEVICE, HOST

@@ -1,6 +1,7 @@
 """Batches: instances of the declarations, made from the requests that run in a step."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -16,13 +17,8 @@ def prefill_batch(requests: Sequence[Request], page_size: int, device: torch.dev
         positions=_int64([position for _, position in tokens], device),
         out_cache_loc=_int64([requests[row].location(position, page_size) for row, position in tokens], device),
         request_rows=_int64([row for row, _ in tokens], device),
+        last_rows=_int64([end - 1 for end in accumulate(len(request.prompt_ids) for request in requests)], device),
     )
-
-
-def last_rows(requests: Sequence[Request], device: torch.device) -> torch.Tensor:
-    """Where in a prefill batch each request's last token lies, [requests]."""
-    lengths = torch.tensor([len(request.prompt_ids) for request in requests], device=device)
-    return lengths.cumsum(0) - 1
 
 
 def decode_batch(requests: Sequence[Request], page_size: int, device: torch.device) -> DecodeInputs:

@@ -17,7 +17,7 @@ class Difference:
     token: index among the request's generated tokens. step: the engine step that made it, None where none did.
     expected, got: token ids, None where that side's text had ended.
     logits: largest absolute difference of the logits that chose this token. margin: by how much the reference
-    preferred its token to the next best; a token that differs although the margin is tiny was a near-tie.
+    preferred its token to the next best. near_tie: another token although all logits are within the tolerance.
     """
 
     request: int
@@ -27,13 +27,15 @@ class Difference:
     got: int | None
     logits: float
     margin: float
+    near_tie: bool
 
     def __str__(self) -> str:
         """One line: where, what, and by how much."""
         tokens = f"token {self.expected} in both" if self.expected == self.got else f"expected {self.expected}, got {self.got}"
+        tie = ", a near-tie" if self.near_tie else ""
         return (
-            f"request {self.request}, generated token {self.token}, engine step {self.step}: {tokens}; "
-            f"logits differ by {self.logits:.3g} (the reference preferred its token by {self.margin:.3g})"
+            f"request {self.request}, generated token {self.token}, engine step {self.step}: {tokens}; logits differ by "
+            f"{self.logits:.3g}, and generate() preferred its token by {self.margin:.3g}{tie}"
         )
 
 
@@ -69,10 +71,11 @@ def _first_difference(request: Request, answer: Answer, tolerance: float) -> Ite
     beyond = (apart > tolerance).nonzero().flatten().tolist()
     place = min([_equal_tokens(request, answer), *beyond])
     if place < max(len(request.generated), len(answer.tokens)):
-        yield _difference_at(place, request, answer, float(apart[place]) if place < len(apart) else math.nan)
+        logits = float(apart[place]) if place < len(apart) else math.inf
+        yield _difference_at(place, request, answer, logits, tolerance)
 
 
-def _difference_at(place: int, request: Request, answer: Answer, logits: float) -> Difference:
+def _difference_at(place: int, request: Request, answer: Answer, logits: float, tolerance: float) -> Difference:
     best = answer.logits[place].topk(2).values if place < len(answer.tokens) else torch.full((2,), math.nan)
     return Difference(
         request=request.number,
@@ -82,6 +85,7 @@ def _difference_at(place: int, request: Request, answer: Answer, logits: float) 
         got=_at(request.generated, place),
         logits=logits,
         margin=float(best[0] - best[1]),
+        near_tie=logits <= tolerance,
     )
 
 

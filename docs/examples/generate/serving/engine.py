@@ -2,14 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import attrs
 import torch
 
-from slotgraph import DecodeRunner, EagerRunner
-
-from serving.batch import decode_batch, last_rows, prefill_batch
+from serving.batch import decode_batch, prefill_batch
 from serving.cache import PageAllocator, PagedCache
 from serving.inputs import PAGES, DecodeInputs, PrefillInputs
 from serving.model import Language
@@ -17,6 +14,9 @@ from serving.options import Options
 from serving.request import Request
 from serving.scheduler import Scheduler
 from serving.steps import Steps
+from slotgraph import DecodeRunner, EagerRunner
+from slotgraph.backends import Backend
+from slotgraph.runners.capture import CaptureReport
 
 Prepare = Callable[[DecodeInputs], DecodeInputs]
 
@@ -27,19 +27,23 @@ def unchanged(batch: DecodeInputs) -> DecodeInputs:
 
 
 @attrs.define(kw_only=True)
-class Progress:
-    """How far the engine is. seconds: spent in steps. done: requests that left. decoded: tokens made by decode steps."""
+class Work:
+    """What the engine has done so far.
+
+    decoded: tokens made by decode steps. done: requests that left. seconds: time spent in steps. fills: seconds on the
+    host for the fill of each decode step.
+    """
 
     steps: int = 0
     prefill_steps: int = 0
-    decode_steps: int = 0
     decoded: int = 0
     done: int = 0
     seconds: float = 0.0
+    fills: list[float] = attrs.field(factory=list)
 
 
 class Engine:
-    """Serves a set of requests on one model.
+    """Serves a set of requests on one model, whose attention must be `paged` meanwhile.
 
     declaration: what a decode step reads; a subclass of DecodeInputs may add to it or override it.
     prepare: has the last look at each decode batch before the runner gets it.
@@ -50,18 +54,19 @@ class Engine:
         language: Language,
         requests: Sequence[Request],
         options: Options,
+        backend: Backend,
         *,
         declaration: type[DecodeInputs] = DecodeInputs,
         prepare: Prepare = unchanged,
     ) -> None:
         needs = sorted((request.pages_needed(options.page_size) for request in requests), reverse=True)
         pages = 1 + sum(needs[: options.max_batch])
-        self.progress = Progress()
+        self.work = Work()
         self.steps = Steps.over(language.model, PagedCache.empty(language.model, pages, options.page_size))
         self.scheduler = Scheduler(requests, PageAllocator(pages), options.page_size, options.max_batch)
-        self.prefill = EagerRunner(PrefillInputs, self.steps.prefill, backend=options.backend)
+        self.prefill = EagerRunner(PrefillInputs, self.steps.prefill, backend=backend)
         self.decode = DecodeRunner(
-            declaration, self.steps.decode, buckets=options.ladder, backend=options.backend, sizes={PAGES: needs[0]}
+            declaration, self.steps.decode, buckets=options.ladder, backend=backend, sizes={PAGES: needs[0]}
         )
         self._eos = language.eos
         self._page_size = options.page_size
@@ -69,47 +74,51 @@ class Engine:
         self._prepare = prepare
 
     @torch.inference_mode()
-    def capture(self) -> Any:
-        """Capture every bucket; the runner's report."""
+    def capture(self) -> CaptureReport:
+        """Capture every bucket of the decode step."""
         report = self.decode.capture()
-        self.steps.counted.zero_()  # warm-ups count too
+        self.steps.counted.zero_()  # warm-ups were counted too
         return report
 
-    def run(self) -> Iterator[Progress]:
-        """Step until all requests are done; hands out the progress after each step."""
+    def run(self) -> Iterator[Work]:
+        """Step until all requests are done; hands out the work so far after each step."""
         while not self.scheduler.idle:
             begin = time.perf_counter()
             self._step()
-            self.progress.seconds += time.perf_counter() - begin
-            yield self.progress
+            self.work.seconds += time.perf_counter() - begin
+            yield self.work
 
     @torch.inference_mode()
     def _step(self) -> None:
-        admitted = self.scheduler.admit(self.progress.steps)
+        admitted = self.scheduler.admit(self.work.steps)
         if admitted:
-            self._prefill(admitted)
+            self._run_prompts(admitted)
+            self._retire()
         if self.scheduler.running:
-            self._decode(self.scheduler.running)
-        self.progress.done += len(self.scheduler.retire(self._eos))
-        self.progress.steps += 1
+            self._decode_each(self.scheduler.running)
+            self._retire()
+        self.work.steps += 1
 
-    def _prefill(self, requests: Sequence[Request]) -> None:
-        """Run the prompts; their last tokens' logits give the first token of each request."""
-        hidden = self.prefill(prefill_batch(requests, self._page_size, self._device))
-        self._add(requests, self.steps.logits(hidden[last_rows(requests, self._device)]))
-        self.progress.prefill_steps += 1
-        self.progress.done += len(self.scheduler.retire(self._eos))
+    def _run_prompts(self, requests: Sequence[Request]) -> None:
+        """Store the prompts' keys and values, and make the first token of each request."""
+        self._add(requests, self.prefill(prefill_batch(requests, self._page_size, self._device)))
+        self.work.prefill_steps += 1
 
-    def _decode(self, requests: Sequence[Request]) -> None:
-        """One more token for each request."""
+    def _decode_each(self, requests: Sequence[Request]) -> None:
+        """Make one more token for each request."""
         batch = self._prepare(decode_batch(requests, self._page_size, self._device))
-        self._add(requests, self.decode(batch))
-        self.progress.decode_steps += 1
-        self.progress.decoded += len(requests)
+        begin = time.perf_counter()
+        view = self.decode.fill(batch)
+        self.work.fills.append(time.perf_counter() - begin)
+        self._add(requests, self.decode.replay(view))
+        self.work.decoded += len(requests)
 
     def _add(self, requests: Sequence[Request], logits: torch.Tensor) -> None:
         """Greedy: the largest logit is the token."""
         tokens = logits.argmax(dim=-1).tolist()
-        rows = logits.to("cpu", copy=True)  # the next step overwrites them
+        rows = logits.to("cpu", copy=True)  # the next replay overwrites them
         for request, token, row in zip(requests, tokens, rows, strict=True):
-            request.add(token, row, self.progress.steps)
+            request.add(token, row, self.work.steps)
+
+    def _retire(self) -> None:
+        self.work.done += len(self.scheduler.retire(self._eos))

@@ -31,4 +31,5 @@ class DecodeInputs(TokenInputs):
 class PrefillInputs(TokenInputs):
     """What one prefill step reads: the prompts of several requests behind one another."""
 
-    request_rows: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1)
+    request_rows: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1)  # which request each token belongs to
+    last_rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)  # where each request's last token lies

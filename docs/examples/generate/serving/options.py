@@ -69,6 +69,9 @@ class Options:
         + ", ".join(f"{name} {value:g}" for name, value in TOLERANCES.items()) + ")",
     )
     json: Path | None = _option(None, Path, "write the report to this file as JSON too", metavar="FILE")
+    verbose: bool = attrs.field(
+        default=False, metadata={"action": "store_true", "help": "show the library's events: captures, growth, fallbacks"}
+    )
 
     @property
     def torch_dtype(self) -> torch.dtype:

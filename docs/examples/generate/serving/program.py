@@ -1,10 +1,11 @@
 """The program: the reference, the engine, the comparison and the report, one after the other."""
 
+import logging
+import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
-import attrs
+import structlog
 from rich.console import Console
 from rich.progress import Progress, track
 
@@ -16,20 +17,22 @@ from serving.model import Language, load_language
 from serving.options import Options, OptionsError, parse
 from serving.prompts import read_requests
 from serving.reference import Answer, reference_answers
-from serving.report import Report, write_json
+from serving.report import write_json
 from serving.request import Request
 from serving.summary import summarise
 from serving.tables import show
 from slotgraph import backends
-from slotgraph.dataflow.errors import BackendUnavailableError
+from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
+from slotgraph.runners.capture import CaptureReport
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo on a command line; the exit status is 0 if all is equal, 1 if not, 2 if it cannot run."""
     options = parse(argv)
+    _hear_events(logging.INFO if options.verbose else logging.WARNING)
     try:
         return generate(options)
-    except (OptionsError, BackendUnavailableError) as error:
+    except (OptionsError, BackendUnavailableError, CaptureError) as error:
         Console(stderr=True).print(f"generate: {error}", style="red", markup=False, soft_wrap=True)
         return 2
 
@@ -39,6 +42,47 @@ def generate(options: Options, *, declaration: type[DecodeInputs] = DecodeInputs
 
     declaration, prepare: see Engine.
     """
-    language = load_language(options, backends.load(options.backend)().device)
+    backend = backends.choose(options.backend)
+    language = load_language(options, backend.device)
     requests = read_requests(options, language)
-    answers = ...
+    begin = time.perf_counter()
+    answers = _ask(language, requests)
+    seconds = time.perf_counter() - begin
+    engine = Engine(language, requests, options, backend, declaration=declaration, prepare=prepare)
+    with paged(language.model):
+        captured = _serve(engine, len(requests))
+    comparison = compare(requests, answers, options.logits_tolerance)
+    report = summarise(options, language, engine, requests, captured, comparison, seconds)
+    show(report, Console())
+    if options.json is not None:
+        write_json(report, options.json)
+    return 0 if report.passed else 1
+
+
+def _hear_events(level: int) -> None:
+    """The library logs through structlog and configures nothing; a program says what it wants to hear, and where."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+    )
+
+
+def _ask(language: Language, requests: Sequence[Request]) -> list[Answer]:
+    """The reference first: whatever the engine did to the weights would not reach it."""
+    console = Console(stderr=True)
+    answers = reference_answers(language, requests)
+    shown = track(
+        answers, "generate(), one at a time", len(requests), console=console, transient=True, disable=not console.is_terminal
+    )
+    return list(shown)
+
+
+def _serve(engine: Engine, count: int) -> CaptureReport:
+    """Capture, then run until every request is done."""
+    captured = engine.capture()
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("serving, in batches", total=count)
+        for work in engine.run():
+            progress.update(task, completed=work.done)
+    return captured

@@ -14,17 +14,13 @@ from serving.comparison import Comparison
 
 @attrs.frozen(kw_only=True)
 class BucketUse:
-    """How often one bucket was replayed, with how many live rows in how many padded ones."""
+    """How often one bucket was replayed; waste: the share of its rows that were padding."""
 
     bucket: int
     steps: int
-    live_rows: int
-    padded_rows: int
-
-    @property
-    def waste(self) -> float:
-        """The share of rows that were padding."""
-        return 1 - self.live_rows / self.padded_rows if self.padded_rows else 0.0
+    live: int
+    padded: int
+    waste: float
 
 
 @attrs.frozen(kw_only=True)
@@ -55,11 +51,12 @@ class MemoryUse:
 
 @attrs.frozen(kw_only=True)
 class TextMade:
-    """One request and its text. arrived, left: engine steps."""
+    """One request and its text. arrived, began, ended: engine steps; what lies between the first two is waiting."""
 
     request: int
     arrived: int
-    left: int
+    began: int
+    ended: int
     prompt: str
     prompt_tokens: int
     tokens: list[int]
@@ -80,6 +77,7 @@ class Report:
     backend: str
     dtype: str
     requests: int
+    steps: int
     prefill_steps: int
     decode_steps: int
     eager_steps: int

@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Sequence
 
 import attrs
 import torch
@@ -55,11 +54,12 @@ class Request:
         return len(self.generated) == self.limit or (bool(self.generated) and self.generated[-1] in eos)
 
 
-def arrivals(count: int, mean_gap: float, seed: int) -> Sequence[int]:
-    """Steps at which `count` requests arrive, in order, the first at step 0, with random gaps of that mean."""
+def arrivals(count: int, mean_gap: float, seed: int) -> list[int]:
+    """Steps at which `count` requests arrive, the first at step 0, with gaps of that mean: half of them none at all."""
     chance = random.Random(seed)  # noqa: S311 - a reproducible schedule, no secret
-    steps, now = [], 0.0
+    steps: list[int] = []
+    now = 0.0
     for _ in range(count):
         steps.append(int(now))
-        now += chance.expovariate(1 / mean_gap) if mean_gap > 0 else 0
+        now += chance.choice((0, 2)) * mean_gap * chance.expovariate(1)
     return steps

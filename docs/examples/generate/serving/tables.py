@@ -7,10 +7,9 @@ from rich.table import Table
 from rich.text import Text
 
 from serving.report import Report
+from slotgraph.runners.capture import human_bytes
 
 SAMPLES = 6
-WIDTH = 48
-KIB = 1024
 
 
 def show(report: Report, console: Console) -> None:
@@ -31,20 +30,20 @@ def _run(report: Report) -> Table:
 
 def _work(report: Report) -> Iterable[tuple[str, str]]:
     yield "requests", f"{report.requests}"
-    yield "prefill steps / decode steps / of these eager", f"{report.prefill_steps} / {report.decode_steps} / {report.eager_steps}"
+    yield "steps: prefill / decode / decode, eagerly", _slashed(report.prefill_steps, report.decode_steps, report.eager_steps)
     yield "tokens generated", f"{report.tokens}"
-    yield "decode rows counted by host / by the graphs", f"{report.decoded} / {report.counted}"
-    yield "tokens per second, prompts included", f"{report.tokens_per_second:.0f}"
-    yield "the same, transformers' generate(), one at a time", f"{report.reference_tokens_per_second:.0f}"
+    yield "decoded rows: host's count / graphs' count", _slashed(report.decoded, report.counted)
+    yield "tokens per second", f"{report.tokens_per_second:.0f}"
+    yield "the same, generate() one at a time", f"{report.reference_tokens_per_second:.0f}"
 
 
 def _costs(report: Report) -> Iterable[tuple[str, str]]:
     yield "padding waste", f"{report.padding_waste:.1%}"
-    yield f"host time of a fill, median / p99 of {report.fill.fills}", f"{report.fill.median_us:.1f} / {report.fill.p99_us:.1f} us"
+    yield "host time per fill, median / p99", f"{report.fill.median_us:.1f} / {report.fill.p99_us:.1f} us"
     yield "capture of all buckets", f"{report.capture_seconds:.2f} s"
     memory = report.memory
-    yield "memory: inputs / graphs / outputs", " / ".join(map(_bytes, (memory.inputs, memory.graphs, memory.outputs)))
-    yield "memory: paged KV cache", _bytes(memory.kv_cache)
+    yield "memory: inputs / graphs / outputs", _slashed(*map(human_bytes, (memory.inputs, memory.graphs, memory.outputs)))
+    yield "memory: paged KV cache", human_bytes(memory.kv_cache)
 
 
 def _buckets(report: Report) -> Table:
@@ -52,16 +51,16 @@ def _buckets(report: Report) -> Table:
     for name in ("bucket", "steps", "live rows", "padded rows", "waste"):
         table.add_column(name, justify="right")
     for use in report.buckets:
-        table.add_row(f"{use.bucket}", f"{use.steps}", f"{use.live_rows}", f"{use.padded_rows}", f"{use.waste:.1%}")
+        table.add_row(f"{use.bucket}", f"{use.steps}", f"{use.live}", f"{use.padded}", f"{use.waste:.1%}")
     return table
 
 
 def _texts(report: Report) -> Table:
     table = Table(title=f"{min(SAMPLES, report.requests)} of {report.requests} texts")
-    for name in ("request", "steps", "prompt", "text"):
-        table.add_column(name, justify="right" if name in {"request", "steps"} else "left")
+    for name, width in (("request", 7), ("steps", 7), ("prompt", 24), ("text", 36)):
+        table.add_column(name, width=width, no_wrap=True, justify="right" if width == 7 else "left")
     for text in report.texts[:: max(1, report.requests // SAMPLES)][:SAMPLES]:
-        table.add_row(f"{text.request}", f"{text.arrived}-{text.left}", _line(text.prompt), _line(text.text))
+        table.add_row(f"{text.request}", f"{text.arrived}-{text.ended}", _line(text.prompt), _line(text.text))
     return table
 
 
@@ -76,10 +75,9 @@ def _verdict(report: Report) -> Text:
 
 
 def _line(text: str) -> Text:
-    """One line of printable characters, cut to the column."""
-    clean = "".join(sign if sign.isprintable() else "·" for sign in text)
-    return Text(clean if len(clean) <= WIDTH else clean[: WIDTH - 1] + "…")
+    """Printable characters only; the column cuts them to its width."""
+    return Text("".join(sign if sign.isprintable() else "·" for sign in text), overflow="ellipsis", no_wrap=True)
 
 
-def _bytes(count: int) -> str:
-    return f"{count / KIB**2:.1f} MiB" if count >= KIB**2 else f"{count / KIB:.1f} KiB"
+def _slashed(*values: object) -> str:
+    return " / ".join(map(str, values))

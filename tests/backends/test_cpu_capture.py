@@ -1,0 +1,284 @@
+"""The cpu-capture backend on whole steps: the same bytes as eager, and no trace of the capture."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.nn import functional
+
+from slotgraph.backends.cpu_capture import Adapter, CapturedGraph
+from slotgraph.dataflow.errors import CaptureError, ReplayError
+
+BATCH, WIDTH, HEADS, PAGES, PAGE, VOCAB, LAYERS = 4, 32, 2, 16, 4, 64, 2
+HEAD = WIDTH // HEADS
+Modes = Callable[[], AbstractContextManager[object]]
+
+
+def capture(step: Callable[[], Any]) -> CapturedGraph:
+    """Capture a step and say that the graph is this backend's."""
+    return cast("CapturedGraph", Adapter().capture(step))
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes, NaN included."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return one.contiguous().numpy(force=True).tobytes() == other.contiguous().numpy(force=True).tobytes()
+
+
+class Transformer:
+    """A decoder step over a paged cache, as engines write it: rope, cache writes, page gathers, masked attention."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.embedding = torch.randn(VOCAB, WIDTH)
+        self.angles = torch.randn(PAGES * PAGE, HEAD)
+        self.qkv = [torch.nn.Parameter(torch.randn(3 * WIDTH, WIDTH) / 6) for _ in range(LAYERS)]
+        self.out = [torch.randn(WIDTH, WIDTH) / 6 for _ in range(LAYERS)]
+        self.gate = [torch.randn(2 * WIDTH, WIDTH) / 6 for _ in range(LAYERS)]
+        self.down = [torch.randn(WIDTH, 2 * WIDTH) / 6 for _ in range(LAYERS)]
+        self.cache = torch.randn(LAYERS, 2, PAGES * PAGE, HEADS, HEAD)
+        self.draw()
+
+    def draw(self) -> None:
+        """Hand the step another batch, at the same addresses."""
+        inputs = {
+            "ids": torch.randint(0, VOCAB, (BATCH,)),
+            "positions": torch.randint(0, 3 * PAGE, (BATCH,)),
+            "places": torch.randperm(PAGES * PAGE)[:BATCH],
+            "pages": torch.stack([torch.randperm(PAGES)[:3] for _ in range(BATCH)]),
+        }
+        for name, value in inputs.items():
+            if hasattr(self, name):
+                getattr(self, name).copy_(value)
+            else:
+                setattr(self, name, value)
+
+    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def rotate(self, value: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        first, second = value.chunk(2, -1)
+        return value * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
+
+    def attend(self, layer: int, hidden: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        places, positions = cast("Any", self).places, cast("Any", self).positions
+        query, key, value = functional.linear(hidden, self.qkv[layer]).view(BATCH, 3, HEADS, HEAD).unbind(1)
+        angles = self.angles[positions][:, None]
+        keys, values = self.cache[layer]
+        keys[places] = self.rotate(key, angles)
+        values.index_copy_(0, places, value)
+        mixed = functional.scaled_dot_product_attention(
+            self.rotate(query, angles)[:, :, None],
+            keys[slots].transpose(1, 2),
+            values[slots].transpose(1, 2),
+            attn_mask=mask[:, None, None],
+        )
+        return functional.linear(mixed.reshape(BATCH, WIDTH), self.out[layer])
+
+    def __call__(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        me = cast("Any", self)
+        hidden = functional.embedding(me.ids, self.embedding)
+        slots = (me.pages[:, :, None] * PAGE + torch.arange(PAGE)).reshape(BATCH, -1)
+        mask = torch.arange(slots.shape[1])[None] <= me.positions[:, None]
+        for layer in range(LAYERS):
+            hidden = hidden + self.attend(layer, self.norm(hidden), slots, mask)
+            gate = functional.silu(functional.linear(self.norm(hidden), self.gate[layer]))
+            hidden += functional.linear(gate, self.down[layer])
+        logits = functional.linear(self.norm(hidden), self.embedding)
+        return logits, {"next": logits.argmax(-1), "top": logits.topk(3).values}
+
+
+def leaves(outputs: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """Clones of a transformer step's outputs."""
+    return [outputs[0].clone(), *(value.clone() for value in outputs[1].values())]
+
+
+@pytest.mark.parametrize("eagerly", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_transformer_with_a_paged_cache_gives_eager_bytes(eagerly: Modes, seed: int) -> None:
+    """Outputs and cache are bit-equal to eager over many steps, each reading what the steps before it wrote."""
+    captured, eager = Transformer(), Transformer()
+    graph = capture(captured)
+    addresses = [value.data_ptr() for value in (graph.outputs[0], graph.outputs[1]["next"])]
+    for step in range(12):
+        for model in (captured, eager):
+            torch.manual_seed(100 * seed + step)
+            model.draw()
+        graph.replay()
+        with eagerly():
+            expected = leaves(eager())
+        assert all(same_bytes(*pair) for pair in zip(leaves(graph.outputs), expected, strict=True))
+        assert same_bytes(captured.cache, eager.cache)
+    assert addresses == [value.data_ptr() for value in (graph.outputs[0], graph.outputs[1]["next"])]
+
+
+def test_a_capture_leaves_state_and_random_numbers_alone() -> None:
+    """What the step writes in place has the old bytes after the capture, and so has the generator."""
+    model, counter, flags = Transformer(), torch.randint(0, 9, (5,)), torch.rand(7) > 0.5
+    before = [model.cache.clone(), counter.clone(), flags.clone(), torch.get_rng_state()]
+
+    def step() -> torch.Tensor:
+        counter.add_(1)
+        flags[2:5].logical_not_()
+        torch._foreach_mul_([counter[1:], counter[:2]], 3)
+        return model()[0] + torch.rand(VOCAB)
+
+    capture(step)
+    after = [model.cache, counter, flags, torch.get_rng_state()]
+    assert all(same_bytes(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_a_step_that_raises_leaves_nothing_behind() -> None:
+    """After an error in the step the modes are gone, the state is restored, and the error is the cause of ours."""
+    state = torch.randn(6)
+    before = state.clone()
+
+    def step() -> None:
+        state.mul_(2)
+        message = "in the middle"
+        raise KeyError(message)
+
+    with pytest.raises(CaptureError, match="in the middle") as caught:
+        capture(step)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert same_bytes(state, before)
+    assert state.sum().item() == before.sum().item()  # would be refused under the modes
+    assert isinstance(capture(state.exp), CapturedGraph)
+
+
+def test_a_refusal_that_the_step_swallows_still_fails_the_capture() -> None:
+    """A step cannot go on with a made-up value, whichever of the two modes refused."""
+
+    def swallow(read: Callable[[torch.Tensor], object]) -> Callable[[], torch.Tensor]:
+        def step() -> torch.Tensor:
+            try:
+                read(value)
+            except RuntimeError:
+                return value + 0
+            return value + 1
+
+        return step
+
+    value = torch.randn(3)
+    for read in (torch.Tensor.tolist, torch.nonzero):
+        with pytest.raises(CaptureError, match="went on after a refusal"):
+            capture(swallow(cast("Any", read)))
+
+
+def test_what_a_capture_allocates_is_poisoned_until_the_first_replay() -> None:
+    """Floats are NaN, integers the extreme, bools true, and complex numbers NaN before anything was replayed."""
+    value = torch.randn(8)
+    dtypes = (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.uint8, torch.bool, torch.complex64)
+    graph = capture(lambda: [value.abs().to(dtype) for dtype in dtypes])
+    double, brain, eighth, integer, byte, flag, number = graph.outputs
+    for floats in (double, brain, eighth.float(), number):
+        assert bool(floats.isnan().all())
+    assert set(integer.tolist()) == {torch.iinfo(torch.int32).min}
+    assert (set(byte.tolist()), set(flag.tolist())) == ({255}, {True})
+    graph.replay()
+    assert same_bytes(double, value.abs().double())
+
+
+def test_host_scalars_and_control_flow_are_baked() -> None:
+    """A python number, a branch and a loop count keep what they were at capture."""
+    settings = {"scale": 2.0, "twice": True, "rounds": 2}
+    value = torch.randn(4)
+
+    def step() -> torch.Tensor:
+        result = value * settings["scale"] if settings["twice"] else value
+        for _ in range(int(settings["rounds"])):
+            result = result + torch.full((4,), settings["scale"])
+        return result
+
+    graph = capture(step)
+    settings.update(scale=-7.0, twice=False, rounds=5)
+    graph.replay()
+    assert same_bytes(graph.outputs, value * 2.0 + 2.0 + 2.0)
+
+
+@pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("outer", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("around_replay", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_inference_mode_mixes(inside: Modes, outer: Modes, around_replay: Modes) -> None:
+    """Capture, step and replay each in any mode: the same bytes, no inference tensors, no gradients."""
+    with torch.inference_mode():
+        weight, cache = torch.randn(5, 5), torch.randn(6, 5)
+    parameter, state, value = torch.nn.Parameter(torch.randn(5)), torch.randn(5), torch.randn(3, 5)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        with inside():
+            cache[1:4].add_(value)
+            state.add_(value.sum(0))
+            return functional.linear(cache[:3] * parameter + state, weight), cache[2:5].cumsum(0)
+
+    with outer():
+        graph = capture(step)
+        before = cache.clone()
+        fresh = torch.randn(3, 5)
+    with torch.inference_mode():
+        value.copy_(fresh)
+        eager_state, eager_cache = state + fresh.sum(0), before.clone()
+        eager_cache[1:4] += fresh
+        expected = functional.linear(eager_cache[:3] * parameter + eager_state, weight)
+    with around_replay():
+        graph.replay()
+    assert same_bytes(graph.outputs[0], expected)
+    assert same_bytes(graph.outputs[1], eager_cache[2:5].cumsum(0))
+    assert same_bytes(cache, eager_cache)
+    assert not any(output.is_inference() or output.requires_grad for output in graph.outputs)
+
+
+def test_replay_ignores_a_surrounding_autocast() -> None:
+    """Autocast is recorded as the casts that it made, and does nothing to a replay."""
+    one, other = torch.randn(4, 4), torch.randn(4, 4)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            low = one @ other
+        return low, functional.conv1d(one[None], other[:, :, None])
+
+    graph = capture(step)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graph.replay()
+    assert same_bytes(graph.outputs[0], one.bfloat16() @ other.bfloat16())
+    assert same_bytes(graph.outputs[1], functional.conv1d(one[None], other[:, :, None]))
+
+
+def test_nbytes_counts_what_the_graph_holds_beside_its_outputs() -> None:
+    """Intermediates count, inputs and outputs do not."""
+    value = torch.randn(16)
+    graph = capture(lambda: (value * 2).exp().reshape(4, 4))
+    assert graph.nbytes == 16 * 4
+
+
+def test_captures_and_replays_do_not_nest() -> None:
+    """Neither a capture nor a replay can happen inside a capture, as on a device."""
+    value = torch.randn(3)
+    graph = capture(lambda: value + 1)
+    with pytest.raises(CaptureError, match="cannot contain another"):
+        capture(lambda: capture(lambda: value + 1))
+    with pytest.raises(CaptureError, match="while this thread is capturing") as caught:
+        capture(graph.replay)
+    assert isinstance(caught.value.__cause__, ReplayError)
+
+
+def test_error_modes() -> None:
+    """CUDA's three modes are taken, and another is an error that lists them."""
+    value, backend = torch.randn(3), Adapter()
+    for mode in (None, *backend.capabilities.capture_error_modes):
+        backend.capture(value.exp, pool=backend.pool(), error_mode=mode).replay()
+    with pytest.raises(CaptureError, match="'global', 'thread_local', 'relaxed', not 'strict'"):
+        backend.capture(value.exp, error_mode="strict")
+
+
+def test_an_operator_that_fails_at_replay_is_a_replay_error() -> None:
+    """What a device would assert, such as an index out of range, is raised with its cause."""
+    table, index = torch.randn(5, 2), torch.tensor([1, 2])
+    graph = capture(lambda: functional.embedding(index, table))
+    index.fill_(99)
+    with pytest.raises(ReplayError, match="index out of range") as caught:
+        graph.replay()
+    assert isinstance(caught.value.__cause__, IndexError)
