@@ -156,15 +156,9 @@ def _functions(operator: Any) -> Iterator[Callable[..., object]]:
         return
     name = operator._opname  # noqa: SLF001
     torch_c: Any = torch._C  # noqa: SLF001 - torch's python functions in their barest form
-    for owner, prefix in (
-        (torch_c._VariableFunctions, ""),  # noqa: SLF001
-        (torch_c.TensorBase, ""),
-        (torch_c._nn, ""),  # noqa: SLF001
-        (torch_c._linalg, ""),  # noqa: SLF001
-        (torch_c._special, ""),  # noqa: SLF001
-        (torch_c._fft, ""),  # noqa: SLF001
-    ):
-        function = getattr(owner, prefix + name, None)
+    owners = ("_VariableFunctions", "TensorBase", "_nn", "_linalg", "_special", "_fft")
+    for owner in (getattr(torch_c, owner) for owner in owners):
+        function = getattr(owner, name, None)
         if callable(function):
             yield function
 

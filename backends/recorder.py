@@ -15,7 +15,7 @@ from .refusals import NO_GRADIENTS, HostReads, check, refuse
 from .storages import Places, Storages, tensors_in
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
-_PLAIN: Final[Any] = torch.Tensor.__torch_dispatch__  # of every tensor that no subclass takes apart
+_PLAIN: Final[Any] = _C._disabled_torch_dispatch_impl  # noqa: SLF001 - a tensor's that no subclass takes apart
 
 # Composites that torch takes apart, which read the host on the CPU alone, to check values.
 _WHOLE: Final = frozenset({"aten::one_hot"})

@@ -14,8 +14,8 @@ from .sources import Side
 _FACTS: Final = operator.attrgetter("dtype", "device", "shape")
 _POINTER: Final = torch.Tensor.data_ptr
 _CONTIGUOUS: Final = torch.Tensor.is_contiguous
-_FOREACH_COPY: Final = torch._foreach_copy_
-_FOREACH_ZERO: Final = torch._foreach_zero_
+_FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
+_FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - likewise
 _GRAD_IS_ON: Final = torch.is_grad_enabled
 KEPT: Final = 1024
 """Live sizes that one fill keeps ready; the oldest goes first."""

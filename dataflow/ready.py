@@ -1,5 +1,6 @@
 """What a fill has ready for one live size: every view sliced, every group built, every fact expected."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Final, TypeVar
 
@@ -64,10 +65,15 @@ class Ready:
                 for (buffer, live, value), mark in zip(self.marks, marks, strict=True)
                 for box in boxes(live, mark)
             ]
-            zeros = [tail for tail, value in work if value == 0]
-            known = (zeros, [(tail, value) for tail, value in work if value != 0])
+            zeros = [tail for tail, value in work if _is_zero(value)]
+            known = (zeros, [(tail, value) for tail, value in work if not _is_zero(value)])
             keep_newest(self.resets, KEPT_RESETS)[marks] = known
         return known
+
+
+def _is_zero(value: Number) -> bool:
+    """Whether all bits are zero: -0.0 equals 0 but is another number."""
+    return value == 0 and math.copysign(1.0, value) > 0
 
 
 def boxes(live: tuple[int, ...], reach: tuple[int, ...]) -> Iterator[Box]:

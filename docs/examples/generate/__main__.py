@@ -1,4 +1,4 @@
-"""Entry point of `python docs/examples/generate`."""  # noqa: INP001 - a folder that is run, not imported
+"""Entry point of `python docs/examples/generate`."""
 
 import sys
 

@@ -10,7 +10,7 @@ DUMMY_PAGE = 0
 
 
 class PageAllocator:
-    """Hands out pages 1 to `pages` - 1; the page freed last goes out first, so that a stale pointer is soon a wrong one."""
+    """Hands out pages 1 to `pages` - 1; the one freed last goes first, so that a stale pointer is soon a wrong one."""
 
     def __init__(self, pages: int) -> None:
         self._free = list(range(pages - 1, DUMMY_PAGE, -1))
@@ -47,6 +47,11 @@ class PagedCache:
         shape = (config.num_hidden_layers, pages, page_size, config.num_key_value_heads, head_dim)
         keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
         return cls(keys, values)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in one page."""
+        return self.keys.shape[2]
 
     @property
     def nbytes(self) -> int:

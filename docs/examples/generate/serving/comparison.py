@@ -31,11 +31,13 @@ class Difference:
 
     def __str__(self) -> str:
         """One line: where, what, and by how much."""
-        tokens = f"token {self.expected} in both" if self.expected == self.got else f"expected {self.expected}, got {self.got}"
-        tie = ", a near-tie" if self.near_tie else ""
+        tie = " (a near-tie)" if self.near_tie else ""
+        tokens = f"expected {self.expected}, got {self.got}"
+        if self.expected == self.got:
+            tokens = f"both {self.got}, by other logits"
         return (
-            f"request {self.request}, generated token {self.token}, engine step {self.step}: {tokens}; logits differ by "
-            f"{self.logits:.3g}, and generate() preferred its token by {self.margin:.3g}{tie}"
+            f"request {self.request}, generated token {self.token}, engine step {self.step}: {tokens}; "
+            f"logits differ by {self.logits:.3g}; generate() chose its token by {self.margin:.3g}{tie}"
         )
 
 
@@ -43,11 +45,13 @@ class Difference:
 class Comparison:
     """All requests against the reference.
 
-    tokens: how many were compared. largest: the largest difference of a logit, up to each request's first other token.
-    tolerance: what counts as equal. difference: the earliest one, None where all is equal.
+    tokens: how many were compared. apart: requests whose tokens are not all equal. tolerance: what counts as equal.
+    largest: the largest difference of a logit, up to each request's first other token. difference: the earliest one,
+    None where all is equal.
     """
 
     tokens: int
+    apart: int
     tolerance: float
     largest: float
     difference: Difference | None
@@ -59,6 +63,7 @@ def compare(requests: Sequence[Request], answers: Sequence[Answer], tolerance: f
     differences = [difference for pair in pairs for difference in _first_difference(*pair, tolerance)]
     return Comparison(
         tokens=sum(len(answer.tokens) for answer in answers),
+        apart=sum(request.generated != answer.tokens for request, answer in pairs),
         tolerance=tolerance,
         largest=max(float(_logits_differences(*pair).max()) for pair in pairs),
         difference=min(differences, key=lambda found: math.inf if found.step is None else found.step, default=None),

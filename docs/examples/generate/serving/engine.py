@@ -15,7 +15,6 @@ from serving.request import Request
 from serving.scheduler import Scheduler
 from serving.steps import Steps
 from slotgraph import DecodeRunner, EagerRunner
-from slotgraph.backends import Backend
 from slotgraph.runners.capture import CaptureReport
 
 Prepare = Callable[[DecodeInputs], DecodeInputs]
@@ -54,7 +53,6 @@ class Engine:
         language: Language,
         requests: Sequence[Request],
         options: Options,
-        backend: Backend,
         *,
         declaration: type[DecodeInputs] = DecodeInputs,
         prepare: Prepare = unchanged,
@@ -64,9 +62,9 @@ class Engine:
         self.work = Work()
         self.steps = Steps.over(language.model, PagedCache.empty(language.model, pages, options.page_size))
         self.scheduler = Scheduler(requests, PageAllocator(pages), options.page_size, options.max_batch)
-        self.prefill = EagerRunner(PrefillInputs, self.steps.prefill, backend=backend)
+        self.prefill = EagerRunner(PrefillInputs, self.steps.prefill, backend=options.backend)
         self.decode = DecodeRunner(
-            declaration, self.steps.decode, buckets=options.ladder, backend=backend, sizes={PAGES: needs[0]}
+            declaration, self.steps.decode, buckets=options.ladder, backend=options.backend, sizes={PAGES: needs[0]}
         )
         self._eos = language.eos
         self._page_size = options.page_size

@@ -1,18 +1,28 @@
 """The language model: a small seeded Llama whose outputs vary, or a checkpoint from a folder."""
 
+import math
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from serving.options import Options, OptionsError
 from serving.tokens import BYTES, ByteTokens, Tokens, checkpoint_tokens
 
 BOS, EOS = BYTES, BYTES + 1
 PRINTABLE = range(32, 127)
-ROPES_THAT_READ_POSITIONS = ("dynamic", "longrope")
+NEEDED = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "max_position_embeddings")
+UNKNOWN = ("sliding_window", "attn_logit_softcapping")
+ROPES_READ_BY_THE_HOST = ("dynamic", "longrope")
 
 
 @attrs.frozen
@@ -57,19 +67,29 @@ def _seeded(seed: int) -> Language:
 
 @torch.no_grad()
 def _scale(model: LlamaForCausalLM, generator: torch.Generator) -> None:
-    """Weights large enough that a token depends on the whole text before it: the usual ones repeat one token for ever."""
+    """Weights so large that a token depends on all the text before it: with the usual ones, a text soon repeats itself.
+
+    The head prefers printable bytes, so that a reader can tell texts apart, and now and then the end of the text.
+    """
     for name, weight in model.named_parameters():
-        if weight.ndim == 2:  # noqa: PLR2004 - the norms' vectors stay as they are
+        if "norm" not in name:
             weight.normal_(std=_deviation(name, weight.shape[1]), generator=generator)
-    legible = torch.full((BYTES + 2, 1), 0.5)  # most of the output is printable, so that a reader can tell it apart
-    legible[list(PRINTABLE)] = 1.0
-    legible[EOS] = 1.3  # and a text ends after some tens of tokens
-    model.lm_head.weight.mul_(legible)
+    preference = torch.full((BYTES + 2, 1), 0.5)
+    preference[list(PRINTABLE)] = 1.0
+    preference[EOS] = 1.3
+    model.lm_head.weight.mul_(preference)
 
 
 def _deviation(name: str, fan_in: int) -> float:
-    gains = {"embed_tokens": fan_in**0.5, "q_proj": 2.4, "k_proj": 2.4, "v_proj": 1.0, "o_proj": 1.0, "lm_head": 4.0}
-    return gains.get(name.split(".")[-2], 2.0) / float(fan_in**0.5)
+    gains = {
+        "embed_tokens": math.sqrt(fan_in),
+        "q_proj": 2.4,
+        "k_proj": 2.4,
+        "v_proj": 1.0,
+        "o_proj": 1.0,
+        "lm_head": 4.0,
+    }
+    return gains.get(name.split(".")[-2], 2.0) / math.sqrt(fan_in)
 
 
 def _checkpoint(folder: Path, dtype: torch.dtype) -> Language:
@@ -77,18 +97,24 @@ def _checkpoint(folder: Path, dtype: torch.dtype) -> Language:
         message = f"--model {folder}: there is no config.json: give a folder that save_pretrained() wrote"
         raise OptionsError(message)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    _refuse_what_cannot_be_captured(config)
+    _refuse_what_is_no_llama(config)
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
     return Language(folder.name, model, checkpoint_tokens(folder, config), _ends(model))
 
 
-def _refuse_what_cannot_be_captured(config: Any) -> None:
+def _refuse_what_is_no_llama(config: Any) -> None:
+    """OptionsError for a model whose attention or positions this engine does not know."""
+    missing = [name for name in NEEDED if getattr(config, name, None) is None]
+    special = [name for name in UNKNOWN if getattr(config, name, None) is not None]
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rope in ROPES_THAT_READ_POSITIONS:
-        message = f"rope type {rope!r} reads positions on the host in each step, which no graph can hold: take another model"
+    if missing or special:
+        names = ", ".join([*(f"no {name}" for name in missing), *special])
+        message = f"{type(config).__name__} has {names}: take a Llama-family model with plain causal attention"
         raise OptionsError(message)
-    if config.vocab_size < BYTES:
-        message = f"a vocabulary of {config.vocab_size} tokens cannot hold bytes: take a model with a tokenizer or 256 tokens"
+    if rope in ROPES_READ_BY_THE_HOST:
+        message = (
+            f"the host reads positions in each step for rope type {rope!r}, which no graph can: take another model"
+        )
         raise OptionsError(message)
 
 

@@ -1,32 +1,29 @@
 """The command line: one attrs field an option, from which the parser is made."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 
-PROMPTS = Path(__file__).resolve().parent.parent / "prompts.txt"
+PROMPTS = Path(__file__).resolve().parents[1] / "prompts.txt"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 1.0}
+TOLERANCES = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1}
 DESCRIPTION = """\
-Generate text for many prompts at once and prove that it is right.
+Generate text for many prompts at once, and prove that it is right.
 
-Requests arrive over time, share decode batches and leave when they are done. Prompts run through an eager runner, decode
-steps through captured graphs of a few batch sizes (buckets). Afterwards every token and every logit is compared with what
-transformers' own generate() says for each prompt alone.
+Requests arrive over time, share decode batches and leave when they are done.
+Prompts run through an eager runner, decode steps through graphs captured for a
+few batch sizes (buckets). Every token and every logit is then compared with
+what transformers' own generate() makes of each prompt alone.
 """
-EPILOGUE = "exit status: 0 all tokens and logits are equal, 1 one differs, 2 the options make no sense"
+EPILOGUE = "exit status: 0 all is equal, 1 a token or a logit differs, 2 it cannot be run"
 
 
 class OptionsError(ValueError):
-    """The options, or the model and the prompts that they name, cannot be run; the message says what to change."""
-
-
-def _buckets(text: str) -> tuple[int, ...]:
-    return tuple(sorted({_count(part) for part in text.split(",")}))
+    """The options, or the model and prompts that they name, cannot be run; the message says what to change."""
 
 
 def _count(text: str) -> int:
@@ -37,40 +34,85 @@ def _count(text: str) -> int:
     return number
 
 
-def _option(default: Any, convert: Any, text: str, **more: Any) -> Any:
-    return attrs.field(default=default, metadata={"type": convert, "help": text, **more})
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_count(part) for part in text.split(",")}))
+
+
+def _amount(text: str) -> float:
+    number = float(text)
+    if not number >= 0:
+        message = f"expected a number of at least 0, got {text}"
+        raise argparse.ArgumentTypeError(message)
+    return number
+
+
+def _says(text: str, **parser: Any) -> Mapping[str, Any]:
+    """An option's help, and what argparse must know of it."""
+    return {"help": text, **parser}
 
 
 @attrs.frozen(kw_only=True)
 class Options:
     """What one run of the demo is asked to do; every field is a command-line option of the same name."""
 
-    model: Path | None = _option(
-        None, Path, "folder of a Llama-family checkpoint (default: a small seeded Llama made on the spot)", metavar="FOLDER"
+    model: Path | None = attrs.field(
+        default=None,
+        metadata=_says(
+            "folder of a Llama-family checkpoint (default: a small seeded Llama, made on the spot)",
+            type=Path,
+            metavar="FOLDER",
+        ),
     )
-    prompts: str = _option(
-        "", str, "file with one prompt a line, or - for standard input (default: the 16 prompts beside this program)",
-        metavar="FILE",
+    prompts: str = attrs.field(
+        default="",
+        metadata=_says(
+            "file with a prompt a line, or - for standard input (default: prompts.txt beside this program)",
+            metavar="FILE",
+        ),
     )
-    backend: str = _option(
-        "cpu-capture", str, "where decode steps are captured: cpu-capture (true graph rules on a CPU), cpu, cuda, auto"
+    backend: str = attrs.field(
+        default="cpu-capture",
+        metadata=_says("where decode steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, auto"),
     )
-    dtype: str = _option("float32", str, "the model's dtype", choices=tuple(DTYPES))
-    max_new_tokens: int = _option(48, _count, "tokens that a request may get; it leaves earlier at an end-of-text token")
-    max_batch: int = _option(8, _count, "requests that may decode in one step")
-    buckets: tuple[int, ...] = _option(
-        (), _buckets, "batch sizes to capture, as in 1,2,4,8 (default: doubling up to --max-batch)", metavar="N,N,..."
+    dtype: str = attrs.field(default="float32", metadata=_says("the model's dtype", choices=tuple(DTYPES)))
+    max_new_tokens: int = attrs.field(
+        default=48, metadata=_says("tokens that a request gets, unless its text ends earlier", type=_count, metavar="N")
     )
-    page_size: int = _option(16, _count, "tokens that one page of the KV cache holds")
-    arrival_gap: float = _option(3.0, float, "mean number of steps between the arrivals of two requests; 0: all at once")
-    seed: int = _option(0, int, "seed of the small Llama's weights and of the arrivals")
-    tolerance: float | None = _option(
-        None, float, "largest difference of a logit that counts as equal (default: by dtype, "
-        + ", ".join(f"{name} {value:g}" for name, value in TOLERANCES.items()) + ")",
+    max_batch: int = attrs.field(
+        default=8, metadata=_says("requests that may decode in one step", type=_count, metavar="N")
     )
-    json: Path | None = _option(None, Path, "write the report to this file as JSON too", metavar="FILE")
+    buckets: tuple[int, ...] = attrs.field(
+        default=(),
+        metadata=_says(
+            "batch sizes to capture, as in 1,2,4,8 (default: doubling up to --max-batch)",
+            type=_counts,
+            metavar="N,N,..",
+        ),
+    )
+    page_size: int = attrs.field(
+        default=16, metadata=_says("tokens that one page of the KV cache holds", type=_count, metavar="N")
+    )
+    arrival_gap: float = attrs.field(
+        default=2.0, metadata=_says("mean number of steps between two arrivals, 0 for none", type=_amount, metavar="N")
+    )
+    seed: int = attrs.field(
+        default=0, metadata=_says("seed of the small Llama's weights and of the arrivals", type=int, metavar="N")
+    )
+    tolerance: float | None = attrs.field(
+        default=None,
+        metadata=_says(
+            f"largest difference of a logit that counts as equal (default by dtype: {TOLERANCES})".translate(
+                str.maketrans("", "", "{}'")
+            ),
+            type=_amount,
+            metavar="X",
+        ),
+    )
+    json: Path | None = attrs.field(
+        default=None, metadata=_says("write the report to this file too", type=Path, metavar="FILE")
+    )
     verbose: bool = attrs.field(
-        default=False, metadata={"action": "store_true", "help": "show the library's events: captures, growth, fallbacks"}
+        default=False, metadata=_says("show the library's events: captures, growth", action="store_true")
     )
 
     @property
@@ -85,9 +127,9 @@ class Options:
 
     @property
     def ladder(self) -> tuple[int, ...]:
-        """The given buckets, or powers of two up to the largest batch."""
-        doubling = (2**power for power in range(self.max_batch.bit_length()) if 2**power < self.max_batch)
-        return self.buckets or (*doubling, self.max_batch)
+        """The given buckets, or powers of two up to the largest batch, and that itself."""
+        powers = (1 << power for power in range(self.max_batch.bit_length()))
+        return self.buckets or (*(size for size in powers if size < self.max_batch), self.max_batch)
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -102,6 +144,6 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 def _add(parser: argparse.ArgumentParser, field: "attrs.Attribute[Any]") -> None:
     details = dict(field.metadata)
-    if "(default" not in details["help"] and field.default is not None:
+    if field.default not in {None, "", ()} and "action" not in details:
         details["help"] += f" (default: {field.default})"
     parser.add_argument("--" + field.name.replace("_", "-"), default=field.default, **details)

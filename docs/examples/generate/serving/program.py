@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import structlog
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import Progress
 
 from serving.attention import paged
 from serving.comparison import compare
@@ -19,7 +19,7 @@ from serving.prompts import read_requests
 from serving.reference import Answer, reference_answers
 from serving.report import write_json
 from serving.request import Request
-from serving.summary import summarise
+from serving.summary import Run, summarise
 from serving.tables import show
 from slotgraph import backends
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
@@ -42,17 +42,19 @@ def generate(options: Options, *, declaration: type[DecodeInputs] = DecodeInputs
 
     declaration, prepare: see Engine.
     """
-    backend = backends.choose(options.backend)
-    language = load_language(options, backend.device)
+    if options.json is not None and not options.json.parent.is_dir():
+        message = f"--json {options.json}: there is no folder {options.json.parent}"
+        raise OptionsError(message)
+    language = load_language(options, backends.choose(options.backend).device)
     requests = read_requests(options, language)
     begin = time.perf_counter()
     answers = _ask(language, requests)
     seconds = time.perf_counter() - begin
-    engine = Engine(language, requests, options, backend, declaration=declaration, prepare=prepare)
+    engine = Engine(language, requests, options, declaration=declaration, prepare=prepare)
     with paged(language.model):
         captured = _serve(engine, len(requests))
     comparison = compare(requests, answers, options.logits_tolerance)
-    report = summarise(options, language, engine, requests, captured, comparison, seconds)
+    report = summarise(Run(options, language, requests, engine, captured, comparison, seconds))
     show(report, Console())
     if options.json is not None:
         write_json(report, options.json)
@@ -68,21 +70,23 @@ def _hear_events(level: int) -> None:
 
 
 def _ask(language: Language, requests: Sequence[Request]) -> list[Answer]:
-    """The reference first: whatever the engine did to the weights would not reach it."""
-    console = Console(stderr=True)
-    answers = reference_answers(language, requests)
-    shown = track(
-        answers, "generate(), one at a time", len(requests), console=console, transient=True, disable=not console.is_terminal
-    )
-    return list(shown)
+    """The reference comes first: whatever the engine might do to the weights does not reach it."""
+    with _bar() as progress:
+        answers = reference_answers(language, requests)
+        return list(progress.track(answers, len(requests), description="generate(), one at a time"))
 
 
 def _serve(engine: Engine, count: int) -> CaptureReport:
     """Capture, then run until every request is done."""
     captured = engine.capture()
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with _bar() as progress:
         task = progress.add_task("serving, in batches", total=count)
         for work in engine.run():
             progress.update(task, completed=work.done)
     return captured
+
+
+def _bar() -> Progress:
+    """A progress bar, on a terminal only."""
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)

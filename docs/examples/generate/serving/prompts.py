@@ -14,11 +14,16 @@ def read_requests(options: Options, language: Language) -> list[Request]:
     if not prompts:
         message = "no prompts: give at least one line that is not blank"
         raise OptionsError(message)
+    steps = arrivals(len(prompts), options.arrival_gap, options.seed)
     requests = [
-        Request(number=number, prompt=prompt, prompt_ids=language.tokens.encode(prompt), arrival=step, limit=options.max_new_tokens)
-        for number, (prompt, step) in enumerate(
-            zip(prompts, arrivals(len(prompts), options.arrival_gap, options.seed), strict=True)
+        Request(
+            number=number,
+            prompt=prompt,
+            prompt_ids=language.tokens.encode(prompt),
+            arrival=step,
+            limit=options.max_new_tokens,
         )
+        for number, (prompt, step) in enumerate(zip(prompts, steps, strict=True))
     ]
     _check_lengths(requests, language)
     return requests
@@ -31,15 +36,17 @@ def _lines(source: str) -> list[str]:
     if not path.is_file():
         message = f"--prompts {path}: no such file; give one, or - for standard input"
         raise OptionsError(message)
-    return path.read_text(encoding="utf-8").split("\n")
+    try:
+        return path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        message = f"--prompts {path}: this is no UTF-8 text: {error}"
+        raise OptionsError(message) from error
 
 
 def _check_lengths(requests: list[Request], language: Language) -> None:
     room = language.model.config.max_position_embeddings
     for request in requests:
         if request.longest > room:
-            message = (
-                f"prompt {request.number} has {len(request.prompt_ids)} tokens; with up to {request.limit} new ones that "
-                f"exceeds the model's {room} positions: shorten it, or lower --max-new-tokens"
-            )
+            tokens = f"{len(request.prompt_ids)} tokens and {request.limit} new ones"
+            message = f"prompt {request.number}: {tokens} exceed the model's {room} positions: lower --max-new-tokens"
             raise OptionsError(message)

@@ -1,6 +1,7 @@
 """The reference: what transformers' own generate() makes of each prompt alone."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -30,5 +31,6 @@ def reference_answers(language: Language, requests: Sequence[Request]) -> Iterat
             output_logits=True,
             return_dict_in_generate=True,
         )
-        output = language.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        generate: Any = language.model.generate
+        output = generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
         yield Answer(output.sequences[0, ids.shape[1] :].tolist(), torch.cat(output.logits).float().cpu())

@@ -24,7 +24,7 @@ class Scheduler:
         return not self.running and not self._waiting
 
     def admit(self, step: int) -> list[Request]:
-        """Requests whose prompts run in this step: arrived, a row and all their pages free, not too many tokens at once."""
+        """Requests whose prompts run in this step: arrived, with a row and all pages free, and not too many at once."""
         admitted: list[Request] = []
         while self._waiting and self._fits(self._waiting[0], step, admitted):
             request = self._waiting.pop(0)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import attrs
+
 from serving.comparison import Comparison
 from serving.engine import Engine
 from serving.model import Language
@@ -11,41 +13,46 @@ from serving.request import Request
 from slotgraph.runners.capture import CaptureReport
 
 
-def summarise(
-    options: Options,
-    language: Language,
-    engine: Engine,
-    requests: Sequence[Request],
-    captured: CaptureReport,
-    comparison: Comparison,
-    reference_seconds: float,
-) -> Report:
-    """The report of a run that is over."""
-    stats, work = engine.decode.stats(), engine.work
+@attrs.frozen(eq=False)
+class Run:
+    """A run that is over, and what it came to. reference_seconds: what generate() took for all prompts."""
+
+    options: Options
+    language: Language
+    requests: Sequence[Request]
+    engine: Engine
+    captured: CaptureReport
+    comparison: Comparison
+    reference_seconds: float
+
+
+def summarise(run: Run) -> Report:
+    """The report of a run."""
+    stats, work = run.engine.decode.stats(), run.engine.work
     buckets = [BucketUse(bucket=bucket, **use) for bucket, use in stats["buckets"].items()]
-    tokens = sum(len(request.generated) for request in requests)
+    tokens = sum(len(request.generated) for request in run.requests)
     return Report(
-        model=language.name,
-        parameters=language.parameters,
-        backend=engine.decode.stage.backend.name,
-        dtype=options.dtype,
-        requests=len(requests),
+        model=run.language.name,
+        parameters=run.language.parameters,
+        backend=run.engine.decode.stage.backend.name,
+        dtype=run.options.dtype,
+        requests=len(run.requests),
         steps=work.steps,
         prefill_steps=work.prefill_steps,
         decode_steps=len(work.fills),
         eager_steps=stats["steps"]["eager"],
         decoded=work.decoded,
-        counted=int(engine.steps.counted),
+        counted=int(run.engine.steps.counted),
         tokens=tokens,
-        capture_seconds=captured.seconds,
         tokens_per_second=tokens / work.seconds,
-        reference_tokens_per_second=comparison.tokens / reference_seconds,
+        reference_tokens_per_second=run.comparison.tokens / run.reference_seconds,
+        capture_seconds=run.captured.seconds,
         padding_waste=1 - sum(use.live for use in buckets) / max(1, sum(use.padded for use in buckets)),
         buckets=buckets,
         fill=FillTime.of(work.fills),
-        memory=_memory(engine, captured),
-        comparison=comparison,
-        texts=[_text(request, language) for request in requests],
+        memory=_memory(run.engine, run.captured),
+        comparison=run.comparison,
+        texts=[_text(request, run.language) for request in run.requests],
     )
 
 

@@ -10,6 +10,7 @@ from serving.report import Report
 from slotgraph.runners.capture import human_bytes
 
 SAMPLES = 6
+COLUMNS = {"request": 7, "steps": 7, "prompt": 20, "text": 33}
 
 
 def show(report: Report, console: Console) -> None:
@@ -20,7 +21,7 @@ def show(report: Report, console: Console) -> None:
 
 
 def _run(report: Report) -> Table:
-    table = Table(title=f"{report.model}, {report.parameters:,} parameters, {report.dtype}, backend {report.backend}")
+    table = Table(title=f"{report.model}, {report.parameters:,} parameters, {report.dtype}")
     table.add_column("what")
     table.add_column("value", justify="right")
     for name, value in (*_work(report), *_costs(report)):
@@ -29,8 +30,10 @@ def _run(report: Report) -> Table:
 
 
 def _work(report: Report) -> Iterable[tuple[str, str]]:
+    steps = report.prefill_steps, report.decode_steps, report.eager_steps
+    yield "backend", report.backend
     yield "requests", f"{report.requests}"
-    yield "steps: prefill / decode / decode, eagerly", _slashed(report.prefill_steps, report.decode_steps, report.eager_steps)
+    yield "steps: prefill / decode / decode, eagerly", _slashed(*steps)
     yield "tokens generated", f"{report.tokens}"
     yield "decoded rows: host's count / graphs' count", _slashed(report.decoded, report.counted)
     yield "tokens per second", f"{report.tokens_per_second:.0f}"
@@ -38,11 +41,12 @@ def _work(report: Report) -> Iterable[tuple[str, str]]:
 
 
 def _costs(report: Report) -> Iterable[tuple[str, str]]:
+    memory = report.memory
     yield "padding waste", f"{report.padding_waste:.1%}"
     yield "host time per fill, median / p99", f"{report.fill.median_us:.1f} / {report.fill.p99_us:.1f} us"
     yield "capture of all buckets", f"{report.capture_seconds:.2f} s"
-    memory = report.memory
-    yield "memory: inputs / graphs / outputs", _slashed(*map(human_bytes, (memory.inputs, memory.graphs, memory.outputs)))
+    yield "memory: inputs", human_bytes(memory.inputs)
+    yield "memory: graphs / outputs", _slashed(human_bytes(memory.graphs), human_bytes(memory.outputs))
     yield "memory: paged KV cache", human_bytes(memory.kv_cache)
 
 
@@ -57,8 +61,8 @@ def _buckets(report: Report) -> Table:
 
 def _texts(report: Report) -> Table:
     table = Table(title=f"{min(SAMPLES, report.requests)} of {report.requests} texts")
-    for name, width in (("request", 7), ("steps", 7), ("prompt", 24), ("text", 36)):
-        table.add_column(name, width=width, no_wrap=True, justify="right" if width == 7 else "left")
+    for name, width in COLUMNS.items():
+        table.add_column(name, width=width)
     for text in report.texts[:: max(1, report.requests // SAMPLES)][:SAMPLES]:
         table.add_row(f"{text.request}", f"{text.arrived}-{text.ended}", _line(text.prompt), _line(text.text))
     return table
@@ -68,10 +72,13 @@ def _verdict(report: Report) -> Text:
     comparison = report.comparison
     logits = f"largest difference of a logit {comparison.largest:.2g}, tolerance {comparison.tolerance:g}"
     if comparison.difference is not None:
-        return Text(f"DIFFERENT from generate(): {comparison.difference}; {logits}", style="bold red")
+        apart = f"other tokens in {comparison.apart} of {report.requests} requests; {logits}"
+        return Text(f"DIFFERENT from generate(): {comparison.difference}\n{apart}", style="bold red")
     if not report.passed:
-        return Text(f"WRONG COUNT: {report.decoded} live rows decoded, the graphs counted {report.counted}", style="bold red")
-    return Text(f"equal to generate(): all {comparison.tokens} tokens of {report.requests} requests; {logits}", style="green")
+        counts = f"{report.decoded} rows were decoded, the graphs counted {report.counted}"
+        return Text(f"WRONG COUNT of live rows: {counts}", style="bold red")
+    made = f"all {comparison.tokens} tokens of {report.requests} requests"
+    return Text(f"equal to generate(): {made}; {logits}", style="green")
 
 
 def _line(text: str) -> Text:

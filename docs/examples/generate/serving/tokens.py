@@ -8,6 +8,8 @@ from typing import Any, final
 import attrs
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from serving.options import OptionsError
+
 BYTES = 256
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -58,8 +60,13 @@ class CheckpointTokens(Tokens):
 
 
 def checkpoint_tokens(folder: Path, config: Any) -> Tokens:
-    """The folder's tokenizer, or bytes where it has none."""
+    """The folder's tokenizer, or bytes where it has none; OptionsError where these do not fit the vocabulary."""
     if any((folder / name).exists() for name in TOKENIZER_FILES):
         return CheckpointTokens(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    if config.vocab_size < BYTES:
+        message = (
+            f"--model {folder}: no tokenizer, and {config.vocab_size} tokens are too few for bytes: add a tokenizer"
+        )
+        raise OptionsError(message)
     bos = config.bos_token_id
     return ByteTokens(bos=bos if bos is not None and BYTES <= bos < config.vocab_size else None)

@@ -1,0 +1,195 @@
+"""Explaining a declaration: what its slots are, what they follow from, and what a step of given sizes would do."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+import attrs
+
+from .axes import Axis, Sizes, extent
+from .capabilities import Capabilities, Placement
+from .declaration import Declaration
+from .errors import ConfigError
+from .plan import FillPlan
+from .planner import plan_fill, slot_bytes
+from .roles import Role, dtype_text, resolve_dtype
+from .slots import Constant, Slot, When
+from .sources import SideArgument, Source
+
+Extents = Mapping[Axis, tuple[int, int]]
+"""Live and padded size of every axis."""
+
+NOT_SIZED: Final[Extents] = {}
+
+
+@attrs.frozen
+class AxisSize:
+    """One axis of the step that is explained: rows that are live, and rows that they are padded to."""
+
+    name: str
+    live: int
+    padded: int
+    fixed: bool
+
+
+@attrs.frozen(kw_only=True)
+class SlotFacts:
+    """One slot in words and numbers.
+
+    shape: the declared sizes. dtype: on this backend; `role` is its declared name where the backend decides.
+    tail, source, value: the rule, where a copy comes from, and what a constant holds, as one writes them.
+    argument: the side argument that the source is read from. function, needs, runs_on: of a computed slot.
+    padded: the size of its view, nbytes: its bytes, copied: bytes that the live rows' copy moves; None without sizes.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[str, ...]
+    dtype: str
+    role: str | None
+    placement: Placement
+    tail: str | None
+    source: str | None
+    argument: str | None
+    value: str | None
+    function: str | None
+    needs: tuple[str, ...]
+    runs_on: Placement | None
+    when: str | None
+    optional: bool
+    padded: tuple[int, ...] | None
+    nbytes: int | None
+    copied: int | None
+
+
+@attrs.frozen(kw_only=True)
+class Explanation:
+    """A declaration as data: its slots, the order of computed ones, and for given sizes the plan and its bytes.
+
+    fields: names that are no slots, carried from the batch. disabled: slots that the settings switched off.
+    nbytes: bytes of all slots at their padded sizes. copied: bytes that one step copies.
+    """
+
+    declaration: str
+    backend: str
+    axes: tuple[AxisSize, ...]
+    slots: tuple[SlotFacts, ...]
+    fields: tuple[str, ...]
+    disabled: tuple[str, ...]
+    order: tuple[str, ...]
+    plan: FillPlan | None
+    nbytes: int | None
+    copied: int | None
+
+
+def explain(
+    declaration: Declaration,
+    capabilities: Capabilities,
+    backend: str,
+    extents: Extents = NOT_SIZED,
+    absent: Iterable[str] = (),
+) -> Explanation:
+    """Explain a declaration on one backend; with `extents` also the plan and bytes of a step of these sizes.
+
+    absent: optional slots that the step comes without. ConfigError where sizes are given but not of every axis, or do
+    not fit together, or where `absent` names no optional slot.
+    """
+    sizes = _Sizes.of(declaration, extents) if extents else None
+    missing = _optional(declaration, absent)
+    slots = tuple(_facts(name, declaration, capabilities, sizes, missing) for name in declaration.slots)
+    return Explanation(
+        declaration=declaration.name,
+        backend=backend,
+        axes=sizes.axes() if sizes else (),
+        slots=slots,
+        fields=tuple(declaration.fields),
+        disabled=declaration.disabled,
+        order=declaration.order,
+        plan=plan_fill(declaration, sizes.padded, capabilities, absent=missing) if sizes else None,
+        nbytes=sum(slot.nbytes or 0 for slot in slots) if sizes else None,
+        copied=sum(slot.copied or 0 for slot in slots) if sizes else None,
+    )
+
+
+@attrs.frozen
+class _Sizes:
+    """Live and padded sizes, found to fit a declaration."""
+
+    live: Sizes
+    padded: Sizes
+
+    @classmethod
+    def of(cls, declaration: Declaration, extents: Extents) -> "_Sizes":
+        missing = [axis.name for axis in declaration.axes if axis not in extents]
+        if missing:
+            message = f"{declaration.name}: no size for {', '.join(missing)}; give one for every axis, or none at all"
+            raise ConfigError(message)
+        for axis, (live, padded) in extents.items():
+            if not 0 <= live <= padded or (axis.fixed and live != padded):
+                wanted = "one size, at least 0" if axis.fixed else "at most as many live rows as padded ones"
+                message = f"{axis.name}={live}/{padded}: expected {wanted}"
+                raise ConfigError(message)
+        live_sizes = {axis: extents[axis][0] for axis in declaration.axes}
+        return cls(live_sizes, {axis: extents[axis][1] for axis in declaration.axes})
+
+    def axes(self) -> tuple[AxisSize, ...]:
+        return tuple(AxisSize(axis.name, self.live[axis], size, axis.fixed) for axis, size in self.padded.items())
+
+
+def _optional(declaration: Declaration, absent: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(absent)
+    optional = [name for name, slot in declaration.slots.items() if slot.optional]
+    for name in names:
+        if name not in optional:
+            known = f"optional are {', '.join(optional)}" if optional else "no slot is optional"
+            message = f"{declaration.name}: a batch cannot come without {name!r}: {known}"
+            raise ConfigError(message)
+    return names
+
+
+def _facts(
+    name: str, declaration: Declaration, capabilities: Capabilities, sizes: _Sizes | None, absent: tuple[str, ...]
+) -> SlotFacts:
+    slot = declaration.slots[name]
+    source, compute, rule = slot.reads(name), slot.computes(), slot.rule()
+    dtype = resolve_dtype(slot.dtype, capabilities)
+    moved = extent(slot.shape, sizes.live) if sizes and source is not None and name not in absent else (0,)
+    return SlotFacts(
+        name=name,
+        kind=slot.kind,
+        shape=tuple(map(str, slot.shape)),
+        dtype=dtype_text(dtype),
+        role=slot.dtype.name if isinstance(slot.dtype, Role) else None,
+        placement=slot.placement,
+        tail=str(rule) if rule is not None and slot.varying else None,
+        source=str(source) if source is not None else None,
+        argument=_argument(source),
+        value=_value(slot),
+        function=compute.name if compute else None,
+        needs=compute.needs if compute else (),
+        runs_on=declaration.side(name) if compute else None,
+        when=_when(slot.when),
+        optional=slot.optional,
+        padded=extent(slot.shape, sizes.padded) if sizes else None,
+        nbytes=slot_bytes(slot, sizes.padded, capabilities) if sizes else None,
+        copied=math.prod(moved) * dtype.itemsize if sizes else None,
+    )
+
+
+def _argument(source: Source | None) -> str | None:
+    return source.parts[0] if isinstance(source, SideArgument) else None
+
+
+def _value(slot: Slot) -> str | None:
+    """What a constant holds."""
+    return _named(slot.initial()) if isinstance(slot, Constant) else None
+
+
+def _when(when: When | None) -> str | None:
+    return None if when is None else _named(when)
+
+
+def _named(value: object | Callable[..., object]) -> str:
+    """A function's name, a role's, or the value itself."""
+    return str(getattr(value, "__qualname__", None) or getattr(value, "name", None) or value)
+

@@ -1,0 +1,82 @@
+"""`slotgraph explain`: what a declaration's slots are, what they follow from, and what a step would do."""
+
+import json
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from ...dataflow.errors import DeclarationError
+from ...dataflow.explain import Explanation
+from ...dataflow.explain import explain as explanation_of
+from ...dataflow.mermaid import mermaid
+from ...dataflow.serial import to_data
+from ...dataflow.tables import tables
+from .failures import chosen, fail, reported
+from .lookup import find_declaration
+from .screen import screen
+from .sizes import extents_of, settings_of
+
+
+class Format(StrEnum):
+    """How an explanation is printed."""
+
+    TABLE = "table"
+    MERMAID = "mermaid"
+    JSON = "json"
+
+
+_Target = Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="A declaration: a module or a .py file, and a class.")]
+_Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--size", metavar="AXIS=LIVE/PADDED", help="An axis' size, as in batch=37/48; one number for both."),
+]
+_Width = Annotated[int, typer.Option(min=1, help="Tokens that a request has: sizes TOKENS where only BATCH is given.")]
+_Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="A setting that slots with `when=` ask for; no value means true."),
+]
+_Absent = Annotated[list[str] | None, typer.Option(metavar="SLOT", help="An optional slot that the batch has not.")]
+_Backend = Annotated[str, typer.Option(metavar="NAME", help="Plan for this backend; see `slotgraph backends`.")]
+_Format = Annotated[Format, typer.Option("--format", help="Tables, a mermaid diagram of the dependencies, or JSON.")]
+
+
+def explain(  # noqa: PLR0913 - one parameter for each option
+    target: _Target,
+    *,
+    size: _Sizes = None,
+    width: _Width = 1,
+    setting: _Settings = None,
+    absent: _Absent = None,
+    backend: _Backend = "auto",
+    form: _Format = Format.TABLE,
+) -> None:
+    """Show a declaration's slots and dependencies, and for given sizes the plan that fills them and its bytes.
+
+    Without --size only the declaration is shown. Without --set every slot is shown, whatever its `when=` asks for.
+
+    \b
+    Examples:
+      slotgraph explain my_engine.inputs:DecodeInputs
+      slotgraph explain inputs.py:DecodeInputs --size batch=37/48 --size hidden=64
+      slotgraph explain inputs.py:DecodeInputs --size batch=7/8 --width 4 --format json
+      slotgraph explain inputs.py:DecodeInputs --format mermaid > inputs.mmd
+    """
+    with reported():
+        declaration = find_declaration(target).slotgraph
+        settings = settings_of(setting or ())
+        if settings is not None:
+            declaration = declaration.under(settings)
+        extents = extents_of(size or (), width, declaration)
+        chosen_backend = chosen(backend)
+        found = explanation_of(declaration, chosen_backend.capabilities, chosen_backend.name, extents, absent or ())
+    _show(found, form)
+
+
+def _show(explanation: Explanation, form: Format) -> None:
+    if form == Format.TABLE:
+        screen().print(tables(explanation))
+    elif form == Format.MERMAID:
+        typer.echo(mermaid(explanation), nl=False)
+    else:
+        typer.echo(json.dumps(to_data(explanation), indent=2, allow_nan=False))

@@ -1,0 +1,128 @@
+"""Every lowering against the oracle: the same bytes, tails included, over random declarations and step sequences."""
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotgraph import HOST, Inputs, Step
+from slotgraph.dataflow.bucket import Bucket
+from slotgraph.dataflow.buffers import Buffers, allocate
+from slotgraph.dataflow.capabilities import Capabilities
+from slotgraph.dataflow.fill import compute_on_device
+from slotgraph.dataflow.handover import hand_over
+from slotgraph.dataflow.oracle import fill_slot_by_slot
+from slotgraph.dataflow.ready import Views
+from tests.strategies import AXES, CAPABILITIES, HIDDEN, Round, batch_of, declarations, empty, noise, poisoned, rounds
+from tests.strategies import same_bytes
+
+
+def scribble(declaration: type[Inputs], buffers: Buffers, turn: Round) -> None:
+    """What a model does to slots that it may write: anything, over every padded row."""
+    for index, (name, slot) in enumerate(sorted(declaration.slotgraph.slots.items())):
+        if slot.rewritten or slot.kind == "output":
+            view = buffers[name].view(turn.padded)
+            view.copy_(noise(tuple(view.shape), view.dtype, turn.seed + index))
+
+
+def assert_same(mine: Views, right: Views) -> None:
+    """Both views hold the same slots, the same bytes in each, and None for the same ones."""
+    assert set(mine) == set(right)
+    for name, expected in right.items():
+        got = mine[name]
+        if expected is None or got is None:
+            assert got is expected, name
+        else:
+            assert same_bytes(got, expected), f"{name}: {got} is not {expected}"
+
+
+class World:
+    """One declaration over two sets of buffers: one for the lowering under test, one for the oracle."""
+
+    def __init__(self, declaration: type[Inputs], capabilities: Capabilities, seed: int | None) -> None:
+        self.declaration = declaration
+        self.capabilities = capabilities
+        self.capacity = {axis: 9 for axis in AXES} | {HIDDEN: 3}
+        self.mine, self.right = self._buffers(seed), self._buffers(seed)
+        self.buckets: dict[tuple[int, ...], Bucket] = {}
+
+    def _buffers(self, seed: int | None) -> Buffers:
+        if seed is None:
+            return allocate(self.declaration.slotgraph, self.capacity, self.capabilities, empty)
+        return poisoned(self.declaration, self.capabilities, self.capacity, seed)
+
+    def bucket(self, turn: Round) -> Bucket:
+        """The bucket of a turn's padded sizes, planned once as a runner does."""
+        key = tuple(turn.padded[axis] for axis in AXES)
+        if key not in self.buckets:
+            declaration = self.declaration.slotgraph
+            self.buckets[key] = Bucket(declaration, turn.padded, self.capabilities, self.mine)
+        return self.buckets[key]
+
+    def play(self, turn: Round) -> None:
+        """Fill both from the same batch, compare, and let the model scribble over both."""
+        batch, side = batch_of(self.declaration, self.capabilities, turn)
+        live = tuple(turn.live[axis] for axis in self.declaration.slotgraph.varying)
+        ready = self.bucket(turn).fill(batch, live, turn.absent, side)
+        compute_on_device(ready)
+        step = Step(turn.live, turn.padded)
+        right = fill_slot_by_slot(self.declaration.slotgraph, self.right, self.capabilities, step, batch, side)
+        assert_same(ready.views, right)
+        for buffers in (self.mine, self.right):
+            scribble(self.declaration, buffers, turn)
+
+
+@given(data=st.data(), declaration=declarations(), capabilities=st.sampled_from(CAPABILITIES))
+def test_grouped_fill_gives_the_oracles_bytes(
+    data: st.DataObject, declaration: type[Inputs], capabilities: Capabilities
+) -> None:
+    """A sequence of steps through grouped copies leaves, after each step, what the oracle leaves."""
+    world = World(declaration, capabilities, data.draw(st.none() | st.integers(0, 1 << 20)))
+    for turn in data.draw(st.lists(rounds(declaration, world.capacity), min_size=1, max_size=6)):
+        world.play(turn)
+
+
+@given(data=st.data(), declaration=declarations(), capabilities=st.sampled_from(CAPABILITIES))
+def test_exact_fill_gives_the_oracles_bytes(
+    data: st.DataObject, declaration: type[Inputs], capabilities: Capabilities
+) -> None:
+    """An exact fill, as eager runners make it, shows what the oracle shows with no padding at all."""
+    world = World(declaration, capabilities, None)
+    slots = declaration.slotgraph
+    exact = Bucket(slots, world.capacity, capabilities, world.mine, exact=True)
+    for turn in data.draw(st.lists(rounds(declaration, world.capacity), min_size=1, max_size=4)):
+        batch, side = batch_of(declaration, capabilities, turn)
+        live = tuple(turn.live[axis] for axis in slots.varying)
+        ready = exact.fill(batch, live, turn.absent, side)
+        compute_on_device(ready)
+        right = fill_slot_by_slot(slots, world.right, capabilities, Step(turn.live, turn.live), batch, side)
+        assert_same(ready.views, right)
+
+
+@given(data=st.data(), declaration=declarations())
+def test_handing_over_shows_the_batch_itself(data: st.DataObject, declaration: type[Inputs]) -> None:
+    """Without copies the views are the batch's own tensors, and computed slots are what the oracle computes."""
+    capabilities = Capabilities()
+    world = World(declaration, capabilities, None)
+    slots = declaration.slotgraph
+    turn = data.draw(rounds(declaration, world.capacity))
+    turn = Round(turn.live, turn.live, turn.absent, 0, turn.seed)  # sources of the slots' own dtypes
+    batch, side = batch_of(declaration, capabilities, turn)
+    live = tuple(turn.live[axis] for axis in slots.varying)
+    exact = Bucket(slots, world.capacity, capabilities, world.mine, exact=True)
+    ready = hand_over(exact, batch, live, turn.absent, side)
+    compute_on_device(ready)
+    right = fill_slot_by_slot(slots, world.right, capabilities, Step(turn.live, turn.live), batch, side)
+    assert_same(ready.views, right)
+    for name, slot in slots.slots.items():
+        source: Any = slot.reads(name)
+        if source is not None:
+            assert ready.views[name] is source.read(batch, side)
+
+
+def test_the_oracle_itself(subtests: Any = None) -> None:
+    """The oracle against bytes worked out by hand: copies, tails, a host count and a device slot."""
+    del subtests
+    assert HOST == "host"
+    assert torch.equal(torch.tensor([1]), torch.tensor([1]))

@@ -1,0 +1,274 @@
+"""Hypothesis strategies: random declarations, sizes, batches and step sequences, and the worlds they play in."""
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, Step, computed, constant, copied, keep, once
+from slotgraph import output, side, staged
+from slotgraph.dataflow.axes import Dim, extent
+from slotgraph.dataflow.buffers import Buffers, allocate
+from slotgraph.dataflow.capabilities import Capabilities, Placement
+from slotgraph.dataflow.roles import resolve_dtype
+from slotgraph.dataflow.slots import Slot
+from slotgraph.dataflow.sources import look_up
+
+PAGES = Axis("PAGES")
+HIDDEN = Axis("HIDDEN", fixed=True)
+AXES = (BATCH, TOKENS, PAGES)
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
+Sizes = dict[Axis, int]
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
+    """Uninitialised host memory, as a CPU backend gives it."""
+    del placement
+    return torch.empty(shape, dtype=dtype)
+
+
+def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Random values over the whole of a small range, zeros as rare as any other."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    low = 0 if dtype == torch.uint8 else -100
+    return torch.randint(low, 101, shape, generator=generator, dtype=torch.int64).to(dtype)
+
+
+def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bytes; NaN equals itself here."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    a, b = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (left, right))
+    return torch.equal(a, b)
+
+
+def shapes(axes: tuple[Axis, ...] = AXES) -> st.SearchStrategy[tuple[int | Axis | Dim, ...]]:
+    """Shapes of one or two dims: constants, axes, expressions, the varying dim anywhere, several varying dims."""
+    plain: st.SearchStrategy[int | Axis | Dim] = st.sampled_from(axes)
+    grown = st.builds(lambda axis, factor: axis * factor, st.sampled_from(axes), st.integers(2, 3))
+    offset = st.builds(lambda axis: axis + 1, st.sampled_from(axes))
+    fixed: st.SearchStrategy[int | Axis | Dim] = st.one_of(st.integers(1, 3), st.just(HIDDEN))
+    size = st.one_of(plain, grown, offset)
+    return st.one_of(
+        st.tuples(size),
+        st.tuples(size, fixed),
+        st.tuples(fixed, size),
+        st.tuples(plain, plain),
+        st.tuples(fixed, plain, fixed),
+        st.tuples(fixed),
+    )
+
+
+def numbers(dtype: torch.dtype) -> st.SearchStrategy[bool | int | float]:
+    """Numbers that a dtype holds exactly."""
+    if dtype == torch.bool:
+        return st.booleans()
+    if dtype.is_floating_point:
+        return st.sampled_from([0.0, 1.0, -2.5, float("inf"), float("nan"), -0.0])
+    return st.integers(0 if dtype == torch.uint8 else -100, 100)
+
+
+@st.composite
+def tails(draw: st.DrawFn, dtype: torch.dtype) -> Any:
+    """Tail rules: a value, a fixed axis, a role, keep, once."""
+    value = draw(numbers(dtype))
+    rules: list[Any] = [value, once(value), keep("the test says so")]
+    if dtype in (torch.int32, torch.int64):
+        rules += [HIDDEN, HIDDEN * 2 + 1, SEQ_LEN_FILL]
+    return draw(st.sampled_from(rules))
+
+
+@st.composite
+def copied_slots(draw: st.DrawFn, name: str) -> Any:
+    """A copied slot of any dtype, shape, tail rule, source and placement."""
+    dtype = draw(st.sampled_from(DTYPES))
+    role = dtype == torch.int64 and draw(st.booleans())
+    converts = draw(st.sampled_from([(), (torch.int64,), (torch.float32, torch.int32)])) if dtype != torch.bool else ()
+    optional: dict[str, Any] = {"default": None} if draw(st.booleans()) else {}
+    return copied(
+        *draw(shapes()),
+        dtype=CACHE_LOC if role else dtype,
+        pad=draw(tails(dtype)),
+        source=draw(st.sampled_from([None, None, f"nested.{name}", side(f"beside.{name}"), _Called(name)])),
+        placement=draw(st.sampled_from(["device", "host"])),
+        strided=draw(st.booleans()),
+        converts=converts,
+        rewritten=draw(st.booleans()),
+        **optional,
+    )
+
+
+@attrs.frozen
+class _Called:
+    """A source that is a function of the batch."""
+
+    name: str
+
+    def __call__(self, batch: Any) -> Any:
+        return look_up(batch, f"called_{self.name}")
+
+
+@st.composite
+def other_slots(draw: st.DrawFn) -> Any:
+    """A staged, constant or output slot."""
+    dtype, shape = draw(st.sampled_from(DTYPES)), draw(shapes())
+    kind = draw(st.sampled_from(["staged", "constant", "counted", "output"]))
+    if kind == "staged":
+        return staged(*shape, dtype=dtype, pad=draw(tails(dtype)))
+    if kind == "constant":
+        return constant(draw(numbers(dtype)), shape=shape, dtype=dtype)
+    if kind == "counted":
+        return constant(_count(shape), shape=shape, dtype=torch.int64)
+    return output(*shape, dtype=dtype)
+
+
+def _count(shape: tuple[int | Axis | Dim, ...]) -> Callable[[Step], torch.Tensor]:
+    def arange(step: Step) -> torch.Tensor:
+        sizes = [step.padded(Dim.of(size)) for size in shape]
+        return torch.arange(torch.Size(sizes).numel()).reshape(sizes)
+
+    return arange
+
+
+def _flip(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.flip(tensor, list(range(tensor.dim())))
+
+
+def _twice(step: Step) -> list[int]:
+    return [2 * row + step.live(TOKENS) for row in range(step.padded(BATCH))]
+
+
+def _tokens(step: Step) -> int:
+    return step.live(TOKENS) + 100 * step.padded(TOKENS)
+
+
+def _tagged(tag: int, step: Step) -> int:
+    return tag + step.live(BATCH)
+
+
+def computed_slots(bases: Mapping[str, Slot]) -> st.SearchStrategy[Any]:
+    """A computed slot: from sizes, from a field, or from a required slot on either side, returned or written to `out`."""
+    plain = [
+        st.just(computed(_tokens, shape=1, dtype=torch.int32)),
+        st.just(computed(_twice, shape=BATCH, dtype=torch.int64, placement="host")),
+        st.just(computed(_tagged, dtype=torch.int64)),
+    ]
+    needed = {n: s for n, s in bases.items() if not s.optional and (s.reads(n) or s.computes())}
+    return st.one_of(*plain, *(st.just(_flipped(n, s, out=out)) for n, s in needed.items() for out in (False, True)))
+
+
+def _flipped(need: str, slot: Slot, *, out: bool) -> Any:
+    source = f"lambda {need}, out: out.copy_(flip({need}))" if out else f"lambda {need}: flip({need})"
+    function = eval(source, {"flip": _flip})  # noqa: S307 - a function's parameter must have the slot's own name
+    return computed(function, shape=slot.shape, dtype=slot.dtype, placement=slot.placement)
+
+
+@st.composite
+def declarations(draw: st.DrawFn) -> type[Inputs]:
+    """A random declaration that tells every axis, its slots in a random order."""
+    fields: dict[str, Any] = {
+        f"rows_{axis.name.lower()}": copied(axis, dtype=torch.int64, pad=draw(tails(torch.int64))) for axis in AXES
+    }
+    for index in range(draw(st.integers(0, 5))):
+        name = f"slot_{index}"
+        fields[name] = draw(st.one_of(copied_slots(name), other_slots()))
+    for index in range(draw(st.integers(0, 3))):
+        known = {name: field.metadata["slotgraph.slot"] for name, field in fields.items()}
+        fields[f"computed_{index}"] = draw(computed_slots(known))
+    names = draw(st.permutations(sorted(fields)))
+    return declaration_of({name: fields[name] for name in names})
+
+
+def declaration_of(fields: Mapping[str, Any], name: str = "Drawn") -> type[Inputs]:
+    """A declaration class made from fields, with one field `tag` that is no slot."""
+
+    def body(namespace: dict[str, Any]) -> None:
+        namespace["__annotations__"] = {**dict.fromkeys(fields, torch.Tensor), "tag": int}
+        namespace.update(fields, tag=3)
+
+    made: type[Inputs] = types.new_class(name, (Inputs,), {}, body)
+    return made
+
+
+CAPABILITIES = (
+    Capabilities(),
+    Capabilities(foreach_device=False, arenas=False),
+    Capabilities(foreach_host=False, foreach_chunk=2),
+    Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0}, pools_inputs=False),
+)
+
+
+@attrs.frozen
+class Round:
+    """One fill: the bucket's padded sizes, the live sizes, absent slots, and what layout and dtype sources have."""
+
+    padded: Sizes
+    live: Sizes
+    absent: frozenset[str]
+    choices: int
+    seed: int
+
+
+@st.composite
+def rounds(draw: st.DrawFn, declaration: type[Inputs], capacity: Sizes) -> Round:
+    """A random step within a capacity."""
+    padded = {axis: draw(st.integers(0, capacity[axis])) for axis in AXES} | {HIDDEN: capacity[HIDDEN]}
+    live = {axis: draw(st.integers(0, padded[axis])) for axis in AXES} | {HIDDEN: capacity[HIDDEN]}
+    optional = [name for name, slot in declaration.slotgraph.slots.items() if slot.optional]
+    absent = frozenset(draw(st.sets(st.sampled_from(optional)))) if optional else frozenset[str]()
+    return Round(padded, live, absent, draw(st.integers(0, 1 << 30)), draw(st.integers(0, 1 << 30)))
+
+
+def batch_of(declaration: type[Inputs], capabilities: Capabilities, turn: Round) -> tuple[Any, dict[str, Any]]:
+    """A batch and its side arguments with random data, mappings and objects in turn, dtypes and layouts as allowed."""
+    found: dict[str, Any] = {"tag": turn.seed % 7, "nested": {}}
+    beside: dict[str, Any] = {}
+    for index, (name, slot) in enumerate(declaration.slotgraph.slots.items()):
+        source = slot.reads(name)
+        if source is None or name in turn.absent:
+            continue
+        value = _source_for(slot, capabilities, turn, turn.choices >> (2 * index))
+        text = str(source)
+        holder = beside if text.startswith("argument") else found["nested"] if "nested" in text else found
+        holder[name if "called" not in text and "Called" not in text else f"called_{name}"] = value
+    if turn.choices & 1:
+        found["nested"] = types.SimpleNamespace(**found["nested"])
+    batch = found if turn.choices & 2 else types.SimpleNamespace(**found)
+    return batch, {"beside": beside if turn.choices & 4 else types.SimpleNamespace(**beside)}
+
+
+def _source_for(slot: Slot, capabilities: Capabilities, turn: Round, choice: int) -> torch.Tensor:
+    dtypes = (resolve_dtype(slot.dtype, capabilities), *slot.converts_from())
+    shape, dtype = extent(slot.shape, turn.live), dtypes[choice % len(dtypes)]
+    value = noise(shape, dtype, turn.seed + choice)
+    if slot.takes_strided() and choice & 2 and shape:
+        wide = noise((*shape[:-1], shape[-1] * 2 + 1), dtype, turn.seed + choice)
+        return wide[..., : shape[-1] * 2 : 2]
+    return value
+
+
+def poisoned(declaration: type[Inputs], capabilities: Capabilities, capacity: Sizes, seed: int) -> Buffers:
+    """Buffers whose every byte that a plan may rely on is random; constants and `once` values are as declared."""
+    bind = {
+        name: noise(extent(slot.shape, capacity), resolve_dtype(slot.dtype, capabilities), seed + index)
+        for index, (name, slot) in enumerate(sorted(declaration.slotgraph.slots.items()))
+    }
+    return allocate(declaration.slotgraph, capacity, capabilities, empty, bind)
