@@ -49,7 +49,10 @@ class Graph(abc.ABC):
 
     @abc.abstractmethod
     def replay(self) -> None:
-        """Run the captured step again on whatever its inputs hold now."""
+        """Run the captured step again on whatever its inputs hold now. ReplayError where that cannot be."""
+
+    def check_addresses(self) -> None:  # noqa: B027 - most devices cannot tell, which is no fault of theirs
+        """Raise ReplayError if memory that the graph reads has moved since capture, as far as the device can tell."""
 
 
 class Event(abc.ABC):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, ClassVar, final
 
-from ..dataflow.errors import CaptureError
+from ..dataflow.errors import CaptureError, ReplayError
 from .base import Graph
 from .host import HostBackend
 
@@ -27,8 +27,12 @@ class CallableGraph(Graph):
         return 0
 
     def replay(self) -> None:
-        """Call the step again."""
-        self._outputs = self._step()
+        """Call the step again; ReplayError chained to what it raises."""
+        try:
+            self._outputs = self._step()
+        except Exception as error:
+            message = f"the step raised {type(error).__name__}: {error}"
+            raise ReplayError(message) from error
 
 
 @final

@@ -3,13 +3,17 @@
 import difflib
 import importlib
 import importlib.metadata
+from collections.abc import Iterator
 from typing import Final
+
+import structlog
 
 from ..dataflow.errors import BackendUnavailableError
 from .base import Backend
 
 GROUP: Final = "slotgraph.backends"
 AUTO: Final = "auto"
+_LOG = structlog.get_logger("slotgraph")
 _OWN: Final = {"cpu": "cpu", "cpu-capture": "cpu_capture"}
 
 
@@ -21,28 +25,44 @@ def names() -> tuple[str, ...]:
 def load(name: str) -> type[Backend]:
     """A backend's class, imported on first use. BackendUnavailableError where there is none of that name."""
     own = _OWN.get(name)
-    found = importlib.import_module(f".{own}", __package__).Adapter if own else _plugin(name).load()
+    try:
+        found = importlib.import_module(f".{own}", __package__).Adapter if own else _plugin(name).load()
+    except (ImportError, OSError) as error:
+        message = f"backend {name!r} cannot be loaded: {type(error).__name__}: {error}"
+        raise BackendUnavailableError(message) from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
         message = f"backend {name!r}: {found!r} is no subclass of slotgraph.backends.Backend"
         raise BackendUnavailableError(message)
     return found
 
 
-def choose(backend: str | Backend) -> Backend:
-    """A backend by name, or "auto" for the available one of highest priority; an instance as it is.
+def choose(backend: str | Backend | type[Backend]) -> Backend:
+    """A backend by name or class, or "auto" for the available one of highest priority; an instance as it is.
 
     Raises BackendUnavailableError with the reason where it cannot run here.
     """
     if isinstance(backend, Backend):
         return backend
     if backend == AUTO:
-        return max((kind for kind in map(load, names()) if kind.is_available()), key=lambda kind: kind.priority)()
-    kind = load(backend)
+        return max(_available(), key=lambda kind: kind.priority)()
+    kind = load(backend) if isinstance(backend, str) else backend
     available = kind.is_available()
     if not available:
-        message = f"backend {backend!r} cannot run here: {available.reason}"
+        message = f"backend {kind.name!r} cannot run here: {available.reason}"
         raise BackendUnavailableError(message)
     return kind()
+
+
+def _available() -> Iterator[type[Backend]]:
+    """Every backend that can run here; one that does not even load is passed over, with a warning."""
+    for name in names():
+        try:
+            kind = load(name)
+        except BackendUnavailableError as error:
+            _LOG.warning("backend_broken", backend=name, reason=str(error))
+            continue
+        if kind.is_available():
+            yield kind
 
 
 def _plugins() -> importlib.metadata.EntryPoints:
@@ -54,6 +74,6 @@ def _plugin(name: str) -> importlib.metadata.EntryPoint:
         if point.name == name:
             return point
     near = difflib.get_close_matches(name, names(), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    message = f"there is no backend {name!r}{hint} Known here: {', '.join(names())}"
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    message = f"there is no backend {name!r}{hint}; known here: {', '.join(names())}"
     raise BackendUnavailableError(message)

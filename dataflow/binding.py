@@ -1,7 +1,7 @@
 """Adopting memory: what a tensor must be to serve as a slot's buffer."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
@@ -59,6 +59,23 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
         return (tensor.data_ptr(), tensor.data_ptr())
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize)
+
+
+def merge(spans: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, int]]:
+    """Address ranges in order, those at most `gap` bytes apart made one."""
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(spans):
+        if merged and low - merged[-1][1] <= gap:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return merged
+
+
+def overlaps(tensor: torch.Tensor, spans: Iterable[tuple[int, int]]) -> bool:
+    """Whether a tensor's elements lie in one of several address ranges."""
+    low, high = span(tensor)
+    return any(low < stop and start < high for start, stop in spans)
 
 
 def _overlaps(bind: Mapping[str, torch.Tensor]) -> Iterator[str]:

@@ -9,12 +9,11 @@ import torch
 
 from .arena import ALIGNMENT, Room, separate, together
 from .axes import Sizes, extent
-from .binding import Allocate, check_bindings, span
+from .binding import Allocate, check_bindings, merge, span
 from .capabilities import Capabilities
 from .declaration import Declaration
 from .roles import resolve_dtype
-from .slots import Constant, Slot
-from .tails import Once
+from .slots import Slot
 from .values import initial_value, write_all
 
 NOT_BOUND: Final[Mapping[str, torch.Tensor]] = {}
@@ -93,14 +92,18 @@ class Buffers:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Address ranges that hold buffers, apart and in order; each begins with a buffer and ends with one."""
-        merged: list[tuple[int, int]] = []
-        for low, high in sorted(span(buffer.tensor) for buffer in self if buffer.nbytes):
-            if merged and low - merged[-1][1] < ALIGNMENT:
-                merged[-1] = (merged[-1][0], high)
-            else:
-                merged.append((low, high))
-        return merged
+        """Address ranges that hold buffers, apart and in order."""
+        return merge((span(buffer.tensor) for buffer in self if buffer.nbytes), ALIGNMENT)
+
+    @property
+    def reach_before(self) -> int:
+        """Bytes before a buffer at which a tensor that reaches into it may begin.
+
+        None where all memory was allocated here: what lies in it begins in it. Adopted memory is part of something
+        larger, of which a source may be another part.
+        """
+        storages = [buffer.tensor.untyped_storage().nbytes() for buffer in self if buffer.adopted]
+        return max(storages, default=0)
 
     @functools.cached_property
     def addresses(self) -> dict[str, int]:
@@ -121,7 +124,7 @@ def allocate(
 ) -> Buffers:
     """Buffers for every slot at full capacity, those in `bind` adopted, each with its initial value.
 
-    An adopted buffer keeps what it holds, but for constants and `once` values; its tail is reset by the first fill.
+    Adopted memory is written too: a step is captured on what its inputs hold, which must be harmless.
     Raises BindError where a tensor cannot be adopted, ComputeError where a value does not fit its dtype here.
     """
     check_bindings(declaration, capacity, capabilities, empty, bind)
@@ -134,10 +137,7 @@ def allocate(
     buffers = {}
     for name, slot in declaration.slots.items():
         value, tensor = initial_value(name, slot, capacity, capabilities), tensors[name]
-        if name not in bind or isinstance(slot, Constant) or isinstance(slot.rule(), Once):
-            with torch.inference_mode(mode=False), torch.no_grad():
-                write_all(tensor, value, f"slot {name!r}")
+        with torch.inference_mode(mode=False), torch.no_grad():
+            write_all(tensor, value, f"slot {name!r}")
         buffers[name] = Buffer(name, slot, tensor, tuple(0 for _ in slot.varying), name in bind)
-        if name in bind:
-            buffers[name].distrust()
     return Buffers(buffers, capacity)

@@ -192,4 +192,3 @@ def _when(when: When | None) -> str | None:
 def _named(value: object | Callable[..., object]) -> str:
     """A function's name, a role's, or the value itself."""
     return str(getattr(value, "__qualname__", None) or getattr(value, "name", None) or value)
-

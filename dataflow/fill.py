@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 
+from .binding import merge, overlaps
 from .gather import Gather, Sources
 from .ready import Preparer, Ready, keep_newest
 from .refusal import Wanted, refuse
@@ -31,7 +32,7 @@ class Fill:
         plan, slots = preparer.plan, preparer.declaration.slots
         names = [name for group in plan.copies for name in group.slots]
         sources = [source for name in names if (source := slots[name].reads(name)) is not None]
-        spans = preparer.buffers.spans
+        spans, reach = preparer.buffers.spans, preparer.buffers.reach_before
         self.plan = plan
         self.copied = tuple(names)
         self._wanted = [Wanted(name, slots[name], group.dst_dtype) for group in plan.copies for name in group.slots]
@@ -41,8 +42,9 @@ class Fill:
         self._gather = Gather(sources)
         self._contiguous = [i for i, name in enumerate(names) if not slots[name].takes_strided()]
         self._all_contiguous = len(self._contiguous) == len(names)
-        self._bounds = [bound for one in spans for bound in one]
-        self._low, self._high = (spans[0][0], spans[-1][1]) if spans else (0, 0)
+        widened = merge((low - reach, high) for low, high in spans)
+        self._bounds = [bound for one in widened for bound in one]
+        self._low, self._high = (widened[0][0], widened[-1][1]) if widened else (0, 0)
         self._ready: dict[tuple[int, ...], Ready] = {}
 
     def __call__(self, batch: Any, side: Side, live: tuple[int, ...]) -> Ready:
@@ -79,13 +81,13 @@ class Fill:
             if not all(map(_CONTIGUOUS, whole)):
                 return False
             pointers = [*map(_POINTER, sources)]
-        except (AttributeError, TypeError):
+        except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory of its own
             return False
-        return not pointers or max(pointers) < self._low or min(pointers) >= self._high or self._outside(pointers)
-
-    def _outside(self, pointers: list[int]) -> bool:
+        if not pointers or max(pointers) < self._low or min(pointers) >= self._high:
+            return True
         bounds = self._bounds
-        return not any([bisect.bisect(bounds, pointer) & 1 for pointer in pointers])  # noqa: C419 - a list is faster
+        near = [source for source, at in zip(sources, pointers, strict=True) if bisect.bisect(bounds, at) & 1]
+        return not any(overlaps(source, self._spans) for source in near)
 
     def _write(self, ready: Ready, sources: Sources, batch: Any) -> None:
         buffers = self._buffers
@@ -116,8 +118,8 @@ class Fill:
         self._buffers.stamp = ready
 
 
-def compute_on_device(ready: Ready) -> None:
-    """Run what the device computes from slots: inside the graph, or right after an eager fill."""
+def compute_on_device(ready: Ready, batch: Any = None) -> None:
+    """Run what the device computes from slots: inside the graph, or right after an eager fill from `batch`."""
     with torch.no_grad():
         for computation in ready.device:
-            computation.run(None)
+            computation.run(batch)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import attrs
+import torch
 
 from .bucket import Bucket
 from .computation import Computation
@@ -22,8 +23,9 @@ def hand_over(
     views: Views = {**ready.views, **dict(zip(fill.copied, sources, strict=True))}
     host = [_rebound(computation, bucket, ready, views) for computation in ready.host]
     device = [_rebound(computation, bucket, ready, views) for computation in ready.device]
-    for computation in host:
-        computation.run(batch)
+    with torch.no_grad():
+        for computation in host:
+            computation.run(batch)
     return attrs.evolve(ready, views=views, host=host, device=device)
 
 

@@ -77,5 +77,7 @@ def _id(name: str) -> str:
 
 def _quoted(text: str) -> str:
     """Text that mermaid takes as it stands; of HTML only our own line breaks are left."""
-    safe = text.replace("&", "#amp;").replace('"', "#quot;").replace("<", "#lt;").replace(">", "#gt;")
+    safe = text
+    for sign, entity in (("#", "#35;"), ("&", "#amp;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;")):
+        safe = safe.replace(sign, entity)
     return '"' + safe.replace("#lt;br/#gt;", "<br/>") + '"'

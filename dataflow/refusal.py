@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import attrs
 import torch
 
-from .binding import span
+from .binding import overlaps
 from .errors import BatchError, MissingSourceError
 from .ready import Fact, Ready
 from .roles import dtype_text
@@ -62,12 +62,14 @@ def _faults(want: Wanted, source: Any, fact: Fact, spans: Spans) -> Iterator[str
         return
     if not want.takes(source.dtype):
         yield f"{wanted}, got {dtype_text(source.dtype)}; convert it, or declare converts=({source.dtype},)"
+    if source.layout != torch.strided:
+        yield f"{wanted}, got a {source.layout} tensor; pass a dense one"
+        return
     if source.device != device:
         yield f"{wanted}, got a tensor on {source.device}; move it there first"
     if tuple(source.shape) != shape:
         yield f"{wanted} ({', '.join(map(str, slot.shape))}), got shape {list(source.shape)}"
     elif not slot.takes_strided() and not source.is_contiguous():
         yield f"{wanted}, got strides {list(source.stride())}; pass `.contiguous()`, or declare strided=True"
-    low, high = span(source)
-    if any(low < stop and start < high for start, stop in spans):
+    if overlaps(source, spans):
         yield f"slot {want.name!r}: the source lies in a slot's own buffer, which this fill writes; pass a copy"

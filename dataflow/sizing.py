@@ -24,6 +24,7 @@ class Gauge:
     dim: int
     base: int
     slope: int
+    required: bool
 
     def read(self, batch: Any, side: Side) -> int:
         """Live rows on the axis; MissingSourceError or BatchError where the source does not tell."""
@@ -58,12 +59,21 @@ class Sizer:
         wanted = [*declaration.varying] if lead is None else [*declaration.varying, lead]
         sizes = [relations.get(axis, Dim.of(axis)) for axis in wanted]
         leads = sorted({_told(size) for size in sizes})
-        self._gauges = tuple(_gauge(declaration, axis, relations, fixed) for axis in leads)
+        self._gauges = tuple(_gauges(declaration, axis, relations, fixed) for axis in leads)
         self._lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
+
+    def explain(self, error: BatchError) -> None:
+        """Add to an error which slots told the sizes that the others were held to."""
+        told = ", ".join(f"{gauges[0].axis} off slot {gauges[0].slot!r}" for gauges in self._gauges)
+        note = f" (sizes were read: {told})"
+        error.args = (str(error).removesuffix(note) + note,)
 
     def __call__(self, batch: Any, side: Side) -> tuple[int, ...]:
         """Live rows on each varying axis, and last those of the lead axis where one was named."""
-        read = [gauge.read(batch, side) for gauge in self._gauges]
+        read = [
+            gauges[0].read(batch, side) if gauges[0].required else _first(gauges, batch, side)
+            for gauges in self._gauges
+        ]
         return tuple([base + slope * read[lead] for lead, base, slope in self._lines])
 
 
@@ -82,13 +92,22 @@ def _line(size: Dim, axis: Axis, fixed: Sizes) -> tuple[int, int]:
     return base, size.at({**fixed, axis: 1}) - base
 
 
-def _gauge(declaration: Declaration, axis: Axis, relations: Relations, fixed: Sizes) -> Gauge:
-    """The source that tells an axis: a required one if there is one, the plainest shape, then by name."""
+def _gauges(declaration: Declaration, axis: Axis, relations: Relations, fixed: Sizes) -> tuple[Gauge, ...]:
+    """The source that tells an axis: a required one, the plainest shape, then by name; else all optional ones."""
     found = sorted(_candidates(declaration, axis, relations, fixed), key=lambda row: row[:4])
     if not found:
         message = f"{declaration.name}: no copied slot tells the size of {axis}: declare one with a dim of {axis}"
         raise DeclarationError(message)
-    return found[0][-1]
+    required = [row[-1] for row in found if not row[0]]
+    return tuple(required[:1]) or tuple(row[-1] for row in found)
+
+
+def _first(gauges: tuple[Gauge, ...], batch: Any, side: Side) -> int:
+    """The size that the first of several optional sources tells; no rows where the batch has none of them."""
+    for gauge in gauges:
+        if gauge.source.read(batch, side) is not None:
+            return gauge.read(batch, side)
+    return 0
 
 
 def _candidates(
@@ -101,4 +120,4 @@ def _candidates(
             if source is None or size.reveals() != axis:
                 continue
             base, slope = _line(size, axis, fixed)
-            yield slot.optional, base + slope, name, dim, Gauge(axis, name, source, dim, base, slope)
+            yield slot.optional, base + slope, name, dim, Gauge(axis, name, source, dim, base, slope, not slot.optional)

@@ -27,7 +27,9 @@ def _parts(explanation: Explanation) -> Iterator[RenderableType]:
     if explanation.plan is not None:
         yield Text("\nplan", style="bold")
         yield Text(str(explanation.plan))
-        yield Text(f"\n{explanation.nbytes:,} bytes of buffers for this bucket; this step copies {explanation.copied:,}")
+        yield Text(
+            f"\n{explanation.nbytes:,} bytes of buffers for this bucket; this step copies {explanation.copied:,}"
+        )
     else:
         yield Text("\nGive the size of every axis to see the plan and its bytes.", style="italic")
 

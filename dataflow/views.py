@@ -50,6 +50,9 @@ def narrowed(view: T, declaration: Declaration, info: ViewInfo | None, ranges: R
         if not 0 <= start <= stop <= info.step.padded(axis):
             message = f"rows {start} to {stop} do not lie within the {info.step.padded(axis)} rows of {axis}"
             raise BatchError(message)
+        if axis in info.relations and not set(ranges) & info.relations[axis].axes:
+            message = f"{axis} follows from {info.relations[axis]} here: narrow that axis, and {axis} goes with it"
+            raise BatchError(message)
     every = {**_following(info, ranges), **ranges}
     if BATCH in every and TOKENS in declaration.axes and TOKENS not in every:
         message = "requests differ in length here: say which tokens these rows have, narrow(BATCH, a, b, tokens=(c, d))"
@@ -82,7 +85,8 @@ class _Cut:
         for name, slot in self.declaration.slots.items():
             tensor = values[name]
             tensors[name] = tensor if tensor is None or slot.computes() else self._slice(name, slot, tensor)
-        for name in self.declaration.order:
+        computed = [name for name in self.declaration.order if values[name] is not None]
+        for name in computed:
             tensors[name] = self._computed(name, {**values, **tensors}, step)
         fields = {name: values[name] for name in self.declaration.fields if name in values}
         return make_view(type(view), tensors, fields, attrs.evolve(self.info, step=step))
@@ -114,7 +118,9 @@ class _Cut:
         compute = slot.computes()
         if compute is None:  # an order holds computed slots only; this tells the type checkers
             return torch.as_tensor(before)
-        target = torch.empty(extent(slot.shape, step.padded_sizes), dtype=before.dtype, device=before.device)
+        with torch.inference_mode(mode=False):
+            target = torch.empty(extent(slot.shape, step.padded_sizes), dtype=before.dtype, device=before.device)
+        known = {**dict.fromkeys(self.declaration.fields), **values, STEP: step}
         with torch.no_grad():
-            Computation.bind(name, compute, {**values, STEP: step}, {}, target).run(None)
+            Computation.bind(name, compute, known, {}, target).run(None)
         return target

@@ -29,6 +29,10 @@ class Options(TypedDict, total=False):
     sharing: bool
 
 
+def _at_least(least: int) -> Any:
+    return attrs.validators.ge(least)
+
+
 @attrs.frozen(kw_only=True)
 class RunnerConfig:
     """How a runner runs.
@@ -43,11 +47,11 @@ class RunnerConfig:
     """
 
     backend: str = "auto"
-    buckets: tuple[int, ...] = ()
-    max_batch: int = 32
-    max_waste: float = 1.0
-    width: int = 1
-    warmups: int = 1
+    buckets: tuple[int, ...] = attrs.field(default=(), validator=attrs.validators.deep_iterable(_at_least(1)))
+    max_batch: int = attrs.field(default=32, validator=_at_least(1))
+    max_waste: float = attrs.field(default=1.0, validator=[attrs.validators.ge(0), attrs.validators.le(1)])
+    width: int = attrs.field(default=1, validator=_at_least(1))
+    warmups: int = attrs.field(default=1, validator=_at_least(0))
     progress: bool = True
     debug: bool = False
     no_copy: bool | None = None

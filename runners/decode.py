@@ -8,15 +8,16 @@ import torch
 
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
-from ..dataflow.errors import ConfigError, ReplayError
+from ..dataflow.errors import BatchError, ConfigError, ReplayError
 from ..dataflow.sizing import Sizer
+from ..dataflow.sources import Side
 from .capture import CaptureReport
 from .config import Options, RunnerConfig
 from .decision import Decision, Tally
 from .eager import EagerRunner
 from .graphs import Captured, GraphSet, patterns_of
 from .router import Router
-from .stage import NO_BINDINGS, NO_SIZES, Stage, V
+from .stage import NO_BINDINGS, NO_SIZES, Stage, V, name_of
 
 _LOG = structlog.get_logger("slotgraph")
 _NO_PATTERNS: Final[Sequence[Collection[str]]] = ()
@@ -46,7 +47,7 @@ class DecodeRunner(Generic[V]):
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
-        self.config = config = RunnerConfig.of({**options})
+        self.config = config = RunnerConfig.of({"backend": name_of(backend), **options})
         relations = {TOKENS: BATCH * config.width}
         self.stage = Stage.of(inputs, step, backend, sizes, settings, relations)
         self.buckets = config.ladder()
@@ -91,17 +92,22 @@ class DecodeRunner(Generic[V]):
 
         Raises as a call does; the buffers, the graphs and the batch are then as they were.
         """
-        live = self._size(batch, side)
-        absent = self.stage.absent(batch, side)
-        decision = self._router.decide(live, absent, batch)
-        captured = self.graphs.get(decision.bucket, absent)
-        if captured is None:
-            view = self._eager.fill(batch, **side)
-            self._note(decision)
-        else:
-            ready = captured.bucket.fill(batch, live[:-1], absent, side)
-            self._fills += 1
-            view = self.stage.view(ready, batch, self._fills)
+        before, self._filled = self._filled, None
+        try:
+            live = self._size(batch, side)
+            absent = self.stage.absent(batch, side)
+            decision = self._router.decide(live, absent, batch)
+            captured = self.graphs.get(decision.bucket, absent)
+            if captured is None:
+                view = self._fill_eagerly(batch, decision, side)
+            else:
+                ready = captured.bucket.fill(batch, live[:-1], absent, side)
+                self._fills += 1
+                view = self.stage.view(ready, batch, self._fills)
+        except BatchError as error:
+            self._filled = before  # nothing was written: the view filled last still stands
+            self._size.explain(error)
+            raise
         self._filled = (view, captured, live[-1])
         return view
 
@@ -125,10 +131,12 @@ class DecodeRunner(Generic[V]):
         """Plain data: steps, per bucket live and padded rows and waste, and how often each reason led to eager runs."""
         return self._tally.as_data()
 
-    def _note(self, decision: Decision) -> None:
-        """Count an eager run in a graph's place, and warn the first time that a reason leads to one."""
+    def _fill_eagerly(self, batch: Any, decision: Decision, side: Side) -> V:
+        """Fill in a graph's place, count it, and warn the first time that a reason leads to it."""
+        view = self._eager.fill(batch, **side)
         if self._tally.fell_back(decision):
             _LOG.warning("fallback", runner=type(self).__name__, why=decision.why, reason=decision.reason)
+        return view
 
 
 def _rows_each(output_rows: Axis | None, width: int) -> int | None:
@@ -143,6 +151,9 @@ def _rows_each(output_rows: Axis | None, width: int) -> int | None:
 
 def _padded(stage: Stage[Any], sizes: Sizes, rows: int, width: int) -> Sizes:
     """The padded size of every axis in a bucket. ConfigError where a varying axis has no capacity."""
+    if BATCH in sizes or TOKENS in sizes:
+        message = "sizes of BATCH and TOKENS follow from buckets= and width=: give those"
+        raise ConfigError(message)
     padded = {BATCH: rows, TOKENS: rows * width, **sizes}
     missing = [axis.name for axis in stage.declaration.axes if axis not in padded]
     if missing:

@@ -11,14 +11,14 @@ from ..backends.base import Backend
 from ..dataflow.axes import Axis, Dim, Sizes
 from ..dataflow.bucket import Bucket
 from ..dataflow.buffers import Buffers
-from ..dataflow.errors import MissingSourceError
+from ..dataflow.errors import BatchError, MissingSourceError
 from ..dataflow.fill import compute_on_device
 from ..dataflow.handover import hand_over
 from ..dataflow.sizing import Sizer
-from ..dataflow.sources import look_up
+from ..dataflow.sources import Side, look_up
 from .config import Options, RunnerConfig
 from .decision import Decision, Tally
-from .stage import NO_SIZES, Stage, V
+from .stage import NO_SIZES, Stage, V, name_of
 
 NO_COPY_VARIABLE: Final = "SLOTGRAPH_EAGER_NO_COPY"
 _ALWAYS: Final = Decision("eager", None, "always_eager", "an eager runner captures nothing")
@@ -45,7 +45,7 @@ class EagerRunner(Generic[V]):
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
-        config = RunnerConfig.of({**options})
+        config = RunnerConfig.of({"backend": name_of(backend), **options})
         self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, carry)
         self.no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
         self._carry = carry
@@ -62,12 +62,19 @@ class EagerRunner(Generic[V]):
 
     def fill(self, batch: Any, **side: Any) -> V:
         """The view that the step would see."""
+        try:
+            return self._fill(batch, side)
+        except BatchError as error:
+            self._size.explain(error)
+            raise
+
+    def _fill(self, batch: Any, side: Side) -> V:
         self._check_carried(batch)
         live = self._size(batch, side)
         bucket = self._bucket_for(live)
         absent = self.stage.absent(batch, side)
         ready = hand_over(bucket, batch, live, absent, side) if self.no_copy else bucket.fill(batch, live, absent, side)
-        compute_on_device(ready)
+        compute_on_device(ready, batch)
         self.generation += 1
         return self.stage.view(ready, batch, self.generation)
 

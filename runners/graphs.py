@@ -14,9 +14,9 @@ from ..dataflow.bucket import Bucket
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.fill import compute_on_device
-from ..dataflow.ready import Ready, keep_newest
+from ..dataflow.ready import Ready
 from .capture import CaptureReport, MemoryAccount, capture_step, frozen_garbage, log_capture, progress_over
-from .outputs import KEPT, Stamped, check_rows, live_rows, map_tensors, nbytes_of
+from .outputs import Stamped, check_rows, live_rows, map_tensors, nbytes_of
 from .stage import Stage, V
 
 Absent = frozenset[str]
@@ -31,18 +31,6 @@ class Captured:
     bucket: Bucket
     graph: Graph
     verified: bool = False
-    _slices: dict[int, Any] = attrs.field(factory=dict, init=False)
-    _sliced: Any = attrs.field(default=None, init=False)
-
-    def live(self, rows: int) -> Any:
-        """The outputs' first rows, sliced once for each live size as long as the graph's outputs stay the same."""
-        outputs = self.graph.outputs
-        if outputs is not self._sliced:
-            self._slices, self._sliced = {}, outputs
-        if rows not in self._slices:
-            with torch.inference_mode(mode=False), torch.no_grad():
-                keep_newest(self._slices, KEPT)[rows] = live_rows(outputs, rows)
-        return self._slices[rows]
 
 
 class GraphSet(Generic[V]):
@@ -85,6 +73,7 @@ class GraphSet(Generic[V]):
                         self._captured[rows, absent] = self._capture(rows, buckets[rows], absent, warmups, pool)
                 except CaptureError as error:
                     failed[rows] = error
+                    self._captured = {key: one for key, one in self._captured.items() if key[0] != rows}
                     self.buffers.distrust()
         self._process = os.getpid()
         done = tuple(sorted({rows for rows, _ in self._captured}))
@@ -110,14 +99,16 @@ class GraphSet(Generic[V]):
     def replay(self, captured: Captured, rows: int) -> Any:
         """Replay a filled bucket and return its outputs for `rows` live rows of the leading axis."""
         if not captured.verified or self._debug:
-            self._verify()
+            self._verify(captured.graph)
             captured.verified = True
         if os.getpid() != self._process:
             message = "this process was forked after capture: graphs belong to the process that captured them"
             raise ReplayError(message)
         captured.graph.replay()
         self.replays += 1
-        outputs = captured.graph.outputs if self._rows_each is None else captured.live(rows * self._rows_each)
+        outputs = captured.graph.outputs
+        if self._rows_each is not None:
+            outputs = live_rows(outputs, rows * self._rows_each)
         return map_tensors(outputs, self._stamp) if self._debug else outputs
 
     def memory(self) -> MemoryAccount:
@@ -132,7 +123,8 @@ class GraphSet(Generic[V]):
     def _stamp(self, tensor: torch.Tensor) -> torch.Tensor:
         return Stamped.stamp(tensor, lambda: self.replays)
 
-    def _verify(self) -> None:
+    def _verify(self, graph: Graph) -> None:
+        graph.check_addresses()
         moved = self.buffers.moved()
         if moved:
             names = ", ".join(map(repr, moved))

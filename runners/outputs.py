@@ -1,29 +1,46 @@
 """Outputs: a graph's results as views of the live rows, stamped so that a stale one can be caught."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
 
+import attrs
 import torch
 
 from ..dataflow.errors import CaptureError, StaleOutputError
 
 Generation = Callable[[], int]
-KEPT: Final = 256
-"""Live sizes whose output views one graph keeps."""
 
 
 def map_tensors(outputs: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The same structure of tuples, lists and mappings with each tensor replaced; anything else stays."""
+    """The same structure with each tensor replaced: tuples, lists, mappings, attrs and data classes, nested.
+
+    Containers are new, so that whoever gets them may change them; anything else stays.
+    """
     if isinstance(outputs, torch.Tensor):
         return function(outputs)
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        names = [field.name for field in dataclasses.fields(outputs) if field.init]
+        return dataclasses.replace(outputs, **{n: map_tensors(getattr(outputs, n), function) for n in names})
+    if attrs.has(type(outputs)):
+        fields = [field for field in attrs.fields(type(outputs)) if field.init]
+        return attrs.evolve(outputs, **{f.alias: map_tensors(getattr(outputs, f.name), function) for f in fields})
     if isinstance(outputs, Mapping):
-        return {key: map_tensors(value, function) for key, value in outputs.items()}
-    if not isinstance(outputs, list | tuple):
-        return outputs
-    values = [map_tensors(value, function) for value in outputs]
-    if all(new is old for new, old in zip(values, outputs, strict=True)):
-        return outputs
-    return type(outputs)(*values) if hasattr(outputs, "_fields") else type(outputs)(values)
+        return _mapped(outputs, {key: map_tensors(value, function) for key, value in outputs.items()})
+    if isinstance(outputs, list | tuple) and not isinstance(outputs, torch.Size):
+        values = [map_tensors(value, function) for value in outputs]
+        return type(outputs)(*values) if hasattr(outputs, "_fields") else type(outputs)(values)
+    return outputs
+
+
+def _mapped(original: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Values in a mapping of the original's type."""
+    if type(original) is dict or not isinstance(original, MutableMapping):
+        return values
+    made = copy.copy(original)
+    made.update(values)
+    return made
 
 
 def check_rows(outputs: Any, rows: int, what: str) -> None:
@@ -42,8 +59,8 @@ def check_rows(outputs: Any, rows: int, what: str) -> None:
 
 
 def live_rows(outputs: Any, rows: int) -> Any:
-    """The first `rows` rows of every tensor; a tensor that has no more is returned as it is."""
-    return map_tensors(outputs, lambda tensor: tensor if tensor.shape[0] == rows else tensor[:rows])
+    """Views of the first `rows` rows of every tensor."""
+    return map_tensors(outputs, lambda tensor: tensor[:rows])
 
 
 def nbytes_of(outputs: Sequence[Any]) -> int:
@@ -97,6 +114,8 @@ class Stamped(torch.Tensor):
 
 def _inherit(tensor: torch.Tensor, stamps: Sequence[Stamped]) -> torch.Tensor:
     """A result that shares memory with a stamped output is as perishable as that; any other is an ordinary tensor."""
+    if type(tensor) is torch.Tensor:
+        return tensor
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - looking at addresses must not check
         address = tensor.untyped_storage().data_ptr()
         for stamped in stamps:

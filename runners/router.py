@@ -67,9 +67,14 @@ class Router:
         """The first field whose value in the batch is not the one that graphs saw, or nothing."""
         for name, captured in self._fixed_fields.items():
             value = look_up(batch, name)
-            if value is not None and value is not captured and value != captured:
+            if value is not None and not _same(value, captured):
                 return name
         return ""
+
+
+def _same(value: Any, captured: Any) -> bool:
+    """Whether two field values are one; a tensor or an array, of which `==` makes another, is never the same."""
+    return value is captured or (not hasattr(value, "shape") and bool(value == captured))
 
 
 def _is_value(default: Any) -> bool:

@@ -23,6 +23,11 @@ NO_SIZES: Final[Sizes] = {}
 NO_BINDINGS: Final[Mapping[str, torch.Tensor]] = {}
 
 
+def name_of(backend: str | Backend) -> str:
+    """A backend's name, as it is written in a configuration."""
+    return backend if isinstance(backend, str) else backend.name
+
+
 @attrs.frozen(eq=False)
 class Stage(Generic[V]):
     """A declaration class made ready to run: what its settings enable, where it runs, and what runs on its views.

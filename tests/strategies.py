@@ -8,14 +8,30 @@ import attrs
 import torch
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, Step, computed, constant, copied, keep, once
-from slotgraph import output, side, staged
+from slotgraph import (
+    BATCH,
+    CACHE_LOC,
+    SEQ_LEN_FILL,
+    TOKENS,
+    Axis,
+    Inputs,
+    Step,
+    computed,
+    constant,
+    copied,
+    keep,
+    once,
+    output,
+    side,
+    staged,
+)
 from slotgraph.dataflow.axes import Dim, extent
 from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import Capabilities, Placement
 from slotgraph.dataflow.roles import resolve_dtype
-from slotgraph.dataflow.slots import Slot
+from slotgraph.dataflow.slots import Constant, Slot
 from slotgraph.dataflow.sources import look_up
+from slotgraph.dataflow.tails import Once
 
 PAGES = Axis("PAGES")
 HIDDEN = Axis("HIDDEN", fixed=True)
@@ -165,7 +181,7 @@ def _tagged(tag: int, step: Step) -> int:
 
 
 def computed_slots(bases: Mapping[str, Slot]) -> st.SearchStrategy[Any]:
-    """A computed slot: from sizes, from a field, or from a required slot on either side, returned or written to `out`."""
+    """A computed slot: from sizes, from a field, or from a required slot, returned or written to `out`."""
     plain = [
         st.just(computed(_tokens, shape=1, dtype=torch.int32)),
         st.just(computed(_twice, shape=BATCH, dtype=torch.int64, placement="host")),
@@ -192,7 +208,7 @@ def declarations(draw: st.DrawFn) -> type[Inputs]:
         fields[name] = draw(st.one_of(copied_slots(name), other_slots()))
     for index in range(draw(st.integers(0, 3))):
         known = {name: field.metadata["slotgraph.slot"] for name, field in fields.items()}
-        fields[f"computed_{index}"] = draw(computed_slots(known))
+        fields[f"computed_{9 - index}"] = draw(computed_slots(known))  # by name the other way round than by need
     names = draw(st.permutations(sorted(fields)))
     return declaration_of({name: fields[name] for name in names})
 
@@ -266,9 +282,10 @@ def _source_for(slot: Slot, capabilities: Capabilities, turn: Round, choice: int
 
 
 def poisoned(declaration: type[Inputs], capabilities: Capabilities, capacity: Sizes, seed: int) -> Buffers:
-    """Buffers whose every byte that a plan may rely on is random; constants and `once` values are as declared."""
-    bind = {
-        name: noise(extent(slot.shape, capacity), resolve_dtype(slot.dtype, capabilities), seed + index)
-        for index, (name, slot) in enumerate(sorted(declaration.slotgraph.slots.items()))
-    }
-    return allocate(declaration.slotgraph, capacity, capabilities, empty, bind)
+    """Buffers whose every byte that no declaration promises is random: all but constants and `once` values."""
+    buffers = allocate(declaration.slotgraph, capacity, capabilities, empty)
+    for index, buffer in enumerate(sorted(buffers, key=lambda one: one.name)):
+        if not isinstance(buffer.slot, Constant) and not isinstance(buffer.slot.rule(), Once):
+            buffer.tensor.copy_(noise(tuple(buffer.tensor.shape), buffer.tensor.dtype, seed + index))
+    buffers.distrust()
+    return buffers

@@ -1,6 +1,7 @@
 """The application: its commands, its options, and where its events go."""
 
 import importlib.metadata
+import logging
 import sys
 from typing import Annotated
 
@@ -28,8 +29,9 @@ def _version(asked: bool) -> None:  # noqa: FBT001 - the signature of an option'
 
 
 def _events_to_stderr() -> None:
-    """What the library has to say goes to stderr, so that stdout holds nothing but what was asked for."""
+    """Warnings of the library go to stderr, so that stdout holds nothing but what was asked for."""
     structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         processors=[structlog.processors.add_log_level, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())],
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=False,
@@ -48,7 +50,7 @@ def slotgraph(
     \b
     Exit status: 0 where all went well, 1 where a check failed or a backend cannot run here, 2 where the command was
     not understood.
-    """
+    """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
     del version
     _events_to_stderr()
 

@@ -47,7 +47,7 @@ def backends(*, form: _Format = Format.TABLE) -> None:
     Examples:
       slotgraph backends
       slotgraph backends --format json
-    """
+    """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
     found = [facts_of(name) for name in names()]
     if form == Format.JSON:
         typer.echo(json.dumps(to_data(found), indent=2))
@@ -62,8 +62,12 @@ def facts_of(name: str) -> BackendFacts:
         available = kind.is_available()
         backend = kind() if available else None
     except Exception as error:  # noqa: BLE001 - a plug-in may raise anything, and is reported, not hidden
-        return BackendFacts(name, available=False, reason=f"{type(error).__name__}: {error}", device=None, capabilities=None)
-    return BackendFacts(name, bool(available), available.reason, _device(backend), backend.capabilities if backend else None)
+        return BackendFacts(
+            name, available=False, reason=f"{type(error).__name__}: {error}", device=None, capabilities=None
+        )
+    return BackendFacts(
+        name, bool(available), available.reason, _device(backend), backend.capabilities if backend else None
+    )
 
 
 def _device(backend: Backend | None) -> str | None:

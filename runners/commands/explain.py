@@ -6,13 +6,12 @@ from typing import Annotated
 
 import typer
 
-from ...dataflow.errors import DeclarationError
 from ...dataflow.explain import Explanation
 from ...dataflow.explain import explain as explanation_of
 from ...dataflow.mermaid import mermaid
 from ...dataflow.serial import to_data
 from ...dataflow.tables import tables
-from .failures import chosen, fail, reported
+from .failures import chosen, reported
 from .lookup import find_declaration
 from .screen import screen
 from .sizes import extents_of, settings_of
@@ -26,7 +25,9 @@ class Format(StrEnum):
     JSON = "json"
 
 
-_Target = Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="A declaration: a module or a .py file, and a class.")]
+_Target = Annotated[
+    str, typer.Argument(metavar="MODULE:CLASS", help="A declaration: a module or a .py file, and a class.")
+]
 _Sizes = Annotated[
     list[str] | None,
     typer.Option("--size", metavar="AXIS=LIVE/PADDED", help="An axis' size, as in batch=37/48; one number for both."),
@@ -41,7 +42,7 @@ _Backend = Annotated[str, typer.Option(metavar="NAME", help="Plan for this backe
 _Format = Annotated[Format, typer.Option("--format", help="Tables, a mermaid diagram of the dependencies, or JSON.")]
 
 
-def explain(  # noqa: PLR0913 - one parameter for each option
+def explain(
     target: _Target,
     *,
     size: _Sizes = None,
@@ -61,7 +62,7 @@ def explain(  # noqa: PLR0913 - one parameter for each option
       slotgraph explain inputs.py:DecodeInputs --size batch=37/48 --size hidden=64
       slotgraph explain inputs.py:DecodeInputs --size batch=7/8 --width 4 --format json
       slotgraph explain inputs.py:DecodeInputs --format mermaid > inputs.mmd
-    """
+    """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
     with reported():
         declaration = find_declaration(target).slotgraph
         settings = settings_of(setting or ())

@@ -7,8 +7,8 @@ from typing import Final, NoReturn
 
 import typer
 
-from ...backends.registry import AUTO, choose, names
 from ...backends.base import Backend
+from ...backends.registry import AUTO, choose, names
 from ...dataflow.errors import BackendUnavailableError, ConfigError, DeclarationErrors, SlotGraphError
 
 FAILED: Final = 1

@@ -29,7 +29,7 @@ def find_declaration(target: str) -> type[Inputs]:
     if not colon:
         place, name = target, ""
     module = _from_file(pathlib.Path(place)) if place.endswith(".py") else _from_name(place)
-    found = module
+    found: object = module
     for part in name.split("."):
         found = getattr(found, part, None)
     if not (isinstance(found, type) and issubclass(found, Inputs) and found is not Inputs):
@@ -38,13 +38,15 @@ def find_declaration(target: str) -> type[Inputs]:
 
 
 def _no_class(module: ModuleType, place: str, name: str, found: object) -> NoReturn:
-    known = [n for n, kind in inspect.getmembers(module, inspect.isclass) if issubclass(kind, Inputs) and kind is not Inputs]
+    known = [
+        n for n, kind in inspect.getmembers(module, inspect.isclass) if issubclass(kind, Inputs) and kind is not Inputs
+    ]
     if not known:
         _unknown(f"{place} has no subclass of slotgraph.Inputs")
     if not name:
         _unknown(f"say which class, as in {place}:{known[0]}{nearest('', known)}")
-    what = "which is no subclass of slotgraph.Inputs" if found is not None else "which it has not"
-    _unknown(f"{place} was asked for {name!r}, {what}{nearest(name, known)}")
+    what = f"{place} has no {name!r}" if found is None else f"{name!r} in {place} is no subclass of slotgraph.Inputs"
+    _unknown(f"{what}{nearest(name, known)}")
 
 
 def _from_name(name: str) -> ModuleType:
@@ -67,15 +69,16 @@ def _from_file(path: pathlib.Path) -> ModuleType:
         beside = path.parent.glob("*.py") if path.parent.is_dir() else ()
         _unknown(f"there is no file {str(path)!r}{nearest(path.name, (one.name for one in beside))}")
     _look_in(path.parent.resolve())
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = path.stem if path.stem not in sys.modules else f"_slotgraph_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         _unknown(f"{str(path)!r} cannot be loaded as a module")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # attrs and pickle find a class through its module
+    sys.modules[name] = module  # attrs and pickle find a class through its module
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # noqa: BLE001 - what a user's module raises can be anything
-        del sys.modules[path.stem]
+        del sys.modules[name]
         _broken(str(path), error)
     return module
 
@@ -89,7 +92,9 @@ def _no_module(name: str, missing: str) -> NoReturn:
     parent, _, last = missing.rpartition(".")
     places: Iterable[str] = getattr(sys.modules[parent], "__path__", ()) if parent else [str(pathlib.Path.cwd())]
     near = nearest(last, (module.name for module in pkgutil.iter_modules(list(places))))
-    what = f"there is no module {name!r}" if missing == name else f"there is no module {missing!r}, which {name!r} is in"
+    what = (
+        f"there is no module {name!r}" if missing == name else f"there is no module {missing!r}, which {name!r} is in"
+    )
     _unknown(f"{what}{near}")
 
 

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import typer
 
@@ -72,5 +72,5 @@ def _value(text: str) -> Any:
         return text
 
 
-def _refuse(message: str) -> Any:
+def _refuse(message: str) -> NoReturn:
     raise typer.BadParameter(message, param_hint="--size")

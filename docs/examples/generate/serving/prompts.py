@@ -10,7 +10,7 @@ from serving.request import Request, arrivals
 
 def read_requests(options: Options, language: Language) -> list[Request]:
     """A request a line that is not blank; OptionsError where there is none, or one that the model cannot hold."""
-    prompts = [line for line in _lines(options.prompts) if line.strip()]
+    prompts = [line.rstrip("\r") for line in _lines(options.prompts) if line.strip()]
     if not prompts:
         message = "no prompts: give at least one line that is not blank"
         raise OptionsError(message)
@@ -46,6 +46,9 @@ def _lines(source: str) -> list[str]:
 def _check_lengths(requests: list[Request], language: Language) -> None:
     room = language.model.config.max_position_embeddings
     for request in requests:
+        if not request.prompt_ids:
+            message = f"prompt {request.number}: the model's tokenizer makes no token of {request.prompt!r}"
+            raise OptionsError(message)
         if request.longest > room:
             tokens = f"{len(request.prompt_ids)} tokens and {request.limit} new ones"
             message = f"prompt {request.number}: {tokens} exceed the model's {room} positions: lower --max-new-tokens"

@@ -1,0 +1,146 @@
+"""Plans go to JSON and come back equal, and what is no plan is refused with its place."""
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotgraph.dataflow.capabilities import Capabilities
+from slotgraph.dataflow.errors import ConfigError
+from slotgraph.dataflow.explain import Explanation, explain
+from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, TailReset
+from slotgraph.dataflow.planner import plan_fill
+from slotgraph.dataflow.serial import (
+    from_data,
+    plan_from_data,
+    plan_from_json,
+    plan_to_data,
+    plan_to_json,
+    to_data,
+)
+from tests.strategies import AXES, CAPABILITIES, HIDDEN, declarations
+
+Change = Callable[[dict[str, Any]], object]
+
+PLAN = FillPlan(
+    declaration="Decode",
+    sizes=(("BATCH", 8), ("TOKENS", 16)),
+    absent=("mrope_positions",),
+    tails=(TailReset("seq_lens", (0,), 1, always=False), TailReset("scales", (0, 1), -math.inf, always=True)),
+    copies=(
+        CopyGroup(("input_ids", "positions"), torch.int64, torch.int64, "device", together=True),
+        CopyGroup(("hidden",), torch.bfloat16, torch.float32, "host", together=False, why="large"),
+    ),
+    computed=(ComputeStep("count", "live_tokens", ("step",), "host"),),
+    nbytes=4096,
+)
+
+
+def without_nan(plan: FillPlan) -> FillPlan:
+    """The plan with text in the place of NaN, which equals nothing, itself among it."""
+    tails = [attrs.evolve(tail, value="nan" if math.isnan(tail.value) else tail.value) for tail in plan.tails]
+    return attrs.evolve(plan, tails=tuple(tails))
+
+
+@given(st.data())
+def test_round_trip_gives_an_equal_plan(data: st.DataObject) -> None:
+    """Whatever is declared, its plan comes back from JSON as it was, NaN and infinity among the tails."""
+    declaration = data.draw(declarations()).slotgraph
+    sizes = {axis: data.draw(st.integers(0, 9)) for axis in AXES} | {HIDDEN: 4}
+    optional = sorted(name for name, slot in declaration.slots.items() if slot.optional)
+    absent = data.draw(st.sets(st.sampled_from(optional))) if optional else set[str]()
+    plan = plan_fill(declaration, sizes, data.draw(st.sampled_from(CAPABILITIES)), absent=absent)
+    again = plan_from_json(plan_to_json(plan))
+    assert without_nan(again) == without_nan(plan)
+    assert str(again) == str(plan)
+
+
+@given(st.data())
+def test_round_trip_of_an_explanation(data: st.DataObject) -> None:
+    """An explanation too comes back from plain data that JSON can hold."""
+    declaration = data.draw(declarations()).slotgraph
+    found = explain(declaration, Capabilities(), "cpu", data.draw(st.sampled_from([{}, _extents()])))
+    again = from_data(json.loads(json.dumps(to_data(found), allow_nan=False)), Explanation)
+    assert again == found or "nan" in str(found)
+
+
+def _extents() -> Any:
+    return {axis: (2, 4) for axis in AXES} | {HIDDEN: (3, 3)}
+
+
+@pytest.mark.parametrize("value", [True, 0, -7, 0.5, math.inf, -math.inf, math.nan, 1 << 62])
+def test_tail_value_keeps_its_type(value: float) -> None:
+    """A tail of true does not come back as 1, and infinity goes through JSON, which has no word for it."""
+    plan = attrs.evolve(PLAN, tails=(TailReset("x", (0,), value, always=True),))
+    found = plan_from_json(plan_to_json(plan)).tails[0].value
+    assert (type(found), repr(found)) == (type(value), repr(value))
+
+
+def test_json_is_plain() -> None:
+    """Dtypes stand by their short names, tuples as lists, and nothing needs a parser that takes NaN."""
+    data = json.loads(plan_to_json(PLAN, indent=2), parse_constant=pytest.fail)
+    assert data == plan_to_data(PLAN)
+    assert data["copies"][1]["src_dtype"] == "float32"
+    assert data["tails"][1]["value"] == "-inf"
+    assert data["sizes"] == [["BATCH", 8], ["TOKENS", 16]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(tailz=[]), "unknown key 'tailz', did you mean 'tails'?"),
+        (lambda d: d.update(zebra=1), "unknown key 'zebra' @ $"),
+        (lambda d: d["copies"][0].update(dst="int64"), "unknown key 'dst'"),
+        (lambda d: d.pop("tails"), "'tails' is missing"),
+        (lambda d: d["tails"][1].pop("value"), "'value' is missing @ $.tails[1].value"),
+        (lambda d: d["tails"][0].update(value="many"), "expected a number, true, false"),
+        (lambda d: d["tails"][0].update(value=None), "got None @ $.tails[0].value"),
+        (lambda d: d["tails"][0].update(dims="01"), "expected a list, got '01' @ $.tails[0].dims"),
+        (lambda d: d["tails"][0].update(dims=[True]), "expected int, got True @ $.tails[0].dims[0]"),
+        (lambda d: d["tails"][0].update(always=1), "expected bool, got 1"),
+        (lambda d: d["tails"].append(3), "expected keys and values, got 3 @ $.tails[2]"),
+        (lambda d: d["copies"][0].update(dst_dtype="int65"), "torch has no dtype 'int65'"),
+        (lambda d: d["copies"][0].update(dst_dtype=64), "expected str, got 64"),
+        (lambda d: d["copies"][0].update(placement="moon"), "moon"),
+        (lambda d: d.update(sizes=[["BATCH"]]), "expected 2 values, got ['BATCH']"),
+        (lambda d: d.update(sizes=[["BATCH", "8"]]), "expected int, got '8'"),
+        (lambda d: d.update(nbytes=5.0), "expected int, got 5.0 @ $.nbytes"),
+        (lambda d: d.update(declaration=5), "expected str, got 5 @ $.declaration"),
+    ],
+)
+def test_what_is_no_plan_is_refused(change: Change, message: str) -> None:
+    """An unknown key, a missing one, or a value of another type is an error that says which and where."""
+    data = copy.deepcopy(plan_to_data(PLAN))
+    change(data)
+    with pytest.raises(ConfigError, match="no FillPlan: ") as caught:
+        plan_from_data(data)
+    assert message in str(caught.value)
+
+
+def test_all_faults_arrive_together() -> None:
+    """Every fault of one text is in one message."""
+    data = {**plan_to_data(PLAN), "tails": 3, "nbytes": "x"}
+    with pytest.raises(ConfigError, match=r"got 3 @ \$\.tails; expected int, got 'x' @ \$\.nbytes"):
+        plan_from_data(data)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"plan"'])
+def test_text_that_is_no_plan(text: str) -> None:
+    """Text that does not parse, or parses to something else, is refused in the same way."""
+    with pytest.raises(ConfigError, match="no FillPlan: "):
+        plan_from_json(text)
+
+
+def test_capabilities_become_plain_data() -> None:
+    """A capability record prints as JSON: dtypes by name, sets as sorted lists."""
+    data = to_data(Capabilities(roles={"cache_loc": torch.int32}, capture_copies=frozenset({"pinned", "device"})))
+    assert data["roles"] == {"cache_loc": "int32"}
+    assert data["capture_copies"] == ["device", "pinned"]
+    assert json.loads(json.dumps(data)) == data

@@ -1,0 +1,20 @@
+"""What the runners' tests share: each of them runs on both backends that every machine has."""
+
+from typing import cast
+
+import pytest
+
+from slotgraph import DecodeRunner
+from tests.runners.models import PlainInputs, plain_runner
+
+
+@pytest.fixture(params=["cpu", "cpu-capture"], scope="module")
+def cpu(request: pytest.FixtureRequest) -> str:
+    """The name of a backend on the CPU: steps run again, or operators recorded and replayed."""
+    return cast("str", request.param)
+
+
+@pytest.fixture(scope="module")
+def runner(cpu: str) -> DecodeRunner[PlainInputs]:
+    """A captured runner that a module's tests share, each of which must leave it as usable as it was."""
+    return plain_runner(cpu)

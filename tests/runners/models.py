@@ -1,0 +1,132 @@
+"""What the runners' tests share: a declaration, its step, random batches, and the answers in plain code."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, computed, copied
+from slotgraph.dataflow.buffers import Buffers
+
+Batch = dict[str, Any]
+
+WORDS = 50
+WIDTH = 4
+TABLE = torch.randn(2 * WORDS, WIDTH, generator=torch.Generator().manual_seed(11))
+
+
+def live_requests(step: Step) -> int:
+    """Computed on the host."""
+    return step.live(BATCH)
+
+
+def doubled(ids: torch.Tensor) -> torch.Tensor:
+    """Computed on the device."""
+    return ids * 2
+
+
+class PlainInputs(Inputs):
+    """One slot of each common kind; no tail value is one that a live row has."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=WORDS - 1)
+    places: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
+    weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=-7.5)
+    pairs: torch.Tensor = copied(BATCH, 2, dtype=torch.float32, pad=9)
+    live: torch.Tensor = computed(live_requests, shape=1, dtype=torch.int32)
+    rows: torch.Tensor = computed(doubled, shape=TOKENS, dtype=torch.int64)
+
+
+def plain_step(view: PlainInputs) -> torch.Tensor:
+    """[TOKENS, WIDTH] floats; each row hangs on its own slots and on the number of live requests."""
+    scale = view.weights + view.pairs[:, 0] * view.pairs[:, 1]
+    return TABLE[view.rows] * scale[:, None] + view.live + view.places[:, None]
+
+
+def random_batch(requests: int, seed: int) -> Batch:
+    """A batch of one token a request, without a zero or a tail's value in it."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "ids": torch.randint(1, WORDS - 1, (requests,), generator=draw),
+        "places": torch.randint(1, 1000, (requests,), generator=draw),
+        "weights": torch.rand(requests, generator=draw) + 0.5,
+        "pairs": torch.rand(requests, 2, generator=draw) + 0.5,
+    }
+
+
+def expected(batch: Batch) -> torch.Tensor:
+    """What the step must give for a batch, without any slot, bucket or buffer."""
+    rows = []
+    for row in range(len(batch["ids"])):
+        scale = batch["weights"][row] + batch["pairs"][row, 0] * batch["pairs"][row, 1]
+        rows.append(TABLE[2 * int(batch["ids"][row])] * scale + len(batch["ids"]) + int(batch["places"][row]))
+    return torch.stack(rows) if rows else torch.empty(0, WIDTH)
+
+
+def assert_right(outputs: torch.Tensor, batch: Batch) -> None:
+    """The outputs are those of the batch, row by row."""
+    torch.testing.assert_close(torch.as_tensor(outputs), expected(batch))
+
+
+def plain_runner(backend: str, **options: Any) -> DecodeRunner[PlainInputs]:
+    """A captured runner over two buckets, of 4 and 8 requests, unless told otherwise."""
+    given: dict[str, Any] = {"buckets": [4, 8], **options}
+    runner = DecodeRunner(PlainInputs, plain_step, backend=backend, **given)
+    runner.capture()
+    return runner
+
+
+def eager_of(runner: DecodeRunner[Any]) -> EagerRunner[Any]:
+    """The runner that a decode runner falls back to."""
+    return runner._eager
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """A tensor's elements as they lie in memory."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def memory_of(runner: DecodeRunner[Any]) -> dict[str, bytes]:
+    """Every byte of every buffer of a runner and of the one that it falls back to."""
+    found: dict[str, bytes] = {}
+    for which, buffers in (("graphs", runner.graphs.buffers), ("eager", eager_of(runner)._buffers)):
+        if isinstance(buffers, Buffers):
+            found |= {f"{which}.{buffer.name}": bytes_of(buffer.tensor) for buffer in buffers}
+    return found
+
+
+def snapshot(batch: Batch) -> Batch:
+    """A copy of a batch, values and all."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value) for name, value in batch.items()
+    }
+
+
+def same_batch(one: Batch, other: Batch) -> bool:
+    """Whether two batches hold the same values; what has no bytes (meta, sparse) counts by its shape."""
+    return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return type(one) is type(other) and str(one) == str(other)
+    if one.layout is not torch.strided or one.device.type == "meta":
+        return one.shape == other.shape
+    return (one.dtype, one.shape, bytes_of(one)) == (other.dtype, other.shape, bytes_of(other))
+
+
+@contextmanager
+def nothing_changes(runner: DecodeRunner[PlainInputs], batch: Batch) -> Iterator[None]:
+    """What the block does must leave buffers, batch, graphs and the view filled before as they were."""
+    runner(random_batch(30, seed=97))
+    view = runner.fill(random_batch(3, seed=98))
+    before = runner.replay(view).clone()
+    memory, given = memory_of(runner), snapshot(batch)
+    yield
+    assert memory_of(runner) == memory
+    assert same_batch(batch, given)
+    assert torch.equal(runner.replay(view), before)
+    for requests in (2, 7, 20):
+        good = random_batch(requests, seed=requests)
+        assert_right(runner(good), good)

@@ -1,0 +1,165 @@
+"""Configuration: from Python, TOML and JSON, each key and type checked, and read back as it was written."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotgraph import DecodeRunner, EagerRunner, RunnerConfig
+from slotgraph.dataflow.errors import ConfigError
+from slotgraph.runners.config import Options
+from tests.runners.models import PlainInputs, plain_step
+
+configs = st.builds(
+    RunnerConfig,
+    backend=st.sampled_from(["auto", "cpu", "cpu-capture", "third-party"]),
+    buckets=st.lists(st.integers(1, 512), max_size=5).map(tuple),
+    max_batch=st.integers(1, 512),
+    max_waste=st.floats(0, 1),
+    width=st.integers(1, 8),
+    warmups=st.integers(0, 5),
+    progress=st.booleans(),
+    debug=st.booleans(),
+    no_copy=st.none() | st.booleans(),
+    sharing=st.booleans(),
+)
+
+
+def toml_of(data: dict[str, Any]) -> str:
+    """Plain values as TOML, whose numbers, lists and strings are written as JSON's."""
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in data.items())
+
+
+@given(configs)
+def test_python_round_trip(config: RunnerConfig) -> None:
+    """What a configuration gives as plain data makes the same configuration."""
+    assert RunnerConfig.of(config.as_data()) == config
+
+
+@pytest.mark.parametrize(("suffix", "write"), [(".json", json.dumps), (".toml", toml_of)])
+@given(config=configs)
+def test_file_round_trip(
+    tmp_path_factory: pytest.TempPathFactory, suffix: str, write: Any, config: RunnerConfig
+) -> None:
+    """What a configuration gives as plain data, written to a file, is read back as the same configuration."""
+    file = tmp_path_factory.getbasetemp() / f"round_trip{suffix}"
+    file.write_text(write(config.as_data()), encoding="utf-8")
+    assert RunnerConfig.load(file) == RunnerConfig.load(str(file)) == config
+
+
+def test_file_by_hand(tmp_path: Path) -> None:
+    """A file as one writes it: what it leaves out is the default, and a whole number will do for a share."""
+    file = tmp_path / "runner.toml"
+    file.write_text('backend = "cpu"\nbuckets = [1, 2, 4]\nmax_waste = 1\n', encoding="utf-8")
+    assert RunnerConfig.load(file) == RunnerConfig(backend="cpu", buckets=(1, 2, 4), max_waste=1)
+
+
+@pytest.mark.parametrize(("key", "near"), [("bucket", "buckets"), ("max_bacth", "max_batch"), ("Debug", "debug")])
+def test_unknown_key(key: str, near: str) -> None:
+    """An unknown key is refused with the nearest known one, by a runner as by the configuration."""
+    with pytest.raises(ConfigError, match=rf"unknown option '{key}': did you mean '{near}'\?"):
+        RunnerConfig.of({key: 1})
+    loose: Any = {key: 1}
+    for kind in (DecodeRunner, EagerRunner):
+        with pytest.raises(ConfigError, match=f"did you mean '{near}'"):
+            kind(PlainInputs, plain_step, backend="cpu", **loose)
+
+
+def test_unknown_key_near_nothing() -> None:
+    """An unknown key that is near none is told all that are known."""
+    with pytest.raises(ConfigError, match=r"unknown option 'zzzz': known are backend, buckets, max_batch, "):
+        RunnerConfig.of({"zzzz": 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("width", "2", "int"),
+        ("width", 2.0, "int"),
+        ("width", True, "int"),
+        ("max_batch", None, "int"),
+        ("max_waste", "0.5", "float"),
+        ("max_waste", True, "float"),
+        ("debug", 1, "bool"),
+        ("debug", "true", "bool"),
+        ("no_copy", "1", "bool"),
+        ("backend", 3, "str"),
+        ("buckets", 8, "tuple"),
+        ("buckets", [1, "2"], "int"),
+        ("buckets", [True], "int"),
+        ("buckets", "12", "int"),
+    ],
+)
+def test_wrong_type(key: str, value: object, kind: str) -> None:
+    """A value of the wrong type is refused with its key and the type expected; nothing is converted."""
+    with pytest.raises(ConfigError, match=rf"expected {kind}.*\b{key}\b"):
+        RunnerConfig.of({key: value})
+
+
+def test_every_fault_at_once() -> None:
+    """Two wrong values arrive in one message."""
+    with pytest.raises(ConfigError, match=r"(?s)width.*debug"):
+        RunnerConfig.of({"width": "2", "debug": 1})
+
+
+@pytest.mark.xfail(reason="numbers out of range pass, and fail later without the option's name, or not at all")
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("width", 0), ("width", -1), ("warmups", -1), ("max_batch", 0), ("max_waste", 2.0), ("buckets", [0])],
+)
+def test_out_of_range(key: str, value: object) -> None:
+    """A number that no runner can work with is refused with its key."""
+    with pytest.raises(ConfigError, match=key):
+        RunnerConfig.of({key: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("runner.yaml", "width: 2", "a .toml or .json file"),
+        ("runner.toml", "width = = 2", "runner.toml: "),
+        ("runner.json", "{", "runner.json: "),
+        ("runner.json", "[1]", "expected keys and values, got list"),
+        ("runner.json", '{"widht": 2}', "did you mean 'width'"),
+    ],
+)
+def test_bad_file(tmp_path: Path, name: str, text: str, says: str) -> None:
+    """A file that does not parse, holds something else or has an unknown key is refused with the reason."""
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=says):
+        RunnerConfig.load(tmp_path / name)
+
+
+def test_options_are_the_fields() -> None:
+    """The keywords that type checkers see are the fields, of the same types; the backend is an argument of its own."""
+    hints = get_type_hints(Options)
+    fields = get_type_hints(RunnerConfig)
+    assert {"backend", *hints} == {field.name for field in attrs.fields(RunnerConfig)}
+    assert {name for name in hints if hints[name] != fields[name]} == {"buckets"}  # a runner takes a list as well
+    assert not Options.__required_keys__
+
+
+@pytest.mark.parametrize("kind", [DecodeRunner, EagerRunner])
+def test_runners_take_options(kind: type[Any]) -> None:
+    """Each runner takes the options as keywords, and all of them."""
+    options = inspect.signature(kind.__init__).parameters
+    assert options["options"].kind is inspect.Parameter.VAR_KEYWORD
+    kind(PlainInputs, plain_step, **RunnerConfig(backend="cpu", buckets=(2,)).as_data())
+
+
+@pytest.mark.xfail(reason="the backend is an argument of its own and does not reach the configuration")
+def test_configuration_knows_its_backend() -> None:
+    """What a runner says of its configuration holds the backend that it was given."""
+    assert DecodeRunner(PlainInputs, plain_step, backend="cpu-capture").config.backend == "cpu-capture"
+
+
+def test_ladder_of_a_configuration() -> None:
+    """Buckets that are given count; else the default ladder up to the largest batch."""
+    assert RunnerConfig(buckets=(8, 2), max_waste=0.5).ladder().sizes == (2, 8)
+    assert RunnerConfig(buckets=(8, 2), max_waste=0.5).ladder().max_waste == 0.5
+    assert RunnerConfig(max_batch=19).ladder().sizes == (1, 2, 4, 8, 16, 19)
