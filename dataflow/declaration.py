@@ -36,8 +36,8 @@ class Declaration:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """Every axis in a shape, sorted by name."""
-        return tuple(sorted({axis for slot in self.slots.values() for dim in slot.shape for axis in dim.axes}))
+        """Every axis in a shape or a pad value, sorted by name."""
+        return _axes(self.slots)
 
     @property
     def varying(self) -> tuple[Axis, ...]:
@@ -100,9 +100,13 @@ def _faults(name: str, slots: Mapping[str, Slot], fields: Mapping[str, Any]) -> 
     for slot_name, fault in graph.faults(slots, fields):
         yield DeclarationError(f"{name}.{slot_name}: slot {slot_name!r}: {fault}")
     seen: dict[str, Axis] = {}
-    for axis in sorted({axis for slot in slots.values() for dim in slot.shape for axis in dim.axes}):
+    for axis in _axes(slots):
         if seen.setdefault(axis.name, axis) != axis:
             yield DeclarationError(f"{name}: axis {axis.name!r} is both fixed and varying: rename one of them")
+
+
+def _axes(slots: Mapping[str, Slot]) -> tuple[Axis, ...]:
+    return tuple(sorted({axis for slot in slots.values() for axis in slot.axes}))
 
 
 def _enabled(name: str, slot: Slot, settings: object) -> bool:

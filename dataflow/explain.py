@@ -129,8 +129,8 @@ class _Sizes:
                 wanted = "one size, at least 0" if axis.fixed else "at most as many live rows as padded ones"
                 message = f"{axis.name}={live}/{padded}: expected {wanted}"
                 raise ConfigError(message)
-        live_sizes = {axis: extents[axis][0] for axis in declaration.axes}
-        return cls(live_sizes, {axis: extents[axis][1] for axis in declaration.axes})
+        known = sorted(extents)
+        return cls({axis: extents[axis][0] for axis in known}, {axis: extents[axis][1] for axis in known})
 
     def axes(self) -> tuple[AxisSize, ...]:
         return tuple(AxisSize(axis.name, self.live[axis], size, axis.fixed) for axis, size in self.padded.items())

@@ -166,6 +166,7 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook(torch.dtype, _dtype_from_data)
     converter.register_unstructure_hook(torch.dtype, dtype_text)
     converter.register_unstructure_hook_func(_is_frozenset, sorted)
+    converter.register_unstructure_hook_func(_is_tuple, lambda values: [converter.unstructure(one) for one in values])
     converter.register_structure_hook_factory(_is_tuple, _tuple_hook)
     converter.register_structure_hook_factory(attrs.has, _record_hook)
     return converter

@@ -64,10 +64,19 @@ class Slot(abc.ABC):
     def faults(self) -> Iterator[str]:
         """What is wrong with the slot by itself, each with the way out."""
         value, dtype = self.initial(), self.dtype
+        if isinstance(value, Axis | Dim) and Dim.of(value).varies:
+            yield f"its value {value!r} varies by step: give a number or a fixed axis, or compute the slot"
         number = value.default if isinstance(value, FillRole) else value
         dtype = dtype.default if isinstance(dtype, Role) else dtype
         if isinstance(number, bool | int | float) and not holds(dtype, number):
             yield f"{number!r} does not fit {dtype_text(dtype)}: give a value of that type and range"
+
+    @property
+    def axes(self) -> frozenset[Axis]:
+        """Every axis in the shape and in the initial or pad value."""
+        value = self.initial()
+        sizes = [*self.shape, Dim.of(value)] if isinstance(value, Axis | Dim) else self.shape
+        return frozenset(axis for size in sizes for axis in size.axes)
 
     @property
     def kind(self) -> str:

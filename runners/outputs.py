@@ -102,6 +102,12 @@ class Stamped(torch.Tensor):
             result = func(*args, **(kwargs or {}))
         return map_tensors(result, lambda tensor: _inherit(tensor, stamps))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A copy is an ordinary tensor, which no replay overwrites."""
+        self._check()
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as above
+            return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+
     def _check(self) -> None:
         made, now = self._made, self._now()
         if made != now:
@@ -114,11 +120,9 @@ class Stamped(torch.Tensor):
 
 def _inherit(tensor: torch.Tensor, stamps: Sequence[Stamped]) -> torch.Tensor:
     """A result that shares memory with a stamped output is as perishable as that; any other is an ordinary tensor."""
-    if type(tensor) is torch.Tensor:
-        return tensor
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - looking at addresses must not check
         address = tensor.untyped_storage().data_ptr()
         for stamped in stamps:
             if stamped.untyped_storage().data_ptr() == address:
                 return Stamped.stamp(tensor, stamped._now)  # noqa: SLF001 - a stamp passes on its clock
-        return tensor.as_subclass(torch.Tensor)
+        return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)

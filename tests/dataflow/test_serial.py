@@ -72,7 +72,7 @@ def test_round_trip_of_an_explanation(data: st.DataObject) -> None:
 
 
 def _extents() -> Any:
-    return {axis: (2, 4) for axis in AXES} | {HIDDEN: (3, 3)}
+    return dict.fromkeys(AXES, (2, 4)) | {HIDDEN: (3, 3)}
 
 
 @pytest.mark.parametrize("value", [True, 0, -7, 0.5, math.inf, -math.inf, math.nan, 1 << 62])

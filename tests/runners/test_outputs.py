@@ -196,12 +196,9 @@ def test_structure_that_the_caller_changes(cpu: str) -> None:
         assert len(outputs["list"]) == 2
 
 
-@pytest.mark.xfail(reason="output views are kept for each live size and handed out again as the caller left them")
 def test_shape_that_the_caller_changes(cpu: str) -> None:
     """A tensor that a caller reshapes in place has its own shape again at the next replay."""
     runner = runner_of(lambda view: view.ids * 2, cpu)
-    if cpu == "cpu":
-        pytest.xfail("new tensors at each replay hide it")
     for _ in range(2):
         batch = batch_of(3, 1, seed=4)
         outputs = runner(batch)

@@ -21,7 +21,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of a view": lambda out: out[1:].T[0],
     "split": lambda out: out.split(2)[1],
     "unbound": lambda out: torch.unbind(out)[2],
-    "iterated": lambda out: list(out)[0],
+    "iterated": lambda out: next(iter(out)),
     "expanded": lambda out: out[None].expand(5, -1, -1),
     "to the same": lambda out: out.to(torch.float32),
     "contiguous": lambda out: out.contiguous(),
