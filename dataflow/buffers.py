@@ -87,8 +87,9 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated here; adopted memory belongs to someone else."""
-        return sum(buffer.nbytes for buffer in self if not buffer.adopted)
+        """Bytes allocated here, alignment included; adopted memory belongs to someone else."""
+        storages = [buffer.tensor.untyped_storage() for buffer in self if not buffer.adopted]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def spans(self) -> list[tuple[int, int]]:

@@ -14,29 +14,28 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ...backends.base import Backend
-from ...dataflow.inputs import Inputs
-from ...dataflow.roles import resolve_dtype
 from .failures import chosen, fail, reported
 from .figures import Figure, as_data, as_tables
 from .lowerings import LOWERINGS, verify
 from .plot import ENDINGS, INSTALL, can_plot, draw
 from .screen import screen
 from .timing import Run, device_times, measure
-from .workload import CASES, Batch, declare_decode, make_batch, walk_sizes
+from .workload import CASES, WALK, declare_decode, make_batches, walk_sizes
 
 _MOST_SLOTS: Final = 1000
 
 
 @attrs.frozen
 class Effort:
-    """How long to measure: rounds, and steps in each round."""
+    """How long to measure: rounds, and in each the steps of one live size, and of a walk through several."""
 
     rounds: int
     steps: int
+    walk: int
 
 
-FULL: Final = Effort(rounds=100, steps=20)
-QUICK: Final = Effort(rounds=5, steps=5)
+FULL: Final = Effort(rounds=100, steps=20, walk=WALK)
+QUICK: Final = Effort(rounds=5, steps=5, walk=8)
 
 _Backend = Annotated[str, typer.Option(metavar="NAME", help="Measure on this backend; see `slotgraph backends`.")]
 _Slots = Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of slots to declare.")]
@@ -120,24 +119,15 @@ def _cases(count: int, backend: Backend, effort: Effort) -> Iterator[tuple[Calla
     """What is measured for one number of slots: steady live sizes, and a walk in the largest bucket."""
     inputs = declare_decode(count)
     padded = CASES[-1][1]
-    walk = walk_sizes(padded, CASES[-2][1])
-    sizes = {rows: _batch(inputs, backend, rows) for rows in {*(live for live, _ in CASES), *walk}}
+    steady = make_batches(inputs, [live for live, _ in CASES], backend)
+    walk = make_batches(inputs, walk_sizes(padded, CASES[-2][1])[: effort.walk], backend)
+    sizes = [batch.rows for batch in walk]
     for kind in LOWERINGS:
         lowering = kind(inputs, backend)
-        verify(lowering, inputs, backend, [sizes[rows] for rows in (*(live for live, _ in CASES), *walk, 1)])
-        for live, bucket in CASES:
-            yield partial(Figure, count, live, live, bucket, kind.name), Run(lowering, [sizes[live]] * effort.steps)
-        steps = walk[: max(effort.steps, 2)] if effort is QUICK else walk
-        yield (
-            partial(Figure, count, min(steps), max(steps), padded, kind.name),
-            Run(lowering, [sizes[n] for n in steps]),
-        )
-
-
-def _batch(inputs: type[Inputs], backend: Backend, rows: int) -> Batch:
-    slots = inputs.slotgraph.slots.items()
-    dtypes = {name: resolve_dtype(slot.dtype, backend.capabilities) for name, slot in slots}
-    return make_batch(inputs, rows, backend.device, dtypes)
+        verify(lowering, inputs, backend, [*steady, *walk, *steady])
+        for batch, (live, bucket) in zip(steady, CASES, strict=True):
+            yield partial(Figure, count, live, live, bucket, kind.name), Run(lowering, [batch] * effort.steps)
+        yield partial(Figure, count, min(sizes), max(sizes), padded, kind.name), Run(lowering, walk)
 
 
 def _progress() -> Progress:

@@ -2,15 +2,16 @@
 
 import random
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import attrs
 import torch
 
+from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS, Axis
 from ...dataflow.inputs import Inputs
-from ...dataflow.roles import CACHE_LOC, Role
+from ...dataflow.roles import CACHE_LOC, Role, resolve_dtype
 from ...dataflow.specifiers import computed, copied
 from ...dataflow.step import Step
 from ...dataflow.tails import Number
@@ -36,6 +37,7 @@ CASES: Final = ((1, 1), (7, 8), (37, 48), (200, 256))
 BUCKETS: Final = tuple(padded for _, padded in CASES)
 WALK: Final = 64
 """Steps of a walk: requests come and go, so that the live size differs from step to step."""
+_CHANGES: Final = (-4, -3, -2, -1, 1, 2, 3, 4)
 
 
 def _live_tokens(step: Step) -> int:
@@ -73,22 +75,28 @@ class Batch:
     tensors: types.SimpleNamespace
 
 
-def make_batch(inputs: type[Inputs], rows: int, device: torch.device, dtypes: Mapping[str, torch.dtype]) -> Batch:
-    """A batch of `rows` live rows with seeded random values; dtypes as the backend resolves them, by slot."""
+def make_batches(inputs: type[Inputs], sizes: Sequence[int], backend: Backend) -> list[Batch]:
+    """A batch for each live size, with seeded random values on the backend's device; equal sizes share one."""
+    made = {rows: _batch(inputs, rows, backend) for rows in set(sizes)}
+    return [made[rows] for rows in sizes]
+
+
+def _batch(inputs: type[Inputs], rows: int, backend: Backend) -> Batch:
     seeded = torch.Generator().manual_seed(rows)
     tensors = {}
     for name, slot in inputs.slotgraph.slots.items():
         if slot.reads(name) is not None:
-            values = torch.randint(0, 2 if dtypes[name] == torch.bool else 100, (rows,), generator=seeded)
-            tensors[name] = values.to(device, dtypes[name])
+            dtype = resolve_dtype(slot.dtype, backend.capabilities)
+            values = torch.randint(0, 2 if dtype == torch.bool else 100, (rows,), generator=seeded)
+            tensors[name] = values.to(backend.device, dtype)
     return Batch(rows, types.SimpleNamespace(**tensors))
 
 
 def walk_sizes(padded: int, smaller: int, steps: int = WALK) -> list[int]:
-    """Live sizes of a walk within one bucket: in each step up to four requests come or go, and back to the start."""
+    """Live sizes of a walk between two buckets: in each step up to four requests come or go; seeded."""
     drawn = random.Random(padded)  # noqa: S311 - a seeded walk, no secret
     sizes = [(smaller + padded) // 2]
     while len(sizes) < steps:
-        change = drawn.choice([-4, -3, -2, -1, 1, 2, 3, 4])
-        sizes.append(sizes[-1] + (change if smaller < sizes[-1] + change <= padded else -change))
+        changes = [change for change in _CHANGES if smaller < sizes[-1] + change <= padded]
+        sizes.append(sizes[-1] + drawn.choice(changes))
     return sizes

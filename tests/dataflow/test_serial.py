@@ -44,8 +44,8 @@ PLAN = FillPlan(
 
 
 def without_nan(plan: FillPlan) -> FillPlan:
-    """The plan with text in the place of NaN, which equals nothing, itself among it."""
-    tails = [attrs.evolve(tail, value="nan" if math.isnan(tail.value) else tail.value) for tail in plan.tails]
+    """The plan with a number in the place of NaN, which equals nothing, not even itself."""
+    tails = [attrs.evolve(tail, value=0.125 if math.isnan(tail.value) else tail.value) for tail in plan.tails]
     return attrs.evolve(plan, tails=tuple(tails))
 
 

@@ -27,6 +27,15 @@ Result = tuple[int, dict[str, Any], str]
 Generate = Callable[..., Result]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models are so small that on a busy machine threads would only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def serving() -> Iterator[Module]:
     """The demo's modules by name, as they are found when the folder is run."""

@@ -46,8 +46,11 @@ def test_garbage_in_an_adopted_buffer(cpu: str) -> None:
 
 def test_adopted_memory_is_not_counted(cpu: str) -> None:
     """The memory account has what was allocated here, without what was handed in."""
-    own, adopting = plain_runner(cpu), plain_runner(cpu, bind={"ids": torch.zeros(8, dtype=torch.int64)})
-    assert own.graphs.memory().inputs - adopting.graphs.memory().inputs == 256
+    large = DecodeRunner(PlainInputs, plain_step, buckets=[4096], backend=cpu)
+    adopting = DecodeRunner(
+        PlainInputs, plain_step, buckets=[4096], backend=cpu, bind={"ids": torch.zeros(4096, dtype=torch.int64)}
+    )
+    assert large.graphs.memory().inputs - adopting.graphs.memory().inputs == 4096 * 8
 
 
 class ConstantInputs(Inputs):
@@ -107,7 +110,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
 
 @pytest.mark.parametrize("why", REFUSED)
 def test_refused(cpu: str, why: str) -> None:
-    """Memory that cannot serve as a slot is refused with the slot, what was expected and what came; it is not written."""
+    """Memory that cannot serve as a slot is refused with the slot and what was expected; it is not written."""
     name, tensor, says = REFUSED[why]
     before = tensor.clone() if isinstance(tensor, torch.Tensor) else list(tensor)
     sound = torch.full((8,), 12)

@@ -60,7 +60,7 @@ def varied_runner(cpu: str) -> DecodeRunner[VariedInputs]:
         return varied_step(view)
 
     runner = DecodeRunner(VariedInputs, step, buckets=[4, 8, 16], sizes={PAGES: 3}, backend=cpu, max_waste=0.5)
-    with pytest.raises(CaptureError, match="bucket 16: .*no room for 16"):
+    with pytest.raises(CaptureError, match=r"bucket 16: .*no room for 16"):
         runner.capture()
     return runner
 

@@ -84,13 +84,13 @@ class FieldInputs(PlainInputs):
 
 
 def test_field_without_default_in_capture(cpu: str) -> None:
-    """A step that reads a field without a default while it is captured is refused, with the field's name and the way out."""
+    """A step that reads a field without a default while it is captured is refused by name, with the way out."""
 
     def step(view: FieldInputs) -> torch.Tensor:
         return view.ids * view.scale
 
     runner = DecodeRunner(FieldInputs, step, buckets=[4], backend=cpu)
-    with pytest.raises(CaptureError, match="'scale' is carried from the batch and has no default.*Make it a slot"):
+    with pytest.raises(CaptureError, match=r"'scale' is carried from the batch and has no default.*Make it a slot"):
         runner.capture()
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 import structlog
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -30,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo on a command line; the exit status is 0 if all is equal, 1 if not, 2 if it cannot run."""
     options = parse(argv)
     _hear_events(logging.INFO if options.verbose else logging.WARNING)
+    if options.model is None:
+        torch.set_num_threads(
+            1
+        )  # the small model's operators are too short to share: threads would wait for each other
     try:
         return generate(options)
     except (OptionsError, BackendUnavailableError, CaptureError) as error:

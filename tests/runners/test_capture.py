@@ -1,0 +1,275 @@
+"""Capture: order, warm-ups, account, progress, the garbage collector, failures, and what comes before and after."""
+
+import gc
+import io
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import rich.console
+import torch
+from structlog.testing import capture_logs
+
+from slotgraph import DecodeRunner
+from slotgraph.dataflow.errors import CaptureError, ReplayError
+from slotgraph.runners import capture as capturing
+from tests.runners.models import (
+    PlainInputs,
+    assert_right,
+    bytes_of,
+    memory_of,
+    nothing_changes,
+    plain_runner,
+    plain_step,
+    random_batch,
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_frozen() -> Iterator[None]:
+    """No test may leave objects that the garbage collector passes over."""
+    before = gc.get_freeze_count()
+    yield
+    assert gc.get_freeze_count() == before
+
+
+@pytest.mark.parametrize("warmups", [0, 1, 3])
+def test_largest_first_after_warm_ups(cpu: str, warmups: int) -> None:
+    """Each bucket is warmed up as often as was said and then captured, the largest first."""
+    seen: list[int] = []
+
+    def step(view: PlainInputs) -> torch.Tensor:
+        seen.append(view.weights.shape[0])
+        return plain_step(view)
+
+    runner = DecodeRunner(PlainInputs, step, buckets=[2, 16, 4], backend=cpu, warmups=warmups)
+    report = runner.capture()
+    assert seen == [rows for rows in (16, 4, 2) for _ in range(warmups + 1)]
+    assert report.captured == (2, 4, 16)
+    assert report.failed == {}
+    assert report.seconds > 0
+    assert runner.report == report
+
+
+def test_memory_account(cpu: str) -> None:
+    """Inputs are what was allocated for buffers, outputs what the step returned, and the total is the sum."""
+    runner = plain_runner(cpu)
+    assert runner.report is not None
+    account = runner.report.memory
+    storages = [buffer.tensor.untyped_storage() for buffer in runner.graphs.buffers]
+    assert account.inputs == sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    assert account.inputs >= sum(buffer.tensor.nbytes for buffer in runner.graphs.buffers)
+    assert account.outputs == (4 + 8) * 4 * 4  # rows, columns, bytes
+    assert (account.graphs > 0) == (cpu == "cpu-capture")
+    assert account.total == account.inputs + account.graphs + account.outputs
+
+
+def test_shared_output_counts_once(cpu: str) -> None:
+    """An output that is returned twice, or as a view of another, is one piece of memory."""
+
+    def step(view: PlainInputs) -> Any:
+        rows = plain_step(view)
+        return rows, rows[:, 0], {"again": rows}
+
+    runner = DecodeRunner(PlainInputs, step, buckets=[8], backend=cpu)
+    assert runner.capture().memory.outputs == 8 * 4 * 4
+
+
+def test_event(cpu: str) -> None:
+    """A capture is one event with its buckets, seconds and bytes; a bucket that failed is a warning with the reason."""
+
+    def step(view: PlainInputs) -> torch.Tensor:
+        if view.ids.shape[0] == 2:
+            message = "not two"
+            raise ValueError(message)
+        return plain_step(view)
+
+    runner = DecodeRunner(PlainInputs, step, buckets=[2, 4], backend=cpu)
+    with capture_logs() as events, pytest.raises(CaptureError):
+        runner.capture()
+    failed, captured = [event for event in events if event["event"] in {"capture_failed", "captured"}]
+    assert (failed["bucket"], failed["log_level"]) == (2, "warning")
+    assert "not two" in failed["reason"]
+    assert (captured["buckets"], captured["runner"], captured["log_level"]) == ([4], "DecodeRunner", "info")
+    assert {"seconds", "inputs", "graphs", "outputs"} <= captured.keys()
+
+
+def test_no_progress_off_a_terminal(cpu: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where nobody looks, capture prints nothing at all."""
+    plain_runner(cpu, progress=True)
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "")
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_progress_on_a_terminal(cpu: str, monkeypatch: pytest.MonkeyPatch, *, progress: bool) -> None:
+    """On a terminal the bar shows each bucket and the memory left, unless it is switched off."""
+    shown = io.StringIO()
+
+    def console(**_: Any) -> rich.console.Console:
+        return rich.console.Console(file=shown, force_terminal=True, width=100)
+
+    class Module:
+        Console = staticmethod(console)
+
+    class Rich:
+        console = Module
+        progress = capturing.rich.progress
+
+    monkeypatch.setattr(capturing, "rich", Rich)
+    plain_runner(cpu, progress=progress)
+    assert ("capturing bucket" in shown.getvalue()) == progress
+    assert ("B free" in shown.getvalue()) == progress
+
+
+def test_garbage_is_frozen_during_capture(cpu: str) -> None:
+    """While a step is captured the collector passes over what was there before, and not any more afterwards."""
+    frozen: list[int] = []
+
+    def step(view: PlainInputs) -> torch.Tensor:
+        frozen.append(gc.get_freeze_count())
+        return plain_step(view)
+
+    DecodeRunner(PlainInputs, step, buckets=[2, 4], backend=cpu).capture()
+    assert all(count > 1000 for count in frozen)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_garbage_is_unfrozen_on_error(cpu: str, error: type[BaseException]) -> None:
+    """However a capture ends, the collector goes on afterwards; an interrupt is let through, and capture may follow."""
+    runs: list[int] = []
+
+    def step(view: PlainInputs) -> torch.Tensor:
+        runs.append(1)
+        if len(runs) == 3:
+            raise error
+        return plain_step(view)
+
+    runner = DecodeRunner(PlainInputs, step, buckets=[2, 4], backend=cpu)
+    with pytest.raises(CaptureError if error is ValueError else error):
+        runner.capture()
+    assert gc.get_freeze_count() == 0
+    if error is not ValueError:
+        assert runner.capture().captured == (2, 4)
+        batch = random_batch(3, seed=1)
+        assert_right(runner(batch), batch)
+
+
+def test_a_program_keeps_what_it_froze(cpu: str) -> None:
+    """A server that froze its own objects at its start finds them frozen after a capture."""
+    gc.freeze()
+    try:
+        before = gc.get_freeze_count()
+        plain_runner(cpu)
+        assert gc.get_freeze_count() >= before
+    finally:
+        gc.unfreeze()
+
+
+def test_capture_twice(runner: DecodeRunner[PlainInputs]) -> None:
+    """A second capture is refused, and changes nothing."""
+    batch = random_batch(3, seed=2)
+    report = runner.report
+    with nothing_changes(runner, batch), pytest.raises(CaptureError, match=r"captured already.* make a new runner"):
+        runner.capture()
+    assert runner.report is report
+
+
+def test_replay_before_capture(cpu: str) -> None:
+    """Before capture there is no view to replay, and no batch is filled."""
+    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4], backend=cpu)
+    before = memory_of(runner)
+    strange: Any = PlainInputs(**random_batch(3, seed=3))
+    with pytest.raises(ReplayError, match="nothing is captured yet"):
+        runner(random_batch(3, seed=3))
+    with pytest.raises(ReplayError):
+        runner.replay(strange)
+    assert memory_of(runner) == before
+
+
+@pytest.mark.parametrize("failing", [2, 4, 8])
+@pytest.mark.parametrize("warmups", [0, 1])
+def test_step_that_raises_in_capture(cpu: str, failing: int, warmups: int) -> None:
+    """A bucket whose step raises is named with what was raised; other buckets and eager runs are right."""
+    bad = [True]
+
+    def step(view: PlainInputs) -> torch.Tensor:
+        rows = plain_step(view)
+        if bad[0] and view.ids.shape[0] == failing:
+            message = "out of workspace"
+            raise RuntimeError(message)
+        return rows
+
+    runner = DecodeRunner(PlainInputs, step, buckets=[2, 4, 8], backend=cpu, warmups=warmups)
+    with pytest.raises(CaptureError, match=f"1 of 3 buckets .* bucket {failing}: .*RuntimeError: out of workspace"):
+        runner.capture()
+    bad[0] = False
+    assert runner.report is not None
+    assert runner.report.captured == tuple(rows for rows in (2, 4, 8) if rows != failing)
+    assert list(runner.report.failed) == [failing]
+    for requests in (1, 2, 3, 4, 7, 8, 9, 2, 1):
+        batch = random_batch(requests, seed=requests)
+        fits = next((rows for rows in (2, 4, 8) if rows >= requests), None)
+        assert runner.decide(batch).why == (
+            "too_large" if fits is None else "not_captured" if fits == failing else "fits"
+        )
+        assert_right(runner(batch), batch)
+
+
+def test_step_that_raises_in_replay(cpu: str) -> None:
+    """A step that raises in a replay is a ReplayError; batch, buffers and other buckets stay usable."""
+    runner = plain_runner(cpu)
+    for requests in (3, 6):
+        bad = random_batch(requests, seed=4)
+        bad["ids"][1] = 1 << 20  # out of the table's range
+        given, counted = {name: bytes_of(value) for name, value in bad.items()}, runner.stats()
+        with pytest.raises(ReplayError, match="IndexError"):
+            runner(bad)
+        assert {name: bytes_of(value) for name, value in bad.items()} == given
+        assert runner.stats() == counted
+        for good in (3, 6, 2):
+            batch = random_batch(good, seed=good)
+            assert_right(runner(batch), batch)
+
+
+FORK = """
+    import os, torch
+    from slotgraph.dataflow.errors import ReplayError
+    from tests.runners.models import assert_right, plain_runner, random_batch
+    runner = plain_runner({backend!r})
+    runner(random_batch(3, seed=1))
+    child = os.fork()
+    if not child:
+        try:
+            runner(random_batch(3, seed=2))
+        except ReplayError as error:
+            os._exit(17 if "forked after capture" in str(error) else 18)
+        os._exit(19)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+    batch = random_batch(4, seed=3)
+    assert_right(runner(batch), batch)
+    child = os.fork()
+    if not child:
+        fresh = plain_runner({backend!r})
+        assert_right(fresh(batch), batch)
+        os._exit(23)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 23
+"""
+
+
+def test_fork_after_capture(cpu: str) -> None:
+    """A graph is refused in a forked process, which may capture its own; the parent's go on."""
+    program = "import torch; torch.set_num_threads(1)\n" + textwrap.dedent(FORK.format(backend=cpu))
+    done = subprocess.run(  # noqa: S603 - this test's own program
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,301 @@
+"""The command line: what it prints, where, and with which exit status."""
+
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import typer.testing
+
+from slotgraph.backends import Availability, names
+from slotgraph.backends.cpu import CpuBackend
+from slotgraph.dataflow.explain import Explanation
+from slotgraph.dataflow.serial import from_data
+from slotgraph.runners.commands import backends as backends_command
+from slotgraph.runners.commands.app import app
+
+DECLARATIONS = """
+import torch
+from slotgraph import BATCH, TOKENS, Axis, Inputs, Step, computed, copied
+
+HIDDEN = Axis("HIDDEN", fixed=True)
+
+def live_tokens(step: Step) -> int:
+    return step.live(TOKENS)
+
+class DecodeInputs(Inputs):
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1)
+    hidden: torch.Tensor | None = copied(TOKENS, HIDDEN, dtype=torch.float32, pad=0, default=None)
+    count: torch.Tensor = computed(live_tokens, shape=1, dtype=torch.int32)
+    swa: torch.Tensor = copied(TOKENS, dtype=torch.int32, pad=0, when="model.swa")
+
+class Outer:
+    class Nested(Inputs):
+        input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+"""
+
+BROKEN = """
+import torch
+from slotgraph import BATCH, Inputs, computed, copied
+
+class BrokenInputs(Inputs):
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int32)
+    mask: torch.Tensor = computed(lambda lenz: lenz, shape=BATCH, dtype=torch.bool)
+"""
+
+SIZED = ("--size", "batch=7/8", "--size", "hidden=16")
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A current directory with modules of a user's; what it brings to sys is taken back."""
+    (tmp_path / "explained_inputs.py").write_text(DECLARATIONS, encoding="utf-8")
+    (tmp_path / "broken_inputs.py").write_text(BROKEN, encoding="utf-8")
+    (tmp_path / "no_inputs.py").write_text("import explained_nothing\n", encoding="utf-8")
+    (tmp_path / "raising_inputs.py").write_text("x = 1\nraise KeyError('oops')\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("explained_inputs", "broken_inputs", "no_inputs", "raising_inputs"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def run(*arguments: str) -> Any:
+    """One command, in this process."""
+    return typer.testing.CliRunner().invoke(app, arguments)
+
+
+def explained(*arguments: str) -> Explanation:
+    """What `slotgraph explain --format json` prints, read back."""
+    result = run("explain", *arguments, "--format", "json")
+    assert result.exit_code == 0, result.stderr
+    return from_data(json.loads(result.stdout), Explanation)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("target", ["explained_inputs:DecodeInputs", "explained_inputs.py:DecodeInputs"])
+def test_explain_table(target: str) -> None:
+    """A module of the current directory and a file are found alike, and shown with plan and bytes."""
+    result = run("explain", target, *SIZED)
+    assert result.exit_code == 0, result.stderr
+    for part in ("DecodeInputs on cpu", "BATCH=7/8", "live_tokens(step)", "input_ids[live:] = 0", "bytes of buffers"):
+        assert part in result.stdout
+    assert result.stderr == ""
+
+
+@pytest.mark.usefixtures("folder")
+def test_explain_without_sizes() -> None:
+    """The declaration alone is shown where no size was given, with a word on what would show more."""
+    result = run("explain", "explained_inputs:DecodeInputs")
+    assert result.exit_code == 0
+    assert "Give the size of every axis" in result.stdout
+
+
+@pytest.mark.usefixtures("folder")
+def test_explain_json_reads_back() -> None:
+    """The JSON is the explanation whole: sizes, slots and plan."""
+    found = explained("explained_inputs:DecodeInputs", *SIZED)
+    assert [(axis.name, axis.live, axis.padded) for axis in found.axes] == [
+        ("BATCH", 7, 8),
+        ("HIDDEN", 16, 16),
+        ("TOKENS", 7, 8),
+    ]
+    assert found.plan is not None
+    assert found.nbytes == 8 * (8 + 4 + 16 * 4 + 4) + 4
+
+
+@pytest.mark.usefixtures("folder")
+def test_tokens_follow_from_batch() -> None:
+    """TOKENS is BATCH times the width unless it is given itself; axis names may be in any case."""
+    found = explained("explained_inputs:DecodeInputs", *SIZED, "--width", "4")
+    assert [(axis.live, axis.padded) for axis in found.axes if axis.name == "TOKENS"] == [(28, 32)]
+    found = explained("explained_inputs:DecodeInputs", *SIZED, "--width", "4", "--size", "Tokens=9/10")
+    assert [(axis.live, axis.padded) for axis in found.axes if axis.name == "TOKENS"] == [(9, 10)]
+
+
+@pytest.mark.usefixtures("folder")
+def test_batch_sizes_tokens_where_no_slot_has_batch() -> None:
+    """A declaration over TOKENS alone takes the size of BATCH too; a nested class is found by its path."""
+    found = explained("explained_inputs:Outer.Nested", "--size", "batch=2/4", "--width", "2")
+    assert [(axis.live, axis.padded) for axis in found.axes if axis.name == "TOKENS"] == [(4, 8)]
+
+
+@pytest.mark.usefixtures("folder")
+def test_explain_mermaid() -> None:
+    """The diagram goes to standard output as it is, to be put into a file."""
+    result = run("explain", "explained_inputs:DecodeInputs", "--format", "mermaid")
+    assert result.stdout.startswith("flowchart LR\n")
+    assert "given_step --> slot_count" in result.stdout
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("settings", "switched_off"),
+    [((), ()), (("--set", "model.swa"), ()), (("--set", "model.swa=False", "--set", "model.window=128"), ("swa",))],
+)
+def test_settings_switch_slots(settings: tuple[str, ...], switched_off: tuple[str, ...]) -> None:
+    """Without settings all slots are shown; with them those that they enable."""
+    found = explained("explained_inputs:DecodeInputs", *settings)
+    assert found.disabled == switched_off
+    assert ("swa" in [slot.name for slot in found.slots]) == (not switched_off)
+
+
+@pytest.mark.usefixtures("folder")
+def test_absent_slots() -> None:
+    """The plan of a batch that comes without an optional slot."""
+    found = explained("explained_inputs:DecodeInputs", *SIZED, "--absent", "hidden")
+    assert found.plan is not None
+    assert found.plan.absent == ("hidden",)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("explained_inputz:DecodeInputs",), "no module 'explained_inputz'; did you mean 'explained_inputs'?"),
+        (("explained_inputs.more:DecodeInputs",), "no module 'explained_inputs.more'"),
+        (("nowhere.more:DecodeInputs",), "no module 'nowhere', which 'nowhere.more' is in"),
+        (("slotgraph.runner:DecodeInputs",), "no module 'slotgraph.runner'; did you mean 'runners'?"),
+        (("explained_input.py:DecodeInputs",), "no file 'explained_input.py'; did you mean 'explained_inputs.py'?"),
+        (("explained_inputs:decodeinput",), "has no 'decodeinput'; did you mean 'DecodeInputs'?"),
+        (("explained_inputs",), "say which class, as in explained_inputs:DecodeInputs"),
+        (("explained_inputs:HIDDEN",), "'HIDDEN' in explained_inputs is no subclass of slotgraph.Inputs"),
+        (("json:JSONDecoder",), "json has no subclass of slotgraph.Inputs"),
+        (("what/is this:X",), "expected a module's name or a .py file"),
+        (("explained_inputs:DecodeInputs", "--size", "bach=3"), "has no axis 'bach'; did you mean 'BATCH'?"),
+        (("explained_inputs:DecodeInputs", "--size", "batch:3"), "expected AXIS=LIVE/PADDED"),
+        (("explained_inputs:DecodeInputs", "--size", "batch=3"), "no size for HIDDEN"),
+        (("explained_inputs:DecodeInputs", *SIZED, "--size", "batch=3"), "BATCH is given twice"),
+        (("explained_inputs:DecodeInputs", "--size", "batch=9/8", "--size", "hidden=1"), "BATCH=9/8: expected at most"),
+        (("explained_inputs:DecodeInputs", "--set", "=3"), "expected NAME or NAME=VALUE"),
+        (("explained_inputs:DecodeInputs", "--absent", "swa"), "a batch cannot come without 'swa'"),
+        (("explained_inputs:DecodeInputs", "--backend", "cpu-captur"), "did you mean 'cpu-capture'?"),
+        (("explained_inputs:DecodeInputs", "--format", "xml"), "xml"),
+    ],
+)
+def test_what_is_not_understood_exits_with_2(arguments: tuple[str, ...], message: str) -> None:
+    """A usage error names what is known nearest, on stderr, without a traceback, and leaves stdout empty."""
+    result = run("explain", *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("target", ["broken_inputs:BrokenInputs", "broken_inputs.py:BrokenInputs"])
+def test_declaration_faults_stand_one_a_line(target: str) -> None:
+    """A declaration that breaks rules fails with status 1, and all its faults are told."""
+    result = run("explain", target)
+    assert result.exit_code == 1
+    lines = result.stderr.splitlines()
+    assert lines[0] == "BrokenInputs breaks 2 rules:"
+    assert "slot 'lens': no tail rule" in lines[1]
+    assert "slot 'mask': it needs 'lenz'" in lines[2]
+    assert len(lines) == 3
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("no_inputs:X", "no_inputs cannot be imported: ModuleNotFoundError: No module named 'explained_nothing'"),
+        ("raising_inputs:X", "raising_inputs cannot be imported: KeyError: 'oops'"),
+        ("raising_inputs.py:X", "line 2"),
+    ],
+)
+def test_a_module_that_raises_is_reported(target: str, message: str) -> None:
+    """What a user's module raises at import is told with its place, in one line."""
+    result = run("explain", target)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.usefixtures("folder")
+def test_settings_that_are_missing() -> None:
+    """A setting that a slot asks for and that was not given is a failed check, told in one line."""
+    result = run("explain", "explained_inputs:DecodeInputs", "--set", "model.other")
+    assert result.exit_code == 1
+    assert "slot 'swa' exists when 'model.swa' is set" in result.stderr
+
+
+@pytest.mark.usefixtures("folder")
+def test_backend_that_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that exists but is not available exits with 1 and says why."""
+    unavailable = classmethod(lambda _: Availability(available=False, reason="no such chip; install one"))
+    monkeypatch.setattr(CpuBackend, "is_available", unavailable)
+    result = run("explain", "explained_inputs:DecodeInputs", "--backend", "cpu")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "backend 'cpu' cannot run here: no such chip; install one\n"
+
+
+def test_backends_json() -> None:
+    """Every backend is listed, with its capability record where it can run."""
+    result = run("backends", "--format", "json")
+    assert result.exit_code == 0
+    found = {one["name"]: one for one in json.loads(result.stdout)}
+    assert set(found) == set(names())
+    assert found["cpu"]["available"]
+    assert found["cpu"]["capabilities"]["capture_copies"] == ["device", "pageable", "pinned"]
+
+
+def test_backends_table() -> None:
+    """The table has a row a backend and a row a capability."""
+    result = run("backends")
+    assert result.exit_code == 0
+    for part in ("cpu-capture", "foreach_device", "why not", "global, thread_local, relaxed"):
+        assert part in result.stdout
+
+
+def test_backends_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is unavailable, and a plug-in that fails to load, are listed with the reason, and the status is 0."""
+
+    def load(name: str) -> type[CpuBackend]:
+        if name == "cpu":
+            message = "libdevice.so is missing"
+            raise ImportError(message)
+        return CpuBackend
+
+    unavailable = classmethod(lambda _: Availability(available=False, reason="no [device] here"))
+    monkeypatch.setattr(backends_command, "load", load)
+    monkeypatch.setattr(CpuBackend, "is_available", unavailable)
+    monkeypatch.setattr(backends_command, "names", lambda: ("cpu", "cpu-capture"))
+    result = run("backends")
+    assert result.exit_code == 0
+    assert "ImportError: libdevice.so is missing" in result.stdout
+    assert "no [device] here" in result.stdout
+    assert "capability" not in result.stdout
+
+
+@pytest.mark.parametrize("command", [(), ("explain",), ("backends",), ("bench",)])
+def test_help(command: tuple[str, ...]) -> None:
+    """Each command explains itself, the three commands with examples that stand on lines of their own."""
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.stdout
+    assert not command or f"\n    slotgraph {command[0]}" in result.stdout
+    assert "\\b" not in result.stdout
+
+
+def test_version() -> None:
+    """The version and nothing else."""
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, "slotgraph 0.1.0\n")
+
+
+@pytest.mark.parametrize("arguments", [("explian",), ("bench", "--slotz", "3"), ()])
+def test_unknown_commands_and_options(arguments: tuple[str, ...]) -> None:
+    """What is no command or option, or nothing at all, exits with 2."""
+    assert run(*arguments).exit_code == 2
+
+
+def test_python_m_slotgraph(folder: pathlib.Path) -> None:
+    """The module runs as a program, and its exit status reaches the shell."""
+    command = [sys.executable, "-m", "slotgraph", "explain", "broken_inputs:BrokenInputs"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)  # noqa: S603 - our own
+    assert result.returncode == 1
+    assert result.stderr.startswith("BrokenInputs breaks 2 rules:\n")

@@ -1,0 +1,224 @@
+"""Micro-batches: a view narrowed to some requests equals the view that the sliced batch would have filled."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, Step, computed, constant, copied, output
+from slotgraph import staged as staged_slot
+from slotgraph.dataflow.errors import BatchError
+
+PAGES = Axis("PAGES")
+WIDTH = 2
+
+
+def sizes_of(step: Step) -> list[int]:
+    """All that a function on the host can know of its step."""
+    return [step.live(BATCH), step.padded(BATCH), step.live(TOKENS), step.padded(TOKENS)]
+
+
+def starts(lens: torch.Tensor) -> torch.Tensor:
+    """Exclusive sums: what a row holds hangs on all rows before it, so that a slice of the whole would be wrong."""
+    return lens.cumsum(0) - lens
+
+
+class MicroInputs(Inputs):
+    """Every kind of slot whose rows belong to a request or to a token."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1)
+    mrope: torch.Tensor = copied(3, TOKENS, dtype=torch.int64, pad=-2, strided=True)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-3)
+    pages: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=-4)
+    bias: torch.Tensor | None = copied(BATCH, dtype=torch.float32, pad=-5, default=None)
+    sizes: torch.Tensor = computed(sizes_of, shape=4, dtype=torch.int64)
+    starts: torch.Tensor = computed(starts, shape=BATCH, dtype=torch.int64)
+    later: torch.Tensor = computed(lambda starts, lens: starts + lens, shape=BATCH, dtype=torch.int64)
+    ranks: torch.Tensor = constant(lambda step: list(range(step.padded(BATCH))), shape=BATCH, dtype=torch.int64)
+    made: torch.Tensor = staged_slot(BATCH, dtype=torch.float32, pad=0)
+    logits: torch.Tensor = output(TOKENS, dtype=torch.float32)
+    mode: str = "decode"
+
+
+SEEN = ("ids", "mrope", "lens", "pages", "bias", "sizes", "starts", "later", "ranks")
+
+
+def micro_batch(requests: int, pages: int, seed: int, *, bias: bool) -> dict[str, Any]:
+    """Random requests of two tokens each."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "ids": torch.randint(1, 99, (requests * WIDTH,), generator=draw),
+        "mrope": torch.randint(1, 99, (3, requests * WIDTH), generator=draw),
+        "lens": torch.randint(1, 99, (requests,), generator=draw),
+        "pages": torch.randint(1, 99, (requests, pages), generator=draw, dtype=torch.int32),
+        "bias": torch.rand(requests, generator=draw) if bias else None,
+    }
+
+
+def sliced(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    """The raw batch of some of its requests."""
+    rows, tokens = slice(start, stop), slice(start * WIDTH, stop * WIDTH)
+    return {
+        "ids": batch["ids"][tokens],
+        "mrope": batch["mrope"][:, tokens],
+        "lens": batch["lens"][rows],
+        "pages": batch["pages"][rows],
+        "bias": None if batch["bias"] is None else batch["bias"][rows],
+    }
+
+
+def decode(buckets: list[int]) -> DecodeRunner[MicroInputs]:
+    """A captured runner for two tokens a request, with the optional slot and without it."""
+    runner = DecodeRunner(
+        MicroInputs,
+        lambda view: view.lens,
+        buckets=buckets,
+        width=WIDTH,
+        sizes={PAGES: 4},
+        backend="cpu",
+        absent=[{"bias"}],
+        output_rows=BATCH,
+    )
+    runner.capture()
+    return runner
+
+
+parts = functools.cache(lambda rows: decode([rows]))  # a runner for each size of a micro-batch
+WHOLE = decode([8])
+EAGER = EagerRunner(MicroInputs, lambda view: view, backend="cpu", relations={TOKENS: BATCH * WIDTH})
+
+
+def assert_same_views(one: MicroInputs, other: MicroInputs) -> None:
+    """All that a step reads of two views is the same."""
+    for name in SEEN:
+        left, right = getattr(one, name), getattr(other, name)
+        assert (left is None) == (right is None), name
+        assert left is None or (left.dtype == right.dtype and torch.equal(left, right)), name
+    assert one.mode == other.mode
+
+
+cuts = st.tuples(st.integers(0, 7), st.integers(1, 8)).filter(lambda cut: cut[0] < cut[1])
+
+
+@given(live=st.integers(0, 8), cut=cuts, bias=st.booleans(), seed=st.integers(0, 10**6))
+def test_padded_view_equals_the_sliced_batch(*, live: int, cut: tuple[int, int], bias: bool, seed: int) -> None:
+    """Rows of a padded view, be they live, padding or both, are what the sliced batch gives padded to that size."""
+    batch = micro_batch(live, 4, seed, bias=bias)
+    start, stop = cut
+    micro = WHOLE.fill(batch).narrow(BATCH, start, stop)
+    part = parts(stop - start)
+    alone = part.fill(sliced(batch, min(start, live), min(stop, live)))
+    part.replay(alone)  # what the device computes, it computes in the graph
+    assert_same_views(micro, alone)
+
+
+@given(live=st.integers(1, 12), pages=st.integers(0, 5), bias=st.booleans(), data=st.data())
+def test_exact_view_equals_the_sliced_batch(*, live: int, pages: int, bias: bool, data: st.DataObject) -> None:
+    """Rows of an eager view are what the sliced batch gives by itself."""
+    start = data.draw(st.integers(0, live))
+    stop = data.draw(st.integers(start, live))
+    batch = micro_batch(live, pages, seed=live * 31 + pages, bias=bias)
+    micro = EAGER.fill(batch).narrow(BATCH, start, stop)
+    kept = {name: getattr(micro, name).clone() for name in SEEN if getattr(micro, name) is not None}
+    alone = EAGER.fill(sliced(batch, start, stop))
+    for name in SEEN:
+        value = getattr(alone, name)
+        assert (name in kept) == (value is not None)
+        assert value is None or torch.equal(kept[name], value), name
+
+
+def test_narrow_twice() -> None:
+    """A micro-batch can be narrowed again, counted from its own first row."""
+    batch = micro_batch(7, 4, seed=1, bias=True)
+    view = WHOLE.fill(batch)
+    assert_same_views(view.narrow(BATCH, 2, 8).narrow(BATCH, 1, 4), view.narrow(BATCH, 3, 6))
+
+
+def test_micro_batches_are_views() -> None:
+    """Copied, staged and output slots of a micro-batch are the memory of the whole; computed ones are its own."""
+    view = WHOLE.fill(micro_batch(8, 4, seed=2, bias=True))
+    micro = view.narrow(BATCH, 2, 5)
+    assert micro.ids.data_ptr() == view.ids[2 * WIDTH :].data_ptr()
+    micro.logits.fill_(3)
+    micro.made.fill_(4)
+    assert view.logits[2 * WIDTH : 5 * WIDTH].tolist() == [3] * 3 * WIDTH
+    assert view.made[2:5].tolist() == [4, 4, 4]
+    whole = view.starts.clone()
+    micro.starts.fill_(-1)
+    assert torch.equal(view.starts, whole)
+
+
+def test_both_halves_give_the_whole() -> None:
+    """Two micro-batches run one after the other give the rows that the whole gives."""
+    batch = micro_batch(8, 4, seed=3, bias=False)
+    view = WHOLE.fill(batch)
+    halves = [view.narrow(BATCH, 0, 4), view.narrow(BATCH, 4, 8)]
+    assert torch.equal(torch.cat([half.ids for half in halves]), batch["ids"])
+    assert torch.equal(torch.cat([half.later - half.starts for half in halves]), batch["lens"])
+
+
+class RaggedInputs(Inputs):
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    counts: torch.Tensor = computed(lambda step: [step.live(BATCH), step.live(TOKENS)], shape=2, dtype=torch.int64)
+
+
+def test_requests_of_different_lengths() -> None:
+    """Where tokens do not follow from requests, a cut needs both ranges, and says so."""
+    runner = EagerRunner(RaggedInputs, lambda view: view, backend="cpu")
+    view = runner.fill({"ids": torch.arange(10, 17), "lens": torch.tensor([3, 1, 3])})
+    micro = view.narrow(BATCH, 1, 3, tokens=(3, 7))
+    assert (micro.ids.tolist(), micro.lens.tolist(), micro.counts.tolist()) == ([13, 14, 15, 16], [1, 3], [2, 4])
+    with pytest.raises(BatchError, match=r"say which tokens these rows have, narrow\(BATCH, a, b, tokens=\(c, d\)\)"):
+        view.narrow(BATCH, 1, 3)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 9), (9, 9)])
+def test_rows_out_of_range(start: int, stop: int) -> None:
+    """A range beyond the view's rows is refused, not clipped."""
+    view = WHOLE.fill(micro_batch(3, 4, seed=4, bias=True))
+    with pytest.raises(BatchError, match=f"rows {start} to {stop} do not lie within the 8 rows of BATCH"):
+        view.narrow(BATCH, start, stop)
+
+
+def test_tokens_that_follow_from_requests() -> None:
+    """Tokens alone cannot be cut where they follow from requests: half of the slots would keep all rows."""
+    view = WHOLE.fill(micro_batch(3, 4, seed=5, bias=True))
+    with pytest.raises(BatchError, match="TOKENS"):
+        view.narrow(TOKENS, 0, 4)
+
+
+def test_batch_cannot_be_narrowed() -> None:
+    """What the caller made is no view."""
+    batch = RaggedInputs(ids=torch.arange(3), lens=torch.arange(3))
+    with pytest.raises(BatchError, match="only a view, which a fill handed out, can be narrowed"):
+        batch.narrow(BATCH, 0, 1)
+
+
+def test_narrow_in_inference_mode() -> None:
+    """A micro-batch cut in inference mode is as ordinary as the view, and can be written outside."""
+    view = WHOLE.fill(micro_batch(5, 4, seed=6, bias=True))
+    with torch.inference_mode():
+        micro = view.narrow(BATCH, 1, 4)
+    micro.starts.add_(1)
+    assert not micro.starts.is_inference()
+
+
+class SwitchedInputs(RaggedInputs):
+    flags: torch.Tensor = computed(lambda lens: lens * 2, shape=BATCH, dtype=torch.int64, when="flags")
+    note: torch.Tensor = computed(lambda remark: 1 if remark is None else 2, shape=1, dtype=torch.int64)
+    remark: Any
+
+
+@pytest.mark.parametrize("flags", [False, True])
+@pytest.mark.parametrize("remark", [None, "here"])
+def test_narrow_what_is_switched_off(*, flags: bool, remark: str | None) -> None:
+    """A slot that is switched off stays None, and one computed from a field sees what the whole saw."""
+    runner = EagerRunner(SwitchedInputs, lambda view: view, backend="cpu", settings={"flags": flags})
+    batch = {"ids": torch.arange(4), "lens": torch.tensor([1, 3]), **({"remark": remark} if remark else {})}
+    micro = runner.fill(batch).narrow(BATCH, 1, 2, tokens=(1, 4))
+    assert (micro.flags.tolist() if flags else micro.flags) == ([6] if flags else None)
+    assert micro.note.tolist() == [1 if remark is None else 2]
