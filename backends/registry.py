@@ -27,7 +27,7 @@ def load(name: str) -> type[Backend]:
     own = _OWN.get(name)
     try:
         found = importlib.import_module(f".{own}", __package__).Adapter if own else _plugin(name).load()
-    except (ImportError, OSError) as error:
+    except (ImportError, AttributeError, OSError) as error:
         message = f"backend {name!r} cannot be loaded: {type(error).__name__}: {error}"
         raise BackendUnavailableError(message) from error
     if not (isinstance(found, type) and issubclass(found, Backend)):

@@ -84,7 +84,14 @@ class Dim(_Arithmetic):
 
     def at(self, sizes: Sizes) -> int:
         """The expression's value; KeyError with the axis where `sizes` lacks one."""
+        if self._lone is not None:
+            return sizes[self._lone]
         return sum(factor * math.prod(sizes[axis] for axis in axes) for axes, factor in self.terms)
+
+    @functools.cached_property
+    def _lone(self) -> Axis | None:
+        """The axis, where the expression is nothing but an axis."""
+        return self.terms[0][0][0] if len(self.terms) == 1 and len(self.terms[0][0]) == self.terms[0][1] == 1 else None
 
     def replace(self, relations: Mapping[Axis, "Dim"]) -> "Dim":
         """The expression with some axes written out by what they follow from."""

@@ -10,6 +10,7 @@ import torch
 from .arena import ALIGNMENT, Room, separate, together
 from .axes import Sizes, extent
 from .binding import Allocate, check_bindings, merge, span
+from .caches import keep_newest
 from .capabilities import Capabilities
 from .declaration import Declaration
 from .roles import resolve_dtype
@@ -17,6 +18,11 @@ from .slots import Slot
 from .values import initial_value, write_all
 
 NOT_BOUND: Final[Mapping[str, torch.Tensor]] = {}
+
+
+Box = tuple[tuple[int, int], ...]
+KEPT: Final = 2048
+"""Views that one buffer keeps; the oldest goes first."""
 
 
 @attrs.define(eq=False)
@@ -32,13 +38,21 @@ class Buffer:
     tensor: torch.Tensor
     mark: tuple[int, ...]
     adopted: bool = False
+    _views: dict[Box, torch.Tensor] = attrs.field(factory=dict, init=False)
 
     def view(self, sizes: Sizes) -> torch.Tensor:
         """The part that a bucket reads: the first rows along each varying dim."""
         return self.box(tuple((0, self.slot.shape[dim].at(sizes)) for dim in self.slot.varying))
 
-    def box(self, ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:
-        """The part between two bounds along each varying dim; never an inference tensor, whatever mode is on."""
+    def box(self, ranges: Box) -> torch.Tensor:
+        """The part between two bounds along each varying dim, sliced once for all fills that ask for it."""
+        view = self._views.get(ranges)
+        if view is None:
+            view = keep_newest(self._views, KEPT)[ranges] = self._slice(ranges)
+        return view
+
+    def _slice(self, ranges: Box) -> torch.Tensor:
+        """A view that is no inference tensor, whatever mode is on."""
         with torch.inference_mode(mode=False):
             view = self.tensor
             for dim, (start, stop) in zip(self.slot.varying, ranges, strict=True):

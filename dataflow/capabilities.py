@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import attrs
 import torch
@@ -12,11 +12,7 @@ DEVICE: Final = "device"
 HOST: Final = "host"
 
 
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-def _frozen_mapping(mapping: Mapping[K, V]) -> Mapping[K, V]:
+def _frozen_mapping(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     return MappingProxyType(dict(mapping))
 
 

@@ -34,12 +34,12 @@ class Declaration:
         """Computed slots, each after all that it needs."""
         return graph.order(self.slots)
 
-    @property
+    @functools.cached_property
     def axes(self) -> tuple[Axis, ...]:
         """Every axis in a shape or a pad value, sorted by name."""
         return _axes(self.slots)
 
-    @property
+    @functools.cached_property
     def varying(self) -> tuple[Axis, ...]:
         """Axes whose size varies by step."""
         return tuple(axis for axis in self.axes if not axis.fixed)

@@ -7,12 +7,12 @@ from typing import Any, Final
 import torch
 
 from .binding import merge, overlaps
+from .caches import keep_newest
 from .gather import Gather, Sources
-from .ready import Preparer, Ready, keep_newest
+from .ready import Preparer, Ready
 from .refusal import Wanted, refuse
 from .sources import Side
 
-_FACTS: Final = operator.attrgetter("dtype", "device", "shape")
 _POINTER: Final = torch.Tensor.data_ptr
 _CONTIGUOUS: Final = torch.Tensor.is_contiguous
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
@@ -42,9 +42,8 @@ class Fill:
         self._gather = Gather(sources)
         self._contiguous = [i for i, name in enumerate(names) if not slots[name].takes_strided()]
         self._all_contiguous = len(self._contiguous) == len(names)
-        widened = merge((low - reach, high) for low, high in spans)
-        self._bounds = [bound for one in widened for bound in one]
-        self._low, self._high = (widened[0][0], widened[-1][1]) if widened else (0, 0)
+        self._near = merge((low - reach, high) for low, high in spans)
+        self._facts = operator.attrgetter("dtype", preparer.where, "shape")
         self._ready: dict[tuple[int, ...], Ready] = {}
 
     def __call__(self, batch: Any, side: Side, live: tuple[int, ...]) -> Ready:
@@ -75,19 +74,19 @@ class Fill:
     def _fits(self, sources: Sources, ready: Ready) -> bool:
         """Whether every source is a tensor of the dtype, device and shape expected, and none lies in a buffer."""
         try:
-            if [*map(_FACTS, sources)] != ready.facts:
+            if [*map(self._facts, sources)] != ready.facts:
                 return False
             whole = sources if self._all_contiguous else [sources[i] for i in self._contiguous]
             if not all(map(_CONTIGUOUS, whole)):
                 return False
-            pointers = [*map(_POINTER, sources)]
+            pointers = sorted(map(_POINTER, sources))
         except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory of its own
             return False
-        if not pointers or max(pointers) < self._low or min(pointers) >= self._high:
-            return True
-        bounds = self._bounds
-        near = [source for source, at in zip(sources, pointers, strict=True) if bisect.bisect(bounds, at) & 1]
-        return not any(overlaps(source, self._spans) for source in near)
+        for low, high in self._near:
+            first = bisect.bisect_left(pointers, low)
+            if first < len(pointers) and pointers[first] < high:
+                return not any(overlaps(source, self._spans) for source in sources)
+        return True
 
     def _write(self, ready: Ready, sources: Sources, batch: Any) -> None:
         buffers = self._buffers

@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Final, TypeVar
+from typing import Any, Final
 
 import attrs
 import torch
 
 from .axes import Sizes, extent
-from .buffers import Buffer, Buffers
+from .buffers import Box, Buffer, Buffers
+from .caches import keep_newest
+from .capabilities import DEVICE
 from .computation import Computation
 from .compute import STEP
 from .declaration import Declaration
@@ -17,32 +19,22 @@ from .plan import ComputeStep, FillPlan
 from .step import Step
 from .tails import Number
 
-Fact = tuple[torch.dtype, torch.device, tuple[int, ...]]
-Box = tuple[tuple[int, int], ...]
+Fact = tuple[torch.dtype, torch.device | bool, tuple[int, ...]]
 Views = Mapping[str, torch.Tensor | None]
 Reset = tuple[list[torch.Tensor], list[tuple[torch.Tensor, Number]]]
 KEPT_RESETS: Final = 64
 """Transitions from other live sizes that one live size remembers."""
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-def keep_newest(cache: dict[K, V], size: int) -> dict[K, V]:
-    """Make room for one more entry in a cache of a given size; the oldest goes first."""
-    while len(cache) >= size:
-        del cache[next(iter(cache))]
-    return cache
 
 
 @attrs.frozen(eq=False)
 class Ready:
     """All that one live size needs; the hot loop only walks through it.
 
-    facts: dtype, device and shape expected of each source. always: tails to reset in each step.
-    groups: destinations of each foreach call, and which sources. singles: destinations of plain copies, likewise.
-    marks: buffers whose tail is kept clean, and how far they are dirty after this fill. host, device: computed slots.
-    views: what the step sees, by slot. resets: tail work by the marks it was found at.
+    facts: dtype, place and shape expected of each source; the place is a device, or True for "on the CPU" where all
+    buffers are, which is cheaper to ask. always: tails to reset in each step. groups: destinations of each foreach
+    call, and which sources. singles: destinations of plain copies, likewise. marks: buffers whose tail is kept clean,
+    and how far they are dirty after this fill. host, device: computed slots. views: what the step sees, by slot.
+    notes: what a runner keeps beside them. resets: tail work by the marks it was found at.
     """
 
     step: Step
@@ -54,6 +46,7 @@ class Ready:
     host: list[Computation]
     device: list[Computation]
     views: Views
+    notes: dict[str, Any] = attrs.field(factory=dict)
     resets: dict[tuple[tuple[int, ...], ...], Reset] = attrs.field(factory=dict)
 
     def reset_from(self, marks: tuple[tuple[int, ...], ...]) -> Reset:
@@ -95,6 +88,7 @@ class Preparer:
         self.buffers = buffers
         self.padded = dict(padded)
         self.exact = exact
+        self.where = "is_cpu" if all(buffer.tensor.is_cpu for buffer in buffers) else DEVICE
         self._absent = frozenset(plan.absent)
         slots = declaration.slots.items()
         self._computes = {name: compute for name, slot in slots if (compute := slot.computes()) is not None}
@@ -133,7 +127,8 @@ class Preparer:
 
     def _fact(self, name: str, dtype: torch.dtype, sizes: Sizes) -> Fact:
         buffer = self.buffers[name]
-        return (dtype, buffer.tensor.device, extent(buffer.slot.shape, sizes))
+        where = buffer.tensor.device if self.where == DEVICE else True
+        return (dtype, where, extent(buffer.slot.shape, sizes))
 
     def _destinations(
         self, sizes: Sizes

@@ -54,8 +54,8 @@ def _missing(want: Wanted) -> str:
 
 
 def _faults(want: Wanted, source: Any, fact: Fact, spans: Spans) -> Iterator[str]:
-    _, device, shape = fact
-    slot = want.slot
+    slot, shape = want.slot, fact[2]
+    device = fact[1] if isinstance(fact[1], torch.device) else torch.device("cpu")
     wanted = f"slot {want.name!r}: expected {dtype_text(want.dtype)} of shape {list(shape)} on {device}"
     if not isinstance(source, torch.Tensor):
         yield f"{wanted}, got {type(source).__name__}; make a tensor of it"

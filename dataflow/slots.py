@@ -1,6 +1,7 @@
 """Slots: one input at a fixed address, with its shape, dtype, placement, tail rule and how it gets its value."""
 
 import abc
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,7 +72,7 @@ class Slot(abc.ABC):
         if isinstance(number, bool | int | float) and not holds(dtype, number):
             yield f"{number!r} does not fit {dtype_text(dtype)}: give a value of that type and range"
 
-    @property
+    @functools.cached_property
     def axes(self) -> frozenset[Axis]:
         """Every axis in the shape and in the initial or pad value."""
         value = self.initial()
@@ -83,7 +84,7 @@ class Slot(abc.ABC):
         """The kind's name in plans and tables."""
         return type(self).__name__.lower()
 
-    @property
+    @functools.cached_property
     def varying(self) -> tuple[int, ...]:
         """The dims whose size varies by step."""
         return tuple(i for i, dim in enumerate(self.shape) if dim.varies)

@@ -10,11 +10,17 @@ Side: TypeAlias = Mapping[str, Any]
 NO_SIDE: Final[Side] = {}
 
 
+_IS_MAPPING: Final[dict[type, bool]] = {}
+"""Remembered by type: asking an abstract class costs more than the look-up itself."""
+
+
 def look_up(holder: object, name: str) -> Any:
     """One name in a mapping or on an object; None where it is not there."""
-    if isinstance(holder, Mapping):
-        return holder.get(name)
-    return getattr(holder, name, None)
+    kind = type(holder)
+    is_mapping = _IS_MAPPING.get(kind)
+    if is_mapping is None:
+        is_mapping = _IS_MAPPING[kind] = issubclass(kind, Mapping)
+    return holder.get(name) if is_mapping else getattr(holder, name, None)  # type: ignore[attr-defined] # as just found
 
 
 def _follow(holder: Any, path: tuple[str, ...]) -> Any:

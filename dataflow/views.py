@@ -21,17 +21,19 @@ Ranges = Mapping[Axis, tuple[int, int]]
 
 @attrs.frozen(eq=False)
 class ViewInfo:
-    """What a view remembers of its fill: the step's sizes, which axes follow from others, and the fill's generation."""
+    """What a view remembers of its fill: the step's sizes, and which axes follow from others."""
 
     step: Step
     relations: Mapping[Axis, Dim]
-    generation: int
 
 
 def make_view(cls: type[T], tensors: Views, fields: Mapping[str, Any], info: ViewInfo) -> T:
     """An instance of the declaration over given tensors, without running its constructor."""
     view = cls.__new__(cls)
-    view.__dict__.update(tensors, **fields, _slotgraph_view=info)
+    values = view.__dict__
+    values.update(tensors)
+    values.update(fields)
+    values["_slotgraph_view"] = info
     return view
 
 

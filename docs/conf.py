@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation: furo's theme, MyST's Markdown."""
+"""How Sphinx builds the documentation: furo's theme, MyST's Markdown, the reference from docstrings."""
 
 import tomllib
 from pathlib import Path
@@ -10,10 +10,14 @@ author = _PROJECT["authors"][0]["name"]
 copyright = author  # noqa: A001 - the name that Sphinx reads
 release = version = _PROJECT["version"]
 
-extensions = ["myst_parser"]
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build", "examples"]
+
+default_role = "code"  # docstrings have Markdown's single backticks
+autodoc_typehints = "none"  # signatures on one line; types are in the docstrings and in the source
+autodoc_member_order = "bysource"
 
 html_theme = "furo"
 html_title = f"{project} {version}"

@@ -39,6 +39,14 @@ class CaptureReport:
     seconds: float
     memory: MemoryAccount
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Each reason for a failure once, with the buckets that failed for it."""
+        buckets: dict[str, list[str]] = {}
+        for rows, reason in sorted(self.failed.items()):
+            buckets.setdefault(reason, []).append(str(rows))
+        return tuple(f"bucket {', '.join(rows)}: {reason}" for reason, rows in buckets.items())
+
 
 @contextlib.contextmanager
 def frozen_garbage() -> Iterator[None]:
@@ -53,19 +61,18 @@ def frozen_garbage() -> Iterator[None]:
             gc.unfreeze()
 
 
-def capture_step(backend: Backend, step: Callable[[], Any], *, warmups: int, pool: object | None, rows: int) -> Graph:
-    """Warm up and capture one step on the backend's stream. CaptureError names the bucket and what was raised."""
+def capture_step(backend: Backend, step: Callable[[], Any], *, warmups: int, pool: object | None) -> Graph:
+    """Warm up and capture one step on the backend's stream. CaptureError, chained to whatever was raised."""
     try:
         with backend.stream():
             for _ in range(warmups):
                 step()
             backend.synchronize()
             return backend.capture(step, pool=pool)
-    except CaptureError as error:
-        message = f"bucket {rows}: {error}"
-        raise CaptureError(message) from error
+    except CaptureError:
+        raise
     except Exception as error:
-        message = f"bucket {rows}: the step raised {type(error).__name__}: {error}"
+        message = f"the step raised {type(error).__name__}: {error}"
         raise CaptureError(message) from error
 
 
@@ -98,8 +105,8 @@ def human_bytes(count: float) -> str:
 
 
 def log_capture(report: CaptureReport, runner: str) -> None:
-    """One event for the whole capture, and one for each bucket that failed."""
-    for rows, reason in report.failed.items():
-        _LOG.warning("capture_failed", runner=runner, bucket=rows, reason=reason)
+    """One event for the whole capture, and one for each reason for which buckets failed."""
+    for reason in report.reasons:
+        _LOG.warning("capture_failed", runner=runner, reason=reason)
     memory = attrs.asdict(report.memory)
     _LOG.info("captured", runner=runner, buckets=list(report.captured), seconds=round(report.seconds, 3), **memory)

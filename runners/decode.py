@@ -63,7 +63,6 @@ class DecodeRunner(Generic[V]):
         )
         self._tally = Tally()
         self._filled: tuple[V, Captured | None, int] | None = None
-        self._fills = 0
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first.
@@ -102,8 +101,7 @@ class DecodeRunner(Generic[V]):
                 view = self._fill_eagerly(batch, decision, side)
             else:
                 ready = captured.bucket.fill(batch, live[:-1], absent, side)
-                self._fills += 1
-                view = self.stage.view(ready, batch, self._fills)
+                view = self.stage.view(ready, batch)
         except BatchError as error:
             self._filled = before  # nothing was written: the view filled last still stands
             self._size.explain(error)

@@ -54,7 +54,6 @@ class EagerRunner(Generic[V]):
         self._buffers: Buffers | None = None
         self._bucket: Bucket | None = None
         self._tally = Tally()
-        self.generation = 0
 
     def __call__(self, batch: Any, **side: Any) -> Any:
         """Run the step on a batch and return what it returns. BatchError where the batch does not fit."""
@@ -75,8 +74,7 @@ class EagerRunner(Generic[V]):
         absent = self.stage.absent(batch, side)
         ready = hand_over(bucket, batch, live, absent, side) if self.no_copy else bucket.fill(batch, live, absent, side)
         compute_on_device(ready, batch)
-        self.generation += 1
-        return self.stage.view(ready, batch, self.generation)
+        return self.stage.view(ready, batch)
 
     def run(self, view: V) -> Any:
         """Run the step on a view, without gradients."""
@@ -117,7 +115,7 @@ class EagerRunner(Generic[V]):
         buffers = stage.allocate(capacity)
         sizes = {axis.name: size for axis, size in capacity.items()}
         name = stage.declaration.name
-        _LOG.info("grown", runner=type(self).__name__, declaration=name, nbytes=buffers.nbytes, sizes=sizes)
+        _LOG.debug("grown", runner=type(self).__name__, declaration=name, nbytes=buffers.nbytes, sizes=sizes)
         self._capacity, self._buffers = capacity, buffers
         return Bucket(stage.declaration, capacity, stage.backend.capabilities, buffers, exact=True)
 

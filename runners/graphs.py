@@ -81,16 +81,15 @@ class GraphSet(Generic[V]):
         self.report = CaptureReport(done, reasons, time.perf_counter() - start, self.memory())
         log_capture(self.report, name)
         if failed:
-            why = "; ".join(reasons.values())
-            message = f"{len(failed)} of {len(buckets)} buckets were not captured and run eagerly: {why}"
-            raise CaptureError(message) from next(iter(failed.values()))
+            message = f"{len(failed)} of {len(buckets)} buckets were not captured and run eagerly: "
+            raise CaptureError(message + "; ".join(self.report.reasons)) from next(iter(failed.values()))
         return self.report
 
     def _capture(self, rows: int, sizes: Sizes, absent: Absent, warmups: int, pool: object | None) -> Captured:
         stage = self.stage
         bucket = Bucket(stage.declaration, sizes, stage.backend.capabilities, self.buffers)
         ready = bucket.fill_for(absent).ready(tuple(sizes[axis] for axis in stage.declaration.varying))
-        graph = capture_step(stage.backend, _Step(stage, ready), warmups=warmups, pool=pool, rows=rows)
+        graph = capture_step(stage.backend, _Step(stage, ready), warmups=warmups, pool=pool)
         if self._rows_each is not None:
             check_rows(graph.outputs, rows * self._rows_each, f"bucket {rows}")
         _ = self.buffers.addresses

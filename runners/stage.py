@@ -20,6 +20,7 @@ from ..dataflow.views import ViewInfo, carried, make_view
 
 V = TypeVar("V", bound=Inputs)
 NO_SIZES: Final[Sizes] = {}
+_NO_FIELDS: Final[Mapping[str, Any]] = {}
 NO_BINDINGS: Final[Mapping[str, torch.Tensor]] = {}
 
 
@@ -78,11 +79,14 @@ class Stage(Generic[V]):
         """Optional slots that a batch comes without."""
         return absent_from(self.declaration, batch, side) if self.optional else frozenset()
 
-    def view(self, ready: Ready, batch: Any, generation: int) -> V:
+    def view(self, ready: Ready, batch: Any) -> V:
         """The view of a fill."""
-        fields = carried(self.declaration.fields, batch) if self.declaration.fields else {}
-        return make_view(self.inputs, ready.views, fields, ViewInfo(ready.step, self.relations, generation))
+        info = ready.notes.get("info")
+        if info is None:
+            info = ready.notes["info"] = ViewInfo(ready.step, self.relations)
+        fields = carried(self.declaration.fields, batch) if self.declaration.fields else _NO_FIELDS
+        return make_view(self.inputs, ready.views, fields, info)
 
     def capture_view(self, ready: Ready) -> V:
         """The view that a step sees while it is captured: fields only where the declaration gives a default."""
-        return self.view(ready, None, 0)
+        return self.view(ready, None)

@@ -23,6 +23,8 @@ from .timing import Run, device_times, measure
 from .workload import CASES, WALK, declare_decode, make_batches, walk_sizes
 
 _MOST_SLOTS: Final = 1000
+_WIDE: Final = 130
+"""Columns from which percentiles have room beside medians."""
 
 
 @attrs.frozen
@@ -74,7 +76,8 @@ def bench(
     with reported():
         on = chosen(backend)
         figures = measured(on, counts, QUICK if quick else FULL)
-    screen().print(as_tables(figures))
+    console = screen()
+    console.print(as_tables(figures, spread=console.width >= _WIDE))
     if json_file is not None:
         json_file.write_text(
             json.dumps(as_data(figures, _conditions(on, quick=quick)), indent=2) + "\n", encoding="utf-8"

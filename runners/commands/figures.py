@@ -54,19 +54,23 @@ def as_data(figures: Sequence[Figure], conditions: Mapping[str, Any]) -> dict[st
     return {"rows": rows, "changing": changing, "conditions": dict(conditions)}
 
 
-def as_tables(figures: Sequence[Figure]) -> RenderableType:
-    """The tables: the same live size in each step, then one that changes; the device's time where it was measured."""
-    return Group(*_parts(figures))
+def as_tables(figures: Sequence[Figure], *, spread: bool) -> RenderableType:
+    """The tables: the same live size in each step, then one that changes; the device's time where it was measured.
+
+    spread: whether percentiles stand beside medians, which takes some 130 columns.
+    """
+    return Group(*_parts(figures, spread=spread))
 
 
-def _parts(figures: Sequence[Figure]) -> Iterator[RenderableType]:
+def _parts(figures: Sequence[Figure], *, spread: bool) -> Iterator[RenderableType]:
     steady = grouped([figure for figure in figures if not figure.changes])
     changing = grouped([figure for figure in figures if figure.changes])
-    yield Text("host microseconds for fill and view: median (p10 to p90)", style="bold")
-    yield _table(steady)
+    what = "median (p10 to p90)" if spread else "median"
+    yield Text(f"host microseconds for fill and view: {what}", style="bold")
+    yield _table(steady, spread=spread)
     if changing:
         yield Text("the same, where the live size changes in each step, so that tails need work", style="bold")
-        yield _table(changing)
+        yield _table(changing, spread=spread)
     if any(figure.gpu_us is not None for figure in figures):
         yield Text("device microseconds", style="bold")
         yield _device_table(steady)
@@ -85,12 +89,12 @@ def _columns(figures: Figures) -> list[str]:
     return list(dict.fromkeys(name for case in figures.values() for name in case))
 
 
-def _table(figures: Figures) -> Table:
+def _table(figures: Figures, *, spread: bool) -> Table:
     names = _columns(figures)
     rivals = [name for name in names if name.startswith(("per_", "regrouped"))]
-    table = _empty([*names, *(f"{name} / {OURS}" for name in rivals)])
+    table = _empty([*names, *(f"{name}\n/ {OURS}" for name in rivals)])
     for key, case in figures.items():
-        cells = [_cell(case[name].host) for name in names]
+        cells = [_cell(case[name].host, spread=spread) for name in names]
         ratios = [f"{case[name].host.median / case[OURS].host.median:.1f} x" for name in rivals]
         table.add_row(*_case(key), *cells, *ratios)
     return table
@@ -106,16 +110,16 @@ def _device_table(figures: Figures) -> Table:
 
 
 def _empty(titles: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("slots", "live", "padded", *titles):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for title in ("slots", "rows", *titles):
         table.add_column(title, justify="right", no_wrap=True)
     return table
 
 
-def _case(key: tuple[Any, ...]) -> tuple[str, str, str]:
+def _case(key: tuple[Any, ...]) -> tuple[str, str]:
     slots, lowest, live, padded = key
-    return str(slots), str(live) if lowest == live else f"{lowest} to {live}", str(padded)
+    return str(slots), f"{live}/{padded}" if lowest == live else f"{lowest}-{live}/{padded}"
 
 
-def _cell(spread: Spread) -> str:
-    return f"{spread.median:.1f} ({spread.p10:.1f} to {spread.p90:.1f})"
+def _cell(host: Spread, *, spread: bool) -> str:
+    return f"{host.median:.1f} ({host.p10:.1f} to {host.p90:.1f})" if spread else f"{host.median:.1f}"

@@ -18,8 +18,8 @@ from ...dataflow.tails import Number, Pad, resolve_value
 from ..decode import DecodeRunner
 from .workload import BUCKETS, Batch
 
-_FOREACH_COPY: Final = torch._foreach_copy_
-_FOREACH_ZERO: Final = torch._foreach_zero_
+_FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it
+_FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - likewise
 COUNT: Final = "num_token_non_padded"
 
 

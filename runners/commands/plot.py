@@ -27,7 +27,7 @@ def draw(figures: Sequence[Figure], path: pathlib.Path) -> None:
     for axis, (title, rows) in zip(axes, panels, strict=True):
         _panel(axis, title, rows)
     axes[0].set_ylabel("host microseconds, fill and view")
-    axes[0].legend(frameon=False, fontsize="small")
+    sheet.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
     sheet.savefig(path)
 
 

@@ -1,4 +1,8 @@
-"""Measuring: every case and every lowering by turns, so that a machine's noise meets all of them alike."""
+"""Measuring: every case and every lowering by turns, so that a machine's noise meets all of them alike.
+
+Each step is timed by itself: where another process takes the core for some milliseconds, one step is an outlier, and
+not a whole round.
+"""
 
 import contextlib
 import gc
@@ -21,7 +25,7 @@ _BUSY_TIMES: Final = 4
 
 @attrs.frozen
 class Spread:
-    """Microseconds for one fill and view: median, and the tenth and ninetieth percentile over rounds."""
+    """Microseconds for one fill and view: median, and the tenth and ninetieth percentile over steps."""
 
     median: float
     p10: float
@@ -38,7 +42,7 @@ class Spread:
 
 @attrs.define
 class Run:
-    """One lowering on one sequence of batches, and what its rounds took on the host, in microseconds a step."""
+    """One lowering on one sequence of batches, and what its steps took on the host, in microseconds."""
 
     lowering: Lowering
     batches: Sequence[Batch]
@@ -46,12 +50,12 @@ class Run:
 
     def once(self) -> None:
         """One round. The step before it, untimed, leaves tails as the round's last step does."""
-        fill, batches = self.lowering, self.batches
+        fill, batches, note, clock = self.lowering, self.batches, self.samples.append, time.perf_counter_ns
         fill(batches[-1])
-        start = time.perf_counter_ns()
         for batch in batches:
+            start = clock()
             fill(batch)
-        self.samples.append((time.perf_counter_ns() - start) / 1e3 / len(batches))
+            note((clock() - start) / 1e3)
 
 
 @contextlib.contextmanager
@@ -94,7 +98,7 @@ def device_times(runs: Sequence[Run], rounds: int, backend: Backend) -> list[flo
 def _device_time(run: Run, busy: torch.Tensor, backend: Backend) -> float:
     backend.synchronize()
     for _ in range(_BUSY_TIMES):
-        busy @ busy
+        torch.mm(busy, busy)
     start = backend.event()
     for batch in run.batches:
         run.lowering(batch)

@@ -1,5 +1,6 @@
 """Declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs."""
 
+from slotgraph.dataflow import errors
 from slotgraph.dataflow.axes import BATCH, TOKENS, Axis
 from slotgraph.dataflow.capabilities import DEVICE, HOST
 from slotgraph.dataflow.errors import SlotGraphError
@@ -38,6 +39,7 @@ __all__ = [
     "computed",
     "constant",
     "copied",
+    "errors",
     "keep",
     "once",
     "output",

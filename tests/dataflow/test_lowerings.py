@@ -176,9 +176,13 @@ def test_the_oracle_by_hand() -> None:
     }
     slots = declaration_of(fields).slotgraph
     buffers = allocate(slots, {BATCH: 4}, Capabilities(), empty)
-    for batch in ([5, 6, 7], [8]):
+
+    def fill(batch: list[int]) -> Views:
         values = {"seq_lens": torch.tensor(batch, dtype=torch.int32), "kept": torch.tensor(batch)}
         step = Step({BATCH: len(batch)}, {BATCH: 4})
-        views = fill_slot_by_slot(slots, buffers, Capabilities(), step, values)
+        return fill_slot_by_slot(slots, buffers, Capabilities(), step, values)
+
+    fill([5, 6, 7])
+    views = fill([8])
     shown = {name: tensor.tolist() for name, tensor in views.items() if tensor is not None}
     assert shown == {"seq_lens": [8, 1, 1, 1], "kept": [8, 6, 7, 0], "count": [1], "ends": [8, 9, 10, 11]}

@@ -1,5 +1,7 @@
 """What the runners' tests share: each of them runs on both backends that every machine has."""
 
+import gc
+from collections.abc import Iterator
 from typing import cast
 
 import pytest
@@ -18,3 +20,11 @@ def cpu(request: pytest.FixtureRequest) -> str:
 def runner(cpu: str) -> DecodeRunner[PlainInputs]:
     """A captured runner that a module's tests share, each of which must leave it as usable as it was."""
     return plain_runner(cpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_captures() -> Iterator[None]:
+    """A capture collects garbage first, which takes a tenth of a second in a process this large: not for each test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "collect", lambda: 0)
+        yield

@@ -112,8 +112,8 @@ def _same(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.Tensor):
         return type(one) is type(other) and str(one) == str(other)
     if one.layout is not torch.strided or one.device.type == "meta":
-        return one.shape == other.shape
-    return (one.dtype, one.shape, bytes_of(one)) == (other.dtype, other.shape, bytes_of(other))
+        return tuple(one.shape) == tuple(other.shape)
+    return one.dtype == other.dtype and tuple(one.shape) == tuple(other.shape) and bytes_of(one) == bytes_of(other)
 
 
 @contextmanager

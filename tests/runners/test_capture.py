@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import rich.console
+import rich.progress
 import torch
 from structlog.testing import capture_logs
 
@@ -118,7 +119,7 @@ def test_progress_on_a_terminal(cpu: str, monkeypatch: pytest.MonkeyPatch, *, pr
 
     class Rich:
         console = Module
-        progress = capturing.rich.progress
+        progress = rich.progress
 
     monkeypatch.setattr(capturing, "rich", Rich)
     plain_runner(cpu, progress=progress)

@@ -94,13 +94,16 @@ def not_annotated() -> None:
 
 WRONG: list[Any] = [
     (unknown_need, r"slot 'total': it needs 'weigths', which is neither .*; did you mean 'weights'\?"),
-    (cycle, r"slots need each other in a circle: .*(first -> second|second -> third|third -> first).*break it"),
+    (cycle, r"slots need each other in a circle: .*(first -> third|third -> second|second -> first).*break it"),
     (cycle_of_one, r"circle: again -> again"),
     (twice_in_one_body, r"Wrong declares the slot 'ids' twice: rename one"),
     (two_bases, r"two slots named 'shared', from OneBase and OtherBase: declare it again .* or drop it"),
     (no_tail_rule, r"slot 'bare': no tail rule: say pad=value, pad=keep\(.*\) or pad=once\(value\)"),
     (needs_an_output, r"slot 'best': it needs 'logits', an output"),
-    (frozen_host_value, r"slot 'shifted': .*'step' would be frozen at capture: put what it takes from 'step' into a slot"),
+    (
+        frozen_host_value,
+        r"slot 'shifted': .*'step' would be frozen at capture: put what it takes from 'step' into a slot",
+    ),
     (drops_nothing, r"Wrong drops 'idz', which no base declares"),
     (not_annotated, r"Write `name: torch.Tensor = copied\(...\)`"),
 ]
@@ -187,5 +190,7 @@ def test_axis_that_nothing_tells() -> None:
         ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
         pages: torch.Tensor = constant(1, shape=Axis("PAGES"), dtype=torch.int64)
 
-    with pytest.raises(DeclarationError, match="no copied slot tells the size of PAGES: declare one with a dim of PAGES"):
+    with pytest.raises(
+        DeclarationError, match="no copied slot tells the size of PAGES: declare one with a dim of PAGES"
+    ):
         EagerRunner(Untold, lambda view: view.ids, backend="cpu")

@@ -10,7 +10,9 @@ import torch
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied, output, staged
 from tests.runners.models import PlainInputs, assert_right, bytes_of, plain_step, random_batch
 
-MIXES = [pytest.param(*mix, id="".join("io"[not inside] for inside in mix)) for mix in itertools.product((0, 1), repeat=4)]
+MIXES = [
+    pytest.param(*mix, id="".join("io"[not inside] for inside in mix)) for mix in itertools.product((0, 1), repeat=4)
+]
 
 
 def mode(inside: int) -> AbstractContextManager[Any]:

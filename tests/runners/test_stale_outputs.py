@@ -19,7 +19,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "reshaped": lambda out: out.view(-1),
     "detached": lambda out: out.detach(),
     "of a view": lambda out: out[1:].T[0],
-    "split": lambda out: out.split(2)[1],
+    "split": lambda out: torch.chunk(out, 2)[1],
     "unbound": lambda out: torch.unbind(out)[2],
     "iterated": lambda out: next(iter(out)),
     "expanded": lambda out: out[None].expand(5, -1, -1),

@@ -1,0 +1,21 @@
+"""The backends that the contract is held to: this project's, and every other that is installed here."""
+
+import pytest
+
+from slotgraph import backends
+from tests.conftest import BACKENDS
+
+OTHERS = tuple(name for name in backends.names() if name not in BACKENDS)
+_MARKS = {"cuda": pytest.mark.cuda, "npu": pytest.mark.npu}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=_MARKS.get(name, ())) for name in (*BACKENDS, *OTHERS)])
+def backend_name(request: pytest.FixtureRequest) -> str:
+    """As the one for all tests, with the backends of other packages, found through their entry points."""
+    name = str(request.param)
+    if name not in backends.names():
+        pytest.skip(f"this release has no adapter for {name!r}")
+    available = backends.load(name).is_available()
+    if not available:
+        pytest.skip(f"{name}: {available.reason}")
+    return name

@@ -1,0 +1,268 @@
+"""What every backend must do; a third party's runs it too, by being installed beside slotgraph."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from slotgraph import CACHE_LOC, SEQ_LEN_FILL
+from slotgraph.backends import DEVICE, HOST, Availability, Backend, Event, Graph, Memory, Placement, choose, load, names
+from slotgraph.dataflow.errors import CaptureError
+
+DTYPES = (torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.bool, torch.uint8)
+PLACEMENTS: tuple[Placement, ...] = (DEVICE, HOST)
+
+
+def random_on(backend: Backend, rows: int, seed: int) -> torch.Tensor:
+    """[rows, 3] random floats on the device, at an address of their own."""
+    tensor = backend.empty((rows, 3), torch.float32, DEVICE)
+    tensor.copy_(torch.rand(rows, 3, generator=torch.Generator().manual_seed(seed)) + 0.5)
+    return tensor
+
+
+def captured(backend: Backend, step: Any, **more: Any) -> Graph:
+    """A step warmed up and captured as the runners do it."""
+    with backend.stream():
+        step()
+        backend.synchronize()
+        return backend.capture(step, **more)
+
+
+def has_true_graphs(backend: Backend) -> bool:
+    """Whether a replay writes to where the capture did, which only a backend with modes of capture does."""
+    return bool(backend.capabilities.capture_error_modes)
+
+
+def test_name(backend: Backend, backend_name: str) -> None:
+    """A backend is named as users write it, is listed, and is loaded and chosen by that name."""
+    assert type(backend).name == backend.name == backend_name
+    assert backend_name in names()
+    assert load(backend_name) is type(backend)
+    assert type(choose(backend_name)) is type(backend)
+    assert choose(backend) is backend
+
+
+def test_availability(backend: Backend) -> None:
+    """What can run here says so, without a reason against it."""
+    available = type(backend).is_available()
+    assert isinstance(available, Availability)
+    assert available
+    assert not available.reason
+    assert isinstance(type(backend).priority, int)
+
+
+def test_capabilities(backend: Backend) -> None:
+    """The record is the same at each call, cannot be changed, and names roles and memory that exist."""
+    record = backend.capabilities
+    assert record == backend.capabilities
+    frozen: Any = record
+    with pytest.raises(AttributeError):
+        frozen.foreach_chunk = 3
+    with pytest.raises(TypeError):
+        frozen.roles["cache_loc"] = torch.int8
+    assert CACHE_LOC.on(record) in CACHE_LOC.accepts
+    assert SEQ_LEN_FILL.on(record) in {0, 1}
+    assert record.foreach_chunk >= 0
+    assert record.capture_copies <= {"device", "pinned", "pageable"}
+    assert record.graphs_hint is None or record.graphs_hint > 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty(backend: Backend, dtype: torch.dtype, placement: Placement, *, inside: bool) -> None:
+    """Memory is of the shape, dtype and device asked for, contiguous, and an ordinary tensor in any mode."""
+    with torch.inference_mode(mode=inside):
+        tensor = backend.empty((5, 2), dtype, placement)
+    assert (tensor.shape, tensor.dtype) == ((5, 2), dtype)
+    assert tensor.device == (backend.device if placement == DEVICE else torch.device("cpu"))
+    assert tensor.is_contiguous()
+    assert not tensor.is_inference()
+    assert not tensor.requires_grad
+    tensor.fill_(1)
+    backend.synchronize()
+    assert bool((tensor == 1).all())
+    assert backend.empty((0,), dtype, placement).numel() == 0
+
+
+def test_two_buffers_are_two(backend: Backend) -> None:
+    """No two allocations that live at once lie at one address."""
+    kept = [backend.empty((7,), torch.int64, placement) for placement in PLACEMENTS for _ in range(4)]
+    assert len({tensor.data_ptr() for tensor in kept}) == len(kept)
+
+
+def test_replay_on_changed_inputs(backend: Backend) -> None:
+    """A replay computes on what its inputs hold now, not on what they held at capture."""
+    source, weights = random_on(backend, 4, 1), random_on(backend, 3, 2)
+    graph = captured(backend, lambda: (source @ weights).relu() - source.sum())
+    for seed in range(3, 8):
+        source.copy_(random_on(backend, 4, seed))
+        graph.replay()
+        backend.synchronize()
+        torch.testing.assert_close(graph.outputs, (source @ weights).relu() - source.sum())
+
+
+def test_outputs_keep_their_addresses(backend: Backend) -> None:
+    """Where a backend has true graphs, outputs are the same tensors at each replay; their structure stays anywhere."""
+    source = random_on(backend, 4, 1)
+    graph = captured(backend, lambda: {"one": source + 1, "two": (source * 2, [source - 1])})
+    first = graph.outputs
+    addresses = {tensor.data_ptr() for tensor in (first["one"], first["two"][0], first["two"][1][0])}
+    for seed in (2, 3):
+        source.copy_(random_on(backend, 4, seed))
+        graph.replay()
+        backend.synchronize()
+        now = graph.outputs
+        assert isinstance(now["two"], tuple)
+        assert torch.equal(now["two"][1][0], source - 1)
+        if has_true_graphs(backend):
+            assert {t.data_ptr() for t in (now["one"], now["two"][0], now["two"][1][0])} == addresses
+
+
+def test_step_that_writes_its_state(backend: Backend) -> None:
+    """Each replay moves the step's state on by one; where graphs are true, capture leaves it as it was."""
+    state, source = backend.empty((3,), torch.int64, DEVICE), random_on(backend, 4, 1)
+    state.zero_()
+
+    def step() -> torch.Tensor:
+        state.add_(1)
+        return source.sum(0) + state
+
+    with backend.stream():
+        graph = backend.capture(step)
+    backend.synchronize()
+    before = int(state[0])
+    assert before == 0 or not has_true_graphs(backend)
+    for replay in range(1, 4):
+        graph.replay()
+        backend.synchronize()
+        assert state.tolist() == [before + replay] * 3
+        torch.testing.assert_close(graph.outputs, source.sum(0) + before + replay)
+
+
+def test_several_graphs_in_any_order(backend: Backend) -> None:
+    """Graphs over the same inputs, captured largest first into one pool, may be replayed in any order."""
+    source, pool = random_on(backend, 8, 1), backend.pool()
+    graphs = {}
+    for rows in (8, 4, 2):
+        graphs[rows] = captured(backend, lambda rows=rows: source[:rows].cumsum(0) * rows, pool=pool)
+    for seed, rows in enumerate((2, 8, 4, 4, 2, 8), start=2):
+        source.copy_(random_on(backend, 8, seed))
+        graphs[rows].replay()
+        backend.synchronize()
+        torch.testing.assert_close(graphs[rows].outputs, source[:rows].cumsum(0) * rows)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_inference_mode(backend: Backend, *, inside: bool) -> None:
+    """What was captured inside inference mode is replayed outside it, and the other way round."""
+    source = random_on(backend, 4, 1)
+    with torch.inference_mode(mode=inside):
+        graph = captured(backend, lambda: source * 3)
+    source.copy_(random_on(backend, 4, 2))
+    with torch.inference_mode(mode=not inside):
+        graph.replay()
+    backend.synchronize()
+    torch.testing.assert_close(graph.outputs.clone(), source * 3)
+
+
+def test_step_that_raises_in_capture(backend: Backend) -> None:
+    """A step that raises is a CaptureError chained to it; the next capture, the earlier graphs and the stream work."""
+    source = random_on(backend, 4, 1)
+    earlier = captured(backend, lambda: source + 1)
+
+    def bad() -> torch.Tensor:
+        source.mul(2)
+        message = "out of workspace"
+        raise LookupError(message)
+
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"LookupError.*out of workspace") as refused, backend.stream():
+            backend.capture(bad)
+        assert isinstance(refused.value.__cause__, LookupError)
+    later = captured(backend, lambda: source * 5)
+    source.copy_(random_on(backend, 4, 2))
+    for graph, answer in ((earlier, source + 1), (later, source * 5)):
+        graph.replay()
+        backend.synchronize()
+        torch.testing.assert_close(graph.outputs, answer)
+
+
+def test_error_modes(backend: Backend) -> None:
+    """Each mode that the record names is taken, and where there are any, another one is refused."""
+    source = random_on(backend, 4, 1)
+    for mode in backend.capabilities.capture_error_modes:
+        graph = captured(backend, lambda: source - 2, error_mode=mode)
+        graph.replay()
+        backend.synchronize()
+        torch.testing.assert_close(graph.outputs, source - 2)
+    if backend.capabilities.capture_error_modes:
+        with pytest.raises((CaptureError, RuntimeError, ValueError), match="no such mode"):
+            captured(backend, source.neg, error_mode="no such mode")
+
+
+def test_bytes(backend: Backend) -> None:
+    """A graph's bytes and a device's memory are whole numbers that fit one another."""
+    source = random_on(backend, 64, 1)
+    graph = captured(backend, lambda: (source * 2 + 1) * source)
+    assert isinstance(graph.nbytes, int)
+    assert graph.nbytes >= 0
+    memory = backend.memory()
+    assert isinstance(memory, Memory)
+    assert memory.total > 0
+    assert 0 <= memory.free <= memory.total
+    assert 0 <= memory.allocated <= memory.total
+
+
+def test_memory_sees_an_allocation(backend: Backend) -> None:
+    """What this process holds does not shrink by holding more."""
+    before = backend.memory().allocated
+    kept = backend.empty((1 << 20,), torch.float32, DEVICE)
+    kept.fill_(1)
+    backend.synchronize()
+    assert backend.memory().allocated >= before
+
+
+def test_events(backend: Backend) -> None:
+    """Events pass in order, can be waited for, and measure more microseconds for more work."""
+    source = random_on(backend, 512, 1)
+    wide = source.repeat(1, 100)
+    start = backend.event()
+    wide = (wide @ wide.T @ wide).tanh()
+    middle = backend.event()
+    for _ in range(20):
+        wide = (wide @ wide.T @ wide).tanh()
+    stop = backend.event()
+    stop.synchronize()
+    assert all(isinstance(event, Event) and event.query() is True for event in (start, middle, stop))
+    assert 0 < middle.microseconds_since(start) < stop.microseconds_since(start) < 60e6
+    assert stop.microseconds_since(middle) < stop.microseconds_since(start)
+
+
+def test_event_of_a_stranger(backend: Backend) -> None:
+    """Time since another backend's event means nothing."""
+
+    class Strange(Event):
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            return
+
+        def microseconds_since(self, earlier: Event) -> float:
+            del earlier
+            return 0.0
+
+    with pytest.raises(TypeError, match="Strange"):
+        backend.event().microseconds_since(Strange())
+
+
+def test_stream(backend: Backend) -> None:
+    """Work on the stream is done after a synchronisation, also where the block raised, and the stream may be nested."""
+    source = random_on(backend, 4, 1)
+    with pytest.raises(KeyError), backend.stream():
+        raise KeyError
+    with backend.stream(), backend.stream():
+        twice = source * 2
+    backend.synchronize()
+    assert torch.equal(twice, source * 2)

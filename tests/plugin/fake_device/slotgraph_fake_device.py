@@ -1,0 +1,170 @@
+"""A device that is a CPU in disguise: int32 cache locations, every buffer by itself, two tensors in a foreach call."""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, final
+
+import attrs
+import torch
+
+from slotgraph.backends import Availability, Backend, Capabilities, Event, Graph, Memory, Placement
+from slotgraph.dataflow.errors import CaptureError
+
+_RECORD = Capabilities(
+    roles={"cache_loc": torch.int32},
+    fills={"seq_len_fill": 0},
+    pools_inputs=False,
+    foreach_host=False,
+    foreach_chunk=2,
+    arenas=False,
+    capture_copies=frozenset({"device"}),
+    graphs_hint=1800,
+)
+
+
+class FakeEvent(Event):
+    """A moment."""
+
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        """The past has passed."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def microseconds_since(self, earlier: Event) -> float:
+        """Host time, in microseconds."""
+        if not isinstance(earlier, FakeEvent):
+            message = f"expected an event of this device, got {type(earlier).__name__}"
+            raise TypeError(message)
+        return (self._seconds - earlier._seconds) * 1e6
+
+
+class FakeGraph(Graph):
+    """A step that is called again."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self._step = step
+        self._outputs = step()
+
+    @property
+    def outputs(self) -> Any:
+        """What the last call returned."""
+        return self._outputs
+
+    @property
+    def nbytes(self) -> int:
+        """Nothing is held."""
+        return 0
+
+    def replay(self) -> None:
+        """Call it again."""
+        self._outputs = self._step()
+
+
+class _Fake(Backend):
+    """What both variants share; nothing of slotgraph's own adapters is used."""
+
+    _on_stream = 0
+
+    @classmethod
+    def is_available(cls) -> Availability:
+        """Everywhere."""
+        return Availability(available=True)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Unlike every adapter of slotgraph's own."""
+        return _RECORD
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
+        """A tensor of its own, at the start of its storage, holding what must not be read."""
+        del placement
+        with torch.inference_mode(mode=False):
+            garbage = torch.full((math.prod(shape) * dtype.itemsize,), 0xA5, dtype=torch.uint8)
+            return garbage.view(dtype).view(shape)
+
+    def pool(self) -> object | None:
+        """There is none."""
+        return None
+
+    @contextmanager
+    def _stream(self) -> Iterator[object]:
+        self._on_stream += 1
+        try:
+            yield self
+        finally:
+            self._on_stream -= 1
+
+    def stream(self) -> AbstractContextManager[object]:
+        """A stream that knows whether work is on it."""
+        return self._stream()
+
+    def capture(self, step: Callable[[], Any], *, pool: object | None = None, error_mode: str | None = None) -> Graph:
+        """Call the step once, on the stream alone."""
+        del pool, error_mode
+        if not self._on_stream:
+            message = "this device captures on its own stream only"
+            raise CaptureError(message)
+        try:
+            return FakeGraph(step)
+        except Exception as error:
+            message = f"the step raised {type(error).__name__}: {error}"
+            raise CaptureError(message) from error
+
+    def event(self) -> Event:
+        """Now."""
+        return FakeEvent()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def memory(self) -> Memory:
+        """The host's."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        return Memory(os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page, 0)
+
+
+@final
+class FakeBackend(_Fake):
+    """The device, with foreach calls of two tensors."""
+
+    name: ClassVar[str] = "fake-device"
+    priority: ClassVar[int] = -5
+
+
+@final
+class SingleBackend(_Fake):
+    """The device on a bad day: no foreach at all."""
+
+    name: ClassVar[str] = "fake-device-single"
+    priority: ClassVar[int] = -6
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """One copy a slot."""
+        return attrs.evolve(_RECORD, foreach_device=False)
+
+
+@final
+class AbsentBackend(_Fake):
+    """The same device, on a machine that has none."""
+
+    name: ClassVar[str] = "fake-device-absent"
+    priority: ClassVar[int] = 1000
+
+    @classmethod
+    def is_available(cls) -> Availability:
+        """Not here."""
+        return Availability(available=False, reason="no fake device: modprobe fake")
