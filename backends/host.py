@@ -9,7 +9,7 @@ import torch
 
 from .base import Availability, Backend, Capabilities, Event, Memory, Placement
 
-_CAPABILITIES = Capabilities(capture_copies=frozenset({"device", "pinned", "pageable"}))
+_CAPABILITIES = Capabilities(foreach_mixed=True, capture_copies=frozenset({"device", "pinned", "pageable"}))
 
 
 class HostEvent(Event):

@@ -24,6 +24,7 @@ class Capabilities:
     fills: pad value that a role takes on this device, by role name; likewise.
     pools_inputs: whether runners may share input buffers.
     foreach_device, foreach_host: whether `torch._foreach_copy_` is safe between device tensors, and from host memory.
+    foreach_mixed: whether one foreach call may hold several dtypes at no loss (it has a slow path for that on CUDA).
     foreach_chunk: tensors at most in one foreach call; 0 for no limit.
     arenas: whether slots may be carved out of one allocation (peer communication may want `storage_offset() == 0`).
     host_parameters: whether a graph takes host values at each replay beside its buffers.
@@ -37,6 +38,7 @@ class Capabilities:
     pools_inputs: bool = True
     foreach_device: bool = True
     foreach_host: bool = True
+    foreach_mixed: bool = False
     foreach_chunk: int = 0
     arenas: bool = True
     host_parameters: bool = False

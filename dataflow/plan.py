@@ -64,7 +64,7 @@ class FillPlan:
     """How one bucket is filled: tails, then copies, then computed slots in dependency order.
 
     sizes: the bucket's padded sizes by axis name. absent: optional slots that this batch comes without.
-    nbytes: bytes that the copies move when every row is live.
+    nbytes: bytes that the copies move when every row is live. mixed: whether one foreach call takes several groups.
     """
 
     declaration: str
@@ -74,11 +74,13 @@ class FillPlan:
     copies: tuple[CopyGroup, ...]
     computed: tuple[ComputeStep, ...]
     nbytes: int
+    mixed: bool = False
 
     @property
     def calls(self) -> int:
         """Calls into torch for the copies."""
-        return sum(1 if group.together else len(group.slots) for group in self.copies)
+        together = sum(group.together for group in self.copies)
+        return (min(together, 1) if self.mixed else together) + sum(len(g.slots) for g in self.copies if not g.together)
 
     def lines(self) -> Iterator[str]:
         """The plan as text, a step a line."""

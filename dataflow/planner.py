@@ -46,6 +46,7 @@ def plan_fill(
         copies=_copies(copied, sizes, capabilities, source_dtypes),
         computed=tuple(_computed(declaration)),
         nbytes=sum(slot_bytes(slot, sizes, capabilities) for slot in copied.values()),
+        mixed=capabilities.foreach_mixed and not capabilities.foreach_chunk,
     )
 
 
@@ -80,7 +81,8 @@ def _copies(
         single = CopyGroup((name,), dtype, source, slot.placement, together=not why, why=why)
         groups.setdefault((str(dtype), str(source), slot.placement, why), []).append(single)
     chunk = capabilities.foreach_chunk
-    return tuple(group for _, singles in sorted(groups.items()) for group in _merged(singles, chunk))
+    merged = [group for _, singles in sorted(groups.items()) for group in _merged(singles, chunk)]
+    return tuple(sorted(merged, key=lambda group: not group.together))
 
 
 def _apart(slot: Slot, sizes: Sizes, capabilities: Capabilities) -> str:

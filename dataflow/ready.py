@@ -133,15 +133,21 @@ class Preparer:
     def _destinations(
         self, sizes: Sizes
     ) -> tuple[list[tuple[list[torch.Tensor], int, int]], list[tuple[torch.Tensor, int]]]:
-        groups, singles, start = [], [], 0
+        groups: list[tuple[list[torch.Tensor], int, int]] = []
+        singles: list[tuple[torch.Tensor, int]] = []
+        start = 0
         for group in self.plan.copies:
             views = [self.buffers[name].view(sizes) for name in group.slots]
-            if group.together and len(views) > 1:
-                groups.append((views, start, start + len(views)))
-            else:
+            if not group.together:
                 singles += [(view, start + i) for i, view in enumerate(views)]
+            elif groups and self.plan.mixed:
+                groups[0][0].extend(views)
+                groups[0] = (groups[0][0], 0, start + len(views))
+            else:
+                groups.append((views, start, start + len(views)))
             start += len(views)
-        return groups, singles
+        lone = [(views[0], at) for views, at, _ in groups if len(views) == 1]
+        return [group for group in groups if len(group[0]) > 1], singles + lone
 
     def _always(self, sizes: Sizes) -> Iterator[tuple[torch.Tensor, Number]]:
         for tail in self.plan.tails:

@@ -1,17 +1,20 @@
 """Sizing: how many rows a batch brings on each axis, read off the sources that tell."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
 
 from .axes import Axis, Dim, Sizes
+from .caches import keep_newest
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, MissingSourceError
 from .sources import Side, Source
 
 Relations = Mapping[Axis, Dim]
+KEPT: Final = 4096
+"""Sizes that a sizer remembers the rows of."""
 
 
 @attrs.frozen
@@ -27,15 +30,19 @@ class Gauge:
     required: bool
 
     def read(self, batch: Any, side: Side) -> int:
-        """Live rows on the axis; MissingSourceError or BatchError where the source does not tell."""
+        """The size along the dim; MissingSourceError or BatchError where the source does not tell."""
         value = self.source.read(batch, side)
         try:
             size: int = value.shape[self.dim]
         except (AttributeError, IndexError, TypeError):
             raise self._unreadable(value) from None
+        return size
+
+    def rows(self, size: int, batch: Any, side: Side) -> int:
+        """Live rows on the axis where the source has `size` along the dim; BatchError where that is no size of it."""
         rows, rest = divmod(size - self.base, self.slope)
         if rest or rows < 0:
-            raise self._unreadable(value)
+            raise self._unreadable(self.source.read(batch, side))
         return rows
 
     def _unreadable(self, value: Any) -> BatchError:
@@ -60,6 +67,9 @@ class Sizer:
         sizes = [relations.get(axis, Dim.of(axis)) for axis in wanted]
         leads = sorted({_told(size) for size in sizes})
         self._gauges = tuple(_gauges(declaration, axis, relations, fixed) for axis in leads)
+        self._required = all(gauges[0].required for gauges in self._gauges)
+        self._firsts = tuple(gauges[0] for gauges in self._gauges)
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
 
     def explain(self, error: BatchError) -> None:
@@ -70,11 +80,17 @@ class Sizer:
 
     def __call__(self, batch: Any, side: Side) -> tuple[int, ...]:
         """Live rows on each varying axis, and last those of the lead axis where one was named."""
-        read = [
-            gauges[0].read(batch, side) if gauges[0].required else _first(gauges, batch, side)
-            for gauges in self._gauges
-        ]
-        return tuple([base + slope * read[lead] for lead, base, slope in self._lines])
+        if not self._required:
+            return self._spread([_first(gauges, batch, side) for gauges in self._gauges])
+        sizes = tuple([gauge.read(batch, side) for gauge in self._firsts])
+        live = self._known.get(sizes)
+        if live is None:
+            rows = [gauge.rows(size, batch, side) for gauge, size in zip(self._firsts, sizes, strict=True)]
+            live = keep_newest(self._known, KEPT)[sizes] = self._spread(rows)
+        return live
+
+    def _spread(self, rows: list[int]) -> tuple[int, ...]:
+        return tuple(base + slope * rows[lead] for lead, base, slope in self._lines)
 
 
 def _told(size: Dim) -> Axis:
@@ -106,7 +122,7 @@ def _first(gauges: tuple[Gauge, ...], batch: Any, side: Side) -> int:
     """The size that the first of several optional sources tells; no rows where the batch has none of them."""
     for gauge in gauges:
         if gauge.source.read(batch, side) is not None:
-            return gauge.read(batch, side)
+            return gauge.rows(gauge.read(batch, side), batch, side)
     return 0
 
 

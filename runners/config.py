@@ -2,14 +2,16 @@
 
 import difflib
 import json
+import math
 import pathlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 import attrs
 import cattrs
 from cattrs.errors import ClassValidationError
+from cattrs.v import format_exception
 
 from ..dataflow.errors import ConfigError
 from .buckets import Buckets
@@ -29,8 +31,17 @@ class Options(TypedDict, total=False):
     sharing: bool
 
 
-def _at_least(least: int) -> Any:
-    return attrs.validators.ge(least)
+def _within(least: float, most: float = math.inf) -> Callable[[Any, Any, Any], None]:
+    """A validator for a number, or each of several, between two bounds."""
+
+    def check(_: Any, field: Any, value: Any) -> None:
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(least <= number <= most for number in numbers):
+            bounds = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+            message = f"option {field.name!r}: expected {bounds}, got {value!r}"
+            raise ConfigError(message)
+
+    return check
 
 
 @attrs.frozen(kw_only=True)
@@ -47,11 +58,11 @@ class RunnerConfig:
     """
 
     backend: str = "auto"
-    buckets: tuple[int, ...] = attrs.field(default=(), validator=attrs.validators.deep_iterable(_at_least(1)))
-    max_batch: int = attrs.field(default=32, validator=_at_least(1))
-    max_waste: float = attrs.field(default=1.0, validator=[attrs.validators.ge(0), attrs.validators.le(1)])
-    width: int = attrs.field(default=1, validator=_at_least(1))
-    warmups: int = attrs.field(default=1, validator=_at_least(0))
+    buckets: tuple[int, ...] = attrs.field(default=(), validator=_within(1))
+    max_batch: int = attrs.field(default=32, validator=_within(1))
+    max_waste: float = attrs.field(default=1.0, validator=_within(0, 1))
+    width: int = attrs.field(default=1, validator=_within(1))
+    warmups: int = attrs.field(default=1, validator=_within(0))
     progress: bool = True
     debug: bool = False
     no_copy: bool | None = None
@@ -70,7 +81,7 @@ class RunnerConfig:
         try:
             return _CONVERTER.structure(options, cls)
         except ClassValidationError as group:
-            raise ConfigError("; ".join(cattrs.transform_error(group))) from group
+            raise ConfigError("; ".join(cattrs.transform_error(group, format_exception=_fault))) from group
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "RunnerConfig":
@@ -102,6 +113,11 @@ class RunnerConfig:
         return Buckets.ladder(self.max_batch, self.max_waste)
 
 
+def _fault(error: BaseException, kind: type | None) -> str:
+    """A fault as cattrs words it, and ours, which name the option, in our own words."""
+    return str(error) if isinstance(error, ConfigError) else format_exception(error, kind)
+
+
 def _strict(kind: type) -> Any:
     """A structure hook that takes a kind of value as it is and converts nothing."""
     taken = (int, float) if kind is float else kind
@@ -109,7 +125,7 @@ def _strict(kind: type) -> Any:
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, taken) or (isinstance(value, bool) and kind is not bool):
             message = f"expected {kind.__name__}, got {value!r}"
-            raise TypeError(message)
+            raise ConfigError(message)
         return value
 
     return hook

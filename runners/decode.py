@@ -93,21 +93,21 @@ class DecodeRunner(Generic[V]):
         """
         before, self._filled = self._filled, None
         try:
-            live = self._size(batch, side)
-            absent = self.stage.absent(batch, side)
-            decision = self._router.decide(live, absent, batch)
-            captured = self.graphs.get(decision.bucket, absent)
-            if captured is None:
-                view = self._fill_eagerly(batch, decision, side)
-            else:
-                ready = captured.bucket.fill(batch, live[:-1], absent, side)
-                view = self.stage.view(ready, batch)
+            self._filled = filled = self._fill(batch, side)
         except BatchError as error:
             self._filled = before  # nothing was written: the view filled last still stands
             self._size.explain(error)
             raise
-        self._filled = (view, captured, live[-1])
-        return view
+        return filled[0]
+
+    def _fill(self, batch: Any, side: Side) -> "tuple[V, Captured | None, int]":
+        live = self._size(batch, side)
+        absent = self.stage.absent(batch, side)
+        route = self._router.route(live, absent, batch)
+        if isinstance(route, Decision):
+            return self._fill_eagerly(batch, route, side), None, live[-1]
+        ready = route.bucket.fill(batch, live[:-1], absent, side)
+        return self.stage.view(ready, batch), route, live[-1]
 
     def replay(self, view: V) -> Any:
         """Run the step on the view that was filled last. ReplayError where another fill has overwritten it."""

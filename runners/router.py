@@ -1,16 +1,20 @@
 """Routing: which bucket a batch goes to, or why it runs eagerly."""
 
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
 from ..dataflow.axes import BATCH, TOKENS, Sizes
+from ..dataflow.caches import keep_newest
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ReplayError
 from ..dataflow.sources import look_up
 from .buckets import Buckets
 from .decision import Decision, Why
-from .graphs import Absent, GraphSet
+from .graphs import Absent, Captured, GraphSet
+
+KEPT: Final = 4096
+"""Live sizes whose route is remembered."""
 
 
 class Router:
@@ -20,10 +24,24 @@ class Router:
         self._buckets = buckets
         self._graphs = graphs
         self._table = buckets.table()
+        self._routes: dict[tuple[tuple[int, ...], Absent], Captured] = {}
         self._fits = {rows: Decision("graph", rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
         own = [(i, axis) for i, axis in enumerate(declaration.varying) if axis not in (BATCH, TOKENS)]
         self._limits = [(i, axis, capacity[axis]) for i, axis in own]
         self._fixed_fields = {name: value for name, value in declaration.fields.items() if _is_value(value)}
+
+    def route(self, live: tuple[int, ...], absent: Absent, batch: Any) -> Captured | Decision:
+        """The graph that takes a batch, or why none does. ReplayError before anything is captured."""
+        known = self._routes.get((live, absent))
+        if known is not None:
+            return known
+        decision = self.decide(live, absent, batch)
+        captured = self._graphs.get(decision.bucket, absent)
+        if captured is None:
+            return decision
+        if not self._fixed_fields:  # else each batch decides anew
+            keep_newest(self._routes, KEPT)[live, absent] = captured
+        return captured
 
     def decide(self, live: tuple[int, ...], absent: Absent, batch: Any) -> Decision:
         """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""

@@ -69,7 +69,7 @@ def _parts(figures: Sequence[Figure], *, spread: bool) -> Iterator[RenderableTyp
     yield Text(f"host microseconds for fill and view: {what}", style="bold")
     yield _table(steady, spread=spread)
     if changing:
-        yield Text("the same, where the live size changes in each step, so that tails need work", style="bold")
+        yield Text("the same in the largest bucket, where the live size changes in each step", style="bold")
         yield _table(changing, spread=spread)
     if any(figure.gpu_us is not None for figure in figures):
         yield Text("device microseconds", style="bold")
@@ -118,7 +118,7 @@ def _empty(titles: Sequence[str]) -> Table:
 
 def _case(key: tuple[Any, ...]) -> tuple[str, str]:
     slots, lowest, live, padded = key
-    return str(slots), f"{live}/{padded}" if lowest == live else f"{lowest}-{live}/{padded}"
+    return str(slots), f"{live}/{padded}" if lowest == live else f"{lowest}-{live}"
 
 
 def _cell(host: Spread, *, spread: bool) -> str:

@@ -93,7 +93,8 @@ def test_event(cpu: str) -> None:
     with capture_logs() as events, pytest.raises(CaptureError):
         runner.capture()
     failed, captured = [event for event in events if event["event"] in {"capture_failed", "captured"}]
-    assert (failed["bucket"], failed["log_level"]) == (2, "warning")
+    assert failed["log_level"] == "warning"
+    assert "bucket 2" in failed["reason"]
     assert "not two" in failed["reason"]
     assert (captured["buckets"], captured["runner"], captured["log_level"]) == ([4], "DecodeRunner", "info")
     assert {"seconds", "inputs", "graphs", "outputs"} <= captured.keys()

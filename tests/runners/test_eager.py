@@ -192,6 +192,15 @@ def test_carried_slot_that_is_missing(cpu: str) -> None:
     assert runner.nbytes == 0
 
 
+@pytest.mark.xfail(reason="a carried slot is not looked at")
+@pytest.mark.parametrize("rows", [[1, 2, 3], torch.tensor([1, 2]), torch.rand(3)], ids=["list", "length", "dtype"])
+def test_carried_slot_that_does_not_fit(cpu: str, rows: Any) -> None:
+    """A slot that is carried is checked like any other: the step relies on its shape and dtype."""
+    runner = EagerRunner(PlainInputs, lambda view: view.rows, backend=cpu, carry=("rows",))
+    with pytest.raises(BatchError, match="'rows'"):
+        runner({**random_batch(3, seed=10), "rows": rows})
+
+
 def test_carry_names_no_slot(cpu: str) -> None:
     """A name that is no slot cannot be carried."""
     with pytest.raises(DeclarationError, match="carry names 'rowz', which is no slot of PlainInputs"):
@@ -206,13 +215,12 @@ def test_sizes_that_are_wrong(cpu: str) -> None:
         EagerRunner(PlainInputs, plain_step, backend=cpu, sizes={PAGES: 4})
 
 
-def test_runs_are_counted_and_numbered(cpu: str) -> None:
-    """Each fill has the next generation, each run is counted, and a refused batch is neither."""
+def test_runs_are_counted(cpu: str) -> None:
+    """Each run is counted, and a refused batch is none."""
     runner = EagerRunner(PlainInputs, plain_step, backend=cpu)
     for requests in (3, 1, 8):
         runner(random_batch(requests, seed=requests))
     with pytest.raises(BatchError):
         runner({**random_batch(3, seed=1), "places": [1, 2, 3]})
-    assert runner.generation == 3
     assert runner.stats() == {"steps": {"graph": 0, "eager": 3}, "buckets": {}, "eager": {"always_eager": 3}}
     assert runner.decide(random_batch(3, seed=1)).why == "always_eager"
