@@ -43,7 +43,7 @@ class Bucket:
         self.declaration = declaration
         self.sizes = dict(sizes)
         self._capabilities = capabilities
-        self._buffers = buffers
+        self.buffers = buffers
         self._exact = exact
         self._fills: dict[Pattern, Fill] = {}
         self._last: dict[frozenset[str], Fill] = {}
@@ -79,7 +79,7 @@ class Bucket:
         fill = self._fills.get(pattern)
         if fill is None:
             plan = plan_fill(self.declaration, self.sizes, self._capabilities, absent=absent, source_dtypes=dtypes)
-            preparer = Preparer(plan, self.declaration, self._buffers, self.sizes, exact=self._exact)
+            preparer = Preparer(plan, self.declaration, self.buffers, self.sizes, exact=self._exact)
             fill = self._fills[pattern] = Fill(preparer)
         self._last.setdefault(absent, fill)
         return fill

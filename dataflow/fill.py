@@ -107,6 +107,11 @@ class Fill:
 
     def _reset(self, ready: Ready) -> None:
         """Reset tails that an earlier fill may have left dirty, and note how far this one dirties them."""
+        if ready.exact:
+            for buffer, reach, _ in ready.marks:
+                buffer.mark = tuple(map(max, buffer.mark, reach))
+            self._buffers.stamp = ready
+            return
         zeros, others = ready.reset_from(tuple([buffer.mark for buffer, _, _ in ready.marks]))
         if zeros:
             _FOREACH_ZERO(zeros)

@@ -85,7 +85,8 @@ class FillPlan:
     def lines(self) -> Iterator[str]:
         """The plan as text, a step a line."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes)
-        yield f"plan of {self.declaration} for {sizes}: {self.calls} copy calls, {self.nbytes} bytes"
+        calls = "1 copy call" if self.calls == 1 else f"{self.calls} copy calls"
+        yield f"plan of {self.declaration} for {sizes}: {calls}, {self.nbytes} bytes"
         if self.absent:
             yield f"absent  {', '.join(self.absent)}"
         yield from map(str, (*self.tails, *self.copies, *self.computed))

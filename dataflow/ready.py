@@ -34,6 +34,7 @@ class Ready:
     buffers are, which is cheaper to ask. always: tails to reset in each step. groups: destinations of each foreach
     call, and which sources. singles: destinations of plain copies, likewise. marks: buffers whose tail is kept clean,
     and how far they are dirty after this fill. host, device: computed slots. views: what the step sees, by slot.
+    exact: whether the step sees live rows only, so that tails are dirtied and none is reset.
     notes: what a runner keeps beside them. resets: tail work by the marks it was found at.
     """
 
@@ -46,6 +47,7 @@ class Ready:
     host: list[Computation]
     device: list[Computation]
     views: Views
+    exact: bool
     notes: dict[str, Any] = attrs.field(factory=dict)
     resets: dict[tuple[tuple[int, ...], ...], Reset] = attrs.field(factory=dict)
 
@@ -110,7 +112,8 @@ class Preparer:
             always=[] if self.exact else list(self._always(sizes)),
             groups=groups,
             singles=singles,
-            marks=[] if self.exact else list(self._marks(sizes)),
+            marks=list(self._marks(sizes)),
+            exact=self.exact,
             host=[self._computation(c, step, views) for c in self.plan.computed if c.on == "host"],
             device=[self._computation(c, step, views) for c in self.plan.computed if c.on == "device"],
             views=views,

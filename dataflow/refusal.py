@@ -61,7 +61,9 @@ def _faults(want: Wanted, source: Any, fact: Fact, spans: Spans) -> Iterator[str
         yield f"{wanted}, got {type(source).__name__}; make a tensor of it"
         return
     if not want.takes(source.dtype):
-        yield f"{wanted}, got {dtype_text(source.dtype)}; convert it, or declare converts=({source.dtype},)"
+        lossy = source.dtype.is_floating_point and not want.dtype.is_floating_point
+        way_out = "round it yourself" if lossy else f"convert it, or declare converts=({source.dtype},)"
+        yield f"{wanted}, got {dtype_text(source.dtype)}; {way_out}"
     if source.layout != torch.strided:
         yield f"{wanted}, got a {source.layout} tensor; pass a dense one"
         return
@@ -70,6 +72,7 @@ def _faults(want: Wanted, source: Any, fact: Fact, spans: Spans) -> Iterator[str
     if tuple(source.shape) != shape:
         yield f"{wanted} ({', '.join(map(str, slot.shape))}), got shape {list(source.shape)}"
     elif not slot.takes_strided() and not source.is_contiguous():
-        yield f"{wanted}, got strides {list(source.stride())}; pass `.contiguous()`, or declare strided=True"
+        strides = list(source.stride())
+        yield f"{wanted}, contiguous, got one with strides {strides}; pass `.contiguous()`, or declare strided=True"
     if overlaps(source, spans):
         yield f"slot {want.name!r}: the source lies in a slot's own buffer, which this fill writes; pass a copy"

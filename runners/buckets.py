@@ -59,8 +59,8 @@ class Buckets:
         return self.sizes[index] if index < len(self.sizes) else None
 
     def waste(self, rows: int, bucket: int) -> float:
-        """The share of a bucket's rows that would be padding."""
-        return (bucket - rows) / bucket
+        """The share of a bucket's rows that would be padding; none for the batch of an idle rank, which has no rows."""
+        return (bucket - rows) / bucket if rows else 0.0
 
     def table(self) -> list[int | None]:
         """The bucket for each row count up to the largest, None where padding would exceed the limit."""

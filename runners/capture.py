@@ -11,7 +11,9 @@ import rich.progress
 import structlog
 
 from ..backends.base import Backend, Graph
+from ..dataflow.buffers import Buffers
 from ..dataflow.errors import CaptureError
+from .writes import watched
 
 _LOG = structlog.get_logger("slotgraph")
 
@@ -61,12 +63,17 @@ def frozen_garbage() -> Iterator[None]:
             gc.unfreeze()
 
 
-def capture_step(backend: Backend, step: Callable[[], Any], *, warmups: int, pool: object | None) -> Graph:
-    """Warm up and capture one step on the backend's stream. CaptureError, chained to whatever was raised."""
+def capture_step(
+    backend: Backend, step: Callable[[], Any], buffers: Buffers, *, warmups: int, pool: object | None
+) -> Graph:
+    """Warm up and capture one step on the backend's stream. CaptureError, chained to whatever was raised.
+
+    The first warm-up is watched for writes to inputs that the step should only read.
+    """
     try:
         with backend.stream():
-            for _ in range(warmups):
-                step()
+            for index in range(warmups):
+                watched(step, buffers) if index == 0 else step()
             backend.synchronize()
             return backend.capture(step, pool=pool)
     except CaptureError:

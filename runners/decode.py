@@ -9,6 +9,8 @@ import torch
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
+from ..dataflow.plan import FillPlan
+from ..dataflow.planner import plan_fill
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .capture import CaptureReport
@@ -59,7 +61,14 @@ class DecodeRunner(Generic[V]):
         self._size = Sizer(self.stage.declaration, relations, capacity, BATCH)
         self._router = Router(self.stage.declaration, self.buckets, capacity, self.graphs)
         self._eager = EagerRunner(
-            inputs, step, sizes=sizes, settings=settings, relations=relations, backend=self.stage.backend, no_copy=False
+            inputs,
+            step,
+            sizes=sizes,
+            settings=settings,
+            relations=relations,
+            buffers=self.graphs.buffers,
+            backend=self.stage.backend,
+            no_copy=False,
         )
         self._tally = Tally()
         self._filled: tuple[V, Captured | None, int] | None = None
@@ -124,6 +133,11 @@ class DecodeRunner(Generic[V]):
     def decide(self, batch: Any, **side: Any) -> Decision:
         """The path that a batch would take, its bucket, and why."""
         return self._router.decide(self._size(batch, side), self.stage.absent(batch, side), batch)
+
+    def plan(self, bucket: int, absent: Collection[str] = ()) -> FillPlan:
+        """How one bucket is filled, for batches that come without some optional slots."""
+        stage, pattern = self.stage, frozenset(absent)
+        return plan_fill(stage.declaration, self._sizes[bucket], stage.backend.capabilities, absent=pattern)
 
     def stats(self) -> Mapping[str, Any]:
         """Plain data: steps, per bucket live and padded rows and waste, and how often each reason led to eager runs."""

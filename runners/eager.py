@@ -31,6 +31,7 @@ class EagerRunner(Generic[V]):
 
     Buffers grow to the next power of two on each axis when a batch asks for more. With `no_copy` nothing is copied:
     the step sees the batch's own tensors, checked as ever. carry: slots that the batch has already computed right.
+    buffers: another runner's, to be used as long as they are large enough.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class EagerRunner(Generic[V]):
         settings: object = None,
         carry: tuple[str, ...] = (),
         relations: Mapping[Axis, Dim] | None = None,
+        buffers: Buffers | None = None,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
@@ -51,8 +53,7 @@ class EagerRunner(Generic[V]):
         self._carry = carry
         self._size = Sizer(self.stage.declaration, self.stage.relations, self.stage.sizes)
         self._capacity = dict.fromkeys(self.stage.declaration.axes, 0) | dict(self.stage.sizes)
-        self._buffers: Buffers | None = None
-        self._bucket: Bucket | None = None
+        self._bucket = self._begin_with(buffers) if buffers is not None else None
         self._tally = Tally()
 
     def __call__(self, batch: Any, **side: Any) -> Any:
@@ -92,9 +93,14 @@ class EagerRunner(Generic[V]):
         return self._tally.as_data()
 
     @property
+    def buffers(self) -> Buffers | None:
+        """The buffers at their present capacity; none before the first batch."""
+        return self._bucket.buffers if self._bucket else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the buffers at their present capacity."""
-        return self._buffers.nbytes if self._buffers else 0
+        return self.buffers.nbytes if self.buffers else 0
 
     def _check_carried(self, batch: Any) -> None:
         missing = [name for name in self._carry if look_up(batch, name) is None]
@@ -110,14 +116,25 @@ class EagerRunner(Generic[V]):
         return self._bucket
 
     def _grow(self, more: Sizes) -> Bucket:
-        stage = self.stage
+        stage, bound = self.stage, self._bound()
+        if bound:
+            most = ", ".join(f"{axis} {rows}" for axis, rows in self._capacity.items() if axis in more)
+            message = f"slot {bound[0]!r} is bound to memory that cannot grow, and the batch has more rows than {most}"
+            raise BatchError(message)
         capacity = {**self._capacity, **more}
         buffers = stage.allocate(capacity)
         sizes = {axis.name: size for axis, size in capacity.items()}
         name = stage.declaration.name
         _LOG.debug("grown", runner=type(self).__name__, declaration=name, nbytes=buffers.nbytes, sizes=sizes)
-        self._capacity, self._buffers = capacity, buffers
-        return Bucket(stage.declaration, capacity, stage.backend.capabilities, buffers, exact=True)
+        return self._begin_with(buffers)
+
+    def _bound(self) -> list[str]:
+        return [buffer.name for buffer in self.buffers if buffer.adopted] if self.buffers else []
+
+    def _begin_with(self, buffers: Buffers) -> Bucket:
+        self._capacity = dict(buffers.capacity)
+        stage = self.stage
+        return Bucket(stage.declaration, buffers.capacity, stage.backend.capabilities, buffers, exact=True)
 
 
 def _power_of_two(rows: int) -> int:

@@ -89,7 +89,7 @@ class GraphSet(Generic[V]):
         stage = self.stage
         bucket = Bucket(stage.declaration, sizes, stage.backend.capabilities, self.buffers)
         ready = bucket.fill_for(absent).ready(tuple(sizes[axis] for axis in stage.declaration.varying))
-        graph = capture_step(stage.backend, _Step(stage, ready), warmups=warmups, pool=pool)
+        graph = capture_step(stage.backend, _Step(stage, ready), self.buffers, warmups=warmups, pool=pool)
         if self._rows_each is not None:
             check_rows(graph.outputs, rows * self._rows_each, f"bucket {rows}")
         _ = self.buffers.addresses

@@ -226,6 +226,7 @@ def declaration_of(fields: Mapping[str, Any], name: str = "Drawn") -> type[Input
 
 CAPABILITIES = (
     Capabilities(),
+    Capabilities(foreach_mixed=True),
     Capabilities(foreach_device=False, arenas=False),
     Capabilities(foreach_host=False, foreach_chunk=2),
     Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0}, pools_inputs=False),

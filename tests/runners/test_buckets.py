@@ -54,14 +54,14 @@ def test_fit_is_the_smallest_that_holds(given_sizes: list[int], rows: int) -> No
 
 @given(sizes, st.floats(0, 1))
 def test_table_keeps_the_waste_limit(given_sizes: list[int], limit: float) -> None:
-    """The table sends each row count to its bucket, and to none where more than the limit would be padding."""
+    """The table sends each row count to its bucket, to none where too much would be padding; no rows waste nothing."""
     buckets = Buckets(tuple(given_sizes), limit)
     table = buckets.table()
     assert len(table) == buckets.largest + 1
     for rows, bucket in enumerate(table):
         fit = buckets.fit(rows)
         assert fit is not None
-        assert bucket == (fit if (fit - rows) / fit <= limit else None)
+        assert bucket == (fit if not rows or (fit - rows) / fit <= limit else None)
 
 
 def test_waste_of_a_bucket() -> None:

@@ -12,11 +12,17 @@ from tests.runners.models import (
     expected,
     memory_of,
     plain_runner,
+    plain_step,
     random_batch,
     same_batch,
     snapshot,
 )
 from tests.runners.test_refused_batches import KINDS
+
+
+class NotedInputs(PlainInputs):
+    note: str = "usual"
+
 
 SLOTS = ["ids", "places", "weights", "pairs"]
 
@@ -68,3 +74,25 @@ def test_many_live_sizes(cpu: str) -> None:
         assert outputs.shape[0] == requests
         answer = expected(some) + requests - len(some["ids"])
         torch.testing.assert_close(outputs[-3:], answer, rtol=1e-4, atol=1e-3)
+
+
+@given(sizes=st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=2, max_size=25))
+def test_graphs_and_eager_runs_take_turns(wasteful: DecodeRunner[NotedInputs], sizes: list[tuple[int, bool]]) -> None:
+    """Eager runs between graphs, for whatever reason, leave no row of theirs in a later bucket's tail."""
+    for number, (requests, differs) in enumerate(sizes):
+        batch = random_batch(requests, seed=number)
+        view = wasteful.fill({**batch, "note": "differs"} if differs else batch)
+        padded = view.weights.shape[0]
+        assert torch.equal(view.weights[:requests], batch["weights"])
+        assert view.weights[requests:].tolist() == [-7.5] * (padded - requests)
+        assert view.ids[requests:].tolist() == [49] * (padded - requests)
+        assert view.pairs[requests:].tolist() == [[9, 9]] * (padded - requests)
+        assert_right(wasteful.replay(view), batch)
+
+
+@pytest.fixture(scope="module")
+def wasteful(cpu: str) -> DecodeRunner[NotedInputs]:
+    """A runner that often has a reason to run eagerly in between."""
+    runner = DecodeRunner(NotedInputs, plain_step, buckets=[2, 8], backend=cpu, max_waste=0.5)
+    runner.capture()
+    return runner

@@ -1,0 +1,36 @@
+"""Writes: whether a step changes an input that it was declared only to read."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..dataflow.buffers import Buffer, Buffers
+from ..dataflow.errors import CaptureError
+from ..dataflow.slots import Output
+
+
+def watched(step: Callable[[], Any], buffers: Buffers) -> None:
+    """Run a step once. CaptureError, with the inputs as they were, where it changed slots that it should only read.
+
+    A slot that the step writes would keep that in its tail, which a fill believes to be clean.
+    """
+    before = {buffer.name: buffer.tensor.clone() for buffer in buffers if _only_read(buffer)}
+    step()
+    changed = [name for name, kept in before.items() if not _same_bytes(buffers[name].tensor, kept)]
+    for name in changed:
+        buffers[name].tensor.copy_(before[name])
+    if changed:
+        names = ", ".join(map(repr, changed))
+        message = f"the step writes {names}: declare what it writes with rewritten=True, or as staged() or output()"
+        raise CaptureError(message)
+
+
+def _only_read(buffer: Buffer) -> bool:
+    slot = buffer.slot
+    return not (slot.rewritten or slot.computes() or isinstance(slot, Output))
+
+
+def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """As bytes, in which NaN equals itself."""
+    return torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8))
