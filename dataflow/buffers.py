@@ -7,9 +7,9 @@ from typing import Final
 import attrs
 import torch
 
-from .arena import ALIGNMENT, Room, separate, together
+from .arena import Room, separate, together
 from .axes import Sizes, extent
-from .binding import Allocate, check_bindings, merge, span
+from .binding import Allocate, check_bindings, span
 from .caches import keep_newest
 from .capabilities import Capabilities
 from .declaration import Declaration
@@ -107,8 +107,8 @@ class Buffers:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Address ranges that hold buffers, apart and in order."""
-        return merge((span(buffer.tensor) for buffer in self if buffer.nbytes), ALIGNMENT)
+        """The address range of each buffer."""
+        return [span(buffer.tensor) for buffer in self if buffer.nbytes]
 
     @property
     def reach_before(self) -> int:

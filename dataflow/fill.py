@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import torch
 
+from .arena import ALIGNMENT
 from .binding import merge, overlaps
 from .caches import keep_newest
 from .gather import Gather, Sources
@@ -42,7 +43,7 @@ class Fill:
         self._gather = Gather(sources)
         self._contiguous = [i for i, name in enumerate(names) if not slots[name].takes_strided()]
         self._all_contiguous = len(self._contiguous) == len(names)
-        self._near = merge((low - reach, high) for low, high in spans)
+        self._near = merge(((low - reach, high) for low, high in spans), ALIGNMENT)
         self._facts = operator.attrgetter("dtype", preparer.where, "shape")
         self._ready: dict[tuple[int, ...], Ready] = {}
 

@@ -48,6 +48,16 @@ def refuse(wanted: Sequence[Wanted], sources: Sequence[Any], ready: Ready, spans
     raise OtherDtypes({want.name: source.dtype for want, source, _ in rows if source.dtype != want.dtype})
 
 
+def check_source(want: Wanted, source: Any, fact: Fact) -> None:
+    """Hold one source that no fill copies to what its slot declares: MissingSourceError or BatchError."""
+    if source is None:
+        message = f"slot {want.name!r} is carried from the batch, which has none: compute it, or do not carry it"
+        raise MissingSourceError(message)
+    faults = list(_faults(want, source, fact, ()))
+    if faults:
+        raise BatchError("; ".join(faults))
+
+
 def _missing(want: Wanted) -> str:
     source = want.slot.reads(want.name)
     return f"slot {want.name!r}: {source} is missing; give it, or declare the slot with default=None"

@@ -112,6 +112,7 @@ class DecodeRunner(Generic[V]):
     def _fill(self, batch: Any, side: Side) -> "tuple[V, Captured | None, int]":
         live = self._size(batch, side)
         absent = self.stage.absent(batch, side)
+        self.graphs.fills += 1
         route = self._router.route(live, absent, batch)
         if isinstance(route, Decision):
             return self._fill_eagerly(batch, route, side), None, live[-1]
@@ -125,6 +126,7 @@ class DecodeRunner(Generic[V]):
             raise ReplayError(message)
         _, captured, rows = self._filled
         if captured is None:
+            self.graphs.eager_runs += 1
             return self._eager.run(view)
         outputs = self.graphs.replay(captured, rows)
         self._tally.replayed(captured.rows, rows)

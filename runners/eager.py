@@ -8,13 +8,17 @@ import structlog
 import torch
 
 from ..backends.base import Backend
-from ..dataflow.axes import Axis, Dim, Sizes
+from ..dataflow.axes import Axis, Dim, Sizes, extent
 from ..dataflow.bucket import Bucket
 from ..dataflow.buffers import Buffers
-from ..dataflow.errors import BatchError, MissingSourceError
+from ..dataflow.capabilities import DEVICE
+from ..dataflow.errors import BatchError
 from ..dataflow.fill import compute_on_device
 from ..dataflow.handover import hand_over
+from ..dataflow.refusal import Wanted, check_source
+from ..dataflow.roles import resolve_dtype
 from ..dataflow.sizing import Sizer
+from ..dataflow.slots import Slot
 from ..dataflow.sources import Side, look_up
 from .config import Options, RunnerConfig
 from .decision import Decision, Tally
@@ -50,7 +54,8 @@ class EagerRunner(Generic[V]):
         config = RunnerConfig.of({"backend": name_of(backend), **options})
         self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, carry)
         self.no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
-        self._carry = carry
+        capabilities, slots = self.stage.backend.capabilities, inputs.slotgraph.slots
+        self._carried = [Wanted(name, slots[name], resolve_dtype(slots[name].dtype, capabilities)) for name in carry]
         self._size = Sizer(self.stage.declaration, self.stage.relations, self.stage.sizes)
         self._capacity = dict.fromkeys(self.stage.declaration.axes, 0) | dict(self.stage.sizes)
         self._bucket = self._begin_with(buffers) if buffers is not None else None
@@ -62,15 +67,17 @@ class EagerRunner(Generic[V]):
 
     def fill(self, batch: Any, **side: Any) -> V:
         """The view that the step would see."""
+        before = self._bucket, self._capacity
         try:
             return self._fill(batch, side)
         except BatchError as error:
+            self._bucket, self._capacity = before
             self._size.explain(error)
             raise
 
     def _fill(self, batch: Any, side: Side) -> V:
-        self._check_carried(batch)
         live = self._size(batch, side)
+        self._check_carried(batch, live)
         bucket = self._bucket_for(live)
         absent = self.stage.absent(batch, side)
         ready = hand_over(bucket, batch, live, absent, side) if self.no_copy else bucket.fill(batch, live, absent, side)
@@ -102,11 +109,17 @@ class EagerRunner(Generic[V]):
         """Bytes of the buffers at their present capacity."""
         return self.buffers.nbytes if self.buffers else 0
 
-    def _check_carried(self, batch: Any) -> None:
-        missing = [name for name in self._carry if look_up(batch, name) is None]
-        if missing:
-            message = f"slot {missing[0]!r} is carried from the batch, which has none: compute it, or do not carry it"
-            raise MissingSourceError(message)
+    def _check_carried(self, batch: Any, live: tuple[int, ...]) -> None:
+        """Hold the slots that the batch has computed to their declaration, like any source."""
+        sizes = {**self.stage.sizes, **dict(zip(self.stage.declaration.varying, live, strict=True))}
+        for want in self._carried:
+            sized = extent(want.slot.shape, sizes) if want.slot.axes <= sizes.keys() else None
+            source = look_up(batch, want.name)
+            shape = sized or tuple(getattr(source, "shape", ()))  # of an axis that no copied slot tells, any size
+            check_source(want, source, (want.dtype, self._home(want.slot), shape))
+
+    def _home(self, slot: Slot) -> torch.device:
+        return self.stage.backend.device if slot.placement == DEVICE else torch.device("cpu")
 
     def _bucket_for(self, live: tuple[int, ...]) -> Bucket:
         axes = self.stage.declaration.varying

@@ -10,11 +10,13 @@ import torch
 
 from ..backends.base import Graph
 from ..dataflow.axes import Sizes
+from ..dataflow.binding import overlaps, span
 from ..dataflow.bucket import Bucket
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.fill import compute_on_device
 from ..dataflow.ready import Ready
+from ..dataflow.slots import Output
 from .capture import CaptureReport, MemoryAccount, capture_step, frozen_garbage, log_capture, progress_over
 from .outputs import Stamped, check_rows, live_rows, map_tensors, nbytes_of
 from .stage import Stage, V
@@ -37,14 +39,17 @@ class GraphSet(Generic[V]):
     """The graphs of one runner over one set of buffers.
 
     rows_each: output rows for each row of the leading axis, or None where outputs are handed out whole.
-    debug: stamp outputs, and check addresses at each replay instead of the first only.
+    debug: stamp outputs, and check addresses at each replay instead of the first only. fills, replays,
+    eager_runs: how often the buffers were filled, and how often a step ran on them, captured or not.
     """
 
     def __init__(self, stage: Stage[V], buffers: Buffers, *, rows_each: int | None, debug: bool) -> None:
         self.stage = stage
         self.buffers = buffers
         self.report: CaptureReport | None = None
-        self.replays = 0
+        self.fills = self.replays = self.eager_runs = 0
+        self._inputs = [span(b.tensor) for b in buffers if b.nbytes and not isinstance(b.slot, Output)]
+        self._outputs = [span(b.tensor) for b in buffers if b.nbytes and isinstance(b.slot, Output)]
         self._rows_each = rows_each
         self._debug = debug
         self._captured: dict[Key, Captured] = {}
@@ -120,6 +125,11 @@ class GraphSet(Generic[V]):
         )
 
     def _stamp(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One in an input's memory lasts until the next fill, in an output slot to the next step, else to a replay."""
+        if tensor.numel() and overlaps(tensor, self._inputs):
+            return Stamped.stamp(tensor, lambda: self.fills)
+        if tensor.numel() and overlaps(tensor, self._outputs):
+            return Stamped.stamp(tensor, lambda: self.replays + self.eager_runs)
         return Stamped.stamp(tensor, lambda: self.replays)
 
     def _verify(self, graph: Graph) -> None:

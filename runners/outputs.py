@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import enum
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -13,25 +14,31 @@ from ..dataflow.errors import CaptureError, StaleOutputError
 Generation = Callable[[], int]
 
 
-def map_tensors(outputs: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+def _stay(leaf: Any) -> Any:
+    return leaf
+
+
+def map_tensors(outputs: Any, function: Callable[[torch.Tensor], Any], others: Callable[[Any], Any] = _stay) -> Any:
     """The same structure with each tensor replaced: tuples, lists, mappings, attrs and data classes, nested.
 
-    Containers are new, so that whoever gets them may change them; anything else stays.
+    Containers are new, so that whoever gets them may change them; `others` is asked about anything else.
     """
     if isinstance(outputs, torch.Tensor):
         return function(outputs)
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
         names = [field.name for field in dataclasses.fields(outputs) if field.init]
-        return dataclasses.replace(outputs, **{n: map_tensors(getattr(outputs, n), function) for n in names})
+        return dataclasses.replace(outputs, **{n: map_tensors(getattr(outputs, n), function, others) for n in names})
     if attrs.has(type(outputs)):
         fields = [field for field in attrs.fields(type(outputs)) if field.init]
-        return attrs.evolve(outputs, **{f.alias: map_tensors(getattr(outputs, f.name), function) for f in fields})
+        return attrs.evolve(
+            outputs, **{f.alias: map_tensors(getattr(outputs, f.name), function, others) for f in fields}
+        )
     if isinstance(outputs, Mapping):
-        return _mapped(outputs, {key: map_tensors(value, function) for key, value in outputs.items()})
+        return _mapped(outputs, {key: map_tensors(value, function, others) for key, value in outputs.items()})
     if isinstance(outputs, list | tuple) and not isinstance(outputs, torch.Size):
-        values = [map_tensors(value, function) for value in outputs]
+        values = [map_tensors(value, function, others) for value in outputs]
         return type(outputs)(*values) if hasattr(outputs, "_fields") else type(outputs)(values)
-    return outputs
+    return others(outputs)
 
 
 def _mapped(original: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
@@ -55,7 +62,18 @@ def check_rows(outputs: Any, rows: int, what: str) -> None:
             raise CaptureError(message)
         return tensor
 
-    map_tensors(outputs, check)
+    map_tensors(outputs, check, _check_leaf)
+
+
+def _check_leaf(leaf: Any) -> Any:
+    """Something that holds tensors where no one looks would hand out padded rows."""
+    if leaf is None or isinstance(leaf, bool | int | float | complex | str | torch.Size | enum.Enum):
+        return leaf
+    message = (
+        f"the step returned {type(leaf).__name__}, of which rows cannot be cut: return tensors, or tuples, lists, "
+        "mappings, attrs or data classes of them; or pass output_rows=None to get it whole"
+    )
+    raise CaptureError(message)
 
 
 def live_rows(outputs: Any, rows: int) -> Any:
@@ -67,9 +85,10 @@ def nbytes_of(outputs: Sequence[Any]) -> int:
     """Bytes of all tensors in several structures, shared memory counted once."""
     sizes: dict[int, int] = {}
 
-    def note(tensor: torch.Tensor) -> None:
+    def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
     for one in outputs:
         map_tensors(one, note)
@@ -95,7 +114,13 @@ class Stamped(torch.Tensor):
     ) -> Any:
         """Check every stamped argument, run the function on plain tensors, and stamp what still shares memory."""
         stamps: list[Stamped] = []
-        map_tensors([args, kwargs or {}], lambda t: stamps.append(t) if isinstance(t, Stamped) else None)
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, Stamped):
+                stamps.append(tensor)
+            return tensor
+
+        map_tensors([args, kwargs or {}], note)
         for stamped in stamps:
             stamped._check()  # noqa: SLF001 - its own method
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch documents for __torch_function__
@@ -112,8 +137,8 @@ class Stamped(torch.Tensor):
         made, now = self._made, self._now()
         if made != now:
             message = (
-                f"this output was made by replay {made} and overwritten since (the runner is at {now}): "
-                "use it before the next replay, or keep a clone"
+                f"this output is of generation {made} and overwritten since (the runner is at {now}): "
+                "use it before the next step, or keep a clone"
             )
             raise StaleOutputError(message)
 

@@ -118,7 +118,7 @@ def test_mapping_of_its_own_kind(cpu: str, requests: int) -> None:
     [
         Parcel,
         DataParcel,
-        pytest.param(PlainParcel, marks=pytest.mark.xfail(reason="what is no container goes through as it is")),
+        PlainParcel,
     ],
 )
 def test_object_that_holds_tensors(cpu: str, kind: Callable[[torch.Tensor], Any]) -> None:

@@ -61,7 +61,7 @@ def test_stale_view(debugged: DecodeRunner[PlainInputs], view: str) -> None:
     )
     torch.testing.assert_close(out.clone(), VIEWS[view](expected(batch)).clone())
     debugged(random_batch(3, seed=2))
-    with pytest.raises(StaleOutputError, match=r"made by replay \d+ and overwritten since .* or keep a clone"):
+    with pytest.raises(StaleOutputError, match=r"of generation \d+ and overwritten since .* or keep a clone"):
         out.sum()
 
 
@@ -86,7 +86,7 @@ def test_every_tensor_of_a_structure(cpu: str) -> None:
     runner(random_batch(3, seed=6))
     runner(random_batch(3, seed=7))
     for out in outputs:
-        with pytest.raises(StaleOutputError, match=r"made by replay 1 and overwritten since \(the runner is at 3\)"):
+        with pytest.raises(StaleOutputError, match=r"of generation 1 and overwritten since \(the runner is at 3\)"):
             out.sum()
 
 
@@ -155,7 +155,6 @@ def test_deep_copy(debugged: DecodeRunner[PlainInputs]) -> None:
     assert_right(kept, batch)
 
 
-@pytest.mark.xfail(reason="only replays count, and an input is overwritten by the fill before")
 def test_output_that_is_an_input(cpu: str) -> None:
     """A step that returns one of its inputs gives memory that the next fill overwrites: reading it then is refused."""
     runner = DecodeRunner(PlainInputs, lambda view: view.ids, buckets=[4], backend=cpu, debug=True)
@@ -170,7 +169,6 @@ class OutputInputs(PlainInputs):
     result: torch.Tensor = output(TOKENS, 4, dtype=torch.float32)
 
 
-@pytest.mark.xfail(reason="eager steps share the graphs' buffers, and are not counted as replays")
 def test_eager_step_into_the_same_output_slot(cpu: str) -> None:
     """An eager step that writes the output slot of the graph before makes that graph's output stale."""
     runner = DecodeRunner(
