@@ -89,7 +89,7 @@ def not_annotated() -> None:
     """Type checkers would not know its type."""
 
     class Wrong(PlainInputs):
-        more = copied(BATCH, dtype=torch.int64, pad=0)
+        more = copied(BATCH, dtype=torch.int64, pad=0)  # pyright: ignore[reportGeneralTypeIssues] - what is refused
 
 
 WRONG: list[Any] = [
