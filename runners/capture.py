@@ -3,7 +3,7 @@
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import rich.console
@@ -15,6 +15,8 @@ from ..dataflow.buffers import Buffers
 from ..dataflow.errors import CaptureError
 from .writes import watched
 
+_FROZEN_BY_PYTHON: Final = 1000
+"""Python 3.12 starts with some hundred frozen objects, earlier and later ones with none; a program freezes many more."""
 _LOG = structlog.get_logger("slotgraph")
 
 
@@ -59,7 +61,7 @@ def frozen_garbage() -> Iterator[None]:
     try:
         yield
     finally:
-        if not frozen:  # else someone froze objects before, which must stay so
+        if frozen < _FROZEN_BY_PYTHON:  # else the program froze objects of its own, which must stay so
             gc.unfreeze()
 
 

@@ -35,7 +35,7 @@ def _nothing_stays_frozen() -> Iterator[None]:
     """No test may leave objects that the garbage collector passes over."""
     before = gc.get_freeze_count()
     yield
-    assert gc.get_freeze_count() == before
+    assert gc.get_freeze_count() <= before
 
 
 @pytest.mark.parametrize("warmups", [0, 1, 3])
