@@ -16,7 +16,7 @@ from ..dataflow.errors import CaptureError
 from .writes import watched
 
 _FROZEN_BY_PYTHON: Final = 1000
-"""Python 3.12 starts with some hundred frozen objects, earlier and later ones with none; a program freezes many more."""
+"""Python 3.12 starts with some hundred frozen objects, others with none; a program freezes many more."""
 _LOG = structlog.get_logger("slotgraph")
 
 
