@@ -101,10 +101,12 @@ class DecodeRunner(Generic[V]):
         Raises as a call does; the buffers, the graphs and the batch are then as they were.
         """
         before, self._filled = self._filled, None
+        self.graphs.fills += 1
         try:
             self._filled = filled = self._fill(batch, side)
         except BatchError as error:
             self._filled = before  # nothing was written: the view filled last still stands
+            self.graphs.fills -= 1
             self._size.explain(error)
             raise
         return filled[0]
@@ -112,7 +114,6 @@ class DecodeRunner(Generic[V]):
     def _fill(self, batch: Any, side: Side) -> "tuple[V, Captured | None, int]":
         live = self._size(batch, side)
         absent = self.stage.absent(batch, side)
-        self.graphs.fills += 1
         route = self._router.route(live, absent, batch)
         if isinstance(route, Decision):
             return self._fill_eagerly(batch, route, side), None, live[-1]
