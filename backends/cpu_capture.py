@@ -40,6 +40,7 @@ _below_autograd: Final[Any] = _C._ExcludeDispatchKeyGuard  # noqa: SLF001
 
 _ERROR_MODES: Final = ("global", "thread_local", "relaxed")
 _CAPABILITIES: Final = Capabilities(
+    foreach_mixed=True,
     capture_copies=frozenset({"device", "pinned"}),
     capture_error_modes=_ERROR_MODES,
 )
