@@ -40,17 +40,6 @@ def from_data(data: Any, kind: type[T]) -> T:
         raise ConfigError(message) from error
 
 
-def plan_to_data(plan: FillPlan) -> dict[str, Any]:
-    """A plan as plain data."""
-    data: dict[str, Any] = to_data(plan)
-    return data
-
-
-def plan_from_data(data: Any) -> FillPlan:
-    """The plan of plain data; ConfigError as `from_data`."""
-    return from_data(data, FillPlan)
-
-
 def plan_to_json(plan: FillPlan, indent: int | None = None) -> str:
     """A plan as JSON that any parser reads: infinity and NaN stand as text."""
     return json.dumps(to_data(plan), indent=indent, allow_nan=False)
@@ -63,7 +52,7 @@ def plan_from_json(text: str) -> FillPlan:
     except ValueError as error:
         message = f"no FillPlan: {error}"
         raise ConfigError(message) from error
-    return plan_from_data(data)
+    return from_data(data, FillPlan)
 
 
 def _strict(kind: type) -> Callable[[Any, Any], Any]:

@@ -19,9 +19,7 @@ from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, TailReset
 from slotgraph.dataflow.planner import plan_fill
 from slotgraph.dataflow.serial import (
     from_data,
-    plan_from_data,
     plan_from_json,
-    plan_to_data,
     plan_to_json,
     to_data,
 )
@@ -86,7 +84,7 @@ def test_tail_value_keeps_its_type(value: float) -> None:
 def test_json_is_plain() -> None:
     """Dtypes stand by their short names, tuples as lists, and nothing needs a parser that takes NaN."""
     data = json.loads(plan_to_json(PLAN, indent=2), parse_constant=pytest.fail)
-    assert data == plan_to_data(PLAN)
+    assert data == to_data(PLAN)
     assert data["copies"][1]["src_dtype"] == "float32"
     assert data["tails"][1]["value"] == "-inf"
     assert data["sizes"] == [["BATCH", 8], ["TOKENS", 16]]
@@ -117,18 +115,18 @@ def test_json_is_plain() -> None:
 )
 def test_what_is_no_plan_is_refused(change: Change, message: str) -> None:
     """An unknown key, a missing one, or a value of another type is an error that says which and where."""
-    data = copy.deepcopy(plan_to_data(PLAN))
+    data = copy.deepcopy(to_data(PLAN))
     change(data)
     with pytest.raises(ConfigError, match="no FillPlan: ") as caught:
-        plan_from_data(data)
+        from_data(data, FillPlan)
     assert message in str(caught.value)
 
 
 def test_all_faults_arrive_together() -> None:
     """Every fault of one text is in one message."""
-    data = {**plan_to_data(PLAN), "tails": 3, "nbytes": "x"}
+    data = {**to_data(PLAN), "tails": 3, "nbytes": "x"}
     with pytest.raises(ConfigError, match=r"got 3 @ \$\.tails; expected int, got 'x' @ \$\.nbytes"):
-        plan_from_data(data)
+        from_data(data, FillPlan)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"plan"'])
