@@ -14,7 +14,7 @@ from .base import Backend
 GROUP: Final = "slotgraph.backends"
 AUTO: Final = "auto"
 _LOG = structlog.get_logger("slotgraph")
-_OWN: Final = {"cpu": "cpu", "cpu-capture": "cpu_capture"}
+_OWN: Final = {"cpu": "cpu", "cpu-capture": "cpu_capture", "cuda": "cuda"}
 
 
 def names() -> tuple[str, ...]:

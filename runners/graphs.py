@@ -2,8 +2,9 @@
 
 import os
 import time
+import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Generic
+from typing import Any, Final, Generic
 
 import attrs
 import torch
@@ -35,19 +36,36 @@ class Captured:
     verified: bool = False
 
 
+@attrs.define(eq=False)
+class _Clock:
+    """Replays so far in one pool of graph memory: each may overwrite what another graph of the pool handed out."""
+
+    replays: int = 0
+
+
+_CLOCKS: Final["weakref.WeakKeyDictionary[object, _Clock]"] = weakref.WeakKeyDictionary()
+
+
+def _clock_of(pool: object | None) -> _Clock:
+    """The clock of all runners whose graphs share a pool; one of its own where there is none."""
+    return _Clock() if pool is None else _CLOCKS.setdefault(pool, _Clock())
+
+
 class GraphSet(Generic[V]):
     """The graphs of one runner over one set of buffers.
 
     rows_each: output rows for each row of the leading axis, or None where outputs are handed out whole.
-    debug: stamp outputs, and check addresses at each replay instead of the first only. fills, replays,
-    eager_runs: how often the buffers were filled, and how often a step ran on them, captured or not.
+    debug: stamp outputs, and check addresses at each replay instead of the first only. fills, eager_runs:
+    how often the buffers were filled, and how often a step ran on them without a graph.
     """
 
     def __init__(self, stage: Stage[V], buffers: Buffers, *, rows_each: int | None, debug: bool) -> None:
         self.stage = stage
         self.buffers = buffers
         self.report: CaptureReport | None = None
-        self.fills = self.replays = self.eager_runs = 0
+        self.fills = self.eager_runs = 0
+        self._pool = stage.backend.pool()
+        self._clock = _clock_of(self._pool)
         self._inputs = [span(b.tensor) for b in buffers if b.nbytes and not isinstance(b.slot, Output)]
         self._outputs = [span(b.tensor) for b in buffers if b.nbytes and isinstance(b.slot, Output)]
         self._rows_each = rows_each
@@ -70,12 +88,11 @@ class GraphSet(Generic[V]):
             message = "this runner is captured already: its addresses are sealed; make a new runner to capture again"
             raise CaptureError(message)
         start, failed = time.perf_counter(), {}
-        pool = self.stage.backend.pool()
         with frozen_garbage():
             for rows in progress_over(sorted(buckets, reverse=True), self.stage.backend, show=progress):
                 try:
                     for absent in sorted(patterns, key=sorted):
-                        self._captured[rows, absent] = self._capture(rows, buckets[rows], absent, warmups, pool)
+                        self._captured[rows, absent] = self._capture(rows, buckets[rows], absent, warmups)
                 except CaptureError as error:
                     failed[rows] = error
                     self._captured = {key: one for key, one in self._captured.items() if key[0] != rows}
@@ -90,11 +107,11 @@ class GraphSet(Generic[V]):
             raise CaptureError(message + "; ".join(self.report.reasons)) from next(iter(failed.values()))
         return self.report
 
-    def _capture(self, rows: int, sizes: Sizes, absent: Absent, warmups: int, pool: object | None) -> Captured:
+    def _capture(self, rows: int, sizes: Sizes, absent: Absent, warmups: int) -> Captured:
         stage = self.stage
         bucket = Bucket(stage.declaration, sizes, stage.backend.capabilities, self.buffers)
         ready = bucket.fill_for(absent).ready(tuple(sizes[axis] for axis in stage.declaration.varying))
-        graph = capture_step(stage.backend, _Step(stage, ready), self.buffers, warmups=warmups, pool=pool)
+        graph = capture_step(stage.backend, _Step(stage, ready), self.buffers, warmups=warmups, pool=self._pool)
         if self._rows_each is not None:
             check_rows(graph.outputs, rows * self._rows_each, f"bucket {rows}")
         _ = self.buffers.addresses
@@ -109,7 +126,7 @@ class GraphSet(Generic[V]):
             message = "this process was forked after capture: graphs belong to the process that captured them"
             raise ReplayError(message)
         captured.graph.replay()
-        self.replays += 1
+        self._clock.replays += 1
         outputs = captured.graph.outputs
         if self._rows_each is not None:
             outputs = live_rows(outputs, rows * self._rows_each)
@@ -125,12 +142,12 @@ class GraphSet(Generic[V]):
         )
 
     def _stamp(self, tensor: torch.Tensor) -> torch.Tensor:
-        """One in an input's memory lasts until the next fill, in an output slot to the next step, else to a replay."""
+        """In an input it lasts to the next fill, in an output slot to the next step, else to a replay in the pool."""
         if tensor.numel() and overlaps(tensor, self._inputs):
             return Stamped.stamp(tensor, lambda: self.fills)
         if tensor.numel() and overlaps(tensor, self._outputs):
-            return Stamped.stamp(tensor, lambda: self.replays + self.eager_runs)
-        return Stamped.stamp(tensor, lambda: self.replays)
+            return Stamped.stamp(tensor, lambda: self._clock.replays + self.eager_runs)
+        return Stamped.stamp(tensor, lambda: self._clock.replays)
 
     def _verify(self, graph: Graph) -> None:
         graph.check_addresses()

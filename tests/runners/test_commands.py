@@ -79,7 +79,7 @@ def explained(*arguments: str) -> Explanation:
 @pytest.mark.parametrize("target", ["explained_inputs:DecodeInputs", "explained_inputs.py:DecodeInputs"])
 def test_explain_table(target: str) -> None:
     """A module of the current directory and a file are found alike, and shown with plan and bytes."""
-    result = run("explain", target, *SIZED)
+    result = run("explain", target, *SIZED, "--backend", "cpu")
     assert result.exit_code == 0, result.stderr
     for part in ("DecodeInputs on cpu", "BATCH=7/8", "live_tokens(step)", "input_ids[live:] = 0", "bytes of buffers"):
         assert part in result.stdout

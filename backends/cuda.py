@@ -1,0 +1,204 @@
+"""CUDA devices, and AMD's under ROCm, which torch serves under the same names.
+
+How it behaves, where that is not obvious:
+
+- All captures on a device share one stream and one pool, whichever runner makes them. A graph's outputs are therefore
+  good until a graph that was captured before it on the same device is replayed; those of one runner last as ever.
+- Replays run on the current stream. Fill and replay on the same one, or order the two yourself.
+- A host slot is pinned. A graph that copies from it reads it when the device gets there, not when replay returns.
+- Outputs are ordinary tensors, also of a capture inside inference mode.
+"""
+
+import contextlib
+import functools
+import inspect
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Final, final
+
+import torch
+
+from ..dataflow.errors import BackendUnavailableError, CaptureError
+from .base import DEVICE, Availability, Backend, Capabilities, Event, Graph, Memory, Placement
+from .cuda_faults import first_line, out_of_memory, ran_out_of_memory
+from .cuda_graph import capture
+from .cuda_pool import FixedPool, GraphPool, bytes_on, new_handle, shared_on
+
+_ERROR_MODES: Final = ("global", "thread_local", "relaxed")
+_CAPABILITIES: Final = Capabilities(
+    capture_copies=frozenset({"device", "pinned"}),
+    capture_error_modes=_ERROR_MODES,
+)
+_VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_INSTALL: Final = "on Linux, `pip install --force-reinstall torch` brings one; for ROCm see torch's own install page"
+
+
+@final
+class CudaEvent(Event):
+    """A point in the current stream's work, with the device's own clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device))
+
+    def query(self) -> bool:
+        """Whether the device has passed this point."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed this point."""
+        self._event.synchronize()
+
+    def microseconds_since(self, earlier: Event) -> float:
+        """Device time between two events that have passed, in microseconds; the clock ticks about twice in one."""
+        if not isinstance(earlier, CudaEvent):
+            message = f"expected an event of the CUDA backend, got {type(earlier).__name__}"
+            raise TypeError(message)
+        return float(earlier._event.elapsed_time(self._event)) * 1e3  # noqa: SLF001 - of the same class
+
+
+@final
+class CudaBackend(Backend):
+    """The CUDA device that is current when the backend is made.
+
+    check_input_liveness: let torch (2.13 or newer) note every tensor that a capture reads, and refuse a replay after
+    one of them was freed. It takes a stack trace for each of them, so it is for finding bugs.
+    """
+
+    name: ClassVar[str] = "cuda"
+    priority: ClassVar[int] = 10
+
+    def __init__(self, *, check_input_liveness: bool = False) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._shared = shared_on(self._device)
+        self._options: dict[str, Any] = _liveness() if check_input_liveness else {}
+
+    @classmethod
+    def is_available(cls) -> Availability:
+        """Whether torch is built for such devices and sees one."""
+        reason = _why_not()
+        return Availability(available=not reason, reason=reason)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Foreach copies of one dtype a call, copies in a capture from the device and from pinned memory."""
+        return _CAPABILITIES
+
+    @property
+    def device(self) -> torch.device:
+        """The device, with its index."""
+        return self._device
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
+        """Memory on the device, or pinned memory on the host."""
+        with torch.inference_mode(mode=False):
+            if placement == DEVICE:
+                return torch.empty(shape, dtype=dtype, device=self._device)
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def pool(self) -> GraphPool:
+        """The pool that all captures on this device share."""
+        return self._shared.pool
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[torch.cuda.Stream]:
+        """The device's one capture stream: it waits for the current stream, which waits for it at the end.
+
+        Raises CaptureError, which says what to lower, where the block runs out of the device's memory.
+        """
+        shared, around = self._shared, torch.cuda.current_stream(self._device)
+        with shared.lock:
+            shared.stream.wait_stream(around)
+            try:
+                with torch.cuda.stream(shared.stream):
+                    yield shared.stream
+            except Exception as error:
+                if isinstance(error, CaptureError) or not ran_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # the tensors that the error would keep alive
+                torch.cuda.empty_cache()
+                raise out_of_memory(error, "before this bucket was captured") from error
+            finally:
+                around.wait_stream(shared.stream)
+
+    def capture(self, step: Callable[[], Any], *, pool: object | None = None, error_mode: str | None = None) -> Graph:
+        """Record the step on the capture stream without running it; pool: as `pool()` or torch hands it out.
+
+        Raises CaptureError for what CUDA refuses, naming the line and the way out, where memory ran out, saying what
+        to lower, and from what the step raised.
+        """
+        mode = _ERROR_MODES[0] if error_mode is None else error_mode
+        if mode not in _ERROR_MODES:
+            message = f"error_mode is one of {', '.join(map(repr, _ERROR_MODES))}, not {error_mode!r}"
+            raise CaptureError(message)
+        begin: Callable[..., AbstractContextManager[None]] = functools.partial(
+            torch.cuda.graph, capture_error_mode=mode, **self._options
+        )
+        return capture(self._shared, step, _pool_of(pool), begin)
+
+    def event(self) -> Event:
+        """An event recorded now on the current stream."""
+        return CudaEvent(self._device)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work handed to it."""
+        torch.cuda.synchronize(self._device)
+
+    def memory(self) -> Memory:
+        """The driver's account of the device, and what torch's allocator holds of it."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return Memory(total=total, free=free, allocated=bytes_on(self._device)[0])
+
+
+def _pool_of(pool: object | None) -> GraphPool:
+    """A pool as it is, one around torch's handle, or one for a single graph."""
+    if isinstance(pool, GraphPool):
+        return pool
+    if pool is None:
+        return FixedPool(new_handle())
+    if isinstance(pool, tuple) and [type(part) for part in pool] == [int, int]:
+        return FixedPool(pool)
+    message = f"pool is what pool() or torch.cuda.graph_pool_handle() hands out, not {pool!r}"
+    raise CaptureError(message)
+
+
+def _liveness() -> dict[str, Any]:
+    if "check_input_liveness" not in inspect.signature(torch.cuda.graph).parameters:
+        message = f"torch {torch.__version__} cannot check whether inputs are alive: torch 2.13 can"
+        raise BackendUnavailableError(message)
+    return {"check_input_liveness": True}
+
+
+def _why_not() -> str:
+    """Why no such device can be used here; nothing where one can."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built without CUDA: {_INSTALL}"
+    if torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch has no public name for it
+        return "this process was forked after CUDA was used: start it with multiprocessing's 'spawn' method"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it warns of, _no_device says
+        return "" if torch.cuda.is_available() else _no_device()
+
+
+def _no_device() -> str:
+    hidden = [name for name in _VISIBLE if os.environ.get(name, "0").strip() in {"", "-1"}]
+    if hidden:
+        return f"no device is visible, because {hidden[0]} is {os.environ[hidden[0]]!r}: unset it, or name a device"
+    visible = [f"{name}={os.environ[name]!r}" for name in _VISIBLE if name in os.environ]
+    also = f" ({', '.join(visible)})" if visible else ""
+    return f"torch finds no device{also}: {_driver_says()}; nvidia-smi or rocm-smi shows what the driver sees"
+
+
+def _driver_says() -> str:
+    """What torch says when it is made to start."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return first_line(error)
+    return "the driver started, and has none"
+
+
+Adapter = CudaBackend

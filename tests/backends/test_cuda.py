@@ -1,0 +1,275 @@
+"""The CUDA backend on a device, beyond the contract: what is shared does not collide, and the accounts are right."""
+
+import functools
+import gc
+import itertools
+
+import pytest
+import torch
+
+from slotgraph import DecodeRunner
+from slotgraph.backends import HOST, choose
+from slotgraph.backends.cuda import CudaBackend
+from tests.backends.cuda_rows import (
+    MIB,
+    Rows,
+    capture,
+    inference,
+    rows_answer,
+    rows_batch,
+    rows_runner,
+    sleep,
+)
+
+_AVAILABLE = CudaBackend.is_available()
+if not _AVAILABLE:
+    pytest.skip(f"cuda: {_AVAILABLE.reason}", allow_module_level=True)
+pytestmark = pytest.mark.cuda
+
+MODES = list(itertools.product((False, True), repeat=4))
+
+
+@pytest.fixture
+def cuda() -> CudaBackend:
+    """The backend on the current device."""
+    return CudaBackend()
+
+
+def test_chosen_where_there_is_a_device(cuda: CudaBackend) -> None:
+    """Auto takes the device, which has an index."""
+    assert choose("auto").name == cuda.name
+    assert cuda.device == torch.device("cuda", torch.cuda.current_device())
+
+
+def test_host_memory_is_pinned(cuda: CudaBackend) -> None:
+    """Host slots lie in pinned memory, from which a captured step may copy."""
+    host = cuda.empty((4,), torch.float32, HOST)
+    assert host.is_pinned()
+    host.fill_(1)
+    graph = capture(cuda, lambda: host.to(cuda.device, non_blocking=True) * 2)
+    for value in (3.0, 4.0):
+        host.fill_(value)
+        graph.replay()
+        assert graph.outputs.tolist() == [value * 2] * 4
+
+
+def test_random_numbers(cuda: CudaBackend) -> None:
+    """A graph draws other numbers at each replay, and those of two runs from one seed are the same."""
+    graph = capture(cuda, lambda: torch.rand(16, device=cuda.device))
+    runs = []
+    for _ in range(2):
+        torch.cuda.manual_seed(3)
+        drawn = []
+        for _ in range(3):
+            graph.replay()
+            drawn.append(graph.outputs.clone())
+        runs.append(torch.stack(drawn))
+    assert torch.equal(*runs)
+    assert not torch.equal(runs[0][0], runs[0][1])
+
+
+def test_one_stream_and_one_pool(cuda: CudaBackend) -> None:
+    """All backends of one device share a stream and a pool, in which one graph's scratch serves the next."""
+    other = CudaBackend()
+    assert other.pool() is cuda.pool()
+    with cuda.stream() as one, other.stream() as two:
+        assert one == two
+    source = torch.ones(4, device=cuda.device)
+
+    def step() -> torch.Tensor:
+        return source + torch.zeros(16 * MIB, device=cuda.device).sum()
+
+    graphs = [capture(backend, step, pool=backend.pool()) for backend in (cuda, other, cuda, other)]
+    assert 64 * MIB <= graphs[0].nbytes < 96 * MIB
+    assert sum(graph.nbytes for graph in graphs[1:]) < 8 * MIB
+    alone = capture(cuda, step)
+    assert alone.nbytes >= 64 * MIB
+    for graph in (*graphs, alone):
+        graph.replay()
+        assert torch.equal(graph.outputs, source)
+
+
+def test_pool_outlives_its_graphs(cuda: CudaBackend) -> None:
+    """When all graphs are gone their memory goes back, and the pool takes new ones, though old outputs are held."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = cuda.memory().allocated
+    source = torch.ones(4, device=cuda.device)
+    kept = []
+    for number in range(3):
+        graph = capture(cuda, lambda: source + torch.zeros(16 * MIB, device=cuda.device).sum(), pool=cuda.pool())
+        graph.replay()
+        kept.append(graph.outputs)
+        assert torch.equal(kept[number], source)
+        del graph
+        gc.collect()
+    torch.cuda.empty_cache()
+    assert cuda.memory().allocated - before < 96 * MIB
+
+
+def test_torchs_own_handle(cuda: CudaBackend) -> None:
+    """A handle of torch's, as an engine may have one, is a pool too."""
+    source, handle = torch.ones(4, device=cuda.device), torch.cuda.graph_pool_handle()
+    graphs = [capture(cuda, functools.partial(source.mul, by), pool=handle) for by in (2, 3)]
+    for graph, by in zip(graphs, (2, 3), strict=True):
+        graph.replay()
+        assert torch.equal(graph.outputs, source * by)
+
+
+def test_bytes_of_a_runner(cuda: CudaBackend) -> None:
+    """Inputs, graphs and outputs are accounted for apart, and together fit what the allocator holds more."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = cuda.memory().allocated
+    wide = torch.ones(1, 4 * MIB, device=cuda.device)
+
+    def step(view: Rows) -> torch.Tensor:
+        return ((wide + view.weights[:, None]) * 2)[:, : MIB // 4] + 1
+
+    runner = DecodeRunner(Rows, step, buckets=[1, 8], backend="cuda")
+    report = runner.capture()
+    memory = report.memory
+    assert memory.inputs == runner.graphs.buffers.nbytes
+    assert memory.outputs == (8 + 1) * MIB
+    assert memory.graphs + memory.outputs >= 2 * 8 * 16 * MIB, "the sum and its double of the largest bucket"
+    torch.cuda.empty_cache()
+    held = cuda.memory().allocated - before - wide.nbytes
+    assert abs(held - memory.total) < 64 * MIB
+
+
+def test_work_is_ordered(cuda: CudaBackend) -> None:
+    """Steps in flight on a stream of the caller's do not meet: fills wait for sources, replays for fills."""
+    runner = rows_runner(cuda)
+    runner.capture()
+    mine, got, wanted = torch.cuda.Stream(cuda.device), [], []  # type: ignore[no-untyped-call]
+    mine.wait_stream(torch.cuda.current_stream(cuda.device))
+    with torch.cuda.stream(mine):
+        for seed in range(60):
+            if seed % 7 == 0:
+                sleep(2_000_000)
+            batch = rows_batch(cuda, seed % 8 + 1, seed)
+            got.append(runner(batch).clone())
+            wanted.append(rows_answer(batch))
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, got, wanted))
+
+
+def test_stream_waits_both_ways(cuda: CudaBackend) -> None:
+    """The capture stream begins after the caller's work, and the caller's goes on after the capture stream's."""
+    source = torch.zeros(1 << 16, device=cuda.device)
+    sleep(20_000_000)
+    source.fill_(1)
+    with cuda.stream():
+        copy = source.clone()
+        sleep(20_000_000)
+        copy.add_(1)
+    assert int(copy.sum()) == 2 * len(copy)
+    assert torch.cuda.current_stream(cuda.device) == torch.cuda.default_stream(cuda.device)
+
+
+@pytest.mark.parametrize(("made", "captured", "filled", "replayed"), MODES)
+def test_inference_modes(cuda: CudaBackend, *, made: bool, captured: bool, filled: bool, replayed: bool) -> None:
+    """Whatever was inside inference mode and whatever outside, steps are right and outputs are ordinary tensors."""
+    with inference(inside=made):
+        runner = rows_runner(cuda)
+    with inference(inside=captured):
+        runner.capture()
+    for seed, rows in enumerate((3, 8, 1, 20)):
+        batch = rows_batch(cuda, rows, seed)
+        with inference(inside=filled):
+            view = runner.fill(batch)
+        with inference(inside=replayed):
+            outputs = runner.replay(view)
+        assert torch.equal(outputs, rows_answer(batch))
+        if rows <= 8:
+            outputs.add_(1)
+    assert not any(buffer.tensor.is_inference() for buffer in runner.graphs.buffers)
+
+
+def test_structures_of_inference_tensors(cuda: CudaBackend) -> None:
+    """Outputs of a capture inside inference mode keep their structure, addresses and other values."""
+    source, note = torch.ones(4, device=cuda.device), object()
+    with torch.inference_mode():
+        graph = capture(cuda, lambda: {"one": (source + 1)[1:], "more": (source, [source * 2, note])})
+    graph.replay()
+    one, (same, (double, other)) = graph.outputs["one"], graph.outputs["more"]
+    assert not one.is_inference()
+    assert (one.storage_offset(), one.tolist()) == (1, [2.0] * 3)
+    assert same is source
+    assert double.tolist() == [2.0] * 4
+    assert other is note
+
+
+def test_no_collection_during_capture(cuda: CudaBackend) -> None:
+    """Python's collector stands still while a step is captured, and is as it was afterwards."""
+    source, seen = torch.ones(4, device=cuda.device), list[bool]()
+
+    def step() -> torch.Tensor:
+        seen.append(gc.isenabled())
+        return source + 1
+
+    for was_on in (True, False):
+        (gc.enable if was_on else gc.disable)()
+        try:
+            capture(cuda, step)
+            assert gc.isenabled() is was_on
+        finally:
+            gc.enable()
+    assert seen == [False, False]
+
+
+def test_step_that_does_nothing(cuda: CudaBackend) -> None:
+    """Nothing recorded is warned of, as torch does, and is a graph all the same."""
+    source = torch.ones(4, device=cuda.device)
+    with pytest.warns(UserWarning, match="empty"):
+        graph = capture(cuda, lambda: source)
+    graph.replay()
+    assert graph.outputs is source
+    assert graph.nbytes == 0
+
+
+def test_event_timings(cuda: CudaBackend) -> None:
+    """Microseconds between events are the device's: ten times the work takes about ten times as long."""
+    sleep(1000)
+    took = []
+    for cycles in (2_000_000, 20_000_000):
+        begin = cuda.event()
+        sleep(cycles)
+        end = cuda.event()
+        assert not end.query()
+        end.synchronize()
+        took.append(end.microseconds_since(begin))
+    assert 500 < took[0] < 10_000
+    assert 7 < took[1] / took[0] < 13
+
+
+def test_memory_is_the_devices(cuda: CudaBackend) -> None:
+    """What is allocated is gone from what is free, and is held until the cache is emptied."""
+    torch.cuda.empty_cache()
+    before = cuda.memory()
+    kept = torch.empty(512 * MIB, dtype=torch.uint8, device=cuda.device)
+    after = cuda.memory()
+    assert after.total == before.total
+    assert after.allocated - before.allocated == kept.nbytes
+    assert before.free - after.free >= kept.nbytes // 2, "another process may have freed some meanwhile"
+
+
+def test_two_devices(cuda: CudaBackend) -> None:
+    """A backend belongs to the device that was current when it was made, whichever is current later."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one CUDA device here")
+    with torch.cuda.device(1):
+        other = CudaBackend()
+    assert other.device == torch.device("cuda", 1)
+    assert other.pool() is not cuda.pool()
+    runners = [rows_runner(backend) for backend in (cuda, other)]
+    for runner in runners:
+        runner.capture()
+        assert torch.cuda.current_device() == cuda.device.index
+    for seed, rows in enumerate((1, 3, 8, 9)):
+        for backend, runner in zip((cuda, other), runners, strict=True):
+            batch = rows_batch(backend, rows, seed)
+            assert torch.equal(runner(batch), rows_answer(batch))
+    assert other.empty((2,), torch.int64, "device").device == other.device
+    with other.stream() as stream:
+        assert stream.device == other.device
