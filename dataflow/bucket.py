@@ -55,12 +55,9 @@ class Bucket:
 
         Raises MissingSourceError and BatchError before anything is written.
         """
-        fill = self._last.get(absent) or self.fill_for(absent)
-        try:
-            return fill(batch, side, live)
-        except OtherDtypes as other:
-            fill = self._last[absent] = self.fill_for(absent, other.source_dtypes)
-        return fill(batch, side, live)
+        fill, ready, sources = self.check(batch, live, absent, side)
+        fill.write(ready, sources, batch)
+        return ready
 
     def check(
         self, batch: Any, live: tuple[int, ...], absent: frozenset[str] = frozenset(), side: Side = NO_SIDE

@@ -114,7 +114,7 @@ class Buffers:
     def reach_before(self) -> int:
         """Bytes before a buffer at which a tensor that reaches into it may begin.
 
-        None where all memory was allocated here: what lies in it begins in it. Adopted memory is part of something
+        0 where all memory was allocated here: what lies in it begins in it. Adopted memory is part of something
         larger, of which a source may be another part.
         """
         storages = [buffer.tensor.untyped_storage().nbytes() for buffer in self if buffer.adopted]

@@ -35,10 +35,10 @@ class Computation:
     """A function with all that is known of its arguments before the batch; `fields` come from the batch."""
 
     slot: str
+    compute: Compute
     function: Callable[..., Any]
     fields: Mapping[str, Any]
     target: torch.Tensor
-    writes_out: bool
     number: type | None
 
     @classmethod
@@ -51,7 +51,11 @@ class Computation:
             given[OUT] = target
         unknown = {need: fields[need] for need in compute.needs if need not in known}
         function = functools.partial(compute.function, **given)
-        return cls(slot, function, unknown, target, compute.writes_out, _number_of(target))
+        return cls(slot, compute, function, unknown, target, _number_of(target))
+
+    def on(self, known: Mapping[str, Any], fields: Mapping[str, Any]) -> "Computation":
+        """The same function and target with other arguments."""
+        return self.bind(self.slot, self.compute, known, fields, self.target)
 
     def run(self, batch: Any) -> None:
         """Call the function and write what it returns. ComputeError where the slot cannot hold that."""
@@ -61,7 +65,7 @@ class Computation:
             value = self.function()
         if type(value) is self.number:
             self._fill(value)  # type: ignore[arg-type] # its very type was just compared
-        elif not self.writes_out:
+        elif not self.compute.writes_out:
             write(self.target, value, self._what)
 
     @property

@@ -47,16 +47,6 @@ class Fill:
         self._facts = operator.attrgetter("dtype", preparer.where, "shape")
         self._ready: dict[tuple[int, ...], Ready] = {}
 
-    def __call__(self, batch: Any, side: Side, live: tuple[int, ...]) -> Ready:
-        """Fill for `live` rows on each varying axis, all but what the device computes."""
-        ready, sources = self.check(batch, side, live)
-        if _GRAD_IS_ON():
-            with torch.no_grad():
-                self._write(ready, sources, batch)
-        else:
-            self._write(ready, sources, batch)
-        return ready
-
     def check(self, batch: Any, side: Side, live: tuple[int, ...]) -> tuple[Ready, Sources]:
         """The sources of a batch in the order of `copied`, all of them found to fit. Writes nothing."""
         ready = self._ready.get(live) or self.ready(live)
@@ -64,6 +54,14 @@ class Fill:
         if not self._fits(sources, ready):
             refuse(self._wanted, sources, ready, self._spans)
         return ready, sources
+
+    def write(self, ready: Ready, sources: Sources, batch: Any) -> None:
+        """Fill from sources that were found to fit, all but what the device computes; without gradients."""
+        if _GRAD_IS_ON():
+            with torch.no_grad():
+                self._write(ready, sources, batch)
+        else:
+            self._write(ready, sources, batch)
 
     def ready(self, live: tuple[int, ...]) -> Ready:
         """What a live size needs, made on its first use. BatchError where it does not fit the bucket."""

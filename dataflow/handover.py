@@ -6,7 +6,6 @@ import attrs
 import torch
 
 from .bucket import Bucket
-from .computation import Computation
 from .compute import STEP
 from .ready import Ready, Views
 from .sources import NO_SIDE, Side
@@ -21,19 +20,10 @@ def hand_over(
     """
     fill, ready, sources = bucket.check(batch, live, absent, side)
     views: Views = {**ready.views, **dict(zip(fill.copied, sources, strict=True))}
-    host = [_rebound(computation, bucket, ready, views) for computation in ready.host]
-    device = [_rebound(computation, bucket, ready, views) for computation in ready.device]
+    known, fields = {STEP: ready.step, **views}, bucket.declaration.fields
+    host = [computation.on(known, fields) for computation in ready.host]
+    device = [computation.on(known, fields) for computation in ready.device]
     with torch.no_grad():
         for computation in host:
             computation.run(batch)
     return attrs.evolve(ready, views=views, host=host, device=device)
-
-
-def _rebound(computation: Computation, bucket: Bucket, ready: Ready, views: Views) -> Computation:
-    """The same computation on other tensors."""
-    declaration = bucket.declaration
-    compute = declaration.slots[computation.slot].computes()
-    if compute is None:
-        return computation
-    known = {STEP: ready.step, **views}
-    return Computation.bind(computation.slot, compute, known, declaration.fields, computation.target)
