@@ -10,13 +10,16 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test bench docs lint types test-slow coverage help clean distclean
+.PHONY: demo test test-cuda bench docs lint types test-slow coverage help clean distclean
 
 demo: .venv/.have-models  ## generate text through captured steps, compared with the model's own library
 	@$(BIN)/python docs/examples/generate $(ARGS)
 
 test: .venv/.have-test  ## all tests, the documentation's blocks, and each benchmark once
 	@$(BIN)/pytest $(ARGS)
+
+test-cuda: .venv/.have-test  ## the tests for a CUDA device; where there is none they skip, and say why
+	@$(BIN)/pytest -m cuda $(ARGS)
 
 test-slow: .venv/.have-test  ## the Hypothesis suite at 1,000 examples a test
 	@HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -m hypothesis --durations=5 tests $(ARGS)

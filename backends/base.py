@@ -1,7 +1,7 @@
 """The abstract base of all backends: a capability record and a handful of verbs."""
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -9,8 +9,21 @@ import attrs
 import torch
 
 from ..dataflow.capabilities import DEVICE, HOST, Capabilities, Placement
+from ..dataflow.upload import Upload
 
-__all__ = ["DEVICE", "HOST", "Availability", "Backend", "Capabilities", "Event", "Graph", "Memory", "Placement"]
+__all__ = [
+    "DEVICE",
+    "HOST",
+    "Availability",
+    "Backend",
+    "Capabilities",
+    "Event",
+    "Fusion",
+    "Graph",
+    "Memory",
+    "Placement",
+    "Upload",
+]
 
 
 @attrs.frozen
@@ -71,6 +84,30 @@ class Event(abc.ABC):
         """Device time between `earlier` and this event, in microseconds; both must have passed."""
 
 
+def _no_stream() -> int:
+    return 0
+
+
+class Fusion(abc.ABC):
+    """A device's own way to fill a bucket in one upload and one launch: `dataflow.lanes` says of what."""
+
+    @property
+    @abc.abstractmethod
+    def block(self) -> int:
+        """Words that one row of a table takes."""
+
+    @abc.abstractmethod
+    def upload(self, nbytes: int) -> Upload:
+        """A packet of at most so many bytes, which holds zeros, and what feeds it."""
+
+    @abc.abstractmethod
+    def kernel(self, table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """A call that launches the kernel over a table on the current stream; it may be captured.
+
+        targets: the buffers that it writes, for devices that must be told.
+        """
+
+
 class Backend(abc.ABC):
     """A device adapter. Subclasses are final, and are made without arguments.
 
@@ -113,6 +150,21 @@ class Backend(abc.ABC):
 
         Raises CaptureError, chained to what the device or the step said; nothing is left half captured.
         """
+
+    def fusion(self) -> Fusion | None:
+        """The device's way to fill in one upload and one launch; None where it has no such way."""
+        return None
+
+    def stream_key(self) -> Callable[[], int]:
+        """A call that tells the current stream by a number; one number where the device has no streams."""
+        return _no_stream
+
+    def order(self, first: int, then: int) -> None:  # noqa: B027 - there is nothing to wait for without streams
+        """Have one stream, told by its number, wait for what was handed to another so far."""
+
+    def streams_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The stream that each tensor's memory belongs to, as far as the device can tell; it may take milliseconds."""
+        return tuple(self.stream_key()() for _ in tensors)
 
     @abc.abstractmethod
     def event(self) -> Event:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ..dataflow.errors import CaptureError, ReplayError
 from .base import Capabilities, Graph
-from .host import HostBackend
+from .host import LOWERINGS, HostBackend
 from .program import Call, calls_of
 from .recorder import Recorder, is_recording, plain_tensors
 from .storages import Seal
@@ -43,6 +43,7 @@ _CAPABILITIES: Final = Capabilities(
     foreach_mixed=True,
     capture_copies=frozenset({"device", "pinned"}),
     capture_error_modes=_ERROR_MODES,
+    lowerings=LOWERINGS,
 )
 
 

@@ -4,26 +4,30 @@ How it behaves, where that is not obvious:
 
 - All captures on a device share one stream and one pool, whichever runner makes them. A graph's outputs are therefore
   good until a graph that was captured before it on the same device is replayed; those of one runner last as ever.
-- Replays run on the current stream. Fill and replay on the same one, or order the two yourself.
+- Replays run on the current stream; runners let a step wait for the one before it where that was on another.
 - A host slot is pinned. A graph that copies from it reads it when the device gets there, not when replay returns.
 - Outputs are ordinary tensors, also of a capture inside inference mode.
 """
 
+import bisect
 import contextlib
 import functools
 import inspect
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, final
 
+import attrs
 import torch
 
+from ..dataflow.capabilities import LADDER
 from ..dataflow.errors import BackendUnavailableError, CaptureError
-from .base import DEVICE, Availability, Backend, Capabilities, Event, Graph, Memory, Placement
+from .base import DEVICE, Availability, Backend, Capabilities, Event, Fusion, Graph, Memory, Placement
 from .cuda_faults import first_line, out_of_memory, ran_out_of_memory
+from .cuda_fusion import current_stream_on, fusion_on
 from .cuda_graph import capture
 from .cuda_pool import FixedPool, GraphPool, bytes_on, new_handle, shared_on
 
@@ -32,6 +36,7 @@ _CAPABILITIES: Final = Capabilities(
     capture_copies=frozenset({"device", "pinned"}),
     capture_error_modes=_ERROR_MODES,
 )
+_WITH_FUSION: Final = attrs.evolve(_CAPABILITIES, lowerings=LADDER)
 _VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _INSTALL: Final = "on Linux, `pip install --force-reinstall torch` brings one; for ROCm see torch's own install page"
 
@@ -84,8 +89,37 @@ class CudaBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Foreach copies of one dtype a call, copies in a capture from the device and from pinned memory."""
-        return _CAPABILITIES
+        """Foreach copies of one dtype a call, copies in a capture from the device and from pinned memory.
+
+        The fused lowerings come first where triton can compile for the device.
+        """
+        return _CAPABILITIES if self.fusion() is None else _WITH_FUSION
+
+    def fusion(self) -> Fusion | None:
+        """The fused fill, compiled on first use; None where triton is missing or cannot compile."""
+        return fusion_on(self._device)
+
+    def stream_key(self) -> Callable[[], int]:
+        """A call that tells the current stream's handle."""
+        return current_stream_on(self._device)
+
+    def order(self, first: int, then: int) -> None:
+        """Have the stream of one handle wait for what was handed to that of another so far."""
+        earlier, later = (_stream_of(handle, self._device) for handle in (first, then))
+        later.wait_stream(earlier)
+
+    def streams_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The stream that each tensor's memory was allocated on, from the allocator's own books: milliseconds."""
+        snapshot: Callable[[], list[dict[str, Any]]] = torch.cuda.memory_snapshot
+        segments = snapshot()
+        found = sorted((one["address"], one["address"] + one["total_size"], one["stream"]) for one in segments)
+        starts = [low for low, _, _ in found]
+        streams = []
+        for tensor in tensors:
+            at = bisect.bisect_right(starts, tensor.data_ptr()) - 1
+            is_known = at >= 0 and tensor.data_ptr() < found[at][1]
+            streams.append(found[at][2] if is_known else self.stream_key()())
+        return tuple(streams)
 
     @property
     def device(self) -> torch.device:
@@ -151,6 +185,10 @@ class CudaBackend(Backend):
         """The driver's account of the device, and what torch's allocator holds of it."""
         free, total = torch.cuda.mem_get_info(self._device)
         return Memory(total=total, free=free, allocated=bytes_on(self._device)[0])
+
+
+def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(handle, device)  # type: ignore[no-untyped-call]
 
 
 def _pool_of(pool: object | None) -> GraphPool:

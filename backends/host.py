@@ -4,12 +4,18 @@ import os
 import resource
 import time
 from contextlib import AbstractContextManager, nullcontext
+from typing import Final
 
 import torch
 
-from .base import Availability, Backend, Capabilities, Event, Memory, Placement
+from ..dataflow.capabilities import Lowering
+from .base import Availability, Backend, Capabilities, Event, Fusion, Memory, Placement
 
-_CAPABILITIES = Capabilities(foreach_mixed=True, capture_copies=frozenset({"device", "pinned", "pageable"}))
+LOWERINGS: Final[tuple[Lowering, ...]] = ("foreach", "slot_by_slot", "in_graph", "fused")
+"""Foreach is the fastest here; the fused ones show what a device will do."""
+_CAPABILITIES = Capabilities(
+    foreach_mixed=True, capture_copies=frozenset({"device", "pinned", "pageable"}), lowerings=LOWERINGS
+)
 
 
 class HostEvent(Event):
@@ -64,6 +70,12 @@ class HostBackend(Backend):
     def stream(self) -> AbstractContextManager[object]:
         """No stream: work runs where it is called."""
         return nullcontext()
+
+    def fusion(self) -> Fusion | None:
+        """The fused fill in plain code."""
+        from .host_fusion import HostFusion  # noqa: PLC0415 - it registers an operator, which few need
+
+        return HostFusion()
 
     def event(self) -> Event:
         """The present moment."""

@@ -55,6 +55,8 @@ def _faults(name: str, tensor: torch.Tensor, like: torch.Tensor, shape: tuple[in
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
     """First and one past the last address that a tensor's elements lie in."""
+    if tensor.is_contiguous():
+        return (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
     if tensor.numel() == 0:
         return (tensor.data_ptr(), tensor.data_ptr())
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

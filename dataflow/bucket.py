@@ -1,28 +1,42 @@
-"""One bucket's fills: a plan for each pattern of absent optional slots and source dtypes that batches come with."""
+"""One bucket's fills: a plan for each pattern of absent slots, slots in place and source dtypes of its batches."""
 
-from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import torch
 
+from .admission import OtherSources
 from .axes import Sizes
 from .buffers import Buffers
-from .capabilities import Capabilities
+from .capabilities import Capabilities, Lowering
 from .declaration import Declaration
+from .feed import Feed
 from .fill import Fill
+from .fused import FusedFill
 from .gather import Sources
-from .planner import NO_CASTS, plan_fill
+from .lanes import Lane
+from .oracle import fill_slot_by_slot
+from .packer import Packer, lanes_of
+from .planner import NO_CASTS, NONE, plan_fill
 from .ready import Preparer, Ready
-from .refusal import OtherDtypes
 from .sources import NO_SIDE, Side
 
-Pattern = tuple[frozenset[str], tuple[tuple[str, torch.dtype], ...]]
+Absent = frozenset[str]
 
 
 def absent_from(declaration: Declaration, batch: Any, side: Side = NO_SIDE) -> frozenset[str]:
     """Optional slots that a batch comes without."""
     optional = [(name, slot) for name, slot in declaration.slots.items() if slot.optional]
     return frozenset(n for n, s in optional if (source := s.reads(n)) is not None and source.read(batch, side) is None)
+
+
+@attrs.frozen
+class _Pattern:
+    """What batches differ in, so that each needs a plan of its own."""
+
+    absent: Absent
+    in_place: frozenset[str] = NONE
+    dtypes: tuple[tuple[str, torch.dtype], ...] = ()
 
 
 class Bucket:
@@ -45,12 +59,10 @@ class Bucket:
         self._capabilities = capabilities
         self.buffers = buffers
         self._exact = exact
-        self._fills: dict[Pattern, Fill] = {}
-        self._last: dict[frozenset[str], Fill] = {}
+        self._fills: dict[_Pattern, Fill] = {}
+        self._last: dict[Absent, Fill] = {}
 
-    def fill(
-        self, batch: Any, live: tuple[int, ...], absent: frozenset[str] = frozenset(), side: Side = NO_SIDE
-    ) -> Ready:
+    def fill(self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE) -> Ready:
         """Fill from a batch of `live` rows on each varying axis; all but what the device computes.
 
         Raises MissingSourceError and BatchError before anything is written.
@@ -59,24 +71,59 @@ class Bucket:
         fill.write(ready, sources, batch)
         return ready
 
+    def fill_slot_by_slot(
+        self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE
+    ) -> Ready:
+        """The same by the oracle, what the device computes included."""
+        fill, ready, sources = self.check(batch, live, absent, side)
+        given = dict(zip(fill.copied, sources, strict=True))
+        self.buffers.distrust()
+        fill_slot_by_slot(self.declaration, self.buffers, self._capabilities, ready.step, batch, side, given)
+        return ready
+
     def check(
-        self, batch: Any, live: tuple[int, ...], absent: frozenset[str] = frozenset(), side: Side = NO_SIDE
+        self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE
     ) -> tuple[Fill, Ready, Sources]:
         """What a fill would copy, and where, without writing anything; raises as a fill does."""
-        fill = self._last.get(absent) or self.fill_for(absent)
+        fill = self._last.get(absent) or self._fill_for(_Pattern(absent))
         try:
             return (fill, *fill.check(batch, side, live))
-        except OtherDtypes as other:
-            fill = self._last[absent] = self.fill_for(absent, other.source_dtypes)
-        return (fill, *fill.check(batch, side, live))
+        except OtherSources as other:
+            admitted = other.admitted
+        dtypes = tuple(sorted(admitted.source_dtypes.items(), key=str))
+        sources = dict(zip(fill.copied, admitted.sources, strict=True))  # another plan has another order
+        fill = self._last[absent] = self._fill_for(_Pattern(absent, admitted.in_place, dtypes))
+        return fill, fill.ready(live), tuple([sources[name] for name in fill.copied])
 
-    def fill_for(self, absent: frozenset[str] = frozenset(), dtypes: Mapping[str, torch.dtype] = NO_CASTS) -> Fill:
-        """The fill for one pattern, planned on its first use."""
-        pattern = (absent, tuple(sorted(dtypes.items(), key=str)))
+    def fill_for(self, absent: Absent = NONE) -> Fill:
+        """The fill for batches that come without some optional slots, planned on its first use."""
+        return self._fill_for(_Pattern(absent))
+
+    def lanes(self, lowering: Lowering) -> list[Lane]:
+        """What the kernel would write of this bucket where every slot is there."""
+        plan = plan_fill(self.declaration, self.sizes, self._capabilities, lowering=lowering)
+        return lanes_of(plan, self.declaration, self.buffers, self.sizes)
+
+    def fused(self, lowering: Lowering, feed: Feed, absent: Absent = NONE) -> FusedFill:
+        """The fused fill for batches that come without some optional slots."""
+        plan = plan_fill(self.declaration, self.sizes, self._capabilities, lowering=lowering, absent=absent)
+        fill = Fill(Preparer(plan, self.declaration, self.buffers, self.sizes, exact=False))
+        packer = Packer(plan, self.declaration, self.buffers, fill.wanted, feed.address, feed.room, feed.number())
+        return FusedFill(fill, packer, feed)
+
+    def _fill_for(self, pattern: _Pattern) -> Fill:
         fill = self._fills.get(pattern)
         if fill is None:
-            plan = plan_fill(self.declaration, self.sizes, self._capabilities, absent=absent, source_dtypes=dtypes)
-            preparer = Preparer(plan, self.declaration, self.buffers, self.sizes, exact=self._exact)
-            fill = self._fills[pattern] = Fill(preparer)
-        self._last.setdefault(absent, fill)
+            plan = plan_fill(
+                self.declaration,
+                self.sizes,
+                self._capabilities,
+                absent=pattern.absent,
+                in_place=pattern.in_place,
+                source_dtypes=dict(pattern.dtypes) or NO_CASTS,
+            )
+            fill = self._fills[pattern] = Fill(
+                Preparer(plan, self.declaration, self.buffers, self.sizes, exact=self._exact)
+            )
+        self._last.setdefault(pattern.absent, fill)
         return fill

@@ -1,5 +1,6 @@
 """Buffers: the memory behind slots, at fixed addresses, and how far each of them may be dirty."""
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -7,9 +8,9 @@ from typing import Final
 import attrs
 import torch
 
-from .arena import Room, separate, together
+from .arena import ALIGNMENT, Room, separate, together
 from .axes import Sizes, extent
-from .binding import Allocate, check_bindings, span
+from .binding import Allocate, check_bindings, merge, overlaps, span
 from .caches import keep_newest
 from .capabilities import Capabilities
 from .declaration import Declaration
@@ -74,12 +75,18 @@ class Buffer:
 
 
 class Buffers:
-    """The buffers of one declaration; `stamp` is who filled them last, so that a repeated fill finds tails clean."""
+    """The buffers of one declaration.
+
+    stamp: who filled them last, so that a repeated fill finds tails clean. unmarked: whether a kernel has written slots
+    since, which keeps no marks. handed_out: whether producers were given views, so that they may write any row.
+    """
 
     def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes) -> None:
         self._buffers = dict(buffers)
         self.capacity = dict(capacity)
         self.stamp: object | None = None
+        self.unmarked = False
+        self.handed_out = False
 
     def __getitem__(self, name: str) -> Buffer:
         """One slot's buffer."""
@@ -95,7 +102,7 @@ class Buffers:
 
     def distrust(self) -> None:
         """Forget what is known of tails: after a write that no plan made, or one that broke off."""
-        self.stamp = None
+        self.stamp, self.unmarked = None, False
         for buffer in self:
             buffer.distrust()
 
@@ -105,10 +112,21 @@ class Buffers:
         storages = [buffer.tensor.untyped_storage() for buffer in self if not buffer.adopted]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-    @property
+    @functools.cached_property
     def spans(self) -> list[tuple[int, int]]:
         """The address range of each buffer."""
         return [span(buffer.tensor) for buffer in self if buffer.nbytes]
+
+    @functools.cached_property
+    def near(self) -> list[tuple[int, int]]:
+        """Ranges of addresses outside of which no tensor begins that reaches into a buffer; a few, in order."""
+        reach = self.reach_before
+        return merge(((low - reach, high) for low, high in self.spans), ALIGNMENT)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether some of a tensor's elements lie in a buffer."""
+        address = tensor.data_ptr()
+        return any(low <= address < high for low, high in self.near) and overlaps(tensor, self.spans)
 
     @property
     def reach_before(self) -> int:
@@ -149,10 +167,34 @@ def allocate(
         if name not in bind
     ]
     tensors = {**(together if capabilities.arenas else separate)(rooms, empty), **bind}
-    buffers = {}
-    for name, slot in declaration.slots.items():
-        value, tensor = initial_value(name, slot, capacity, capabilities), tensors[name]
+    buffers = Buffers(
+        {
+            name: Buffer(name, slot, tensors[name], tuple(0 for _ in slot.varying), name in bind)
+            for name, slot in declaration.slots.items()
+        },
+        capacity,
+    )
+    _initialise(buffers, capabilities)
+    return buffers
+
+
+def _initialise(buffers: Buffers, capabilities: Capabilities) -> None:
+    for buffer in buffers:
+        value = initial_value(buffer.name, buffer.slot, buffers.capacity, capabilities)
         with torch.inference_mode(mode=False), torch.no_grad():
-            write_all(tensor, value, f"slot {name!r}")
-        buffers[name] = Buffer(name, slot, tensor, tuple(0 for _ in slot.varying), name in bind)
-    return Buffers(buffers, capacity)
+            write_all(buffer.tensor, value, f"slot {buffer.name!r}")
+
+
+@contextlib.contextmanager
+def at_rest(buffers: Buffers, capabilities: Capabilities) -> Iterator[None]:
+    """Have all slots hold their initial values for a while, on which a step does no harm; then what they held."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        kept = [buffer.tensor.clone() for buffer in buffers]
+    try:
+        _initialise(buffers, capabilities)
+        yield
+    finally:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for buffer, before in zip(buffers, kept, strict=True):
+                buffer.tensor.copy_(before)
+        buffers.distrust()

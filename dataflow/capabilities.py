@@ -7,9 +7,16 @@ from typing import Any, Final, Literal
 import attrs
 import torch
 
+from .errors import ConfigError
+
 Placement = Literal["device", "host"]
 DEVICE: Final = "device"
 HOST: Final = "host"
+Lowering = Literal["in_graph", "fused", "foreach", "slot_by_slot"]
+AUTO: Final = "auto"
+LADDER: Final[tuple[Lowering, ...]] = ("in_graph", "fused", "foreach", "slot_by_slot")
+"""How a plan is run, the fewest calls first: one upload and a kernel that is the graph's first node; the same kernel
+launched before the graph; foreach copies; the oracle."""
 
 
 def _frozen_mapping(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -31,6 +38,7 @@ class Capabilities:
     capture_copies: memory kinds that a copy may read from while a graph is being captured.
     capture_error_modes: the modes that capture accepts, the default first.
     graphs_hint: how many graphs the device bears, or None where no limit is known.
+    lowerings: those of `LADDER` that the device can run, the preferred first.
     """
 
     roles: Mapping[str, torch.dtype] = attrs.field(factory=dict, converter=_frozen_mapping)
@@ -45,3 +53,15 @@ class Capabilities:
     capture_copies: frozenset[str] = frozenset({"device", "pinned"})
     capture_error_modes: tuple[str, ...] = ()
     graphs_hint: int | None = None
+    lowerings: tuple[Lowering, ...] = ("foreach", "slot_by_slot")
+
+
+def chosen_lowering(capabilities: Capabilities, wanted: str | None) -> Lowering:
+    """The device's preferred lowering, or the one that is wanted. ConfigError where the device has no such one."""
+    if wanted is None or wanted == AUTO:
+        return capabilities.lowerings[0]
+    for lowering in capabilities.lowerings:
+        if lowering == wanted:
+            return lowering
+    message = f"lowering {wanted!r}: this backend has {', '.join(capabilities.lowerings)}; or say 'auto'"
+    raise ConfigError(message)

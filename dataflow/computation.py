@@ -59,10 +59,16 @@ class Computation:
 
     def run(self, batch: Any) -> None:
         """Call the function and write what it returns. ComputeError where the slot cannot hold that."""
+        self.store(self.value(batch))
+
+    def value(self, batch: Any) -> Any:
+        """Call the function, with fields of the batch."""
         if self.fields:
-            value = self.function(**{name: field_of(batch, name, default) for name, default in self.fields.items()})
-        else:
-            value = self.function()
+            return self.function(**{name: field_of(batch, name, default) for name, default in self.fields.items()})
+        return self.function()
+
+    def store(self, value: Any) -> None:
+        """Write what the function returned. ComputeError where the slot cannot hold it."""
         if type(value) is self.number:
             self._fill(value)  # type: ignore[arg-type] # its very type was just compared
         elif not self.compute.writes_out:

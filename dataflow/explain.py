@@ -7,7 +7,7 @@ from typing import Final
 import attrs
 
 from .axes import Axis, Sizes, extent
-from .capabilities import Capabilities, Placement
+from .capabilities import Capabilities, Lowering, Placement, chosen_lowering
 from .declaration import Declaration
 from .errors import ConfigError
 from .plan import FillPlan
@@ -88,15 +88,20 @@ def explain(
     backend: str,
     extents: Extents = NOT_SIZED,
     absent: Iterable[str] = (),
+    in_place: Iterable[str] = (),
+    lowering: Lowering | None = None,
 ) -> Explanation:
     """Explain a declaration on one backend; with `extents` also the plan and bytes of a step of these sizes.
 
-    absent: optional slots that the step comes without. ConfigError where sizes are given but not of every axis, or do
-    not fit together, or where `absent` names no optional slot.
+    absent: optional slots that the step comes without. in_place: slots that a producer writes. lowering: how the plan
+    is run; the device's preferred way where nothing is said. ConfigError where sizes are given but not of every axis,
+    or do not fit together, where `absent` names no optional slot, or `in_place` none that is copied.
     """
+    how = chosen_lowering(capabilities, lowering)
     sizes = _Sizes.of(declaration, extents) if extents else None
-    missing = _optional(declaration, absent)
-    slots = tuple(_facts(name, declaration, capabilities, sizes, missing) for name in declaration.slots)
+    missing, written = check_optional(declaration, absent), check_copied(declaration, in_place)
+    unmoved = (*missing, *written)
+    slots = tuple(_facts(name, declaration, capabilities, sizes, unmoved) for name in declaration.slots)
     return Explanation(
         declaration=declaration.name,
         backend=backend,
@@ -105,7 +110,9 @@ def explain(
         fields=tuple(declaration.fields),
         disabled=declaration.disabled,
         order=declaration.order,
-        plan=plan_fill(declaration, sizes.padded, capabilities, absent=missing) if sizes else None,
+        plan=plan_fill(declaration, sizes.padded, capabilities, lowering=how, absent=missing, in_place=written)
+        if sizes
+        else None,
         nbytes=sum(slot.nbytes or 0 for slot in slots) if sizes else None,
         copied=sum(slot.copied or 0 for slot in slots) if sizes else None,
     )
@@ -136,7 +143,8 @@ class _Sizes:
         return tuple(AxisSize(axis.name, self.live[axis], size, axis.fixed) for axis, size in self.padded.items())
 
 
-def _optional(declaration: Declaration, absent: Iterable[str]) -> tuple[str, ...]:
+def check_optional(declaration: Declaration, absent: Iterable[str]) -> tuple[str, ...]:
+    """Names of optional slots. ConfigError where one is none."""
     names = tuple(absent)
     optional = [name for name, slot in declaration.slots.items() if slot.optional]
     for name in names:
@@ -147,13 +155,23 @@ def _optional(declaration: Declaration, absent: Iterable[str]) -> tuple[str, ...
     return names
 
 
+def check_copied(declaration: Declaration, in_place: Iterable[str]) -> tuple[str, ...]:
+    """Names of slots that are copied. ConfigError where one is not."""
+    names = tuple(in_place)
+    for name in names:
+        if name not in declaration.slots or declaration.slots[name].reads(name) is None:
+            message = f"{declaration.name}: a producer cannot write {name!r} in place: it is no slot that is copied"
+            raise ConfigError(message)
+    return names
+
+
 def _facts(
-    name: str, declaration: Declaration, capabilities: Capabilities, sizes: _Sizes | None, absent: tuple[str, ...]
+    name: str, declaration: Declaration, capabilities: Capabilities, sizes: _Sizes | None, unmoved: tuple[str, ...]
 ) -> SlotFacts:
     slot = declaration.slots[name]
     source, compute, rule = slot.reads(name), slot.computes(), slot.rule()
     dtype = resolve_dtype(slot.dtype, capabilities)
-    moved = extent(slot.shape, sizes.live) if sizes and source is not None and name not in absent else (0,)
+    moved = extent(slot.shape, sizes.live) if sizes and source is not None and name not in unmoved else (0,)
     return SlotFacts(
         name=name,
         kind=slot.kind,

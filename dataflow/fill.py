@@ -6,12 +6,12 @@ from typing import Any, Final
 
 import torch
 
-from .arena import ALIGNMENT
-from .binding import merge, overlaps
+from .admission import OtherSources, Wanted, admit
 from .caches import keep_newest
 from .gather import Gather, Sources
+from .guard import guard_over
+from .planner import FUSED
 from .ready import Preparer, Ready
-from .refusal import Wanted, refuse
 from .sources import Side
 
 _POINTER: Final = torch.Tensor.data_ptr
@@ -30,30 +30,38 @@ class Fill:
     """
 
     def __init__(self, preparer: Preparer) -> None:
-        plan, slots = preparer.plan, preparer.declaration.slots
-        names = [name for group in plan.copies for name in group.slots]
-        sources = [source for name in names if (source := slots[name].reads(name)) is not None]
-        spans, reach = preparer.buffers.spans, preparer.buffers.reach_before
+        plan, slots, buffers = preparer.plan, preparer.declaration.slots, preparer.buffers
+        planned = [(name, group) for group in plan.copies for name in group.slots]
+        sources = [source for name, _ in planned if (source := slots[name].reads(name)) is not None]
         self.plan = plan
-        self.copied = tuple(names)
-        self._wanted = [Wanted(name, slots[name], group.dst_dtype) for group in plan.copies for name in group.slots]
-        self._spans = spans
+        self.copied = tuple(name for name, _ in planned)
+        self.buffers = buffers
+        self.wanted = [Wanted(n, slots[n], group.dst_dtype, buffers[n].tensor.device) for n, group in planned]
+        self._dtypes = {name: group.src_dtype for name, group in planned if group.src_dtype != group.dst_dtype}
+        self._in_place = frozenset(name for name, group in planned if group.how == "in place")
+        self._moved = [i for i, name in enumerate(self.copied) if name not in self._in_place]
+        self._resting = [(i, buffers[n].tensor.data_ptr()) for i, n in enumerate(self.copied) if n in self._in_place]
         self._prepare = preparer
-        self._buffers = preparer.buffers
-        self._gather = Gather(sources)
-        self._contiguous = [i for i, name in enumerate(names) if not slots[name].takes_strided()]
-        self._all_contiguous = len(self._contiguous) == len(names)
-        self._near = merge(((low - reach, high) for low, high in spans), ALIGNMENT)
+        self.gather = Gather(sources)
+        self._contiguous = [i for i in self._moved if not slots[self.copied[i]].takes_strided()]
+        self._near = buffers.near
         self._facts = operator.attrgetter("dtype", preparer.where, "shape")
+        self._distrusts = plan.lowering not in FUSED
         self._ready: dict[tuple[int, ...], Ready] = {}
 
     def check(self, batch: Any, side: Side, live: tuple[int, ...]) -> tuple[Ready, Sources]:
-        """The sources of a batch in the order of `copied`, all of them found to fit. Writes nothing."""
+        """The sources of a batch in the order of `copied`, all of them found to fit. Writes nothing.
+
+        Raises OtherSources where the batch fits, but another plan.
+        """
         ready = self._ready.get(live) or self.ready(live)
-        sources = self._gather(batch, side)
-        if not self._fits(sources, ready):
-            refuse(self._wanted, sources, ready, self._spans)
-        return ready, sources
+        sources = self.gather(batch, side)
+        if self._fits(sources, ready):
+            return ready, sources
+        admitted = admit(self.wanted, sources, ready.facts, self.buffers)
+        if admitted.source_dtypes != self._dtypes or admitted.in_place != self._in_place:
+            raise OtherSources(admitted)
+        return ready, admitted.sources
 
     def write(self, ready: Ready, sources: Sources, batch: Any) -> None:
         """Fill from sources that were found to fit, all but what the device computes; without gradients."""
@@ -73,24 +81,39 @@ class Fill:
     def _fits(self, sources: Sources, ready: Ready) -> bool:
         """Whether every source is a tensor of the dtype, device and shape expected, and none lies in a buffer."""
         try:
-            if [*map(self._facts, sources)] != ready.facts:
+            if (ready.guard is None or not ready.guard(*sources)) and not self._fits_anew(sources, ready):
                 return False
-            whole = sources if self._all_contiguous else [sources[i] for i in self._contiguous]
-            if not all(map(_CONTIGUOUS, whole)):
-                return False
+            if self._resting:
+                if any(sources[i].data_ptr() != address for i, address in self._resting):
+                    return False
+                sources = tuple([sources[i] for i in self._moved])
             pointers = sorted(map(_POINTER, sources))
         except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory of its own
             return False
         for low, high in self._near:
             first = bisect.bisect_left(pointers, low)
             if first < len(pointers) and pointers[first] < high:
-                return not any(overlaps(source, self._spans) for source in sources)
+                return not any(self.buffers.holds(source) for source in sources)
+        return True
+
+    def _fits_anew(self, sources: Sources, ready: Ready) -> bool:
+        """The same but for addresses, the long way; from then on one call tells whether sources are like these."""
+        if [*map(self._facts, sources)] != ready.facts:
+            return False
+        if not all(_CONTIGUOUS(sources[i]) for i in self._contiguous):
+            return False
+        if any(source.is_neg() or source.is_conj() or source.data_ptr() % source.itemsize for source in sources):
+            return False
+        for i, _ in self._resting:
+            if sources[i].stride() != self.buffers[self.copied[i]].tensor.stride():
+                return False
+        ready.guard = guard_over(sources)
         return True
 
     def _write(self, ready: Ready, sources: Sources, batch: Any) -> None:
-        buffers = self._buffers
+        buffers = self.buffers
         try:
-            if buffers.stamp is not ready:
+            if buffers.stamp is not ready or buffers.handed_out:
                 self._reset(ready)
             for tail, number in ready.always:
                 tail.fill_(number)
@@ -98,6 +121,8 @@ class Fill:
                 _FOREACH_COPY(views, sources[start:stop])
             for view, index in ready.singles:
                 view.copy_(sources[index])
+            for i, _ in self._resting:
+                buffers[self.copied[i]].distrust()  # its producer may have written any row
             for computation in ready.host:
                 computation.run(batch)
         except BaseException:
@@ -106,10 +131,12 @@ class Fill:
 
     def _reset(self, ready: Ready) -> None:
         """Reset tails that an earlier fill may have left dirty, and note how far this one dirties them."""
+        if self.buffers.handed_out or (self._distrusts and self.buffers.unmarked):
+            self.buffers.distrust()
         if ready.exact:
             for buffer, reach, _ in ready.marks:
                 buffer.mark = tuple(map(max, buffer.mark, reach))
-            self._buffers.stamp = ready
+            self.buffers.stamp = ready
             return
         zeros, others = ready.reset_from(tuple([buffer.mark for buffer, _, _ in ready.marks]))
         if zeros:
@@ -118,7 +145,7 @@ class Fill:
             tail.fill_(number)
         for buffer, reach, _ in ready.marks:
             buffer.mark = reach
-        self._buffers.stamp = ready
+        self.buffers.stamp = ready
 
 
 def compute_on_device(ready: Ready, batch: Any = None) -> None:

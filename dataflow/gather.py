@@ -10,6 +10,13 @@ Sources = tuple[Any, ...]
 Getter = Callable[[Any], Sources]
 
 
+def chosen(places: Sequence[int]) -> Callable[[Sources], Sources]:
+    """A call that takes some sources out of all, in a given order, always as a tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda sources: tuple([sources[place] for place in places])
+
+
 class Gather:
     """Reads a fixed list of sources from batches; an absent one comes as None."""
 

@@ -1,5 +1,6 @@
 """The oracle: a declaration filled slot by slot in the plainest code. Every lowering must leave the same bytes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from .capabilities import Capabilities
 from .computation import field_of
 from .compute import OUT, STEP
 from .declaration import Declaration
+from .hostdata import tensor_of
 from .ready import Views
+from .roles import resolve_dtype
 from .slots import Slot
 from .sources import NO_SIDE, Side
 from .step import Step
@@ -26,15 +29,17 @@ def fill_slot_by_slot(
     step: Step,
     batch: Any,
     side: Side = NO_SIDE,
+    given: Mapping[str, Any] | None = None,
 ) -> Views:
     """Fill a bucket of `step`'s padded sizes from a batch of its live sizes, and return what the step sees.
 
-    No grouping, no memory of earlier fills, no checks: each tail is reset and each slot copied in each step.
+    given: values in the place of the batch's own. No grouping, no memory of earlier fills, no checks: each tail is
+    reset and each slot copied in each step.
     """
     views: dict[str, torch.Tensor | None] = {}
     for name, slot in declaration.slots.items():
         source = slot.reads(name)
-        value = source.read(batch, side) if source is not None else None
+        value = _value(name, slot, batch, side, capabilities) if given is None else given.get(name)
         view = buffers[name].view(step.padded_sizes)
         _reset_tail(slot, view, step, capabilities, absent=source is not None and value is None)
         if value is not None:
@@ -43,6 +48,17 @@ def fill_slot_by_slot(
     for name in declaration.order:
         _compute(name, declaration, buffers, views, step, batch)
     return views
+
+
+def _value(name: str, slot: Slot, batch: Any, side: Side, capabilities: Capabilities) -> torch.Tensor | None:
+    """What the batch has for a slot, as a tensor; None where it has nothing."""
+    source = slot.reads(name)
+    value = source.read(batch, side) if source is not None else None
+    return (
+        value
+        if value is None or isinstance(value, torch.Tensor)
+        else tensor_of(value, resolve_dtype(slot.dtype, capabilities))
+    )
 
 
 def _reset_tail(slot: Slot, view: torch.Tensor, step: Step, capabilities: Capabilities, *, absent: bool) -> None:

@@ -8,10 +8,11 @@ import attrs
 import torch
 
 from .axes import Sizes, extent
-from .capabilities import DEVICE, Capabilities
+from .capabilities import DEVICE, Capabilities, Lowering
 from .compute import OUT
 from .declaration import Declaration
-from .plan import ComputeStep, CopyGroup, FillPlan, TailReset
+from .lanes import has_lane
+from .plan import ComputeStep, CopyGroup, FillPlan, How, TailReset
 from .roles import resolve_dtype
 from .slots import Slot
 from .tails import Pad, resolve_value
@@ -19,7 +20,18 @@ from .tails import Pad, resolve_value
 LARGE_BYTES: Final = 1 << 20
 """From here on a plain copy beats a share in a foreach: field figures put the crossover at about 1 MB on an H200."""
 
+LARGE_LANE_BYTES: Final = 4 << 20
+"""From here on a slot is left to a plain copy, because a lane's source stays allocated until the device is known to be
+past it, some steps later; not for speed. One H200, a whole step in us for the host and for the device, the slot as a
+lane of the kernel against a copy of its own: 64 KiB 8.0 and 4.8 against 18.1 and 6.9; 1 MiB 8.1 and 5.1 against 19.0
+and 7.7; 4 MiB 7.6 and 6.5 against 19.3 and 8.6; 16 MiB 7.5 and 12.9 against 29.3 and 15.2: no crossover up to there."""
+
 NO_CASTS: Final[Mapping[str, torch.dtype]] = {}
+FUSED: Final = frozenset({"in_graph", "fused"})
+"""Lowerings that launch the fused kernel."""
+
+
+NONE: Final[frozenset[str]] = frozenset()
 
 
 def plan_fill(
@@ -27,27 +39,19 @@ def plan_fill(
     sizes: Sizes,
     capabilities: Capabilities,
     *,
-    absent: Iterable[str] = (),
+    lowering: Lowering = "foreach",
+    absent: Iterable[str] = NONE,
+    in_place: Iterable[str] = NONE,
     source_dtypes: Mapping[str, torch.dtype] = NO_CASTS,
 ) -> FillPlan:
     """The plan that fills one bucket.
 
-    sizes: padded size of every axis. absent: optional slots that the batch comes without. source_dtypes: for slots
-    whose source has another dtype than the slot, which one.
+    sizes: padded size of every axis. lowering: how the plan is to be run. absent: optional slots that the batch comes
+    without. in_place: slots that a producer has written. source_dtypes: for slots whose source has another dtype than
+    the slot, which one.
     """
-    missing = frozenset(absent)
-    present = {name: slot for name, slot in declaration.slots.items() if name not in missing}
-    copied = {name: slot for name, slot in present.items() if slot.reads(name) is not None}
-    return FillPlan(
-        declaration=declaration.name,
-        sizes=tuple((axis.name, sizes[axis]) for axis in declaration.axes),
-        absent=tuple(sorted(missing)),
-        tails=tuple(_tails(present, sizes, capabilities)),
-        copies=_copies(copied, sizes, capabilities, source_dtypes),
-        computed=tuple(_computed(declaration)),
-        nbytes=sum(slot_bytes(slot, sizes, capabilities) for slot in copied.values()),
-        mixed=capabilities.foreach_mixed and not capabilities.foreach_chunk,
-    )
+    missing, written = frozenset(absent), frozenset(in_place)
+    return _Planning(declaration, sizes, capabilities, lowering, missing, written, source_dtypes).plan()
 
 
 def slot_bytes(slot: Slot, sizes: Sizes, capabilities: Capabilities) -> int:
@@ -55,48 +59,104 @@ def slot_bytes(slot: Slot, sizes: Sizes, capabilities: Capabilities) -> int:
     return math.prod(extent(slot.shape, sizes)) * resolve_dtype(slot.dtype, capabilities).itemsize
 
 
-def _tails(slots: Mapping[str, Slot], sizes: Sizes, capabilities: Capabilities) -> Iterable[TailReset]:
-    for name, slot in sorted(slots.items()):
-        rule = slot.rule()
-        if slot.varying and isinstance(rule, Pad):
-            yield TailReset(name, slot.varying, resolve_value(rule.value, capabilities, sizes), slot.rewritten)
+@attrs.frozen
+class _Planning:
+    """One plan in the making."""
+
+    declaration: Declaration
+    sizes: Sizes
+    capabilities: Capabilities
+    lowering: Lowering
+    absent: frozenset[str]
+    in_place: frozenset[str]
+    source_dtypes: Mapping[str, torch.dtype]
+
+    def plan(self) -> FillPlan:
+        sizes, capabilities = self.sizes, self.capabilities
+        present = {name: slot for name, slot in self.declaration.slots.items() if name not in self.absent}
+        copied = {name: slot for name, slot in present.items() if slot.reads(name) is not None}
+        moved = [slot for name, slot in copied.items() if name not in self.in_place]
+        return FillPlan(
+            declaration=self.declaration.name,
+            sizes=tuple((axis.name, sizes[axis]) for axis in self.declaration.axes),
+            absent=tuple(sorted(self.absent)),
+            tails=tuple(self._tails(present)),
+            copies=self._copies(copied),
+            computed=tuple(self._computed()),
+            nbytes=sum(slot_bytes(slot, sizes, capabilities) for slot in moved),
+            mixed=capabilities.foreach_mixed and not capabilities.foreach_chunk,
+            lowering=self.lowering,
+        )
+
+    def _tails(self, slots: Mapping[str, Slot]) -> Iterable[TailReset]:
+        for name, slot in sorted(slots.items()):
+            rule = slot.rule()
+            if slot.varying and isinstance(rule, Pad):
+                value = resolve_value(rule.value, self.capabilities, self.sizes)
+                always = slot.rewritten or name in self.in_place or self.lowering == "slot_by_slot"
+                yield TailReset(name, slot.varying, value, always, fused=self._is_fused(slot))
+
+    def _computed(self) -> Iterable[ComputeStep]:
+        for name in self.declaration.order:
+            slot = self.declaration.slots[name]
+            compute = slot.computes()
+            if compute is not None:
+                needs = (*compute.needs, OUT) if compute.writes_out else compute.needs
+                on = self.declaration.side(name)
+                packed = on != DEVICE and not compute.writes_out and self._is_fused(slot)
+                yield ComputeStep(name, compute.name, needs, on, packed)
+
+    def _copies(self, slots: Mapping[str, Slot]) -> tuple[CopyGroup, ...]:
+        groups: dict[tuple[str, ...], list[CopyGroup]] = {}
+        for name, slot in sorted(slots.items()):
+            dtype = resolve_dtype(slot.dtype, self.capabilities)
+            source = self.source_dtypes.get(name, dtype)
+            how, why = self._how(name, slot)
+            single = CopyGroup((name,), dtype, source, slot.placement, how, why)
+            groups.setdefault((str(dtype), str(source), slot.placement, how, why), []).append(single)
+        chunk = self.capabilities.foreach_chunk
+        merged = [group for _, singles in sorted(groups.items()) for group in _merged(singles, chunk)]
+        return tuple(sorted(merged, key=lambda group: _ORDER.index(group.how)))
+
+    def _is_fused(self, slot: Slot) -> bool:
+        return not self._apart(slot)
+
+    def _how(self, name: str, slot: Slot) -> tuple[How, str]:
+        """How a slot is copied, and what sets it apart."""
+        if name in self.in_place:
+            return "in place", ""
+        if self.lowering == "slot_by_slot":
+            return "single", "slot by slot"
+        together: How = "fused" if self.lowering in FUSED else "foreach"
+        why = self._apart(slot) if together == "fused" else self._alone(slot)
+        return ("single", why) if why else (together, "")
+
+    def _apart(self, slot: Slot) -> str:
+        """Why the fused kernel does not write a slot, or nothing."""
+        if self.lowering not in FUSED:
+            return "not fused"
+        if slot.placement != DEVICE:
+            return "on the host"
+        dtype = resolve_dtype(slot.dtype, self.capabilities)
+        if slot_bytes(slot, self.sizes, self.capabilities) >= LARGE_LANE_BYTES:
+            return "large"
+        return has_lane(dtype, extent(slot.shape, self.sizes), slot.varying)
+
+    def _alone(self, slot: Slot) -> str:
+        """Why a slot cannot share a foreach call, or nothing."""
+        on_device = slot.placement == DEVICE
+        if not (self.capabilities.foreach_device if on_device else self.capabilities.foreach_host):
+            return f"no foreach on the {slot.placement}"
+        if slot.takes_strided() or any(dim > 0 for dim in slot.varying):
+            return "strided"
+        return "large" if slot_bytes(slot, self.sizes, self.capabilities) >= LARGE_BYTES else ""
 
 
-def _computed(declaration: Declaration) -> Iterable[ComputeStep]:
-    for name in declaration.order:
-        compute = declaration.slots[name].computes()
-        if compute is not None:
-            needs = (*compute.needs, OUT) if compute.writes_out else compute.needs
-            yield ComputeStep(name, compute.name, needs, declaration.side(name))
-
-
-def _copies(
-    slots: Mapping[str, Slot], sizes: Sizes, capabilities: Capabilities, source_dtypes: Mapping[str, torch.dtype]
-) -> tuple[CopyGroup, ...]:
-    groups: dict[tuple[str, ...], list[CopyGroup]] = {}
-    for name, slot in sorted(slots.items()):
-        dtype = resolve_dtype(slot.dtype, capabilities)
-        source = source_dtypes.get(name, dtype)
-        why = _apart(slot, sizes, capabilities)
-        single = CopyGroup((name,), dtype, source, slot.placement, together=not why, why=why)
-        groups.setdefault((str(dtype), str(source), slot.placement, why), []).append(single)
-    chunk = capabilities.foreach_chunk
-    merged = [group for _, singles in sorted(groups.items()) for group in _merged(singles, chunk)]
-    return tuple(sorted(merged, key=lambda group: not group.together))
-
-
-def _apart(slot: Slot, sizes: Sizes, capabilities: Capabilities) -> str:
-    """Why a slot cannot share a foreach call, or nothing."""
-    foreach = capabilities.foreach_device if slot.placement == DEVICE else capabilities.foreach_host
-    if not foreach:
-        return f"no foreach on the {slot.placement}"
-    if slot.takes_strided() or any(dim > 0 for dim in slot.varying):
-        return "strided"
-    return "large" if slot_bytes(slot, sizes, capabilities) >= LARGE_BYTES else ""
+_ORDER: Final[tuple[How, ...]] = ("fused", "foreach", "single", "in place")
 
 
 def _merged(singles: list[CopyGroup], chunk: int) -> Iterator[CopyGroup]:
-    size = chunk if chunk and singles[0].together else len(singles)
+    size = chunk if chunk and singles[0].how == "foreach" else len(singles)
     for start in range(0, len(singles), size):
         names = tuple(single.slots[0] for single in singles[start : start + size])
         yield attrs.evolve(singles[0], slots=names)

@@ -10,11 +10,13 @@ import torch
 from .axes import Sizes, extent
 from .buffers import Box, Buffer, Buffers
 from .caches import keep_newest
-from .capabilities import DEVICE
+from .capabilities import DEVICE, HOST
 from .computation import Computation
 from .compute import STEP
 from .declaration import Declaration
 from .errors import BatchError
+from .guard import Guard
+from .packed import PackedValue
 from .plan import ComputeStep, FillPlan
 from .step import Step
 from .tails import Number
@@ -26,7 +28,7 @@ KEPT_RESETS: Final = 64
 """Transitions from other live sizes that one live size remembers."""
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Ready:
     """All that one live size needs; the hot loop only walks through it.
 
@@ -34,7 +36,9 @@ class Ready:
     buffers are, which is cheaper to ask. always: tails to reset in each step. groups: destinations of each foreach
     call, and which sources. singles: destinations of plain copies, likewise. marks: buffers whose tail is kept clean,
     and how far they are dirty after this fill. host, device: computed slots. views: what the step sees, by slot.
-    exact: whether the step sees live rows only, so that tails are dirtied and none is reset.
+    exact: whether the step sees live rows only, so that tails are dirtied and none is reset. packed: computed slots
+    whose values ride in the upload. plain: whether nothing is left to do beside the upload. guard: what tells sources
+    like the last ones at one call. manifests: what uploads hold, the last one used first.
     notes: what a runner keeps beside them. resets: tail work by the marks it was found at.
     """
 
@@ -48,6 +52,10 @@ class Ready:
     device: list[Computation]
     views: Views
     exact: bool
+    packed: list[PackedValue] = attrs.field(factory=list)
+    plain: bool = False
+    guard: Guard | None = None
+    manifests: list[Any] = attrs.field(factory=list)
     notes: dict[str, Any] = attrs.field(factory=dict)
     resets: dict[tuple[tuple[int, ...], ...], Reset] = attrs.field(factory=dict)
 
@@ -106,17 +114,22 @@ class Preparer:
         step = Step(sizes, sizes if self.exact else self.padded)
         views = self._views(sizes) if self.exact else self._bucket_views
         groups, singles = self._destinations(sizes)
+        always = [] if self.exact else list(self._always(sizes))
+        marks = list(self._marks(sizes))
+        host = [self._computation(c, step, views) for c in self.plan.computed if c.on == HOST and not c.packed]
         return Ready(
             step=step,
             facts=[self._fact(name, dtype, sizes) for name, dtype in self._copied()],
-            always=[] if self.exact else list(self._always(sizes)),
+            always=always,
             groups=groups,
             singles=singles,
-            marks=list(self._marks(sizes)),
+            marks=marks,
             exact=self.exact,
-            host=[self._computation(c, step, views) for c in self.plan.computed if c.on == "host"],
-            device=[self._computation(c, step, views) for c in self.plan.computed if c.on == "device"],
+            host=host,
+            device=[self._computation(c, step, views) for c in self.plan.computed if c.on == DEVICE],
             views=views,
+            packed=[PackedValue.of(self._computation(c, step, views)) for c in self.plan.computed if c.packed],
+            plain=not (always or groups or singles or marks or host),
         )
 
     def _views(self, sizes: Sizes) -> Views:
@@ -141,8 +154,10 @@ class Preparer:
         start = 0
         for group in self.plan.copies:
             views = [self.buffers[name].view(sizes) for name in group.slots]
-            if not group.together:
+            if group.how == "single":
                 singles += [(view, start + i) for i, view in enumerate(views)]
+            elif group.how != "foreach":
+                pass
             elif groups and self.plan.mixed:
                 groups[0][0].extend(views)
                 groups[0] = (groups[0][0], 0, start + len(views))
@@ -155,13 +170,13 @@ class Preparer:
     def _always(self, sizes: Sizes) -> Iterator[tuple[torch.Tensor, Number]]:
         for tail in self.plan.tails:
             buffer = self.buffers[tail.slot]
-            if tail.always:
+            if tail.always and not tail.fused:
                 for box in boxes(buffer.reach(sizes), buffer.reach(self.padded)):
                     yield buffer.box(box), tail.value
 
     def _marks(self, sizes: Sizes) -> Iterator[tuple[Buffer, tuple[int, ...], Number]]:
         for tail in self.plan.tails:
-            if not tail.always:
+            if not tail.always and not tail.fused:
                 buffer = self.buffers[tail.slot]
                 yield buffer, buffer.reach(sizes), tail.value
 

@@ -10,6 +10,7 @@ from .axes import Axis, Dim, Sizes
 from .caches import keep_newest
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, MissingSourceError
+from .gather import Gather
 from .sources import Side, Source
 
 Relations = Mapping[Axis, Dim]
@@ -31,12 +32,26 @@ class Gauge:
 
     def read(self, batch: Any, side: Side) -> int:
         """The size along the dim; MissingSourceError or BatchError where the source does not tell."""
-        value = self.source.read(batch, side)
+        return self.size(self.source.read(batch, side))
+
+    def size(self, value: Any) -> int:
+        """The size of a source along the dim; MissingSourceError or BatchError where it does not tell."""
         try:
             size: int = value.shape[self.dim]
         except (AttributeError, IndexError, TypeError):
-            raise self._unreadable(value) from None
+            if not isinstance(value, list | tuple):
+                raise self._unreadable(value) from None
+            return self._length(value)
         return size
+
+    def _length(self, value: Any) -> int:
+        """The size of nested lists along the dim."""
+        inner = value
+        for _ in range(self.dim):
+            inner = inner[0] if isinstance(inner, list | tuple) and inner else None
+        if not isinstance(inner, list | tuple):
+            raise self._unreadable(value)
+        return len(inner)
 
     def rows(self, size: int, batch: Any, side: Side) -> int:
         """Live rows on the axis where the source has `size` along the dim; BatchError where that is no size of it."""
@@ -51,7 +66,7 @@ class Gauge:
             return MissingSourceError(f"slot {self.slot!r}: {self.source} is missing; {what}")
         size = " + ".join([str(self.base)] * bool(self.base) + [f"{self.slope} * {self.axis}"])
         got = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        return BatchError(f"slot {self.slot!r}: expected a tensor of size {size} on dim {self.dim} ({what}), got {got}")
+        return BatchError(f"slot {self.slot!r}: expected a size of {size} on dim {self.dim} ({what}), got {got}")
 
 
 class Sizer:
@@ -67,8 +82,10 @@ class Sizer:
         sizes = [relations.get(axis, Dim.of(axis)) for axis in wanted]
         leads = sorted({_told(size) for size in sizes})
         self._gauges = tuple(_gauges(declaration, axis, relations, fixed) for axis in leads)
-        self._required = all(gauges[0].required for gauges in self._gauges)
+        self.required = all(gauges[0].required for gauges in self._gauges)
         self._firsts = tuple(gauges[0] for gauges in self._gauges)
+        self._dims = tuple(gauge.dim for gauge in self._firsts)
+        self._gather = Gather([gauge.source for gauge in self._firsts])
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
 
@@ -80,14 +97,24 @@ class Sizer:
 
     def __call__(self, batch: Any, side: Side) -> tuple[int, ...]:
         """Live rows on each varying axis, and last those of the lead axis where one was named."""
-        if not self._required:
+        if not self.required:
             return self._spread([_first(gauges, batch, side) for gauges in self._gauges])
-        sizes = tuple([gauge.read(batch, side) for gauge in self._firsts])
+        sizes = self.sizes(batch, side)
         live = self._known.get(sizes)
         if live is None:
             rows = [gauge.rows(size, batch, side) for gauge, size in zip(self._firsts, sizes, strict=True)]
             live = keep_newest(self._known, KEPT)[sizes] = self._spread(rows)
         return live
+
+    def sizes(self, batch: Any, side: Side) -> tuple[int, ...]:
+        """The sizes of the sources that tell, where all of them are required; MissingSourceError or BatchError."""
+        values = self._gather(batch, side)
+        try:
+            if len(values) == 1:
+                return (values[0].shape[self._dims[0]],)
+            return tuple([value.shape[dim] for value, dim in zip(values, self._dims, strict=True)])
+        except (AttributeError, IndexError, TypeError):
+            return tuple([gauge.size(value) for gauge, value in zip(self._firsts, values, strict=True)])
 
     def _spread(self, rows: list[int]) -> tuple[int, ...]:
         return tuple(base + slope * rows[lead] for lead, base, slope in self._lines)

@@ -8,6 +8,7 @@ import torch
 from .axes import Axis, Dim, Sizes
 from .capabilities import Capabilities
 from .errors import ComputeError
+from .hostdata import tensor_of
 from .roles import FillRole, dtype_text, resolve_dtype
 from .slots import Slot
 from .step import Step
@@ -58,15 +59,10 @@ def _as_tensor(value: Any, target: torch.Tensor, what: str) -> torch.Tensor:
     """A tensor as it is; an array as a tensor of its own dtype; lists of numbers that the target's dtype can hold."""
     if isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, np.ndarray | np.generic):
-        return torch.as_tensor(value)
-    if not isinstance(value, list | tuple):
+    if not isinstance(value, list | tuple | np.ndarray | np.generic):
         raise ComputeError(_misfit(what, target, f"{type(value).__name__}"))
     try:
-        loose = torch.as_tensor(value) if len(value) else torch.empty(0, dtype=target.dtype)
-        if loose.dtype == torch.bool or loose.is_floating_point():
-            return loose if loose.dtype == torch.bool or not target.is_floating_point() else loose.to(target.dtype)
-        return loose if target.dtype == torch.bool else torch.tensor(value, dtype=target.dtype)
+        return tensor_of(value, target.dtype)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ComputeError(_misfit(what, target, f"{value!r}: {error}")) from error
 

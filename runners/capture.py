@@ -10,7 +10,7 @@ import rich.console
 import rich.progress
 import structlog
 
-from ..backends.base import Backend, Graph
+from ..backends.base import Backend, Graph, Memory
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import CaptureError
 from .writes import watched
@@ -22,26 +22,35 @@ _LOG = structlog.get_logger("slotgraph")
 
 @attrs.frozen
 class MemoryAccount:
-    """Bytes that a runner holds: input buffers, what the graphs hold beside them, and outputs."""
+    """Bytes that a runner holds: input buffers, graphs beside them, outputs, and what feeds the fused kernel.
+
+    uploads: tables and packet on the device, and the host memory that uploads start from.
+    """
 
     inputs: int
     graphs: int
     outputs: int
+    uploads: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.inputs + self.graphs + self.outputs
+        return self.inputs + self.graphs + self.outputs + self.uploads
 
 
 @attrs.frozen
 class CaptureReport:
-    """What a capture came to: buckets captured, those that failed with the reason, seconds, and bytes."""
+    """What a capture came to: buckets captured, those that failed with the reason, seconds, and bytes.
+
+    driver: bytes that the device has less of since, beside what torch's allocator took: the driver's own for graphs,
+    and whatever else went on there.
+    """
 
     captured: tuple[int, ...]
     failed: dict[int, str]
     seconds: float
     memory: MemoryAccount
+    driver: int = 0
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -50,6 +59,11 @@ class CaptureReport:
         for rows, reason in sorted(self.failed.items()):
             buckets.setdefault(reason, []).append(str(rows))
         return tuple(f"bucket {', '.join(rows)}: {reason}" for reason, rows in buckets.items())
+
+
+def driver_bytes(before: Memory, after: Memory) -> int:
+    """Bytes by which a device's free memory fell, beside what torch's allocator took of it."""
+    return max(0, (before.free - after.free) - (after.allocated - before.allocated))
 
 
 @contextlib.contextmanager
@@ -66,7 +80,13 @@ def frozen_garbage() -> Iterator[None]:
 
 
 def capture_step(
-    backend: Backend, step: Callable[[], Any], buffers: Buffers, *, warmups: int, pool: object | None
+    backend: Backend,
+    step: Callable[[], Any],
+    buffers: Buffers,
+    *,
+    warmups: int,
+    pool: object | None,
+    error_mode: str | None = None,
 ) -> Graph:
     """Warm up and capture one step on the backend's stream. CaptureError, chained to whatever was raised.
 
@@ -77,7 +97,7 @@ def capture_step(
             for index in range(warmups):
                 watched(step, buffers) if index == 0 else step()
             backend.synchronize()
-            return backend.capture(step, pool=pool)
+            return backend.capture(step, pool=pool, error_mode=error_mode)
     except CaptureError:
         raise
     except Exception as error:
@@ -118,4 +138,5 @@ def log_capture(report: CaptureReport, runner: str) -> None:
     for reason in report.reasons:
         _LOG.warning("capture_failed", runner=runner, reason=reason)
     memory = attrs.asdict(report.memory)
-    _LOG.info("captured", runner=runner, buckets=list(report.captured), seconds=round(report.seconds, 3), **memory)
+    done, seconds = list(report.captured), round(report.seconds, 3)
+    _LOG.info("captured", runner=runner, buckets=done, seconds=seconds, **memory, driver=report.driver)

@@ -13,6 +13,7 @@ import cattrs
 from cattrs.errors import ClassValidationError
 from cattrs.v import format_exception
 
+from ..dataflow.capabilities import AUTO
 from ..dataflow.errors import ConfigError
 from .buckets import Buckets
 
@@ -29,6 +30,9 @@ class Options(TypedDict, total=False):
     debug: bool
     no_copy: bool | None
     sharing: bool
+    lowering: str
+    lazy: bool
+    error_mode: str | None
 
 
 def _within(least: float, most: float = math.inf) -> Callable[[Any, Any, Any], None]:
@@ -53,7 +57,9 @@ class RunnerConfig:
     step. warmups: runs before each capture. progress: whether capture may show a bar (on a terminal only).
     debug: catch stale outputs and moved addresses at each replay. no_copy: an eager runner hands the batch through;
     None asks the environment, SLOTGRAPH_EAGER_NO_COPY=1. sharing: whether runners may share input buffers, where the
-    backend can (none does so yet in this release).
+    backend can (none does so yet in this release). lowering: how fills are run, one of the backend's `lowerings`, or
+    "auto" for the first of them. lazy: capture a bucket when the first batch comes for it. error_mode: the mode that
+    captures run in, one of the backend's `capture_error_modes`; None for its default.
     A runner takes them as keywords: `DecodeRunner(Inputs, step, **RunnerConfig.load("runner.toml").as_data())`.
     """
 
@@ -67,6 +73,9 @@ class RunnerConfig:
     debug: bool = False
     no_copy: bool | None = None
     sharing: bool = True
+    lowering: str = AUTO
+    lazy: bool = False
+    error_mode: str | None = None
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "RunnerConfig":

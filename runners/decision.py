@@ -41,12 +41,12 @@ class Tally:
         self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
         self.reasons: dict[tuple[Path, Why], int] = collections.Counter()
 
-    def replayed(self, bucket: int, rows: int) -> None:
-        """A replay of `rows` live rows in a bucket."""
+    def replayed(self, bucket: int, rows: int, times: int = 1) -> None:
+        """A replay of `rows` live rows in a bucket, or several."""
         counts = self.buckets[bucket]
-        counts.steps += 1
-        counts.live += rows
-        counts.padded += bucket
+        counts.steps += times
+        counts.live += rows * times
+        counts.padded += bucket * times
 
     def fell_back(self, decision: Decision) -> bool:
         """An eager run in a graph's place; whether it is the first for its reason."""

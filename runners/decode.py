@@ -3,22 +3,28 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Generic, Unpack, final
 
+import attrs
 import structlog
 import torch
 
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
+from ..dataflow.capabilities import Lowering
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
+from ..dataflow.explain import check_copied, check_optional
 from ..dataflow.plan import FillPlan
-from ..dataflow.planner import plan_fill
+from ..dataflow.planner import NONE, plan_fill
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .capture import CaptureReport
+from .captured import Captured, Order
 from .config import Options, RunnerConfig
 from .decision import Decision, Tally
 from .eager import EagerRunner
-from .graphs import Captured, GraphSet, patterns_of
+from .filler import Filler
+from .graphs import GraphSet, patterns_of
 from .router import Router
+from .shortcut import MISS, Shortcuts
 from .stage import NO_BINDINGS, NO_SIZES, Stage, V, name_of
 
 _LOG = structlog.get_logger("slotgraph")
@@ -56,7 +62,10 @@ class DecodeRunner(Generic[V]):
         self._sizes = {rows: _padded(self.stage, sizes, rows, config.width) for rows in self.buckets.sizes}
         capacity = self._sizes[self.buckets.largest]
         rows_each = _rows_each(output_rows, config.width)
-        self.graphs = GraphSet(self.stage, self.stage.allocate(capacity, bind), rows_each=rows_each, debug=config.debug)
+        buffers, debug = self.stage.allocate(capacity, bind), config.debug
+        sizes_of, mode = list(self._sizes.values()), config.error_mode
+        filler = Filler(self.stage, buffers, config.lowering, sizes_of, debug=debug, error_mode=mode)
+        self.graphs = GraphSet(self.stage, buffers, filler, rows_each=rows_each, debug=debug)
         self._patterns = patterns_of(absent)
         self._size = Sizer(self.stage.declaration, relations, capacity, BATCH)
         self._router = Router(self.stage.declaration, self.buckets, capacity, self.graphs)
@@ -71,17 +80,37 @@ class DecodeRunner(Generic[V]):
             no_copy=False,
         )
         self._tally = Tally()
-        self._filled: tuple[V, Captured | None, int] | None = None
+        self._shortcuts = self._may_shorten()
+        self._filled: tuple[V | None, Captured | None, int] | None = None
 
     def capture(self) -> CaptureReport:
-        """Capture every bucket, the largest first.
+        """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it.
 
         Raises CaptureError where buckets failed; the others are usable all the same, and `report` names both.
         """
         config, name = self.config, type(self).__name__
-        return self.graphs.capture(
-            self._sizes, self._patterns, warmups=config.warmups, progress=config.progress, name=name
+        order = Order(
+            self._sizes, self._patterns, config.warmups, config.error_mode, config.progress, config.lazy, name
         )
+        return self.graphs.capture(order)
+
+    def _may_shorten(self) -> Shortcuts[V] | None:
+        """Shortcuts, where a step's sizes and its sources' dtypes and shapes are all that decides how it goes."""
+        fields = any(default is not attrs.NOTHING for default in self.stage.declaration.fields.values())
+        decided_by_more = fields or self.stage.optional or self.config.debug or not self._size.required
+        if self.lowering != "in_graph" or decided_by_more:
+            return None
+        return Shortcuts(self.graphs, self._size, self._note)
+
+    def _note(self, captured: Captured, rows: int, times: int) -> None:
+        """Note replays that were filled inside their graphs."""
+        self._tally.replayed(captured.rows, rows, times)
+        self.graphs.filler.lowered["in_graph"] += times
+
+    @property
+    def lowering(self) -> Lowering:
+        """How fills are run."""
+        return self.graphs.filler.lowering
 
     @property
     def report(self) -> CaptureReport | None:
@@ -93,42 +122,80 @@ class DecodeRunner(Generic[V]):
 
         Raises BatchError where the batch does not fit its declaration, ReplayError before `capture`.
         """
-        return self.replay(self.fill(batch, **side))
+        shortcuts = self._shortcuts
+        if shortcuts is None or side:
+            return self._run(*self._fill(batch, side, whole=True))
+        outputs = shortcuts.run(batch)
+        if outputs is not MISS:
+            self._filled = None
+            return outputs
+        view, captured, rows = self._fill(batch, side, whole=True)
+        outputs = self._run(view, captured, rows)
+        if captured is not None:
+            shortcuts.learn(batch, captured, self._size(batch, side)[:-1], rows)
+        return outputs
 
     def fill(self, batch: Any, **side: Any) -> V:
         """Fill the inputs from a batch and return the view: a bucket's padded slots, or exact ones on the eager path.
 
         Raises as a call does; the buffers, the graphs and the batch are then as they were.
         """
+        filled = self._filled = self._fill(batch, side, whole=False)
+        view: V = filled[0]  # type: ignore[assignment] # made, where the fill is not a whole step's
+        return view
+
+    def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:
+        """A bucket's slots, all padded rows of them, for a producer that writes them itself.
+
+        A batch then brings the live rows of such a slot, `view.input_ids[:rows]`, as its source: being where they
+        belong, they are not copied, and the tail is reset as ever. Write on the stream that steps run on.
+        Raises ConfigError where there is no graph for the bucket.
+        """
+        pattern = frozenset(absent)
+        captured = self.graphs.get(bucket, pattern)
+        if captured is None:
+            without = f" without {', '.join(map(repr, sorted(pattern)))}" if pattern else ""
+            message = (
+                f"there is no graph of bucket {bucket}{without}: buckets are {self.buckets.sizes}, after capture()"
+            )
+            raise ConfigError(message)
+        return self.graphs.view(captured, pattern)
+
+    def _fill(self, batch: Any, side: Side, *, whole: bool) -> "tuple[V | None, Captured | None, int]":
+        """The view, the graph that takes it or None for an eager run, and live rows.
+
+        whole: the graph is replayed at once; it may do what is its part of the fill, and no one asks for the view.
+        """
         before, self._filled = self._filled, None
-        self.graphs.fills += 1
+        graphs = self.graphs
+        graphs.fills += 1
+        graphs.filler.order()
         try:
-            self._filled = filled = self._fill(batch, side)
+            live = self._size(batch, side)
+            absent = self.stage.absent(batch, side) if self.stage.optional else NONE
+            route = self._router.route(live, absent, batch)
+            if isinstance(route, Decision):
+                return self._fill_eagerly(batch, route, side), None, live[-1]
+            ready = graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=whole)
         except BatchError as error:
             self._filled = before  # nothing was written: the view filled last still stands
-            self.graphs.fills -= 1
+            graphs.fills -= 1
             self._size.explain(error)
             raise
-        return filled[0]
-
-    def _fill(self, batch: Any, side: Side) -> "tuple[V, Captured | None, int]":
-        live = self._size(batch, side)
-        absent = self.stage.absent(batch, side)
-        route = self._router.route(live, absent, batch)
-        if isinstance(route, Decision):
-            return self._fill_eagerly(batch, route, side), None, live[-1]
-        ready = route.bucket.fill(batch, live[:-1], absent, side)
-        return self.stage.view(ready, batch), route, live[-1]
+        return None if whole else self.stage.view(ready, batch), route, live[-1]
 
     def replay(self, view: V) -> Any:
         """Run the step on the view that was filled last. ReplayError where another fill has overwritten it."""
         if self._filled is None or self._filled[0] is not view:
             message = "this view was not filled last: a later fill has overwritten its slots"
             raise ReplayError(message)
-        _, captured, rows = self._filled
+        self.graphs.filler.order()
+        return self._run(*self._filled)
+
+    def _run(self, view: V | None, captured: Captured | None, rows: int) -> Any:
         if captured is None:
             self.graphs.eager_runs += 1
-            return self._eager.run(view)
+            return self._eager.run(view)  # type: ignore[arg-type] # an eager run has its view
         outputs = self.graphs.replay(captured, rows)
         self._tally.replayed(captured.rows, rows)
         return outputs
@@ -137,14 +204,22 @@ class DecodeRunner(Generic[V]):
         """The path that a batch would take, its bucket, and why."""
         return self._router.decide(self._size(batch, side), self.stage.absent(batch, side), batch)
 
-    def plan(self, bucket: int, absent: Collection[str] = ()) -> FillPlan:
-        """How one bucket is filled, for batches that come without some optional slots."""
-        stage, pattern = self.stage, frozenset(absent)
-        return plan_fill(stage.declaration, self._sizes[bucket], stage.backend.capabilities, absent=pattern)
+    def plan(self, bucket: int, absent: Collection[str] = (), in_place: Collection[str] = ()) -> FillPlan:
+        """How one bucket is filled, for batches that come without some optional slots, or with some in place."""
+        declaration, capabilities = self.stage.declaration, self.stage.backend.capabilities
+        missing, written = check_optional(declaration, absent), check_copied(declaration, in_place)
+        how, sizes = self.lowering, self._sizes[bucket]
+        return plan_fill(declaration, sizes, capabilities, lowering=how, absent=missing, in_place=written)
 
     def stats(self) -> Mapping[str, Any]:
-        """Plain data: steps, per bucket live and padded rows and waste, and how often each reason led to eager runs."""
-        return self._tally.as_data()
+        """Plain data: steps, per bucket live and padded rows and waste, and how often each reason led to eager runs.
+
+        lowerings: fills by each lowering. detours: how often each reason led to a later lowering than the runner's.
+        """
+        filler = self.graphs.filler
+        if self._shortcuts is not None:
+            self._shortcuts.settle()
+        return {**self._tally.as_data(), "lowerings": dict(filler.lowered), "detours": dict(filler.detours)}
 
     def _fill_eagerly(self, batch: Any, decision: Decision, side: Side) -> V:
         """Fill in a graph's place, count it, and warn the first time that a reason leads to it."""

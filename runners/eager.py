@@ -8,6 +8,7 @@ import structlog
 import torch
 
 from ..backends.base import Backend
+from ..dataflow.admission import Wanted, check_source
 from ..dataflow.axes import Axis, Dim, Sizes, extent
 from ..dataflow.bucket import Bucket
 from ..dataflow.buffers import Buffers
@@ -15,7 +16,6 @@ from ..dataflow.capabilities import DEVICE
 from ..dataflow.errors import BatchError
 from ..dataflow.fill import compute_on_device
 from ..dataflow.handover import hand_over
-from ..dataflow.refusal import Wanted, check_source
 from ..dataflow.roles import resolve_dtype
 from ..dataflow.sizing import Sizer
 from ..dataflow.slots import Slot
@@ -55,7 +55,10 @@ class EagerRunner(Generic[V]):
         self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, carry)
         self.no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
         capabilities, slots = self.stage.backend.capabilities, inputs.slotgraph.slots
-        self._carried = [Wanted(name, slots[name], resolve_dtype(slots[name].dtype, capabilities)) for name in carry]
+        self._carried = [
+            Wanted(name, slots[name], resolve_dtype(slots[name].dtype, capabilities), self._home(slots[name]))
+            for name in carry
+        ]
         self._size = Sizer(self.stage.declaration, self.stage.relations, self.stage.sizes)
         self._capacity = dict.fromkeys(self.stage.declaration.axes, 0) | dict(self.stage.sizes)
         self._bucket = self._begin_with(buffers) if buffers is not None else None

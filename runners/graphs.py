@@ -1,54 +1,35 @@
 """Captured buckets: each with its fill, its graph and its outputs."""
 
-import os
 import time
-import weakref
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, Generic
+from collections.abc import Collection, Sequence
+from typing import Any, Generic
 
 import attrs
 import torch
 
-from ..backends.base import Graph
-from ..dataflow.axes import Sizes
+from ..backends.base import Graph, Memory
 from ..dataflow.binding import overlaps, span
-from ..dataflow.bucket import Bucket
-from ..dataflow.buffers import Buffers
+from ..dataflow.bucket import Absent
+from ..dataflow.buffers import Buffers, at_rest
 from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.fill import compute_on_device
 from ..dataflow.ready import Ready
 from ..dataflow.slots import Output
-from .capture import CaptureReport, MemoryAccount, capture_step, frozen_garbage, log_capture, progress_over
-from .outputs import Stamped, check_rows, live_rows, map_tensors, nbytes_of
+from .capture import (
+    CaptureReport,
+    MemoryAccount,
+    capture_step,
+    driver_bytes,
+    frozen_garbage,
+    log_capture,
+    progress_over,
+)
+from .captured import FORKS, Captured, Order, clock_of
+from .filler import Filler, Filling
+from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .stage import Stage, V
 
-Absent = frozenset[str]
 Key = tuple[int, Absent]
-
-
-@attrs.define(eq=False)
-class Captured:
-    """One bucket for one pattern of absent slots; `verified` once its addresses were found unmoved."""
-
-    rows: int
-    bucket: Bucket
-    graph: Graph
-    verified: bool = False
-
-
-@attrs.define(eq=False)
-class _Clock:
-    """Replays so far in one pool of graph memory: each may overwrite what another graph of the pool handed out."""
-
-    replays: int = 0
-
-
-_CLOCKS: Final["weakref.WeakKeyDictionary[object, _Clock]"] = weakref.WeakKeyDictionary()
-
-
-def _clock_of(pool: object | None) -> _Clock:
-    """The clock of all runners whose graphs share a pool; one of its own where there is none."""
-    return _Clock() if pool is None else _CLOCKS.setdefault(pool, _Clock())
 
 
 class GraphSet(Generic[V]):
@@ -59,78 +40,141 @@ class GraphSet(Generic[V]):
     how often the buffers were filled, and how often a step ran on them without a graph.
     """
 
-    def __init__(self, stage: Stage[V], buffers: Buffers, *, rows_each: int | None, debug: bool) -> None:
+    def __init__(
+        self, stage: Stage[V], buffers: Buffers, filler: Filler[V], *, rows_each: int | None, debug: bool
+    ) -> None:
         self.stage = stage
         self.buffers = buffers
+        self.filler = filler
         self.report: CaptureReport | None = None
         self.fills = self.eager_runs = 0
         self._pool = stage.backend.pool()
-        self._clock = _clock_of(self._pool)
+        self.clock = clock_of(self._pool)
         self._inputs = [span(b.tensor) for b in buffers if b.nbytes and not isinstance(b.slot, Output)]
         self._outputs = [span(b.tensor) for b in buffers if b.nbytes and isinstance(b.slot, Output)]
-        self._rows_each = rows_each
+        self.rows_each = rows_each
         self._debug = debug
         self._captured: dict[Key, Captured] = {}
-        self._process = os.getpid()
+        self._order: Order | None = None
+        self._forks = FORKS.count
+
+    def has(self, bucket: int | None, absent: Absent) -> bool:
+        """Whether one bucket and pattern was captured, or will be when a batch comes for it."""
+        return (bucket, absent) in self._captured or self._is_pending(bucket, absent)
 
     def get(self, bucket: int | None, absent: Absent) -> Captured | None:
-        """The graph of one bucket and pattern, if it was captured."""
-        return self._captured.get((bucket, absent)) if bucket is not None else None
+        """The graph of one bucket and pattern, captured now if that was put off; None where there is none."""
+        captured = self._captured.get((bucket, absent)) if bucket is not None else None
+        if captured is None and bucket is not None and self._is_pending(bucket, absent):
+            return self._capture_late(bucket, absent)
+        return captured
 
-    def capture(
-        self, buckets: Mapping[int, Sizes], patterns: Collection[Absent], *, warmups: int, progress: bool, name: str
-    ) -> CaptureReport:
+    def capture(self, order: Order) -> CaptureReport:
         """Capture every bucket, the largest first, for every pattern. CaptureError at the end if some failed.
 
-        A bucket that fails is left out and the others stay usable.
+        A bucket that fails is left out and the others stay usable. A lazy order captures nothing yet.
         """
         if self.report is not None:
             message = "this runner is captured already: its addresses are sealed; make a new runner to capture again"
             raise CaptureError(message)
-        start, failed = time.perf_counter(), {}
+        start, failed = time.perf_counter(), dict[int, CaptureError]()
+        self._order, before = order, self.stage.backend.memory()
+        buckets = [] if order.lazy else sorted(order.buckets, reverse=True)
         with frozen_garbage():
-            for rows in progress_over(sorted(buckets, reverse=True), self.stage.backend, show=progress):
+            for rows in progress_over(buckets, self.stage.backend, show=order.progress):
                 try:
-                    for absent in sorted(patterns, key=sorted):
-                        self._captured[rows, absent] = self._capture(rows, buckets[rows], absent, warmups)
+                    self._capture_bucket(rows, order)
                 except CaptureError as error:
                     failed[rows] = error
-                    self._captured = {key: one for key, one in self._captured.items() if key[0] != rows}
-                    self.buffers.distrust()
-        self._process = os.getpid()
-        done = tuple(sorted({rows for rows, _ in self._captured}))
+        self._forks = FORKS.count
         reasons = {rows: str(error) for rows, error in failed.items()}
-        self.report = CaptureReport(done, reasons, time.perf_counter() - start, self.memory())
-        log_capture(self.report, name)
+        self.report = self._reported(reasons, time.perf_counter() - start, before)
+        log_capture(self.report, order.runner)
         if failed:
-            message = f"{len(failed)} of {len(buckets)} buckets were not captured and run eagerly: "
+            message = f"{len(failed)} of {len(order.buckets)} buckets were not captured and run eagerly: "
             raise CaptureError(message + "; ".join(self.report.reasons)) from next(iter(failed.values()))
         return self.report
 
-    def _capture(self, rows: int, sizes: Sizes, absent: Absent, warmups: int) -> Captured:
-        stage = self.stage
-        bucket = Bucket(stage.declaration, sizes, stage.backend.capabilities, self.buffers)
-        ready = bucket.fill_for(absent).ready(tuple(sizes[axis] for axis in stage.declaration.varying))
-        graph = capture_step(stage.backend, _Step(stage, ready), self.buffers, warmups=warmups, pool=self._pool)
-        if self._rows_each is not None:
-            check_rows(graph.outputs, rows * self._rows_each, f"bucket {rows}")
+    def _is_pending(self, bucket: int | None, absent: Absent) -> bool:
+        order, report = self._order, self.report
+        if order is None or report is None or not order.lazy or bucket in report.failed:
+            return False
+        return bucket in order.buckets and absent in order.patterns
+
+    def _capture_late(self, rows: int, absent: Absent) -> Captured | None:
+        """Capture a bucket whose first batch has come; None, and never again, where it fails."""
+        order, report, start = self._order, self.report, time.perf_counter()
+        if order is None or report is None:
+            return None
+        before = self.stage.backend.memory()
+        reasons = dict(report.failed)
+        with frozen_garbage(), at_rest(self.buffers, self.stage.backend.capabilities):
+            try:
+                self._capture_bucket(rows, order)
+            except CaptureError as error:
+                reasons[rows] = str(error)
+        made = self._reported(reasons, report.seconds + time.perf_counter() - start, before)
+        self.report = attrs.evolve(made, driver=made.driver + report.driver)
+        log_capture(self.report, order.runner)
+        return self._captured.get((rows, absent))
+
+    def _capture_bucket(self, rows: int, order: Order) -> None:
+        """Capture one bucket for every pattern. CaptureError, with nothing of it kept."""
+        try:
+            for absent in sorted(order.patterns, key=sorted):
+                self._captured[rows, absent] = self._capture(rows, absent, order)
+        except CaptureError:
+            self._captured = {key: one for key, one in self._captured.items() if key[0] != rows}
+            self.buffers.distrust()
+            raise
+
+    def _capture(self, rows: int, absent: Absent, order: Order) -> Captured:
+        stage, filler = self.stage, self.filler
+        filling = filler.make(order.buckets[rows], absent)
+        ready = self._whole(filling, absent)
+        filler.rest()
+        step = _Step(stage, filler, filling, ready)
+        graph = capture_step(
+            stage.backend, step, self.buffers, warmups=order.warmups, pool=self._pool, error_mode=order.error_mode
+        )
+        if self.rows_each is not None:
+            check_rows(graph.outputs, rows * self.rows_each, f"bucket {rows}")
+        if filler.lowering == "fused":
+            filler.capture_alone(filling, warmups=1)
         _ = self.buffers.addresses
-        return Captured(rows, bucket, graph)
+        return Captured(rows, filling, graph)
+
+    def view(self, captured: Captured, absent: Absent) -> V:
+        """A bucket's slots at their padded size, for producers who write them."""
+        self.buffers.handed_out = True
+        return self.stage.capture_view(self._whole(captured.filling, absent))
+
+    def _whole(self, filling: Filling, absent: Absent) -> Ready:
+        """What a bucket needs where every row is live."""
+        bucket = filling.bucket
+        return bucket.fill_for(absent).ready(tuple(bucket.sizes[axis] for axis in self.stage.declaration.varying))
+
+    def _reported(self, reasons: dict[int, str], seconds: float, before: Memory) -> CaptureReport:
+        done = tuple(sorted({rows for rows, _ in self._captured}))
+        driver = driver_bytes(before, self.stage.backend.memory())
+        return CaptureReport(done, reasons, seconds, self.memory(), driver)
 
     def replay(self, captured: Captured, rows: int) -> Any:
         """Replay a filled bucket and return its outputs for `rows` live rows of the leading axis."""
         if not captured.verified or self._debug:
             self._verify(captured.graph)
             captured.verified = True
-        if os.getpid() != self._process:
+        if self._forks != FORKS.count:
             message = "this process was forked after capture: graphs belong to the process that captured them"
             raise ReplayError(message)
         captured.graph.replay()
-        self._clock.replays += 1
-        outputs = captured.graph.outputs
-        if self._rows_each is not None:
-            outputs = live_rows(outputs, rows * self._rows_each)
+        self.clock.replays += 1
+        outputs = self.outputs(captured, rows)
         return map_tensors(outputs, self._stamp) if self._debug else outputs
+
+    def outputs(self, captured: Captured, rows: int) -> Any:
+        """What the last replay of a graph left, for `rows` live rows of the leading axis."""
+        return captured.graph.outputs if self.rows_each is None else captured.live(rows * self.rows_each)
 
     def memory(self) -> MemoryAccount:
         """Bytes of inputs, graphs and outputs."""
@@ -139,6 +183,7 @@ class GraphSet(Generic[V]):
             inputs=self.buffers.nbytes,
             graphs=sum(graph.nbytes for graph in graphs),
             outputs=nbytes_of([graph.outputs for graph in graphs]),
+            uploads=self.filler.nbytes,
         )
 
     def _stamp(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -146,8 +191,8 @@ class GraphSet(Generic[V]):
         if tensor.numel() and overlaps(tensor, self._inputs):
             return Stamped.stamp(tensor, lambda: self.fills)
         if tensor.numel() and overlaps(tensor, self._outputs):
-            return Stamped.stamp(tensor, lambda: self._clock.replays + self.eager_runs)
-        return Stamped.stamp(tensor, lambda: self._clock.replays)
+            return Stamped.stamp(tensor, lambda: self.clock.replays + self.eager_runs)
+        return Stamped.stamp(tensor, lambda: self.clock.replays)
 
     def _verify(self, graph: Graph) -> None:
         graph.check_addresses()
@@ -159,14 +204,20 @@ class GraphSet(Generic[V]):
 
 
 class _Step(Generic[V]):
-    """What is captured: the device's computed slots, then the step on the bucket's view, without gradients."""
+    """What is captured, without gradients.
 
-    def __init__(self, stage: Stage[V], ready: Ready) -> None:
+    First the fused kernel, where it is the first node; then the device's computed slots, and the step on the view.
+    """
+
+    def __init__(self, stage: Stage[V], filler: Filler[V], filling: Filling, ready: Ready) -> None:
         self._stage = stage
+        self._filler = filler
+        self._filling = filling
         self._ready = ready
 
     def __call__(self) -> Any:
         with torch.no_grad():
+            self._filler.first_node(self._filling)
             compute_on_device(self._ready)
             return self._stage.step(self._stage.capture_view(self._ready))
 

@@ -5,13 +5,15 @@ from typing import Any, Final
 import attrs
 
 from ..dataflow.axes import BATCH, TOKENS, Sizes
+from ..dataflow.bucket import Absent
 from ..dataflow.caches import keep_newest
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ReplayError
 from ..dataflow.sources import look_up
 from .buckets import Buckets
+from .captured import Captured
 from .decision import Decision, Why
-from .graphs import Absent, Captured, GraphSet
+from .graphs import GraphSet
 
 KEPT: Final = 4096
 """Live sizes whose route is remembered."""
@@ -37,8 +39,8 @@ class Router:
             return known
         decision = self.decide(live, absent, batch)
         captured = self._graphs.get(decision.bucket, absent)
-        if captured is None:
-            return decision
+        if captured is None:  # a late capture that failed is decided anew
+            return decision if decision.path == "eager" else self.decide(live, absent, batch)
         if not self._fixed_fields:  # else each batch decides anew
             keep_newest(self._routes, KEPT)[live, absent] = captured
         return captured
@@ -47,7 +49,7 @@ class Router:
         """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""
         rows = live[-1]
         bucket = self._table[rows] if rows < len(self._table) else None
-        if bucket is not None and self._graphs.get(bucket, absent) is not None:
+        if bucket is not None and self._graphs.has(bucket, absent):
             for index, _, most in self._limits:
                 if live[index] > most:
                     return self._refusal(live, absent, batch)
@@ -74,7 +76,7 @@ class Router:
             return _eager("waste", f"bucket {bucket} would be {share:.0%} padding, over the limit of {most_waste:.0%}")
         if bucket in report.failed:
             return _eager("not_captured", report.failed[bucket])
-        if self._graphs.get(bucket, absent) is None:
+        if not self._graphs.has(bucket, absent):
             names = ", ".join(map(repr, sorted(absent)))
             return _eager("absent", f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one")
         name = self._differing(batch)

@@ -49,6 +49,7 @@ DTYPES = (
     torch.float64,
 )
 Sizes = dict[Axis, int]
+NOTHING_GIVEN: Mapping[str, Any] = {}
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
@@ -254,15 +255,20 @@ def rounds(draw: st.DrawFn, declaration: type[Inputs], capacity: Sizes) -> Round
     return Round(padded, live, absent, draw(st.integers(0, 1 << 30)), draw(st.integers(0, 1 << 30)))
 
 
-def batch_of(declaration: type[Inputs], capabilities: Capabilities, turn: Round) -> tuple[Any, dict[str, Any]]:
-    """A batch and its side arguments with random data, mappings and objects in turn, dtypes and layouts as allowed."""
+def batch_of(
+    declaration: type[Inputs], capabilities: Capabilities, turn: Round, given: Mapping[str, Any] = NOTHING_GIVEN
+) -> tuple[Any, dict[str, Any]]:
+    """A batch and its side arguments with random data, mappings and objects in turn, dtypes and layouts as allowed.
+
+    given: what a slot's source is instead, by slot.
+    """
     found: dict[str, Any] = {"tag": turn.seed % 7, "nested": {}}
     beside: dict[str, Any] = {}
     for index, (name, slot) in enumerate(declaration.slotgraph.slots.items()):
         source = slot.reads(name)
         if source is None or name in turn.absent:
             continue
-        value = _source_for(slot, capabilities, turn, turn.choices >> (2 * index))
+        value = given[name] if name in given else source_for(slot, capabilities, turn, turn.choices >> (2 * index))
         text = str(source)
         holder = beside if text.startswith("argument") else found["nested"] if "nested" in text else found
         holder[name if "called" not in text and "Called" not in text else f"called_{name}"] = value
@@ -272,7 +278,8 @@ def batch_of(declaration: type[Inputs], capabilities: Capabilities, turn: Round)
     return batch, {"beside": beside if turn.choices & 4 else types.SimpleNamespace(**beside)}
 
 
-def _source_for(slot: Slot, capabilities: Capabilities, turn: Round, choice: int) -> torch.Tensor:
+def source_for(slot: Slot, capabilities: Capabilities, turn: Round, choice: int) -> torch.Tensor:
+    """Random data for one slot, of a dtype and a layout that it takes."""
     dtypes = (resolve_dtype(slot.dtype, capabilities), *slot.converts_from())
     shape, dtype = extent(slot.shape, turn.live), dtypes[choice % len(dtypes)]
     value = noise(shape, dtype, turn.seed + choice)

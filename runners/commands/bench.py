@@ -1,43 +1,42 @@
-"""`slotgraph bench`: what a fill costs the host, against the two ways that engines hand-write it."""
+"""`slotgraph bench`: what a step's inputs cost host and device, against the two ways that engines hand-write them."""
 
 import json
 import pathlib
-import platform
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Annotated, Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Final
 
 import attrs
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ...backends.base import Backend
+from .bench_tables import show
+from .conditions import conditions_of
 from .failures import chosen, fail, reported
-from .figures import Figure, as_data, as_tables
-from .lowerings import LOWERINGS, verify
+from .figures import FILL, STEP, Figure, Memory, Results, What
+from .lowerings import IN_GRAPH, Contestant, Way, contestants
 from .plot import ENDINGS, INSTALL, can_plot, draw
 from .screen import screen
-from .timing import Run, device_times, measure
-from .workload import CASES, WALK, declare_decode, make_batches, walk_sizes
+from .timing import Run, Spread, device_times, measure
+from .verifying import verify
+from .workload import FLAT, MIXED, WALK, Batch, Case, Workload, cases_of, flat_cases
 
 _MOST_SLOTS: Final = 1000
-_WIDE: Final = 130
-"""Columns from which percentiles have room beside medians."""
 
 
 @attrs.frozen
 class Effort:
-    """How long to measure: rounds, and in each the steps of one live size, and of a walk through several."""
+    """How long to measure: rounds on host and device, and in each round the steps of one live size, and of a walk."""
 
     rounds: int
+    device_rounds: int
     steps: int
     walk: int
 
 
-FULL: Final = Effort(rounds=100, steps=20, walk=WALK)
-QUICK: Final = Effort(rounds=5, steps=5, walk=8)
+FULL: Final = Effort(rounds=50, device_rounds=9, steps=20, walk=WALK)
+QUICK: Final = Effort(rounds=5, device_rounds=3, steps=5, walk=8)
 
 _Backend = Annotated[str, typer.Option(metavar="NAME", help="Measure on this backend; see `slotgraph backends`.")]
 _Slots = Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of slots to declare.")]
@@ -54,13 +53,16 @@ def bench(
     json_file: _Json = None,
     quick: _Quick = False,
 ) -> None:
-    """Measure the host's time for filling a decode step and making its view, against hand-written fills.
+    """Measure what a decode step's inputs cost host and device, against hand-written fills and a bare replay.
 
     \b
-    per_slot    one tail reset and one copy a slot, views sliced in each step
-    regrouped   foreach copies, grouped anew in each step
-    foreach     this library, whole: runner.fill(batch), from sizing to the typed view
-    fill_alone  its fill without the runner's sizing and routing
+    per_slot    by hand: one tail reset and one copy a slot
+    regrouped   by hand: foreach copies, grouped anew in each step
+    in_graph, fused, foreach, slot_by_slot
+                this library by each lowering that the backend has, whole: from
+                sizing to the typed view, or to the outputs of the replay
+    fill_alone  its fill without the runner's sizing, routing and view
+    bare        the replay of a graph that holds the step alone, and no fill
 
     Each is first held to the oracle, byte for byte; then all take turns in one run, so that ratios can be trusted where
     the machine is noisy.
@@ -69,21 +71,19 @@ def bench(
     Examples:
       slotgraph bench
       slotgraph bench --quick --slots 12
-      slotgraph bench --json figures.json --plot figures.png
+      slotgraph bench --backend cuda --json figures.json --plot figures.png
     """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
     counts = _counts(slots)
     _check_files(plot, json_file)
     with reported():
         on = chosen(backend)
-        figures = measured(on, counts, QUICK if quick else FULL)
-    console = screen()
-    console.print(as_tables(figures, spread=console.width >= _WIDE))
+        results = measured(on, counts, QUICK if quick else FULL)
+    show(results, screen())
     if json_file is not None:
-        json_file.write_text(
-            json.dumps(as_data(figures, _conditions(on, quick=quick)), indent=2) + "\n", encoding="utf-8"
-        )
+        data = results.as_data({**conditions_of(on), "quick": quick})
+        json_file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     if plot is not None:
-        draw(figures, plot)
+        draw(results, plot)
 
 
 def _counts(text: str) -> list[int]:
@@ -107,47 +107,82 @@ def _check_files(plot: pathlib.Path | None, json_file: pathlib.Path | None) -> N
         fail(f"--plot needs matplotlib: {INSTALL}")
 
 
-def measured(backend: Backend, counts: Sequence[int], effort: Effort) -> list[Figure]:
-    """Verify every lowering, then measure all of them by turns, for each number of slots."""
-    cases = [case for count in counts for case in _cases(count, backend, effort)]
-    runs = [run for _, run in cases]
+@attrs.frozen(eq=False)
+class _Measured:
+    """One contestant on one case, and what is measured of it."""
+
+    what: What
+    name: str
+    case: Case
+    run: Run
+
+
+def measured(backend: Backend, counts: Sequence[int], effort: Effort) -> Results:
+    """Verify every contestant, then measure all of them by turns, for each number of slots."""
+    steps: list[_Measured] = []
+    workloads = []
+    for workload, cases in _workloads(backend, counts, effort):
+        found = contestants(workload)
+        verify(workload, found, _to_verify(cases))
+        steps += [one for case in cases for contestant in found for one in _of_case(case, contestant)]
+        workloads.append((workload, found))
+    runs = [step.run for step in steps]
     with _progress() as progress:
-        task = progress.add_task("measuring", total=effort.rounds)
-        host = measure(runs, effort.rounds, backend, lambda: progress.advance(task))
-    device = device_times(runs, min(effort.rounds, QUICK.rounds), backend)
-    return [case(host, gpu) for (case, _), host, gpu in zip(cases, host, device, strict=True)]
+        host, device = (progress.add_task(f"measuring {name}", total=1) for name in ("the host", "the device"))
+        spreads = measure(runs, effort.rounds, effort.steps, backend, lambda: progress.advance(host, 1 / effort.rounds))
+        share = 1 / effort.device_rounds
+        gpu = device_times(runs, effort.device_rounds, backend, lambda: progress.advance(device, share))
+    figures = [_figure(*one) for one in zip(steps, spreads, gpu, strict=True)]
+    memory = [one for workload, found in workloads for one in _memory(workload, found)]
+    return Results(figures, memory, backend.capabilities.lowerings[0])
 
 
-def _cases(count: int, backend: Backend, effort: Effort) -> Iterator[tuple[Callable[..., Figure], Run]]:
-    """What is measured for one number of slots: steady live sizes, and a walk in the largest bucket."""
-    inputs = declare_decode(count)
-    padded = CASES[-1][1]
-    steady = make_batches(inputs, [live for live, _ in CASES], backend)
-    walk = make_batches(inputs, walk_sizes(padded, CASES[-2][1])[: effort.walk], backend)
-    sizes = [batch.rows for batch in walk]
-    for kind in LOWERINGS:
-        lowering = kind(inputs, backend)
-        verify(lowering, inputs, backend, [*steady, *walk, *steady])
-        for batch, (live, bucket) in zip(steady, CASES, strict=True):
-            yield partial(Figure, count, live, live, bucket, kind.name), Run(lowering, [batch] * effort.steps)
-        yield partial(Figure, count, min(sizes), max(sizes), padded, kind.name), Run(lowering, walk)
+def _workloads(backend: Backend, counts: Sequence[int], effort: Effort) -> Iterator[tuple[Workload, list[Case]]]:
+    for count in counts:
+        workload = Workload.of(count, backend)
+        yield workload, list(cases_of(workload, effort.walk))
+        if count == MIXED:
+            workload = Workload.of(count, backend, FLAT)
+            yield workload, list(flat_cases(workload))
+
+
+def _to_verify(cases: Sequence[Case]) -> list[Batch]:
+    """Growing and shrinking batches of all kinds, the last of each case twice: what is uploaded is not sent again."""
+    forth = [batch for case in cases for batch in (*case.batches[:WALK], case.batches[-1])]
+    return [*forth, *(case.batches[0] for case in reversed(cases))]
+
+
+def _of_case(case: Case, contestant: Contestant) -> Iterator[_Measured]:
+    ways: tuple[tuple[What, Way | None], ...] = ((FILL, contestant.fill), (STEP, contestant.step))
+    for what, way in ways:
+        if way is not None:
+            yield _Measured(what, contestant.name, case, Run(way, case.batches))
+
+
+def _figure(measured_: _Measured, host: Spread, gpu: Spread | None) -> Figure:
+    case = measured_.case
+    return Figure(
+        what=measured_.what,
+        lowering=measured_.name,
+        sources=case.sources,
+        slots=case.slots,
+        lowest=case.lowest,
+        live=case.live,
+        padded=case.padded,
+        host=host,
+        gpu=gpu,
+    )
+
+
+def _memory(workload: Workload, found: Sequence[Contestant]) -> Iterator[Memory]:
+    """Of the runner that the backend prefers, and of one that feeds the fused kernel."""
+    for contestant in found:
+        if contestant.runner is not None and contestant.name in (workload.backend.capabilities.lowerings[0], IN_GRAPH):
+            yield Memory.of(workload, contestant.runner)
 
 
 def _progress() -> Progress:
-    """A bar on stderr; none where that is no terminal."""
+    """Bars on stderr; none where that is no terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _conditions(backend: Backend, *, quick: bool) -> dict[str, Any]:
-    """What a reader must know to judge the figures."""
-    return {
-        "backend": backend.name,
-        "device": str(backend.device),
-        "machine": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "threads": torch.get_num_threads(),
-        "quick": quick,
-    }

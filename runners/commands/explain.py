@@ -1,11 +1,14 @@
 """`slotgraph explain`: what a declaration's slots are, what they follow from, and what a step would do."""
 
 import json
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
+from ...dataflow.capabilities import AUTO, LADDER, chosen_lowering
+from ...dataflow.declaration import Declaration
 from ...dataflow.explain import Explanation
 from ...dataflow.explain import explain as explanation_of
 from ...dataflow.mermaid import mermaid
@@ -38,6 +41,13 @@ _Settings = Annotated[
     typer.Option("--set", metavar="NAME=VALUE", help="A setting that slots with `when=` ask for; no value means true."),
 ]
 _Absent = Annotated[list[str] | None, typer.Option(metavar="SLOT", help="An optional slot that the batch has not.")]
+_InPlace = Annotated[
+    list[str] | None,
+    typer.Option("--in-place", metavar="SLOT[,SLOT]", help="Copied slots that a producer writes in place of a copy."),
+]
+_Lowering = Annotated[
+    str, typer.Option(metavar="NAME", help=f"How the plan is run: {', '.join(LADDER)}, or what the backend prefers.")
+]
 _Backend = Annotated[str, typer.Option(metavar="NAME", help="Plan for this backend; see `slotgraph backends`.")]
 _Format = Annotated[Format, typer.Option("--format", help="Tables, a mermaid diagram of the dependencies, or JSON.")]
 
@@ -49,7 +59,9 @@ def explain(
     width: _Width = 1,
     setting: _Settings = None,
     absent: _Absent = None,
+    in_place: _InPlace = None,
     backend: _Backend = "auto",
+    lowering: _Lowering = AUTO,
     form: _Format = Format.TABLE,
 ) -> None:
     """Show a declaration's slots and dependencies, and for given sizes the plan that fills them and its bytes.
@@ -61,17 +73,27 @@ def explain(
       slotgraph explain my_engine.inputs:DecodeInputs
       slotgraph explain inputs.py:DecodeInputs --size batch=37/48 --size hidden=64
       slotgraph explain inputs.py:DecodeInputs --size batch=7/8 --width 4 --format json
+      slotgraph explain inputs.py:DecodeInputs --size batch=37/48 --lowering slot_by_slot --in-place input_ids
       slotgraph explain inputs.py:DecodeInputs --format mermaid > inputs.mmd
     """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
     with reported():
-        declaration = find_declaration(target).slotgraph
-        settings = settings_of(setting or ())
-        if settings is not None:
-            declaration = declaration.under(settings)
+        declaration = _declaration(target, setting or ())
         extents = extents_of(size or (), width, declaration)
-        chosen_backend = chosen(backend)
-        found = explanation_of(declaration, chosen_backend.capabilities, chosen_backend.name, extents, absent or ())
+        on = chosen(backend)
+        how, written = chosen_lowering(on.capabilities, lowering), _names(in_place or ())
+        found = explanation_of(declaration, on.capabilities, on.name, extents, absent or (), written, how)
     _show(found, form)
+
+
+def _declaration(target: str, setting: Sequence[str]) -> Declaration:
+    """The declaration of a target, under settings where some were given."""
+    declaration, settings = find_declaration(target).slotgraph, settings_of(setting)
+    return declaration if settings is None else declaration.under(settings)
+
+
+def _names(texts: Sequence[str]) -> list[str]:
+    """Names with commas between them, or in several options, or both."""
+    return [name for text in texts for part in text.split(",") if (name := part.strip())]
 
 
 def _show(explanation: Explanation, form: Format) -> None:

@@ -1,125 +1,171 @@
-"""What `slotgraph bench` found: rows of figures, as JSON and as tables with ratios."""
+"""What `slotgraph bench` found, as data: figures of time and memory, and what follows from them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 import attrs
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
+from ...dataflow.planner import slot_bytes
+from ..decode import DecodeRunner
+from .lowerings import BARE, BY_HAND
 from .timing import Spread
+from .workload import Sources, Workload, integers_of
 
-Figures = Mapping[tuple[Any, ...], Mapping[str, "Figure"]]
-OURS: Final = "foreach"
+What = Literal["fill", "step"]
+FILL: Final = "fill"
+STEP: Final = "step"
 
 
-@attrs.frozen
-class Figure:
-    """One measurement: `live` of `padded` rows; `lowest` is below `live` where the live size changed in each step."""
+class Key(NamedTuple):
+    """What figures that belong beside one another have in common."""
 
     slots: int
     lowest: int
     live: int
     padded: int
+    sources: Sources
+
+    @property
+    def rows(self) -> str:
+        """Live of padded rows, or the range of live ones."""
+        return f"{self.live}/{self.padded}" if self.lowest == self.live else f"{self.lowest}-{self.live}"
+
+
+@attrs.frozen(kw_only=True)
+class Figure:
+    """One measurement of `live` of `padded` rows; `lowest` is below `live` where the live size changed in each step.
+
+    what: a fill and its view, or a whole step. gpu: None where it was not measured.
+    """
+
+    what: What
     lowering: str
+    sources: Sources
+    slots: int
+    lowest: int
+    live: int
+    padded: int
     host: Spread
-    gpu_us: float | None
+    gpu: Spread | None
 
     @property
     def changes(self) -> bool:
         """Whether the live size changed in each step."""
         return self.lowest != self.live
 
+    @property
+    def key(self) -> Key:
+        """The figures that it belongs to."""
+        return Key(self.slots, self.lowest, self.live, self.padded, self.sources)
+
     def as_row(self) -> dict[str, Any]:
         """The row that goes into JSON."""
         live = {"lowest": self.lowest, "highest": self.live} if self.changes else {"live": self.live}
-        host = {"host_us": self.host.median, "p10_us": self.host.p10, "p90_us": self.host.p90}
-        figures = {name: round(value, 3) for name, value in host.items()}
         return {
+            "what": self.what,
+            "lowering": self.lowering,
+            "sources": self.sources,
             "slots": self.slots,
             **live,
             "padded": self.padded,
-            "lowering": self.lowering,
-            **figures,
-            "gpu_us": self.gpu_us,
+            **_spread("host", self.host),
+            **_spread("gpu", self.gpu),
         }
 
 
-def as_data(figures: Sequence[Figure], conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything as plain data: `rows` of steady live sizes, `changing` ones, and the conditions of the run."""
-    rows = [figure.as_row() for figure in figures if not figure.changes]
-    changing = [figure.as_row() for figure in figures if figure.changes]
-    return {"rows": rows, "changing": changing, "conditions": dict(conditions)}
+def _spread(name: str, spread: Spread | None) -> dict[str, float | None]:
+    names = (f"{name}_us", f"{name}_p10_us", f"{name}_p90_us")
+    values = (None, None, None) if spread is None else (spread.median, spread.p10, spread.p90)
+    return {key: value if value is None else round(value, 3) for key, value in zip(names, values, strict=True)}
 
 
-def as_tables(figures: Sequence[Figure], *, spread: bool) -> RenderableType:
-    """The tables: the same live size in each step, then one that changes; the device's time where it was measured.
+@attrs.frozen(kw_only=True)
+class Memory:
+    """Bytes of one runner.
 
-    spread: whether percentiles stand beside medians, which takes some 130 columns.
+    declared: of its slots at full capacity, as one adds them up by hand. inputs: what was allocated for them. table,
+    packet, ring: what feeds the fused kernel, the ring on the host.
     """
-    return Group(*_parts(figures, spread=spread))
+
+    slots: int
+    capacity: int
+    lowering: str
+    declared: int
+    inputs: int
+    table: int
+    packet: int
+    ring: int
+
+    @classmethod
+    def of(cls, workload: Workload, runner: DecodeRunner[Any]) -> "Memory":
+        """What a runner holds by now: a ring grows with what goes through it."""
+        captured = [runner.graphs.get(rows, frozenset()) for rows in workload.buckets]
+        fillings = [one.filling for one in captured if one is not None]
+        uploads = [filling.fused.feed.upload for filling in fillings if filling.fused is not None]
+        packet = uploads[0].packet.nbytes if uploads else 0
+        slots, capabilities = workload.inputs.slotgraph.slots, workload.backend.capabilities
+        return cls(
+            slots=workload.slots,
+            capacity=workload.buckets[-1],
+            lowering=runner.lowering,
+            declared=sum(slot_bytes(slot, workload.capacity, capabilities) for slot in slots.values()),
+            inputs=runner.graphs.memory().inputs,
+            table=sum(filling.table.nbytes for filling in fillings if filling.table is not None),
+            packet=packet,
+            ring=uploads[0].nbytes - packet if uploads else 0,
+        )
 
 
-def _parts(figures: Sequence[Figure], *, spread: bool) -> Iterator[RenderableType]:
-    steady = grouped([figure for figure in figures if not figure.changes])
-    changing = grouped([figure for figure in figures if figure.changes])
-    what = "median (p10 to p90)" if spread else "median"
-    yield Text(f"host microseconds for fill and view: {what}", style="bold")
-    yield _table(steady, spread=spread)
-    if changing:
-        yield Text("the same in the largest bucket, where the live size changes in each step", style="bold")
-        yield _table(changing, spread=spread)
-    if any(figure.gpu_us is not None for figure in figures):
-        yield Text("device microseconds", style="bold")
-        yield _device_table(steady)
+@attrs.frozen(kw_only=True)
+class Integers:
+    """What a whole number costs more from a list than from an array, in nanoseconds of a step on the host."""
+
+    slots: int
+    live: int
+    lowering: str
+    integers: int
+    ns_each: float
 
 
-def grouped(figures: Sequence[Figure]) -> Figures:
-    """Figures of one case together: by slots, lowest and highest live rows, and padded rows; then by lowering."""
-    found: dict[tuple[Any, ...], dict[str, Figure]] = {}
-    for figure in figures:
-        key = (figure.slots, figure.lowest, figure.live, figure.padded)
-        found.setdefault(key, {})[figure.lowering] = figure
-    return found
+@attrs.frozen
+class Results:
+    """All that a run found; `ours` is the lowering that the backend prefers."""
+
+    figures: Sequence[Figure]
+    memory: Sequence[Memory]
+    ours: str
+
+    def grouped(self, what: What) -> Mapping[Key, Mapping[str, Figure]]:
+        """Figures of one case together, by lowering."""
+        found: dict[Key, dict[str, Figure]] = {}
+        for figure in self.figures:
+            if figure.what == what:
+                found.setdefault(figure.key, {})[figure.lowering] = figure
+        return found
+
+    def integers(self) -> Iterator[Integers]:
+        """For each case that was measured from lists and from arrays."""
+        cases = self.grouped(STEP)
+        for key, by_list in cases.items():
+            by_array = cases.get(key._replace(sources="numpy"))
+            if key.sources == "lists" and by_array is not None:
+                count = integers_of(key.slots, key.live)
+                for name in (name for name in by_list if name in by_array and name != BARE):
+                    more = by_list[name].host.median - by_array[name].host.median
+                    each = round(1e3 * more / count, 2)
+                    yield Integers(slots=key.slots, live=key.live, lowering=name, integers=count, ns_each=each)
+
+    def as_data(self, conditions: Mapping[str, Any]) -> dict[str, Any]:
+        """Plain data: `rows` of steady live sizes, `changing` ones, memory, list costs and the run's conditions."""
+        return {
+            "rows": [figure.as_row() for figure in self.figures if not figure.changes],
+            "changing": [figure.as_row() for figure in self.figures if figure.changes],
+            "memory": [attrs.asdict(one) for one in self.memory],
+            "lists": [attrs.asdict(one) for one in self.integers()],
+            "conditions": {"ours": self.ours, **conditions},
+        }
 
 
-def _columns(figures: Figures) -> list[str]:
-    return list(dict.fromkeys(name for case in figures.values() for name in case))
-
-
-def _table(figures: Figures, *, spread: bool) -> Table:
-    names = _columns(figures)
-    rivals = [name for name in names if name.startswith(("per_", "regrouped"))]
-    table = _empty([*names, *(f"{name}\n/ {OURS}" for name in rivals)])
-    for key, case in figures.items():
-        cells = [_cell(case[name].host, spread=spread) for name in names]
-        ratios = [f"{case[name].host.median / case[OURS].host.median:.1f} x" for name in rivals]
-        table.add_row(*_case(key), *cells, *ratios)
-    return table
-
-
-def _device_table(figures: Figures) -> Table:
-    names = _columns(figures)
-    table = _empty(names)
-    for key, case in figures.items():
-        times = [case[name].gpu_us for name in names]
-        table.add_row(*_case(key), *("-" if time is None else f"{time:.1f}" for time in times))
-    return table
-
-
-def _empty(titles: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for title in ("slots", "rows", *titles):
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
-
-
-def _case(key: tuple[Any, ...]) -> tuple[str, str]:
-    slots, lowest, live, padded = key
-    return str(slots), f"{live}/{padded}" if lowest == live else f"{lowest}-{live}"
-
-
-def _cell(host: Spread, *, spread: bool) -> str:
-    return f"{host.median:.1f} ({host.p10:.1f} to {host.p90:.1f})" if spread else f"{host.median:.1f}"
+def rivals(names: Sequence[str]) -> list[str]:
+    """The hand-written ones among contestants."""
+    return [name for name in names if name in BY_HAND]

@@ -1,90 +1,172 @@
-"""The ways to fill a decode step that `slotgraph bench` compares: as engines hand-write them, and this library's."""
+"""The contestants of `slotgraph bench`: as engines hand-write a step, this library's lowerings, and a bare replay."""
 
-import abc
 import bisect
+import functools
 import types
-from typing import Any, ClassVar, Final, final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
 
+import attrs
+import numpy as np
 import torch
 
-from ...backends.base import Backend
-from ...dataflow.axes import BATCH, TOKENS
-from ...dataflow.buffers import Buffers, allocate
-from ...dataflow.errors import SlotGraphError
-from ...dataflow.inputs import Inputs
-from ...dataflow.oracle import fill_slot_by_slot
-from ...dataflow.step import Step
+from ...backends.base import Graph
+from ...dataflow.bucket import Bucket
+from ...dataflow.buffers import Buffers
+from ...dataflow.capabilities import Lowering
+from ...dataflow.planner import FUSED, NONE
 from ...dataflow.tails import Number, Pad, resolve_value
+from ..capture import capture_step
 from ..decode import DecodeRunner
-from .workload import BUCKETS, Batch
+from .workload import COUNT, Batch, Workload, plus_one
 
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it
 _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - likewise
-COUNT: Final = "num_token_non_padded"
+PER_SLOT: Final = "per_slot"
+REGROUPED: Final = "regrouped"
+BY_HAND: Final = (PER_SLOT, REGROUPED)
+FILL_ALONE: Final = "fill_alone"
+BARE: Final = "bare"
+ORACLE: Final = "slot_by_slot"
+IN_GRAPH: Final = "in_graph"
+
+Way = Callable[[Batch], Any]
+"""Takes a batch; returns a view where it fills, and outputs where it runs a whole step."""
 
 
-class WrongBytesError(SlotGraphError, AssertionError):
-    """A lowering left other bytes than the oracle."""
+@attrs.frozen(kw_only=True, eq=False)
+class Contestant:
+    """One way to run steps.
+
+    buffers: where its steps read. fill: fills, and returns the padded view. step: fill, view and replay; returns the
+    live rows' outputs. runner: whose it is, where it is this library's.
+    """
+
+    name: str
+    buffers: Buffers
+    fill: Way | None = None
+    step: Way | None = None
+    runner: DecodeRunner[Any] | None = None
 
 
-class Lowering(abc.ABC):
-    """A way to fill: called with a batch, it returns the view that a step would read."""
+def contestants(workload: Workload) -> list[Contestant]:
+    """All of them: two by hand, a runner for each lowering that the backend has, and what a part of one takes."""
+    by_hand = ByHand(workload)
+    lowerings = workload.backend.capabilities.lowerings
+    runners: dict[Lowering, DecodeRunner[Any]] = {one: captured(workload, one) for one in lowerings}
+    plain = next((runner for lowering, runner in runners.items() if lowering not in FUSED), None)
+    parts = () if plain is None else (_fill_alone(workload, plain), _bare(workload, plain))
+    return [
+        by_hand.contestant(PER_SLOT, by_hand.per_slot),
+        by_hand.contestant(REGROUPED, by_hand.regrouped),
+        *(_of_runner(lowering, runner) for lowering, runner in runners.items()),
+        *parts,
+    ]
 
-    name: ClassVar[str]
 
-    @abc.abstractmethod
-    def __call__(self, batch: Batch) -> Any:
-        """Fill from a batch and hand out the padded view."""
+def captured(workload: Workload, lowering: Lowering) -> DecodeRunner[Any]:
+    """A runner of the smallest step that fills by one lowering."""
+    runner = DecodeRunner(
+        workload.inputs,
+        plus_one,
+        buckets=workload.buckets,
+        backend=workload.backend,
+        lowering=lowering,
+        progress=False,
+    )
+    runner.capture()
+    return runner
 
 
-class HandWritten(Lowering):
-    """What the two hand-written ones share: buffers, a table of slots, and the count."""
+def _of_runner(lowering: Lowering, runner: DecodeRunner[Any]) -> Contestant:
+    """The public path: sizing, routing, checks, the fill, and a typed view or the replay."""
+    fill = None if lowering == ORACLE else runner.fill  # the oracle is slow: whole steps are enough
+    return Contestant(name=lowering, buffers=runner.graphs.buffers, fill=fill, step=runner, runner=runner)
 
-    def __init__(self, inputs: type[Inputs], backend: Backend) -> None:
-        buffers = _buffers(inputs, backend)
-        self._slots = [
-            (name, buffers[name].tensor, _pad(buffers[name].slot.rule(), backend))
-            for name, slot in inputs.slotgraph.slots.items()
-            if slot.reads(name) is not None
-        ]
-        self._count = buffers[COUNT].tensor
+
+def _fill_alone(workload: Workload, runner: DecodeRunner[Any]) -> Contestant:
+    """The fill of one bucket alone: what is left when a runner's sizing, routing and view are taken off."""
+    axes = len(workload.inputs.slotgraph.varying)
+    buckets = {rows: bucket for rows, (bucket, _) in _parts_of(workload, runner).items()}
+
+    def fill(batch: Batch) -> Any:
+        return types.SimpleNamespace(**buckets[batch.padded].fill(batch, (batch.rows,) * axes).views)
+
+    return Contestant(name=FILL_ALONE, buffers=runner.graphs.buffers, fill=fill)
+
+
+def _bare(workload: Workload, runner: DecodeRunner[Any]) -> Contestant:
+    """The replay alone, of a graph that holds the step and nothing of a fill."""
+    replays = {rows: graph.replay for rows, (_, graph) in _parts_of(workload, runner).items()}
+
+    def step(batch: Batch) -> None:
+        replays[batch.padded]()
+
+    return Contestant(name=BARE, buffers=runner.graphs.buffers, step=step)
+
+
+def _parts_of(workload: Workload, runner: DecodeRunner[Any]) -> Mapping[int, tuple[Bucket, Graph]]:
+    """What fills each bucket, and its graph."""
+    found = {rows: runner.graphs.get(rows, NONE) for rows in workload.buckets}
+    return {rows: (one.filling.bucket, one.graph) for rows, one in found.items() if one is not None}
 
 
 @final
-class PerSlot(HandWritten):
-    """One tail reset and one copy a slot, views sliced in each step."""
+class ByHand:
+    """What the hand-written ways share: buffers, a table of slots, the count, and a graph for each bucket.
 
-    name: ClassVar[str] = "per_slot"
+    As engines do, they copy host data without waiting for the device, which has read pageable memory when the call
+    returns.
+    """
 
-    def __call__(self, batch: Batch) -> Any:
-        """Fill slot by slot."""
-        live, values = batch.rows, batch.tensors
-        padded = BUCKETS[bisect.bisect_left(BUCKETS, live)]
-        view = types.SimpleNamespace()
+    def __init__(self, workload: Workload) -> None:
+        self.buffers = workload.buffers()
+        self._buckets = workload.buckets
+        self._slots = [
+            (name, self.buffers[name].tensor, _pad(self.buffers[name].slot.rule(), workload))
+            for name, slot in workload.inputs.slotgraph.slots.items()
+            if slot.reads(name) is not None
+        ]
+        self._count = self.buffers[COUNT].tensor
+        self._graphs = {rows: self._captured(workload, rows) for rows in reversed(workload.buckets)}
+
+    def contestant(self, name: str, copy: Callable[[Batch], int]) -> Contestant:
+        """Fills and steps by one way to copy, which returns the bucket."""
+
+        def fill(batch: Batch) -> Any:
+            return self._view(copy(batch))
+
+        def step(batch: Batch) -> torch.Tensor:
+            graph = self._graphs[copy(batch)]
+            graph.replay()
+            outputs: torch.Tensor = graph.outputs[: batch.rows]
+            return outputs
+
+        return Contestant(name=name, buffers=self.buffers, fill=fill, step=step)
+
+    def per_slot(self, batch: Batch) -> int:
+        """One tail reset and one copy a slot."""
+        live = batch.rows
+        padded = self._buckets[bisect.bisect_left(self._buckets, live)]
         for name, buffer, pad in self._slots:
             if live < padded:
                 buffer[live:padded].fill_(pad)
-            buffer[:live].copy_(getattr(values, name))
-            setattr(view, name, buffer[:padded])
+            source = getattr(batch, name)
+            if type(source) is not torch.Tensor:
+                source = _tensor(source, buffer.dtype)
+            buffer[:live].copy_(source, non_blocking=True)
         self._count.fill_(live)
-        view.num_token_non_padded = self._count
-        return view
+        return padded
 
-
-@final
-class Regrouped(HandWritten):
-    """One foreach copy a pair of dtypes and one foreach zero, the groups built anew in each step."""
-
-    name: ClassVar[str] = "regrouped"
-
-    def __call__(self, batch: Batch) -> Any:
-        """Group, then fill."""
-        live, values = batch.rows, batch.tensors
-        padded = BUCKETS[bisect.bisect_left(BUCKETS, live)]
-        view, zeros = types.SimpleNamespace(), []
+    def regrouped(self, batch: Batch) -> int:
+        """One foreach copy a pair of dtypes and one foreach zero, the groups built anew in each step."""
+        live, zeros = batch.rows, []
+        padded = self._buckets[bisect.bisect_left(self._buckets, live)]
         groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for name, buffer, pad in self._slots:
-            source = getattr(values, name)
+            source = getattr(batch, name)
+            if type(source) is not torch.Tensor:
+                source = _tensor(source, buffer.dtype)
             targets, sources = groups.setdefault((buffer.dtype, source.dtype), ([], []))
             targets.append(buffer[:live])
             sources.append(source)
@@ -92,84 +174,29 @@ class Regrouped(HandWritten):
                 zeros.append(buffer[live:padded])
             elif live < padded:
                 buffer[live:padded].fill_(pad)
-            setattr(view, name, buffer[:padded])
         if zeros:
             _FOREACH_ZERO(zeros)
         for targets, sources in groups.values():
-            _FOREACH_COPY(targets, sources)
+            _FOREACH_COPY(targets, sources, non_blocking=True)
         self._count.fill_(live)
-        view.num_token_non_padded = self._count
+        return padded
+
+    def _view(self, padded: int) -> Any:
+        """What a step reads, sliced in each step."""
+        view = types.SimpleNamespace(num_token_non_padded=self._count)
+        for name, buffer, _ in self._slots:
+            setattr(view, name, buffer[:padded])
         return view
 
-
-@final
-class Foreach(Lowering):
-    """This library's public path, `runner.fill(batch)`: sizing, routing, checks, planned foreach copies, typed view."""
-
-    name: ClassVar[str] = "foreach"
-
-    def __init__(self, inputs: type[Inputs], backend: Backend) -> None:
-        self.runner = DecodeRunner(inputs, _one_output, buckets=BUCKETS, backend=backend, progress=False)
-        self.runner.capture()
-
-    def __call__(self, batch: Batch) -> Any:
-        """Fill through the runner."""
-        return self.runner.fill(batch.tensors)
+    def _captured(self, workload: Workload, padded: int) -> Graph:
+        backend, step = workload.backend, functools.partial(plus_one, self._view(padded))
+        return capture_step(backend, torch.no_grad()(step), self.buffers, warmups=1, pool=backend.pool())
 
 
-@final
-class FillAlone(Lowering):
-    """The fill of one bucket alone: what is left when a runner's sizing and routing are taken off."""
-
-    name: ClassVar[str] = "fill_alone"
-
-    def __init__(self, inputs: type[Inputs], backend: Backend) -> None:
-        runner = Foreach(inputs, backend).runner
-        captured = [runner.graphs.get(rows, frozenset()) for rows in BUCKETS]
-        self._buckets = [one.bucket for one in captured if one is not None]
-        self._axes = len(inputs.slotgraph.varying)
-
-    def __call__(self, batch: Batch) -> Any:
-        """Fill the bucket; what the step sees, by slot."""
-        bucket = self._buckets[bisect.bisect_left(BUCKETS, batch.rows)]
-        ready = bucket.fill(batch.tensors, (batch.rows,) * self._axes)
-        return types.SimpleNamespace(**ready.views)
+def _tensor(source: Any, dtype: torch.dtype) -> torch.Tensor:
+    """A host tensor of an array or a list."""
+    return torch.from_numpy(source) if isinstance(source, np.ndarray) else torch.tensor(source, dtype=dtype)
 
 
-LOWERINGS: Final[tuple[type[PerSlot | Regrouped | Foreach | FillAlone], ...]] = (PerSlot, Regrouped, Foreach, FillAlone)
-
-
-def verify(lowering: Lowering, inputs: type[Inputs], backend: Backend, batches: list[Batch]) -> None:
-    """Fill from each batch and hold every slot's bytes against the oracle's; WrongBytesError names what differs."""
-    buffers = _buffers(inputs, backend)
-    for batch in batches:
-        padded = BUCKETS[bisect.bisect_left(BUCKETS, batch.rows)]
-        step = Step({BATCH: batch.rows, TOKENS: batch.rows}, {BATCH: padded, TOKENS: padded})
-        wanted = fill_slot_by_slot(inputs.slotgraph, buffers, backend.capabilities, step, batch.tensors)
-        view = lowering(batch)
-        backend.synchronize()
-        for name, expected in wanted.items():
-            if expected is not None and not _same_bytes(getattr(view, name), expected):
-                message = (
-                    f"{lowering.name} left other bytes in slot {name!r} than the oracle, {batch.rows}/{padded} rows"
-                )
-                raise WrongBytesError(message)
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = one.dtype == other.dtype and one.shape == other.shape
-    return same and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
-def _buffers(inputs: type[Inputs], backend: Backend) -> Buffers:
-    capacity = {BATCH: BUCKETS[-1], TOKENS: BUCKETS[-1]}
-    return allocate(inputs.slotgraph, capacity, backend.capabilities, backend.empty)
-
-
-def _pad(rule: object, backend: Backend) -> Number:
-    return resolve_value(rule.value, backend.capabilities, {}) if isinstance(rule, Pad) else 0
-
-
-def _one_output(view: Any) -> Any:
-    """A step that a graph can be captured from; it is not replayed here."""
-    return view.input_ids + 1
+def _pad(rule: object, workload: Workload) -> Number:
+    return resolve_value(rule.value, workload.backend.capabilities, {}) if isinstance(rule, Pad) else 0

@@ -2,14 +2,28 @@
 
 import importlib.util
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from .figures import Figure, grouped
+import attrs
 
-_COLOURS: Final = {"per_slot": "#b7b7b7", "regrouped": "#7f8c9b", "foreach": "#2f6fb5", "fill_alone": "#8fbbe8"}
+from .figures import FILL, STEP, Figure, Key, Results, What
+from .timing import Spread
+
+_COLOURS: Final = {
+    "per_slot": "#b7b7b7",
+    "regrouped": "#7f8c9b",
+    "in_graph": "#0b3c6f",
+    "fused": "#2f6fb5",
+    "foreach": "#6fa8dc",
+    "fill_alone": "#b8d4f0",
+    "bare": "#e0a458",
+}
+"""Also the order of bars. What has no colour is not drawn: the oracle would dwarf all else."""
 INSTALL: Final = "pip install 'slotgraph[plot]'"
 ENDINGS: Final = (".pdf", ".png", ".svg")
+
+Cases = Mapping[Key, Mapping[str, Figure]]
 
 
 def can_plot() -> bool:
@@ -17,44 +31,66 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw(figures: Sequence[Figure], path: pathlib.Path) -> None:
-    """Draw host time over live rows, one panel for each number of slots, and one where live sizes change."""
+@attrs.frozen
+class _Strip:
+    """A row of panels: one time of one way to run, over all cases."""
+
+    label: str
+    what: What
+    time: Callable[[Figure], Spread | None]
+
+
+_STRIPS: Final = (
+    _Strip("host us, fill and view", FILL, lambda figure: figure.host),
+    _Strip("host us, whole step", STEP, lambda figure: figure.host),
+    _Strip("device us, whole step", STEP, lambda figure: figure.gpu),
+)
+
+
+def draw(results: Results, path: pathlib.Path) -> None:
+    """Draw times over cases: a column of panels for each number of slots, the device's below where it was measured."""
     from matplotlib.figure import Figure as Sheet  # noqa: PLC0415 - optional, and slow to import
 
-    panels = _panels(figures)
-    sheet = Sheet(figsize=(3.6 * len(panels), 4.2), layout="constrained")
-    axes = sheet.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (title, rows) in zip(axes, panels, strict=True):
-        _panel(axis, title, rows)
-    axes[0].set_ylabel("host microseconds, fill and view")
-    sheet.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    counts = sorted({figure.slots for figure in results.figures})
+    strips = [one for one in _STRIPS if any(one.what == f.what and one.time(f) for f in results.figures)]
+    widths = [sum(key.slots == count for key in results.grouped(STEP)) for count in counts]
+    sheet = Sheet(figsize=(1.5 + 0.85 * sum(widths), 1 + 3.2 * len(strips)), layout="constrained")
+    panels = sheet.subplots(len(strips), len(counts), squeeze=False, width_ratios=widths)
+    for strip, row in zip(strips, panels, strict=True):
+        cases = results.grouped(strip.what)
+        for count, panel in zip(counts, row, strict=True):
+            _panel(panel, strip, {key: case for key, case in cases.items() if key.slots == count})
+        row[0].set_ylabel(strip.label)
+    for count, panel in zip(counts, panels[0], strict=True):
+        panel.set_title(f"{count} slots", fontsize="medium")
+    handles = {
+        label: bar for panel in panels.flat for bar, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    sheet.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), frameon=False)
     sheet.savefig(path)
 
 
-def _panels(figures: Sequence[Figure]) -> list[tuple[str, list[Figure]]]:
-    counts = sorted({figure.slots for figure in figures})
-    steady = [(f"{n} slots", [f for f in figures if f.slots == n and not f.changes]) for n in counts]
-    return [*steady, ("live size changes each step", [f for f in figures if f.changes])]
-
-
-def _panel(axis: Any, title: str, figures: Sequence[Figure]) -> None:
-    cases = grouped(figures)
-    names = list(dict.fromkeys(figure.lowering for figure in figures))
-    width = 0.8 / max(len(names), 1)
+def _panel(panel: Any, strip: _Strip, cases: Cases) -> None:
+    """Bars of every contestant beside one another, case by case, from the tenth to the ninetieth percentile."""
+    names = [name for name in _COLOURS if any(name in case for case in cases.values())]
+    width = 0.85 / max(len(names), 1)
     for offset, name in enumerate(names):
-        places = [i + width * (offset - (len(names) - 1) / 2) for i in range(len(cases))]
-        host = [case[name].host for case in cases.values()]
-        spread = [[h.median - h.p10 for h in host], [h.p90 - h.median for h in host]]
-        axis.bar(
-            places,
-            [h.median for h in host],
+        timed = [(place, t) for place, case in enumerate(cases.values()) if (t := _time(strip, case.get(name)))]
+        panel.bar(
+            [place + width * (offset - (len(names) - 1) / 2) for place, _ in timed],
+            [time.median for _, time in timed],
             width,
-            yerr=spread,
+            yerr=[[time.median - time.p10 for _, time in timed], [time.p90 - time.median for _, time in timed]],
             label=name,
-            color=_COLOURS.get(name),
-            error_kw={"lw": 0.8},
+            color=_COLOURS[name],
+            error_kw={"lw": 0.6},
         )
-    labels = [f"{live}/{padded}" if low == live else f"{slots} slots" for slots, low, live, padded in cases]
-    axis.set_xticks(range(len(cases)), labels)
-    axis.set_title(title, fontsize="medium")
-    axis.spines[["top", "right"]].set_visible(False)
+    medians = [time.median for case in cases.values() for name in names if (time := _time(strip, case.get(name)))]
+    panel.set_ylim(0, 1.15 * max(medians, default=1.0))  # a machine's noise may reach far beyond: it is cut off
+    labels = [key.rows if key.sources == "device" else f"{key.rows}\n{key.sources}" for key in cases]
+    panel.set_xticks(range(len(cases)), labels, fontsize="x-small", rotation=45)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _time(strip: _Strip, figure: Figure | None) -> Spread | None:
+    return None if figure is None else strip.time(figure)

@@ -7,6 +7,7 @@ import torch
 
 from slotgraph import CACHE_LOC, SEQ_LEN_FILL
 from slotgraph.backends import DEVICE, HOST, Availability, Backend, Event, Graph, Memory, Placement, choose, load, names
+from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import CaptureError
 
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.bool, torch.uint8)
@@ -65,6 +66,26 @@ def test_capabilities(backend: Backend) -> None:
     assert record.foreach_chunk >= 0
     assert record.capture_copies <= {"device", "pinned", "pageable"}
     assert record.graphs_hint is None or record.graphs_hint > 0
+
+
+def test_lowerings(backend: Backend) -> None:
+    """There are ways to fill, each once; the fused ones where, and only where, the device has the kernel."""
+    lowerings = backend.capabilities.lowerings
+    assert lowerings
+    assert len(set(lowerings)) == len(lowerings)
+    assert {"slot_by_slot"} <= set(lowerings) <= set(LADDER)
+    assert (backend.fusion() is not None) == ("in_graph" in lowerings) == ("fused" in lowerings)
+
+
+def test_current_stream(backend: Backend) -> None:
+    """The current stream has a number, memory belongs to a stream, and streams can be ordered."""
+    here = backend.stream_key()
+    assert here() == here() == backend.stream_key()()
+    sources = [random_on(backend, 2, 1), backend.empty((0,), torch.int64, DEVICE)]
+    assert list(backend.streams_of(sources[:1])) == [here()]
+    assert len(backend.streams_of(sources)) == 2
+    backend.order(here(), here())
+    assert bool((sources[0] > 0).all())
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -70,16 +70,36 @@ def device_table(backend: Backend) -> torch.Tensor:
 
 @pytest.mark.parametrize("places", [torch.int32, torch.int64])
 def test_same_answers_everywhere(backend: Backend, places: torch.dtype) -> None:
-    """Batches of any size, through buckets and eagerly, give the same numbers on every backend."""
+    """Batches of any size, through buckets and eagerly, give the same numbers on every backend by every lowering."""
     table = device_table(backend)
-    runner = DecodeRunner(ContractInputs, contract_step(table), buckets=[1, 2, 4, 8], backend=backend)
-    runner.capture()
-    for seed, requests in enumerate((8, 3, 1, 5, 8, 2, 20, 4, 3, 7)):
-        batch = batch_on(backend, requests, seed, places)
-        outputs = runner(batch)
-        backend.synchronize()
-        assert torch.equal(outputs.cpu(), answer(table, batch))
-    assert runner.stats()["steps"] == {"graph": 9, "eager": 1}
+    for lowering in backend.capabilities.lowerings:
+        runner = DecodeRunner(
+            ContractInputs, contract_step(table), buckets=[1, 2, 4, 8], backend=backend, lowering=lowering
+        )
+        runner.capture()
+        for seed, requests in enumerate((8, 3, 1, 5, 8, 2, 20, 4, 3, 7)):
+            batch = batch_on(backend, requests, seed, places)
+            outputs = runner(batch)
+            backend.synchronize()
+            assert torch.equal(outputs.cpu(), answer(table, batch))
+        assert runner.stats()["steps"] == {"graph": 9, "eager": 1}
+        assert runner.stats()["lowerings"] == {lowering: 9}
+
+
+def test_host_data(backend: Backend) -> None:
+    """Lists, arrays and host tensors go to slots on the device, wherever that is, by every lowering."""
+    table = device_table(backend)
+    for lowering in backend.capabilities.lowerings:
+        runner = DecodeRunner(ContractInputs, contract_step(table), buckets=[2, 8], backend=backend, lowering=lowering)
+        runner.capture()
+        for seed, requests in enumerate((8, 1, 5, 2, 5, 20, 5)):
+            batch = batch_on(backend, requests, seed, torch.int64)
+            host: dict[str, Any] = {name: value.cpu() for name, value in batch.items()}
+            host |= {"ids": host["ids"].tolist(), "first": tuple(host["first"].tolist()), "lens": host["lens"].numpy()}
+            outputs = runner(host)
+            backend.synchronize()
+            assert torch.equal(outputs.cpu(), answer(table, batch))
+        assert runner.stats()["detours"] == {}
 
 
 def test_record_decides(backend: Backend) -> None:
@@ -114,8 +134,8 @@ def test_plan_keeps_to_the_record(backend: Backend) -> None:
     assert sorted(name for group in groups for name in group.slots) == sorted(batch)
     for group in groups:
         allowed = record.foreach_device if group.placement == "device" else record.foreach_host
-        assert allowed or not group.together
-        assert not group.together or not record.foreach_chunk or len(group.slots) <= record.foreach_chunk
+        assert allowed or group.how == "single"
+        assert group.how != "foreach" or not record.foreach_chunk or len(group.slots) <= record.foreach_chunk
 
 
 def test_results_are_apart(backend: Backend) -> None:

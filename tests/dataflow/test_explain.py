@@ -2,6 +2,7 @@
 
 import io
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -65,9 +66,12 @@ class Explained(Inputs):
     mode: str = "decode"
 
 
-def explained(extents: Extents = SIZES, absent: tuple[str, ...] = ()) -> Explanation:
+def explained(
+    extents: Extents = SIZES, absent: tuple[str, ...] = (), in_place: tuple[str, ...] = (), lowering: str | None = None
+) -> Explanation:
     """The declaration above, on an NPU's capabilities."""
-    return explain(Explained.slotgraph, NPU, "npu", extents, absent)
+    how: Any = lowering
+    return explain(Explained.slotgraph, NPU, "npu", extents, absent, in_place, how)
 
 
 def facts(name: str, found: Explanation | None = None) -> SlotFacts:
@@ -121,6 +125,34 @@ def test_absent_slots_are_left_out_of_the_plan() -> None:
     assert facts("mrope", found).copied == 0
 
 
+def test_slots_in_place_are_not_copied() -> None:
+    """The plan of a batch whose producer wrote a slot names it, resets its tail, and moves no bytes of it."""
+    whole, found = explained(), explained(in_place=("input_ids",))
+    assert whole.plan is not None
+    assert found.plan is not None
+    assert [group.slots for group in found.plan.copies if group.how == "in place"] == [("input_ids",)]
+    assert [tail.always for tail in found.plan.tails if tail.slot == "input_ids"] == [True]
+    assert whole.plan.nbytes - found.plan.nbytes == 48 * 8
+    assert facts("input_ids", found).copied == 0
+    assert found.copied == (whole.copied or 0) - 37 * 8
+
+
+@pytest.mark.parametrize("lowering", [None, "auto", "foreach", "slot_by_slot"])
+def test_plan_of_a_lowering(lowering: str | None) -> None:
+    """The plan is that of the lowering asked for, else of the device's preferred one."""
+    plan = explained(lowering=lowering).plan
+    assert plan is not None
+    assert plan.lowering == ("slot_by_slot" if lowering == "slot_by_slot" else "foreach")
+    singles = [group for group in plan.copies if group.how == "single"]
+    assert (len(singles) == len(plan.copies)) == (lowering == "slot_by_slot")
+
+
+def test_lowering_that_the_device_has_not() -> None:
+    """A device is not said to run what it cannot run."""
+    with pytest.raises(ConfigError, match="lowering 'fused': this backend has foreach, slot_by_slot; or say 'auto'"):
+        explained(lowering="fused")
+
+
 def test_without_sizes_the_declaration_alone() -> None:
     """No sizes, no plan and no bytes; all that is declared is there all the same."""
     found = explained({})
@@ -144,6 +176,14 @@ def test_sizes_that_do_not_fit_are_refused(extents: Extents, absent: tuple[str, 
     """A missing size, more live rows than padded ones, or an absent slot that is required is an error in words."""
     with pytest.raises(ConfigError, match=re.escape(message)):
         explained(extents, absent)
+
+
+@pytest.mark.parametrize("name", ["count", "hidden", "nothing"])
+def test_what_no_producer_writes_in_place(name: str) -> None:
+    """Only a slot that is copied can be written in its place instead."""
+    message = f"Explained: a producer cannot write '{name}' in place: it is no slot that is copied"
+    with pytest.raises(ConfigError, match=message):
+        explained(in_place=(name,))
 
 
 def shown(found: Explanation) -> str:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph.dataflow.capabilities import Capabilities
+from slotgraph.dataflow.capabilities import LADDER, Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, explain
 from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, TailReset
@@ -33,11 +33,21 @@ PLAN = FillPlan(
     absent=("mrope_positions",),
     tails=(TailReset("seq_lens", (0,), 1, always=False), TailReset("scales", (0, 1), -math.inf, always=True)),
     copies=(
-        CopyGroup(("input_ids", "positions"), torch.int64, torch.int64, "device", together=True),
-        CopyGroup(("hidden",), torch.bfloat16, torch.float32, "host", together=False, why="large"),
+        CopyGroup(("input_ids", "positions"), torch.int64, torch.int64, "device", "foreach"),
+        CopyGroup(("hidden",), torch.bfloat16, torch.float32, "host", "single", "large"),
     ),
     computed=(ComputeStep("count", "live_tokens", ("step",), "host"),),
     nbytes=4096,
+)
+FUSED = attrs.evolve(
+    PLAN,
+    tails=(TailReset("seq_lens", (0,), 1, always=False, fused=True), TailReset("embeds", (0,), 0, always=True)),
+    copies=(
+        CopyGroup(("input_ids", "seq_lens"), torch.int64, torch.int64, "device", "fused"),
+        CopyGroup(("positions",), torch.int64, torch.int64, "device", "in place"),
+    ),
+    computed=(ComputeStep("count", "live_tokens", ("step",), "host", packed=True),),
+    lowering="in_graph",
 )
 
 
@@ -54,7 +64,15 @@ def test_round_trip_gives_an_equal_plan(data: st.DataObject) -> None:
     sizes = {axis: data.draw(st.integers(0, 9)) for axis in AXES} | {HIDDEN: 4}
     optional = sorted(name for name, slot in declaration.slots.items() if slot.optional)
     absent = data.draw(st.sets(st.sampled_from(optional))) if optional else set[str]()
-    plan = plan_fill(declaration, sizes, data.draw(st.sampled_from(CAPABILITIES)), absent=absent)
+    copied = sorted(name for name, slot in declaration.slots.items() if slot.reads(name) is not None)
+    plan = plan_fill(
+        declaration,
+        sizes,
+        data.draw(st.sampled_from(CAPABILITIES)),
+        lowering=data.draw(st.sampled_from(LADDER)),
+        absent=absent,
+        in_place=data.draw(st.sets(st.sampled_from(copied))) - absent,
+    )
     again = plan_from_json(plan_to_json(plan))
     assert without_nan(again) == without_nan(plan)
     assert str(again) == str(plan)
@@ -67,6 +85,23 @@ def test_round_trip_of_an_explanation(data: st.DataObject) -> None:
     found = explain(declaration, Capabilities(), "cpu", data.draw(st.sampled_from([{}, _extents()])))
     again = from_data(json.loads(json.dumps(to_data(found), allow_nan=False)), Explanation)
     assert again == found or "nan" in str(found)
+
+
+def test_round_trip_by_hand() -> None:
+    """What the kernel does, and what rests where it is, comes back from JSON and stands in the text."""
+    for plan in (PLAN, FUSED):
+        assert plan_from_json(plan_to_json(plan)) == plan
+    assert FUSED.fused == ("input_ids", "seq_lens", "count")
+    assert [*FUSED.lines()] == [
+        "plan of Decode for BATCH=8, TOKENS=16: 1 copy call, 4096 bytes, in_graph",
+        "absent  mrope_positions",
+        "upload  one packet, then one kernel for 3 slots, the graph's first node",
+        "reset   seq_lens[live:] = 1 in each step, fused",
+        "reset   embeds[live:] = 0 in each step",
+        "copy    input_ids, seq_lens  (int64, device, fused)",
+        "copy    positions  (int64, device, in place)",
+        "compute count = live_tokens(step) on the host, rides in the upload",
+    ]
 
 
 def _extents() -> Any:
@@ -107,6 +142,10 @@ def test_json_is_plain() -> None:
         (lambda d: d["copies"][0].update(dst_dtype="int65"), "torch has no dtype 'int65'"),
         (lambda d: d["copies"][0].update(dst_dtype=64), "expected str, got 64"),
         (lambda d: d["copies"][0].update(placement="moon"), "moon"),
+        (lambda d: d["copies"][0].update(how="somehow"), "somehow"),
+        (lambda d: d["copies"][0].update(together=True), "unknown key 'together'"),
+        (lambda d: d.update(lowering="folded"), "folded"),
+        (lambda d: d["computed"][0].update(packed=1), "expected bool, got 1 @ $.computed[0].packed"),
         (lambda d: d.update(sizes=[["BATCH"]]), "expected 2 values, got ['BATCH']"),
         (lambda d: d.update(sizes=[["BATCH", "8"]]), "expected int, got '8'"),
         (lambda d: d.update(nbytes=5.0), "expected int, got 5.0 @ $.nbytes"),
@@ -137,8 +176,9 @@ def test_text_that_is_no_plan(text: str) -> None:
 
 
 def test_capabilities_become_plain_data() -> None:
-    """A capability record prints as JSON: dtypes by name, sets as sorted lists."""
+    """A capability record prints as JSON: dtypes by name, sets as sorted lists, what has an order in its own."""
     data = to_data(Capabilities(roles={"cache_loc": torch.int32}, capture_copies=frozenset({"pinned", "device"})))
     assert data["roles"] == {"cache_loc": "int32"}
     assert data["capture_copies"] == ["device", "pinned"]
+    assert data["lowerings"] == ["foreach", "slot_by_slot"]
     assert json.loads(json.dumps(data)) == data

@@ -15,7 +15,9 @@ import rich.progress
 import torch
 from structlog.testing import capture_logs
 
-from slotgraph import DecodeRunner
+from slotgraph import BATCH, DecodeRunner, Inputs, copied
+from slotgraph.backends.cpu_capture import Adapter as CaptureBackend
+from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import CaptureError, ReplayError
 from slotgraph.runners import capture as capturing
 from tests.runners.models import (
@@ -57,8 +59,8 @@ def test_largest_first_after_warm_ups(cpu: str, warmups: int) -> None:
 
 
 def test_memory_account(cpu: str) -> None:
-    """Inputs are what was allocated for buffers, outputs what the step returned, and the total is the sum."""
-    runner = plain_runner(cpu)
+    """Inputs are what was allocated for buffers, outputs what the step returned; the total is the sum."""
+    runner = plain_runner(cpu, lowering="foreach")
     assert runner.report is not None
     account = runner.report.memory
     storages = [buffer.tensor.untyped_storage() for buffer in runner.graphs.buffers]
@@ -66,7 +68,21 @@ def test_memory_account(cpu: str) -> None:
     assert account.inputs >= sum(buffer.tensor.nbytes for buffer in runner.graphs.buffers)
     assert account.outputs == (4 + 8) * 4 * 4  # rows, columns, bytes
     assert (account.graphs > 0) == (cpu == "cpu-capture")
+    assert account.uploads == 0
     assert account.total == account.inputs + account.graphs + account.outputs
+
+
+@pytest.mark.parametrize("lowering", ["in_graph", "fused"])
+def test_memory_that_feeds_the_kernel(cpu: str, lowering: str) -> None:
+    """A fused lowering holds tables and a packet beside the rest, which are accounted for apart."""
+    plain, fused = (plain_runner(cpu, lowering=one).report for one in ("foreach", lowering))
+    assert plain is not None
+    assert fused is not None
+    assert fused.memory.uploads > 0
+    assert (fused.memory.inputs, fused.memory.outputs) == (plain.memory.inputs, plain.memory.outputs)
+    assert fused.memory.total == sum((fused.memory.inputs, fused.memory.graphs, fused.memory.outputs)) + (
+        fused.memory.uploads
+    )
 
 
 def test_shared_output_counts_once(cpu: str) -> None:
@@ -97,7 +113,7 @@ def test_event(cpu: str) -> None:
     assert "bucket 2" in failed["reason"]
     assert "not two" in failed["reason"]
     assert (captured["buckets"], captured["runner"], captured["log_level"]) == ([4], "DecodeRunner", "info")
-    assert {"seconds", "inputs", "graphs", "outputs"} <= captured.keys()
+    assert {"seconds", "inputs", "graphs", "outputs", "uploads"} <= captured.keys()
 
 
 def test_no_progress_off_a_terminal(cpu: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -222,9 +238,10 @@ def test_step_that_raises_in_capture(cpu: str, failing: int, warmups: int) -> No
         assert_right(runner(batch), batch)
 
 
-def test_step_that_raises_in_replay(cpu: str) -> None:
+@pytest.mark.parametrize("lowering", LADDER)
+def test_step_that_raises_in_replay(cpu: str, lowering: str) -> None:
     """A step that raises in a replay is a ReplayError; batch, buffers and other buckets stay usable."""
-    runner = plain_runner(cpu)
+    runner = plain_runner(cpu, lowering=lowering)
     for requests in (3, 6):
         bad = random_batch(requests, seed=4)
         bad["ids"][1] = 1 << 20  # out of the table's range
@@ -232,10 +249,161 @@ def test_step_that_raises_in_replay(cpu: str) -> None:
         with pytest.raises(ReplayError, match="IndexError"):
             runner(bad)
         assert {name: bytes_of(value) for name, value in bad.items()} == given
-        assert runner.stats() == counted
+        stats = runner.stats()
+        assert {**stats, "lowerings": {}} == {**counted, "lowerings": {}}
+        assert sum(stats["lowerings"].values()) - sum(counted["lowerings"].values()) in {0, 1}  # the fill was done
         for good in (3, 6, 2):
             batch = random_batch(good, seed=good)
             assert_right(runner(batch), batch)
+
+
+def test_lazy_capture(cpu: str) -> None:
+    """Each bucket is captured when its first batch comes, once, and goes into the report; decisions capture nothing."""
+    seen: list[int] = []
+
+    def step(view: PlainInputs) -> torch.Tensor:
+        seen.append(view.weights.shape[0])
+        return plain_step(view)
+
+    runner = DecodeRunner(PlainInputs, step, buckets=[2, 4, 8], backend=cpu, lazy=True, warmups=1)
+    report = runner.capture()
+    assert (report.captured, report.failed, report.memory.outputs, seen) == ((), {}, 0, [])
+    assert runner.decide(random_batch(3, seed=1)).why == "fits"
+    with capture_logs() as events:
+        for requests, done in ((3, (4,)), (4, (4,)), (7, (4, 8)), (1, (2, 4, 8)), (30, (2, 4, 8)), (3, (2, 4, 8))):
+            batch = random_batch(requests, seed=requests)
+            assert_right(runner(batch), batch)
+            assert runner.report is not None
+            assert runner.report.captured == done
+    assert [event["buckets"] for event in events if event["event"] == "captured"] == [[4], [4, 8], [2, 4, 8]]
+    assert runner.report is not None
+    assert runner.report.memory.outputs == (2 + 4 + 8) * 4 * 4
+    assert runner.stats()["steps"] == {"graph": 5, "eager": 1}
+    with pytest.raises(CaptureError, match="captured already"):
+        runner.capture()
+
+
+def test_lazy_capture_of_a_pattern(cpu: str) -> None:
+    """The first batch of a bucket gets the graph of its own pattern of absent slots, whichever comes first."""
+    for first in (False, True):
+        runner = DecodeRunner(OptionalInputs, optional_step, buckets=[4], backend=cpu, lazy=True, absent=[{"extra"}])
+        runner.capture()
+        for number, present in enumerate((first, not first, first, first, not first)):
+            ids, extra = torch.tensor([1, 2]) + number, torch.tensor([5, 6])
+            batch = {"ids": ids, "extra": extra} if present else {"ids": ids}
+            assert runner(batch).tolist() == (ids * 10 + (extra if present else 0)).tolist()
+        assert runner.stats()["steps"] == {"graph": 5, "eager": 0}
+
+
+class OptionalInputs(Inputs):
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    extra: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, default=None)
+
+
+def optional_step(view: OptionalInputs) -> torch.Tensor:
+    """It branches on the slot that may be absent."""
+    return view.ids * 10 if view.extra is None else view.ids * 10 + view.extra
+
+
+class CacheInputs(Inputs):
+    places: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    values: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0)
+
+
+@pytest.mark.parametrize("lowering", LADDER)
+def test_lazy_capture_runs_no_batch_twice(cpu: str, lowering: str) -> None:
+    """Warm-ups run on what is harmless, not on the batch before: what that wrote to may be someone else's by now."""
+    cache = torch.zeros(32)
+
+    def step(view: CacheInputs) -> torch.Tensor:
+        cache.index_copy_(0, view.places, view.values)
+        return view.values * 2
+
+    runner = DecodeRunner(CacheInputs, step, buckets=[2, 8], backend=cpu, lazy=True, lowering=lowering)
+    runner.capture()
+    runner({"places": torch.arange(10, 15), "values": torch.full((5,), 3.0)})
+    cache[10:15] = 7
+    runner({"places": torch.tensor([1]), "values": torch.tensor([9.0])})
+    assert cache[10:15].tolist() == [7.0] * 5
+    assert cache[1] == 9.0
+
+
+class AdvancedInputs(Inputs):
+    places: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, rewritten=True)
+
+
+@pytest.mark.parametrize("lowering", LADDER)
+def test_lazy_capture_keeps_what_a_producer_wrote(cpu: str, lowering: str) -> None:
+    """Rows that wait in place for the batch that has a bucket captured stay as they are, though the step writes."""
+
+    def step(view: AdvancedInputs) -> torch.Tensor:
+        return view.places.add_(1).clone()
+
+    runner = DecodeRunner(AdvancedInputs, step, buckets=[4, 8], backend=cpu, lazy=True, lowering=lowering)
+    runner.capture()
+    places = runner.inputs(8).places
+    places[:3] = torch.tensor([10, 20, 30])
+    assert runner({"places": places[:3]}).tolist() == [11, 21, 31]
+    assert runner.report is not None
+    assert runner.report.captured == (4, 8)
+
+
+def test_lazy_capture_that_fails(cpu: str) -> None:
+    """A bucket that fails when its first batch comes runs that batch eagerly, and is not tried again."""
+    tries: list[int] = []
+
+    def step(view: PlainInputs) -> torch.Tensor:
+        if view.weights.shape[0] == 4 and len(tries) < 1:
+            tries.append(1)
+            message = "out of workspace"
+            raise RuntimeError(message)
+        return plain_step(view)
+
+    runner = DecodeRunner(PlainInputs, step, buckets=[4, 8], backend=cpu, lazy=True)
+    assert runner.capture().failed == {}
+    with capture_logs() as events:
+        for requests in (3, 4, 6, 3):
+            batch = random_batch(requests, seed=requests)
+            assert_right(runner(batch), batch)
+    assert [event["buckets"] for event in events if event["event"] == "captured"] == [[], [8]]
+    assert next(event["reason"] for event in events if event["event"] == "capture_failed").startswith("bucket 4: ")
+    assert [event["why"] for event in events if event["event"] == "fallback"] == ["not_captured"]
+    assert runner.report is not None
+    assert runner.report.captured == (8,)
+    assert "out of workspace" in runner.report.failed[4]
+    assert runner.decide(random_batch(3, seed=1)).why == "not_captured"
+    assert runner.stats()["steps"] == {"graph": 1, "eager": 3}
+    assert tries == [1]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_error_mode_reaches_the_backend(monkeypatch: pytest.MonkeyPatch, *, lazy: bool) -> None:
+    """Every capture of a runner runs in the mode that was said, that of the fill alone among them."""
+    seen: list[str | None] = []
+    original = CaptureBackend.capture
+
+    def capture(self: CaptureBackend, step: Any, *, pool: Any = None, error_mode: str | None = None) -> Any:
+        seen.append(error_mode)
+        return original(self, step, pool=pool, error_mode=error_mode)
+
+    monkeypatch.setattr(CaptureBackend, "capture", capture)
+    runner = plain_runner("cpu-capture", error_mode="relaxed", lazy=lazy, lowering="in_graph")
+    for requests in (3, 7):
+        runner(random_batch(requests, seed=requests))
+    assert len(seen) >= 2
+    assert set(seen) == {"relaxed"}
+
+
+def test_error_mode_that_is_none(cpu: str) -> None:
+    """A mode that a backend does not know fails every bucket, in words, where the backend has modes at all."""
+    runner = DecodeRunner(PlainInputs, plain_step, buckets=[2, 4], backend=cpu, error_mode="loose")
+    if cpu == "cpu-capture":
+        with pytest.raises(CaptureError, match=r"error_mode is one of 'global', .*not 'loose'"):
+            runner.capture()
+    else:
+        runner.capture()
+    batch = random_batch(3, seed=1)
+    assert_right(runner(batch), batch)
 
 
 FORK = """

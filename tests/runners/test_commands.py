@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer.testing
 
-from slotgraph.backends import Availability, names
+from slotgraph.backends import Availability, choose, names
 from slotgraph.backends.cpu import CpuBackend
 from slotgraph.dataflow.explain import Explanation
 from slotgraph.dataflow.serial import from_data
@@ -152,6 +152,26 @@ def test_absent_slots() -> None:
 
 
 @pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("lowering", choose("cpu").capabilities.lowerings)
+def test_lowerings(lowering: str) -> None:
+    """The plan is shown as it would be run by the lowering that is asked for."""
+    found = explained("explained_inputs:DecodeInputs", *SIZED, "--backend", "cpu", "--lowering", lowering)
+    assert found.plan is not None
+    assert found.plan.lowering == lowering
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("options", [("input_ids,seq_lens",), ("seq_lens, input_ids",), ("seq_lens", "input_ids")])
+def test_slots_in_place(options: tuple[str, ...]) -> None:
+    """The plan of a batch whose producer wrote some slots: named with commas, or one by one."""
+    given = [part for option in options for part in ("--in-place", option)]
+    found = explained("explained_inputs:DecodeInputs", *SIZED, *given)
+    assert found.plan is not None
+    written = {name for group in found.plan.copies if group.how == "in place" for name in group.slots}
+    assert written == {"input_ids", "seq_lens"}
+
+
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -172,6 +192,8 @@ def test_absent_slots() -> None:
         (("explained_inputs:DecodeInputs", "--size", "batch=9/8", "--size", "hidden=1"), "BATCH=9/8: expected at most"),
         (("explained_inputs:DecodeInputs", "--set", "=3"), "expected NAME or NAME=VALUE"),
         (("explained_inputs:DecodeInputs", "--absent", "swa"), "a batch cannot come without 'swa'"),
+        (("explained_inputs:DecodeInputs", "--in-place", "swa,count"), "a producer cannot write 'count' in place"),
+        (("explained_inputs:DecodeInputs", "--lowering", "foreech"), "lowering 'foreech': this backend has foreach"),
         (("explained_inputs:DecodeInputs", "--backend", "cpu-captur"), "did you mean 'cpu-capture'?"),
         (("explained_inputs:DecodeInputs", "--format", "xml"), "xml"),
     ],

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotgraph import DecodeRunner, EagerRunner, RunnerConfig
+from slotgraph.backends import choose
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.runners.config import Options
 from tests.runners.models import PlainInputs, plain_step
@@ -27,6 +28,9 @@ configs = st.builds(
     debug=st.booleans(),
     no_copy=st.none() | st.booleans(),
     sharing=st.booleans(),
+    lowering=st.sampled_from(["auto", "in_graph", "fused", "foreach", "slot_by_slot"]),
+    lazy=st.booleans(),
+    error_mode=st.none() | st.sampled_from(["global", "thread_local", "relaxed"]),
 )
 
 
@@ -89,6 +93,9 @@ def test_unknown_key_near_nothing() -> None:
         ("debug", "true", "bool"),
         ("no_copy", "1", "bool"),
         ("backend", 3, "str"),
+        ("lowering", None, "str"),
+        ("lazy", 1, "bool"),
+        ("error_mode", 0, "str"),
         ("buckets", 8, "tuple|not iterable"),
         ("buckets", [1, "2"], "int"),
         ("buckets", [True], "int"),
@@ -154,6 +161,15 @@ def test_runners_take_options(kind: type[Any]) -> None:
 def test_configuration_knows_its_backend() -> None:
     """What a runner says of its configuration holds the backend that it was given."""
     assert DecodeRunner(PlainInputs, plain_step, backend="cpu-capture").config.backend == "cpu-capture"
+
+
+def test_lowering_of_a_configuration(cpu: str) -> None:
+    """A runner takes the backend's preferred lowering, or the one that is named; one that it has not is refused."""
+    has = choose(cpu).capabilities.lowerings
+    assert DecodeRunner(PlainInputs, plain_step, backend=cpu).lowering == has[0]
+    assert [DecodeRunner(PlainInputs, plain_step, backend=cpu, lowering=one).lowering for one in has] == [*has]
+    with pytest.raises(ConfigError, match=f"lowering 'folded': this backend has {', '.join(has)}; or say 'auto'"):
+        DecodeRunner(PlainInputs, plain_step, backend=cpu, lowering="folded")
 
 
 def test_ladder_of_a_configuration() -> None:

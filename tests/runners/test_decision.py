@@ -9,6 +9,7 @@ import torch
 from structlog.testing import capture_logs
 
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, copied, side
+from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
 from slotgraph.runners.decision import Decision
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
@@ -121,8 +122,17 @@ def test_field_that_compares_by_element(varied_runner: DecodeRunner[VariedInputs
 
 def test_bad_batch_is_refused_by_decide(varied_runner: DecodeRunner[VariedInputs]) -> None:
     """A batch whose sizes cannot be read has no path: the error is that of a fill."""
-    with pytest.raises(BatchError, match="'pages'"):
-        varied_runner.decide(varied(3, 3) | {"pages": [[1, 2], [3, 4], [5, 6]]})
+    for pages in (3, "345", [1, 2, 3], [], torch.tensor(3), torch.arange(3)):
+        with pytest.raises(BatchError, match=r"'pages': expected a size of"):
+            varied_runner.decide(varied(3, 3) | {"pages": pages})
+
+
+def test_sizes_are_read_off_host_data(varied_runner: DecodeRunner[VariedInputs]) -> None:
+    """Nested lists and arrays tell their sizes as tensors do."""
+    for pages in ([[1, 2], [3, 4], [5, 6]], ((1, 2), (3, 4), (5, 6)), np.arange(6).reshape(3, 2)):
+        assert varied_runner.decide(varied(3, 3) | {"pages": pages}) == varied_runner.decide(varied(3, 2))
+    wide = [[1, 2, 3, 4]] * 3
+    assert varied_runner.decide(varied(3, 3) | {"pages": wide}) == varied_runner.decide(varied(3, 4))
 
 
 def test_before_capture(cpu: str) -> None:
@@ -162,9 +172,11 @@ def test_patterns_of_absent_slots(cpu: str) -> None:
     assert runner.stats()["steps"] == {"graph": 7, "eager": 0}
 
 
-def test_stats(cpu: str) -> None:
-    """Steps, live and padded rows and waste are counted for each bucket, and eager runs for each reason."""
-    runner = plain_runner(cpu, max_waste=0.7)
+@pytest.mark.parametrize("lowering", LADDER)
+def test_stats(cpu: str, lowering: str) -> None:
+    """Steps, rows and waste are counted for each bucket, eager runs for each reason, and graphs' fills by lowering."""
+    runner = plain_runner(cpu, max_waste=0.7, lowering=lowering)
+    assert runner.lowering == lowering
     for requests in (3, 4, 2, 8, 5, 1, 9, 30):
         runner(random_batch(requests, seed=requests))
     assert runner.stats() == {
@@ -174,7 +186,29 @@ def test_stats(cpu: str) -> None:
             8: {"steps": 2, "live": 13, "padded": 16, "waste": 3 / 16},
         },
         "eager": {"too_large": 2, "waste": 1},
+        "lowerings": {lowering: 5},
+        "detours": {},
     }
+
+
+def test_fills_alone_and_detours_are_counted(cpu: str) -> None:
+    """A fill whose step comes later runs the kernel by itself; what the kernel cannot read goes the next way."""
+    runner = plain_runner(cpu, lowering="in_graph")
+    batch = random_batch(6, seed=1)
+    runner(batch)
+    runner.replay(runner.fill(batch))
+    assert runner.stats()["lowerings"] == {"in_graph": 1, "fused": 1}
+    gaps = np.repeat(batch["ids"].numpy(), 2)[::2]
+    runner({**batch, "ids": gaps})
+    elsewhere = runner.graphs.buffers["ids"].tensor[1:7]
+    given = {**batch, "ids": elsewhere.clone()}
+    assert_right(runner({**batch, "ids": elsewhere}), given)
+    assert runner.stats()["lowerings"] == {"in_graph": 1, "fused": 1, "foreach": 2}
+    assert runner.stats()["detours"] == {"host_data": 1, "overlap": 1}
+    with pytest.raises(BatchError):
+        runner({**batch, "ids": batch["ids"].float()})
+    assert sum(runner.stats()["lowerings"].values()) == 4
+    assert runner.stats()["detours"] == {"host_data": 1, "overlap": 1}
 
 
 def test_one_warning_for_each_reason(cpu: str) -> None:

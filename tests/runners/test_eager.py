@@ -222,6 +222,6 @@ def test_runs_are_counted(cpu: str) -> None:
     for requests in (3, 1, 8):
         runner(random_batch(requests, seed=requests))
     with pytest.raises(BatchError):
-        runner({**random_batch(3, seed=1), "places": [1, 2, 3]})
+        runner({**random_batch(3, seed=1), "places": [1.0, 2.0, 3.0]})
     assert runner.stats() == {"steps": {"graph": 0, "eager": 3}, "buckets": {}, "eager": {"always_eager": 3}}
     assert runner.decide(random_batch(3, seed=1)).why == "always_eager"

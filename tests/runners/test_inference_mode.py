@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied, output, staged
+from slotgraph.dataflow.capabilities import LADDER
 from tests.runners.models import PlainInputs, assert_right, bytes_of, plain_step, random_batch
 
 MIXES = [
@@ -20,11 +21,12 @@ def mode(inside: int) -> AbstractContextManager[Any]:
     return torch.inference_mode() if inside else nullcontext()
 
 
+@pytest.mark.parametrize("lowering", LADDER)
 @pytest.mark.parametrize(("made", "captured", "filled", "replayed"), MIXES)
-def test_every_mix(cpu: str, made: int, captured: int, filled: int, replayed: int) -> None:
+def test_every_mix(cpu: str, made: int, captured: int, filled: int, replayed: int, lowering: str) -> None:
     """Whatever was inside and whatever outside, each step is right, on both paths and through growth."""
     with mode(made):
-        runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu)
+        runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu, lowering=lowering)
     with mode(captured):
         runner.capture()
     for requests in (3, 8, 1, 9, 40, 4, 200, 5):
@@ -34,13 +36,17 @@ def test_every_mix(cpu: str, made: int, captured: int, filled: int, replayed: in
         with mode(replayed):
             outputs = runner.replay(view)
         assert_right(outputs, batch)
+        with mode(filled):
+            assert_right(runner(batch), batch)
+            assert_right(runner({name: value.tolist() for name, value in batch.items()}), batch)
     for buffer in runner.graphs.buffers:
         assert not buffer.tensor.is_inference()
 
 
-def test_modes_that_change_from_step_to_step(cpu: str) -> None:
+@pytest.mark.parametrize("lowering", LADDER)
+def test_modes_that_change_from_step_to_step(cpu: str, lowering: str) -> None:
     """One runner may be filled and replayed in another mode at each step."""
-    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu)
+    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu, lowering=lowering)
     runner.capture()
     for number, (filled, replayed) in enumerate(itertools.product((0, 1, 0), (1, 0, 1))):
         for requests in (3, 7, 16 << number % 4):
@@ -51,11 +57,12 @@ def test_modes_that_change_from_step_to_step(cpu: str) -> None:
                 assert_right(runner.replay(view), batch)
 
 
+@pytest.mark.parametrize("lowering", LADDER)
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("inside", [0, 1])
-def test_sources_of_inference_mode(cpu: str, inside: int, *, debug: bool) -> None:
+def test_sources_of_inference_mode(cpu: str, inside: int, lowering: str, *, debug: bool) -> None:
     """Sources that are inference tensors are taken, inside and outside, and are left as they were."""
-    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu, debug=debug)
+    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu, debug=debug, lowering=lowering)
     runner.capture()
     for requests in (3, 20):
         with torch.inference_mode():
@@ -105,11 +112,14 @@ def stateful_step(view: StatefulInputs) -> torch.Tensor:
     return view.logits
 
 
+@pytest.mark.parametrize("lowering", LADDER)
 @pytest.mark.parametrize(("made", "captured", "filled", "replayed"), MIXES)
-def test_steps_that_write_their_slots(cpu: str, made: int, captured: int, filled: int, replayed: int) -> None:
+def test_steps_that_write_their_slots(
+    cpu: str, made: int, captured: int, filled: int, replayed: int, lowering: str
+) -> None:
     """A step that writes slots in place may do so in every mix, and tails are reset behind it."""
     with mode(made):
-        runner = DecodeRunner(StatefulInputs, stateful_step, buckets=[8], backend=cpu)
+        runner = DecodeRunner(StatefulInputs, stateful_step, buckets=[8], backend=cpu, lowering=lowering)
     with mode(captured):
         runner.capture()
     for requests in (8, 3, 5, 3):

@@ -112,7 +112,7 @@ def test_eager_step_makes_nothing_stale(debugged: DecodeRunner[PlainInputs]) -> 
     out = debugged(batch)
     debugged(random_batch(30, seed=11))
     with pytest.raises(ValueError, match="'places'"):
-        debugged({**random_batch(4, seed=12), "places": [1, 2, 3, 4]})
+        debugged({**random_batch(4, seed=12), "places": [1.0, 2.0, 3.0, 4.0]})
     assert_right(out.clone(), batch)
 
 

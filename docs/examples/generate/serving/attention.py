@@ -106,7 +106,7 @@ def paged_attention(
 @contextlib.contextmanager
 def paged(model: PreTrainedModel) -> Iterator[None]:
     """Within it the model attends through `paged_attention`; afterwards as before."""
-    own = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
+    own: Any = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
     AttentionInterface.register(NAME, paged_attention)
     model.set_attn_implementation(NAME)
     try:

@@ -49,6 +49,11 @@ class PagedCache:
         return cls(keys, values)
 
     @property
+    def pages(self) -> int:
+        """How many pages there are, the dummy among them."""
+        return self.keys.shape[1]
+
+    @property
     def page_size(self) -> int:
         """Tokens in one page."""
         return self.keys.shape[2]

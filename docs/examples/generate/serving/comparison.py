@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 import torch
 
+from serving.bounds import Bounds
 from serving.reference import Answer
 from serving.request import Request
 
@@ -16,8 +17,8 @@ class Difference:
 
     token: index among the request's generated tokens. step: the engine step that made it, None where none did.
     expected, got: token ids, None where that side's text had ended.
-    logits: largest absolute difference of the logits that chose this token. margin: by how much the reference
-    preferred its token to the next best. near_tie: another token although all logits are within the tolerance.
+    logits: largest absolute difference of the logits that chose this token. gap: by how much the reference prefers its
+    token to the one that was chosen. near_tie: another token although all logits are within the tolerance.
     """
 
     request: int
@@ -26,7 +27,7 @@ class Difference:
     expected: int | None
     got: int | None
     logits: float
-    margin: float
+    gap: float
     near_tie: bool
 
     def __str__(self) -> str:
@@ -37,7 +38,7 @@ class Difference:
             tokens = f"both {self.got}, by other logits"
         return (
             f"request {self.request}, generated token {self.token}, engine step {self.step}: {tokens}; "
-            f"logits differ by {self.logits:.3g}; generate() chose its token by {self.margin:.3g}{tie}"
+            f"logits differ by {self.logits:.3g}; the reference prefers its token by {self.gap:.3g}{tie}"
         )
 
 
@@ -45,67 +46,91 @@ class Difference:
 class Comparison:
     """All requests against the reference.
 
-    tokens: how many were compared. apart: requests whose tokens are not all equal. tolerance: what counts as equal.
-    largest: the largest difference of a logit, up to each request's first other token. difference: the earliest one,
+    tokens: how many were compared. ties: near-ties among them, which count as equal; the others are the same outright.
+    gap: by how much the reference preferred another token, at most, in a near-tie. apart: requests with a difference.
+    bounds: what counts as equal. spread: the standard deviation of all logits, beside which to judge the bounds.
+    largest: the largest difference of a logit, up to each request's first wrong token. difference: the earliest one,
     None where all is equal.
     """
 
     tokens: int
+    ties: int
+    gap: float
     apart: int
-    tolerance: float
+    bounds: Bounds
+    spread: float
     largest: float
     difference: Difference | None
 
 
-def compare(requests: Sequence[Request], answers: Sequence[Answer], tolerance: float) -> Comparison:
-    """Every token must be the same and every logit within `tolerance`."""
-    pairs = list(zip(requests, answers, strict=True))
-    differences = [difference for pair in pairs for difference in _first_difference(*pair, tolerance)]
+@attrs.frozen(eq=False)
+class _Held:
+    """One request beside its answer, token by token, up to the first wrong one.
+
+    others: whether it is another token. gaps: by how much the reference prefers its own. apart: largest difference of a
+    logit, infinite for nan. wrong: the place of the first token that is no tie either, or of the shorter text's end.
+    """
+
+    request: Request
+    answer: Answer
+    others: torch.Tensor
+    gaps: torch.Tensor
+    apart: torch.Tensor
+    wrong: int
+
+    @classmethod
+    def of(cls, request: Request, answer: Answer, bounds: Bounds) -> "_Held":
+        """Texts are compared for as long as both go on after the same tokens, or after ties."""
+        count = min(len(request.generated), len(answer.tokens))
+        chosen, logits = torch.tensor(request.generated[:count]), answer.logits[:count]
+        gaps = logits.amax(dim=1) - logits.gather(1, chosen[:, None])[:, 0]
+        others = chosen != torch.tensor(answer.tokens[:count])
+        beyond = others & ~(gaps <= bounds.tie) if bounds.tie else others
+        wrong = next(iter(beyond.nonzero().flatten().tolist()), count)
+        apart = (torch.stack(request.logits[:count]) - logits).abs().amax(dim=1).nan_to_num(nan=math.inf)
+        return cls(request, answer, others, gaps, apart[: wrong + 1], wrong)
+
+    @property
+    def ties(self) -> torch.Tensor:
+        """The gaps of the near-ties."""
+        return self.gaps[: self.wrong][self.others[: self.wrong]]
+
+    def difference(self, bounds: Bounds) -> Iterator[Difference]:
+        """The request's first difference, if there is one."""
+        off = (self.apart > bounds.logits).nonzero().flatten().tolist()
+        place = min([self.wrong, *off])
+        if place < max(len(self.request.generated), len(self.answer.tokens)):
+            yield self._difference_at(place, bounds)
+
+    def _difference_at(self, place: int, bounds: Bounds) -> Difference:
+        logits = float(self.apart[place]) if place < len(self.apart) else math.inf
+        return Difference(
+            request=self.request.number,
+            token=place,
+            step=_at(self.request.steps, place),
+            expected=_at(self.answer.tokens, place),
+            got=_at(self.request.generated, place),
+            logits=logits,
+            gap=float(self.gaps[place]) if place < len(self.gaps) else math.nan,
+            near_tie=logits <= bounds.logits,
+        )
+
+
+def compare(requests: Sequence[Request], answers: Sequence[Answer], bounds: Bounds) -> Comparison:
+    """Every token must be the same, or tie where the bounds have room for that, and every logit be within them."""
+    held = [_Held.of(request, answer, bounds) for request, answer in zip(requests, answers, strict=True)]
+    differences = [difference for one in held for difference in one.difference(bounds)]
+    ties = torch.cat([one.ties for one in held])
     return Comparison(
         tokens=sum(len(answer.tokens) for answer in answers),
-        apart=sum(request.generated != answer.tokens for request, answer in pairs),
-        tolerance=tolerance,
-        largest=max(float(_logits_differences(*pair).max()) for pair in pairs),
+        ties=len(ties),
+        gap=float(ties.max()) if len(ties) else 0.0,
+        apart=len(differences),
+        bounds=bounds,
+        spread=float(torch.cat([answer.logits for answer in answers]).std()),
+        largest=max(float(one.apart.max()) for one in held),
         difference=min(differences, key=lambda found: math.inf if found.step is None else found.step, default=None),
     )
-
-
-def _first_difference(request: Request, answer: Answer, tolerance: float) -> Iterator[Difference]:
-    """The request's first difference, if there is one."""
-    apart = _logits_differences(request, answer)
-    beyond = (apart > tolerance).nonzero().flatten().tolist()
-    place = min([_equal_tokens(request, answer), *beyond])
-    if place < max(len(request.generated), len(answer.tokens)):
-        logits = float(apart[place]) if place < len(apart) else math.inf
-        yield _difference_at(place, request, answer, logits, tolerance)
-
-
-def _difference_at(place: int, request: Request, answer: Answer, logits: float, tolerance: float) -> Difference:
-    best = answer.logits[place].topk(2).values if place < len(answer.tokens) else torch.full((2,), math.nan)
-    return Difference(
-        request=request.number,
-        token=place,
-        step=_at(request.steps, place),
-        expected=_at(answer.tokens, place),
-        got=_at(request.generated, place),
-        logits=logits,
-        margin=float(best[0] - best[1]),
-        near_tie=logits <= tolerance,
-    )
-
-
-def _logits_differences(request: Request, answer: Answer) -> torch.Tensor:
-    """Largest absolute difference per token, for those that both sides chose after the same text; a nan is infinite."""
-    count = min(_equal_tokens(request, answer) + 1, len(request.generated), len(answer.tokens))
-    apart = (torch.stack(request.logits[:count]) - answer.logits[:count]).abs().amax(dim=1)
-    return apart.nan_to_num(nan=math.inf)
-
-
-def _equal_tokens(request: Request, answer: Answer) -> int:
-    """How many leading tokens are the same."""
-    pairs = enumerate(zip(request.generated, answer.tokens, strict=False))
-    shorter = min(len(request.generated), len(answer.tokens))
-    return next((place for place, (got, expected) in pairs if got != expected), shorter)
 
 
 def _at(numbers: Sequence[int], place: int) -> int | None:

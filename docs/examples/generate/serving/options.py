@@ -10,14 +10,15 @@ import torch
 
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts.txt"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TOLERANCES = {"float32": 1e-3, "bfloat16": 1.0, "float16": 0.1}
 DESCRIPTION = """\
 Generate text for many prompts at once, and prove that it is right.
 
 Requests arrive over time, share decode batches and leave when they are done.
 Prompts run through an eager runner, decode steps through graphs captured for a
 few batch sizes (buckets). Every token and every logit is then compared with
-what transformers' own generate() makes of each prompt alone.
+what transformers' own generate() makes of each prompt alone; below float32,
+where rounding decides between nearly equal logits, with what the model itself
+makes of each text. At last the steps are timed, with and without their inputs.
 """
 EPILOGUE = "exit status: 0 all is equal, 1 a token or a logit differs, 2 it cannot be run"
 
@@ -44,6 +45,10 @@ def _amount(text: str) -> float:
         message = f"expected a number of at least 0, got {text}"
         raise argparse.ArgumentTypeError(message)
     return number
+
+
+def _rounds(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _says(text: str, **parser: Any) -> Mapping[str, Any]:
@@ -101,11 +106,26 @@ class Options:
     tolerance: float | None = attrs.field(
         default=None,
         metadata=_says(
-            f"largest difference of a logit that counts as equal (default by dtype: {TOLERANCES})".translate(
-                str.maketrans("", "", "{}'")
-            ),
+            "largest difference of a logit that counts as equal (default: 0.001 for float32, else twice what the model "
+            "differs from itself in other batches)",
             type=_amount,
             metavar="X",
+        ),
+    )
+    rounds: int | None = attrs.field(
+        default=None,
+        metadata=_says(
+            "rounds in which decode steps are timed, 0 for none (default: 15 on a CPU, 11 on a device)",
+            type=_rounds,
+            metavar="N",
+        ),
+    )
+    compare: bool | None = attrs.field(
+        default=None,
+        metadata=_says(
+            "time transformers' own step under torch.compile too (default: on a device; on a CPU compiling takes a "
+            "minute)",
+            action=argparse.BooleanOptionalAction,
         ),
     )
     json: Path | None = attrs.field(
@@ -119,11 +139,6 @@ class Options:
     def torch_dtype(self) -> torch.dtype:
         """The model's dtype."""
         return DTYPES[self.dtype]
-
-    @property
-    def logits_tolerance(self) -> float:
-        """The given tolerance, or the dtype's."""
-        return TOLERANCES[self.dtype] if self.tolerance is None else self.tolerance
 
     @property
     def ladder(self) -> tuple[int, ...]:

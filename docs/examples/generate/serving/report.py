@@ -10,6 +10,7 @@ import attrs
 import cattrs
 
 from serving.comparison import Comparison
+from serving.measuring import Measured
 
 
 @attrs.frozen(kw_only=True)
@@ -69,7 +70,7 @@ class Report:
 
     decoded, counted: live tokens of all decode steps, counted by the host and by the device inside the step.
     eager_steps: decode steps that no bucket could take. reference_tokens_per_second: transformers' own, one prompt at a
-    time.
+    time. measured: what decode steps take, None where they were not timed.
     """
 
     model: str
@@ -93,10 +94,11 @@ class Report:
     memory: MemoryUse
     comparison: Comparison
     texts: list[TextMade]
+    measured: Measured | None = None
 
     @property
     def passed(self) -> bool:
-        """Whether all tokens and logits are equal to the reference, and the device counted what the host did."""
+        """Whether all tokens and logits count as equal to the reference, and the device counted what the host did."""
         return self.comparison.difference is None and self.counted == self.decoded
 
 

@@ -1,5 +1,7 @@
 """The steps that the runners run: what is captured once for each bucket, and what runs eagerly."""
 
+from typing import Any
+
 import attrs
 import torch
 from transformers import PreTrainedModel
@@ -32,7 +34,8 @@ class Steps:
         return self._logits(self._hidden(view, DecodeAttention(self.cache, view)))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model.get_output_embeddings()(hidden)
+        head: Any = self.model.get_output_embeddings()
+        logits: torch.Tensor = head(hidden)
         return logits.float()
 
     def _hidden(self, view: TokenInputs, attention: StepAttention) -> torch.Tensor:

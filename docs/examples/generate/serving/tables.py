@@ -6,7 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from serving.comparison import Comparison
 from serving.report import Report
+from serving.times import show_times
 from slotgraph.runners.capture import human_bytes
 
 SAMPLES = 6
@@ -17,6 +19,8 @@ def show(report: Report, console: Console) -> None:
     """Print what the run did, bucket by bucket, a sample of the texts, and the verdict."""
     for table in (_run(report), _buckets(report), _texts(report)):
         console.print(table)
+    if report.measured is not None:
+        show_times(report.measured, console)
     console.print(_verdict(report), soft_wrap=True)
 
 
@@ -70,15 +74,34 @@ def _texts(report: Report) -> Table:
 
 def _verdict(report: Report) -> Text:
     comparison = report.comparison
-    logits = f"largest difference of a logit {comparison.largest:.2g}, tolerance {comparison.tolerance:g}"
     if comparison.difference is not None:
-        apart = f"other tokens in {comparison.apart} of {report.requests} requests; {logits}"
+        apart = f"differences in {comparison.apart} of {report.requests} requests; {_logits(comparison)}"
         return Text(f"DIFFERENT from generate(): {comparison.difference}\n{apart}", style="bold red")
     if not report.passed:
         counts = f"{report.decoded} rows were decoded, the graphs counted {report.counted}"
         return Text(f"WRONG COUNT of live rows: {counts}", style="bold red")
-    made = f"all {comparison.tokens} tokens of {report.requests} requests"
-    return Text(f"equal to generate(): {made}; {logits}", style="green")
+    return Text(f"{_equal(comparison, report.requests)}; {_logits(comparison)}", style="green")
+
+
+def _equal(comparison: Comparison, requests: int) -> str:
+    if not comparison.bounds.tie:
+        return f"equal to generate(): all {comparison.tokens} tokens of {requests} requests"
+    same = f"{comparison.tokens - comparison.ties} of {comparison.tokens} tokens of {requests} requests outright"
+    room = f"it prefers another token by {comparison.gap:.2g} at most, {comparison.bounds.tie:.2g} is allowed"
+    count = "1 near-tie" if comparison.ties == 1 else f"{comparison.ties} near-ties"
+    ties = f"{count} ({room})" if comparison.ties else "no near-tie"
+    return f"equal to what the model makes of the same texts: {same}, {ties}"
+
+
+def _logits(comparison: Comparison) -> str:
+    bounds = comparison.bounds
+    found = f"largest difference of a logit {comparison.largest:.2g}, tolerance {bounds.logits:.2g}"
+    if bounds.noise is None:
+        return found
+    context = (
+        f"{bounds.noise:.2g} between the model and itself in other batches; logits spread by {comparison.spread:.2g}"
+    )
+    return f"{found} ({context})"
 
 
 def _line(text: str) -> Text:

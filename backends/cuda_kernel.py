@@ -1,0 +1,200 @@
+"""The fused fill: one Triton kernel that copies, converts and pads every lane of a bucket.
+
+`..dataflow.lanes` says what the table and the packet hold. A program takes one row of the table: one block of one lane.
+Where source, slot and all that is to be written of the block are multiples of eight bytes, whatever the dtype, it moves
+eight at a time, else element by element. Addresses come from memory, so the compiler assumes no more of them than that
+each is a multiple of its own dtype's size; the packer sees to that.
+"""
+# Triton's language is no typed Python: it infers types, and capitals are values that it compiles in.
+# ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0917, PLR2004 - as said above; no bundles of arguments, and sizes as numbers
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from typing import Final
+
+import torch
+import triton  # pyright: ignore[reportMissingImports] - there only on Linux
+import triton.language as tl  # pyright: ignore[reportMissingImports] - likewise
+
+from ..dataflow.lanes import BYTE, CODE_SHIFT, CODES, COLUMNS, FIRST_FLOAT, OWNER_SHIFT, SHIFT, TAIL
+
+BLOCK: Final = 1024
+"""Words that one program takes, whatever the dtype of their elements: a power of two."""
+WARPS: Final = 4
+
+_COLUMNS = tl.constexpr(COLUMNS)
+_PLACE = tl.constexpr((1 << 32) - 1)
+_SIZE = tl.constexpr(BYTE)
+_TAIL = tl.constexpr(TAIL)
+_GOAL = tl.constexpr(CODE_SHIFT)
+_OWNER = tl.constexpr(OWNER_SHIFT)
+_SHIFT = tl.constexpr(SHIFT)
+_LENGTH = tl.constexpr((1 << SHIFT) - 1)
+_CHAR = tl.constexpr(CODES[torch.int8])
+_BYTE = tl.constexpr(CODES[torch.uint8])
+_SHORT = tl.constexpr(CODES[torch.int16])
+_LONG = tl.constexpr(CODES[torch.int64])
+_FLOAT = tl.constexpr(FIRST_FLOAT)
+_HALF = tl.constexpr(CODES[torch.float16])
+_BRAIN = tl.constexpr(CODES[torch.bfloat16])
+
+
+@triton.jit(do_not_specialize_on_alignment=["table", "packet"])  # one compilation, wherever the two lie
+def fill_lanes(
+    table,
+    packet,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr = False,  # noqa: FBT002 # pyright: ignore[reportArgumentType] - Triton takes no `*`, and wraps it
+):
+    """Fill one block of one lane, if the packet is armed; both are words. WIDE: move sixteen bytes where they fit."""
+    row = table + tl.program_id(0) * _COLUMNS
+    places = tl.load(row + 1)
+    armed = tl.load(packet)
+    meta = tl.load(packet + (places & _PLACE))
+    source = tl.load(packet + (places >> 32))
+    target = tl.load(row)
+    outer = tl.load(row + 2)
+    start = tl.load(row + 3)
+    padded = tl.load(row + 4)
+    stride = tl.load(row + 5)
+    pad = tl.load(row + 6)
+    flags = tl.load(row + 7)
+    if (armed == (flags >> _OWNER)) & (meta >= 0):
+        length = meta & _LENGTH
+        code = meta >> _SHIFT
+        size = (flags & _SIZE).to(tl.int32)
+        width = _width(code, size)
+        since = source + (outer * length + start) * width
+        to = target + (outer * stride + start) * size
+        # From here on places count from the block's start; what is written begins at `first` and ends before `stop`.
+        span = BLOCK * 8 // size
+        live = _within(tl.minimum(length, padded) - start, span)
+        first = tl.where(source == 0, live, 0)
+        stop = tl.where((flags & _TAIL) != 0, _within(padded - start, span), live)
+        edges = since | to | (live | stop) * size
+        if ((edges & 7) == 0) & (code == 0):
+            _words(since, to, first * size >> 3, live * size >> 3, stop * size >> 3, pad, edges, BLOCK, WIDE)
+        else:
+            _elements(since, to, first, live, stop, pad, code, width, flags, BLOCK)
+
+
+@triton.jit
+def _width(code, size):
+    """Bytes of a source's element; without a code it is of the slot's dtype."""
+    is_one = (code == _CHAR) | (code == _BYTE)
+    is_two = (code == _SHORT) | (code == _HALF) | (code == _BRAIN)
+    converted = tl.where(is_one, 1, tl.where(is_two, 2, tl.where(code == _LONG, 8, 4)))
+    return tl.where(code == 0, size, converted)
+
+
+@triton.jit
+def _within(place, span):
+    """The nearest place in the block."""
+    return tl.minimum(tl.maximum(place, 0), span).to(tl.int32)
+
+
+@triton.jit
+def _words(since, to, first, live, stop, pad, edges, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """Move what is live and write the tail, in words; WIDE: two at a time where all is even."""
+    if WIDE:
+        if (edges & 15) == 0:
+            _pairs(since, to, first, live, stop, pad, BLOCK)
+        else:
+            _singles(since, to, first, live, stop, pad, BLOCK)
+    else:
+        _singles(since, to, first, live, stop, pad, BLOCK)
+
+
+@triton.jit
+def _singles(since, to, first, live, stop, pad, BLOCK: tl.constexpr):
+    """One word at a time."""
+    at = tl.arange(0, BLOCK)
+    source = since.to(tl.pointer_type(tl.int64)) + at
+    goal = to.to(tl.pointer_type(tl.int64)) + at
+    _move(source, goal, at, first, live, stop, pad)
+
+
+@triton.jit
+def _pairs(since, to, first, live, stop, pad, BLOCK: tl.constexpr):
+    """Two words at a time: addresses are multiples of sixteen, places are even.
+
+    The compiler joins two accesses where it knows that. Of addresses it is told at the sums, which are made nowhere but
+    here, after the check: a hint on `since` would hold for the other ways too. Of places it sees it by the shifts.
+    The second dim is there because one dim would share its layout with the other ways, at the price of shared memory.
+    """
+    at = tl.arange(0, BLOCK // 2)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    source = tl.multiple_of(since.to(tl.pointer_type(tl.int64)) + at, (8, 16))
+    goal = tl.multiple_of(to.to(tl.pointer_type(tl.int64)) + at, (8, 16))
+    _move(source, goal, at, first >> 1 << 1, live >> 1 << 1, stop >> 1 << 1, pad)
+
+
+@triton.jit
+def _move(source, goal, at, first, live, stop, pad):
+    """Move what is live and write the tail; what is read for other places is never written."""
+    is_live = at < live
+    values = tl.load(source, mask=(at >= first) & is_live)
+    tl.store(goal, tl.where(is_live, values, pad), mask=(at >= first) & (at < stop))
+
+
+@triton.jit
+def _elements(since, to, first, live, stop, pad, code, width, flags, BLOCK: tl.constexpr):
+    """Move what is live, converted where it has a code, and write the tail, element by element."""
+    size = (flags & _SIZE).to(tl.int32)
+    begin = stop * 0
+    while begin < stop:
+        at = tl.arange(0, BLOCK) + begin
+        is_live = at < live
+        bits = _read(since, at, (at >= first) & is_live, width, BLOCK)
+        if code == _BYTE:
+            bits = bits & 255
+        elif code >= _FLOAT:
+            bits = _round(bits, code, (flags >> _GOAL) & _SIZE)
+        _write(to, at, tl.where(is_live, bits, pad), (at >= first) & (at < stop), size)
+        begin += BLOCK
+
+
+@triton.jit
+def _read(since, at, mask, width, BLOCK: tl.constexpr):
+    """Elements of so many bytes as signed whole numbers."""
+    bits = tl.full((BLOCK,), 0, tl.int64)
+    if width == 1:
+        bits = tl.load(since.to(tl.pointer_type(tl.int8)) + at, mask=mask).to(tl.int64)
+    elif width == 2:
+        bits = tl.load(since.to(tl.pointer_type(tl.int16)) + at, mask=mask).to(tl.int64)
+    elif width == 4:
+        bits = tl.load(since.to(tl.pointer_type(tl.int32)) + at, mask=mask).to(tl.int64)
+    else:
+        bits = tl.load(since.to(tl.pointer_type(tl.int64)) + at, mask=mask)
+    return bits
+
+
+@triton.jit
+def _write(to, at, bits, mask, size):
+    """The lowest bytes of whole numbers, as many as an element has: larger numbers wrap."""
+    if size == 1:
+        tl.store(to.to(tl.pointer_type(tl.int8)) + at, bits.to(tl.int8), mask=mask)
+    elif size == 2:
+        tl.store(to.to(tl.pointer_type(tl.int16)) + at, bits.to(tl.int16), mask=mask)
+    elif size == 4:
+        tl.store(to.to(tl.pointer_type(tl.int32)) + at, bits.to(tl.int32), mask=mask)
+    else:
+        tl.store(to.to(tl.pointer_type(tl.int64)) + at, bits, mask=mask)
+
+
+@triton.jit
+def _round(bits, code, goal):
+    """A float's bits as those of the nearest float of another dtype, ties to even.
+
+    What touches bfloat16 is whole numbers' arithmetic, which Triton's interpreter does right (its own conversion cuts
+    off), with the one NaN that CUDA makes.
+    """
+    single = bits.to(tl.int32)
+    if code == _HALF:
+        single = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    elif code == _BRAIN:
+        single = single << 16
+    if goal == _HALF:
+        single = single.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    elif goal == _BRAIN:
+        nearest = (single + 0x7FFF + ((single >> 16) & 1)) >> 16
+        single = tl.where((single & 0x7FFFFFFF) > 0x7F800000, 0x7FFF, nearest)
+    return single.to(tl.int64)

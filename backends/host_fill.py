@@ -1,0 +1,65 @@
+"""The fused fill on host memory: what the kernel does, in plain code over the same table and packet.
+
+It is an operator of torch's, so that a capture on the CPU records it like any other. It shows on a laptop what the
+device will do, and is what the kernel is held to.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from ..dataflow.lanes import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD
+
+BLOCK: Final = 1 << SHIFT
+"""Words that one row of the table takes: blocks mean nothing here, so it takes any row whole."""
+_PLACE: Final = (1 << 32) - 1
+_DTYPES: Final = {code: dtype for dtype, code in CODES.items() if dtype != torch.bool}
+
+
+# Not torch.library.custom_op, which imports the compiler: seconds.
+_LIBRARY: Final[Any] = torch.library.Library("slotgraph", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("fill_lanes(Tensor table, Tensor packet, Tensor(a!)[] targets) -> ()")
+
+
+def fill_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Fill every lane of a table from a packet that is meant for it; `targets` are the slots' buffers."""
+    torch.ops.slotgraph.fill_lanes(table, packet, list(targets))
+
+
+@torch.library.impl(_LIBRARY, "fill_lanes", "CPU")
+def _fill_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Fill every lane of a table from a packet, if that is armed; `targets` are the slots' buffers."""
+    del targets
+    words = packet.view(torch.int64).numpy()
+    for row in table.numpy().reshape(-1, COLUMNS).tolist():
+        if words[0] == row[-1] >> OWNER_SHIFT:
+            _fill(row, int(words[row[1] & _PLACE]), int(words[row[1] >> 32]))
+
+
+def _fill(row: list[int], meta: int, source: int) -> None:
+    """Fill one outer row of one lane from a table row's first element on: what other blocks fill is filled again."""
+    target, _, outer, start, padded, stride, pad, flags = row
+    if meta < 0:
+        return
+    size, length, code = flags & BYTE, meta & ((1 << SHIFT) - 1), meta >> SHIFT
+    live = min(length, padded)
+    to = target + outer * stride * size
+    if source and live > start:
+        first, count = outer * length + start, live - start
+        if code:
+            _convert(source, first, to + start * size, count, code, flags >> CODE_SHIFT & BYTE)
+        else:
+            ctypes.memmove(to + start * size, source + first * size, count * size)
+    if flags & TAIL and live < padded:
+        tail = pad.to_bytes(WORD, "little", signed=True)[:size] * (padded - live)
+        ctypes.memmove(to + live * size, tail, len(tail))
+
+
+def _convert(source: int, first: int, to: int, count: int, code: int, goal: int) -> None:
+    """Write so many elements of one dtype as another, as torch converts them."""
+    one, other = _DTYPES[code], _DTYPES[goal]
+    data = ctypes.string_at(source + first * one.itemsize, count * one.itemsize)
+    made = torch.frombuffer(bytearray(data), dtype=one).to(other)
+    ctypes.memmove(to, made.data_ptr(), made.nbytes)

@@ -1,0 +1,127 @@
+"""The ring: host memory from which uploads start, of which no entry is written while its copy may be in flight.
+
+A small packet needs no such memory: a driver takes it along in its own command stream, and has read it when the call
+returns. Only what is larger goes by way of an entry; but every step takes one, to hold on to what its packet points to.
+
+An event for each step would cost more than the upload. So the entries are divided into segments, and one event closes
+each: when the ring turns into the next segment it records an event for the one that it leaves, and waits for the event
+of the one that it enters, which is a whole turn old and has passed unless the host runs that far ahead. A step's work
+stands on its stream before the next step's upload does, so an event that has passed also says that the device has read
+all that the segment's packets point to: until then the ring keeps it alive.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, Protocol, final
+
+import torch
+
+from .base import Upload
+
+SEGMENT: Final = 8
+"""Entries that one event guards."""
+SEGMENTS: Final = 4
+ENTRIES: Final = SEGMENT * SEGMENTS
+_ALIGNMENT: Final = 256
+
+
+class Mark(Protocol):
+    """A point in the device's work."""
+
+    def query(self) -> bool:
+        """Whether it has passed."""
+
+    def synchronize(self) -> None:
+        """Wait until it has."""
+
+
+@final
+class Ring(Upload):
+    """An upload by way of a ring.
+
+    pinned: makes host memory that the device copies from. start: starts a copy of so many bytes from a host address to
+    the packet, on the current stream. mark: records a point on that stream. inline: the same from bytes that may change
+    as soon as it returns; up to `most_inline` of them, 0 where there is no such way. finish: waits until the device has
+    done all that it was given; called when the ring goes, before its memory can go to someone else.
+    """
+
+    def __init__(
+        self,
+        packet: torch.Tensor,
+        pinned: Callable[[int], torch.Tensor],
+        start: Callable[[int, int], None],
+        mark: Callable[[], Mark],
+        inline: Callable[[bytes, int], None],
+        finish: Callable[[], None],
+        most_inline: int = 0,
+    ) -> None:
+        self._packet = packet
+        self._pinned = pinned
+        self._start = start
+        self._mark = mark
+        self._inline = inline
+        self._most_inline = most_inline
+        self._marks: list[Mark | None] = [None] * SEGMENTS
+        self._kept: list[object] = [None] * ENTRIES
+        self._next = 0
+        weakref.finalize(self, _end, finish, self._kept).atexit = False
+        self._room = 0
+        self._memory: torch.Tensor | None = None
+
+    @property
+    def packet(self) -> torch.Tensor:
+        """The packet on the device."""
+        return self._packet
+
+    @property
+    def nbytes(self) -> int:
+        """The packet's, and those of all entries."""
+        return self._packet.nbytes + self._room * ENTRIES
+
+    def send(self, data: bytes, kept: object) -> None:
+        """Write the next entry and start its copy."""
+        index = self._next
+        if index % SEGMENT == 0:
+            self._turn(index // SEGMENT)
+        size = len(data)
+        self._kept[index] = kept
+        if size <= self._most_inline:
+            self._inline(data, size)
+        else:
+            self._by_entry(index, data, size)
+        self._next = (index + 1) % ENTRIES
+
+    def _by_entry(self, index: int, data: bytes, size: int) -> None:
+        if size > self._room:
+            self._grow(size)
+        at = index * self._room
+        self._bytes[at : at + size] = data
+        self._start(self._address + at, size)
+
+    def _turn(self, entered: int) -> None:
+        """Leave a segment and enter the next, once the device is done with it; let go of what it has read."""
+        self._marks[entered - 1] = self._mark()
+        mark = self._marks[entered]
+        if mark is not None:
+            mark.synchronize()
+        for segment, passed in enumerate(self._marks):
+            if passed is not None and passed.query():
+                self._kept[segment * SEGMENT : (segment + 1) * SEGMENT] = [None] * SEGMENT
+
+    def _grow(self, size: int) -> None:
+        """Larger entries, once the device has done with all the others."""
+        self._mark().synchronize()
+        self._take(size)
+
+    def _take(self, size: int) -> None:
+        self._room = -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._memory = self._pinned(self._room * ENTRIES)
+        self._address = self._memory.data_ptr()
+        array: Any = self._memory.numpy()
+        self._bytes = memoryview(array).cast("B")
+
+
+def _end(finish: Callable[[], None], kept: list[object]) -> None:
+    """Let the device finish reading before memory goes to someone else: the entries, and what packets point to."""
+    finish()
+    kept.clear()

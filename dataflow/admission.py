@@ -1,0 +1,164 @@
+"""Admission: a batch's sources made ready to copy, or why they do not fit, slot by slot, with the way out."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+import torch
+
+from .buffers import Buffer, Buffers
+from .capabilities import DEVICE
+from .errors import BatchError, MissingSourceError
+from .hostdata import HOST_KINDS, tensor_of
+from .ready import Fact
+from .roles import dtype_text
+from .slots import Slot
+
+Detour = Literal["overlap", "layout", "conversion", "host_data", "foreign_stream"]
+"""Why a batch is filled by the next lowering: a source lies in a slot's buffer; has a layout that its bytes alone do
+not tell; has a dtype that the kernel does not convert; is host data that no upload carries; lives on another stream."""
+
+
+@attrs.frozen
+class Wanted:
+    """A slot that a fill copies, with its dtype and its place on this device."""
+
+    name: str
+    slot: Slot
+    dtype: torch.dtype
+    device: torch.device
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Whether a source of this dtype can be copied into the slot."""
+        return dtype == self.dtype or dtype in self.slot.converts_from()
+
+
+@attrs.frozen
+class Admitted:
+    """Sources as tensors that can be read while slots are written.
+
+    source_dtypes: those that differ from their slots', which convert them. in_place: slots whose source is the slot's
+    own memory, written by a producer.
+    """
+
+    sources: tuple[torch.Tensor, ...]
+    source_dtypes: Mapping[str, torch.dtype]
+    in_place: frozenset[str]
+
+
+class OtherSources(BatchError):  # noqa: N818 - not an error to the user: the fill plans anew and goes on
+    """The batch fits, but not the plan: sources have other dtypes, or other slots are written in place."""
+
+    def __init__(self, admitted: Admitted) -> None:
+        super().__init__("sources are not as planned")
+        self.admitted = admitted
+
+
+def admit(wanted: Sequence[Wanted], sources: Sequence[Any], facts: Sequence[Fact], buffers: Buffers) -> Admitted:
+    """Make tensors of all sources: host data goes where its slot is, what lies in a buffer is copied first.
+
+    Raises MissingSourceError if sources are missing, else BatchError with every fault.
+    """
+    rows = list(zip(wanted, sources, facts, strict=True))
+    missing = [_missing(want) for want, source, _ in rows if source is None]
+    if missing:
+        raise MissingSourceError("; ".join(missing))
+    found = [_admit(want, source, fact, buffers[want.name]) for want, source, fact in rows]
+    faults = [fault for tensor in found if isinstance(tensor, list) for fault in tensor]
+    if faults:
+        raise BatchError("; ".join(faults))
+    tensors = [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+    return _apart(wanted, tensors, buffers)
+
+
+def _admit(want: Wanted, source: Any, fact: Fact, buffer: Buffer) -> torch.Tensor | list[str]:
+    """One source as a tensor on its slot's device, or what is wrong with it."""
+    if is_in_place(source, buffer) and tuple(source.shape) == fact[2]:
+        return source  # type: ignore[no-any-return] # a tensor, as was just found
+    if isinstance(source, HOST_KINDS):
+        try:
+            source = tensor_of(source, want.dtype)
+        except (RuntimeError, TypeError, ValueError) as error:
+            return [f"{_expected(want, fact)}, got {type(source).__name__}: {error}"]
+    faults = list(_faults(want, source, fact))
+    if faults:
+        return faults
+    tensor: torch.Tensor = source
+    return tensor if tensor.device == want.device else tensor.to(want.device)
+
+
+def _apart(wanted: Sequence[Wanted], tensors: Sequence[torch.Tensor], buffers: Buffers) -> Admitted:
+    """Copy what cannot be read while slots are written, and tell what need not be copied at all."""
+    pairs = list(zip(wanted, tensors, strict=True))
+    in_place = frozenset(want.name for want, tensor in pairs if is_in_place(tensor, buffers[want.name]))
+    sources = [tensor if want.name in in_place else _readable(tensor, buffers) for want, tensor in pairs]
+    dtypes = {want.name: tensor.dtype for want, tensor in pairs if tensor.dtype != want.dtype}
+    return Admitted(tuple(sources), dtypes, in_place)
+
+
+def _readable(tensor: torch.Tensor, buffers: Buffers) -> torch.Tensor:
+    """A source whose bytes can be read while slots are written: itself, or a copy."""
+    if tensor.is_neg() or tensor.is_conj() or tensor.data_ptr() % tensor.itemsize or buffers.holds(tensor):
+        return tensor.clone().resolve_neg().resolve_conj()
+    return tensor
+
+
+def is_in_place(source: Any, buffer: Buffer) -> bool:
+    """Whether a source is the first part of its own slot's buffer, of the very same layout and dtype."""
+    if not isinstance(source, torch.Tensor) or source.layout != torch.strided:
+        return False
+    mine = buffer.tensor
+    same = source.numel() > 0 and source.data_ptr() == mine.data_ptr() and source.dtype == mine.dtype
+    return same and source.stride() == mine.stride() and not source.is_neg() and not source.is_conj()
+
+
+def check_source(want: Wanted, source: Any, fact: Fact) -> None:
+    """Hold one source that no fill copies to what its slot declares: MissingSourceError or BatchError."""
+    if source is None:
+        message = f"slot {want.name!r} is carried from the batch, which has none: compute it, or do not carry it"
+        raise MissingSourceError(message)
+    faults = list(_faults(want, source, fact))
+    if not faults and source.device != want.device:
+        faults = [f"{_expected(want, fact)}, got a tensor on {source.device}; move it there first"]
+    if faults:
+        raise BatchError("; ".join(faults))
+
+
+def _fits(want: Wanted, source: Any, shape: tuple[int, ...]) -> bool:
+    """Whether nothing is wrong with a source, asked in the fewest words."""
+    if not isinstance(source, torch.Tensor) or source.layout != torch.strided or tuple(source.shape) != shape:
+        return False
+    there = source.device == want.device or (source.is_cpu and want.slot.placement == DEVICE)
+    return there and want.takes(source.dtype) and (source.is_contiguous() or want.slot.takes_strided())
+
+
+def _missing(want: Wanted) -> str:
+    source = want.slot.reads(want.name)
+    return f"slot {want.name!r}: {source} is missing; give it, or declare the slot with default=None"
+
+
+def _expected(want: Wanted, fact: Fact) -> str:
+    return f"slot {want.name!r}: expected {dtype_text(want.dtype)} of shape {list(fact[2])} on {want.device}"
+
+
+def _faults(want: Wanted, source: Any, fact: Fact) -> Iterator[str]:
+    if _fits(want, source, fact[2]):
+        return
+    slot, shape, wanted = want.slot, fact[2], _expected(want, fact)
+    if not isinstance(source, torch.Tensor):
+        yield f"{wanted}, got {type(source).__name__}; make a tensor of it"
+        return
+    if not want.takes(source.dtype):
+        lossy = source.dtype.is_floating_point and not want.dtype.is_floating_point
+        way_out = "round it yourself" if lossy else f"convert it, or declare converts=({source.dtype},)"
+        yield f"{wanted}, got {dtype_text(source.dtype)}; {way_out}"
+    if source.layout != torch.strided:
+        yield f"{wanted}, got a {source.layout} tensor; pass a dense one"
+        return
+    if source.device != want.device and not (source.is_cpu and slot.placement == DEVICE):
+        yield f"{wanted}, got a tensor on {source.device}; move it there first"
+    if tuple(source.shape) != shape:
+        yield f"{wanted} ({', '.join(map(str, slot.shape))}), got shape {list(source.shape)}"
+    elif not slot.takes_strided() and not source.is_contiguous():
+        strides = list(source.stride())
+        yield f"{wanted}, contiguous, got one with strides {strides}; pass `.contiguous()`, or declare strided=True"

@@ -1,0 +1,44 @@
+"""Guards: one call that says whether tensors are still of the types, dtypes, devices, shapes and strides seen."""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+Guard = Callable[..., bool]
+_FACTS: Final = operator.attrgetter("__class__", "dtype", "device", "shape")
+_TRIED: Final = ((2, 6), (2, 13))
+"""First and last version of torch whose own guards were tried: they have no public name."""
+
+
+def guard_over(tensors: Sequence[torch.Tensor]) -> Guard:
+    """A guard that takes as many arguments as there are tensors; False for whatever differs, be it no tensor."""
+    if tensors and _TRIED[0] <= _version() <= _TRIED[1]:
+        sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
+        make: Any = torch._C._dynamo.guards.TensorGuards  # noqa: SLF001 - what torch.compile guards its own inputs with
+        found = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        check: Guard = found.check
+        return check
+    return plain_guard(tensors)
+
+
+def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:
+    """The same in plain Python, for a torch that was not tried."""
+    wanted = [_facts(one) for one in tensors]
+
+    def check(*found: Any) -> bool:
+        try:
+            return [_facts(one) for one in found] == wanted
+        except (AttributeError, RuntimeError):  # no tensor, or one without strides
+            return False
+
+    return check
+
+
+def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (*_FACTS(tensor), tensor.stride(), tensor.is_neg(), tensor.is_conj(), tensor.is_inference())
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])

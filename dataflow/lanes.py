@@ -1,0 +1,139 @@
+"""Lanes: what the fused kernel must know of each slot, as numbers in a table that lies on the device.
+
+One kernel writes every lane of a bucket. What is fixed at capture stands in the table, a row a block of elements; what
+changes in each step stands in the packet (see `packet`). Both are made of 64-bit words:
+
+    table row   address of the slot, where the lane's two words stand in the packet (the second's place << 32), outer
+                row, first element, elements in a padded row, elements from one outer row to the next, tail pattern of
+                eight bytes, flags
+    packet      the number of the table that it is meant for, which arms that table's kernel alone; then for each lane
+                a word `live elements | source dtype << 48`, negative where the lane is left alone; then for each lane
+                its source's address, 0 where only the tail is reset
+"""
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .tails import Number
+
+COLUMNS: Final = 8
+WORD: Final = 8
+"""Bytes of a word."""
+SHIFT: Final = 48
+"""Bits for a row's live elements, below the source's dtype."""
+TAIL: Final = 1 << 8
+"""The flag for "reset the tail", above the item size."""
+CODE_SHIFT: Final = 16
+"""Bits below the slot's dtype in the flags."""
+OWNER_SHIFT: Final = 32
+"""Bits below the table's own number in the flags."""
+BYTE: Final = 255
+"""The bits of an item size, or of a dtype, in the flags."""
+MOST_OUTER: Final = 1024
+"""Outer rows from which a slot is better left to a plain copy, which takes them in one go."""
+CODES: Final[Mapping[torch.dtype, int]] = {
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.uint8: 5,
+    torch.bool: 5,
+    torch.float16: 8,
+    torch.bfloat16: 9,
+    torch.float32: 10,
+}
+"""Dtypes that the kernel converts between, whole numbers among themselves and floats among themselves."""
+FIRST_FLOAT: Final = 8
+_SIZES: Final = frozenset({1, 2, 4, 8})
+
+
+@attrs.frozen(eq=False)
+class Lane:
+    """One slot's way through the kernel.
+
+    target: the bucket's view. outer: rows before the dim that varies, all dims before it together. row: elements of a
+    padded row: that dim and all behind it. stride: elements from one row to the next. inner: elements for each unit of
+    the dim that varies, or of the whole slot where none does. pad: the tail's value; None where the tail is left.
+    """
+
+    slot: str
+    target: torch.Tensor
+    outer: int
+    row: int
+    stride: int
+    inner: int
+    pad: Number | None
+
+    @classmethod
+    def of(cls, slot: str, target: torch.Tensor, varying: tuple[int, ...], pad: Number | None) -> "Lane":
+        """The lane of a view of which at most one dim varies."""
+        if not varying:
+            return cls(slot, target, 1, target.numel(), 0, target.numel(), pad)
+        dim = varying[0]
+        inner = math.prod(target.shape[dim + 1 :])
+        before = [target.stride(i) for i in range(dim) if target.shape[i] > 1]  # a dim of one may have any stride
+        outer, stride = math.prod(target.shape[:dim]), before[-1] if before else 0
+        return cls(slot, target, outer, target.shape[dim] * inner, stride, inner, pad)
+
+    @property
+    def flags(self) -> int:
+        """Item size, whether there is a tail, and the dtype."""
+        code = CODES.get(self.target.dtype, 0)
+        return self.target.itemsize | (TAIL if self.pad is not None else 0) | code << CODE_SHIFT
+
+
+def has_lane(dtype: torch.dtype, shape: tuple[int, ...], varying: tuple[int, ...]) -> str:
+    """Why a slot of this padded shape cannot go through the kernel, or nothing."""
+    if dtype.itemsize not in _SIZES:
+        return f"{dtype.itemsize} bytes an element"
+    if len(varying) > 1:
+        return "several dims vary"
+    return "many outer rows" if varying and math.prod(shape[: varying[0]]) > MOST_OUTER else ""
+
+
+def converts(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether the kernel converts from one dtype to another; torch.bool is taken as a source only."""
+    one, other = CODES.get(source, 0), CODES.get(target, 0)
+    return bool(one and other) and target != torch.bool and (one >= FIRST_FLOAT) == (other >= FIRST_FLOAT)
+
+
+def meta(live: int, source: torch.dtype, target: torch.dtype) -> int:
+    """A lane's word in the packet: live elements in a row, and the source's dtype where it is another."""
+    return live if source == target else live | CODES[source] << SHIFT
+
+
+def pattern(value: Number | None, dtype: torch.dtype) -> int:
+    """A tail's value as eight bytes, repeated."""
+    if value is None:
+        return 0
+    with torch.inference_mode(mode=False):
+        filled = torch.full((WORD // dtype.itemsize,), value, dtype=dtype, device="cpu")
+    return int(struct.unpack("<q", filled.view(torch.uint8).numpy().tobytes())[0])
+
+
+def head_bytes(lanes: int) -> int:
+    """Bytes of a packet before what it carries itself."""
+    return WORD * (1 + 2 * lanes)
+
+
+def table_of(lanes: Sequence[Lane], block: int, owner: int = 1) -> npt.NDArray[np.int64]:
+    """The table, one row for every `block` words of every outer row of every lane.
+
+    owner: the table's own number, from 1 to 2^31 - 1.
+    """
+    places = [(1 + index) | (1 + len(lanes) + index) << 32 for index in range(len(lanes))]
+    rows = [
+        (lane.target.data_ptr(), place, outer, start, lane.row, lane.stride, bits, lane.flags | owner << OWNER_SHIFT)
+        for lane, place in zip(lanes, places, strict=True)
+        for bits in (pattern(lane.pad, lane.target.dtype),)
+        for outer in range(lane.outer)
+        for start in range(0, lane.row, block * WORD // lane.target.itemsize)
+    ]
+    return np.array(rows, np.int64).reshape(-1, COLUMNS)

@@ -1,0 +1,51 @@
+"""Packed values: what the host computes for slots on the device, as bytes that ride in the step's one upload."""
+
+import ctypes
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from .computation import Computation
+from .hostdata import letter_of
+from .lanes import WORD
+
+
+@attrs.frozen(eq=False)
+class PackedValue:
+    """A computation whose result becomes bytes: one number at once, anything else by way of a host tensor.
+
+    nbytes: bytes in the upload, a multiple of eight. pack: for one number of the slot's own kind.
+    """
+
+    computation: Computation
+    scratch: torch.Tensor
+    nbytes: int
+    pack: Callable[[Any], bytes] | None
+
+    @classmethod
+    def of(cls, computation: Computation) -> "PackedValue":
+        """The same computation with a host tensor as its target."""
+        target = computation.target
+        nbytes = -(-target.nbytes // WORD) * WORD
+        with torch.inference_mode(mode=False):
+            room = torch.zeros(max(nbytes, WORD), dtype=torch.uint8)
+            scratch = room[: target.nbytes].view(target.dtype).view(target.shape)
+        letter = letter_of(target.dtype) if target.numel() == 1 else None
+        pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if letter is not None else None
+        return cls(attrs.evolve(computation, target=scratch), scratch, nbytes, pack)
+
+    def bytes_of(self, batch: Any) -> bytes:
+        """Call the function. ComputeError where the slot cannot hold what it returns."""
+        computation = self.computation
+        value = computation.value(batch) if computation.fields else computation.function()
+        if self.pack is not None and type(value) is computation.number:
+            try:
+                return self.pack(value)
+            except (struct.error, OverflowError):
+                computation.store(value)  # which says what does not fit
+        with torch.no_grad():
+            computation.store(value)
+        return ctypes.string_at(self.scratch.data_ptr(), self.nbytes)

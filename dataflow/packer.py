@@ -1,0 +1,135 @@
+"""The packer: a step's source addresses, live sizes, host data and host values as one piece of bytes to upload."""
+
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from .admission import Wanted
+from .axes import Sizes
+from .buffers import Buffers
+from .declaration import Declaration
+from .gather import Sources
+from .kinds import Kind, Misfit, kind_of
+from .lanes import WORD, Lane, head_bytes, meta
+from .manifest import Layout, Manifest, Packed
+from .plan import FillPlan
+from .planner import LARGE_BYTES
+from .ready import Ready
+from .tails import Number
+
+_MANIFESTS: Final = 4
+"""Mixtures of sources that one live size remembers."""
+
+
+def lanes_of(plan: FillPlan, declaration: Declaration, buffers: Buffers, padded: Sizes) -> list[Lane]:
+    """The lanes of a plan, in the order of `plan.fused`."""
+    pads: dict[str, Number] = {tail.slot: tail.value for tail in plan.tails}
+    slots = declaration.slots
+    return [Lane.of(name, buffers[name].view(padded), slots[name].varying, pads.get(name)) for name in plan.fused]
+
+
+def most_bytes(lanes: Sequence[Lane], declaration: Declaration) -> int:
+    """Bytes that a packet of these lanes may have: its words, and all slots but large ones as host data."""
+    bodies = [_body_bytes(lane, declaration) for lane in lanes]
+    return head_bytes(len(lanes)) + sum(body for body in bodies if body <= LARGE_BYTES)
+
+
+def _body_bytes(lane: Lane, declaration: Declaration) -> int:
+    """Bytes of a lane's padded rows in the widest dtype that its sources may have."""
+    dtypes = (lane.target.dtype, *declaration.slots[lane.slot].converts_from())
+    return rounded(lane.outer * lane.row * max(dtype.itemsize for dtype in dtypes))
+
+
+def rounded(nbytes: int) -> int:
+    """Up to whole words, so that all that a packet carries may be moved in words."""
+    return -(-nbytes // WORD) * WORD
+
+
+class Packer:
+    """Packs for one plan. What it makes for one live size and one kind of each source is a `Manifest`.
+
+    address: where the packet lies on the device. room: its bytes. owner: the number of the table that packets are for.
+    """
+
+    def __init__(
+        self,
+        plan: FillPlan,
+        declaration: Declaration,
+        buffers: Buffers,
+        wanted: Sequence[Wanted],
+        address: int,
+        room: int,
+        owner: int = 1,
+    ) -> None:
+        sizes = {axis: size for axis in declaration.axes for name, size in plan.sizes if axis.name == name}
+        places = {want.name: index for index, want in enumerate(wanted)}
+        packed = {one.slot for one in plan.computed if one.packed}
+        self.lanes = tuple(lanes_of(plan, declaration, buffers, sizes))
+        self.owner = owner
+        self._address = address
+        self._room = room
+        self._buffers = buffers
+        self._wanted = tuple(wanted)
+        self._slots = [declaration.slots[lane.slot] for lane in self.lanes]
+        self._sources = [places.get(lane.slot) for lane in self.lanes]
+        self._fused = frozenset(index for index in self._sources if index is not None)
+        self._values_at = [index for index, lane in enumerate(self.lanes) if lane.slot in packed]
+
+    def pack(self, ready: Ready, sources: Sources) -> Packed | Misfit:
+        """The packet but for the host's values; a misfit where the kernel cannot read a source."""
+        manifests: list[Manifest] = ready.manifests
+        for place, manifest in enumerate(manifests):
+            packed = manifest.pack(sources)
+            if packed is not None:
+                if place:
+                    manifests.insert(0, manifests.pop(place))
+                return packed
+        return self._anew(ready, sources)
+
+    def _anew(self, ready: Ready, sources: Sources) -> Packed | Misfit:
+        kinds = self._kinds(ready, sources)
+        if isinstance(kinds, Misfit):
+            return kinds
+        layout = self._layout(ready, kinds)
+        if layout.nbytes > self._room:
+            return Misfit("host_data")
+        made = Manifest(layout, kinds, sources, self._wanted, self._buffers)
+        packed = made.pack(sources)
+        if packed is None:
+            return Misfit(made.misfit(sources))
+        ready.manifests.insert(0, made)
+        del ready.manifests[_MANIFESTS:]
+        return packed
+
+    def _kinds(self, ready: Ready, sources: Sources) -> list[Kind] | Misfit:
+        found = []
+        for index, (want, source, fact) in enumerate(zip(self._wanted, sources, ready.facts, strict=True)):
+            kind = kind_of(want, source, fact[2], fused=index in self._fused)
+            if isinstance(kind, Misfit):
+                return kind
+            found.append(kind)
+        return found
+
+    def _layout(self, ready: Ready, kinds: Sequence[Kind]) -> Layout:
+        """Give everything that the packet carries its place, and write down what is the same in each step."""
+        fixed: dict[int, int] = {}
+        at = self._address + head_bytes(len(self.lanes))
+        for index, value in zip(self._values_at, ready.packed, strict=True):
+            fixed[index] = at
+            at += value.nbytes
+        for index, source in enumerate(self._sources):
+            if source is not None and kinds[source].carrier is not None:
+                fixed[index] = at
+                at += rounded(kinds[source].nbytes)
+        metas = [self._meta(index, ready, kinds) for index in range(len(self.lanes))]
+        head = struct.pack(f"<{1 + len(metas)}q", self.owner, *metas)
+        order = [source for source in self._sources if source is not None and kinds[source].carrier is not None]
+        return Layout(head, tuple(self._sources), fixed, tuple(order), self._fused, at - self._address)
+
+    def _meta(self, index: int, ready: Ready, kinds: Sequence[Kind]) -> int:
+        """A lane's first word. What the host computed has no tail: every padded row is live."""
+        lane, source, slot = self.lanes[index], self._sources[index], self._slots[index]
+        dtype = lane.target.dtype if source is None else kinds[source].dtype
+        if index in self._values_at or not slot.varying:
+            return meta(lane.row, dtype, lane.target.dtype)
+        return meta(slot.shape[slot.varying[0]].at(ready.step.live_sizes) * lane.inner, dtype, lane.target.dtype)

@@ -1,0 +1,166 @@
+"""Measuring: what a decode step takes in all, and what its graph takes alone; the rest is the price of its inputs."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+
+from serving.attention import paged
+from serving.compiled import WARMUPS, compiled_step, graphs_skipped
+from serving.engine import Engine
+from serving.inputs import DecodeInputs
+from serving.options import Options
+from serving.request import Request
+from serving.steady import Size, Steady
+from serving.timing import Contestant, Race, Spread, Wait
+
+FEWEST, MOST = 3, 100
+"""Steps in a turn."""
+
+
+@attrs.frozen(kw_only=True)
+class Effort:
+    """How much is timed.
+
+    rounds: turns of each contestant. turn: seconds that one should take: on a device long beside its start, on a CPU
+    short beside whatever else the machine does. every_size: each bucket, or the largest alone. ways: whether the host
+    waits for each step. compare: whether transformers' own step takes part, compiled.
+    """
+
+    rounds: int
+    turn: float
+    every_size: bool
+    ways: tuple[bool, ...]
+    compare: bool
+
+
+ON_A_DEVICE = Effort(rounds=11, turn=0.02, every_size=True, ways=(False, True), compare=True)
+ON_A_CPU = Effort(rounds=15, turn=0.008, every_size=False, ways=(False,), compare=False)
+
+
+@attrs.frozen(kw_only=True)
+class StepTimes:
+    """One decode step of `live` requests in a bucket, run in several ways, in microseconds.
+
+    each: whether the host waited for each step; else `steps` of them ran one behind another, and it waited at the end.
+    replay: a graph of the step alone, on whatever its inputs hold. whole: runner(batch). share: of `whole`, what it
+    takes beyond `replay`, compared round by round. eager: the same step on the same view, not captured.
+    compiled: transformers' own step under torch.compile, None where it was not measured.
+    """
+
+    live: int
+    bucket: int
+    each: bool
+    steps: int
+    replay: Spread
+    whole: Spread
+    share: Spread
+    eager: Spread
+    compiled: Spread | None
+
+
+@attrs.frozen(kw_only=True)
+class Measured:
+    """All that was timed. device: not on a CPU. note: what is to be said of torch.compile, empty if nothing is."""
+
+    rounds: int
+    device: bool
+    times: list[StepTimes]
+    note: str
+
+
+def measure(engine: Engine, options: Options, requests: Sequence[Request]) -> Measured | None:
+    """Time the decode steps of a run that is over; None where there is nothing to time, or it is not wanted."""
+    device = engine.decode.stage.backend.device.type != "cpu"
+    effort = _asked(ON_A_DEVICE if device else ON_A_CPU, options)
+    steady = Steady.after(engine, options, requests)
+    sizes = steady.sizes()
+    if not effort.rounds or not sizes:
+        return None
+    times: list[StepTimes] = []
+    note = ""
+    for size in sizes if effort.every_size else sizes[-1:]:
+        batches = steady.batches(size)
+        contestants = own_ways(engine, batches)
+        race = _race(effort, contestants, engine.decode.stage.backend.synchronize)
+        if effort.compare and size == sizes[-1]:
+            note = _add_compiled(contestants, engine, batches, race)
+        times += [_timed(size, attrs.evolve(race, each=each), contestants) for each in effort.ways]
+    return Measured(rounds=effort.rounds, device=device, times=times, note=note)
+
+
+def _asked(effort: Effort, options: Options) -> Effort:
+    """The usual effort, but for what the options ask."""
+    rounds = effort.rounds if options.rounds is None else options.rounds
+    return attrs.evolve(effort, rounds=rounds, compare=effort.compare if options.compare is None else options.compare)
+
+
+def own_ways(engine: Engine, batches: Sequence[DecodeInputs]) -> list[Contestant]:
+    """The step's graph alone, runner(batch), and the same step on the same view without a graph.
+
+    The first is captured for this: the runner's own graph may hold a part of the fill.
+    """
+    runner, steps, backend = engine.decode, engine.steps, engine.decode.stage.backend
+
+    @contextlib.contextmanager
+    def served() -> Iterator[None]:
+        """As in the engine."""
+        with paged(steps.model), torch.inference_mode():
+            yield
+
+    with served():
+        view = runner.fill(batches[0])
+        with backend.stream():
+            steps.decode(view)
+            backend.synchronize()
+            graph = backend.capture(lambda: steps.decode(view))
+    return [
+        Contestant(lambda _: graph.replay(), served),
+        Contestant(lambda number: runner(batches[number % len(batches)]), served),
+        Contestant(lambda _: steps.decode(view), served),
+    ]
+
+
+def _race(effort: Effort, contestants: Sequence[Contestant], wait: Wait) -> Race:
+    """As many steps in a turn as there is time for by the second contestant, the whole step.
+
+    Two rounds: the first warms all contestants up.
+    """
+    _, whole, *_ = Race(2, FEWEST, wait, each=True).run(contestants)
+    return Race(effort.rounds, max(FEWEST, min(MOST, round(1e6 * effort.turn / whole[-1]))), wait)
+
+
+def _add_compiled(contestants: list[Contestant], engine: Engine, batches: Sequence[DecodeInputs], race: Race) -> str:
+    """Let torch.compile take part too, and say what is to be said of it: why it cannot, or that it made no graph."""
+    model, cache = engine.steps.model, engine.steps.cache
+    before = graphs_skipped()
+    with torch.inference_mode():
+        reach = engine.decode.fill(batches[0]).block_tables.shape[1] * cache.page_size
+    try:
+        one = compiled_step(model, batches, max(reach, race.steps + WARMUPS + 2))
+        attrs.evolve(race, rounds=1).run([one])
+    except Exception as error:  # noqa: BLE001 - torch may raise anything here, and nothing else depends on it
+        return f"torch.compile was not timed: {type(error).__name__}: {_first_line(error)}"
+    contestants.append(one)
+    skipped = graphs_skipped() - before
+    return f"torch.compile ran without CUDA graphs: torch skipped them ({skipped} times)" if skipped else ""
+
+
+def _timed(size: Size, race: Race, contestants: Sequence[Contestant]) -> StepTimes:
+    replay, whole, eager, *compiled = race.run(contestants)
+    return StepTimes(
+        live=size.live,
+        bucket=size.bucket,
+        each=race.each,
+        steps=race.steps,
+        replay=Spread.of(replay),
+        whole=Spread.of(whole),
+        share=Spread.of([1 - alone / all_of_it for alone, all_of_it in zip(replay, whole, strict=True)]),
+        eager=Spread.of(eager),
+        compiled=Spread.of(compiled[0]) if compiled else None,
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no more is known")

@@ -1,0 +1,67 @@
+"""What was measured, as tables on a terminal, and one sentence that says what they come to."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from serving.compiled import MODE
+from serving.measuring import Measured, StepTimes
+from serving.timing import Spread
+
+NO_DEVICE = "A CPU has no graphs to launch: the figures show that this can be measured, not what a device gains."
+
+
+def show_times(measured: Measured, console: Console) -> None:
+    """Print a table for each way of waiting, and what the largest batch tells."""
+    for each in (False, True):
+        times = [one for one in measured.times if one.each is each]
+        if times:
+            console.print(_table(times, measured.rounds))
+    console.print(_sentence(measured), highlight=False)
+
+
+def _table(times: Sequence[StepTimes], rounds: int) -> Table:
+    how = "the host waits for each" if times[0].each else "one behind another"
+    table = Table(title=f"decode steps, {how}: us, median of {rounds} rounds")
+    columns = ["live rows", "graph alone", "whole step", "inputs", "no graph", "compiled"]
+    for name in columns if any(one.compiled for one in times) else columns[:-1]:
+        table.add_column(name, justify="right")
+    for one in times:
+        replay, whole, eager = map(_microseconds, (one.replay, one.whole, one.eager))
+        cells = [f"{one.live} of {one.bucket}", replay, whole, _percent(one.share), eager]
+        table.add_row(*cells, *([_microseconds(one.compiled)] if one.compiled else []))
+    return table
+
+
+def _sentence(measured: Measured) -> Text:
+    row, *waiting = (one for one in measured.times if one.bucket == measured.times[-1].bucket)
+    others = f"Without a graph the step takes {_as_long(row.eager, row)}"
+    if row.compiled is not None:
+        others += f', transformers\' own under torch.compile(mode="{MODE}") {_as_long(row.compiled, row)}'
+    note = f"{measured.note}." if measured.note else ""
+    parts = [_share(row, *waiting), f"{others}.", note, "" if measured.device else NO_DEVICE]
+    return Text(" ".join(filter(None, parts)))
+
+
+def _share(row: StepTimes, *waiting: StepTimes) -> str:
+    if row.share.p10 <= 0:
+        return f"What the inputs take of a decode step of {row.live} requests is lost in the rounds' differences."
+    share = f"The inputs (sizes, route, fill, padding, view) take {row.share.median:.1%} of a decode step"
+    alone = "".join(f", {one.share.median:.1%} where the host waits for each" for one in waiting)
+    return f"{share} of {row.live} requests{alone}: the whole step, runner(batch), less its graph alone."
+
+
+def _as_long(way: Spread, row: StepTimes) -> str:
+    return f"{way.median / row.whole.median:.2f} times as long"
+
+
+def _microseconds(spread: Spread) -> str:
+    """The median, and half of what lies between the tenth and the ninetieth percentile."""
+    digits = 0 if spread.median >= 1000 else 1  # noqa: PLR2004 - four digits are enough
+    return f"{spread.median:.{digits}f} ±{(spread.p90 - spread.p10) / 2:.{digits}f}"
+
+
+def _percent(spread: Spread) -> str:
+    return f"{spread.median:.1%} ±{50 * (spread.p90 - spread.p10):.1f}"

@@ -1,0 +1,87 @@
+"""What a capture leaves: the graph of a bucket, the order that it was made by, and the clock of its outputs."""
+
+import os
+import weakref
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import attrs
+import torch
+
+from ..backends.base import Graph
+from ..dataflow.axes import Sizes
+from ..dataflow.bucket import Absent
+from ..dataflow.caches import keep_newest
+from ..dataflow.guard import Guard, guard_over
+from .filler import Filling
+from .outputs import live_rows
+
+KEPT: Final = 1024
+"""Live sizes whose outputs one graph remembers, cut."""
+
+
+@attrs.define(eq=False)
+class Captured:
+    """One bucket for one pattern of absent slots; `verified` once its addresses were found unmoved."""
+
+    rows: int
+    filling: Filling
+    graph: Graph
+    verified: bool = False
+    _live: dict[int, tuple[Any, Guard, Any]] = attrs.field(factory=dict, init=False)
+
+    def live(self, rows: int) -> Any:
+        """The outputs' first rows.
+
+        What was cut before is handed out again, unless the graph has other outputs since, or someone changed its shape.
+        """
+        whole, known = self.graph.outputs, self._live.get(rows)
+        if known is not None and known[0] is whole and known[1](known[2]):
+            return known[2]
+        outputs = live_rows(whole, rows)
+        if type(outputs) is torch.Tensor:  # a container may be changed by whoever gets it
+            keep_newest(self._live, KEPT)[rows] = (whole, guard_over([outputs]), outputs)
+        return outputs
+
+
+@attrs.frozen
+class Order:
+    """What is to be captured: buckets and their sizes, patterns of absent slots, and how."""
+
+    buckets: Mapping[int, Sizes]
+    patterns: Collection[Absent]
+    warmups: int
+    error_mode: str | None
+    progress: bool
+    lazy: bool
+    runner: str
+
+
+@attrs.define(eq=False)
+class Forks:
+    """How often this process came out of a fork."""
+
+    count: int = 0
+
+    def note(self) -> None:
+        """One more."""
+        self.count += 1
+
+
+FORKS: Final = Forks()
+os.register_at_fork(after_in_child=FORKS.note)
+
+
+@attrs.define(eq=False)
+class Clock:
+    """Replays so far in one pool of graph memory: each may overwrite what another graph of the pool handed out."""
+
+    replays: int = 0
+
+
+_CLOCKS: Final["weakref.WeakKeyDictionary[object, Clock]"] = weakref.WeakKeyDictionary()
+
+
+def clock_of(pool: object | None) -> Clock:
+    """The clock of all runners whose graphs share a pool; one of its own where there is none."""
+    return Clock() if pool is None else _CLOCKS.setdefault(pool, Clock())

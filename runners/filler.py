@@ -1,0 +1,209 @@
+"""The filler: how one runner's buckets are filled, lowering by lowering, and which took each batch."""
+
+import collections
+from typing import Any, Generic
+
+import attrs
+import torch
+
+from ..backends.base import Fusion, Graph
+from ..dataflow.axes import Sizes
+from ..dataflow.bucket import Absent, Bucket
+from ..dataflow.buffers import Buffers
+from ..dataflow.capabilities import Lowering, chosen_lowering
+from ..dataflow.errors import ConfigError
+from ..dataflow.feed import Feed
+from ..dataflow.fused import FusedFill
+from ..dataflow.kinds import Misfit
+from ..dataflow.lanes import WORD, table_of
+from ..dataflow.packer import most_bytes
+from ..dataflow.planner import FUSED
+from ..dataflow.ready import Ready
+from ..dataflow.sources import Side
+from .capture import capture_step
+from .stage import Stage, V
+
+
+@attrs.define(eq=False)
+class Filling:
+    """One bucket's fills for one pattern of absent slots.
+
+    fused: its fused fill. kernel: what launches the kernel, `table` what it reads. alone: a graph of the kernel by
+    itself, to be replayed where a fill must be done before the step's graph.
+    """
+
+    bucket: Bucket
+    fused: FusedFill | None = None
+    table: torch.Tensor | None = None
+    kernel: Any = None
+    alone: Graph | None = None
+
+
+class Filler(Generic[V]):
+    """Fills a runner's buckets by one lowering, and by the next where a batch asks for it.
+
+    lowered: fills by each lowering. detours: why batches were filled by a later one than chosen.
+    """
+
+    def __init__(
+        self,
+        stage: Stage[V],
+        buffers: Buffers,
+        lowering: str,
+        buckets: "list[Sizes]",
+        *,
+        debug: bool,
+        error_mode: str | None = None,
+    ) -> None:
+        capabilities = stage.backend.capabilities
+        self.stage = stage
+        self.buffers = buffers
+        self.lowering: Lowering = chosen_lowering(capabilities, lowering)
+        self.lowered: collections.Counter[str] = collections.Counter()
+        self.detours: collections.Counter[str] = collections.Counter()
+        self._debug = debug
+        self._error_mode = error_mode
+        self._tables = 0
+        self.stream = stage.backend.stream_key()
+        self.last_stream = self.stream()
+        self._fusion = self._fusion_of(stage) if self.lowering in FUSED else None
+        self._feed = Feed(self._fusion.upload(self._most(buckets))) if self._fusion is not None else None
+
+    @staticmethod
+    def _fusion_of(stage: Stage[V]) -> Fusion:
+        fusion = stage.backend.fusion()
+        if fusion is None:
+            message = f"backend {stage.backend.name!r} names fused lowerings, but fusion() gives none"
+            raise ConfigError(message)
+        return fusion
+
+    def _most(self, buckets: "list[Sizes]") -> int:
+        """Bytes of the largest packet that any bucket may ask for."""
+        stage = self.stage
+        made = [Bucket(stage.declaration, sizes, stage.backend.capabilities, self.buffers) for sizes in buckets]
+        return max((most_bytes(bucket.lanes(self.lowering), stage.declaration) for bucket in made), default=WORD)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tables, of the packet, and of the host memory that uploads start from."""
+        return self._tables + (self._feed.upload.nbytes if self._feed is not None else 0)
+
+    def make(self, sizes: Sizes, absent: Absent) -> Filling:
+        """A bucket with all that fills it but what must be captured."""
+        stage, fusion, feed = self.stage, self._fusion, self._feed
+        bucket = Bucket(stage.declaration, sizes, stage.backend.capabilities, self.buffers)
+        if fusion is None or feed is None:
+            return Filling(bucket)
+        fused = bucket.fused(self.lowering, feed, absent)
+        rows = table_of(fused.packer.lanes, fusion.block, fused.packer.owner)
+        with torch.inference_mode(mode=False):
+            table = torch.from_numpy(rows).to(stage.backend.device)
+        self._tables += table.nbytes
+        targets = [lane.target for lane in fused.packer.lanes]
+        return Filling(bucket, fused, table, fusion.kernel(table, feed.upload.packet, targets))
+
+    def capture_alone(self, filling: Filling, warmups: int = 0) -> None:
+        """Capture the kernel by itself; where it is a step's first node too, it must not run there a second time."""
+        stage, feed, kernel = self.stage, self._feed, filling.kernel
+        if feed is None:
+            return
+        with torch.inference_mode(mode=False):
+            armed = feed.upload.packet[:WORD].view(torch.int64)
+
+        def alone() -> None:
+            kernel()
+            if self.lowering == "in_graph":
+                armed.zero_()
+
+        pool, mode = stage.backend.pool(), self._error_mode
+        filling.alone = capture_step(stage.backend, alone, self.buffers, warmups=warmups, pool=pool, error_mode=mode)
+
+    def first_node(self, filling: Filling) -> None:
+        """Run what a step's graph begins with."""
+        if self.lowering == "in_graph":
+            filling.kernel()
+
+    def rest(self) -> None:
+        """Have the kernel leave the slots alone until a batch comes."""
+        if self._feed is not None:
+            self._feed.disarm()
+
+    def order(self) -> None:
+        """Let a step that comes on another stream than the last one wait for it: both use the same buffers."""
+        stream = self.stream()
+        if stream != self.last_stream:
+            self.stage.backend.order(self.last_stream, stream)
+            self.last_stream = stream
+
+    def fill(
+        self, filling: Filling, batch: Any, live: tuple[int, ...], absent: Absent, side: Side, *, whole: bool
+    ) -> Ready:
+        """Fill a bucket. whole: the step's graph is replayed at once, and may do what is its own part of the fill.
+
+        Raises MissingSourceError and BatchError before anything is written.
+        """
+        fused = filling.fused
+        if self._debug:
+            foreign = self._foreign(filling, batch, absent, side)
+            if foreign:
+                return self._from_foreign(foreign, filling, batch, live, absent, side)
+        if fused is None:
+            return self._plainly(filling, batch, live, absent, side)
+        ready = fused.send(batch, side, live)
+        if isinstance(ready, Misfit):
+            why, ready = ready.why, self._plainly(filling, batch, live, absent, side)
+            self.detours[why] += 1
+            return ready
+        if whole and self.lowering == "in_graph":
+            self.lowered["in_graph"] += 1
+            return ready
+        self._alone(filling)
+        return ready
+
+    def _alone(self, filling: Filling) -> None:
+        """Launch the kernel now."""
+        self.lowered["fused"] += 1
+        if filling.alone is None:  # the first time: a graph that does it itself has no need of this before
+            self.capture_alone(filling)
+        if filling.alone is not None:
+            filling.alone.replay()
+        if self.lowering == "in_graph" and self._feed is not None:
+            self._feed.was_disarmed()
+
+    def _plainly(self, filling: Filling, batch: Any, live: tuple[int, ...], absent: Absent, side: Side) -> Ready:
+        """Fill without the kernel, which must then leave the slots alone."""
+        bucket = filling.bucket
+        if self.lowering == "slot_by_slot":
+            ready = bucket.fill_slot_by_slot(batch, live, absent, side)
+            self.lowered["slot_by_slot"] += 1
+            return ready
+        ready = bucket.fill(batch, live, absent, side)
+        self.lowered["foreach"] += 1
+        self.rest()
+        return ready
+
+    def _foreign(self, filling: Filling, batch: Any, absent: Absent, side: Side) -> frozenset[int]:
+        """Streams other than the current one that sources' memory belongs to."""
+        sources = filling.bucket.fill_for(absent).gather(batch, side)
+        device = self.stage.backend.device
+        tensors = [one for one in sources if isinstance(one, torch.Tensor) and one.device == device and one.numel()]
+        return frozenset(self.stage.backend.streams_of(tensors)) - {self.stream()}
+
+    def _from_foreign(
+        self,
+        foreign: frozenset[int],
+        filling: Filling,
+        batch: Any,
+        live: tuple[int, ...],
+        absent: Absent,
+        side: Side,
+    ) -> Ready:
+        """Fill in order with the streams that sources belong to: after what they wrote, before what they write next."""
+        backend, here = self.stage.backend, self.stream()
+        for stream in foreign:
+            backend.order(stream, here)
+        ready = self._plainly(filling, batch, live, absent, side)
+        for stream in foreign:
+            backend.order(here, stream)
+        self.detours["foreign_stream"] += 1
+        return ready

@@ -1,0 +1,286 @@
+"""The fused kernel on host memory, in Triton's interpreter and on a device, held to copy_ and fill_ byte for byte."""
+
+import importlib
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph.dataflow.lanes import CODES, Lane, converts, has_lane, head_bytes, meta, table_of
+from slotgraph.dataflow.tails import Number
+from tests.backends.fused_ways import KERNEL, Launch, Way, need_triton, way
+
+DTYPES = (*CODES, torch.uint16, torch.float64, torch.complex64)
+PAIRS = [(one, other) for one in CODES for other in CODES if one != other and converts(one, other)]
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+OWNERS = st.integers(1, (1 << 31) - 1)
+"""Numbers that a table may have."""
+MARGIN = 64
+"""Bytes around each buffer that must stay as they are."""
+
+
+@pytest.fixture(scope="module", params=["host", "interpreter", pytest.param("cuda", marks=pytest.mark.cuda)])
+def kernel(request: pytest.FixtureRequest) -> Way:
+    """Each way that can be gone here."""
+    return way(str(request.param))
+
+
+@attrs.frozen
+class Case:
+    """One lane: a view of a buffer with room for more rows, and what a step does to it.
+
+    dim: the dim that varies. before, ahead: elements that come before the buffer, and before the source. turned: the
+    buffer has a dim of one whose stride says nothing. action: copy, reset the tail alone, or leave the lane as it is.
+    """
+
+    dtype: torch.dtype
+    source: torch.dtype
+    shape: tuple[int, ...]
+    dim: int | None
+    live: int
+    room: int
+    pad: Number | None
+    action: str
+    before: int
+    ahead: int
+    turned: bool
+    seed: int
+
+    def view(self, raw: torch.Tensor) -> torch.Tensor:
+        """The bucket's view of a buffer's bytes."""
+        whole = self.whole
+        data = raw[MARGIN + self.before * self.dtype.itemsize :][: math.prod(whole) * self.dtype.itemsize]
+        buffer = data.view(self.dtype).view(whole)
+        if self.turned:
+            buffer = buffer.unsqueeze(0).transpose(0, 1)
+        return buffer if self.dim is None else buffer.narrow(self.dim + self.turned, 0, self.shape[self.dim])
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The buffer's shape."""
+        return tuple(size + self.room * (dim == self.dim) for dim, size in enumerate(self.shape))
+
+    def buffer(self, device: torch.device) -> torch.Tensor:
+        """Random bytes with the buffer among them."""
+        nbytes = math.prod(self.whole) * self.dtype.itemsize + self.before * self.dtype.itemsize
+        return noise(nbytes + 2 * MARGIN, torch.uint8, self.seed).to(device)
+
+    def values(self, device: torch.device) -> torch.Tensor:
+        """A source of random bits, from somewhere within a larger tensor."""
+        shape = tuple(self.live if dim == self.dim else size for dim, size in enumerate(self.shape))
+        values = noise(self.ahead + math.prod(shape), self.source, self.seed + 1).to(device)[self.ahead :].view(shape)
+        return values.unsqueeze(1) if self.turned else values
+
+    def lane(self, raw: torch.Tensor) -> Lane:
+        """The lane."""
+        view, varying = self.view(raw), () if self.dim is None else (self.dim + self.turned,)
+        assert not has_lane(self.dtype, tuple(view.shape), varying)
+        return Lane.of("x", view, varying, self.pad)
+
+    def word(self, lane: Lane) -> int:
+        """The lane's word in the packet."""
+        live = lane.row if self.dim is None else self.live * lane.inner
+        return -1 - live if self.action == "leave" else meta(live, self.source, self.dtype)
+
+    def refer(self, raw: torch.Tensor, values: torch.Tensor) -> None:
+        """The same by torch."""
+        view = self.view(raw)
+        if self.action == "copy":
+            self.filled(view).copy_(values)
+        if self.action != "leave" and self.pad is not None and self.dim is not None:
+            view.narrow(self.dim + self.turned, self.live, self.shape[self.dim] - self.live).fill_(self.pad)
+
+    def filled(self, view: torch.Tensor) -> torch.Tensor:
+        """The part of a view that the source goes to."""
+        return view if self.dim is None else view.narrow(self.dim + self.turned, 0, self.live)
+
+    def forgive(self, got: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Give converted NaNs the bits of the reference's, where that has a NaN too."""
+        if self.action == "copy" and self.source != self.dtype and self.dtype.is_floating_point:
+            one, other = (self.filled(self.view(raw)) for raw in (got, wanted))
+            one.copy_(torch.where(one.isnan() & other.isnan(), other, one))
+
+
+def pads(dtype: torch.dtype) -> st.SearchStrategy[Number | None]:
+    """Values for a tail, the odd ones of the dtype among them, or none."""
+    if dtype == torch.bool:
+        return st.sampled_from((None, False, True))
+    if dtype.is_floating_point or dtype.is_complex:
+        return st.sampled_from((None, 0.5, -3, math.nan, -0.0, math.inf, -math.inf, torch.finfo(dtype).max))
+    info = torch.iinfo(dtype)
+    return st.sampled_from((None, info.min, info.max, max(-1, info.min), 7))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Lanes of all dtypes and shapes, at places that allow moves of eight or sixteen bytes, or only seem to."""
+    same = st.sampled_from([(dtype, dtype) for dtype in DTYPES])
+    source, dtype = draw(st.one_of(same, same, st.sampled_from(PAIRS)))
+    outer = draw(st.sampled_from(((), (), (1,), (2,), (5,), (2, 3))))
+    inner = draw(st.sampled_from(((), (), (1,), (3,), (7,), (64,), (2, 8), (1025,))))
+    rows_step, live_step, step = (draw(st.sampled_from(steps)) for steps in ((1, 8, 16), (1, 8, 16), (1, 16, 16)))
+    rows = rows_step * draw(st.integers(0, 2 + 200 // math.prod(inner) // rows_step))
+    dim = draw(st.sampled_from((len(outer), len(outer), len(outer), None)))
+    offsets = st.integers(0, 3)
+    return Case(
+        dtype=dtype,
+        source=source,
+        shape=(*outer, rows, *inner) if dim is not None or rows else (),
+        dim=dim,
+        live=min(rows, live_step * draw(st.integers(0, -(-rows // live_step)))),
+        room=step * draw(offsets),
+        pad=draw(pads(dtype)),
+        action=draw(st.sampled_from(("copy", "copy", "copy", "reset", "leave"))),
+        before=step * draw(offsets),
+        ahead=step * draw(offsets),
+        turned=dim is not None and dim > 0 and draw(st.booleans()),
+        seed=draw(st.integers(0, 1 << 32)),
+    )
+
+
+@attrs.frozen
+class Given(Case):
+    """A lane with a source of known bits."""
+
+    bits: torch.Tensor = attrs.field(kw_only=True)
+
+    def values(self, device: torch.device) -> torch.Tensor:
+        """The source."""
+        return self.bits.view(self.source).to(device)
+
+
+def float_bits(dtype: torch.dtype) -> torch.Tensor:
+    """Every float of two bytes; of four, every upper half with lower halves on, above and below all ties."""
+    upper = torch.arange(1 << 16, dtype=torch.int64)
+    if dtype != torch.float32:
+        return upper.to(torch.uint16)
+    lower = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001])
+    return (upper[:, None] << 16 | lower).flatten().to(torch.uint32)
+
+
+def noise(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Random bits; truth values are 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype == torch.bool else 256
+    return torch.randint(0, high, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def fill(
+    kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, meant_for: int | None = None, wide: bool = False
+) -> None:
+    """Run the kernel over lanes, and compare every byte of every buffer with what torch makes of it.
+
+    owner: the table's number. meant_for: the packet's, where that is another.
+    """
+    raws = [case.buffer(kernel.device) for case in cases]
+    wanted = [raw.clone() for raw in raws]
+    values = [case.values(kernel.device) for case in cases]
+    lanes = [case.lane(raw) for case, raw in zip(cases, raws, strict=True)]
+    words = [case.word(lane) for case, lane in zip(cases, lanes, strict=True)]
+    sources = [v.data_ptr() if case.action != "reset" else 0 for case, v in zip(cases, values, strict=True)]
+    block = max(block, 1 << (sum(lane.outer * lane.row for lane in lanes) // kernel.programs).bit_length())
+    table = torch.from_numpy(table_of(lanes, block, owner)).to(kernel.device)
+    packet = torch.tensor([owner if meant_for is None else meant_for, *words, *sources], device=kernel.device)
+    assert packet.nbytes == head_bytes(len(lanes))
+    if len(table):
+        kernel.run(Launch(table, packet, raws, values, block, wide))
+    for case, got, want, source in zip(cases, raws, wanted, values, strict=True):
+        if meant_for is None:
+            case.refer(want, source)
+            if not kernel.exact:
+                case.forgive(got, want)
+        assert torch.equal(got, want), f"{case}: bytes {(got != want).nonzero().flatten().tolist()[:20]}"
+
+
+@given(lanes=st.lists(cases(), min_size=1, max_size=3), block=st.integers(0, 2), owner=OWNERS, wide=st.booleans())
+def test_lanes(kernel: Way, lanes: list[Case], block: int, owner: int, *, wide: bool) -> None:
+    """Lanes are copied, converted and padded as by torch, and no other byte of any buffer changes."""
+    fill(kernel, lanes, kernel.blocks[block], owner=owner, wide=wide)
+
+
+@given(lanes=st.lists(cases(), min_size=1, max_size=3), owner=OWNERS, other=st.one_of(st.just(0), OWNERS))
+@settings(max_examples=10)
+def test_not_armed(kernel: Way, lanes: list[Case], owner: int, other: int) -> None:
+    """A packet that is not armed, or is meant for another table, fills nothing."""
+    fill(kernel, lanes, kernel.blocks[-1], owner=owner, meant_for=other if other != owner else 0)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_every_alignment(kernel: Way, *, wide: bool) -> None:
+    """Every mix of places that are multiples of four, eight and sixteen bytes, and that are not."""
+    mixes = itertools.product((16, 20, 24), (0, 4, 8, 13), (0, 1, 4, 8), (0, 4, 8))
+    lanes = [
+        Case(torch.uint8, torch.uint8, (rows,), 0, live, 5, 7, "copy", before, ahead, turned=False, seed=number)
+        for number, (rows, live, before, ahead) in enumerate(mixes)
+    ]
+    fill(kernel, lanes, kernel.blocks[1], wide=wide)
+
+
+@given(live=st.integers(0, 96), seed=st.integers(0, 1 << 32), block=st.integers(0, 2))
+@settings(max_examples=5)
+def test_every_conversion(kernel: Way, live: int, seed: int, block: int) -> None:
+    """Every pair of dtypes that may be converted is, whole numbers by wrapping."""
+    lanes = [
+        Case(
+            target,
+            source,
+            (96,),
+            0,
+            live,
+            1,
+            True if target == torch.bool else 1,
+            "copy",
+            0,
+            1,
+            turned=False,
+            seed=seed + number,
+        )
+        for number, (source, target) in enumerate(PAIRS)
+    ]
+    fill(kernel, lanes, kernel.blocks[block])
+
+
+def test_every_float(kernel: Way) -> None:
+    """Floats are rounded to the nearest, ties to even: denormals, infinities and NaNs too."""
+    lanes = []
+    for source, target in itertools.product(FLOATS, repeat=2):
+        bits = float_bits(source)
+        count = bits.numel()
+        case = Given(target, source, (count,), 0, count, 0, None, "copy", 0, 0, turned=False, seed=1, bits=bits)
+        lanes.append(case)
+    fill(kernel, lanes, kernel.blocks[-1])
+
+
+def test_strides_of_dims_of_one() -> None:
+    """A dim of one may have any stride, which is not that of the rows before the dim that varies."""
+    whole = noise(3 * 8, torch.float32, 2).view(1, 3, 8).transpose(0, 1)
+    lane = Lane.of("x", whole.narrow(2, 0, 5), (2,), None)
+    assert whole.is_contiguous()
+    assert (lane.outer, lane.row, lane.stride) == (3, 5, 8)
+
+
+@pytest.mark.parametrize("chip", [80, 90])
+@pytest.mark.parametrize("wide", [False, True])
+def test_compiles(chip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, wide: bool) -> None:
+    """The compiler takes the kernel for chips that are not here: no shared memory, wide moves where asked for."""
+    need_triton()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiler, targets = (importlib.import_module(f"triton.{name}.compiler") for name in ("compiler", "backends"))
+    module = importlib.import_module(KERNEL)
+    signature = {"table": "*i64", "packet": "*i64", "BLOCK": "constexpr", "WIDE": "constexpr"}
+    source = compiler.ASTSource(module.fill_lanes, signature, {"BLOCK": module.BLOCK, "WIDE": wide})
+    target = targets.GPUTarget("cuda", chip, 32)
+    options = {
+        "num_warps": module.WARPS,
+        "enable_fp_fusion": True,
+    }  # the latter said, as versions differ in their default
+    made = compiler.compile(source, target=target, options=options)
+    assert made.metadata.shared == 0
+    assert ("ld.global.v2.b64" in made.asm["ptx"]) == ("st.global.v2.b64" in made.asm["ptx"]) == wide
+    assert "ld.local" not in made.asm["ptx"]

@@ -1,0 +1,283 @@
+"""The ring against a device that does its work later, at random moments: nothing is overwritten or freed in flight."""
+
+import ctypes
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotgraph.backends.ring import ENTRIES, SEGMENT, Ring
+from slotgraph.dataflow.feed import Feed
+from slotgraph.dataflow.lanes import WORD
+
+PACKET: Final = 4096
+SMALL, LARGE = 64, 3000
+
+
+def chance(seed: int) -> random.Random:
+    """What random steps are drawn from."""
+    return random.Random(seed)  # noqa: S311 - data for a test
+
+
+class Source:
+    """What a packet points to."""
+
+
+class LazyDevice:
+    """A device of several streams, each a queue that is worked off when the test says so.
+
+    Copies and launches read the host's memory and the packet when their turn comes, not before. faults: what was wrong
+    then. honest: whether marks tell the truth; else they say that they have passed at once. sent: copies asked for.
+    """
+
+    def __init__(self, *, honest: bool = True) -> None:
+        self.packet = torch.zeros(PACKET, dtype=torch.uint8)
+        self.queues: dict[int, list[Callable[[], None]]] = {0: [], 1: []}
+        self.stream = 0
+        self.honest = honest
+        self.faults: list[str] = []
+        self.hosts: list[tuple[int, int, weakref.ref[torch.Tensor]]] = []
+        self.ran = self.sent = 0
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Host memory; the device faults where it reads it when it is gone."""
+        memory = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+        self.hosts.append((memory.data_ptr(), nbytes, weakref.ref(memory)))
+        return memory
+
+    def start(self, address: int, nbytes: int) -> None:
+        """Queue a copy to the packet."""
+        self.sent += 1
+        self.queues[self.stream].append(lambda: self._copy(address, nbytes))
+
+    def inline(self, data: bytes, nbytes: int) -> None:
+        """Queue a copy of what the bytes are now."""
+        self.sent += 1
+        held = bytes(data[:nbytes])
+        self.queues[self.stream].append(lambda: self._write(held))
+
+    def launch(self, data: bytes, kept: object) -> None:
+        """Queue a step, which reads its packet and all that this points to."""
+        alive = weakref.ref(kept)
+        self.queues[self.stream].append(lambda: self._check(data, alive))
+
+    def mark(self) -> "LazyMark":
+        """Queue a point."""
+        made = LazyMark(self, self.stream)
+        self.queues[self.stream].append(made.reach)
+        return made
+
+    def advance(self, steps: int, stream: int = 0) -> None:
+        """Do so many pieces of work."""
+        for _ in range(min(steps, len(self.queues[stream]))):
+            self.queues[stream].pop(0)()
+            self.ran += 1
+
+    def drain(self) -> None:
+        """Do all work."""
+        for stream, queue in self.queues.items():
+            self.advance(len(queue), stream)
+
+    def ring(self, most_inline: int = 0) -> Ring:
+        """A ring that feeds this device."""
+        return Ring(self.packet, self.pinned, self.start, self.mark, self.inline, self.drain, most_inline)
+
+    def _write(self, data: bytes) -> None:
+        ctypes.memmove(self.packet.data_ptr(), data, len(data))
+
+    def _copy(self, address: int, nbytes: int) -> None:
+        for begin, size, alive in self.hosts:
+            if begin <= address < begin + size and alive() is not None:
+                self._write(ctypes.string_at(address, nbytes))
+                return
+        self.faults.append("the host's memory is gone")
+
+    def _check(self, data: bytes, alive: "weakref.ref[object]") -> None:
+        if ctypes.string_at(self.packet.data_ptr(), len(data)) != data:
+            self.faults.append("the packet is another step's")
+        if alive() is None:
+            self.faults.append("a source is gone")
+
+
+@attrs.define(eq=False)
+class LazyMark:
+    """A point in a stream's work."""
+
+    device: LazyDevice
+    stream: int
+    passed: bool = False
+
+    def reach(self) -> None:
+        self.passed = True
+
+    def query(self) -> bool:
+        return self.passed or not self.device.honest
+
+    def synchronize(self) -> None:
+        while self.device.honest and not self.passed:
+            self.device.advance(1, self.stream)
+
+
+def play(device: LazyDevice, ring: Ring, draw: random.Random, sizes: tuple[int, int], lag: int, steps: int) -> None:
+    """So many steps with fresh sources, each dropped at once, while the device now and then does some of its work."""
+    for _ in range(steps):
+        data, kept = draw.randbytes(draw.randint(*sizes)), Source()
+        ring.send(data, kept)
+        device.launch(data, kept)
+        del kept
+        device.advance(draw.randint(0, lag))
+
+
+bounds = st.sampled_from([(1, SMALL), (SMALL + 1, LARGE), (1, LARGE)])
+
+
+@given(seed=st.integers(0, 1 << 32), sizes=bounds, lag=st.integers(0, 6), steps=st.integers(1, 5 * ENTRIES))
+def test_nothing_is_overwritten_in_flight(seed: int, sizes: tuple[int, int], lag: int, steps: int) -> None:
+    """However far the host runs ahead, each step finds its own packet, small or large, and its sources alive."""
+    device = LazyDevice()
+    ring = device.ring(SMALL)
+    play(device, ring, chance(seed), sizes, lag, steps)
+    device.drain()
+    assert device.faults == []
+    assert device.ran >= 2 * steps
+
+
+@pytest.mark.parametrize("sizes", [(1, SMALL), (SMALL + 1, LARGE)])
+def test_the_harness_sees_races(sizes: tuple[int, int]) -> None:
+    """With marks that say "passed" at once, the same steps find other packets, and sources that are gone."""
+    device = LazyDevice(honest=False)
+    ring = device.ring(SMALL)
+    play(device, ring, chance(3), sizes, 1, 5 * ENTRIES)
+    device.drain()
+    assert "a source is gone" in device.faults
+    assert ("the packet is another step's" in device.faults) == (sizes[1] > SMALL)
+
+
+def test_the_harness_sees_freed_memory() -> None:
+    """With such marks a ring that grows frees memory that the device has yet to read, which is seen."""
+    device = LazyDevice(honest=False)
+    ring = device.ring()
+    for size in (SMALL, LARGE):
+        play(device, ring, chance(4), (size, size), 0, 2)
+    device.drain()
+    assert "the host's memory is gone" in device.faults
+
+
+@given(seed=st.integers(0, 1 << 32), steps=st.lists(st.integers(1, LARGE), min_size=1, max_size=12))
+def test_growth(seed: int, steps: list[int]) -> None:
+    """A ring whose packets become larger takes larger memory once what is in flight was read; the account is right."""
+    device, draw = LazyDevice(), chance(seed)
+    ring = device.ring()
+    for size in steps:
+        play(device, ring, draw, (size, size), 1, draw.randint(1, ENTRIES))
+        assert ring.nbytes >= PACKET + size * ENTRIES
+    alive = [memory for _, _, one in device.hosts if (memory := one()) is not None]
+    assert ring.nbytes == PACKET + sum(memory.nbytes for memory in alive)
+    device.drain()
+    assert device.faults == []
+
+
+def test_small_packets_take_no_memory() -> None:
+    """What goes inline allocates nothing on the host."""
+    device = LazyDevice()
+    ring = device.ring(SMALL)
+    play(device, ring, chance(5), (1, SMALL), 2, ENTRIES)
+    assert device.hosts == []
+    assert ring.nbytes == PACKET
+
+
+@given(seed=st.integers(0, 1 << 32), sizes=bounds)
+def test_sources_are_let_go(seed: int, sizes: tuple[int, int]) -> None:
+    """Once the device is past them sources go, but for those of the last two segments."""
+    device, draw, held = LazyDevice(), chance(seed), list[weakref.ref[Source]]()
+    ring = device.ring(SMALL)
+    for _ in range(3 * ENTRIES):
+        data, kept = draw.randbytes(draw.randint(*sizes)), Source()
+        ring.send(data, kept)
+        device.launch(data, kept)
+        held.append(weakref.ref(kept))
+        del kept
+        device.drain()
+        assert sum(one() is not None for one in held) <= 2 * SEGMENT
+    assert device.faults == []
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_the_end_of_a_ring(size: int) -> None:
+    """When a ring goes, it waits for what is in flight: neither its memory nor what it keeps goes before."""
+    device = LazyDevice()
+    ring = device.ring(SMALL)
+    play(device, ring, chance(6), (size, size), 0, ENTRIES // 2)
+    before = device.ran
+    del ring
+    gc.collect()
+    assert device.ran > before
+    device.drain()
+    assert device.faults == []
+
+
+def test_the_end_of_a_ring_on_another_stream() -> None:
+    """The same where another stream is current when the ring goes, as for a collector's thread."""
+    device = LazyDevice()
+    ring = device.ring(SMALL)
+    play(device, ring, chance(7), (LARGE, LARGE), 0, ENTRIES // 2)
+    device.stream = 1
+    del ring
+    gc.collect()
+    device.drain()
+    assert device.faults == []
+
+
+def test_a_copy_that_fails() -> None:
+    """A copy that is refused leaves the ring as usable as it was, and the steps before it right."""
+    device, refusing = LazyDevice(), [False]
+
+    def start(address: int, nbytes: int) -> None:
+        if refusing[0]:
+            message = "refused"
+            raise RuntimeError(message)
+        device.start(address, nbytes)
+
+    ring = Ring(device.packet, device.pinned, start, device.mark, device.inline, device.drain, SMALL)
+    for turn in range(3 * ENTRIES):
+        refusing[0] = turn % 5 == 0
+        if refusing[0]:
+            with pytest.raises(RuntimeError, match="refused"):
+                ring.send(bytes(LARGE), Source())
+        else:
+            play(device, ring, chance(turn), (LARGE, LARGE), 1, 1)
+    device.drain()
+    assert device.faults == []
+
+
+@given(seed=st.integers(0, 1 << 32), lag=st.integers(0, 4))
+def test_a_feed_sends_what_changed(seed: int, lag: int) -> None:
+    """Over a ring, a feed sends nothing where the packet holds a step's bytes already, and each step is right."""
+    device, draw, sent = LazyDevice(), chance(seed), 0
+    ring = device.ring(SMALL)
+    feed = Feed(ring)
+    sources = [(draw.randbytes(draw.randint(WORD + 1, LARGE)), Source()) for _ in range(3)]
+    before: int | None = None
+    for _ in range(2 * ENTRIES):
+        which = draw.randrange(3)
+        data, kept = sources[which]
+        if draw.random() < 0.2:
+            feed.disarm()
+            device.launch(bytes(WORD), kept)
+            sent += before is not None
+            before = None
+        feed.arm(data, kept)
+        device.launch(data, kept)
+        sent += before != which
+        before = which
+        device.advance(draw.randint(0, lag))
+    device.drain()
+    assert device.faults == []
+    assert device.sent == sent

@@ -1,0 +1,290 @@
+"""The kernel's lowerings against the oracle: one set of buffers, filled in each step by another lowering."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, Inputs, Step, computed, copied
+from slotgraph.dataflow import lanes, planner
+from slotgraph.dataflow.bucket import Bucket
+from slotgraph.dataflow.capabilities import Capabilities, Lowering
+from slotgraph.dataflow.errors import ComputeError
+from slotgraph.dataflow.fill import compute_on_device
+from slotgraph.dataflow.fused import FusedFill
+from slotgraph.dataflow.kinds import Misfit
+from slotgraph.dataflow.lanes import MOST_OUTER, WORD
+from slotgraph.dataflow.oracle import fill_slot_by_slot
+from slotgraph.dataflow.planner import LARGE_LANE_BYTES
+from slotgraph.dataflow.ready import Ready
+from slotgraph.dataflow.roles import resolve_dtype
+from slotgraph.dataflow.slots import Copied
+from slotgraph.dataflow.tails import Pad
+from tests.dataflow.test_lowerings import World, assert_same, scribble
+from tests.fused import Kernel, feed_for, kernel_of
+from tests.sources import HOST_DATA, IN_BUFFERS, KINDS, Given, Maker
+from tests.strategies import (
+    AXES,
+    CAPABILITIES,
+    Round,
+    batch_of,
+    declarations,
+    noise,
+    poisoned,
+    rounds,
+    same_bytes,
+    source_for,
+)
+
+WAYS = ("fused", "fused", "fused", "in_graph", "alone", "foreach", "slot_by_slot", "exact")
+
+
+@attrs.frozen
+class Turn:
+    """One step: its sizes, by which lowering, and of what kinds its sources are, slot by slot."""
+
+    round: Round
+    way: str
+    kinds: Sequence[str]
+    twice: bool
+    produced: int | None
+
+    def kind(self, index: int) -> str:
+        """The kind of the source of one slot."""
+        return self.kinds[index % len(self.kinds)]
+
+
+@st.composite
+def turns(draw: st.DrawFn, world: World) -> list[Turn]:
+    """Random steps over few buckets, so that each of them is filled in several ways."""
+    made = []
+    paddings = [
+        turn.padded for turn in draw(st.lists(rounds(world.declaration, world.capacity), min_size=1, max_size=3))
+    ]
+    for _ in range(draw(st.integers(1, 7))):
+        way, turn = draw(st.sampled_from(WAYS)), draw(rounds(world.declaration, world.capacity))
+        padded = draw(st.sampled_from(paddings))
+        live = {axis: min(rows, padded[axis]) for axis, rows in turn.live.items()}
+        turn = attrs.evolve(turn, live=live, padded=live if way == "exact" else padded)
+        of = draw(st.sampled_from([KINDS, KINDS, HOST_DATA, IN_BUFFERS]))
+        kinds = draw(st.lists(st.sampled_from(of), min_size=1, max_size=5))
+        made.append(Turn(turn, way, kinds, draw(st.booleans()), draw(st.none() | st.integers(0, 99))))
+    return made
+
+
+class FusedWorld(World):
+    """A world whose buckets share one packet, as a runner's do. handed_out: producers were given the slots."""
+
+    def __init__(self, declaration: type[Inputs], capabilities: Capabilities, seed: int | None, *, out: bool) -> None:
+        super().__init__(declaration, capabilities, seed)
+        self.slots = declaration.slotgraph
+        self.feed = feed_for(self.mine)
+        self.exact = Bucket(self.slots, self.capacity, capabilities, self.mine, exact=True)
+        self.kernels: dict[tuple[Any, ...], tuple[FusedFill, Kernel]] = {}
+        self.mine.handed_out = out
+
+    def fused(self, turn: Round) -> tuple[FusedFill, Kernel]:
+        """The fused fill of a turn's bucket and pattern, and its kernel."""
+        key = (turn.absent, *(turn.padded[axis] for axis in AXES))
+        if key not in self.kernels:
+            fused = self.bucket(turn).fused("in_graph", self.feed, turn.absent)
+            self.kernels[key] = fused, kernel_of(fused)
+        return self.kernels[key]
+
+    def given(self, turn: Turn) -> dict[str, Given]:
+        """What the batch brings for each slot; what lies in buffers is read when producers are done."""
+        found: dict[str, Given] = {}
+        read = [(i, n, s) for i, (n, s) in enumerate(self.slots.slots.items()) if s.reads(n) is not None]
+        for late in (False, True):
+            for index, name, slot in read:
+                kind = turn.kind(index)
+                if name not in turn.round.absent and late == (kind != "in place"):
+                    value = source_for(slot, self.capabilities, turn.round, turn.round.choices >> (2 * index))
+                    dtype = resolve_dtype(slot.dtype, self.capabilities)
+                    maker = Maker(self.mine[name], dtype, value, self.mine, turn.round.live)
+                    found[name] = maker.make(kind)
+        return found
+
+    def state(self) -> list[Any]:
+        """All that a misfit must leave alone."""
+        tensors = [self.feed.upload.packet, *(buffer.tensor for buffer in self.mine)]
+        known = [self.mine.stamp, self.mine.unmarked, self.feed._data]
+        marks = [buffer.mark for buffer in self.mine]
+        return [*known, *marks, *(bytes(one.view(-1).view(torch.uint8).numpy()) for one in tensors)]
+
+    def produce(self, seed: int) -> None:
+        """Write over every row of every slot, as producers may who were given them."""
+        for index, (name, slot) in enumerate(sorted(self.slots.slots.items())):
+            if isinstance(slot, Copied):
+                for buffers in (self.mine, self.right):
+                    whole = buffers[name].tensor
+                    whole.copy_(noise(tuple(whole.shape), whole.dtype, seed + index))
+
+    def step(self, turn: Turn) -> None:
+        """Fill both, by one lowering and by the oracle, and compare."""
+        if turn.produced is not None and self.mine.handed_out:
+            self.produce(turn.produced)
+        sizes, brought = turn.round, self.given(turn)
+        batch, side = self._batch(turn, {name: one.value for name, one in brought.items()})
+        plain, beside = self._batch(turn, {name: one.plain for name, one in brought.items()})
+        live = tuple(sizes.live[axis] for axis in self.slots.varying)
+        ready = self.fill(turn, brought, batch, live, side)
+        step = Step(sizes.live, sizes.padded)
+        right = fill_slot_by_slot(self.slots, self.right, self.capabilities, step, plain, beside)
+        assert_same(ready.views, right)
+        self.assert_untouched()
+        for buffers in (self.mine, self.right):
+            scribble(self.declaration, buffers, sizes)
+
+    def _batch(self, turn: Turn, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return batch_of(self.declaration, self.capabilities, turn.round, values)
+
+    def fill(
+        self, turn: Turn, brought: Mapping[str, Given], batch: Any, live: tuple[int, ...], side: Mapping[str, Any]
+    ) -> Ready:
+        """Fill mine by the turn's lowering, or by foreach where the kernel does not take the batch."""
+        absent, bucket = turn.round.absent, self.bucket(turn.round)
+        if turn.way == "slot_by_slot":
+            self.feed.disarm()
+            return bucket.fill_slot_by_slot(batch, live, absent, side)
+        ready = self.by_kernel(turn, brought, batch, live, side) if turn.way in ("fused", "in_graph", "alone") else None
+        if ready is None:
+            ready = (self.exact if turn.way == "exact" else bucket).fill(batch, live, absent, side)
+            self.feed.disarm()
+            self.fused(turn.round)[1]()
+        compute_on_device(ready, batch)
+        return ready
+
+    def by_kernel(
+        self, turn: Turn, brought: Mapping[str, Given], batch: Any, live: tuple[int, ...], side: Mapping[str, Any]
+    ) -> Ready | None:
+        """Fill by the kernel; nothing, and nothing done, where it does not take the batch."""
+        fused, kernel = self.fused(turn.round)
+        before = self.state()
+        ready = fused.send(batch, side, live)
+        names = fused.packer.lanes
+        allowed = self.misfits(brought, {lane.slot for lane in names})
+        if isinstance(ready, Misfit):
+            assert ready.why in allowed
+            assert self.state() == before
+            return None
+        for _ in range(1 + turn.twice):
+            kernel()
+        if turn.way == "alone":
+            self.feed.upload.packet[:WORD].zero_()
+            self.feed.was_disarmed()
+            kernel()
+        return ready
+
+    def misfits(self, brought: Mapping[str, Given], fused: set[str]) -> set[str]:
+        """Every reason for which the kernel may leave this batch to foreach."""
+        found = set[str]()
+        for name, one in brought.items():
+            dtype = resolve_dtype(self.slots.slots[name].dtype, self.capabilities)
+            found |= one.misfits(dtype, fused=name in fused)
+        return found
+
+    def assert_untouched(self) -> None:
+        """No one writes beyond what is live where no rule says so: kept tails, constants, other buckets' rows."""
+        for name, slot in self.slots.slots.items():
+            if not isinstance(slot.rule(), Pad):
+                mine, right = self.mine[name].tensor, self.right[name].tensor
+                assert same_bytes(mine, right), f"{name}: {mine} is not {right}"
+
+
+@settings(max_examples=2 * settings().max_examples)  # there is much to draw
+@given(data=st.data(), declaration=declarations(), capabilities=st.sampled_from(CAPABILITIES), out=st.booleans())
+def test_lowerings_take_turns(
+    data: st.DataObject, declaration: type[Inputs], capabilities: Capabilities, *, out: bool
+) -> None:
+    """Over one set of buffers, steps of all lowerings and kinds of sources leave what the oracle leaves."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "LARGE_LANE_BYTES", data.draw(st.sampled_from([LARGE_LANE_BYTES, 1, 64])))
+        patch.setattr(lanes, "MOST_OUTER", data.draw(st.sampled_from([MOST_OUTER, 1])))
+        world = FusedWorld(declaration, capabilities, data.draw(st.none() | st.integers(0, 1 << 20)), out=out)
+        for turn in data.draw(turns(world)):
+            world.step(turn)
+
+
+class Small(Inputs):
+    """What the tests below fill: rows that are copied, converted and computed."""
+
+    rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=7)
+    ends: torch.Tensor = copied(BATCH, dtype=torch.int16, pad=-9)
+    starts: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-8)
+    weights: torch.Tensor = copied(BATCH, 2, dtype=torch.bfloat16, pad=-1.5, converts=(torch.float32,))
+    count: torch.Tensor = computed(lambda step, limit: step.live(BATCH) + limit, shape=1, dtype=torch.int8)
+    limit: int = 100
+
+
+def small(lowering: Lowering = "in_graph") -> tuple[FusedFill, Kernel]:
+    """A bucket of four rows with its kernel."""
+    declaration, capabilities, sizes = Small.slotgraph, Capabilities(), {BATCH: 4}
+    bucket = Bucket(declaration, sizes, capabilities, poisoned(Small, capabilities, sizes, 5))
+    fused = bucket.fused(lowering, feed_for(bucket.buffers))
+    return fused, kernel_of(fused)
+
+
+def contents(fused: FusedFill) -> list[Any]:
+    """What the buffers hold."""
+    return [buffer.tensor.tolist() for buffer in fused.fill.buffers]
+
+
+def test_by_hand() -> None:
+    """Three live rows of four, host data but for one, a number computed on the host: values worked out by hand."""
+    fused, kernel = small()
+    weights = torch.tensor([[1, 2], [3, 4], [5, 6.0]])
+    batch = {"rows": [3, 4, 5], "ends": np.array([1, 2, 3], np.int16), "starts": (7, 8, 9), "weights": weights}
+    assert not isinstance(fused.send(batch, {}, (3,)), Misfit)
+    kernel()
+    pairs = [[1, 2], [3, 4], [5, 6], [-1.5, -1.5]]
+    assert contents(fused) == [[3, 4, 5, 7], [1, 2, 3, -9], [7, 8, 9, -8], pairs, [103]]
+
+
+def three_rows() -> dict[str, torch.Tensor]:
+    """A batch of tensors."""
+    ends, starts = noise((3,), torch.int16, 3), noise((3,), torch.int32, 4)
+    rows, weights = noise((3,), torch.int64, 1), noise((3, 2), torch.float32, 2)
+    return {"rows": rows, "weights": weights, "ends": ends, "starts": starts}
+
+
+def test_the_same_sources_are_read_again() -> None:
+    """A step with the same tensors uploads nothing, and reads what they hold by then."""
+    fused, kernel = small()
+    sent: list[bytes] = []
+    send = fused.feed._send
+
+    def counted(data: bytes, kept: object) -> None:
+        sent.append(data)
+        send(data, kept)
+
+    fused.feed._send = counted
+    batch = three_rows()
+    for seed in range(4):
+        batch["rows"].copy_(noise((3,), torch.int64, seed))
+        fused.send(batch, {}, (3,))
+        kernel()
+        assert contents(fused)[0] == [*batch["rows"].tolist(), 7]
+    assert len(sent) == 1
+
+
+def test_what_does_not_fit_is_said_before_anything_is_sent() -> None:
+    """A host function whose result its slot cannot hold raises; packet and buffers stay, and the next step is right."""
+    fused, kernel = small()
+    batch = three_rows()
+    fused.send(batch, {}, (3,))
+    kernel()
+    before, packet = contents(fused), fused.feed.upload.packet.clone()
+    for limit in (126, 1e9, "many", [1, 2]):
+        with pytest.raises((ComputeError, TypeError)):
+            fused.send({**batch, "rows": batch["rows"] + 1, "limit": limit}, {}, (3,))
+        assert torch.equal(fused.feed.upload.packet, packet)
+        assert contents(fused) == before
+    fused.send({**batch, "limit": 124}, {}, (3,))
+    kernel()
+    assert contents(fused)[-1] == [127]

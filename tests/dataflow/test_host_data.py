@@ -1,0 +1,119 @@
+"""Host data: what each lowering makes of lists, tuples and arrays, good and bad, is what torch makes of them."""
+
+from typing import Any, Final
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, Inputs, copied
+from slotgraph.dataflow.bucket import Bucket
+from slotgraph.dataflow.buffers import allocate
+from slotgraph.dataflow.capabilities import Capabilities
+from slotgraph.dataflow.errors import BatchError
+from slotgraph.dataflow.kinds import Misfit
+from tests.fused import feed_for, kernel_of
+from tests.strategies import DTYPES, declaration_of, empty, noise, same_bytes
+
+ODD: Final[tuple[Any, ...]] = (
+    *(True, False, 0, 1, -1, 127, 128, 255, 256, -129, 1 << 31, (1 << 53) + 1, (1 << 63) - 1, 1 << 63, -(1 << 70)),
+    *(0.1, -0.0, 1.5, 65505.0, 1e39, 1e309, float("nan"), -1e-46, 16777217.0),
+    *(np.int64(3), np.uint8(200), np.float32(2.5), np.float64(0.1), np.bool_(True)),  # noqa: FBT003 - numpy's own
+    *(None, "3", b"3", 1j, [1], ()),
+)
+MOST = 5
+
+
+class Way:
+    """One slot of a dtype, filled by foreach and by the kernel, each over buffers of its own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        made: type[Inputs] = declaration_of(
+            {"rows": copied(BATCH, dtype=dtype, pad=True if dtype == torch.bool else 1)}
+        )
+        sizes, capabilities = {BATCH: MOST}, Capabilities()
+        self.buckets = [
+            Bucket(made.slotgraph, sizes, capabilities, allocate(made.slotgraph, sizes, capabilities, empty))
+            for _ in range(2)
+        ]
+        self.fused = self.buckets[1].fused("in_graph", feed_for(self.buckets[1].buffers))
+        self.kernel = kernel_of(self.fused)
+
+    def foreach(self, value: Any) -> torch.Tensor | None:
+        """The slot, or nothing where the value is refused."""
+        return self._by_foreach(0, value)
+
+    def by_kernel(self, value: Any) -> torch.Tensor | None:
+        """The same by the kernel, and by foreach where it does not take the value."""
+        if isinstance(self.fused.send({"rows": value}, {}, (len(value),)), Misfit):
+            return self._by_foreach(1, value)
+        self.kernel()
+        return self.buckets[1].buffers["rows"].tensor
+
+    def _by_foreach(self, which: int, value: Any) -> torch.Tensor | None:
+        bucket = self.buckets[which]
+        try:
+            bucket.fill({"rows": value}, (len(value),))
+        except BatchError:
+            return None
+        return bucket.buffers["rows"].tensor
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def way(request: pytest.FixtureRequest) -> Way:
+    """A slot of each dtype."""
+    return Way(request.param)
+
+
+def assert_same(way: Way, value: Any) -> torch.Tensor | None:
+    """Both lowerings refuse a value, or leave the same bytes, which are returned."""
+    right, mine = way.foreach(value), way.by_kernel(value)
+    if right is None or mine is None:
+        assert right is mine, f"{way.dtype}: {value!r} is {mine} by the kernel, {right} by foreach"
+    else:
+        assert same_bytes(mine, right), f"{way.dtype}: {value!r} is {mine} by the kernel, {right} by foreach"
+    return right
+
+
+@given(value=st.lists(st.sampled_from(ODD), max_size=MOST), boxed=st.sampled_from([list, tuple]))
+def test_odd_numbers(way: Way, value: list[Any], boxed: type) -> None:
+    """Lists of numbers on the verge, of mixed kinds or of no numbers are taken alike, or refused alike."""
+    assert_same(way, boxed(value))
+
+
+def test_each_odd_number(way: Way) -> None:
+    """The same for each of them alone, and what is taken is what torch makes of it."""
+    for value in ODD:
+        right = assert_same(way, [value, value])
+        if right is not None:
+            torch.testing.assert_close(
+                right[:2], torch.tensor([value, value], dtype=way.dtype), rtol=0, atol=0, equal_nan=True
+            )
+
+
+ARRAYS: Final = ("<i8", ">i8", "u2", "u8", "f8", "f4", "f2", "i1", "?", "c8", "O", "U1", "M8[s]")
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_arrays_of_every_dtype(way: Way, kind: str) -> None:
+    """Arrays whose dtype is the slot's are taken; all others, and those that torch has no dtype for, are refused."""
+    for rows in (0, 1, 3):
+        array = np.arange(1, rows + 1).astype(kind)
+        right = assert_same(way, array)
+        is_same = array.dtype.isnative and array.dtype.name == str(way.dtype).removeprefix("torch.")
+        assert (right is not None) == is_same
+        if right is not None:
+            assert right[:rows].tolist() == array.tolist()
+
+
+@given(rows=st.integers(0, MOST), seed=st.integers(0, 1 << 30))
+def test_plain_numbers(way: Way, rows: int, seed: int) -> None:
+    """What a tensor of the slot's dtype holds comes through as lists, tuples and arrays, bit by bit."""
+    value = noise((rows,), way.dtype, seed)
+    for brought in (value.tolist(), tuple(value.tolist()), value if way.dtype == torch.bfloat16 else value.numpy()):
+        right = assert_same(way, brought)
+        assert right is not None
+        assert same_bytes(right[:rows], value)

@@ -1,0 +1,60 @@
+"""The demo, run in this process."""
+
+import contextlib
+import importlib
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.examples.demo import FOLDER, PROMPTS, Generate, Module, Result
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models are so small that on a busy machine threads would only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def serving() -> Iterator[Module]:
+    """The demo's modules by name, as they are found when the folder is run."""
+    sys.path.insert(0, str(FOLDER))
+    yield lambda name: importlib.import_module(f"serving.{name}")
+    sys.path.remove(str(FOLDER))
+
+
+@pytest.fixture(scope="session")
+def generate(serving: Module, tmp_path_factory: pytest.TempPathFactory) -> Generate:
+    """Run the demo without timing steps: its exit status, its JSON and what it printed."""
+
+    def run(*argv: str, **seams: Any) -> Result:
+        file = tmp_path_factory.mktemp("report") / "report.json"
+        options = serving("options").parse(["--rounds", "0", *argv, "--json", str(file)])
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            status = serving("program").generate(options, **seams)
+        return status, json.loads(file.read_text(encoding="utf-8")), out.getvalue()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def default(generate: Generate) -> Result:
+    """The run of all defaults, but for fewer rounds."""
+    return generate("--rounds", "3")
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """A file of a few prompts, so that a run is quick."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(PROMPTS), encoding="utf-8")
+    return str(file)

@@ -1,0 +1,27 @@
+"""The fused fill over host memory, outside any runner: a packet for some buffers, and the kernel of one bucket."""
+
+from collections.abc import Callable
+
+import torch
+
+from slotgraph.backends.host_fusion import HostFusion
+from slotgraph.dataflow.buffers import Buffers
+from slotgraph.dataflow.feed import Feed
+from slotgraph.dataflow.fused import FusedFill
+from slotgraph.dataflow.lanes import WORD, head_bytes, table_of
+
+Kernel = Callable[[], None]
+
+
+def feed_for(buffers: Buffers) -> Feed:
+    """A packet that is large enough for every bucket over some buffers."""
+    return Feed(
+        HostFusion().upload(head_bytes(len(buffers)) + sum(WORD * one.tensor.numel() + WORD for one in buffers))
+    )
+
+
+def kernel_of(fused: FusedFill) -> Kernel:
+    """What launches the kernel of a fused fill."""
+    fusion, lanes = HostFusion(), fused.packer.lanes
+    table = torch.from_numpy(table_of(lanes, fusion.block, fused.packer.owner))
+    return fusion.kernel(table, fused.feed.upload.packet, [lane.target for lane in lanes])

@@ -1,0 +1,208 @@
+"""Runners of every lowering, on every backend that is here, against a runner that fills slot by slot."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotgraph import Inputs
+from slotgraph.backends import load
+from slotgraph.dataflow.errors import BatchError, ComputeError
+from tests.runners.lowered import (
+    ABSENT,
+    BUCKETS,
+    Batch,
+    Pair,
+    Quick,
+    Rich,
+    arguments,
+    assert_same_outputs,
+    assert_same_views,
+)
+from tests.runners.models import memory_of
+from tests.sources import HOST_DATA, IN_BUFFERS, KINDS
+
+LOWERINGS: Final = ("in_graph", "fused", "foreach")
+PLAIN: Final = ("plain",)
+FUSED: Final = ("in_graph", "fused")
+
+
+@pytest.fixture(scope="module", params=["cpu", "cpu-capture", pytest.param("cuda", marks=pytest.mark.cuda)])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of a backend."""
+    available = load(request.param).is_available()
+    if not available:
+        pytest.skip(f"{request.param}: {available.reason}")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=LOWERINGS)
+def lowering(backend: str, request: pytest.FixtureRequest) -> str:
+    """A lowering that the backend has."""
+    if request.param not in load(backend)().capabilities.lowerings:
+        pytest.skip(f"{backend} has no lowering {request.param!r} here")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=[Quick, Rich], ids=["quick", "rich"])
+def pair(backend: str, lowering: str, request: pytest.FixtureRequest) -> Pair:
+    """A runner of each lowering, and the oracle."""
+    return Pair.of(request.param, backend, lowering)
+
+
+rows = st.integers(0, 10)
+kinds = st.one_of(st.just(PLAIN), *(st.lists(st.sampled_from(of), min_size=1) for of in (KINDS, HOST_DATA, IN_BUFFERS)))
+absents = st.sampled_from([ABSENT, ABSENT, frozenset[str](), frozenset({"extra"})])
+ops = st.sampled_from(["run", "run", "run", "again", "fill", "replay", "produce", "refuse", "refuse"])
+steps = st.tuples(ops, rows, st.integers(0, 9999), kinds, absents)
+Op = tuple[str, int, int, Sequence[str], frozenset[str]]
+
+
+class Game:
+    """Steps of two runners, compared after each."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.views: tuple[Inputs, Inputs] | None = None
+        self.last: tuple[Batch, Batch] | None = None
+
+    def play(self, op: Op) -> None:
+        """One step of both."""
+        what, size, seed, of, absent = op
+        if what == "replay":
+            self.replay()
+        elif what == "again" and self.last is not None:
+            self.run(*self.last)
+        elif what == "fill":
+            self.fill(*self.pair.batches(size, seed, of, absent))
+        elif what == "refuse":
+            self.refuse(size, seed, absent)
+        elif what == "produce":
+            self.produce(size, seed, absent)
+        else:
+            self.run(*self.pair.batches(size, seed, of, absent))
+            if not set(of).isdisjoint(IN_BUFFERS):
+                self.last = None  # by now those sources hold something else
+
+    def run(self, batch: Batch, plain: Batch) -> None:
+        """Whole steps."""
+        self.views = None
+        given = arguments(batch)
+        outputs = self.pair.mine(batch, **given)
+        assert_same_outputs(outputs, self.pair.right(plain, **arguments(plain)))
+        self.last = (batch, plain)
+
+    def fill(self, batch: Batch, plain: Batch) -> None:
+        """Fills, whose views are compared."""
+        mine, right = self.pair.mine.fill(batch, **arguments(batch)), self.pair.right.fill(plain, **arguments(plain))
+        assert_same_views(mine, right)
+        self.views, self.last = (mine, right), None
+
+    def replay(self) -> None:
+        """Replays of the views filled last."""
+        if self.views is not None:
+            mine, right = self.views
+            assert_same_outputs(self.pair.mine.replay(mine), self.pair.right.replay(right))
+
+    def produce(self, size: int, seed: int, absent: frozenset[str]) -> None:
+        """A producer writes every row of some slots, and the batch's own into them, then runs a step."""
+        bucket = next((one for one in BUCKETS if one >= size), None)
+        runner = self.pair.mine
+        if bucket is not None and absent in (ABSENT, frozenset()) and runner.graphs.has(bucket, absent & ABSENT):
+            view = runner.inputs(bucket, absent if runner.stage.optional else ())
+            for name in ("ids", "places", "pairs"):
+                getattr(view, name).fill_(5)
+        self.run(*self.pair.batches(size, seed, ("in place", "in place", "in place", "plain"), absent))
+        self.last = None
+
+    def refuse(self, size: int, seed: int, absent: frozenset[str]) -> None:
+        """A batch that does not fit leaves every byte, the view and later steps as they were."""
+        batch, _ = self.pair.batches(size, seed, PLAIN, absent)
+        slot = ("ids", "places", "pairs")[seed % 3]
+        batch[slot] = SPOILS[seed % len(SPOILS)](batch[slot])
+        before = memory_of(self.pair.mine)
+        with pytest.raises(BatchError):
+            self.pair.mine(batch, **arguments(batch))
+        assert memory_of(self.pair.mine) == before
+
+
+SPOILS: Final = (
+    lambda tensor: None,  # noqa: ARG005 - as the others
+    lambda tensor: torch.cat([tensor, tensor[:1] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:])]),
+    lambda tensor: tensor.to(torch.complex64),
+    lambda tensor: tensor.unsqueeze(0),
+    lambda tensor: ["word"] * (1 + len(tensor)),
+    lambda tensor: "word",  # noqa: ARG005 - likewise
+)
+
+
+@given(played=st.lists(steps, min_size=2, max_size=8))
+def test_any_sequence(pair: Pair, played: list[Op]) -> None:
+    """Whatever came before, each step gives what the oracle gives, and a refused batch changes nothing."""
+    game = Game(pair)
+    for op in played:
+        game.play(op)
+
+
+def test_counts_add_up(backend: str, lowering: str) -> None:
+    """Each fill for a graph is counted once under its lowering, and each that was not the runner's under its reason."""
+    pair = Pair.of(Rich, backend, lowering)
+    done = Counter[str]()
+    for seed, kind in enumerate((*KINDS, "plain", "plain")):
+        batch, _ = pair.batches(1 + seed % 8, 5 * seed + 1, (kind,))
+        if seed % 2:
+            pair.mine(batch, **arguments(batch))
+        else:
+            pair.mine.replay(pair.mine.fill(batch, **arguments(batch)))
+        done["run" if seed % 2 else "fill"] += 1
+    stats = pair.mine.stats()
+    assert stats["steps"] == {"graph": done.total(), "eager": 0}
+    assert sum(stats["lowerings"].values()) == done.total()
+    if lowering == "foreach":
+        assert stats["lowerings"] == {"foreach": done.total()}
+        assert stats["detours"] == {}
+    else:
+        assert stats["lowerings"]["foreach"] == sum(stats["detours"].values())
+        assert set(stats["detours"]) == {"overlap", "layout", "host_data"}
+        assert stats["lowerings"]["fused"] > 0
+        assert ("in_graph" in stats["lowerings"]) == (lowering == "in_graph")
+
+
+REASONS: Final[dict[str, Any]] = {"overlap": "other slot", "layout": "negated"}
+
+
+@pytest.mark.parametrize("why", ["overlap", "layout", "conversion", "host_data"])
+def test_reason_of_a_detour(backend: str, lowering: str, why: str) -> None:
+    """A source that no kernel reads sends its batch, and no other, to foreach, for the stated reason."""
+    pair = Pair.of(Quick, backend, lowering)
+    for seed in (1, 2, 3):
+        for odd in (False, True):
+            batch, plain = pair.batches(3, seed, ("negated", "plain") if odd and why == "layout" else PLAIN)
+            if odd and why == "overlap":
+                batch["ids"] = pair.mine.graphs.buffers["places"].tensor[: len(batch["ids"])]
+                plain["ids"] = batch["ids"].clone()
+            elif odd and why == "conversion":
+                batch["pairs"] = plain["pairs"] = plain["pairs"].to(torch.float32)
+            elif odd and why == "host_data":
+                batch["pairs"] = plain["pairs"].tolist()
+            assert_same_outputs(pair.mine(batch), pair.right(plain))
+    expected = {} if lowering == "foreach" or why == "conversion" else {why: 3}
+    assert pair.mine.stats()["detours"] == expected
+
+
+def test_compute_error(backend: str, lowering: str) -> None:
+    """A host function whose number its slot cannot hold raises from calls and fills; the next steps are right."""
+    pair = Pair.of(Quick, backend, lowering)
+    for seed, size in enumerate((3, 3, 4, 9, 1, 8)):
+        batch, plain = pair.batches(size, seed, PLAIN)
+        for method in (pair.mine, pair.mine.fill):
+            with pytest.raises(ComputeError, match="slot 'count'"):
+                method({**batch, "bias": 127})
+        with pytest.raises(BatchError):
+            pair.mine({**batch, "ids": None})
+        assert_same_outputs(pair.mine(batch), pair.right(plain))
+        assert_same_outputs(pair.mine(batch), pair.right(plain))

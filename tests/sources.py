@@ -1,0 +1,175 @@
+"""One value as a batch may bring it: as a tensor of any make, host data, memory of a slot; and plain as well."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import torch
+
+from slotgraph.dataflow.axes import Sizes
+from slotgraph.dataflow.buffers import Buffer, Buffers
+from slotgraph.dataflow.hostdata import letter_of
+from slotgraph.dataflow.lanes import converts
+
+FLAT: Final = ("list", "tuple")
+ARRAYS: Final = ("array", "turned array", "frozen array", "slot's array")
+_NEGATED: Final[Callable[[torch.Tensor], torch.Tensor]] = vars(torch)["_neg_view"]
+HOST_DATA: Final = (*FLAT, *ARRAYS)
+IN_BUFFERS: Final = ("other slot", "own slot", "in place", "slot's array")
+OTHERS: Final = ("askew", "negated", "parameter", "inference", "expanded", "sliced", "host")
+KINDS: Final[tuple[str, ...]] = ("plain", "plain", "plain", *HOST_DATA, *IN_BUFFERS, *OTHERS)
+
+
+@attrs.frozen
+class Given:
+    """What a batch brings for one slot, and the same value as a tensor of its own, which the oracle gets."""
+
+    kind: str
+    value: Any
+    plain: torch.Tensor
+
+    def misfits(self, dtype: torch.dtype, *, fused: bool) -> set[str]:
+        """Why the kernel may not take this for a slot of a dtype; nothing where it must. fused: it writes the slot."""
+        reasons = {
+            "askew": {"layout"},
+            "negated": {"layout"},
+            "other slot": {"overlap"},
+            "own slot": {"overlap"},
+            "turned array": {"host_data"},
+        }.get(self.kind, set())
+        if self.kind == "in place" and not self.value.is_contiguous():
+            reasons = {"layout"}
+        if not fused:
+            reasons = reasons | {"overlap"} if self.kind == "in place" else reasons
+            reasons = reasons | {"host_data"} if self.kind in HOST_DATA else reasons
+        if self.plain.dtype != dtype and not (fused and converts(self.plain.dtype, dtype)):
+            reasons = reasons | {"conversion", "host_data"}
+        if self.kind in FLAT and (self.plain.dim() != 1 or letter_of(dtype) is None):
+            reasons = reasons | {"host_data"}
+        return reasons
+
+
+@attrs.frozen
+class Maker:
+    """Makes what a batch brings for one slot. buffers, live: the buffers that are filled, and the live sizes."""
+
+    buffer: Buffer
+    dtype: torch.dtype
+    value: torch.Tensor
+    buffers: Buffers
+    live: Sizes
+
+    def make(self, kind: str) -> Given:
+        """A value of a kind, or plain where there is none of that kind."""
+        makers: dict[str, Callable[[], Any]] = {
+            "list": lambda: self._nested() and self.value.tolist(),
+            "tuple": lambda: self._nested() and tuple(self.value.tolist()),
+            "array": self._array,
+            "turned array": self._turned,
+            "frozen array": self._frozen,
+            "slot's array": lambda: _numpy(self._other_slot()),
+            "other slot": self._other_slot,
+            "own slot": self._own_slot,
+            "in place": self._in_place,
+            "askew": self._askew,
+            "negated": self._negated,
+            "parameter": self._parameter,
+            "inference": self._inference,
+            "expanded": self._expanded,
+            "sliced": self._sliced,
+            "host": self.value.cpu,
+        }
+        made = makers[kind]() if kind in makers else None
+        if made is None or made is False:
+            return Given("plain", self.value, self.value.clone(memory_format=torch.contiguous_format))
+        return Given(kind, made, self._plain(made))
+
+    def _plain(self, made: Any) -> torch.Tensor:
+        if isinstance(made, list | tuple):
+            return self.value.clone(memory_format=torch.contiguous_format)
+        tensor = torch.from_numpy(np.array(made)) if isinstance(made, np.ndarray) else made
+        with torch.inference_mode(mode=False), torch.no_grad():
+            fresh = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=self.value.device)
+            return fresh.copy_(tensor)
+
+    def _nested(self) -> bool:
+        """Whether lists say all of it: the slot's dtype, and a shape that can be read off them."""
+        return self.value.dtype == self.dtype and (self.value.numel() > 0 or self.value.dim() == 1)
+
+    def _array(self) -> "np.ndarray[Any, Any] | None":
+        return _numpy(self.value.contiguous().cpu())
+
+    def _turned(self) -> "np.ndarray[Any, Any] | None":
+        array = self._array()
+        return None if array is None or array.size < 2 else np.ascontiguousarray(array[::-1])[::-1]
+
+    def _frozen(self) -> "np.ndarray[Any, Any] | None":
+        array = self._array()
+        if array is not None:
+            array = array.copy()
+            array.flags.writeable = False
+        return array
+
+    def _other_slot(self) -> torch.Tensor | None:
+        """The first rows of another slot's memory, whatever it holds."""
+        count = self.value.numel()
+        for buffer in self.buffers:
+            tensor = buffer.tensor
+            if buffer is not self.buffer and tensor.dtype == self.value.dtype and 0 < count <= tensor.numel():
+                return tensor.flatten()[:count].view(self.value.shape)
+        return None
+
+    def _own_slot(self) -> torch.Tensor | None:
+        """The slot's own memory, but for the first element."""
+        tensor, count = self.buffer.tensor, self.value.numel()
+        if tensor.dtype != self.value.dtype or not 0 < count < tensor.numel():
+            return None
+        return tensor.flatten()[1 : 1 + count].view(self.value.shape)
+
+    def _in_place(self) -> torch.Tensor | None:
+        """The slot's own live rows, into which a producer has written the value."""
+        room = zip(self.value.shape, self.buffer.tensor.shape, strict=True)
+        if self.value.dtype != self.dtype or not self.value.numel() or any(wanted > most for wanted, most in room):
+            return None
+        return self.buffer.view(self.live).copy_(self.value)
+
+    def _askew(self) -> torch.Tensor | None:
+        """Memory that begins one byte late."""
+        if self.value.itemsize == 1 or not self.value.numel():
+            return None
+        plain = self.value.clone(memory_format=torch.contiguous_format).cpu()
+        data = bytearray(1) + bytearray(plain.view(-1).view(torch.uint8).numpy().tobytes())
+        return torch.frombuffer(data, dtype=self.value.dtype, offset=1).view(self.value.shape)
+
+    def _negated(self) -> torch.Tensor | None:
+        """A view that is negated when it is read."""
+        if self.value.dtype == torch.bool or not self.value.numel():
+            return None
+        return _NEGATED(self.value.neg())
+
+    def _parameter(self) -> torch.Tensor | None:
+        return torch.nn.Parameter(self.value) if self.value.is_floating_point() else None
+
+    def _inference(self) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.value.clone()
+
+    def _expanded(self) -> torch.Tensor | None:
+        """One column for all, where the slot takes strided sources."""
+        if not self.buffer.slot.takes_strided() or not self.value.numel():
+            return None
+        return self.value[..., :1].clone().expand(self.value.shape)
+
+    def _sliced(self) -> torch.Tensor:
+        """A part of something larger."""
+        if self.value.dim() == 0:
+            return self.value
+        larger = torch.cat([self.value[:1], self.value, self.value[:1]])
+        start = min(1, len(self.value))
+        return larger[start : start + len(self.value)]
+
+
+def _numpy(tensor: torch.Tensor | None) -> "np.ndarray[Any, Any] | None":
+    """The same memory as an array; nothing for dtypes that numpy has not."""
+    return None if tensor is None or tensor.dtype == torch.bfloat16 or not tensor.is_cpu else tensor.numpy()
