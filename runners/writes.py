@@ -1,6 +1,6 @@
 """Writes: whether a step changes an input that it was declared only to read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ def watched(step: Callable[[], Any], buffers: Buffers) -> None:
     """
     before = {buffer.name: buffer.tensor.clone() for buffer in buffers if _only_read(buffer)}
     step()
-    changed = [name for name, kept in before.items() if not _same_bytes(buffers[name].tensor, kept)]
+    changed = _changed({name: (buffers[name].tensor, kept) for name, kept in before.items() if kept.numel()})
     for name in changed:
         buffers[name].tensor.copy_(before[name])
     if changed:
@@ -31,6 +31,15 @@ def _only_read(buffer: Buffer) -> bool:
     return not (slot.rewritten or slot.computes() or isinstance(slot, Output))
 
 
-def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """As bytes, in which NaN equals itself."""
-    return torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8))
+def _changed(pairs: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> list[str]:
+    """Those of which any byte differs (NaN equals itself there), asking the device once for each kind of memory."""
+    found: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    for name, (one, other) in pairs.items():
+        differs = (one.view(-1).view(torch.uint8) != other.view(-1).view(torch.uint8)).any()
+        found.setdefault(one.device, []).append((name, differs))
+    return [
+        name
+        for flags in found.values()
+        for (name, _), differs in zip(flags, torch.stack([flag for _, flag in flags]).tolist(), strict=True)
+        if differs
+    ]

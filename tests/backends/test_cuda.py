@@ -80,7 +80,7 @@ def test_one_stream_and_one_pool(cuda: CudaBackend) -> None:
         return source + torch.zeros(16 * MIB, device=cuda.device).sum()
 
     graphs = [capture(backend, step, pool=backend.pool()) for backend in (cuda, other, cuda, other)]
-    assert 64 * MIB <= graphs[0].nbytes < 96 * MIB
+    assert 63 * MIB <= graphs[0].nbytes < 96 * MIB
     assert sum(graph.nbytes for graph in graphs[1:]) < 8 * MIB
     alone = capture(cuda, step)
     assert alone.nbytes >= 64 * MIB

@@ -1,6 +1,5 @@
 """What the runners' tests share: each of them runs on both backends that every machine has."""
 
-import gc
 from collections.abc import Iterator
 from typing import cast
 
@@ -30,11 +29,3 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quick_captures() -> Iterator[None]:
-    """A capture collects garbage first, which takes a tenth of a second in a process this large: not for each test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gc, "collect", lambda: 0)
-        yield

@@ -106,8 +106,8 @@ def runner_of(kind: type[Inputs], backend: str, **options: Any) -> DecodeRunner[
 class Pair:
     """A runner of one lowering, and another that fills slot by slot: the oracle."""
 
-    mine: DecodeRunner[Inputs]
-    right: DecodeRunner[Inputs]
+    mine: DecodeRunner[Any]
+    right: DecodeRunner[Any]
 
     @classmethod
     def of(cls, kind: type[Inputs], backend: str, lowering: str, **options: Any) -> "Pair":
@@ -115,17 +115,19 @@ class Pair:
         mine = runner_of(kind, backend, lowering=lowering, **options)
         return cls(mine, runner_of(kind, backend, lowering="slot_by_slot", **options))
 
-    def batches(self, rows: int, seed: int, kinds: Sequence[str], absent: frozenset[str] = ABSENT) -> tuple[Batch, Batch]:
+    def batches(
+        self, rows: int, seed: int, kinds: Sequence[str], absent: frozenset[str] = ABSENT
+    ) -> tuple[Batch, Batch]:
         """A batch whose sources are of some kinds, in turn, and the same as tensors of their own."""
         live = {BATCH: rows, TOKENS: rows * WIDTH, PAGES: seed % 6, HIDDEN: 3}
         brought, plain = Batch(bias=seed % 9), Batch(bias=seed % 9)
         stage, buffers = self.mine.stage, self.mine.graphs.buffers
         present = [(n, s) for n, s in stage.declaration.slots.items() if s.reads(n) and n not in absent]
         turns = [(kinds[index % len(kinds)], seed + index, name, slot) for index, (name, slot) in enumerate(present)]
-        for kind, number, name, slot in sorted(turns, key=lambda turn: turn[0] != "in place"):  # producers come first
+        for wanted, number, name, slot in sorted(turns, key=lambda turn: turn[0] != "in place"):  # producers come first
             dtype = resolve_dtype(slot.dtype, stage.backend.capabilities)
-            if kind == "in place" and absent not in (ABSENT, frozenset()):  # an eager run may have other buffers
-                kind = "plain"
+            is_eager = absent not in (ABSENT, frozenset())  # such a run may have other buffers
+            kind = "plain" if is_eager and wanted == "in place" else wanted
             given = Maker(buffers[name], dtype, self._value(slot, live, number), buffers, live).make(kind)
             brought[name], plain[name] = given.value, given.plain
         for batch in (brought, plain):
