@@ -188,6 +188,9 @@ class CudaBackend(Backend):
 
 
 def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
+    """The stream of a handle; torch takes 0, the default stream's, for none, and would draw one from its pool."""
+    if handle == 0:
+        return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(handle, device)  # type: ignore[no-untyped-call]
 
 

@@ -246,8 +246,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     issued = time.perf_counter() - start
     device, host = (late - early for early, late in zip(before, soak.memory(), strict=True))
     wrong = soak.mismatches + sum(map(int, soak.wrong))
+    each = 1e6 * issued / max(given.steps - warm, 1)
     lines = [
-        f"{given.steps} steps on {soak.backend.name}, {given.lowering}, {1e6 * issued / (given.steps - warm):.1f} us a step",
+        f"{given.steps} steps on {soak.backend.name}, {given.lowering}, {each:.1f} us a step on the host",
         f"{wrong} mismatches in {soak.compared} that were compared",
         f"memory grew by {device} bytes on the device, {host} on the host",
         *(

@@ -102,7 +102,9 @@ class Maker:
 
     def _turned(self) -> "np.ndarray[Any, Any] | None":
         array = self._array()
-        return None if array is None or array.size < 2 else np.ascontiguousarray(array[::-1])[::-1]
+        if array is None or array.size < 2:
+            return None
+        return np.asfortranarray(array) if array.ndim > 1 else np.ascontiguousarray(array[::-1])[::-1]
 
     def _frozen(self) -> "np.ndarray[Any, Any] | None":
         array = self._array()
@@ -116,7 +118,8 @@ class Maker:
         count = self.value.numel()
         for buffer in self.buffers:
             tensor = buffer.tensor
-            if buffer is not self.buffer and tensor.dtype == self.value.dtype and 0 < count <= tensor.numel():
+            alike = (tensor.dtype, tensor.device) == (self.value.dtype, self.value.device)
+            if buffer is not self.buffer and alike and 0 < count <= tensor.numel():
                 return tensor.flatten()[:count].view(self.value.shape)
         return None
 

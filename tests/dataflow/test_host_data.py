@@ -117,3 +117,22 @@ def test_plain_numbers(way: Way, rows: int, seed: int) -> None:
         right = assert_same(way, brought)
         assert right is not None
         assert same_bytes(right[:rows], value)
+
+
+def test_an_array_over_a_slot_that_is_copied_apart() -> None:
+    """An array that lies in a slot's memory is read before that slot is written, whichever way the two go."""
+    fields = {
+        "rows": copied(BATCH, dtype=torch.int64, pad=0),
+        "apart": copied(BATCH, dtype=torch.int64, pad=0, placement="host"),
+    }
+    slots, sizes = declaration_of(fields).slotgraph, {BATCH: MOST}
+    bucket = Bucket(slots, sizes, Capabilities(), allocate(slots, sizes, Capabilities(), empty))
+    fused = bucket.fused("in_graph", feed_for(bucket.buffers))
+    kernel = kernel_of(fused)
+    for seed in range(3):
+        rows = bucket.buffers["apart"].tensor[:3].numpy()
+        right, apart = rows.tolist(), noise((3,), torch.int64, seed)
+        assert not isinstance(fused.send({"rows": rows, "apart": apart}, {}, (3,)), Misfit)
+        kernel()
+        assert bucket.buffers["rows"].tensor[:3].tolist() == right
+        assert bucket.buffers["apart"].tensor[:3].tolist() == apart.tolist()

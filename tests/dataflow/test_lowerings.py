@@ -166,6 +166,22 @@ def test_order_of_declaration_changes_nothing(data: st.DataObject, declaration: 
     assert repr(plans[0]) == repr(plans[1])  # as text, in which NaN equals itself
 
 
+def test_each_plan_has_its_own_order() -> None:
+    """Sources of other dtypes or in place, for which slots are copied in another order, reach their own slots."""
+    rows = copied(BATCH, dtype=torch.int64, pad=0, converts=(torch.int32,))
+    slots = declaration_of(dict.fromkeys("abc", rows)).slotgraph
+    buffers = allocate(slots, {BATCH: 4}, Capabilities(), empty)
+    bucket = Bucket(slots, {BATCH: 4}, Capabilities(), buffers)
+    for seed in range(4):
+        for odd in "abc":
+            for in_place in (False, True):
+                batch = {name: noise((3,), torch.int64, seed + index) for index, name in enumerate("abc")}
+                right = {name: value.tolist() for name, value in batch.items()}
+                batch[odd] = buffers[odd].tensor[:3].copy_(batch[odd]) if in_place else batch[odd].int()
+                bucket.fill(batch, (3,))
+                assert {name: buffers[name].tensor[:3].tolist() for name in "abc"} == right
+
+
 def test_the_oracle_by_hand() -> None:
     """The oracle itself against bytes worked out by hand: a copy, a tail, a kept tail, a host count, a device slot."""
     fields = {

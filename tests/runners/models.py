@@ -84,7 +84,7 @@ def eager_of(runner: DecodeRunner[Any]) -> EagerRunner[Any]:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """A tensor's elements as they lie in memory."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 def memory_of(runner: DecodeRunner[Any]) -> dict[str, bytes]:
