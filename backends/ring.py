@@ -30,9 +30,11 @@ class Mark(Protocol):
 
     def query(self) -> bool:
         """Whether it has passed."""
+        ...
 
     def synchronize(self) -> None:
         """Wait until it has."""
+        ...
 
 
 @final

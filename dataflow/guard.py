@@ -8,17 +8,17 @@ import torch
 
 Guard = Callable[..., bool]
 _FACTS: Final = operator.attrgetter("__class__", "dtype", "device", "shape")
-_TRIED: Final = ((2, 6), (2, 13))
-"""First and last version of torch whose own guards were tried: they have no public name."""
+_C: Final[Any] = torch._C  # noqa: SLF001 - what torch.compile guards its own inputs with has no public name
+_TRIED: Final = ((2, 11), (2, 13))
+"""First and last version of torch whose own guards were tried; with other arguments than these they may crash."""
 
 
 def guard_over(tensors: Sequence[torch.Tensor]) -> Guard:
     """A guard that takes as many arguments as there are tensors; False for whatever differs, be it no tensor."""
     if tensors and _TRIED[0] <= _version() <= _TRIED[1]:
         sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
-        make: Any = torch._C._dynamo.guards.TensorGuards  # noqa: SLF001 - what torch.compile guards its own inputs with
-        found = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        check: Guard = found.check
+        guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
+        check: Guard = guards.check
         return check
     return plain_guard(tensors)
 

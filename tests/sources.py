@@ -68,8 +68,8 @@ class Maker:
             "array": self._array,
             "turned array": self._turned,
             "frozen array": self._frozen,
-            "slot's array": lambda: _numpy(self._other_slot()),
-            "other slot": self._other_slot,
+            "slot's array": lambda: _numpy(self._other_slot(torch.device("cpu"))),
+            "other slot": lambda: self._other_slot(self.value.device),
             "own slot": self._own_slot,
             "in place": self._in_place,
             "askew": self._askew,
@@ -113,12 +113,12 @@ class Maker:
             array.flags.writeable = False
         return array
 
-    def _other_slot(self) -> torch.Tensor | None:
-        """The first rows of another slot's memory, whatever it holds."""
+    def _other_slot(self, device: torch.device) -> torch.Tensor | None:
+        """The first rows of another slot's memory on a device, whatever it holds."""
         count = self.value.numel()
         for buffer in self.buffers:
             tensor = buffer.tensor
-            alike = (tensor.dtype, tensor.device) == (self.value.dtype, self.value.device)
+            alike = (tensor.dtype, tensor.device) == (self.value.dtype, device)
             if buffer is not self.buffer and alike and 0 < count <= tensor.numel():
                 return tensor.flatten()[:count].view(self.value.shape)
         return None

@@ -30,7 +30,6 @@ class Launch:
     buffers: Sequence[torch.Tensor]
     sources: Sequence[torch.Tensor]
     block: int
-    wide: bool
 
 
 @attrs.frozen
@@ -72,9 +71,8 @@ def by_host(launch: Launch) -> None:
 
 def by_triton(module: Any, launch: Launch) -> None:
     """The kernel of a module, compiled or interpreted."""
-    options = {"WIDE": True} if launch.wide else {}
     kernel = module.fill_lanes[(len(launch.table),)]
-    kernel(launch.table, launch.packet, BLOCK=launch.block, num_warps=module.WARPS, **options)
+    kernel(launch.table, launch.packet, BLOCK=launch.block, num_warps=module.WARPS)
 
 
 def on_device() -> Way:

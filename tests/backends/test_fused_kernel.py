@@ -171,9 +171,7 @@ def noise(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randint(0, high, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
 
 
-def fill(
-    kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, meant_for: int | None = None, wide: bool = False
-) -> None:
+def fill(kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, meant_for: int | None = None) -> None:
     """Run the kernel over lanes, and compare every byte of every buffer with what torch makes of it.
 
     owner: the table's number. meant_for: the packet's, where that is another.
@@ -189,7 +187,7 @@ def fill(
     packet = torch.tensor([owner if meant_for is None else meant_for, *words, *sources], device=kernel.device)
     assert packet.nbytes == head_bytes(len(lanes))
     if len(table):
-        kernel.run(Launch(table, packet, raws, values, block, wide))
+        kernel.run(Launch(table, packet, raws, values, block))
     for case, got, want, source in zip(cases, raws, wanted, values, strict=True):
         if meant_for is None:
             case.refer(want, source)
@@ -198,10 +196,10 @@ def fill(
         assert torch.equal(got, want), f"{case}: bytes {(got != want).nonzero().flatten().tolist()[:20]}"
 
 
-@given(lanes=st.lists(cases(), min_size=1, max_size=3), block=st.integers(0, 2), owner=OWNERS, wide=st.booleans())
-def test_lanes(kernel: Way, lanes: list[Case], block: int, owner: int, *, wide: bool) -> None:
+@given(lanes=st.lists(cases(), min_size=1, max_size=3), block=st.integers(0, 2), owner=OWNERS)
+def test_lanes(kernel: Way, lanes: list[Case], block: int, owner: int) -> None:
     """Lanes are copied, converted and padded as by torch, and no other byte of any buffer changes."""
-    fill(kernel, lanes, kernel.blocks[block], owner=owner, wide=wide)
+    fill(kernel, lanes, kernel.blocks[block], owner=owner)
 
 
 @given(lanes=st.lists(cases(), min_size=1, max_size=3), owner=OWNERS, other=st.one_of(st.just(0), OWNERS))
@@ -211,15 +209,14 @@ def test_not_armed(kernel: Way, lanes: list[Case], owner: int, other: int) -> No
     fill(kernel, lanes, kernel.blocks[-1], owner=owner, meant_for=other if other != owner else 0)
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_every_alignment(kernel: Way, *, wide: bool) -> None:
+def test_every_alignment(kernel: Way) -> None:
     """Every mix of places that are multiples of four, eight and sixteen bytes, and that are not."""
     mixes = itertools.product((16, 20, 24), (0, 4, 8, 13), (0, 1, 4, 8), (0, 4, 8))
     lanes = [
         Case(torch.uint8, torch.uint8, (rows,), 0, live, 5, 7, "copy", before, ahead, turned=False, seed=number)
         for number, (rows, live, before, ahead) in enumerate(mixes)
     ]
-    fill(kernel, lanes, kernel.blocks[1], wide=wide)
+    fill(kernel, lanes, kernel.blocks[1])
 
 
 @given(live=st.integers(0, 96), seed=st.integers(0, 1 << 32), block=st.integers(0, 2))
@@ -266,15 +263,14 @@ def test_strides_of_dims_of_one() -> None:
 
 
 @pytest.mark.parametrize("chip", [80, 90])
-@pytest.mark.parametrize("wide", [False, True])
-def test_compiles(chip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, wide: bool) -> None:
-    """The compiler takes the kernel for chips that are not here: no shared memory, wide moves where asked for."""
+def test_compiles(chip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler takes the kernel for chips that are not here: no shared memory, moves of eight bytes."""
     need_triton()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiler, targets = (importlib.import_module(f"triton.{name}.compiler") for name in ("compiler", "backends"))
     module = importlib.import_module(KERNEL)
-    signature = {"table": "*i64", "packet": "*i64", "BLOCK": "constexpr", "WIDE": "constexpr"}
-    source = compiler.ASTSource(module.fill_lanes, signature, {"BLOCK": module.BLOCK, "WIDE": wide})
+    signature = {"table": "*i64", "packet": "*i64", "BLOCK": "constexpr"}
+    source = compiler.ASTSource(module.fill_lanes, signature, {"BLOCK": module.BLOCK})
     target = targets.GPUTarget("cuda", chip, 32)
     options = {
         "num_warps": module.WARPS,
@@ -282,5 +278,6 @@ def test_compiles(chip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *,
     }  # the latter said, as versions differ in their default
     made = compiler.compile(source, target=target, options=options)
     assert made.metadata.shared == 0
-    assert ("ld.global.v2.b64" in made.asm["ptx"]) == ("st.global.v2.b64" in made.asm["ptx"]) == wide
+    assert "ld.global.b64" in made.asm["ptx"]
+    assert "st.global.b64" in made.asm["ptx"]
     assert "ld.local" not in made.asm["ptx"]

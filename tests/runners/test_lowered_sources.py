@@ -1,0 +1,90 @@
+"""Sources that need care by every lowering: adopted memory, inference tensors and gradients, the same ones changed."""
+
+import pytest
+import torch
+
+from slotgraph import BATCH, DecodeRunner, Inputs, copied
+from slotgraph.backends import load
+from slotgraph.dataflow.capabilities import LADDER
+from tests.runners.lowered import Pair, Quick, assert_same_outputs
+
+each_lowering = pytest.mark.parametrize("lowering", LADDER)
+BUCKET = 4
+
+
+class Adopting(Inputs):
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-3, rewritten=True)  # by whoever owns the memory
+    others: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-5)
+
+
+def adopting_step(view: Adopting) -> torch.Tensor:
+    """A row for each request that hangs on all of both slots."""
+    return view.ids * 3 + view.others + view.ids.sum() * 5 + view.others.sum() * 7
+
+
+def answer(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """What it must give in a bucket."""
+    tail = BUCKET - len(ids)
+    return ids * 3 + others + (ids.sum() - 3 * tail) * 5 + (others.sum() - 5 * tail) * 7
+
+
+@each_lowering
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_sources_in_the_memory_around_an_adopted_slot(cpu: str, lowering: str, rows: int) -> None:
+    """A source before, behind, across the edges of or inside memory that a slot adopted is read as it was."""
+    memory = torch.arange(100, 124)
+    runner = DecodeRunner(
+        Adopting, adopting_step, buckets=[BUCKET], backend=cpu, lowering=lowering, bind={"ids": memory[8:12]}
+    )
+    runner.capture()
+    for start in range(24 - rows):
+        memory.copy_(torch.randint(1, 999, (24,)))
+        source, own = memory[start : start + rows], torch.randint(1, 999, (rows,))
+        for name in ("ids", "others"):
+            batch = {"ids": own, "others": own + 1, name: source}
+            right = answer(batch["ids"].clone(), batch["others"].clone())
+            assert torch.equal(runner(batch), right), (start, name)
+
+
+@each_lowering
+def test_modes(cpu: str, lowering: str) -> None:
+    """Steps inside inference mode and outside, with gradients on and off, of sources of any make, are the same."""
+    pair = Pair.of(Quick, cpu, lowering)
+    modes = [torch.inference_mode(), torch.no_grad(), torch.enable_grad()]
+    for seed in range(36):
+        mode, made, kinds = modes[seed % 3], modes[seed // 3 % 3], (("plain",), ("parameter",), ("inference",))
+        with made:
+            batch, plain = pair.batches((3, 8)[seed % 2], seed // 4, kinds[seed // 9 % 3])
+        right = pair.right(plain)
+        with mode:
+            outputs = pair.mine(batch) if seed % 4 else pair.mine.replay(pair.mine.fill(batch))
+        assert_same_outputs(outputs, right)
+        assert not any(one.requires_grad for one in outputs.values())
+    assert not any(buffer.tensor.is_inference() for buffer in pair.mine.graphs.buffers)
+
+
+@each_lowering
+def test_a_fill_and_then_the_same_sources_changed(cpu: str, lowering: str) -> None:
+    """Whatever a fill has left in the packet, a whole step after it reads its sources anew, and the other way round."""
+    pair = Pair.of(Quick, cpu, lowering)
+    batch, plain = pair.batches(3, 1, ("plain",))
+    for seed in range(6):
+        for name in ("ids", "places"):
+            batch[name].add_(seed)
+            plain[name].add_(seed)
+        outputs = pair.mine(batch) if seed % 2 else pair.mine.replay(pair.mine.fill(batch))
+        assert_same_outputs(outputs, pair.right(plain))
+        pair.mine.fill(batch)
+
+
+@each_lowering
+def test_outputs_as_sources(cpu: str, lowering: str) -> None:
+    """A step's outputs are the next one's sources, as tokens are in a decode loop, with and without a copy."""
+    runner = DecodeRunner(Adopting, adopting_step, buckets=[BUCKET], backend=load(cpu)(), lowering=lowering)
+    runner.capture()
+    others = torch.randint(1, 99, (3,))
+    outputs, right = torch.randint(1, 99, (3,)), torch.zeros(3)
+    for turn in range(12):
+        right = answer(outputs.clone() % 1000, others)
+        outputs = runner({"ids": outputs % 1000 if turn % 2 else outputs.remainder_(1000), "others": others})
+        assert torch.equal(outputs, right)
