@@ -6,7 +6,8 @@ import attrs
 import numpy as np
 import torch
 
-from .admission import Detour, Wanted
+from .admission import Detour, Wanted, is_in_place
+from .buffers import Buffer
 from .hostdata import Carrier, array_dtype, carry_array, list_carrier, tensor_carrier
 from .lanes import converts
 
@@ -33,9 +34,11 @@ class Kind:
     host: type | None = None
 
 
-def kind_of(want: Wanted, source: Any, shape: tuple[int, ...], *, fused: bool) -> Kind | Misfit:
+def kind_of(want: Wanted, source: Any, shape: tuple[int, ...], buffer: Buffer, *, fused: bool) -> Kind | Misfit:
     """How a source travels to its slot; a misfit where it cannot, or is none at all."""
     if isinstance(source, torch.Tensor):
+        if fused and is_in_place(source, buffer) and tuple(source.shape) == shape:
+            return Kind(source.dtype)
         return _of_tensor(want, source, shape, fused=fused)
     if not fused:
         return Misfit("host_data")

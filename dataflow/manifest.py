@@ -59,6 +59,7 @@ class Manifest:
         self._names = [want.name for want in wanted]
         self._tensors = tuple(tensors)
         self._chosen = chosen(tensors)
+        self._dense = all(sources[index].is_contiguous() for index in tensors)  # one in place may lie in rows apart
         self._only_tensors = len(tensors) == len(kinds)
         self.guard = guard_over([sources[index] for index in tensors])
         arrays = [index for index, kind in enumerate(kinds) if kind.host is np.ndarray]
@@ -82,7 +83,7 @@ class Manifest:
     @property
     def is_plain(self) -> bool:
         """Whether every source is a dense tensor that travels by its address."""
-        return self._only_tensors and not self._compact and not self._carriers
+        return self._only_tensors and self._dense and not self._compact and not self._carriers
 
     def pack(self, sources: Sources) -> Packed | None:
         """The packet but for the host's values; None where sources are not like those this was made for."""
@@ -99,9 +100,10 @@ class Manifest:
     def misfit(self, sources: Sources) -> Detour:
         """Why sources of the right kinds were not packed all the same."""
         tensors = [sources[index] for index in self._tensors]
-        if any(tensor.data_ptr() % tensor.itemsize for tensor in tensors):
-            return "layout"
-        return "overlap" if any(map(self._buffers.holds, tensors)) else "host_data"
+        if any(map(self._buffers.holds, tensors)):
+            return "overlap"
+        askew = any(tensor.data_ptr() % tensor.itemsize or not tensor.is_contiguous() for tensor in tensors)
+        return "layout" if askew else "host_data"
 
     def _pack_mixed(self, sources: Sources) -> Packed | None:
         """The same where some are strided, or no tensors."""
@@ -170,6 +172,8 @@ class Manifest:
             if index in in_place and index in layout.fused:
                 continue
             if pointer % sources[index].itemsize or buffers.holds(sources[index]):
+                return None
+            if not sources[index].is_contiguous() and index in layout.fused:
                 return None
         lanes = enumerate(layout.sources)
         return [layout.fixed.get(lane, 0 if i is None or i in in_place else at.get(i, 0)) for lane, i in lanes]

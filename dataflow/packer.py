@@ -104,7 +104,7 @@ class Packer:
     def _kinds(self, ready: Ready, sources: Sources) -> list[Kind] | Misfit:
         found = []
         for index, (want, source, fact) in enumerate(zip(self._wanted, sources, ready.facts, strict=True)):
-            kind = kind_of(want, source, fact[2], fused=index in self._fused)
+            kind = kind_of(want, source, fact[2], self._buffers[want.name], fused=index in self._fused)
             if isinstance(kind, Misfit):
                 return kind
             found.append(kind)

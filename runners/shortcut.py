@@ -98,7 +98,9 @@ class Shortcuts(Generic[V]):
         known = self._known.get(sizes)
         if known is not None and known.manifest is manifest:
             return
-        if known is not None or len(self._known) >= KEPT:
+        if known is not None:
+            self._settle(known)
+        elif len(self._known) >= KEPT:
             self.settle()
         made = Shortcut(captured, rows, manifest)
         keep_newest(self._known, KEPT)[sizes] = made
@@ -108,9 +110,12 @@ class Shortcuts(Generic[V]):
     def settle(self) -> None:
         """Hand over what was counted here."""
         for one in self._known.values():
-            if one.steps:
-                self._count(one.captured, one.rows, one.steps)
-                one.steps = 0
+            self._settle(one)
+
+    def _settle(self, one: Shortcut) -> None:
+        if one.steps:
+            self._count(one.captured, one.rows, one.steps)
+            one.steps = 0
 
     def _straight(self, made: Shortcut, fused: FusedFill, ready: Ready) -> Run:
         """The step with everything that it needs in local names."""

@@ -14,6 +14,7 @@ import torch
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.dataflow.buffers import Buffers
 from slotgraph.dataflow.capabilities import LADDER
+from slotgraph.dataflow.errors import BatchError
 from tests.runners.models import (
     WORDS,
     Batch,
@@ -244,3 +245,42 @@ def test_producers_view_of_a_bucket_that_is_not_there(cpu: str) -> None:
 
 class HalfInputs(Inputs):
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+
+
+class TurnedInputs(Inputs):
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    places: torch.Tensor = copied(3, BATCH, dtype=torch.int64, pad=-1)
+
+
+@pytest.mark.parametrize("lowering", LADDER)
+def test_producer_of_a_slot_whose_rows_come_second(cpu: str, lowering: str) -> None:
+    """Live columns that a producer wrote are in place, strided as they are, and no detour; padded ones are reset."""
+    runner = DecodeRunner(
+        TurnedInputs, lambda view: view.places.t() + view.ids[:, None], buckets=[4, 8], backend=cpu, lowering=lowering
+    )
+    runner.capture()
+    places = runner.inputs(4).places
+    for rows in (3, 2, 4, 1):
+        values = torch.randint(1, 99, (3, rows))
+        places[:, :rows] = values
+        ids = torch.randint(1, 99, (rows,))
+        assert runner({"ids": ids, "places": places[:, :rows]}).tolist() == (values.t() + ids[:, None]).tolist()
+        assert runner.fill({"ids": ids, "places": places[:, :rows]}).places[:, rows:].eq(-1).all()
+        places[:, rows:] = 77
+    assert runner.stats()["detours"] == {}
+
+
+@pytest.mark.parametrize("lowering", LADDER)
+def test_strides_of_a_slot_elsewhere(cpu: str, lowering: str) -> None:
+    """A source that only looks like the slot's own columns is refused as strided, also after one that was in place."""
+    runner = DecodeRunner(TurnedInputs, lambda view: view.places.t() * 1, buckets=[4], backend=cpu, lowering=lowering)
+    runner.capture()
+    places, ids = runner.inputs(4).places, torch.arange(3)
+    for _ in range(3):
+        places[:, :3] = torch.randint(1, 99, (3, 3))
+        kept = places[:, :3].clone()
+        assert runner({"ids": ids, "places": places[:, :3]}).tolist() == kept.t().tolist()
+        elsewhere = torch.randint(1, 99, (3, 4))[:, :3]
+        with pytest.raises(BatchError, match=r"slot 'places': expected .* contiguous"):
+            runner({"ids": ids, "places": elsewhere})
+        assert runner({"ids": ids, "places": elsewhere.contiguous()}).tolist() == elsewhere.t().tolist()
