@@ -29,7 +29,7 @@ bench: .venv/.have-test  ## the pytest-benchmark suites, then the table of `slot
 	@$(BIN)/slotgraph bench $(ARGS)
 
 coverage: .venv/.have-test  ## branch coverage of dataflow/, at least 95 %
-	@$(BIN)/pytest -q --cov --cov-report= --cov-fail-under=0 src tests
+	@$(BIN)/pytest -q --cov --cov-report= --cov-fail-under=0 src tests/dataflow tests/runners tests/backends
 	@$(BIN)/coverage report
 	@$(BIN)/coverage json -q -o - | $(BIN)/python -c "import json, sys; \
 	found = json.load(sys.stdin)['totals']; share = 100 * found['covered_branches'] / max(1, found['num_branches']); \
