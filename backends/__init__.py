@@ -1,6 +1,18 @@
 """Device adapters: one file a device over one abstract base, loaded by name on first use."""
 
-from .base import DEVICE, HOST, Availability, Backend, Capabilities, Event, Graph, Memory, Placement
+from .base import (
+    DEVICE,
+    HOST,
+    Availability,
+    Backend,
+    Capabilities,
+    Event,
+    Fusion,
+    Graph,
+    Memory,
+    Placement,
+    Upload,
+)
 from .registry import choose, load, names
 
 __all__ = [
@@ -10,9 +22,11 @@ __all__ = [
     "Backend",
     "Capabilities",
     "Event",
+    "Fusion",
     "Graph",
     "Memory",
     "Placement",
+    "Upload",
     "choose",
     "load",
     "names",
