@@ -197,6 +197,7 @@ def fill(kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, mean
 
 
 @given(lanes=st.lists(cases(), min_size=1, max_size=3), block=st.integers(0, 2), owner=OWNERS)
+@settings(max_examples=min(300, settings().max_examples))  # the interpreter takes 50 ms for one
 def test_lanes(kernel: Way, lanes: list[Case], block: int, owner: int) -> None:
     """Lanes are copied, converted and padded as by torch, and no other byte of any buffer changes."""
     fill(kernel, lanes, kernel.blocks[block], owner=owner)

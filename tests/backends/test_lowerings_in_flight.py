@@ -108,7 +108,10 @@ def _copied(views: Views) -> Views:
     return {name: None if tensor is None else tensor.clone() for name, tensor in views.items()}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=min(300, settings().max_examples),  # several steps each, and on a device hundreds are queued
+)
 @given(data=st.data(), declaration=declarations(), seed=st.integers(0, 1 << 20))
 def test_every_step_in_flight(backend: Backend, data: st.DataObject, declaration: type[Inputs], seed: int) -> None:
     """Steps by random lowerings, queued behind a busy device, leave the oracle's bytes, tails included."""
