@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import Inputs
