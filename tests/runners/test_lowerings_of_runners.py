@@ -149,6 +149,7 @@ SPOILS: Final = (
 
 
 @given(played=st.lists(steps, min_size=2, max_size=12))
+@settings(max_examples=min(200, settings().max_examples))  # for each declaration, backend and lowering
 def test_any_sequence(pair: Pair, played: list[Op]) -> None:
     """Whatever came before, each step gives what the oracle gives, and a refused batch changes nothing."""
     game = Game(pair)
