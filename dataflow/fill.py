@@ -133,6 +133,9 @@ class Fill:
         """Reset tails that an earlier fill may have left dirty, and note how far this one dirties them."""
         if self.buffers.handed_out or (self._distrusts and self.buffers.unmarked):
             self.buffers.distrust()
+        elif self.buffers.unmarked:  # a slot that is apart here may be a lane of another bucket's kernel
+            for buffer, _, _ in ready.marks:
+                buffer.distrust()
         if ready.exact:
             for buffer, reach, _ in ready.marks:
                 buffer.mark = tuple(map(max, buffer.mark, reach))

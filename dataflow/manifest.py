@@ -99,8 +99,10 @@ class Manifest:
 
     def misfit(self, sources: Sources) -> Detour:
         """Why sources of the right kinds were not packed all the same."""
-        tensors = [sources[index] for index in self._tensors]
-        if any(map(self._buffers.holds, tensors)):
+        fused, buffers, names = self._layout.fused, self._buffers, self._names
+        in_place = [i for i in self._tensors if i in fused and is_in_place(sources[i], buffers[names[i]])]
+        tensors = [sources[index] for index in self._tensors if index not in in_place]
+        if any(map(buffers.holds, tensors)):
             return "overlap"
         askew = any(tensor.data_ptr() % tensor.itemsize or not tensor.is_contiguous() for tensor in tensors)
         return "layout" if askew else "host_data"
