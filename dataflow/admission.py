@@ -1,7 +1,7 @@
 """Admission: a batch's sources made ready to copy, or why they do not fit, slot by slot, with the way out."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
@@ -13,10 +13,6 @@ from .hostdata import HOST_KINDS, tensor_of
 from .ready import Fact
 from .roles import dtype_text
 from .slots import Slot
-
-Detour = Literal["overlap", "layout", "conversion", "host_data", "foreign_stream"]
-"""Why a batch is filled by the next lowering: a source lies in a slot's buffer; has a layout that its bytes alone do
-not tell; has a dtype that the kernel does not convert; is host data that no upload carries; lives on another stream."""
 
 
 @attrs.frozen

@@ -1,15 +1,19 @@
 """Kinds: how a source travels to its slot, by its address or with its bytes in the upload."""
 
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import numpy as np
 import torch
 
-from .admission import Detour, Wanted, is_in_place
+from .admission import Wanted, is_in_place
 from .buffers import Buffer
 from .hostdata import Carrier, array_dtype, carry_array, list_carrier, tensor_carrier
 from .lanes import converts
+
+Detour = Literal["overlap", "layout", "conversion", "host_data", "foreign_stream"]
+"""Why a batch is filled by the next lowering: a source lies in a slot's buffer; has a layout that its bytes alone do
+not tell; has a dtype that the kernel does not convert; is host data that no upload carries; lives on another stream."""
 
 
 @attrs.frozen

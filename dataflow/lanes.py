@@ -118,6 +118,11 @@ def pattern(value: Number | None, dtype: torch.dtype) -> int:
     return int(struct.unpack("<q", filled.view(torch.uint8).numpy().tobytes())[0])
 
 
+def rounded(nbytes: int) -> int:
+    """Up to whole words, so that all that a packet carries may be moved in words."""
+    return -(-nbytes // WORD) * WORD
+
+
 def head_bytes(lanes: int) -> int:
     """Bytes of a packet before what it carries itself."""
     return WORD * (1 + 2 * lanes)

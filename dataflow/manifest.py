@@ -9,14 +9,14 @@ import attrs
 import numpy as np
 import torch
 
-from .admission import Detour, Wanted, is_in_place
+from .admission import Wanted, is_in_place
 from .buffers import Buffers
 from .caches import keep_newest
 from .gather import Sources, chosen
 from .guard import guard_over
 from .hostdata import NOT_CARRIED, Bytes
-from .kinds import Kind
-from .lanes import WORD
+from .kinds import Detour, Kind
+from .lanes import WORD, rounded
 
 _POINTER: Final = torch.Tensor.data_ptr
 _ARRAY_FACTS: Final = operator.attrgetter("__class__", "dtype", "shape")
@@ -70,7 +70,7 @@ class Manifest:
         self._fused = chosen(sorted(layout.fused)) if len(layout.fused) < len(kinds) else None
         self._carriers = [(i, kinds[i].carrier) for i in layout.carried]
         self._only_arrays = len(arrays) == len(layout.carried)
-        self._parts: list[Bytes] = [part for i in layout.carried for part in (b"", bytes(-kinds[i].nbytes % WORD))]
+        self._parts: list[Bytes] = [part for i in layout.carried for part in (b"", _rest(kinds[i].nbytes))]
         self._compact = frozenset(index for index, kind in enumerate(kinds) if kind.compact)
         self._addresses = struct.Struct(f"<{len(layout.sources)}Q").pack
         copied = [index for index in layout.sources if index is not None]  # which come before all other lanes
@@ -99,10 +99,9 @@ class Manifest:
 
     def misfit(self, sources: Sources) -> Detour:
         """Why sources of the right kinds were not packed all the same."""
-        fused, buffers, names = self._layout.fused, self._buffers, self._names
-        in_place = [i for i in self._tensors if i in fused and is_in_place(sources[i], buffers[names[i]])]
+        in_place = self._in_place(sources)
         tensors = [sources[index] for index in self._tensors if index not in in_place]
-        if any(map(buffers.holds, tensors)):
+        if any(map(self._buffers.holds, tensors)):
             return "overlap"
         askew = any(tensor.data_ptr() % tensor.itemsize or not tensor.is_contiguous() for tensor in tensors)
         return "layout" if askew else "host_data"
@@ -167,15 +166,22 @@ class Manifest:
 
     def _looked_at(self, pointers: tuple[int, ...], sources: Sources) -> list[int] | None:
         """The lanes' addresses, source by source: none for one in place. None where one cannot be read safely."""
-        layout, buffers, names = self._layout, self._buffers, self._names
+        layout, in_place = self._layout, self._in_place(sources)
         at = dict(zip(self._tensors, pointers, strict=True))
-        in_place = {index for index in at if is_in_place(sources[index], buffers[names[index]])}
-        for index, pointer in at.items():
-            if index in in_place and index in layout.fused:
-                continue
-            if pointer % sources[index].itemsize or buffers.holds(sources[index]):
+        for index in at.keys() - in_place:
+            if at[index] % sources[index].itemsize or self._buffers.holds(sources[index]):
                 return None
             if not sources[index].is_contiguous() and index in layout.fused:
                 return None
         lanes = enumerate(layout.sources)
         return [layout.fixed.get(lane, 0 if i is None or i in in_place else at.get(i, 0)) for lane, i in lanes]
+
+    def _in_place(self, sources: Sources) -> set[int]:
+        """Sources that a producer wrote where the kernel would have; one that is copied apart is none."""
+        buffers, names = self._buffers, self._names
+        return {i for i in self._tensors if i in self._layout.fused and is_in_place(sources[i], buffers[names[i]])}
+
+
+def _rest(nbytes: int) -> bytes:
+    """What fills up the last word."""
+    return bytes(rounded(nbytes) - nbytes)

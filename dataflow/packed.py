@@ -10,7 +10,7 @@ import torch
 
 from .computation import Computation
 from .hostdata import letter_of
-from .lanes import WORD
+from .lanes import WORD, rounded
 
 
 @attrs.frozen(eq=False)
@@ -29,7 +29,7 @@ class PackedValue:
     def of(cls, computation: Computation) -> "PackedValue":
         """The same computation with a host tensor as its target."""
         target = computation.target
-        nbytes = -(-target.nbytes // WORD) * WORD
+        nbytes = rounded(target.nbytes)
         with torch.inference_mode(mode=False):
             room = torch.zeros(max(nbytes, WORD), dtype=torch.uint8)
             scratch = room[: target.nbytes].view(target.dtype).view(target.shape)

@@ -10,7 +10,7 @@ from .buffers import Buffers
 from .declaration import Declaration
 from .gather import Sources
 from .kinds import Kind, Misfit, kind_of
-from .lanes import WORD, Lane, head_bytes, meta
+from .lanes import Lane, head_bytes, meta, rounded
 from .manifest import Layout, Manifest, Packed
 from .plan import FillPlan
 from .planner import LARGE_BYTES
@@ -38,11 +38,6 @@ def _body_bytes(lane: Lane, declaration: Declaration) -> int:
     """Bytes of a lane's padded rows in the widest dtype that its sources may have."""
     dtypes = (lane.target.dtype, *declaration.slots[lane.slot].converts_from())
     return rounded(lane.outer * lane.row * max(dtype.itemsize for dtype in dtypes))
-
-
-def rounded(nbytes: int) -> int:
-    """Up to whole words, so that all that a packet carries may be moved in words."""
-    return -(-nbytes // WORD) * WORD
 
 
 class Packer:

@@ -40,12 +40,8 @@ def make_ways(backend: Backend, hidden: int, layers: int) -> tuple[type[Inputs],
     for lowering in ("foreach", "in_graph"):
         runner = DecodeRunner(inputs, step, buckets=[BUCKET], backend=backend, lowering=lowering, progress=False)
         runner.capture()
-        ways.append(Way(f"slotgraph, {lowering}", _call_of(runner)))
+        ways.append(Way(f"slotgraph, {lowering}", runner))
     return inputs, ways
-
-
-def _call_of(runner: DecodeRunner[Any]) -> Callable[[Batch], object]:
-    return lambda batch: runner(batch.tensors)
 
 
 def make_step(device: torch.device, hidden: int, layers: int) -> Step:
@@ -91,7 +87,7 @@ class ByHand:
         for name, buffer, pad in self._slots:
             if live < BUCKET:
                 buffer[live:].fill_(pad)
-            buffer[:live].copy_(getattr(batch.tensors, name))
+            buffer[:live].copy_(getattr(batch, name))
         self._count.fill_(live)
         self._graph.replay()
         return self._graph.outputs[:live]
