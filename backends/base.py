@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from ..dataflow.capabilities import DEVICE, HOST, Capabilities, Placement
+from ..dataflow.errors import CaptureError
 from ..dataflow.upload import Upload
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Event",
     "Fusion",
     "Graph",
+    "Interruption",
     "Memory",
     "Placement",
     "Upload",
@@ -36,6 +38,10 @@ class Availability:
     def __bool__(self) -> bool:
         """Whether the backend can run here."""
         return self.available
+
+
+Interruption = Callable[[Sequence[Any] | None], Any]
+"""What is called between two graphs: without places it answers, with them it writes its answer there."""
 
 
 @attrs.frozen
@@ -150,6 +156,26 @@ class Backend(abc.ABC):
 
         Raises CaptureError, chained to what the device or the step said; nothing is left half captured.
         """
+
+    def interrupt(self, run: "Interruption") -> Any:
+        """In the middle of a capture: end the graph so far, call `run` as it is, and go on with another graph.
+
+        What the graph so far does has been done when `run` is called, and a replay calls it again at the same place.
+        Returns what the captured step gets: the answer of `run(None)`, its tensors in places of the graph's own
+        memory. A replay calls `run(places)`, with one place for each leaf of the answer, which it must write. Outside
+        of a capture `run(None)` is called once. Raises CaptureError where the device cannot do that.
+        """
+        del run
+        message = f"backend {self.name!r} cannot interrupt a capture, which a break in a step needs"
+        raise CaptureError(message)
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In `run` of an interruption: the same memory, for as long as the graph lives, but free for its later parts.
+
+        What a graph computes for a break alone would else be kept apart for each break. The same tensor, where it is
+        no memory of the graph that is being captured.
+        """
+        return tensor
 
     def fusion(self) -> Fusion | None:
         """The device's way to fill in one upload and one launch; None where it has no such way."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, final
 
 from ..dataflow.errors import CaptureError, ReplayError
-from .base import Graph
+from .base import Graph, Interruption
 from .host import HostBackend
 
 
@@ -30,6 +30,8 @@ class CallableGraph(Graph):
         """Call the step again; ReplayError chained to what it raises."""
         try:
             self._outputs = self._step()
+        except ReplayError:
+            raise
         except Exception as error:
             message = f"the step raised {type(error).__name__}: {error}"
             raise ReplayError(message) from error
@@ -46,9 +48,15 @@ class CpuBackend(HostBackend):
         del pool, error_mode
         try:
             return CallableGraph(step)
+        except CaptureError:
+            raise
         except Exception as error:
             message = f"the step raised in its first run: {type(error).__name__}: {error}"
             raise CaptureError(message) from error
+
+    def interrupt(self, run: Interruption) -> Any:
+        """Call it: a replay runs the whole step again, and comes by here each time."""
+        return run(None)
 
 
 Adapter = CpuBackend

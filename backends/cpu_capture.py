@@ -20,10 +20,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..dataflow.errors import CaptureError, ReplayError
-from .base import Capabilities, Graph
+from .base import Capabilities, Graph, Interruption
 from .host import LOWERINGS, HostBackend
-from .program import Call, calls_of
-from .recorder import Recorder, is_recording, plain_tensors
+from .program import Call, Part, parts_of
+from .recorder import Recorder, active_recorder, is_recording, plain_tensors
 from .storages import Seal
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
@@ -51,8 +51,8 @@ _CAPABILITIES: Final = Capabilities(
 class CapturedGraph(Graph):
     """The operators of one step, replayed into the storages of its capture."""
 
-    def __init__(self, calls: list[Call], outputs: Any, seal: Seal, nbytes: int) -> None:
-        self._calls = calls
+    def __init__(self, parts: list[Part], outputs: Any, seal: Seal, nbytes: int) -> None:
+        self._parts = parts
         self._outputs = outputs
         self._seal = seal
         self._nbytes = nbytes
@@ -75,7 +75,8 @@ class CapturedGraph(Graph):
     def replay(self) -> None:
         """Run the recorded operators again, on whatever their inputs hold now.
 
-        Raises ReplayError inside a capture, if a tensor moved before the first replay, or from what an operator raised.
+        Raises ReplayError inside a capture, if a tensor moved before the first replay, or from what an operator raised;
+        and whatever is raised by what runs between the operators as it is.
         """
         if not self._is_checked:
             self.check_addresses()
@@ -83,13 +84,20 @@ class CapturedGraph(Graph):
         if is_recording():
             message = "a graph cannot be replayed while this thread is capturing"
             raise ReplayError(message)
-        try:
-            with _below_autograd(_BELOW):
-                for call in self._calls:
-                    call()
-        except Exception as error:
-            message = f"an operator of the captured step raised: {type(error).__name__}: {error}"
-            raise ReplayError(message) from error
+        for calls, run in self._parts:
+            _run_all(calls)
+            if run is not None:
+                run()
+
+
+def _run_all(calls: list[Call]) -> None:
+    try:
+        with _below_autograd(_BELOW):
+            for call in calls:
+                call()
+    except Exception as error:
+        message = f"an operator of the captured step raised: {type(error).__name__}: {error}"
+        raise ReplayError(message) from error
 
 
 @final
@@ -117,6 +125,11 @@ class CpuCaptureBackend(HostBackend):
         with plain_tensors():
             return _graph(recorder, outputs)
 
+    def interrupt(self, run: Interruption) -> Any:
+        """Call it as it is, here and in each replay; outside a capture, once."""
+        recorder = active_recorder()
+        return run(None) if recorder is None else recorder.interrupt(run)
+
 
 def _record(recorder: Recorder, step: Callable[[], Any]) -> Any:
     try:
@@ -137,9 +150,9 @@ def _graph(recorder: Recorder, outputs: Any) -> CapturedGraph:
     storages = recorder.storages
     handed_out = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     seal = storages.seal()
-    calls = calls_of(recorder.operations)
+    parts = parts_of(recorder.operations)
     storages.poison()
-    return CapturedGraph(calls, outputs, seal, storages.nbytes(handed_out))
+    return CapturedGraph(parts, outputs, seal, storages.nbytes(handed_out))
 
 
 Adapter = CpuCaptureBackend

@@ -25,7 +25,7 @@ import torch
 
 from ..dataflow.capabilities import LADDER
 from ..dataflow.errors import BackendUnavailableError, CaptureError
-from .base import DEVICE, Availability, Backend, Capabilities, Event, Fusion, Graph, Memory, Placement
+from .base import DEVICE, Availability, Backend, Capabilities, Event, Fusion, Graph, Interruption, Memory, Placement
 from .cuda_faults import first_line, out_of_memory, ran_out_of_memory
 from .cuda_fusion import current_stream_on, fusion_on
 from .cuda_graph import capture
@@ -172,6 +172,16 @@ class CudaBackend(Backend):
             torch.cuda.graph, capture_error_mode=mode, **self._options
         )
         return capture(self._shared, step, _pool_of(pool), begin)
+
+    def interrupt(self, run: Interruption) -> Any:
+        """Call it between two graphs, here and in each replay; outside a capture, once."""
+        recording = self._shared.recording
+        return run(None) if recording is None else recording.interrupt(run)
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, without keeping the graph's pool from using it again."""
+        recording = self._shared.recording
+        return tensor if recording is None else recording.borrow(tensor)
 
     def event(self) -> Event:
         """An event recorded now on the current stream."""

@@ -1,32 +1,37 @@
 """Capturing a step as a CUDA graph: either a graph, or an error and a device on which all else goes on."""
 
 import contextlib
+import functools
 import gc
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, Final, TypeAlias, final
 
 import attrs
 import torch
 from torch.utils import _pytree as pytree
 
 from ..dataflow.errors import CaptureError, ReplayError
-from .base import Graph
+from .base import Graph, Interruption
 from .cuda_faults import first_line, not_captured, ran_out_of_memory
-from .cuda_pool import GraphPool, Handle, Shared, bytes_on
+from .cuda_pool import GraphPool, Shared, alias_of, bytes_on, pool_ranges
 
 
 @final
 class CudaGraph(Graph):
-    """A captured step; it is replayed on the current stream."""
+    """A captured step; it is replayed on the current stream.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: Any, nbytes: int) -> None:
-        self._graph = graph
+    parts: graphs, and what is called between them as it is.
+    """
+
+    def __init__(self, parts: "Sequence[Part]", outputs: Any, nbytes: int) -> None:
+        self._parts = parts
         self._outputs = outputs
         self._nbytes = nbytes
-        self._launch = graph.replay
+        self._calls = [part.replay if isinstance(part, torch.cuda.CUDAGraph) else part for part in parts]
+        self._launch = self._calls[0] if len(parts) == 1 else self._launch_all
 
     @property
     def outputs(self) -> Any:
@@ -42,12 +47,25 @@ class CudaGraph(Graph):
         return self._nbytes
 
     def replay(self) -> None:
-        """Launch the graph. ReplayError where torch or the driver refuses."""
+        """Launch the graph. ReplayError where torch or the driver refuses.
+
+        What runs between graphs raises whatever it raises.
+        """
         try:
             self._launch()
+        except ReplayError:
+            raise
         except RuntimeError as error:
             message = f"the graph could not be replayed: {first_line(error)}"
             raise ReplayError(message) from error
+
+    def _launch_all(self) -> None:
+        for call in self._calls:
+            call()
+
+
+Part: TypeAlias = "torch.cuda.CUDAGraph | Callable[[], object]"
+_EMPTY: Final = "CUDA Graph is empty"
 
 
 @attrs.define(eq=False)
@@ -65,6 +83,74 @@ class _Attempt:
         return self.raised or self.refused
 
 
+class Recording:
+    """A capture under way: the graphs so far, what runs between them, and the graph that is being recorded.
+
+    begin: torch.cuda.graph with what is not decided here.
+    """
+
+    def __init__(self, shared: Shared, pool: GraphPool, begin: Callable[..., AbstractContextManager[None]]) -> None:
+        self.parts: list[Part] = []
+        self.handle = pool.handle()
+        self.graph = torch.cuda.CUDAGraph()
+        self._shared = shared
+        self._begin = begin
+        self._open: AbstractContextManager[None] | None = None
+        self._answers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def graphs(self) -> list[torch.cuda.CUDAGraph]:
+        """The graphs that are recorded."""
+        return [part for part in self.parts if isinstance(part, torch.cuda.CUDAGraph)]
+
+    def start(self) -> None:
+        """Begin a graph."""
+        self.graph = torch.cuda.CUDAGraph()
+        opened = self._begin(self.graph, pool=self.handle, stream=self._shared.stream)
+        opened.__enter__()
+        self._open = opened
+
+    def stop(self) -> None:
+        """End the graph, if one is being recorded, and keep it."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
+            self.parts.append(self.graph)
+
+    def interrupt(self, run: Interruption) -> Any:
+        """End the graph and do what it records, so that `run` finds it done; call that; begin the next graph."""
+        self._do()
+        leaves, structure = pytree.tree_flatten(run(None))
+        self.start()
+        # What is allocated from here on is the graph's own memory, which later parts use again once it is free.
+        places = [torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        tensors = [(place, leaf) for place, leaf in zip(places, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+        self._answers = tensors
+        kept = [alias_of(place) if isinstance(place, torch.Tensor) and place.is_cuda else place for place in places]
+        self.parts.append(functools.partial(run, kept))
+        return pytree.tree_unflatten(places, structure)
+
+    def _do(self) -> None:
+        """End the graph that is being recorded, and do what it records."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            self.stop()
+        for place, answer in self._answers:
+            place.copy_(answer)
+        self._answers = []
+        if any(_EMPTY in str(warning.message) for warning in said):
+            self.parts.pop()  # two breaks behind one another have nothing between them
+        else:
+            self.graph.replay()
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An alias of a tensor in the memory that this capture allocates from; any other tensor as it is."""
+        address = tensor.data_ptr()
+        if not tensor.is_cuda or not any(low <= address < high for low, high in pool_ranges(self.handle)):
+            return tensor
+        return alias_of(tensor)
+
+
 def capture(
     shared: Shared, step: Callable[[], Any], pool: GraphPool, begin: Callable[..., AbstractContextManager[None]]
 ) -> CudaGraph:
@@ -76,24 +162,30 @@ def capture(
         message = "a step that is being captured cannot capture another"
         raise CaptureError(message)
     with shared.lock, torch.cuda.stream(shared.stream), _no_collections():
-        alive, handle, graph = pool.graphs(), pool.handle(), torch.cuda.CUDAGraph()
+        alive, recording = pool.graphs(), Recording(shared, pool, begin)
+        shared.recording = recording
         try:
-            attempt = _attempt(step, begin(graph, pool=handle, stream=shared.stream), shared.device)
+            attempt = _attempt(step, recording, shared.device)
         except BaseException:  # an interrupt: what else can be raised is in the attempt
-            shared.discard(graph, pool, handle)
+            _discard(shared, recording, pool)
             raise
+        finally:
+            shared.recording = None
         del alive  # kept so that the handle stayed good until here
         if attempt.error is not None:
-            _clean_up(shared, graph, pool, handle, attempt.error)
+            _clean_up(shared, recording, pool, attempt.error)
             raise _told(attempt.error) from attempt.error
-        pool.add(graph)
-        return CudaGraph(graph, ordinary(attempt.outputs), _grown(attempt.before, bytes_on(shared.device)))
+        for graph in recording.graphs:
+            pool.add(graph)
+        return CudaGraph(recording.parts, ordinary(attempt.outputs), _grown(attempt.before, bytes_on(shared.device)))
 
 
-def _attempt(step: Callable[[], Any], capturing: AbstractContextManager[None], device: torch.device) -> _Attempt:
+def _attempt(step: Callable[[], Any], recording: Recording, device: torch.device) -> _Attempt:
     attempt = _Attempt()
     try:
-        with contextlib.ExitStack() as quietly, capturing:
+        with contextlib.ExitStack() as quietly, contextlib.ExitStack() as ending:
+            recording.start()
+            ending.callback(recording.stop)
             attempt.before = bytes_on(device)
             try:
                 attempt.outputs = step()
@@ -101,18 +193,27 @@ def _attempt(step: Callable[[], Any], capturing: AbstractContextManager[None], d
                 attempt.raised = error
                 quietly.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")  # that the graph is empty: it is thrown away
+            if recording.parts:  # after a break there may be nothing left to record
+                quietly.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message=f".*{_EMPTY}")
     except Exception as error:  # noqa: BLE001 - likewise; torch says it when the capture begins or ends
         attempt.refused = error
     return attempt
 
 
-def _clean_up(shared: Shared, graph: torch.cuda.CUDAGraph, pool: GraphPool, handle: Handle, error: Exception) -> None:
+def _clean_up(shared: Shared, recording: Recording, pool: GraphPool, error: Exception) -> None:
     if ran_out_of_memory(error):
         traceback.clear_frames(error.__traceback__)  # the step's tensors, which the error would keep alive
     try:
-        shared.discard(graph, pool, handle)
+        _discard(shared, recording, pool)
     except RuntimeError as left:
         error.add_note(f"after this, the device could not be brought back: {first_line(left)}")
+
+
+def _discard(shared: Shared, recording: Recording, pool: GraphPool) -> None:
+    for graph in recording.graphs:
+        graph.reset()
+    shared.discard(recording.graph, pool, recording.handle)
 
 
 def _told(error: Exception) -> CaptureError:

@@ -70,6 +70,7 @@ class Shared:
         with torch.inference_mode(mode=False):
             self._one = torch.zeros(1, device=device)
         self._broken: list[torch.cuda.CUDAGraph] = []
+        self.recording: Any = None  # the capture under way
 
     def discard(self, graph: torch.cuda.CUDAGraph, pool: GraphPool, handle: Handle) -> None:
         """Leave nothing of a capture that failed.
@@ -122,6 +123,25 @@ def shared_on(device: torch.device) -> Shared:
         if device.index not in _SHARED:
             _SHARED[device.index] = Shared(device)
         return _SHARED[device.index]
+
+
+def pool_ranges(handle: Handle) -> list[tuple[int, int]]:
+    """First and one past the last address of each piece of memory in a pool."""
+    snapshot: Any = torch.cuda.memory_snapshot
+    try:
+        segments = snapshot(handle)
+    except TypeError:  # an older torch tells of all pools at once
+        segments = [one for one in snapshot() if tuple(one["segment_pool_id"]) == tuple(handle)]
+    return [(one["address"], one["address"] + one["total_size"]) for one in segments]
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, which it does not keep: as torch's own graph trees hold what lies in a pool."""
+    storage = tensor.untyped_storage()
+    with torch.inference_mode(mode=False):
+        bare = _C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())  # noqa: SLF001
+        fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return fresh.set_(bare, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def bytes_on(device: torch.device) -> tuple[int, int]:

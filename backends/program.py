@@ -32,6 +32,17 @@ class Operation:
     mutates: bool
 
 
+@attrs.frozen
+class Pause:
+    """Something that is called between operators, as it is."""
+
+    run: Call
+
+
+Part = tuple[list[Call], Call | None]
+"""Calls that are replayed below autograd, and what is called after them as it is."""
+
+
 _EMPTY: Final = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"},
 )
@@ -52,9 +63,17 @@ _FACTORIES: Final = frozenset({"arange", "eye", "linspace", "logspace", "rand", 
 _FACTORY_OPTIONS: Final = frozenset({"dtype", "layout", "device", "pin_memory"})  # an out= overload takes out's
 
 
-def calls_of(operations: Sequence[Operation]) -> list[Call]:
+def parts_of(operations: Sequence[Operation | Pause]) -> list[Part]:
     """The calls that replay the operations, in their order; allocations without contents need none."""
-    return [call for operation in operations if (call := _call(operation)) is not None]
+    parts: list[Part] = []
+    calls: list[Call] = []
+    for operation in operations:
+        if isinstance(operation, Pause):
+            parts.append((calls, operation.run))
+            calls = []
+        elif (call := _call(operation)) is not None:
+            calls.append(call)
+    return [*parts, (calls, None)]
 
 
 def _call(operation: Operation) -> Call | None:

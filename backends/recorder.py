@@ -1,5 +1,6 @@
 """The mode under which a step runs once, and in which every operator that it calls is written down."""
 
+import functools
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,10 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..dataflow.errors import CaptureError
-from .program import Operation
+from .base import Interruption
+from .program import Operation, Pause
 from .refusals import NO_GRADIENTS, HostReads, check, refuse
 from .storages import Places, Storages, tensors_in
 
@@ -26,9 +29,15 @@ _UNDECLARED_WRITES: Final[Mapping[str, tuple[str, ...]]] = {"aten::native_batch_
 _ACTIVE: Final = threading.local()
 
 
+def active_recorder() -> "Recorder | None":
+    """What records this thread's operators, if it is capturing a step."""
+    recorder: Recorder | None = getattr(_ACTIVE, "recorder", None)
+    return recorder
+
+
 def is_recording() -> bool:
     """Whether this thread is capturing a step."""
-    return getattr(_ACTIVE, "recorder", None) is not None
+    return active_recorder() is not None
 
 
 @contextmanager
@@ -55,7 +64,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = Storages()
-        self.operations: list[Operation] = []
+        self.operations: list[Operation | Pause] = []
         self._host_reads = HostReads()
         self._refused: CaptureError | None = None
 
@@ -86,6 +95,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             _ACTIVE.recorder = None
             torch.set_rng_state(random)
             self.storages.restore()
+
+    def interrupt(self, run: Interruption) -> Any:
+        """Call something as if nothing was recorded, and note that a replay calls it too."""
+        with self._paused():
+            leaves, structure = pytree.tree_flatten(run(None))
+        places = [torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.operations.append(Pause(functools.partial(run, places)))
+        with self._paused():
+            for place, leaf in zip(places, leaves, strict=True):
+                if isinstance(leaf, torch.Tensor):
+                    place.copy_(leaf)
+        return pytree.tree_unflatten(places, structure)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        _ACTIVE.recorder = None
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(_disable_current_modes())
+                while torch._C._len_torch_function_stack():  # noqa: SLF001 - that of host reads among them
+                    stack.enter_context(torch.overrides._pop_mode_temporarily())  # noqa: SLF001
+                yield
+        finally:
+            _ACTIVE.recorder = self
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

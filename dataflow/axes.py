@@ -129,3 +129,5 @@ def extent(shape: Shape, sizes: Sizes) -> tuple[int, ...]:
 
 BATCH: Final = Axis("BATCH")
 TOKENS: Final = Axis("TOKENS")
+WIDTH: Final = Axis("WIDTH", fixed=True)
+"""Tokens that one request has in each step; a runner that is given `width` knows its size."""

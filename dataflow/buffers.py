@@ -16,6 +16,7 @@ from .capabilities import Capabilities
 from .declaration import Declaration
 from .roles import resolve_dtype
 from .slots import Slot
+from .tails import Pad
 from .values import initial_value, write_all
 
 NOT_BOUND: Final[Mapping[str, torch.Tensor]] = {}
@@ -175,7 +176,16 @@ def allocate(
         capacity,
     )
     _initialise(buffers, capabilities)
+    for buffer in buffers:
+        if not _is_all_tail(buffer.slot):
+            buffer.distrust()
     return buffers
+
+
+def _is_all_tail(slot: Slot) -> bool:
+    """Whether a slot that holds its initial value holds what its tail must."""
+    rule = slot.rule()
+    return not isinstance(rule, Pad) or rule.value is slot.initial()
 
 
 def _initialise(buffers: Buffers, capabilities: Capabilities) -> None:

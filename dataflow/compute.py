@@ -7,6 +7,7 @@ from typing import Any, Final
 import attrs
 
 STEP: Final = "step"
+SETTINGS: Final = "settings"
 OUT: Final = "out"
 _NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -15,7 +16,7 @@ _NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYW
 class Compute:
     """A function and the names that it needs, as pytest fixtures have them.
 
-    needs: parameters in order: slots, fields of the batch, `step` for the step's sizes.
+    needs: parameters in order: slots, fields of the batch, `step` for the step's sizes, `settings` for the runner's.
     writes_out: whether it takes `out`, the slot's own buffer, and fills it instead of returning a value.
     """
 

@@ -11,6 +11,7 @@ import attrs
 from . import graph
 from .axes import Axis
 from .capabilities import Placement
+from .compute import SETTINGS
 from .errors import CycleError, DeclarationError, DeclarationErrors
 from .slots import Slot
 from .sources import look_up
@@ -21,13 +22,15 @@ class Declaration:
     """The slots of one declaration class, checked.
 
     fields: names that are no slots, carried from the batch into the view, with their defaults (attrs.NOTHING where
-    there is none). disabled: slots that the runner's settings switched off.
+    there is none). disabled: slots that the runner's settings switched off. settings: those settings, which functions
+    of computed slots may ask for; None before there is a runner.
     """
 
     name: str
     slots: Mapping[str, Slot]
     fields: Mapping[str, Any]
     disabled: tuple[str, ...] = ()
+    settings: object = None
 
     @functools.cached_property
     def order(self) -> tuple[str, ...]:
@@ -48,14 +51,17 @@ class Declaration:
         """Where a computed slot's function runs."""
         return graph.side_of(self.slots[name], self.slots)
 
-    def under(self, settings: object) -> "Declaration":
-        """The declaration with only those slots that the settings enable.
+    def under(self, settings: object, carry: Sequence[str] = ()) -> "Declaration":
+        """The declaration with only those slots that the settings enable, and some carried: see `carrying`.
 
-        Raises DeclarationError where a slot asks for a setting that is not there.
+        Raises DeclarationError where a slot asks for a setting, or for settings at all, that are not there.
         """
         on = {name: slot for name, slot in self.slots.items() if _enabled(name, slot, settings)}
         off = tuple(name for name in self.slots if name not in on)
-        return attrs.evolve(self, slots=MappingProxyType(on), disabled=off) if off else self
+        made = attrs.evolve(self, slots=MappingProxyType(on), disabled=off, settings=settings).carrying(carry)
+        if settings is None:
+            _need_no_settings(made)
+        return made
 
     def carrying(self, names: Sequence[str]) -> "Declaration":
         """The declaration with some slots turned into fields, which the batch brings and no fill touches.
@@ -107,6 +113,14 @@ def _faults(name: str, slots: Mapping[str, Slot], fields: Mapping[str, Any]) -> 
 
 def _axes(slots: Mapping[str, Slot]) -> tuple[Axis, ...]:
     return tuple(sorted({axis for slot in slots.values() for axis in slot.axes}))
+
+
+def _need_no_settings(declaration: Declaration) -> None:
+    for name, slot in declaration.slots.items():
+        compute = slot.computes()
+        if compute is not None and SETTINGS in compute.needs:
+            message = f"slot {name!r}: its function {compute.name} asks for `settings`: give the runner settings="
+            raise DeclarationError(message)
 
 
 def _enabled(name: str, slot: Slot, settings: object) -> bool:

@@ -13,7 +13,7 @@ from .errors import ConfigError
 from .plan import FillPlan
 from .planner import plan_fill, slot_bytes
 from .roles import Role, dtype_text, resolve_dtype
-from .slots import Constant, Slot, When
+from .slots import Constant, Padded, Slot, When
 from .sources import SideArgument, Source
 
 Extents = Mapping[Axis, tuple[int, int]]
@@ -38,8 +38,9 @@ class SlotFacts:
 
     shape: the declared sizes. dtype: on this backend; `role` is its declared name where the backend decides.
     tail, source, value: the rule, where a copy comes from, and what a constant holds, as one writes them.
-    argument: the side argument that the source is read from. function, needs, runs_on: of a computed slot.
-    padded: the size of its view, nbytes: its bytes, copied: bytes that the live rows' copy moves; None without sizes.
+    limit: the largest value that host data may hold. argument: the side argument that the source is read from.
+    function, needs, runs_on: of a computed slot. padded: the size of its view, nbytes: its bytes, copied: bytes that
+    the live rows' copy moves; None without sizes.
     """
 
     name: str
@@ -50,6 +51,7 @@ class SlotFacts:
     placement: Placement
     tail: str | None
     source: str | None
+    limit: str | None
     argument: str | None
     value: str | None
     function: str | None
@@ -169,7 +171,7 @@ def _facts(
     name: str, declaration: Declaration, capabilities: Capabilities, sizes: _Sizes | None, unmoved: tuple[str, ...]
 ) -> SlotFacts:
     slot = declaration.slots[name]
-    source, compute, rule = slot.reads(name), slot.computes(), slot.rule()
+    source, compute, limit = slot.reads(name), slot.computes(), slot.most()
     dtype = resolve_dtype(slot.dtype, capabilities)
     moved = extent(slot.shape, sizes.live) if sizes and source is not None and name not in unmoved else (0,)
     return SlotFacts(
@@ -179,8 +181,9 @@ def _facts(
         dtype=dtype_text(dtype),
         role=slot.dtype.name if isinstance(slot.dtype, Role) else None,
         placement=slot.placement,
-        tail=str(rule) if rule is not None and slot.varying else None,
+        tail=_tail(slot) if slot.varying else None,
         source=str(source) if source is not None else None,
+        limit=str(limit) if limit is not None else None,
         argument=_argument(source),
         value=_value(slot),
         function=compute.name if compute else None,
@@ -192,6 +195,14 @@ def _facts(
         nbytes=slot_bytes(slot, sizes.padded, capabilities) if sizes else None,
         copied=math.prod(moved) * dtype.itemsize if sizes else None,
     )
+
+
+def _tail(slot: Slot) -> str | None:
+    """The tail rule, and what the slot holds at first where that is another value."""
+    rule = slot.rule()
+    if isinstance(slot, Padded) and slot.starts is not None:
+        return f"{rule}, starts as {slot.starts}"
+    return None if rule is None else str(rule)
 
 
 def _argument(source: Source | None) -> str | None:

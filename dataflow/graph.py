@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from .capabilities import DEVICE, HOST, Placement
-from .compute import OUT, STEP
+from .compute import OUT, SETTINGS, STEP
 from .slots import Output, Slot
 
-RESERVED: Final = frozenset({STEP, OUT, "narrow"})
+RESERVED: Final = frozenset({STEP, SETTINGS, OUT, "narrow", "placeholder"})
 
 
 def needs_of(slot: Slot) -> tuple[str, ...]:
-    """Names that a slot needs, `step` among them; none for a slot that is not computed."""
+    """Names that a slot needs, `step` and `settings` among them; none for a slot that is not computed."""
     compute = slot.computes()
     return compute.needs if compute else ()
 
@@ -51,10 +51,13 @@ def _need_faults(need: str, slots: Mapping[str, Slot], fields: Collection[str]) 
     if need in slots:
         if isinstance(slots[need], Output):
             yield f"it needs {need!r}, an output, which the step has not written yet when inputs are computed"
-    elif need not in fields and need != STEP:
-        near = difflib.get_close_matches(need, [*slots, *fields, STEP], n=1)
+    elif need in (STEP, SETTINGS):
+        if need in fields:
+            yield f"it needs {need!r}, which has a meaning of its own in slotgraph, but is a field, too: rename that"
+    elif need not in fields:
+        near = difflib.get_close_matches(need, [*slots, *fields, STEP, SETTINGS], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        yield f"it needs {need!r}, which is neither a slot nor a field of the declaration, nor `step`{hint}"
+        yield f"it needs {need!r}, which is neither slot nor field of the declaration, nor `step` or `settings`{hint}"
 
 
 def _side_faults(slot: Slot, slots: Mapping[str, Slot]) -> Iterator[str]:
@@ -63,7 +66,7 @@ def _side_faults(slot: Slot, slots: Mapping[str, Slot]) -> Iterator[str]:
     if slot.placement == HOST:
         yield "it needs slots on the device but is placed on the host: that would read the device back in each step"
     for need in needs_of(slot):
-        if need not in slots or slots[need].placement == HOST:
+        if need != SETTINGS and (need not in slots or slots[need].placement == HOST):  # settings never change
             yield (
                 f"its function runs on the device, inside the graph, where the host value {need!r} would be frozen at "
                 f"capture: put what it takes from {need!r} into a slot that is computed on the host, and need that"

@@ -6,7 +6,7 @@ import attrs
 import torch
 
 from .bucket import Bucket
-from .compute import STEP
+from .compute import SETTINGS, STEP
 from .ready import Ready, Views
 from .sources import NO_SIDE, Side
 
@@ -16,11 +16,16 @@ def hand_over(
 ) -> Ready:
     """What a fill would have made ready, with the batch's tensors in the place of copies.
 
-    A source whose dtype its slot converts comes through as it is. Raises as a fill does.
+    A source whose dtype its slot converts comes through as it is; one that the step writes, as a copy, because the
+    batch is the caller's. Raises as a fill does.
     """
     fill, ready, sources = bucket.check(batch, live, absent, side)
-    views: Views = {**ready.views, **dict(zip(fill.copied, sources, strict=True))}
-    known, fields = {STEP: ready.step, **views}, bucket.declaration.fields
+    slots = bucket.declaration.slots
+    named = zip(fill.copied, sources, strict=True)
+    own = {name: value.clone() if slots[name].rewritten or slots[name].restored else value for name, value in named}
+    views: Views = {**ready.views, **own}
+    declaration = bucket.declaration
+    known, fields = {STEP: ready.step, SETTINGS: declaration.settings, **views}, declaration.fields
     host = [computation.on(known, fields) for computation in ready.host]
     device = [computation.on(known, fields) for computation in ready.device]
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """`Inputs`: the base of declarations, whose instances are the batch handed in and the view handed out."""
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 import attrs
@@ -11,6 +11,7 @@ from .declaration import Declaration, declare
 from .errors import DeclarationError
 from .slots import Slot
 from .specifiers import SLOT, computed, constant, copied, output, slot, staged
+from .step import Step
 from .views import ViewInfo, narrowed
 
 
@@ -65,14 +66,14 @@ class Inputs(metaclass=_Declaring):
     def __init_subclass__(cls, *, drop: Iterable[str] = (), **keywords: Any) -> None:
         """Make an attrs class of the declaration, in place, and check all of it.
 
-        drop: slots of a base that this declaration does without. Raises DeclarationErrors.
+        drop: slots and fields of a base that this declaration does without. Raises DeclarationErrors.
         """
         super().__init_subclass__(**keywords)
         own = set(inspect.get_annotations(cls))
         inherited = frozenset().union(*(getattr(base, "_slotgraph_dropped", ()) for base in cls.__bases__))
         dropped = tuple(drop)
         cls._slotgraph_dropped = (inherited - own) | frozenset(dropped)
-        unknown = [name for name in dropped if name not in _inherited_slots(cls)]
+        unknown = [name for name in dropped if name not in _inherited_names(cls)]
         _define(cls)
         found = [*_duplicates(cls), *_unknown_drops(cls, unknown)]
         slots = {a.name: kind for a in _attributes(cls) if (kind := _slot_in(a)) is not None}
@@ -88,6 +89,16 @@ class Inputs(metaclass=_Declaring):
         ranges = {axis: (start, stop)} | ({} if tokens is None else {TOKENS: tokens})
         return narrowed(self, self.slotgraph, self._slotgraph_view, ranges)
 
+    @classmethod
+    def placeholder(cls, step: Step) -> Mapping[str, Any]:
+        """Values of a stand-in batch that breaks see while a bucket is captured, by slot or field; override it.
+
+        step: its live sizes are those that the values must have: one request, which owns every token of the bucket.
+        A copied slot that is not named holds its pad value.
+        """
+        del step
+        return {}
+
     if not TYPE_CHECKING:  # checkers would take any name for a field
 
         def __getattr__(self, name: str) -> Any:
@@ -98,7 +109,7 @@ class Inputs(metaclass=_Declaring):
                     "to be seen during capture. Make it a slot, or give it a default that holds for every graph"
                 )
             elif name in type(self)._slotgraph_dropped:  # noqa: SLF001 - this class's own
-                message = f"{type(self).__name__} drops the slot {name!r}"
+                message = f"{type(self).__name__} drops {name!r}"
             else:
                 message = f"{type(self).__name__!r} has no slot or field {name!r}"
             raise AttributeError(message)
@@ -126,8 +137,8 @@ def _inherited(field: "attrs.Attribute[Any]") -> bool:
     return bool(found.inherited)
 
 
-def _inherited_slots(cls: type) -> set[str]:
-    return {a.name for base in cls.__mro__[1:] for a in _attributes(base) if _slot_in(a)}
+def _inherited_names(cls: type) -> set[str]:
+    return {a.name for base in cls.__mro__[1:] for a in _attributes(base)}
 
 
 def _unknown_drops(cls: type[Inputs], unknown: Sequence[str]) -> list[DeclarationError]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Final
 
+from .compute import SETTINGS, STEP
 from .explain import Explanation, SlotFacts
 
 _STYLES: Final = {
@@ -61,7 +62,7 @@ def _argument(slot: SlotFacts) -> str:
 
 
 def _needed(name: str) -> str:
-    label = "sizes of the step" if name == "step" else f"field {name}"
+    label = {STEP: "sizes of the step", SETTINGS: "settings of the runner"}.get(name, f"field {name}")
     return f"given_{name}([{_quoted(label)}]):::outside"
 
 

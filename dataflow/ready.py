@@ -12,7 +12,7 @@ from .buffers import Box, Buffer, Buffers
 from .caches import keep_newest
 from .capabilities import DEVICE, HOST
 from .computation import Computation
-from .compute import STEP
+from .compute import SETTINGS, STEP
 from .declaration import Declaration
 from .errors import BatchError
 from .guard import Guard
@@ -183,4 +183,5 @@ class Preparer:
     def _computation(self, planned: ComputeStep, step: Step, views: Views) -> Computation:
         compute = self._computes[planned.slot]
         target = self.buffers[planned.slot].view(step.padded_sizes)
-        return Computation.bind(planned.slot, compute, {STEP: step, **views}, self.declaration.fields, target)
+        known = {STEP: step, SETTINGS: self.declaration.settings, **views}
+        return Computation.bind(planned.slot, compute, known, self.declaration.fields, target)

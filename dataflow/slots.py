@@ -14,7 +14,7 @@ from .compute import Compute, compute_of
 from .roles import FillRole, Role, dtype_text
 from .sources import Path, Source, optional_source
 from .step import Step
-from .tails import Number, Once, Pad, Tail, holds, tail_of
+from .tails import Number, Once, Pad, PadValue, Tail, holds, tail_of
 
 When = str | Callable[[Any], bool]
 Value = Number | FillRole | Axis | Dim | Callable[[Step], Any]
@@ -27,7 +27,7 @@ class Slot(abc.ABC):
     shape: sizes over axes. dtype: a torch dtype, or a role that the backend resolves. placement: "device" or "host".
     when: a name in the runner's settings, or a function of them, that must be true for the slot to exist.
     optional: the batch may come without it. rewritten: the step or a producer writes it beside the fill, so that its
-    tail is never known to be clean.
+    tail is never known to be clean. restored: the step writes it too, and finds it put back at its end.
     """
 
     shape: Shape = attrs.field(converter=shape_of)
@@ -36,6 +36,7 @@ class Slot(abc.ABC):
     when: When | None = None
     optional: bool = False
     rewritten: bool = False
+    restored: bool = False
 
     @abc.abstractmethod
     def initial(self) -> Value:
@@ -62,22 +63,29 @@ class Slot(abc.ABC):
         """Whether a source that is not contiguous is taken."""
         return False
 
+    def most(self) -> Dim | None:
+        """The largest value that host data for the slot may hold, or None where any will do."""
+        return None
+
     def faults(self) -> Iterator[str]:
         """What is wrong with the slot by itself, each with the way out."""
-        value, dtype = self.initial(), self.dtype
-        if isinstance(value, Axis | Dim) and Dim.of(value).varies:
-            yield f"its value {value!r} varies by step: give a number or a fixed axis, or compute the slot"
-        number = value.default if isinstance(value, FillRole) else value
-        dtype = dtype.default if isinstance(dtype, Role) else dtype
-        if isinstance(number, bool | int | float) and not holds(dtype, number):
-            yield f"{number!r} does not fit {dtype_text(dtype)}: give a value of that type and range"
+        for value in self._values():
+            yield from _value_faults(value, self.dtype)
+        if self.rewritten and self.restored:
+            yield "it is both rewritten and restored: what is put back is as the fill left it; say one of them"
 
     @functools.cached_property
     def axes(self) -> frozenset[Axis]:
-        """Every axis in the shape and in the initial or pad value."""
-        value = self.initial()
-        sizes = [*self.shape, Dim.of(value)] if isinstance(value, Axis | Dim) else self.shape
-        return frozenset(axis for size in sizes for axis in size.axes)
+        """Every axis in the shape, in the initial and pad values and in the limit."""
+        sizes = [Dim.of(value) for value in (*self._values(), self.most()) if isinstance(value, Axis | Dim)]
+        return frozenset(axis for size in (*self.shape, *sizes) for axis in size.axes)
+
+    def _values(self) -> Iterator[Value]:
+        """What the slot holds where no step has written it: its initial value, and its tail's where that is another."""
+        initial, rule = self.initial(), self.rule()
+        yield initial
+        if isinstance(rule, Pad | Once) and rule.value is not initial:
+            yield rule.value
 
     @property
     def kind(self) -> str:
@@ -92,23 +100,37 @@ class Slot(abc.ABC):
 
 @attrs.frozen(kw_only=True)
 class Padded(Slot):
-    """A slot with a tail rule of its own: `pad`, a value, `keep("why")` or `once(value)`."""
+    """A slot with a tail rule of its own: `pad`, a value, `keep("why")` or `once(value)`.
+
+    starts: what the whole buffer holds at first, where that is not the tail's value.
+    """
 
     pad: Tail | None = attrs.field(default=None, converter=tail_of)
+    starts: PadValue | None = None
 
     def rule(self) -> Tail | None:
         """The declared rule."""
         return self.pad
 
     def initial(self) -> Value:
-        """The tail's value, so that a new buffer is all tail; zero where the tail is kept."""
+        """As declared, else the tail's value, so that a new buffer is all tail; zero where the tail is kept."""
+        if self.starts is not None:
+            return self.starts
         return self.pad.value if isinstance(self.pad, Pad | Once) else _zero(self.dtype)
 
     def faults(self) -> Iterator[str]:
-        """Also: a dim varies, and no rule says what its tail holds."""
+        """Also: a dim varies, and no rule says what its tail holds; or two rules say what the slot starts as."""
         yield from super().faults()
+        if isinstance(self.pad, Once) and self.starts is not None:
+            yield f"starts={self.starts!r} and pad=once(...) both say what it holds at first: say one of them"
         if self.varying and self.pad is None:
             yield "no tail rule: say pad=value, pad=keep('why no one reads the tail') or pad=once(value)"
+        if self.restored and isinstance(self.pad, Once):
+            yield "it is restored, and its tail is set once: a step that raises would leave it spoilt; say pad=value"
+
+
+def _optional_size(value: object) -> Dim | None:
+    return None if value is None else Dim.of(value)
 
 
 @attrs.frozen(kw_only=True)
@@ -117,11 +139,13 @@ class Copied(Padded):
 
     source: a dotted path, `side(...)` or a function of the batch; the slot's own name where it is not given.
     strided: take a source that is not contiguous. converts: source dtypes that the copy converts.
+    limit: the largest value that host data may hold: a number, a fixed axis, or an expression over fixed axes.
     """
 
     source: Source | None = attrs.field(default=None, converter=optional_source)
     strided: bool = False
     converts: tuple[torch.dtype, ...] = ()
+    limit: Dim | None = attrs.field(default=None, converter=_optional_size)
 
     def reads(self, name: str) -> Source | None:
         """The declared source, else the slot's own name."""
@@ -134,6 +158,19 @@ class Copied(Padded):
     def takes_strided(self) -> bool:
         """As declared."""
         return self.strided
+
+    def most(self) -> Dim | None:
+        """As declared."""
+        return self.limit
+
+    def faults(self) -> Iterator[str]:
+        """Also: a limit that varies, or on values that are no whole numbers."""
+        yield from super().faults()
+        dtype = self.dtype.default if isinstance(self.dtype, Role) else self.dtype
+        if self.limit is not None and self.limit.varies:
+            yield f"its limit {self.limit!r} varies by step: give a number or a fixed axis"
+        if self.limit is not None and (dtype == torch.bool or dtype.is_floating_point or dtype.is_complex):
+            yield f"it has a limit, but {dtype_text(dtype)} is no whole number: limit an integer slot, or leave it out"
 
 
 @attrs.frozen(kw_only=True)
@@ -180,6 +217,15 @@ class Output(Slot):
     def initial(self) -> Value:
         """Zero, until the first step writes it."""
         return _zero(self.dtype)
+
+
+def _value_faults(value: Value, dtype: torch.dtype | Role) -> Iterator[str]:
+    if isinstance(value, Axis | Dim) and Dim.of(value).varies:
+        yield f"its value {value!r} varies by step: give a number or a fixed axis, or compute the slot"
+    number = value.default if isinstance(value, FillRole) else value
+    dtype = dtype.default if isinstance(dtype, Role) else dtype
+    if isinstance(number, bool | int | float) and not holds(dtype, number):
+        yield f"{number!r} does not fit {dtype_text(dtype)}: give a value of that type and range"
 
 
 def _zero(dtype: torch.dtype | Role) -> Number:

@@ -36,6 +36,9 @@ def copied(
     strided: bool = False,
     converts: tuple[torch.dtype, ...] = (),
     rewritten: bool = False,
+    restored: bool = False,
+    starts: PadValue | None = None,
+    limit: Size | None = None,
     when: When | None = None,
     default: Any = attrs.NOTHING,
 ) -> Any:
@@ -44,7 +47,9 @@ def copied(
     pad: what the tail holds, `keep("why")` or `once(value)`; needed where a dim varies by step.
     source: the same name in the batch if not given; a dotted path; `side("name.path")`; or a function of the batch.
     strided: take a source that is not contiguous. converts: source dtypes that the copy converts.
-    rewritten: the step writes it too. when: the setting that must be true for the slot to exist.
+    rewritten: the step writes it too. restored: it writes it, and the runner puts it back at the end of the step.
+    starts: what the buffer holds at first, where that is not the tail's value. limit: the largest value that host data
+    may hold, a number or a fixed axis. when: the setting that must be true for the slot to exist.
     """
     kind = Copied(
         shape=shape,
@@ -55,6 +60,9 @@ def copied(
         strided=strided,
         converts=converts,
         rewritten=rewritten,
+        restored=restored,
+        starts=starts,
+        limit=limit,
         when=when,
         optional=default is None,
     )
@@ -72,9 +80,9 @@ def computed(
 ) -> Any:
     """A slot derived in each step; the function's parameters name what it needs.
 
-    Names of slots give their padded tensors, `step` the step's sizes, other fields their values, `out` the slot's own
-    buffer to be filled. A function that needs only host values runs on the host before the step; one that needs slots
-    on the device runs there, inside the graph. Either way it gives every padded row.
+    Names of slots give their padded tensors, `step` the step's sizes, `settings` the runner's, other fields their
+    values, `out` the slot's own buffer to be filled. A function that needs only host values runs on the host before
+    the step; one that needs slots on the device runs there, inside the graph. Either way it gives every padded row.
     """
     kind = Computed(compute=function, shape=shape, dtype=dtype, placement=placement, when=when)
     return slot(kind, init=init)

@@ -69,9 +69,10 @@ def _origin(slot: SlotFacts) -> str:
         return f"{slot.function}({', '.join(slot.needs)})"
     if slot.value is not None:
         return f"set once: {slot.value}"
-    if slot.source == f"batch.{slot.name}":
-        return "batch"
-    return slot.source or {"staged": "a producer", "output": "the step writes it"}.get(slot.kind, "-")
+    if slot.source is not None:
+        source = "batch" if slot.source == f"batch.{slot.name}" else slot.source
+        return source if slot.limit is None else f"{source}, at most {slot.limit}"
+    return {"staged": "a producer", "output": "the step writes it"}.get(slot.kind, "-")
 
 
 def _remarks(explanation: Explanation) -> Iterator[Text]:

@@ -8,7 +8,7 @@ import torch
 
 from .axes import BATCH, TOKENS, Axis, Dim, Sizes, extent
 from .computation import Computation, field_of
-from .compute import STEP
+from .compute import SETTINGS, STEP
 from .declaration import Declaration
 from .errors import BatchError
 from .ready import Views
@@ -21,10 +21,11 @@ Ranges = Mapping[Axis, tuple[int, int]]
 
 @attrs.frozen(eq=False)
 class ViewInfo:
-    """What a view remembers of its fill: the step's sizes, and which axes follow from others."""
+    """What a view remembers of its fill: the step's sizes, which axes follow from others, and the runner's settings."""
 
     step: Step
     relations: Mapping[Axis, Dim]
+    settings: object = None
 
 
 def make_view(cls: type[T], tensors: Views, fields: Mapping[str, Any], info: ViewInfo) -> T:
@@ -122,7 +123,7 @@ class _Cut:
             return torch.as_tensor(before)
         with torch.inference_mode(mode=False):
             target = torch.empty(extent(slot.shape, step.padded_sizes), dtype=before.dtype, device=before.device)
-        known = {**dict.fromkeys(self.declaration.fields), **values, STEP: step}
+        known = {**dict.fromkeys(self.declaration.fields), **values, STEP: step, SETTINGS: self.info.settings}
         with torch.no_grad():
             Computation.bind(name, compute, known, {}, target).run(None)
         return target

@@ -48,6 +48,16 @@ class Buckets:
             start = max(start, stop)
         return cls(sizes, max_waste)
 
+    @classmethod
+    def doubling(cls, largest: int, max_waste: float = 1.0) -> "Buckets":
+        """Buckets for tokens: 16, 32, then two for each power of two (48 and 64, 96 and 128, ...) up to `largest`.
+
+        At most a third of a batch of more than 16 tokens is padding; a graph of many tokens is dear to keep.
+        """
+        powers = [1 << power for power in range(4, max(largest - 1, 1).bit_length() + 1)]
+        sizes = {size for power in powers for size in (power, power * 3 // 2 if power > 16 else power)}  # noqa: PLR2004
+        return cls({size for size in sizes if size < largest} | {largest}, max_waste)
+
     @property
     def largest(self) -> int:
         """The largest bucket."""

@@ -2,7 +2,7 @@
 
 import os
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import attrs
@@ -22,11 +22,15 @@ KEPT: Final = 1024
 
 @attrs.define(eq=False)
 class Captured:
-    """One bucket for one pattern of absent slots; `verified` once its addresses were found unmoved."""
+    """One bucket for one pattern of absent slots: its graph, of the call `step`.
+
+    verified: its addresses were found unmoved.
+    """
 
     rows: int
     filling: Filling
     graph: Graph
+    step: Callable[[], Any]
     verified: bool = False
     _live: dict[int, tuple[Any, Guard, Any]] = attrs.field(factory=dict, init=False)
 

@@ -23,6 +23,7 @@ class Options(TypedDict, total=False):
 
     buckets: tuple[int, ...] | list[int]
     max_batch: int
+    max_tokens: int
     max_waste: float
     width: int
     warmups: int
@@ -30,6 +31,7 @@ class Options(TypedDict, total=False):
     debug: bool
     no_copy: bool | None
     sharing: bool
+    graphs: bool
     lowering: str
     lazy: bool
     error_mode: str | None
@@ -53,19 +55,21 @@ class RunnerConfig:
     """How a runner runs.
 
     backend: a backend's name, or "auto". buckets: padded request counts to capture; a default ladder up to `max_batch`
-    where none are given. max_waste: the largest share of padding worth a replay. width: tokens a request has in each
+    where none are given; of a prefill runner token counts up to `max_tokens`, for `max_batch` requests. max_waste: the largest share of padding worth a replay. width: tokens a request has in each
     step. warmups: runs before each capture. progress: whether capture may show a bar (on a terminal only).
     debug: catch stale outputs and moved addresses at each replay. no_copy: an eager runner hands the batch through;
     None asks the environment, SLOTGRAPH_EAGER_NO_COPY=1. sharing: whether runners may share input buffers, where the
-    backend can (none does so yet in this release). lowering: how fills are run, one of the backend's `lowerings`, or
-    "auto" for the first of them. lazy: capture a bucket when the first batch comes for it. error_mode: the mode that
-    captures run in, one of the backend's `capture_error_modes`; None for its default.
+    backend can (none does so yet in this release). graphs: whether steps are captured at all; without, nothing is, and all
+    run eagerly. lowering: how fills are run, one of the backend's `lowerings`, or "auto" for the first of them. lazy:
+    capture a bucket when the first batch comes for it. error_mode: the mode that captures run in, one of the backend's
+    `capture_error_modes`; None for its default.
     A runner takes them as keywords: `DecodeRunner(Inputs, step, **RunnerConfig.load("runner.toml").as_data())`.
     """
 
     backend: str = "auto"
     buckets: tuple[int, ...] = attrs.field(default=(), validator=_within(1))
     max_batch: int = attrs.field(default=32, validator=_within(1))
+    max_tokens: int = attrs.field(default=2048, validator=_within(1))
     max_waste: float = attrs.field(default=1.0, validator=_within(0, 1))
     width: int = attrs.field(default=1, validator=_within(1))
     warmups: int = attrs.field(default=1, validator=_within(0))
@@ -73,6 +77,7 @@ class RunnerConfig:
     debug: bool = False
     no_copy: bool | None = None
     sharing: bool = True
+    graphs: bool = True
     lowering: str = AUTO
     lazy: bool = False
     error_mode: str | None = None
@@ -120,6 +125,12 @@ class RunnerConfig:
         if self.buckets:
             return Buckets(self.buckets, self.max_waste)
         return Buckets.ladder(self.max_batch, self.max_waste)
+
+    def token_ladder(self) -> Buckets:
+        """The buckets that were given, or the default ones for tokens."""
+        if self.buckets:
+            return Buckets(self.buckets, self.max_waste)
+        return Buckets.doubling(self.max_tokens, self.max_waste)
 
 
 def _fault(error: BaseException, kind: type | None) -> str:

@@ -6,13 +6,23 @@ from typing import Any, Literal
 
 import attrs
 
-Path = Literal["graph", "eager"]
-Why = Literal["fits", "too_large", "waste", "not_captured", "absent", "field_differs", "always_eager"]
+Path = Literal["graph", "piecewise", "breakable", "eager"]
+Why = Literal[
+    "fits",
+    "too_large",
+    "waste",
+    "not_captured",
+    "absent",
+    "field_differs",
+    "width_differs",
+    "disabled",
+    "always_eager",
+]
 
 
 @attrs.frozen
 class Decision:
-    """The path of one batch: `graph` with its bucket, or `eager`, with the reason in one word and in one sentence."""
+    """The path of one batch: one with its bucket, or `eager`, with the reason in one word and in one sentence."""
 
     path: Path
     bucket: int | None
@@ -22,44 +32,55 @@ class Decision:
 
 @attrs.define
 class Counts:
-    """Steps of one bucket, and their live and padded rows."""
+    """Steps, and their live rows."""
 
     steps: int = 0
     live: int = 0
-    padded: int = 0
 
-    @property
-    def waste(self) -> float:
-        """The share of padded rows that were padding."""
-        return (self.padded - self.live) / self.padded if self.padded else 0.0
+    def add(self, rows: int, times: int = 1) -> None:
+        """Count a step of `rows` live rows, or several."""
+        self.steps += times
+        self.live += rows * times
 
 
 class Tally:
-    """Counts decisions as they are carried out."""
+    """Counts decisions as they are carried out.
 
-    def __init__(self) -> None:
+    path: the one that batches take which fit a bucket. buckets: steps by bucket. reasons: eager runs by reason.
+    """
+
+    def __init__(self, path: Path = "graph") -> None:
+        self.path = path
         self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
-        self.reasons: dict[tuple[Path, Why], int] = collections.Counter()
+        self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)
 
     def replayed(self, bucket: int, rows: int, times: int = 1) -> None:
         """A replay of `rows` live rows in a bucket, or several."""
-        counts = self.buckets[bucket]
-        counts.steps += times
-        counts.live += rows * times
-        counts.padded += bucket * times
+        self.buckets[bucket].add(rows, times)
 
-    def fell_back(self, decision: Decision) -> bool:
-        """An eager run in a graph's place; whether it is the first for its reason."""
-        key = (decision.path, decision.why)
-        self.reasons[key] += 1
-        return self.reasons[key] == 1
+    def fell_back(self, decision: Decision, rows: int) -> bool:
+        """An eager run of `rows` live rows in a graph's place; whether it is the first for its reason."""
+        first = decision.why not in self.reasons
+        self.reasons[decision.why].add(rows)
+        return first
 
     def as_data(self) -> Mapping[str, Any]:
-        """Plain data: per bucket steps, live and padded rows and waste; and how often each reason led to eager runs."""
-        buckets = {
-            size: {"steps": c.steps, "live": c.live, "padded": c.padded, "waste": c.waste}
-            for size, c in sorted(self.buckets.items())
-        }
-        eager = {why: count for (_, why), count in sorted(self.reasons.items())}
-        steps = {"graph": sum(c.steps for c in self.buckets.values()), "eager": sum(eager.values())}
+        """Plain data.
+
+        steps: by path. buckets: path, steps, live and padded rows, and waste of each. eager: steps and live rows by the
+        reason that led to them.
+        """
+        buckets = {size: self._bucket(size, counts) for size, counts in sorted(self.buckets.items())}
+        eager = {why: attrs.asdict(counts) for why, counts in sorted(self.reasons.items())}
+        steps = {self.path: _steps(self.buckets), "eager": _steps(self.reasons)}
         return {"steps": steps, "buckets": buckets, "eager": eager}
+
+    def _bucket(self, size: int, counts: Counts) -> dict[str, Any]:
+        """One bucket's counts; waste is the share of padded rows that were padding."""
+        padded = size * counts.steps
+        waste = (padded - counts.live) / padded if padded else 0.0
+        return {"path": self.path, "steps": counts.steps, "live": counts.live, "padded": padded, "waste": waste}
+
+
+def _steps(counts: Mapping[Any, Counts]) -> int:
+    return sum(one.steps for one in counts.values())

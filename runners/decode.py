@@ -9,6 +9,7 @@ import torch
 
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
+from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
 from ..dataflow.explain import check_copied, check_optional
@@ -25,7 +26,8 @@ from .filler import Filler
 from .graphs import GraphSet, patterns_of
 from .router import Router
 from .shortcut import MISS, Shortcuts
-from .stage import NO_BINDINGS, NO_SIZES, Stage, V, name_of
+from .stage import NO_BINDINGS, NO_LOANS, NO_SIZES, Lend, Stage, V, name_of, with_width
+from .widths import Widths
 
 _LOG = structlog.get_logger("slotgraph")
 _NO_PATTERNS: Final[Sequence[Collection[str]]] = ()
@@ -38,8 +40,10 @@ class DecodeRunner(Generic[V]):
     inputs: the declaration class. step: called with its view; returns tensors with one row a token. sizes: sizes of
     the fixed axes, and capacities of varying ones beside BATCH and TOKENS. settings: what `when=` of slots refers to.
     bind: tensors to adopt as buffers, by slot. absent: further patterns of absent optional slots to capture, each a
-    collection of names; with none, only batches that bring every slot are replayed. output_rows: the axis that the
-    rows of outputs follow, TOKENS or BATCH, or None to get outputs whole. Options are those of `RunnerConfig`.
+    collection of names; with none, only batches that bring every slot are replayed. lend: by slot, a call that gets
+    its view before the step's code runs (warm-up, capture, eager runs), and None after it: so an object outside, such
+    as a KV cache, is part of what is captured. output_rows: the axis that the rows of outputs follow, TOKENS or BATCH,
+    or None to get outputs whole. Options are those of `RunnerConfig`.
     """
 
     def __init__(
@@ -51,13 +55,16 @@ class DecodeRunner(Generic[V]):
         settings: object = None,
         bind: Mapping[str, torch.Tensor] = NO_BINDINGS,
         absent: Sequence[Collection[str]] = _NO_PATTERNS,
+        lend: Mapping[str, Lend] = NO_LOANS,
         output_rows: Axis | None = TOKENS,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
         self.config = config = RunnerConfig.of({"backend": name_of(backend), **options})
+        self.name = type(self).__name__  # in events; a runner that is made of this one gives it its own
         relations = {TOKENS: BATCH * config.width}
-        self.stage = Stage.of(inputs, step, backend, sizes, settings, relations)
+        sizes = with_width(inputs, sizes, config.width)
+        self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, lend=lend)
         self.buckets = config.ladder()
         self._sizes = {rows: _padded(self.stage, sizes, rows, config.width) for rows in self.buckets.sizes}
         capacity = self._sizes[self.buckets.largest]
@@ -68,17 +75,9 @@ class DecodeRunner(Generic[V]):
         self.graphs = GraphSet(self.stage, buffers, filler, rows_each=rows_each, debug=debug)
         self._patterns = patterns_of(absent)
         self._size = Sizer(self.stage.declaration, relations, capacity, BATCH)
-        self._router = Router(self.stage.declaration, self.buckets, capacity, self.graphs)
-        self._eager = EagerRunner(
-            inputs,
-            step,
-            sizes=sizes,
-            settings=settings,
-            relations=relations,
-            buffers=self.graphs.buffers,
-            backend=self.stage.backend,
-            no_copy=False,
-        )
+        self._widths = Widths(self.stage.declaration, config.width, self.stage.sizes)
+        self._router = Router(self.stage.declaration, self.buckets, capacity, self.graphs, enabled=config.graphs)
+        self._eager = _eager_beside(self.stage, settings, buffers)
         self._tally = Tally()
         self._shortcuts = self._may_shorten()
         self._filled: tuple[V | None, Captured | None, int] | None = None
@@ -86,12 +85,11 @@ class DecodeRunner(Generic[V]):
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it.
 
-        Raises CaptureError where buckets failed; the others are usable all the same, and `report` names both.
+        Nothing is captured with `graphs` off. Raises CaptureError where buckets failed; the others are usable all the
+        same, and `report` names both.
         """
-        config, name = self.config, type(self).__name__
-        order = Order(
-            self._sizes, self._patterns, config.warmups, config.error_mode, config.progress, config.lazy, name
-        )
+        config, sizes = self.config, self._sizes if self.config.graphs else {}
+        order = Order(sizes, self._patterns, config.warmups, config.error_mode, config.progress, config.lazy, self.name)
         return self.graphs.capture(order)
 
     def _may_shorten(self) -> Shortcuts[V] | None:
@@ -175,14 +173,36 @@ class DecodeRunner(Generic[V]):
             absent = self.stage.absent(batch, side) if self.stage.optional else NONE
             route = self._router.route(live, absent, batch)
             if isinstance(route, Decision):
-                return self._fill_eagerly(batch, route, side), None, live[-1]
+                view = self._eager.fill(batch, **side)
+                self._count(route, live[-1])
+                return view, None, live[-1]
             ready = graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=whole)
         except BatchError as error:
-            self._filled = before  # nothing was written: the view filled last still stands
-            graphs.fills -= 1
             self._size.explain(error)
-            raise
+            try:
+                return self._fill_other_width(batch, side, error)
+            except BatchError:
+                self._filled = before  # nothing was written: the view filled last still stands
+                graphs.fills -= 1
+                raise
         return None if whole else self.stage.view(ready, batch), route, live[-1]
+
+    def _fill_other_width(self, batch: Any, side: Side, refused: BatchError) -> tuple[V, None, int]:
+        """Fill eagerly what was refused, where its requests have another width than was captured and all else fits.
+
+        Raises what refused it where that is not so, and BatchError where slots depend on the width.
+        """
+        other = self._widths.of(batch, side)
+        if other is None:
+            raise refused
+        width, requests = other
+        decision = self._widths.decision(width)
+        try:
+            view = self._eager.fill_width(width, batch, side)
+        except BatchError:
+            raise refused from None
+        self._count(decision, requests)
+        return view, None, requests
 
     def replay(self, view: V) -> Any:
         """Run the step on the view that was filled last. ReplayError where another fill has overwritten it."""
@@ -201,7 +221,10 @@ class DecodeRunner(Generic[V]):
         return outputs
 
     def decide(self, batch: Any, **side: Any) -> Decision:
-        """The path that a batch would take, its bucket, and why."""
+        """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
+        other = self._widths.of(batch, side)
+        if other is not None and self.report is not None:
+            return self._widths.decision(other[0])
         return self._router.decide(self._size(batch, side), self.stage.absent(batch, side), batch)
 
     def plan(self, bucket: int, absent: Collection[str] = (), in_place: Collection[str] = ()) -> FillPlan:
@@ -212,7 +235,7 @@ class DecodeRunner(Generic[V]):
         return plan_fill(declaration, sizes, capabilities, lowering=how, absent=missing, in_place=written)
 
     def stats(self) -> Mapping[str, Any]:
-        """Plain data: steps, per bucket live and padded rows and waste, and how often each reason led to eager runs.
+        """Plain data: steps by path; each bucket's path, steps, live and padded rows, and waste; eager runs by reason.
 
         lowerings: fills by each lowering. detours: how often each reason led to a later lowering than the runner's.
         """
@@ -221,12 +244,25 @@ class DecodeRunner(Generic[V]):
             self._shortcuts.settle()
         return {**self._tally.as_data(), "lowerings": dict(filler.lowered), "detours": dict(filler.detours)}
 
-    def _fill_eagerly(self, batch: Any, decision: Decision, side: Side) -> V:
-        """Fill in a graph's place, count it, and warn the first time that a reason leads to it."""
-        view = self._eager.fill(batch, **side)
-        if self._tally.fell_back(decision):
-            _LOG.warning("fallback", runner=type(self).__name__, why=decision.why, reason=decision.reason)
-        return view
+    def _count(self, decision: Decision, rows: int) -> None:
+        """Count an eager run in a graph's place, and warn the first time that a reason leads to one."""
+        if self._tally.fell_back(decision, rows):
+            _LOG.warning("fallback", runner=self.name, why=decision.why, reason=decision.reason)
+
+
+def _eager_beside(stage: Stage[V], settings: object, buffers: Buffers) -> EagerRunner[V]:
+    """What runs batches that no graph takes, in the same buffers as long as they are large enough."""
+    return EagerRunner(
+        stage.inputs,
+        stage.step,
+        sizes=stage.sizes,
+        settings=settings,
+        relations=stage.relations,
+        buffers=buffers,
+        lend=stage.lend,
+        backend=stage.backend,
+        no_copy=False,
+    )
 
 
 def _rows_each(output_rows: Axis | None, width: int) -> int | None:

@@ -9,10 +9,12 @@ import torch
 
 from ..backends.base import Backend
 from ..dataflow.admission import Wanted, check_source
-from ..dataflow.axes import Axis, Dim, Sizes, extent
+from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes, extent
 from ..dataflow.bucket import Bucket
 from ..dataflow.buffers import Buffers
+from ..dataflow.caches import keep_newest
 from ..dataflow.capabilities import DEVICE
+from ..dataflow.declaration import Declaration
 from ..dataflow.errors import BatchError
 from ..dataflow.fill import compute_on_device
 from ..dataflow.handover import hand_over
@@ -22,9 +24,12 @@ from ..dataflow.slots import Slot
 from ..dataflow.sources import Side, look_up
 from .config import Options, RunnerConfig
 from .decision import Decision, Tally
-from .stage import NO_SIZES, Stage, V, name_of
+from .running import Running, under_way
+from .stage import NO_LOANS, NO_SIZES, Lend, Stage, V, name_of
 
 NO_COPY_VARIABLE: Final = "SLOTGRAPH_EAGER_NO_COPY"
+KEPT: Final = 64
+"""Other widths that a runner remembers how to size."""
 _ALWAYS: Final = Decision("eager", None, "always_eager", "an eager runner captures nothing")
 _LOG = structlog.get_logger("slotgraph")
 
@@ -35,7 +40,8 @@ class EagerRunner(Generic[V]):
 
     Buffers grow to the next power of two on each axis when a batch asks for more. With `no_copy` nothing is copied:
     the step sees the batch's own tensors, checked as ever. carry: slots that the batch has already computed right.
-    buffers: another runner's, to be used as long as they are large enough.
+    buffers: another runner's, to be used as long as they are large enough. lend: by slot, a call that gets its view
+    before the step's code runs, and None after it.
     """
 
     def __init__(
@@ -48,11 +54,12 @@ class EagerRunner(Generic[V]):
         carry: tuple[str, ...] = (),
         relations: Mapping[Axis, Dim] | None = None,
         buffers: Buffers | None = None,
+        lend: Mapping[str, Lend] = NO_LOANS,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
         config = RunnerConfig.of({"backend": name_of(backend), **options})
-        self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, carry)
+        self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, carry=carry, lend=lend)
         self.no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
         capabilities, slots = self.stage.backend.capabilities, inputs.slotgraph.slots
         self._carried = [
@@ -60,6 +67,8 @@ class EagerRunner(Generic[V]):
             for name in carry
         ]
         self._size = Sizer(self.stage.declaration, self.stage.relations, self.stage.sizes)
+        self._other_sizes: dict[int, Sizer] = {}
+        self._rows_of = _leading(self.stage.declaration)
         self._capacity = dict.fromkeys(self.stage.declaration.axes, 0) | dict(self.stage.sizes)
         self._bucket = self._begin_with(buffers) if buffers is not None else None
         self._tally = Tally()
@@ -70,28 +79,39 @@ class EagerRunner(Generic[V]):
 
     def fill(self, batch: Any, **side: Any) -> V:
         """The view that the step would see."""
+        return self._fill(batch, side, self._size, self.stage.relations)
+
+    def fill_width(self, width: int, batch: Any, side: Side) -> V:
+        """The same for a batch with `width` tokens a request, whatever relation of TOKENS the runner was given."""
+        relations = {**self.stage.relations, TOKENS: BATCH * width}
+        size = self._other_sizes.get(width)
+        if size is None:
+            size = Sizer(self.stage.declaration, relations, self.stage.sizes)
+            keep_newest(self._other_sizes, KEPT)[width] = size
+        return self._fill(batch, side, size, relations)
+
+    def _fill(self, batch: Any, side: Side, size: Sizer, relations: Mapping[Axis, Dim]) -> V:
         before = self._bucket, self._capacity
         try:
-            return self._fill(batch, side)
+            return self._fill_sized(batch, side, size(batch, side), relations)
         except BatchError as error:
             self._bucket, self._capacity = before
-            self._size.explain(error)
+            size.explain(error)
             raise
 
-    def _fill(self, batch: Any, side: Side) -> V:
-        live = self._size(batch, side)
+    def _fill_sized(self, batch: Any, side: Side, live: tuple[int, ...], relations: Mapping[Axis, Dim]) -> V:
         self._check_carried(batch, live)
         bucket = self._bucket_for(live)
         absent = self.stage.absent(batch, side)
         ready = hand_over(bucket, batch, live, absent, side) if self.no_copy else bucket.fill(batch, live, absent, side)
         compute_on_device(ready, batch)
-        return self.stage.view(ready, batch)
+        return self.stage.view(ready, batch, relations)
 
     def run(self, view: V) -> Any:
         """Run the step on a view, without gradients."""
-        self._tally.fell_back(_ALWAYS)
-        with torch.no_grad():
-            return self.stage.step(view)
+        self._tally.fell_back(_ALWAYS, self._rows_in(view))
+        with torch.no_grad(), under_way(Running(view)):
+            return self.stage.run(view)
 
     def decide(self, batch: Any, **side: Any) -> Decision:
         """Always eager."""
@@ -99,7 +119,7 @@ class EagerRunner(Generic[V]):
         return _ALWAYS
 
     def stats(self) -> Mapping[str, Any]:
-        """How many steps were run, as plain data."""
+        """How many steps were run, and on how many live rows, as plain data."""
         return self._tally.as_data()
 
     @property
@@ -111,6 +131,11 @@ class EagerRunner(Generic[V]):
     def nbytes(self) -> int:
         """Bytes of the buffers at their present capacity."""
         return self.buffers.nbytes if self.buffers else 0
+
+    def _rows_in(self, view: V) -> int:
+        """Live rows of a view; none are known of one that no fill made."""
+        info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
+        return 0 if info is None or self._rows_of is None else info.step.live(self._rows_of)
 
     def _check_carried(self, batch: Any, live: tuple[int, ...]) -> None:
         """Hold the slots that the batch has computed to their declaration, like any source."""
@@ -151,6 +176,12 @@ class EagerRunner(Generic[V]):
         self._capacity = dict(buffers.capacity)
         stage = self.stage
         return Bucket(stage.declaration, buffers.capacity, stage.backend.capabilities, buffers, exact=True)
+
+
+def _leading(declaration: Declaration) -> Axis | None:
+    """The axis that rows are counted on: requests where there are any, else tokens, else what varies."""
+    varying = declaration.varying
+    return next((axis for axis in (BATCH, TOKENS, *varying) if axis in varying), None)
 
 
 def _power_of_two(rows: int) -> int:

@@ -1,7 +1,7 @@
 """Captured buckets: each with its fill, its graph and its outputs."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Generic
 
 import attrs
@@ -30,18 +30,28 @@ from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .stage import Stage, V
 
 Key = tuple[int, Absent]
+Recipe = Callable[[Filling, Absent], Callable[[], Any]]
+"""What makes the call that is captured of a bucket; it may run the step before."""
 
 
 class GraphSet(Generic[V]):
     """The graphs of one runner over one set of buffers.
 
     rows_each: output rows for each row of the leading axis, or None where outputs are handed out whole.
-    debug: stamp outputs, and check addresses at each replay instead of the first only. fills, eager_runs:
-    how often the buffers were filled, and how often a step ran on them without a graph.
+    debug: stamp outputs, and check addresses at each replay instead of the first only. recipe: makes what is captured
+    of a bucket; the whole step, where it is not given. fills, eager_runs: how often the buffers were filled, and how
+    often a step ran on them without a graph.
     """
 
     def __init__(
-        self, stage: Stage[V], buffers: Buffers, filler: Filler[V], *, rows_each: int | None, debug: bool
+        self,
+        stage: Stage[V],
+        buffers: Buffers,
+        filler: Filler[V],
+        *,
+        rows_each: int | None,
+        debug: bool,
+        recipe: "Recipe | None" = None,
     ) -> None:
         self.stage = stage
         self.buffers = buffers
@@ -54,6 +64,7 @@ class GraphSet(Generic[V]):
         self._outputs = [span(b.tensor) for b in buffers if b.nbytes and isinstance(b.slot, Output)]
         self.rows_each = rows_each
         self._debug = debug
+        self._recipe = self._whole_step if recipe is None else recipe
         self._captured: dict[Key, Captured] = {}
         self._order: Order | None = None
         self._forks = FORKS.count
@@ -131,9 +142,8 @@ class GraphSet(Generic[V]):
     def _capture(self, rows: int, absent: Absent, order: Order) -> Captured:
         stage, filler = self.stage, self.filler
         filling = filler.make(order.buckets[rows], absent)
-        ready = self._whole(filling, absent)
         filler.rest()
-        step = _Step(stage, filler, filling, ready)
+        step = self._recipe(filling, absent)
         graph = capture_step(
             stage.backend, step, self.buffers, warmups=order.warmups, pool=self._pool, error_mode=order.error_mode
         )
@@ -142,7 +152,10 @@ class GraphSet(Generic[V]):
         if filler.lowering == "fused":
             filler.capture_alone(filling, warmups=1)
         _ = self.buffers.addresses
-        return Captured(rows, filling, graph)
+        return Captured(rows, filling, graph, step)
+
+    def _whole_step(self, filling: Filling, absent: Absent) -> Callable[[], Any]:
+        return _Step(self.stage, self.filler, filling, self._whole(filling, absent))
 
     def view(self, captured: Captured, absent: Absent) -> V:
         """A bucket's slots at their padded size, for producers who write them."""
@@ -167,7 +180,11 @@ class GraphSet(Generic[V]):
         if self._forks != FORKS.count:
             message = "this process was forked after capture: graphs belong to the process that captured them"
             raise ReplayError(message)
-        captured.graph.replay()
+        try:
+            captured.graph.replay()
+        except BaseException:
+            self.buffers.distrust()  # slots that the step would have put back
+            raise
         self.clock.replays += 1
         outputs = self.outputs(captured, rows)
         return map_tensors(outputs, self._stamp) if self._debug else outputs
@@ -219,7 +236,11 @@ class _Step(Generic[V]):
         with torch.no_grad():
             self._filler.first_node(self._filling)
             compute_on_device(self._ready)
-            return self._stage.step(self._stage.capture_view(self._ready))
+            try:
+                return self._stage.run(self._stage.capture_view(self._ready))
+            except BaseException:
+                self._filler.buffers.distrust()  # slots that it would have put back
+                raise
 
 
 def patterns_of(declared: Sequence[Collection[str]]) -> set[Absent]:

@@ -1,10 +1,12 @@
 """Routing: which bucket a batch goes to, or why it runs eagerly."""
 
+import reprlib
+from collections.abc import Collection
 from typing import Any, Final
 
 import attrs
 
-from ..dataflow.axes import BATCH, TOKENS, Sizes
+from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.caches import keep_newest
 from ..dataflow.declaration import Declaration
@@ -12,7 +14,7 @@ from ..dataflow.errors import ReplayError
 from ..dataflow.sources import look_up
 from .buckets import Buckets
 from .captured import Captured
-from .decision import Decision, Why
+from .decision import Decision, Path, Why
 from .graphs import GraphSet
 
 KEPT: Final = 4096
@@ -20,15 +22,30 @@ KEPT: Final = 4096
 
 
 class Router:
-    """Decides for one runner; a table over row counts, so that a decision is a look-up."""
+    """Decides for one runner; a table over row counts, so that a decision is a look-up.
 
-    def __init__(self, declaration: Declaration, buckets: Buckets, capacity: Sizes, graphs: GraphSet[Any]) -> None:
+    enabled: whether anything is captured at all; without, every decision is eager. leading: axes that the bucket
+    decides. path: what a batch takes that fits one.
+    """
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        buckets: Buckets,
+        capacity: Sizes,
+        graphs: GraphSet[Any],
+        *,
+        enabled: bool = True,
+        leading: Collection[Axis] = (BATCH, TOKENS),
+        path: Path = "graph",
+    ) -> None:
+        self._enabled = enabled
         self._buckets = buckets
         self._graphs = graphs
         self._table = buckets.table()
         self._routes: dict[tuple[tuple[int, ...], Absent], Captured] = {}
-        self._fits = {rows: Decision("graph", rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
-        own = [(i, axis) for i, axis in enumerate(declaration.varying) if axis not in (BATCH, TOKENS)]
+        self._fits = {rows: Decision(path, rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
+        own = [(i, axis) for i, axis in enumerate(declaration.varying) if axis not in leading]
         self._limits = [(i, axis, capacity[axis]) for i, axis in own]
         self._fixed_fields = {name: value for name, value in declaration.fields.items() if _is_value(value)}
 
@@ -64,13 +81,12 @@ class Router:
         if report is None:
             message = "nothing is captured yet: call capture() first"
             raise ReplayError(message)
+        if not self._enabled:
+            return _eager("disabled", "graphs are switched off, by graphs=False")
         rows = live[-1]
         bucket = self._buckets.fit(rows)
-        for index, axis, most in self._limits:
-            if live[index] > most:
-                return _eager("too_large", f"{live[index]} rows on {axis} are more than the {most} of every bucket")
-        if bucket is None:
-            return _eager("too_large", f"{rows} rows are more than the largest bucket, {self._buckets.largest}")
+        if bucket is None or any(live[index] > most for index, _, most in self._limits):
+            return _eager("too_large", self._too_large(live))
         if self._table[rows] is None:
             share, most_waste = self._buckets.waste(rows, bucket), self._buckets.max_waste
             return _eager("waste", f"bucket {bucket} would be {share:.0%} padding, over the limit of {most_waste:.0%}")
@@ -80,8 +96,14 @@ class Router:
             names = ", ".join(map(repr, sorted(absent)))
             return _eager("absent", f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one")
         name = self._differing(batch)
-        seen = self._fixed_fields[name]
-        return _eager("field_differs", f"field {name!r} is not {seen!r}, with which graphs were captured")
+        came, seen = _brief(look_up(batch, name)), self._fixed_fields[name]
+        return _eager("field_differs", f"field {name!r} is {came}, not {seen!r}, with which graphs were captured")
+
+    def _too_large(self, live: tuple[int, ...]) -> str:
+        for index, axis, most in self._limits:
+            if live[index] > most:
+                return f"{live[index]} rows on {axis} are more than the {most} of every bucket"
+        return f"{live[-1]} rows are more than the largest bucket, {self._buckets.largest}"
 
     def _differing(self, batch: Any) -> str:
         """The first field whose value in the batch is not the one that graphs saw, or nothing."""
@@ -95,6 +117,11 @@ class Router:
 def _same(value: Any, captured: Any) -> bool:
     """Whether two field values are one; a tensor or an array, of which `==` makes another, is never the same."""
     return value is captured or (not hasattr(value, "shape") and bool(value == captured))
+
+
+def _brief(value: Any) -> str:
+    """A field's value in a sentence; of a tensor or an array its kind alone, which asks no device."""
+    return type(value).__name__ if hasattr(value, "shape") else reprlib.repr(value)
 
 
 def _is_value(default: Any) -> bool:

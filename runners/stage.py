@@ -1,14 +1,16 @@
 """What every runner stands on: a declaration under its settings, a backend, the step, and its sizes."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Generic, TypeVar
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import attrs
 import torch
 
 from ..backends.base import Backend
 from ..backends.registry import choose
-from ..dataflow.axes import Axis, Dim, Sizes
+from ..dataflow.axes import WIDTH, Axis, Dim, Sizes
+from ..dataflow.binding import overlaps, span
 from ..dataflow.bucket import absent_from
 from ..dataflow.buffers import Buffers, allocate
 from ..dataflow.declaration import Declaration
@@ -17,11 +19,15 @@ from ..dataflow.inputs import Inputs
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from ..dataflow.views import ViewInfo, carried, make_view
+from .outputs import map_tensors
 
 V = TypeVar("V", bound=Inputs)
 NO_SIZES: Final[Sizes] = {}
 _NO_FIELDS: Final[Mapping[str, Any]] = {}
 NO_BINDINGS: Final[Mapping[str, torch.Tensor]] = {}
+Lend: TypeAlias = Callable[[torch.Tensor | None], object]
+"""Who gets a slot's view before the step's code runs (at capture, and in eager runs), and None after it."""
+NO_LOANS: Final[Mapping[str, Lend]] = {}
 
 
 def name_of(backend: str | Backend) -> str:
@@ -29,11 +35,20 @@ def name_of(backend: str | Backend) -> str:
     return backend if isinstance(backend, str) else backend.name
 
 
+def with_width(inputs: type[Inputs], sizes: Sizes, width: int) -> Sizes:
+    """Sizes with that of WIDTH, where a declaration asks for it. ConfigError where it was given, and another."""
+    if sizes.get(WIDTH, width) != width:
+        message = f"sizes of WIDTH is {sizes[WIDTH]}, and width= is {width}: give width= alone"
+        raise ConfigError(message)
+    return {**sizes, WIDTH: width} if WIDTH in inputs.slotgraph.axes else sizes
+
+
 @attrs.frozen(eq=False)
 class Stage(Generic[V]):
     """A declaration class made ready to run: what its settings enable, where it runs, and what runs on its views.
 
     sizes: sizes of the fixed axes, and capacities of further varying ones. relations: axes that follow from others.
+    lend: by slot, who gets its view while the step's code runs. restored: slots that the step writes, to be put back.
     """
 
     inputs: type[V]
@@ -43,6 +58,8 @@ class Stage(Generic[V]):
     sizes: Sizes
     relations: Mapping[Axis, Dim]
     optional: bool
+    lend: Mapping[str, Lend]
+    restored: tuple[str, ...]
 
     @classmethod
     def of(
@@ -53,13 +70,15 @@ class Stage(Generic[V]):
         sizes: Sizes = NO_SIZES,
         settings: object = None,
         relations: Mapping[Axis, Dim] | None = None,
+        *,
         carry: tuple[str, ...] = (),
+        lend: Mapping[str, Lend] = NO_LOANS,
     ) -> "Stage[V]":
         """Check what a runner is given.
 
         Raises DeclarationError, ConfigError or BackendUnavailableError, which say what does not fit.
         """
-        declaration = inputs.slotgraph.under(settings).carrying(carry)
+        declaration = inputs.slotgraph.under(settings, carry)
         unknown = sorted(axis.name for axis in set(sizes) - set(declaration.axes))
         if unknown:
             message = f"sizes names {unknown[0]!r}, an axis that no slot of {declaration.name} has"
@@ -68,8 +87,18 @@ class Stage(Generic[V]):
         if unsized:
             message = f"{declaration.name} needs sizes= for its fixed axes {', '.join(unsized)}"
             raise ConfigError(message)
-        optional = any(slot.optional for slot in declaration.slots.values())
-        return cls(inputs, declaration, choose(backend), step, dict(sizes), dict(relations or {}), optional)
+        for name in lend:
+            if name not in declaration.slots and name not in declaration.disabled:
+                message = f"lend names {name!r}, which is no slot of {declaration.name}"
+                raise ConfigError(message)
+            if not callable(lend[name]):
+                message = f"lend: expected a call that takes slot {name!r}, got {type(lend[name]).__name__}"
+                raise ConfigError(message)
+        slots = declaration.slots
+        optional = any(slot.optional for slot in slots.values())
+        restored = tuple(name for name in slots if slots[name].restored)
+        follow = dict(relations or {})
+        return cls(inputs, declaration, choose(backend), step, dict(sizes), follow, optional, dict(lend), restored)
 
     def allocate(self, capacity: Sizes, bind: Mapping[str, torch.Tensor] = NO_BINDINGS) -> Buffers:
         """Buffers of a given capacity on the backend."""
@@ -79,14 +108,54 @@ class Stage(Generic[V]):
         """Optional slots that a batch comes without."""
         return absent_from(self.declaration, batch, side) if self.optional else frozenset()
 
-    def view(self, ready: Ready, batch: Any) -> V:
-        """The view of a fill."""
+    def view(self, ready: Ready, batch: Any, relations: Mapping[Axis, Dim] | None = None) -> V:
+        """The view of a fill. relations: those that hold for its sizes, where they are not the stage's."""
         info = ready.notes.get("info")
         if info is None:
-            info = ready.notes["info"] = ViewInfo(ready.step, self.relations)
+            follow = self.relations if relations is None else relations
+            info = ready.notes["info"] = ViewInfo(ready.step, follow, self.declaration.settings)
         fields = carried(self.declaration.fields, batch) if self.declaration.fields else _NO_FIELDS
         return make_view(self.inputs, ready.views, fields, info)
+
+    def run(self, view: V, step: Callable[[V], Any] | None = None) -> Any:
+        """Run the step, or another in its place.
+
+        Slots are lent before it, and taken back; those that it writes on the way are put back. What it returns of the
+        latter is a copy, made before they are. A step that raises leaves them as they are then, so that whoever runs it
+        on a padded view must distrust the buffers; live rows are written by every fill.
+        """
+        step = self.step if step is None else step
+        if not self.lend and not self.restored:
+            return step(view)
+        slots = view.__dict__
+        kept = [(slots[name], slots[name].clone()) for name in self.restored if slots[name] is not None]
+        with self.lent(view):
+            outputs = step(view)
+        return _put_back(kept, outputs) if kept else outputs
+
+    @contextlib.contextmanager
+    def lent(self, view: Inputs) -> Iterator[None]:
+        """While the step's code runs."""
+        with contextlib.ExitStack() as loans:
+            for name, take in self.lend.items():
+                loans.callback(take, None)
+                take(view.__dict__[name])
+            yield
 
     def capture_view(self, ready: Ready) -> V:
         """The view that a step sees while it is captured: fields only where the declaration gives a default."""
         return self.view(ready, None)
+
+
+def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], outputs: Any) -> Any:
+    """Restore slots to what they held before, and return the outputs, which keep what the step made of them."""
+    spans = [span(slot) for slot, _ in kept if slot.numel()]
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        inside = tensor.layout == torch.strided and tensor.numel() and overlaps(tensor, spans)
+        return tensor.clone() if inside else tensor
+
+    outputs = map_tensors(outputs, own)
+    for slot, before in kept:
+        slot.copy_(before)
+    return outputs

@@ -120,10 +120,12 @@ def copied_slots(draw: st.DrawFn, name: str) -> Any:
     role = dtype == torch.int64 and draw(st.booleans())
     converts = draw(st.sampled_from([(), (torch.int64,), (torch.float32, torch.int32)])) if dtype != torch.bool else ()
     optional: dict[str, Any] = {"default": None} if draw(st.booleans()) else {}
+    pad = draw(tails(dtype))
     return copied(
         *draw(shapes()),
         dtype=CACHE_LOC if role else dtype,
-        pad=draw(tails(dtype)),
+        pad=pad,
+        starts=None if isinstance(pad, Once) else draw(st.none() | numbers(dtype)),
         source=draw(st.sampled_from([None, None, f"nested.{name}", side(f"beside.{name}"), _Called(name)])),
         placement=draw(st.sampled_from(["device", "host"])),
         strided=draw(st.booleans()),

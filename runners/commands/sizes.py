@@ -8,7 +8,7 @@ from typing import Any, Final, NoReturn
 
 import typer
 
-from ...dataflow.axes import BATCH, TOKENS, Axis
+from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis
 from ...dataflow.declaration import Declaration
 from ...dataflow.explain import Extents
 from .failures import nearest
@@ -17,7 +17,10 @@ _SIZE: Final = re.compile(r"(?P<axis>\w+)=(?P<live>\d+)(?:/(?P<padded>\d+))?")
 
 
 def extents_of(texts: Sequence[str], width: int, declaration: Declaration) -> Extents:
-    """Live and padded sizes from texts such as `batch=37/48` and `hidden=64`; TOKENS follows from BATCH by `width`."""
+    """Live and padded sizes from texts such as `batch=37/48` and `hidden=64`.
+
+    width: tokens a request, which sizes WIDTH, and TOKENS where only BATCH is given.
+    """
     extents: dict[Axis, tuple[int, int]] = {}
     for text in texts:
         match = _SIZE.fullmatch(text)
@@ -30,6 +33,8 @@ def extents_of(texts: Sequence[str], width: int, declaration: Declaration) -> Ex
     if BATCH in extents and TOKENS in declaration.axes and TOKENS not in extents:
         live, padded = extents[BATCH]
         extents[TOKENS] = (live * width, padded * width)
+    if extents and WIDTH in declaration.axes:
+        extents.setdefault(WIDTH, (width, width))
     return extents
 
 

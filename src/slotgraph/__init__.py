@@ -1,7 +1,7 @@
 """Declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs."""
 
 from slotgraph.dataflow import errors
-from slotgraph.dataflow.axes import BATCH, TOKENS, Axis
+from slotgraph.dataflow.axes import BATCH, TOKENS, WIDTH, Axis
 from slotgraph.dataflow.capabilities import DEVICE, HOST
 from slotgraph.dataflow.errors import SlotGraphError
 from slotgraph.dataflow.inputs import Inputs
@@ -11,10 +11,18 @@ from slotgraph.dataflow.sources import side
 from slotgraph.dataflow.specifiers import computed, constant, copied, output, slot, staged
 from slotgraph.dataflow.step import Step
 from slotgraph.dataflow.tails import keep, once
+from slotgraph.runners import standard
+from slotgraph.runners.breakable import BreakableRunner
+from slotgraph.runners.breaks import graph_break
 from slotgraph.runners.buckets import Buckets
 from slotgraph.runners.config import RunnerConfig
 from slotgraph.runners.decode import DecodeRunner
+from slotgraph.runners.draft import DraftRunner
+from slotgraph.runners.draft_extend import DraftExtendRunner
 from slotgraph.runners.eager import EagerRunner
+from slotgraph.runners.prefill import PrefillRunner
+from slotgraph.runners.running import current_view
+from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
 
 __version__ = "0.1.0"
 
@@ -25,12 +33,18 @@ __all__ = [
     "HOST",
     "SEQ_LEN_FILL",
     "TOKENS",
+    "WIDTH",
     "Axis",
+    "BreakableRunner",
     "Buckets",
     "DecodeRunner",
+    "DraftExtendRunner",
+    "DraftRunner",
     "EagerRunner",
     "FillRole",
     "Inputs",
+    "MultiLayerDraftExtendRunner",
+    "PrefillRunner",
     "Role",
     "RunnerConfig",
     "Slot",
@@ -39,11 +53,14 @@ __all__ = [
     "computed",
     "constant",
     "copied",
+    "current_view",
     "errors",
+    "graph_break",
     "keep",
     "once",
     "output",
     "side",
     "slot",
     "staged",
+    "standard",
 ]

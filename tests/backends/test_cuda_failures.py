@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -219,7 +219,8 @@ def test_replay_that_is_refused(cuda: CudaBackend) -> None:
     """What torch says at a replay is a ReplayError."""
     source = torch.ones(4, device=cuda.device)
     graph = capture(cuda, lambda: source + 1)
-    graph._graph.reset()
+    for part in graph._parts:
+        cast("torch.cuda.CUDAGraph", part).reset()
     with pytest.raises(ReplayError, match="could not be replayed"):
         graph.replay()
 

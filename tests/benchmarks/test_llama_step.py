@@ -3,14 +3,10 @@
 pytest tests/benchmarks/test_llama_step.py -m cuda
 """
 
-from collections.abc import Iterator, Sequence
-
 import pytest
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from serving.timing import Race, Spread
+from serving.timing import Race
 from slotgraph.backends import choose
 from slotgraph.backends.cuda import CudaBackend
 from tests.benchmarks.llama import (
@@ -25,6 +21,7 @@ from tests.benchmarks.llama import (
     step_times,
     steps_of,
 )
+from tests.benchmarks.shown import show, table_of
 
 # This is about time: what other packages have to say about themselves is no failure.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -32,34 +29,6 @@ pytestmark = pytest.mark.filterwarnings("default")
 TINY = Shape(name="tiny", layers=1, hidden=32, heads=2, kv_heads=1, intermediate=32, vocabulary=64)
 LIVE, BUCKET = 7, 8
 BUCKETS = 20
-
-
-@pytest.fixture
-def cuda() -> Iterator[CudaBackend]:
-    """The backend on the current device, whose memory is free again afterwards; skips where there is none."""
-    available = CudaBackend.is_available()
-    if not available:
-        pytest.skip(f"cuda: {available.reason}")
-    yield CudaBackend()
-    torch.cuda.empty_cache()
-
-
-def table_of(title: str, rows: dict[str, Sequence[float]], unit: str) -> Table:
-    """Medians and spreads, each with its ratio to the first row, taken round by round."""
-    table = Table(title=title, title_justify="left")
-    for name in ("", f"{unit}, median", "p10", "p90", "of the first", "p10", "p90"):
-        table.add_column(name, justify="right")
-    first = next(iter(rows.values()))
-    for name, times in rows.items():
-        spread, ratio = Spread.of(times), Spread.of([t / f for t, f in zip(times, first, strict=True)])
-        cells = [f"{value:.2f}" for value in (spread.median, spread.p10, spread.p90)]
-        table.add_row(name, *cells, *(f"{value:.4f}" for value in (ratio.median, ratio.p10, ratio.p90)))
-    return table
-
-
-def show(table: Table) -> None:
-    """Print it, whatever the terminal."""
-    Console(width=110).print("\n", table)
 
 
 @pytest.mark.cuda

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, copied, side
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
+from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
 from slotgraph.runners.decision import Decision
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
 
@@ -76,7 +76,9 @@ REASONS: list[Any] = [
     pytest.param(varied(1, 2), ("eager", None, "waste"), r"bucket 4 would be 75% padding, .*50%", id="waste"),
     pytest.param(varied(12, 2), ("eager", None, "not_captured"), r"no room for 16", id="not captured"),
     pytest.param(varied(4, 2, extra=None), ("eager", None, "absent"), "without 'extra'", id="absent"),
-    pytest.param(varied(4, 2, mode="verify"), ("eager", None, "field_differs"), "'mode' is not 'decode'", id="field"),
+    pytest.param(
+        varied(4, 2, mode="verify"), ("eager", None, "field_differs"), "is 'verify', not 'decode'", id="field"
+    ),
 ]
 
 
@@ -116,8 +118,10 @@ def test_same_value_goes_through_the_graph(varied_runner: DecodeRunner[VariedInp
 
 def test_field_that_compares_by_element(varied_runner: DecodeRunner[VariedInputs]) -> None:
     """A field whose value in the batch is an array differs from the captured one, and says so."""
-    for value in (torch.arange(3), np.arange(3), [np.arange(3)], {"rows": torch.arange(3)}):
-        assert varied_runner.decide(varied(3, 3, mode=value)).why == "field_differs"
+    values: list[Any] = [torch.arange(3), np.arange(3), [np.arange(3)], {"rows": torch.arange(3)}]
+    decisions = [varied_runner.decide(varied(3, 3, mode=value)) for value in values]
+    assert {decision.why for decision in decisions} == {"field_differs"}
+    assert decisions[0].reason == "field 'mode' is Tensor, not 'decode', with which graphs were captured"
 
 
 def test_bad_batch_is_refused_by_decide(varied_runner: DecodeRunner[VariedInputs]) -> None:
@@ -182,10 +186,10 @@ def test_stats(cpu: str, lowering: str) -> None:
     assert runner.stats() == {
         "steps": {"graph": 5, "eager": 3},
         "buckets": {
-            4: {"steps": 3, "live": 9, "padded": 12, "waste": 0.25},
-            8: {"steps": 2, "live": 13, "padded": 16, "waste": 3 / 16},
+            4: {"path": "graph", "steps": 3, "live": 9, "padded": 12, "waste": 0.25},
+            8: {"path": "graph", "steps": 2, "live": 13, "padded": 16, "waste": 3 / 16},
         },
-        "eager": {"too_large": 2, "waste": 1},
+        "eager": {"too_large": {"steps": 2, "live": 39}, "waste": {"steps": 1, "live": 1}},
         "lowerings": {lowering: 5},
         "detours": {},
     }
@@ -230,6 +234,25 @@ def test_larger_than_the_largest_bucket(cpu: str) -> None:
         batch = random_batch(requests, seed=requests)
         assert runner.decide(batch).path == ("graph" if requests <= 8 else "eager")
         assert_right(runner(batch), batch)
+
+
+def test_graphs_switched_off(cpu: str) -> None:
+    """With graphs off nothing is captured, every batch runs eagerly and is right, and the reason says why."""
+    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu, graphs=False, lazy=True)
+    with pytest.raises(ReplayError, match="nothing is captured yet"):
+        runner(random_batch(3, seed=1))
+    report = runner.capture()
+    assert (report.captured, report.failed, report.memory.graphs) == ((), {}, 0)
+    for requests in (3, 8, 9):
+        batch = random_batch(requests, seed=requests)
+        decision = runner.decide(batch)
+        assert (decision.path, decision.bucket, decision.why) == ("eager", None, "disabled")
+        assert decision.reason == "graphs are switched off, by graphs=False"
+        assert_right(runner(batch), batch)
+    assert runner.stats()["steps"] == {"graph": 0, "eager": 3}
+    assert runner.stats()["eager"] == {"disabled": {"steps": 3, "live": 20}}
+    with pytest.raises(ConfigError, match="there is no graph of bucket 4"):
+        runner.inputs(4)
 
 
 class SideInputs(Inputs):

@@ -2,23 +2,22 @@
 
 import abc
 import contextlib
-from collections.abc import Iterator
-from typing import Any, final
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, final
 
-import attrs
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from serving.cache import PagedCache
 from serving.inputs import DecodeInputs, PrefillInputs
+from slotgraph import current_view, graph_break
 
 NAME = "slotgraph-paged"
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
 
 
-@attrs.frozen(eq=False)
-class Rows:
+class Rows(NamedTuple):
     """What one layer has of this step's tokens, [tokens, heads, head size] each; keys and values have fewer heads."""
 
     query: torch.Tensor
@@ -62,21 +61,48 @@ class DecodeAttention(StepAttention):
         return out[:, :, 0]
 
 
+def attend_within_requests(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Prompts lie behind one another, and a token sees those of its own up to itself; padded rows get zeros.
+
+    How many prompts there are, and how long each is, is another thing in each step, which no graph could hold: the
+    lengths are those of the step that runs.
+    """
+    out, begin = torch.zeros(query.shape, dtype=query.dtype, device=query.device), 0
+    for length in current_view(PrefillInputs).lengths:
+        mine = slice(begin, begin + length)
+        heads = (tensor[mine].transpose(0, 1)[None] for tensor in (query, key, value))
+        out[mine] = scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+        begin += length
+    return out
+
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+between_graphs = graph_break(attend_within_requests)
+"""The same, marked: a capture ends one graph before it and begins another after it. Without a capture it is as it was."""
+as_operator = torch.library.custom_op("serving::attend_within_requests", attend_within_requests, mutates_args=())
+"""The same as an operator with a name, at which a step that is traced can be cut."""
+
+
+@as_operator.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    del key, value, scale
+    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
+
+
 @final
 class PrefillAttention(StepAttention):
-    """All prompts lie behind one another; a token sees those of its own request up to itself."""
+    """Within this step: nothing of these requests was in the cache before. attend: how a graph is left for it."""
 
-    def __init__(self, cache: PagedCache, view: PrefillInputs) -> None:
+    def __init__(self, cache: PagedCache, view: PrefillInputs, attend: Attend) -> None:
         super().__init__(cache, view.out_cache_loc)
-        same_request = view.request_rows[:, None] == view.request_rows
-        self._mask = same_request & (view.positions[:, None] >= view.positions)
+        self._attend = attend
 
     def attend(self, layer: int, rows: Rows, scale: float) -> torch.Tensor:
-        """Attend within this step: nothing of these requests was in the cache before."""
+        """Each token to those of its own request; keys and values were stored already, in the graph before."""
         del layer
-        query, key, value = (tensor.transpose(0, 1)[None] for tensor in (rows.query, rows.key, rows.value))
-        out = scaled_dot_product_attention(query, key, value, attn_mask=self._mask, scale=scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        return self._attend(rows.query, rows.key, rows.value, scale)
 
 
 def paged_attention(

@@ -1,7 +1,6 @@
 """Batches: instances of the declarations, made from the requests that run in a step."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 
@@ -11,13 +10,14 @@ from serving.request import Request
 
 def prefill_batch(requests: Sequence[Request], page_size: int, device: torch.device) -> PrefillInputs:
     """All tokens of the requests' prompts behind one another, with no padding between them."""
-    tokens = [(row, position) for row, request in enumerate(requests) for position in range(len(request.prompt_ids))]
+    tokens = [(request, position) for request in requests for position in range(len(request.prompt_ids))]
+    lengths = [len(request.prompt_ids) for request in requests]
     return PrefillInputs(
-        input_ids=_int64([token for request in requests for token in request.prompt_ids], device),
+        input_ids=_int64([request.prompt_ids[position] for request, position in tokens], device),
         positions=_int64([position for _, position in tokens], device),
-        out_cache_loc=_int64([requests[row].location(position, page_size) for row, position in tokens], device),
-        request_rows=_int64([row for row, _ in tokens], device),
-        last_rows=_int64([end - 1 for end in accumulate(len(request.prompt_ids) for request in requests)], device),
+        out_cache_loc=_int64([request.location(position, page_size) for request, position in tokens], device),
+        extend_seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        lengths=lengths,
     )
 
 

@@ -1,4 +1,4 @@
-"""The engine: prompts through an eager runner, decode steps through captured buckets, until all requests are done."""
+"""The engine: prompts by the path that is asked for, decode steps through captured buckets, until all are done."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +11,7 @@ from serving.cache import PageAllocator, PagedCache
 from serving.inputs import PAGES, DecodeInputs, PrefillInputs
 from serving.model import Language
 from serving.options import Options
+from serving.prefill import Prefills, prefill_runner
 from serving.request import Request
 from serving.scheduler import Scheduler
 from serving.steps import Steps
@@ -30,22 +31,22 @@ class Work:
     """What the engine has done so far.
 
     decoded: tokens made by decode steps. done: requests that left. seconds: time spent in steps. fills: seconds on the
-    host for the fill of each decode step.
+    host for the fill of each decode step. prefills: the prefill steps.
     """
 
     steps: int = 0
-    prefill_steps: int = 0
     decoded: int = 0
     done: int = 0
     seconds: float = 0.0
     fills: list[float] = attrs.field(factory=list)
+    prefills: Prefills = attrs.field(factory=Prefills)
 
 
 class Engine:
     """Serves a set of requests on one model, whose attention must be `paged` meanwhile.
 
-    declaration: what a decode step reads; a subclass of DecodeInputs may add to it or override it.
-    prepare: has the last look at each decode batch before the runner gets it.
+    declaration, prompts: what a decode step and what a prefill step reads; subclasses of DecodeInputs and PrefillInputs
+    may add to these or override them. prepare: has the last look at each decode batch before the runner gets it.
     """
 
     def __init__(
@@ -55,14 +56,16 @@ class Engine:
         options: Options,
         *,
         declaration: type[DecodeInputs] = DecodeInputs,
+        prompts: type[PrefillInputs] = PrefillInputs,
         prepare: Prepare = unchanged,
     ) -> None:
         needs = sorted((request.pages_needed(options.page_size) for request in requests), reverse=True)
         pages = 1 + sum(needs[: options.max_batch])
         self.work = Work()
         self.steps = Steps.over(language.model, PagedCache.empty(language.model, pages, options.page_size))
-        self.scheduler = Scheduler(requests, PageAllocator(pages), options.page_size, options.max_batch)
-        self.prefill = EagerRunner(PrefillInputs, self.steps.prefill, backend=options.backend)
+        limits = options.max_batch, options.max_prefill_tokens
+        self.scheduler = Scheduler(requests, PageAllocator(pages), options.page_size, *limits)
+        self.prefill = prefill_runner(prompts, self.steps, options)
         self.decode = DecodeRunner(
             declaration, self.steps.decode, buckets=options.ladder, backend=options.backend, sizes={PAGES: needs[0]}
         )
@@ -73,7 +76,9 @@ class Engine:
 
     @torch.inference_mode()
     def capture(self) -> CaptureReport:
-        """Capture every bucket of the decode step."""
+        """Capture every bucket of both kinds of steps; what the decode step's came to."""
+        if not isinstance(self.prefill, EagerRunner):
+            self.prefill.capture()
         report = self.decode.capture()
         self.steps.counted.zero_()  # warm-ups were counted too
         return report
@@ -99,8 +104,11 @@ class Engine:
 
     def _run_prompts(self, requests: Sequence[Request]) -> None:
         """Store the prompts' keys and values, and make the first token of each request."""
-        self._add(requests, self.prefill(prefill_batch(requests, self._page_size, self._device)))
-        self.work.prefill_steps += 1
+        begin = time.perf_counter()
+        batch = prefill_batch(requests, self._page_size, self._device)
+        decision = self.prefill.decide(batch)
+        self._add(requests, self.prefill(batch))
+        self.work.prefills.add(batch, decision, time.perf_counter() - begin)
 
     def _decode_each(self, requests: Sequence[Request]) -> None:
         """Make one more token for each request."""

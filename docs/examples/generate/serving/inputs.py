@@ -1,5 +1,8 @@
 """What the two kinds of steps read: the declarations that the runners turn into buffers, fills, tails and views."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, Step, computed, copied
@@ -10,6 +13,11 @@ PAGES = Axis("PAGES")
 def live_tokens(step: Step) -> int:
     """How many rows of this step are no padding."""
     return step.live(TOKENS)
+
+
+def last_rows(extend_seq_lens: torch.Tensor) -> torch.Tensor:
+    """Where each request's last token lies."""
+    return extend_seq_lens.cumsum(0) - 1
 
 
 class TokenInputs(Inputs):
@@ -29,7 +37,17 @@ class DecodeInputs(TokenInputs):
 
 
 class PrefillInputs(TokenInputs):
-    """What one prefill step reads: the prompts of several requests behind one another."""
+    """What one prefill step reads: the prompts of several requests behind one another.
 
-    request_rows: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1)  # which request each token belongs to
-    last_rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)  # where each request's last token lies
+    extend_seq_lens: how many tokens each has. lengths: the same numbers on the host, so that nobody asks the device.
+    """
+
+    extend_seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0)
+    last_rows: torch.Tensor = computed(last_rows, shape=BATCH, dtype=torch.int64)
+    lengths: list[int]
+
+    @classmethod
+    def placeholder(cls, step: Step) -> Mapping[str, Any]:
+        """What graphs are captured on: one request that owns all tokens."""
+        tokens = [step.live(TOKENS)]
+        return {"extend_seq_lens": tokens, "lengths": tokens}

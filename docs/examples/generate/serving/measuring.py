@@ -1,6 +1,7 @@
 """Measuring: what a decode step takes in all, and what its graph takes alone; the rest is the price of its inputs."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -13,6 +14,7 @@ from serving.inputs import DecodeInputs
 from serving.options import Options
 from serving.request import Request
 from serving.steady import Size, Steady
+from serving.steps import Steps
 from serving.timing import Contestant, Race, Spread, Wait
 
 FEWEST, MOST = 3, 100
@@ -72,8 +74,7 @@ class Measured:
 
 def measure(engine: Engine, options: Options, requests: Sequence[Request]) -> Measured | None:
     """Time the decode steps of a run that is over; None where there is nothing to time, or it is not wanted."""
-    device = engine.decode.stage.backend.device.type != "cpu"
-    effort = _asked(ON_A_DEVICE if device else ON_A_CPU, options)
+    device, effort = is_device(engine), asked(engine, options)
     steady = Steady.after(engine, options, requests)
     sizes = steady.sizes()
     if not effort.rounds or not sizes:
@@ -83,17 +84,30 @@ def measure(engine: Engine, options: Options, requests: Sequence[Request]) -> Me
     for size in sizes if effort.every_size else sizes[-1:]:
         batches = steady.batches(size)
         contestants = own_ways(engine, batches)
-        race = _race(effort, contestants, engine.decode.stage.backend.synchronize)
+        race = race_of(effort, contestants, engine.decode.stage.backend.synchronize)
         if effort.compare and size == sizes[-1]:
             note = _add_compiled(contestants, engine, batches, race)
         times += [_timed(size, attrs.evolve(race, each=each), contestants) for each in effort.ways]
     return Measured(rounds=effort.rounds, device=device, times=times, note=note)
 
 
-def _asked(effort: Effort, options: Options) -> Effort:
+def is_device(engine: Engine) -> bool:
+    """Whether steps run on something else than a CPU."""
+    return engine.decode.stage.backend.device.type != "cpu"
+
+
+def asked(engine: Engine, options: Options) -> Effort:
     """The usual effort, but for what the options ask."""
+    effort = ON_A_DEVICE if is_device(engine) else ON_A_CPU
     rounds = effort.rounds if options.rounds is None else options.rounds
     return attrs.evolve(effort, rounds=rounds, compare=effort.compare if options.compare is None else options.compare)
+
+
+@contextlib.contextmanager
+def served(steps: Steps) -> Iterator[None]:
+    """As in the engine."""
+    with paged(steps.model), torch.inference_mode():
+        yield
 
 
 def own_ways(engine: Engine, batches: Sequence[DecodeInputs]) -> list[Contestant]:
@@ -102,27 +116,21 @@ def own_ways(engine: Engine, batches: Sequence[DecodeInputs]) -> list[Contestant
     The first is captured for this: the runner's own graph may hold a part of the fill.
     """
     runner, steps, backend = engine.decode, engine.steps, engine.decode.stage.backend
-
-    @contextlib.contextmanager
-    def served() -> Iterator[None]:
-        """As in the engine."""
-        with paged(steps.model), torch.inference_mode():
-            yield
-
-    with served():
+    around = functools.partial(served, steps)
+    with around():
         view = runner.fill(batches[0])
         with backend.stream():
             steps.decode(view)
             backend.synchronize()
             graph = backend.capture(lambda: steps.decode(view))
     return [
-        Contestant(lambda _: graph.replay(), served),
-        Contestant(lambda number: runner(batches[number % len(batches)]), served),
-        Contestant(lambda _: steps.decode(view), served),
+        Contestant(lambda _: graph.replay(), around),
+        Contestant(lambda number: runner(batches[number % len(batches)]), around),
+        Contestant(lambda _: steps.decode(view), around),
     ]
 
 
-def _race(effort: Effort, contestants: Sequence[Contestant], wait: Wait) -> Race:
+def race_of(effort: Effort, contestants: Sequence[Contestant], wait: Wait) -> Race:
     """As many steps in a turn as there is time for by the second contestant, the whole step.
 
     Two rounds: the first warms all contestants up.

@@ -8,17 +8,20 @@ from typing import Any
 import attrs
 import torch
 
+PATHS = ("breakable", "piecewise", "eager")
 PROMPTS = Path(__file__).resolve().parents[1] / "prompts.txt"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DESCRIPTION = """\
 Generate text for many prompts at once, and prove that it is right.
 
 Requests arrive over time, share decode batches and leave when they are done.
-Prompts run through an eager runner, decode steps through graphs captured for a
-few batch sizes (buckets). Every token and every logit is then compared with
-what transformers' own generate() makes of each prompt alone; below float32,
-where rounding decides between nearly equal logits, with what the model itself
-makes of each text. At last the steps are timed, with and without their inputs.
+Decode steps run through graphs captured for a few batch sizes (buckets), the
+prompts of several requests through graphs of the model's layers for a few token
+counts, between which attention runs eagerly. Every token and every logit is
+then compared with what transformers' own generate() makes of each prompt alone;
+below float32, where rounding decides between nearly equal logits, with what the
+model itself makes of each text. At last the steps are timed, with and without
+their inputs.
 """
 EPILOGUE = "exit status: 0 all is equal, 1 a token or a logit differs, 2 it cannot be run"
 
@@ -77,7 +80,7 @@ class Options:
     )
     backend: str = attrs.field(
         default="cpu-capture",
-        metadata=_says("where decode steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, auto"),
+        metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, auto"),
     )
     dtype: str = attrs.field(default="float32", metadata=_says("the model's dtype", choices=tuple(DTYPES)))
     max_new_tokens: int = attrs.field(
@@ -92,6 +95,22 @@ class Options:
             "batch sizes to capture, as in 1,2,4,8 (default: doubling up to --max-batch)",
             type=_counts,
             metavar="N,N,..",
+        ),
+    )
+    prefill: str = attrs.field(
+        default="breakable",
+        metadata=_says(
+            "how prompts run: breakable (graphs between marks in the attention's code), piecewise (the layers are "
+            "traced and cut at the attention's operator), eager (no graphs)",
+            choices=PATHS,
+        ),
+    )
+    max_prefill_tokens: int = attrs.field(
+        default=512,
+        metadata=_says(
+            "tokens of prompts that may share one step; a longer prompt runs alone, and eagerly",
+            type=_count,
+            metavar="N",
         ),
     )
     page_size: int = attrs.field(

@@ -16,13 +16,14 @@ from serving.bounds import Bounds, bounds_for
 from serving.comparison import Comparison, compare
 from serving.engine import Engine, Prepare, unchanged
 from serving.forcing import answer_to
-from serving.inputs import DecodeInputs
-from serving.measuring import Measured, measure
+from serving.inputs import DecodeInputs, PrefillInputs
+from serving.measuring import measure
 from serving.model import Language, load_language
 from serving.options import Options, OptionsError, parse
+from serving.prefill_times import prefill_times
 from serving.prompts import read_requests
 from serving.reference import Answer, reference_answers
-from serving.report import write_json
+from serving.report import Report, write_json
 from serving.request import Request
 from serving.summary import Run, summarise
 from serving.tables import show
@@ -46,10 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def generate(options: Options, *, declaration: type[DecodeInputs] = DecodeInputs, prepare: Prepare = unchanged) -> int:
+def generate(
+    options: Options,
+    *,
+    declaration: type[DecodeInputs] = DecodeInputs,
+    prompts: type[PrefillInputs] = PrefillInputs,
+    prepare: Prepare = unchanged,
+) -> int:
     """Run the demo and print its report; 0 if all tokens and logits count as equal to the reference, else 1.
 
-    declaration, prepare: see Engine.
+    declaration, prompts, prepare: see Engine.
     """
     if options.json is not None and not options.json.parent.is_dir():
         message = f"--json {options.json}: there is no folder {options.json.parent}"
@@ -60,13 +67,13 @@ def generate(options: Options, *, declaration: type[DecodeInputs] = DecodeInputs
     answers = _ask(language, requests)
     seconds = time.perf_counter() - begin
     bounds = bounds_for(options, language, requests, answers)
-    engine = Engine(language, requests, options, declaration=declaration, prepare=prepare)
+    engine = Engine(language, requests, options, declaration=declaration, prompts=prompts, prepare=prepare)
     with paged(language.model):
         captured = _serve(engine, len(requests))
     comparison = _judge(language, requests, answers, bounds)
     report = summarise(Run(options, language, requests, engine, captured, comparison, seconds))
     if report.passed:  # what a wrong step takes is of no interest
-        report = attrs.evolve(report, measured=_measure(engine, options, requests))
+        report = _timed(report, engine, options, requests)
     show(report, Console())
     if options.json is not None:
         write_json(report, options.json)
@@ -106,10 +113,11 @@ def _judge(language: Language, requests: Sequence[Request], answers: Sequence[An
     return compare(requests, answers, bounds)
 
 
-def _measure(engine: Engine, options: Options, requests: Sequence[Request]) -> Measured | None:
+def _timed(report: Report, engine: Engine, options: Options, requests: Sequence[Request]) -> Report:
     with _bar() as progress:
-        progress.add_task("timing decode steps", total=None)
-        return measure(engine, options, requests)
+        progress.add_task("timing steps", total=None)
+        prefill = prefill_times(engine, options, requests)
+        return attrs.evolve(report, prefill_times=prefill, measured=measure(engine, options, requests))
 
 
 def _bar() -> Progress:

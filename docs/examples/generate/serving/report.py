@@ -11,17 +11,41 @@ import cattrs
 
 from serving.comparison import Comparison
 from serving.measuring import Measured
+from serving.prefill_times import PrefillTimes
 
 
 @attrs.frozen(kw_only=True)
 class BucketUse:
-    """How often one bucket was replayed; waste: the share of its rows that were padding."""
+    """How often one bucket was replayed, and how; waste: the share of its rows that were padding."""
 
     bucket: int
+    path: str
     steps: int
     live: int
     padded: int
     waste: float
+
+
+@attrs.frozen(kw_only=True)
+class PrefillUse:
+    """The prefill steps.
+
+    asked: the path that was asked for. paths: steps by the path that they took. reasons: why steps ran eagerly, by the
+    reason's word. tokens: of all prompts. most: requests in one step. share: of the time of all steps. buckets: of
+    tokens. memory: bytes of input buffers, graphs and outputs; 0 without graphs.
+    """
+
+    asked: str
+    steps: int
+    paths: dict[str, int]
+    reasons: dict[str, str]
+    tokens: int
+    most: int
+    share: float
+    capture_seconds: float
+    padding_waste: float
+    buckets: list[BucketUse]
+    memory: int
 
 
 @attrs.frozen(kw_only=True)
@@ -70,7 +94,7 @@ class Report:
 
     decoded, counted: live tokens of all decode steps, counted by the host and by the device inside the step.
     eager_steps: decode steps that no bucket could take. reference_tokens_per_second: transformers' own, one prompt at a
-    time. measured: what decode steps take, None where they were not timed.
+    time. measured, prefill_times: what decode and prefill steps take, None where they were not timed.
     """
 
     model: str
@@ -79,7 +103,7 @@ class Report:
     dtype: str
     requests: int
     steps: int
-    prefill_steps: int
+    prefill: PrefillUse
     decode_steps: int
     eager_steps: int
     decoded: int
@@ -95,6 +119,7 @@ class Report:
     comparison: Comparison
     texts: list[TextMade]
     measured: Measured | None = None
+    prefill_times: PrefillTimes | None = None
 
     @property
     def passed(self) -> bool:

@@ -5,18 +5,29 @@ from collections.abc import Sequence
 from serving.cache import PageAllocator
 from serving.request import Request
 
-PREFILL_TOKENS = 2048
+PREFILL_TOKENS = 512
 
 
 class Scheduler:
-    """Keeps the waiting and the running requests, and the pages that the running ones own."""
+    """Keeps the waiting and the running requests, and the pages that the running ones own.
 
-    def __init__(self, requests: Sequence[Request], allocator: PageAllocator, page_size: int, max_batch: int) -> None:
+    prefill_tokens: the most tokens of prompts in one step; a longer prompt has a step of its own.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        allocator: PageAllocator,
+        page_size: int,
+        max_batch: int,
+        prefill_tokens: int = PREFILL_TOKENS,
+    ) -> None:
         self.running: list[Request] = []
         self._waiting = sorted(requests, key=lambda request: request.arrival)
         self._allocator = allocator
         self._page_size = page_size
         self._max_batch = max_batch
+        self._prefill_tokens = prefill_tokens
 
     @property
     def idle(self) -> bool:
@@ -47,5 +58,5 @@ class Scheduler:
             request.arrival <= step
             and len(self.running) < self._max_batch
             and request.pages_needed(self._page_size) <= self._allocator.free
-            and (not admitted or tokens <= PREFILL_TOKENS)
+            and (not admitted or tokens <= self._prefill_tokens)
         )

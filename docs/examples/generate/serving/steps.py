@@ -1,4 +1,4 @@
-"""The steps that the runners run: what is captured once for each bucket, and what runs eagerly."""
+"""The steps that the runners run: of one all is captured, of the other the model's layers."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import attrs
 import torch
 from transformers import PreTrainedModel
 
-from serving.attention import DecodeAttention, PrefillAttention, StepAttention
+from serving.attention import Attend, DecodeAttention, PrefillAttention, StepAttention, between_graphs
 from serving.cache import PagedCache
 from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs
 
@@ -24,9 +24,15 @@ class Steps:
         """Steps whose count stands at zero."""
         return cls(model, cache, torch.zeros(1, dtype=torch.int32, device=model.device))
 
-    def prefill(self, view: PrefillInputs) -> torch.Tensor:
+    @property
+    def layers(self) -> torch.nn.Module:
+        """All of the model but its head: what prefill graphs hold."""
+        layers: torch.nn.Module = self.model.base_model
+        return layers
+
+    def prefill(self, view: PrefillInputs, attend: Attend = between_graphs) -> torch.Tensor:
         """Logits for the first token after each prompt, [requests, vocabulary] float32."""
-        return self._logits(self._hidden(view, PrefillAttention(self.cache, view))[view.last_rows])
+        return self._logits(self._hidden(view, PrefillAttention(self.cache, view, attend))[view.last_rows])
 
     def decode(self, view: DecodeInputs) -> torch.Tensor:
         """Logits for the token after each request's newest, [tokens, vocabulary] float32."""
@@ -40,7 +46,7 @@ class Steps:
 
     def _hidden(self, view: TokenInputs, attention: StepAttention) -> torch.Tensor:
         """Without transformers' own cache and masks: positions are given, and attention knows what it may see."""
-        output = self.model.base_model(
+        output = self.layers(
             input_ids=view.input_ids[None], position_ids=view.positions[None], use_cache=False, step_attention=attention
         )
         hidden: torch.Tensor = output.last_hidden_state[0]

@@ -1,6 +1,7 @@
 """The summary: what the engine, its runners and the comparison have to say, put into one report."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -8,8 +9,10 @@ from serving.comparison import Comparison
 from serving.engine import Engine
 from serving.model import Language
 from serving.options import Options
-from serving.report import BucketUse, FillTime, MemoryUse, Report, TextMade
+from serving.prefill import Runner
+from serving.report import BucketUse, FillTime, MemoryUse, PrefillUse, Report, TextMade
 from serving.request import Request
+from slotgraph import EagerRunner
 from slotgraph.runners.capture import CaptureReport
 
 
@@ -29,7 +32,7 @@ class Run:
 def summarise(run: Run) -> Report:
     """The report of a run."""
     stats, work = run.engine.decode.stats(), run.engine.work
-    buckets = [BucketUse(bucket=bucket, **use) for bucket, use in stats["buckets"].items()]
+    buckets = _buckets(stats)
     tokens = sum(len(request.generated) for request in run.requests)
     return Report(
         model=run.language.name,
@@ -38,7 +41,7 @@ def summarise(run: Run) -> Report:
         dtype=run.options.dtype,
         requests=len(run.requests),
         steps=work.steps,
-        prefill_steps=work.prefill_steps,
+        prefill=_prefill(run),
         decode_steps=len(work.fills),
         eager_steps=stats["steps"]["eager"],
         decoded=work.decoded,
@@ -47,13 +50,44 @@ def summarise(run: Run) -> Report:
         tokens_per_second=tokens / work.seconds,
         reference_tokens_per_second=run.comparison.tokens / run.reference_seconds,
         capture_seconds=run.captured.seconds,
-        padding_waste=1 - sum(use.live for use in buckets) / max(1, sum(use.padded for use in buckets)),
+        padding_waste=_waste(buckets),
         buckets=buckets,
         fill=FillTime.of(work.fills),
         memory=_memory(run.engine, run.captured),
         comparison=run.comparison,
         texts=[_text(request, run.language) for request in run.requests],
     )
+
+
+def _prefill(run: Run) -> PrefillUse:
+    runner, work = run.engine.prefill, run.engine.work
+    prefills, buckets, captured = work.prefills, _buckets(runner.stats()), _captured(runner)
+    return PrefillUse(
+        asked=run.options.prefill,
+        steps=prefills.steps,
+        paths=dict(prefills.by_path),
+        reasons=dict(prefills.reasons),
+        tokens=prefills.tokens,
+        most=prefills.most,
+        share=prefills.seconds / work.seconds,
+        capture_seconds=captured.seconds if captured else 0.0,
+        padding_waste=_waste(buckets),
+        buckets=buckets,
+        memory=captured.memory.total if captured else 0,
+    )
+
+
+def _captured(runner: Runner) -> CaptureReport | None:
+    return None if isinstance(runner, EagerRunner) else runner.report
+
+
+def _buckets(stats: Mapping[str, Any]) -> list[BucketUse]:
+    return [BucketUse(bucket=bucket, **use) for bucket, use in stats["buckets"].items()]
+
+
+def _waste(buckets: Sequence[BucketUse]) -> float:
+    """The share of all replayed rows that were padding."""
+    return 1 - sum(use.live for use in buckets) / max(1, sum(use.padded for use in buckets)) if buckets else 0.0
 
 
 def _memory(engine: Engine, captured: CaptureReport) -> MemoryUse:

@@ -1,14 +1,14 @@
 """The report as tables on a terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from serving.comparison import Comparison
-from serving.report import Report
-from serving.times import show_times
+from serving.report import BucketUse, PrefillUse, Report
+from serving.times import prefill_sentence, show_times
 from slotgraph.runners.capture import human_bytes
 
 SAMPLES = 6
@@ -17,8 +17,13 @@ COLUMNS = {"request": 7, "steps": 7, "prompt": 20, "text": 33}
 
 def show(report: Report, console: Console) -> None:
     """Print what the run did, bucket by bucket, a sample of the texts, and the verdict."""
-    for table in (_run(report), _buckets(report), _texts(report)):
-        console.print(table)
+    console.print(_run(report))
+    if report.prefill.buckets:
+        console.print(_buckets("prefill steps by bucket", "tokens", report.prefill.buckets))
+    console.print(_buckets("decode steps by bucket", "rows", report.buckets))
+    console.print(_texts(report))
+    if report.prefill_times is not None:
+        console.print(prefill_sentence(report.prefill_times), highlight=False)
     if report.measured is not None:
         show_times(report.measured, console)
     console.print(_verdict(report), soft_wrap=True)
@@ -34,10 +39,12 @@ def _run(report: Report) -> Table:
 
 
 def _work(report: Report) -> Iterable[tuple[str, str]]:
-    steps = report.prefill_steps, report.decode_steps, report.eager_steps
+    steps = report.prefill.steps, report.decode_steps, report.eager_steps
     yield "backend", report.backend
     yield "requests", f"{report.requests}"
     yield "steps: prefill / decode / decode, eagerly", _slashed(*steps)
+    yield "prefill steps by path", _by_path(report.prefill)
+    yield "prompt tokens / requests in one prefill, at most", _slashed(report.prefill.tokens, report.prefill.most)
     yield "tokens generated", f"{report.tokens}"
     yield "decoded rows: host's count / graphs' count", _slashed(report.decoded, report.counted)
     yield "tokens per second", f"{report.tokens_per_second:.0f}"
@@ -45,20 +52,27 @@ def _work(report: Report) -> Iterable[tuple[str, str]]:
 
 
 def _costs(report: Report) -> Iterable[tuple[str, str]]:
-    memory = report.memory
-    yield "padding waste", f"{report.padding_waste:.1%}"
+    memory, prefill = report.memory, report.prefill
+    yield "padding waste: prefill / decode", f"{prefill.padding_waste:.1%} / {report.padding_waste:.1%}"
+    yield "time in prefill steps, of all steps", f"{prefill.share:.1%}"
     yield "host time per fill, median / p99", f"{report.fill.median_us:.1f} / {report.fill.p99_us:.1f} us"
-    yield "capture of all buckets", f"{report.capture_seconds:.2f} s"
+    yield "capture: prefill / decode", f"{prefill.capture_seconds:.2f} / {report.capture_seconds:.2f} s"
     yield "memory: inputs", human_bytes(memory.inputs)
     yield "memory: graphs / outputs", _slashed(human_bytes(memory.graphs), human_bytes(memory.outputs))
+    yield "memory: of prefill, all of it", human_bytes(prefill.memory)
     yield "memory: paged KV cache", human_bytes(memory.kv_cache)
 
 
-def _buckets(report: Report) -> Table:
-    table = Table(title="decode steps by bucket")
-    for name in ("bucket", "steps", "live rows", "padded rows", "waste"):
+def _by_path(prefill: PrefillUse) -> str:
+    why = "".join(f", {word}" for word in prefill.reasons) if prefill.asked != "eager" else ""
+    return _slashed(*(f"{path} {steps}{why if path == 'eager' else ''}" for path, steps in prefill.paths.items()))
+
+
+def _buckets(title: str, rows: str, uses: Sequence[BucketUse]) -> Table:
+    table = Table(title=title)
+    for name in ("bucket", "steps", f"live {rows}", f"padded {rows}", "waste"):
         table.add_column(name, justify="right")
-    for use in report.buckets:
+    for use in uses:
         table.add_row(f"{use.bucket}", f"{use.steps}", f"{use.live}", f"{use.padded}", f"{use.waste:.1%}")
     return table
 

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from serving.compiled import MODE
 from serving.measuring import Measured, StepTimes
+from serving.prefill_times import PrefillTimes
 from serving.timing import Spread
 
 NO_DEVICE = "A CPU has no graphs to launch: the figures show that this can be measured, not what a device gains."
@@ -20,6 +21,14 @@ def show_times(measured: Measured, console: Console) -> None:
         if times:
             console.print(_table(times, measured.rounds))
     console.print(_sentence(measured), highlight=False)
+
+
+def prefill_sentence(times: PrefillTimes) -> Text:
+    """What the prefill's path takes, and what the same step takes without graphs."""
+    what = f"A prefill of {times.requests} requests, {times.tokens} tokens"
+    whole, eager = (f"{_microseconds(spread)} us" for spread in (times.whole, times.eager))
+    ratio = f"{times.ratio.median:.2f} times as long"
+    return Text(f"{what}, takes {whole} through {times.path} graphs of {times.bucket}, and {eager} without, {ratio}.")
 
 
 def _table(times: Sequence[StepTimes], rounds: int) -> Table:

@@ -1,0 +1,87 @@
+"""Limits: the largest value that host data may hold, looked at before anything is written."""
+
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .axes import Sizes
+from .capabilities import HOST
+from .declaration import Declaration
+from .errors import BatchError
+from .hostdata import HOST_KINDS
+from .sources import NO_SIDE, Side, Source
+
+_NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)
+"""What a value raises that is no box of numbers; the fill refuses it in words of its own."""
+
+
+@attrs.frozen
+class Limit:
+    """One slot's limit: `text` as it was declared, and the number that it comes to.
+
+    on_host: whether a tensor is host data for this slot. One for a slot on the device is not looked into, wherever it
+    lies: that would wait for the device.
+    """
+
+    slot: str
+    source: Source
+    text: str
+    most: int
+    on_host: bool
+
+    def check(self, batch: Any, side: Side) -> None:
+        """BatchError that names the first row over the limit."""
+        value = self.source.read(batch, side)
+        if self._is_over(value):
+            array = _array_of(value)
+            where = np.argwhere(array > self.most)[0].tolist()
+            row = where[0] if len(where) == 1 else where
+            limit = self.text if self.text == str(self.most) else f"{self.text} = {self.most}"
+            message = (
+                f"slot {self.slot!r}: row {row} is {array[tuple(where)]}, over the limit of {limit}: split or refuse "
+                "what is that long before it is batched"
+            )
+            raise BatchError(message)
+
+    def _is_over(self, value: Any) -> bool:
+        try:
+            if isinstance(value, list | tuple) and value and not isinstance(value[0], list | tuple):
+                return bool(max(value) > self.most)  # plain numbers, without an array made of them
+            if isinstance(value, HOST_KINDS) or (self.on_host and isinstance(value, torch.Tensor) and value.is_cpu):
+                array = _array_of(value)
+                return bool(array.size) and bool(array.max() > self.most)
+        except _NO_NUMBERS:
+            return False
+        return False
+
+
+@attrs.frozen
+class Limits:
+    """The limits of one runner's slots, held against each batch."""
+
+    limits: tuple[Limit, ...]
+
+    @classmethod
+    def of(cls, declaration: Declaration, sizes: Sizes) -> "Limits | None":
+        """The limits at the sizes of the fixed axes; None where no slot has one, so that nothing need be asked."""
+        found = tuple(
+            Limit(name, source, str(most), most.at(sizes), slot.placement == HOST)
+            for name, slot in declaration.slots.items()
+            if (most := slot.most()) is not None and (source := slot.reads(name)) is not None
+        )
+        return cls(found) if found else None
+
+    def check(self, batch: Any, side: Side = NO_SIDE) -> None:
+        """Refuse a batch whose host data holds more than a slot takes: BatchError. Writes nothing."""
+        for limit in self.limits:
+            limit.check(batch, side)
+
+
+def _array_of(value: Any) -> "npt.NDArray[Any]":
+    if not isinstance(value, torch.Tensor):
+        return np.asarray(value)
+    plain = value.detach().resolve_neg()
+    return np.asarray(plain.double() if plain.is_floating_point() else plain)

@@ -1,0 +1,70 @@
+"""Prefill: the runner of each path that prompts may take, and what has become of its steps."""
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import attrs
+
+from serving.attention import as_operator
+from serving.inputs import PrefillInputs
+from serving.options import Options
+from serving.steps import Steps
+from slotgraph import BATCH, BreakableRunner, EagerRunner, PrefillRunner
+from slotgraph.runners.decision import Decision
+
+Runner: TypeAlias = "EagerRunner[PrefillInputs] | BreakableRunner[PrefillInputs] | PrefillRunner[PrefillInputs]"
+
+
+def prefill_runner(declaration: type[PrefillInputs], steps: Steps, options: Options) -> Runner:
+    """A runner of prompts by the path that the options name. Graphs are for tokens, whatever number of requests."""
+    if options.prefill == "eager":
+        return EagerRunner(declaration, steps.prefill, backend=options.backend)
+    graphs: Any = {
+        "stack": steps.layers,
+        "max_tokens": options.max_prefill_tokens,
+        "max_batch": options.max_batch,
+        "output_rows": BATCH,
+        "backend": options.backend,
+    }
+    if options.prefill == "breakable":
+        return BreakableRunner(declaration, steps.prefill, **graphs)
+    step = functools.partial(steps.prefill, attend=as_operator)
+    return PrefillRunner(declaration, step, splits=[as_operator], **graphs)
+
+
+@attrs.define(kw_only=True)
+class Prefills:
+    """The prefill steps so far.
+
+    seconds: what they took. tokens: of all prompts. most: requests in one step. decisions: the path of each step.
+    """
+
+    seconds: float = 0.0
+    tokens: int = 0
+    most: int = 0
+    decisions: list[Decision] = attrs.field(factory=list)
+
+    @property
+    def steps(self) -> int:
+        """How many there were."""
+        return len(self.decisions)
+
+    @property
+    def by_path(self) -> Mapping[str, int]:
+        """Steps by the path that they took."""
+        return Counter(decision.path for decision in self.decisions)
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """Why steps ran eagerly: for each reason's word the first sentence."""
+        eager = (decision for decision in reversed(self.decisions) if decision.path == "eager")
+        return {decision.why: decision.reason for decision in eager}
+
+    def add(self, batch: PrefillInputs, decision: Decision, seconds: float) -> None:
+        """Count one step."""
+        self.seconds += seconds
+        self.tokens += sum(batch.lengths)
+        self.most = max(self.most, len(batch.lengths))
+        self.decisions.append(decision)

@@ -1,0 +1,11 @@
+"""Entry point of `python docs/examples/sliding_window`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "generate"))  # the demo's package: serving
+
+from windows.program import main
+
+if __name__ == "__main__":
+    sys.exit(main())

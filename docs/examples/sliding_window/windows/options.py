@@ -1,0 +1,77 @@
+"""The command line."""
+
+import argparse
+from collections.abc import Sequence
+
+import attrs
+
+DESCRIPTION = """\
+Serve a model with sliding-window layers by continuous batching, and prove that
+it is right.
+
+Layers that see all of a text and layers that see a window of it have a KV pool
+each; the window's is smaller, and its pages are used in turns. So each token has
+two places, and the batch brings both. The window pool is lent its own before
+each capture: graphs then write there straight, without a look-up in each layer.
+Requests arrive over time and share decode batches. Every token and every logit
+is compared with what transformers' own generate() makes of each prompt alone.
+"""
+EPILOGUE = "exit status: 0 all is equal, 1 a token or a logit differs, 2 it cannot be run"
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """What one run is asked to do; every field is a command-line option of the same name."""
+
+    backend: str = "cpu-capture"
+    requests: int = 12
+    max_new_tokens: int = 40
+    window: int = 16
+    buckets: tuple[int, ...] = (1, 2, 4, 8)
+    translate: bool = False
+    seed: int = 0
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Options from a command line, the process's own if none is given; exits with status 2 where one is wrong."""
+    shape = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="sliding_window", description=DESCRIPTION, epilog=EPILOGUE, formatter_class=shape
+    )
+    none = Options()
+    where = "where decode steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, auto"
+    parser.add_argument("--backend", default=none.backend, help=f"{where} (default: {none.backend})")
+    for name, kind, text in (
+        ("requests", _count, "how many there are"),
+        ("max-new-tokens", _count, "tokens a request gets at most"),
+        ("window", _window, "tokens that a layer with a window sees, the newest among them"),
+        ("seed", int, "seed of the weights and of the arrivals"),
+    ):
+        default = getattr(none, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
+    sizes = "batch sizes to capture; the largest is how many may run (default: 1,2,4,8)"
+    parser.add_argument("--buckets", type=_counts, default=none.buckets, metavar="N,N,..", help=sizes)
+    slow = "lend the window pool nothing, so that each of its layers looks its places up"
+    parser.add_argument("--translate", action="store_true", help=slow)
+    return Options(**vars(parser.parse_args(argv)))
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        message = f"expected a whole number of at least 1, got {text}"
+        raise argparse.ArgumentTypeError(message)
+    return number
+
+
+def _window(text: str) -> int:
+    """At least 2: transformers' own cache keeps everything for a window of 1, and generate() would see too much."""
+    number = int(text)
+    if number < 2:  # noqa: PLR2004 - see above
+        message = f"expected a whole number of at least 2, got {text}"
+        raise argparse.ArgumentTypeError(message)
+    return number
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_count(part) for part in text.split(",")}))

@@ -1,0 +1,1 @@
+"""Speculative decoding over transformers' Llama: trees of drafts, verified by the target, all steps captured."""

@@ -1,0 +1,99 @@
+"""The command line: one attrs field an option, from which the parser is made."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+DESCRIPTION = """\
+Decode by speculation, and prove that it changes nothing.
+
+A small draft model proposes a tree of tokens for each request, the target model
+verifies the whole tree in one step, and the draft takes in what was accepted.
+Each of the three steps is captured once for each batch size (bucket); requests
+arrive over time and share the batches. Every token is then compared with what
+transformers' own generate() makes of each prompt alone with the target.
+"""
+EPILOGUE = "exit status: 0 all tokens are equal, 1 one differs, 2 it cannot be run"
+
+
+class OptionsError(ValueError):
+    """Options that do not go together; the message says what to change."""
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        message = f"expected a whole number of at least 1, got {text}"
+        raise argparse.ArgumentTypeError(message)
+    return number
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_count(part) for part in text.split(",")}))
+
+
+def _says(text: str, **parser: Any) -> Mapping[str, Any]:
+    """An option's help, and what argparse must know of it."""
+    return {"help": text, **parser}
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """What one run is asked to do; every field is a command-line option of the same name."""
+
+    backend: str = attrs.field(
+        default="cpu-capture",
+        metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, auto"),
+    )
+    topk: int = attrs.field(
+        default=3, metadata=_says("branches that a draft step goes on from", type=_count, metavar="N")
+    )
+    steps: int = attrs.field(default=4, metadata=_says("the depth of a draft's tree", type=_count, metavar="N"))
+    draft_tokens: int = attrs.field(
+        default=10, metadata=_says("nodes of a tree that are verified, its root among them", type=_count, metavar="N")
+    )
+    requests: int = attrs.field(default=12, metadata=_says("how many there are", type=_count, metavar="N"))
+    max_new_tokens: int = attrs.field(
+        default=48, metadata=_says("tokens that a request gets at most", type=_count, metavar="N")
+    )
+    buckets: tuple[int, ...] = attrs.field(
+        default=(1, 2, 4, 6),
+        metadata=_says(
+            "batch sizes to capture; the largest is how many requests may run", type=_counts, metavar="N,N,.."
+        ),
+    )
+    seed: int = attrs.field(default=0, metadata=_says("seed of the weights and of the requests", type=int, metavar="N"))
+    time: bool = attrs.field(
+        default=False, metadata=_says("say what the inputs of a cycle take on the host", action="store_true")
+    )
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a tree that no draft fills."""
+        most = 1 + self.topk + (self.steps - 1) * self.topk**2
+        if self.draft_tokens > most:
+            message = (
+                f"--draft-tokens {self.draft_tokens}: --topk {self.topk} and --steps {self.steps} draft {most} nodes"
+            )
+            raise OptionsError(message)
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """Options from a command line, the process's own if none is given; exits with status 2 where one is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="speculative",
+        description=DESCRIPTION,
+        epilog=EPILOGUE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for field in attrs.fields(Options):
+        _add(parser, field)
+    return Options(**vars(parser.parse_args(argv)))
+
+
+def _add(parser: argparse.ArgumentParser, field: "attrs.Attribute[Any]") -> None:
+    details, default = dict(field.metadata), field.default
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    details["help"] += "" if default is False else f" (default: {shown})"
+    parser.add_argument("--" + field.name.replace("_", "-"), default=default, **details)

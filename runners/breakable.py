@@ -1,0 +1,61 @@
+"""The breakable runner: a model's inner layers captured by tokens, in as many graphs as its code marks breaks."""
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, Unpack, final
+
+from torch import nn
+
+from ..backends.base import Backend
+from ..dataflow.axes import BATCH, Axis, Sizes
+from .config import Options, RunnerConfig
+from .eager import EagerRunner
+from .stack import required_stack
+from .stack_capture import Boundary
+from .stack_runner import StackRunner
+from .stack_runs import StackRuns
+from .stage import NO_LOANS, NO_SIZES, Lend, Stage, V, name_of
+
+_NO_PATTERNS: Final[Sequence[Collection[str]]] = ()
+
+
+@final
+class BreakableRunner(StackRunner[V]):
+    """Captures the stack of a model, its inner layers, for buckets of tokens, and runs the rest eagerly around it.
+
+    inputs: the declaration class. step: called with its view; it calls the stack once. stack: the module, or a dotted
+    path to one under `step`; where it is not given, the one that the step's method `layer_stack()` offers.
+    What the stack calls that is marked with `graph_break` runs between graphs, on this step's own metadata; so the
+    graphs do not depend on the number of requests. Embeddings before, head and logits after the stack see the live
+    view: token slots have a bucket's rows, all of which are executed, request slots the batch's, up to `max_batch`.
+    output_rows: BATCH for one row a request, TOKENS to cut outputs to the live tokens, None to get them whole.
+    sizes, settings, absent, lend: as of `DecodeRunner`. Options are those of `RunnerConfig`; buckets are tokens.
+    """
+
+    def __init__(
+        self,
+        inputs: type[V],
+        step: Callable[[V], Any],
+        *,
+        stack: nn.Module | str | None = None,
+        sizes: Sizes = NO_SIZES,
+        settings: object = None,
+        absent: Sequence[Collection[str]] = _NO_PATTERNS,
+        lend: Mapping[str, Lend] = NO_LOANS,
+        output_rows: Axis | None = BATCH,
+        backend: str | Backend = "auto",
+        **options: Unpack[Options],
+    ) -> None:
+        self.config = config = RunnerConfig.of({"backend": name_of(backend), **options})
+        self.stage = stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend)
+        boundary = Boundary(required_stack(step, stack), "breakable")
+        eager = functools.partial(
+            EagerRunner, inputs, step, sizes=sizes, settings=settings, lend=lend, backend=stage.backend, no_copy=False
+        )
+        name = type(self).__name__
+        self._runs = StackRuns(stage, boundary, config, eager, name=name, absent=absent, output_rows=output_rows)
+
+    @property
+    def runs(self) -> StackRuns[V]:
+        """The parts that it is made of."""
+        return self._runs

@@ -1,0 +1,66 @@
+"""The draft-extend runner: after a verify, the draft model takes in what was accepted, and begins the next tree."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Unpack, final
+
+import torch
+
+from ..backends.base import Backend
+from ..dataflow.axes import BATCH, Axis, Sizes
+from ..dataflow.errors import ConfigError
+from .config import Options
+from .decode import DecodeRunner
+from .stage import NO_BINDINGS, NO_LOANS, NO_SIZES, Lend, V
+from .through import NO_PATTERNS, Through
+
+
+@final
+class DraftExtendRunner(Through[V]):
+    """Runs a step over `width` tokens a request, of which it returns one row a request.
+
+    width: required; every request brings that many tokens, those that were accepted first. What depends on it, such as
+    `select_index`, is declared over WIDTH, so that a batch of another width is refused. Outputs follow BATCH, if
+    `output_rows` does not say otherwise. All else is as in `DecodeRunner`.
+    """
+
+    def __init__(
+        self,
+        inputs: type[V],
+        step: Callable[[V], Any],
+        *,
+        sizes: Sizes = NO_SIZES,
+        settings: object = None,
+        bind: Mapping[str, torch.Tensor] = NO_BINDINGS,
+        absent: Sequence[Collection[str]] = NO_PATTERNS,
+        lend: Mapping[str, Lend] = NO_LOANS,
+        output_rows: Axis | None = BATCH,
+        backend: str | Backend = "auto",
+        **options: Unpack[Options],
+    ) -> None:
+        check_width(type(self).__name__, options)
+        self._decode = DecodeRunner(
+            inputs,
+            step,
+            sizes=sizes,
+            settings=settings,
+            bind=bind,
+            absent=absent,
+            lend=lend,
+            output_rows=output_rows,
+            backend=backend,
+            **options,
+        )
+        self._decode.name = type(self).__name__
+
+    @property
+    def decode(self) -> DecodeRunner[V]:
+        """The decode runner of this width."""
+        return self._decode
+
+
+def check_width(runner: str, options: Options) -> int:
+    """The width among a runner's options. ConfigError where there is none."""
+    if "width" not in options:
+        message = f"{runner} needs width=: how many tokens each request has in a step"
+        raise ConfigError(message)
+    return options["width"]

@@ -1,0 +1,175 @@
+"""The multi-layer draft-extend runner: several steps, each with a layer of its own, over one set of buffers."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, Generic, TypeAlias, Unpack, final
+
+import attrs
+import torch
+
+from ..backends.base import Backend
+from ..backends.registry import choose
+from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes, extent
+from ..dataflow.capabilities import Capabilities
+from ..dataflow.declaration import Declaration
+from ..dataflow.errors import ConfigError
+from ..dataflow.roles import resolve_dtype
+from ..dataflow.slots import Slot
+from ..dataflow.tails import Number, Once, Pad, resolve_value
+from ..dataflow.values import initial_value, write_all
+from ..dataflow.views import make_view
+from .config import Options, RunnerConfig
+from .decode import DecodeRunner
+from .draft_extend import check_width
+from .stage import NO_BINDINGS, NO_LOANS, NO_SIZES, Lend, V, name_of, with_width
+from .through import NO_PATTERNS, Through
+
+CHAINED: Final = ("input_ids", "hidden_states")
+ChainedStep: TypeAlias = Callable[[V, V | None], Any]
+
+
+@final
+class MultiLayerDraftExtendRunner(Through[V]):
+    """Runs several steps one behind another in one graph; each may write what the next one reads.
+
+    steps: each called with its view and the next step's, None for the last; returns one row a request. width: required,
+    as in `DraftExtendRunner`. chained: slots of which every step has its own: step i reads part i of the parent
+    allocation `parents[name]`, [steps, capacity...]. Part 0 is filled from the batch; all rows of the others hold the
+    slot's tail value when a replay begins, until the step before writes them. All other slots are the same for every
+    step. A call returns a tuple, one entry a step. All else is as in `DecodeRunner`.
+    """
+
+    def __init__(
+        self,
+        inputs: type[V],
+        steps: Sequence[ChainedStep[V]],
+        *,
+        chained: Sequence[str] = CHAINED,
+        sizes: Sizes = NO_SIZES,
+        settings: object = None,
+        bind: Mapping[str, torch.Tensor] = NO_BINDINGS,
+        absent: Sequence[Collection[str]] = NO_PATTERNS,
+        lend: Mapping[str, Lend] = NO_LOANS,
+        output_rows: Axis | None = BATCH,
+        backend: str | Backend = "auto",
+        **options: Unpack[Options],
+    ) -> None:
+        width = check_width(type(self).__name__, options)
+        config = RunnerConfig.of({"backend": name_of(backend), **options})
+        declaration = inputs.slotgraph.under(settings)
+        _check(inputs.slotgraph, steps, chained, bind)
+        device, largest = choose(backend), config.ladder().largest
+        capacity = {BATCH: largest, TOKENS: largest * width, **with_width(inputs, sizes, width)}
+        chain = {name: declaration.slots[name] for name in chained if name in declaration.slots}
+        self.parents = {name: _parent(name, slot, len(steps), capacity, device) for name, slot in chain.items()}
+        tails = {name: _tail(name, slot, device.capabilities, capacity) for name, slot in chain.items()}
+        self._decode = DecodeRunner(
+            inputs,
+            _Chain(tuple(steps), self.parents, tails),
+            sizes=sizes,
+            settings=settings,
+            bind={**bind, **{name: parent[0] for name, parent in self.parents.items()}},
+            absent=absent,
+            lend=lend,
+            output_rows=output_rows,
+            backend=device,
+            **options,
+        )
+        self._decode.name = type(self).__name__
+
+    @property
+    def decode(self) -> DecodeRunner[V]:
+        """The decode runner that runs all steps as one."""
+        return self._decode
+
+
+@attrs.frozen(eq=False)
+class _Chain(Generic[V]):
+    """What is captured: every step on its own view.
+
+    tails: what the rows of later parts hold until a step writes them, by slot.
+    """
+
+    steps: Sequence[ChainedStep[V]]
+    parents: Mapping[str, torch.Tensor]
+    tails: Mapping[str, Number]
+
+    def __call__(self, view: V) -> tuple[Any, ...]:
+        views = [view, *(_later(view, part) for part in self._parts(view))]
+        following = [*views[1:], None]
+        return tuple(step(own, after) for step, own, after in zip(self.steps, views, following, strict=True))
+
+    def _parts(self, view: V) -> list[dict[str, torch.Tensor]]:
+        """The chained slots of each later step, as large as the first one's, reset."""
+        slots = view.__dict__
+        found: list[dict[str, torch.Tensor]] = [{} for _ in self.steps[1:]]
+        for name, parent in self.parents.items():
+            if slots[name] is None or not found:
+                continue
+            later = _cut(parent[1:], slots[name].shape).fill_(self.tails[name])
+            for part, own in zip(found, later, strict=True):
+                part[name] = own
+        return found
+
+
+def _later(view: V, part: Mapping[str, torch.Tensor]) -> V:
+    """A later step's view: the first one's, but for the chained slots."""
+    values: dict[str, Any] = {**view.__dict__, **part}
+    return make_view(type(view), values, {}, values["_slotgraph_view"])
+
+
+def _cut(parts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The first rows of all parts, along each dim."""
+    for dim, size in enumerate(shape, start=1):
+        parts = parts.narrow(dim, 0, size)
+    return parts
+
+
+def _parent(name: str, slot: Slot, steps: int, capacity: Sizes, backend: Backend) -> torch.Tensor:
+    """Memory for a slot of every step, each part with the slot's initial value. ConfigError without a size."""
+    missing = sorted(axis.name for axis in slot.axes if axis not in capacity)
+    if missing:
+        message = f"slot {name!r} needs sizes= for {', '.join(missing)}"
+        raise ConfigError(message)
+    dtype = resolve_dtype(slot.dtype, backend.capabilities)
+    value = initial_value(name, slot, capacity, backend.capabilities)
+    with torch.inference_mode(mode=False), torch.no_grad():
+        parent = backend.empty((steps, *extent(slot.shape, capacity)), dtype, slot.placement)
+        for part in parent:
+            write_all(part, value, f"slot {name!r}")
+    return parent
+
+
+def _tail(name: str, slot: Slot, capabilities: Capabilities, capacity: Sizes) -> Number:
+    """What padded rows of a slot hold, and what they hold at first where they are kept."""
+    rule = slot.rule()
+    value = rule.value if isinstance(rule, Pad | Once) else initial_value(name, slot, capacity, capabilities)
+    return resolve_value(value, capabilities, capacity)
+
+
+def _check(
+    declaration: Declaration,
+    steps: Sequence[Callable[..., Any]],
+    chained: Sequence[str],
+    bind: Mapping[str, torch.Tensor],
+) -> None:
+    """ConfigError where there is nothing to run, or a slot cannot be chained."""
+    if not steps or not all(map(callable, steps)):
+        message = f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}"
+        raise ConfigError(message)
+    for name in chained:
+        slot = declaration.slots.get(name)
+        if slot is None or slot.reads(name) is None:
+            message = f"chained names {name!r}, which is no slot that {declaration.name} copies from the batch"
+            raise ConfigError(message)
+        if name in bind:
+            message = f"slot {name!r} is chained, so that it is part 0 of parents[{name!r}]: it cannot be bound too"
+            raise ConfigError(message)
+    for name, slot in declaration.slots.items():
+        compute = slot.computes()
+        stale = sorted(set(chained) & set(compute.needs)) if compute is not None else []
+        if stale:
+            message = (
+                f"slot {name!r} is computed once, from {stale[0]!r}, of which each step has its own: compute it in the "
+                "steps"
+            )
+            raise ConfigError(message)

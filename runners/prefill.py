@@ -1,0 +1,63 @@
+"""The prefill runner: a step traced and cut at operators, of which the pieces are captured by tokens."""
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, Unpack, final
+
+from torch import nn
+
+from ..backends.base import Backend
+from ..dataflow.axes import TOKENS, Axis, Sizes
+from .config import Options, RunnerConfig
+from .eager import EagerRunner
+from .splitting import Operator, Splitter
+from .stack import find_stack
+from .stack_capture import Boundary
+from .stack_runner import StackRunner
+from .stack_runs import StackRuns
+from .stage import NO_LOANS, NO_SIZES, Lend, Stage, V, name_of
+
+_NO_PATTERNS: Final[Sequence[Collection[str]]] = ()
+
+
+@final
+class PrefillRunner(StackRunner[V]):
+    """Captures the pieces of a step between named operators for buckets of tokens, and replays them around these.
+
+    inputs: the declaration class. step: called with its view. splits: the operators at which the step is cut, such as
+    "mylib::attention"; they run eagerly in each step and find its live metadata in the view, which they are handed or
+    ask `current_view` for. stack: the module within the step that is captured, or a dotted path to it; the whole step
+    where there is none. Token slots have a bucket's rows, all of which are executed; request slots have the batch's,
+    up to `max_batch`, and may be read in splits, and outside of the stack.
+    output_rows: TOKENS to cut outputs to the live tokens, BATCH for one row a request, None to get them whole.
+    sizes, settings, absent, lend: as of `DecodeRunner`. Options are those of `RunnerConfig`; buckets are tokens.
+    """
+
+    def __init__(
+        self,
+        inputs: type[V],
+        step: Callable[[V], Any],
+        *,
+        splits: Collection[Operator],
+        stack: nn.Module | str | None = None,
+        sizes: Sizes = NO_SIZES,
+        settings: object = None,
+        absent: Sequence[Collection[str]] = _NO_PATTERNS,
+        lend: Mapping[str, Lend] = NO_LOANS,
+        output_rows: Axis | None = TOKENS,
+        backend: str | Backend = "auto",
+        **options: Unpack[Options],
+    ) -> None:
+        self.config = config = RunnerConfig.of({"backend": name_of(backend), **options})
+        self.stage = stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend)
+        boundary = Boundary(find_stack(step, stack), "piecewise", Splitter(splits))
+        eager = functools.partial(
+            EagerRunner, inputs, step, sizes=sizes, settings=settings, lend=lend, backend=stage.backend, no_copy=False
+        )
+        name = type(self).__name__
+        self._runs = StackRuns(stage, boundary, config, eager, name=name, absent=absent, output_rows=output_rows)
+
+    @property
+    def runs(self) -> StackRuns[V]:
+        """The parts that it is made of."""
+        return self._runs

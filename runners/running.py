@@ -1,0 +1,65 @@
+"""The step under way: which view its eager parts see, and what stands for what in them."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal, TypeVar
+
+import attrs
+
+from ..backends.base import Backend
+from ..dataflow.errors import ReplayError
+from ..dataflow.inputs import Inputs
+
+V = TypeVar("V", bound=Inputs)
+_RUNNING: Final[contextvars.ContextVar["Running | None"]] = contextvars.ContextVar("slotgraph_running", default=None)
+_NOTHING: Final[Mapping[int, Any]] = {}
+Phase = Literal["capture", "replay", "eager"]
+
+
+@attrs.define(eq=False)
+class Running:
+    """One step under way.
+
+    view: what its eager parts see: token slots padded, request slots cut to the live requests, and all fields.
+    phase: what it is run for. now: by identity of something that the captured step was given, what stands for it in
+    this step. backend: what a break asks to be called between two graphs; None where nothing is being recorded.
+    inside: the break that is being run.
+    """
+
+    view: Inputs
+    phase: Phase = "eager"
+    now: Mapping[int, Any] = _NOTHING
+    backend: Backend | None = None
+    inside: str | None = None
+
+
+def running() -> Running | None:
+    """The step that this thread runs."""
+    return _RUNNING.get()
+
+
+@contextlib.contextmanager
+def under_way(step: Running) -> Iterator[Running]:
+    """While a step runs."""
+    token = _RUNNING.set(step)
+    try:
+        yield step
+    finally:
+        _RUNNING.reset(token)
+
+
+def current_view(inputs: type[V]) -> V:
+    """The view of the step that runs now, for code that is not handed it: an attention operator, a break's body.
+
+    Slots over tokens have the bucket's rows, those over requests as many as the batch has.
+    ReplayError where no step runs, or one of another declaration.
+    """
+    step = _RUNNING.get()
+    if step is None:
+        message = "no step is running: current_view() is for what a runner's step calls"
+        raise ReplayError(message)
+    if not isinstance(step.view, inputs):
+        message = f"the running step's view is of {type(step.view).__name__}, not of {inputs.__name__}"
+        raise ReplayError(message)
+    return step.view

@@ -1,0 +1,189 @@
+"""Splitting: a step traced whole by torch.compile, and cut at named operators, which run between the graphs.
+
+The tracer sees every operator without a change to the model, refuses what it cannot follow instead of leaving it out,
+and serves all sizes of tokens with one trace. What it hands over is a torch.fx graph; torch's own split_module cuts
+that into modules, of which those with a named operator become breaks.
+"""
+
+import types
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import torch
+from torch import fx
+from torch.fx.passes.split_module import split_module
+
+from ..dataflow.errors import CaptureError, ConfigError
+from .breaks import broken
+from .outputs import map_tensors
+
+Operator = str | Callable[..., Any]
+_SHOWN: Final = 12
+"""Operators that an error lists."""
+
+
+class _BreakModule(torch.nn.Module):
+    """A part of a traced step that runs between graphs."""
+
+    def __init__(self, name: str, part: torch.nn.Module) -> None:
+        super().__init__()
+        self._run = broken(name, part.forward)
+
+    def forward(self, *args: Any) -> Any:
+        """Run it as it is."""
+        return self._run(*args)
+
+
+@attrs.define(eq=False)
+class _Traced:
+    """What the tracer made of a step, and what one call of it was given and returned."""
+
+    module: fx.GraphModule
+    given: tuple[Any, ...] = ()
+    returned: Sequence[Any] = ()
+
+    def __call__(self, *given: Any) -> Any:
+        """Run the parts, and note."""
+        self.given = given
+        outputs = self.module(*given)
+        self.returned = outputs if isinstance(outputs, list | tuple) else (outputs,)
+        return outputs
+
+
+class Splitter:
+    """Cuts a step at operators: "namespace::operator" as in `torch.ops`, a python function's name, or either itself."""
+
+    def __init__(self, operators: Collection[Operator]) -> None:
+        if isinstance(operators, str) or not operators:
+            message = f"splits names the operators to cut at, at least one, got {operators!r}"
+            raise ConfigError(message)
+        self._names = frozenset(_name_of(operator) for operator in operators)
+        self._last: _Traced | None = None
+        self._compiled: dict[tuple[int, int], tuple[Callable[..., Any], Any]] = {}
+
+    def __call__(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+        """The parts of `run` on these arguments, as a call that gives what `run` gives.
+
+        Runs it once. CaptureError where it cannot be traced whole, or calls none of the operators.
+        """
+        same = _identity(run)
+        if same not in self._compiled:
+            self._compiled[same] = (self._compile(run), run)
+        self._last = None
+        try:
+            with warnings.catch_warnings(), _floats_are_values():
+                warnings.simplefilter("ignore")  # the tracer's own remarks
+                outputs = self._compiled[same][0](*args, **kwargs)
+        except CaptureError:
+            raise
+        except Exception as error:
+            cause = error.__cause__ if isinstance(error.__cause__, CaptureError) else None
+            if cause is not None:
+                raise cause from error
+            message = f"the step could not be traced whole: {type(error).__name__}: {_first_lines(error)}"
+            raise CaptureError(message) from error
+        if self._last is None:
+            message = "the step could not be traced: it calls no operator of torch"
+            raise CaptureError(message)
+        return _call_of(self._last, outputs)
+
+    def _compile(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            return run(*args, **kwargs)
+
+        # The tracer keeps what it learned by code object: one of its own for each step.
+        own = types.FunctionType(entry.__code__.replace(), entry.__globals__, "entry", None, entry.__closure__)
+        compiled: Callable[..., Any] = torch.compile(own, backend=self._receive, fullgraph=True, dynamic=True)
+        return compiled
+
+    def _receive(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """What torch.compile hands over, cut."""
+        traced = _Traced(self._cut(module))
+
+        def run(*given: Any) -> Any:
+            self._last = traced
+            return traced(*given)
+
+        return run
+
+    def _cut(self, module: fx.GraphModule) -> fx.GraphModule:
+        parts: dict[fx.Node, int] = {}
+        breaks: dict[int, str] = {}
+        at, seen = 0, []
+        for node in module.graph.nodes:
+            if node.op in {"placeholder", "output"}:
+                continue
+            name = _operator_of(node)
+            seen.append(name)
+            if name in self._names:
+                parts[node], breaks[at + 1] = at + 1, name
+                at += 2
+            else:
+                parts[node] = at
+        if not breaks:
+            message = f"splits names {_listed(self._names)}, and the step calls none of them, but {_listed(seen)}"
+            raise CaptureError(message)
+        cut = split_module(module, None, parts.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
+        for part, name in breaks.items():
+            setattr(cut, f"submod_{part}", _BreakModule(name, getattr(cut, f"submod_{part}")))
+        return cut
+
+
+def _floats_are_values() -> Any:
+    """Have the tracer take floats as they are: as tensors, which it makes of them, the host would read them back."""
+    import torch._dynamo  # noqa: PLC0415 - it takes a second, which whoever cuts nothing need not wait
+
+    return torch._dynamo.config.patch(specialize_float=True)
+
+
+def _call_of(traced: _Traced, outputs: Any) -> Callable[[], Any]:
+    """A call of the parts on the arguments of the last one, with its outputs in the structure of `outputs`."""
+    module, given = traced.module, traced.given
+    known = {id(value): place for place, value in enumerate(traced.returned)}
+
+    def call() -> Any:
+        made = module(*given)
+        made = made if isinstance(made, list | tuple) else (made,)
+        return map_tensors(outputs, lambda tensor: made[known[id(tensor)]] if id(tensor) in known else tensor)
+
+    return call
+
+
+def _identity(run: Callable[..., Any]) -> tuple[int, int]:
+    """What tells one function from another: a method is a new object each time that it is asked for."""
+    return id(getattr(run, "__self__", run)), id(getattr(run, "__func__", run))
+
+
+def _name_of(operator: Operator) -> str:
+    if isinstance(operator, str):
+        return operator
+    for attribute in ("_qualname", "_qualified_op_name"):  # of a custom operator, and of one in torch.ops
+        name = getattr(operator, attribute, None)
+        if isinstance(name, str):
+            return name
+    return _name_of_target(operator)
+
+
+def _operator_of(node: fx.Node) -> str:
+    return str(node.target) if node.op != "call_function" else _name_of_target(node.target)
+
+
+def _name_of_target(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - no public name
+        return str(target._schema.name).split(".")[0]
+    if isinstance(target, torch._ops.OpOverloadPacket):  # noqa: SLF001 - likewise
+        return target._qualified_op_name  # noqa: SLF001 - likewise
+    return str(getattr(target, "__name__", target))
+
+
+def _listed(names: Collection[str]) -> str:
+    different = sorted(set(names))
+    more = len(different) - _SHOWN
+    return ", ".join(different[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _first_lines(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])

@@ -1,0 +1,54 @@
+"""The field's declarations, ready to subclass: what decode, prefill and speculative steps read in LLM engines."""
+
+from .axes import CONTEXT, DP, FILL, FRONT, HIDDEN, INDEX_TOPK, STEPS, TOPK, VOCAB
+from .decode import DecodeInputs, EagerInputs, TargetVerifyInputs
+from .draft import DraftInputs, DraftSampling
+from .dtypes import MODEL_DTYPE, model_dtype
+from .extend import DraftExtendInputs, MultiLayerDraftExtendInputs
+from .mixins import EncoderDecoder, InputEmbeds, Mamba, Mrope, NgramEmbedding, SlidingWindow
+from .parallel import DataParallelCarried, DataParallelGathered, DataParallelGatheredExtend, ExpertParallel
+from .prefill import BreakableInputs, DraftPrefillInputs, PrefillInputs
+from .proxies import PipelineIndices, PipelineProxies, PrefillPipelineIndices, PrefillPipelineProxies
+from .requests import BoundedContext, Requests
+from .settings import Sharding
+
+__all__ = [
+    "CONTEXT",
+    "DP",
+    "FILL",
+    "FRONT",
+    "HIDDEN",
+    "INDEX_TOPK",
+    "MODEL_DTYPE",
+    "STEPS",
+    "TOPK",
+    "VOCAB",
+    "BoundedContext",
+    "BreakableInputs",
+    "DataParallelCarried",
+    "DataParallelGathered",
+    "DataParallelGatheredExtend",
+    "DecodeInputs",
+    "DraftExtendInputs",
+    "DraftInputs",
+    "DraftPrefillInputs",
+    "DraftSampling",
+    "EagerInputs",
+    "EncoderDecoder",
+    "ExpertParallel",
+    "InputEmbeds",
+    "Mamba",
+    "Mrope",
+    "MultiLayerDraftExtendInputs",
+    "NgramEmbedding",
+    "PipelineIndices",
+    "PipelineProxies",
+    "PrefillInputs",
+    "PrefillPipelineIndices",
+    "PrefillPipelineProxies",
+    "Requests",
+    "Sharding",
+    "SlidingWindow",
+    "TargetVerifyInputs",
+    "model_dtype",
+]

@@ -1,0 +1,44 @@
+"""What every phase asks of its requests: where their cache is, and how long they are."""
+
+import torch
+
+from ...dataflow.axes import BATCH
+from ...dataflow.capabilities import HOST
+from ...dataflow.inputs import Inputs
+from ...dataflow.roles import SEQ_LEN_FILL
+from ...dataflow.specifiers import copied
+from .axes import CONTEXT
+
+
+class Requests(Inputs):
+    """Where each request's cache is, and how long each is.
+
+    req_pool_indices: padded rows look up row 0 of the request table, which no request is given.
+    seq_lens: padded rows run attention over the fewest tokens that the backend's kernels bear.
+    seq_lens_cpu: plans of attention are made on the host; reading seq_lens back would wait for the device.
+    """
+
+    req_pool_indices: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, converts=(torch.int64,))
+    seq_lens_cpu: torch.Tensor | None = copied(
+        BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, placement=HOST, converts=(torch.int64,), default=None
+    )
+
+
+class BoundedContext(Requests):
+    """A mixin: a request longer than the context is refused before anything is written.
+
+    seq_lens: lists and arrays are looked into; a tensor on the device is not, since that would wait for it.
+    seq_lens_cpu: one position too many reads past the rope table and writes past the request's pages.
+    """
+
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, converts=(torch.int64,), limit=CONTEXT)
+    seq_lens_cpu: torch.Tensor | None = copied(
+        BATCH,
+        dtype=torch.int32,
+        pad=SEQ_LEN_FILL,
+        placement=HOST,
+        converts=(torch.int64,),
+        limit=CONTEXT,
+        default=None,
+    )

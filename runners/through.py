@@ -1,0 +1,66 @@
+"""The base of runners that are a decode runner with a step, a width and outputs of their own."""
+
+import abc
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final, Generic
+
+from ..dataflow.capabilities import Lowering
+from ..dataflow.plan import FillPlan
+from .capture import CaptureReport
+from .decision import Decision
+from .decode import DecodeRunner
+from .stage import V
+
+NO_PATTERNS: Final[Sequence[Collection[str]]] = ()
+"""No patterns of absent slots beside the full one."""
+
+
+class Through(abc.ABC, Generic[V]):
+    """Says what a decode runner says, of the one that it is made of."""
+
+    @property
+    @abc.abstractmethod
+    def decode(self) -> DecodeRunner[V]:
+        """The decode runner that captures and replays."""
+
+    def capture(self) -> CaptureReport:
+        """Capture every bucket: see `DecodeRunner.capture`."""
+        return self.decode.capture()
+
+    @property
+    def report(self) -> CaptureReport | None:
+        """What the capture came to, or None before it."""
+        return self.decode.report
+
+    @property
+    def lowering(self) -> Lowering:
+        """How fills are run."""
+        return self.decode.lowering
+
+    def __call__(self, batch: Any, **side: Any) -> Any:
+        """Run one step and return its outputs for the live rows, valid until the next replay."""
+        return self.decode(batch, **side)
+
+    def fill(self, batch: Any, **side: Any) -> V:
+        """Fill the inputs from a batch and return the view."""
+        return self.decode.fill(batch, **side)
+
+    def replay(self, view: V) -> Any:
+        """Run the step on the view that was filled last."""
+        return self.decode.replay(view)
+
+    def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:
+        """A bucket's slots, for a producer that writes them itself: see `DecodeRunner.inputs`."""
+        return self.decode.inputs(bucket, absent)
+
+    def decide(self, batch: Any, **side: Any) -> Decision:
+        """The path that a batch would take, its bucket, and why."""
+        return self.decode.decide(batch, **side)
+
+    def plan(self, bucket: int, absent: Collection[str] = (), in_place: Collection[str] = ()) -> FillPlan:
+        """How one bucket is filled."""
+        return self.decode.plan(bucket, absent, in_place)
+
+    def stats(self) -> Mapping[str, Any]:
+        """Steps, buckets, reasons and lowerings as plain data: see `DecodeRunner.stats`."""
+        return self.decode.stats()

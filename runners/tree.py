@@ -1,0 +1,177 @@
+"""Trees of drafted tokens: how they grow, which of their nodes are verified, and which path the target accepts.
+
+Functions of tensors that read nothing on the host, so that any of them may stand in a captured step.
+"""
+
+import attrs
+import torch
+
+
+@attrs.frozen(eq=False)
+class Drafts:
+    """All that a draft came to: topk nodes of depth 1, then topk * topk candidates for each further step.
+
+    tokens [requests, nodes] int64. scores [requests, nodes] float32: the product of the probabilities on the way from
+    the root, never more than the parent's. parents [requests, nodes] int64: a node's parent, which comes before it; -1
+    where that is the root, the token that is known.
+    """
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    parents: torch.Tensor
+
+
+@attrs.frozen(eq=False)
+class Tree:
+    """The nodes that are verified, a request's own known token first, each parent before its children.
+
+    tokens, depths [requests, nodes] int64: depth 0 is the root's. parents [requests, nodes] int64: places in the same
+    row; the root's is -1. mask [requests, nodes, nodes] bool: what each node may see of the tree, itself included.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    mask: torch.Tensor
+
+    def positions(self, roots: torch.Tensor) -> torch.Tensor:
+        """Positions of all nodes, [requests, nodes], given the roots', [requests]."""
+        return self.depths + roots[:, None]
+
+
+@attrs.frozen(eq=False)
+class Accepted:
+    """What the target made of a tree.
+
+    counts [requests] int64: drafted tokens that it would have chosen too. nodes, tokens [requests, steps + 1] int64:
+    the path from the root, and what the target chose after each of its nodes: the drafted tokens that are right, and
+    one more. Behind a path's end stand its last node and token again, so that every number is one to index with.
+    """
+
+    counts: torch.Tensor
+    nodes: torch.Tensor
+    tokens: torch.Tensor
+
+
+@attrs.frozen(eq=False)
+class Frontier:
+    """A tree while it grows: its levels so far, and the topk nodes of each request that the next step goes on from.
+
+    tokens, scores, nodes [requests, topk]: of these nodes; `nodes` are places among all. rows [requests, topk]: which
+    of the last step's each comes from. branches [requests, topk, steps so far]: which of each earlier step's.
+    """
+
+    levels: tuple[Drafts, ...]
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    nodes: torch.Tensor
+    rows: torch.Tensor
+    branches: torch.Tensor
+
+    @classmethod
+    def begin(cls, shares: torch.Tensor, tokens: torch.Tensor) -> "Frontier":
+        """The children of the roots, [requests, topk] probabilities and tokens."""
+        scores, rows = _sound(shares), _counting(tokens)
+        level = Drafts(tokens, scores, torch.full_like(tokens, -1))
+        return cls((level,), tokens, scores, rows, rows, rows[:, :, None][:, :, :0])
+
+    def grow(self, shares: torch.Tensor, tokens: torch.Tensor) -> "Frontier":
+        """One level more: [requests, topk, topk] probabilities and tokens of these nodes' children.
+
+        The topk best of a request's candidates, by the product of probabilities, are what the next step goes on from.
+        """
+        topk = self.tokens.shape[1]
+        scores = (self.scores[:, :, None] * _sound(shares)).flatten(1)
+        level = Drafts(tokens.flatten(1), scores, self.nodes[:, :, None].expand_as(tokens).flatten(1))
+        best, places = scores.topk(topk, dim=1)
+        rows = torch.div(places, topk, rounding_mode="floor")
+        steps = self.branches.shape[2]
+        branches = self.branches.gather(1, rows[:, :, None].expand(-1, -1, steps))
+        first = topk + (len(self.levels) - 1) * topk * topk  # nodes before this level
+        return attrs.evolve(
+            self,
+            levels=(*self.levels, level),
+            tokens=level.tokens.gather(1, places),
+            scores=best,
+            nodes=places + first,
+            rows=rows,
+            branches=torch.cat([branches, rows[:, :, None]], dim=2),
+        )
+
+    def drafts(self) -> Drafts:
+        """All nodes so far."""
+        return Drafts(
+            tokens=torch.cat([level.tokens for level in self.levels], dim=1),
+            scores=torch.cat([level.scores for level in self.levels], dim=1),
+            parents=torch.cat([level.parents for level in self.levels], dim=1),
+        )
+
+
+def top_tokens(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities, float32, and ids of the topk likeliest tokens of each row: [..., topk] each, the best first."""
+    return torch.softmax(logits.float(), dim=-1).topk(topk, dim=-1)
+
+
+def best_tree(drafts: Drafts, roots: torch.Tensor, nodes: int) -> Tree:
+    """The tree of the roots, [requests] int64, and the `nodes` - 1 drafted nodes with the best scores.
+
+    A parent is never left out for its child: its score is at least as good, and of equal scores the earlier node wins.
+    Raises ValueError where there are not that many nodes.
+    """
+    most = 1 + drafts.tokens.shape[1]
+    if not 1 <= nodes <= most:
+        message = f"a tree of {nodes} nodes was asked for: this draft has 1 to {most}, the root among them"
+        raise ValueError(message)
+    order = drafts.scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
+    chosen = order.sort(dim=1).values
+    tokens = torch.cat([roots[:, None], drafts.tokens.gather(1, chosen)], dim=1)
+    places = _counting(tokens)
+    where = torch.zeros_like(drafts.parents[:, :1]).expand(-1, most).scatter(1, chosen + 1, places[:, 1:])
+    above = where.gather(1, drafts.parents.gather(1, chosen) + 1)
+    parents = torch.cat([torch.full_like(places[:, :1], -1), above], dim=1)
+    mask = ancestors(parents)
+    return Tree(tokens, parents, mask.sum(2) - 1, mask)
+
+
+def ancestors(parents: torch.Tensor) -> torch.Tensor:
+    """What each node of a tree may see, [requests, nodes, nodes] bool: itself and all above it; -1 is a root's parent.
+
+    Paths are doubled in each round, so that log2(nodes) rounds do for a tree of any depth.
+    """
+    nodes = parents.shape[1]
+    places = _counting(parents)
+    mask = places[:, :, None] == places[:, None, :]
+    above = torch.where(parents < 0, places, parents)
+    for _ in range((nodes - 1).bit_length()):
+        mask = mask | mask.gather(1, above[:, :, None].expand(-1, -1, nodes))
+        above = above.gather(1, above)
+    return mask
+
+
+def accept(tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, steps: int) -> Accepted:
+    """Walk each tree from its root as long as a child is what the target chose; at most `steps` times.
+
+    tokens, parents [requests, nodes]: the tree's. targets [requests, nodes] int64: what the target chose after each
+    node, the largest of its logits. Rows of padding walk too, and harm no one.
+    """
+    node = torch.zeros_like(targets[:, :1])
+    path, going = [node], torch.ones_like(node, dtype=torch.bool)
+    counts = torch.zeros_like(node)
+    for _ in range(steps):
+        right = (parents == node) & (tokens == targets.gather(1, node))
+        going = going & right.any(dim=1, keepdim=True)
+        node = torch.where(going, right.int().argmax(dim=1, keepdim=True), node)
+        counts = counts + going
+        path.append(node)
+    nodes = torch.cat(path, dim=1)
+    return Accepted(counts[:, 0], nodes, targets.gather(1, nodes))
+
+
+def _sound(shares: torch.Tensor) -> torch.Tensor:
+    """Probabilities between 0 and 1: what is more, or no number, could put a child before its parent."""
+    return torch.nan_to_num(shares, nan=0.0).clamp(0.0, 1.0)
+
+
+def _counting(like: torch.Tensor) -> torch.Tensor:
+    """The places in each row, from 0, as int64."""
+    return torch.arange(like.shape[1], device=like.device).expand(like.shape[0], -1)

@@ -1,0 +1,147 @@
+"""What a prefill step takes by each path: a Llama's, eagerly, breakable and piecewise, and each break by itself.
+
+pytest tests/benchmarks/test_prefill_step.py -m cuda
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from serving.timing import Contestant, Race
+from slotgraph import TOKENS, BreakableRunner, Inputs, copied, graph_break
+from slotgraph.backends import Backend, choose
+from slotgraph.backends.cuda import CudaBackend
+from tests.benchmarks.llama import HALF, Shape, is_sane
+from tests.benchmarks.prefilling import Prefill, batch_of
+from tests.benchmarks.shown import show, table_of
+
+# This is about time: what other packages have to say about themselves is no failure.
+pytestmark = pytest.mark.filterwarnings("default")
+
+TINY = Shape(name="tiny", layers=2, hidden=32, heads=2, kv_heads=1, intermediate=32, vocabulary=64)
+SETS = 3
+BREAKS = 24
+
+
+def path_times(
+    prefill: Prefill, backend: Backend, lengths: list[int], race: Race, tolerance: float
+) -> Mapping[str, list[float]]:
+    """Microseconds a step for each path, over batches of requests of these lengths, one token in ten padding."""
+    total = sum(lengths)
+    runners = prefill.runners(backend, [total], len(lengths))
+    less = [lengths[0] - max(1, total // 10), *lengths[1:]] if lengths[0] > total // 10 else lengths
+    batches = [batch_of(less, prefill.model.config.vocab_size, seed, backend.device) for seed in range(SETS)]
+    with torch.no_grad():
+        for name, runner in runners.items():
+            torch.testing.assert_close(
+                runner(batches[0]).clone(), runners["eager"](batches[0]), rtol=tolerance, atol=tolerance
+            )
+            if name != "eager":
+                assert runner.decide(batches[0]).path == name
+        ways = [Contestant(functools.partial(_step, runner, batches), torch.no_grad) for runner in runners.values()]
+        return dict(zip(runners, race.run(ways), strict=True))
+
+
+def _step(runner: Callable[[Any], object], batches: Sequence[Any], number: int) -> object:
+    return runner(batches[number % len(batches)])
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "lengths",
+    [pytest.param([tokens // 8] * 8, id=f"8-requests-{tokens}-tokens") for tokens in (128, 512, 2048, 8192)],
+)
+def test_prefill_by_path(lengths: list[int], cuda: CudaBackend, capsys: pytest.CaptureFixture[str]) -> None:
+    """A 24-layer model in bfloat16: each path, the host waiting for each step, as it must for the first token."""
+    prefill = Prefill.of(HALF, cuda.device, torch.bfloat16)
+    with prefill.marked("broken"):
+        times = path_times(prefill, cuda, lengths, Race(rounds=11, steps=20, wait=cuda.synchronize, each=True), 0.1)
+    title = f"{HALF.name}, bfloat16, {len(lengths)} requests, {sum(lengths)} tokens: a prefill step"
+    with capsys.disabled():
+        show(table_of(title, times, "us"))
+    assert is_sane([time for one in times.values() for time in one])
+
+
+class Rows(Inputs):
+    """One value a token."""
+
+    values: torch.Tensor = copied(TOKENS, 64, dtype=torch.float32, pad=0.0)
+
+
+class Chain(nn.Module):
+    """As many small kernels as breaks, one before each."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.between: Any = graph_break(_nothing) if breaks else _nothing
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Count up."""
+        for _ in range(BREAKS):
+            values = self.between(values + 1)
+        return values
+
+
+def _nothing(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+class Around(nn.Module):
+    """A step that is nothing but its stack."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.chain = Chain(breaks=breaks)
+
+    def forward(self, view: Rows) -> torch.Tensor:
+        """The stack."""
+        out: torch.Tensor = self.chain(view.values)
+        return out
+
+
+def segment_times(backend: Backend, race: Race) -> Mapping[str, list[float]]:
+    """Microseconds of a step in one graph, and of the same in one more than there are breaks."""
+    batches = [{"values": torch.randn(16, 64, device=backend.device)} for _ in range(SETS)]
+    runners = {
+        "one graph": BreakableRunner(
+            Rows, Around(breaks=False), stack="chain", buckets=[16], output_rows=TOKENS, backend=backend, progress=False
+        ),
+        f"{BREAKS + 1} graphs": BreakableRunner(
+            Rows, Around(breaks=True), stack="chain", buckets=[16], output_rows=TOKENS, backend=backend, progress=False
+        ),
+    }
+    for runner in runners.values():
+        runner.capture()
+        torch.testing.assert_close(runner(batches[0]).clone(), batches[0]["values"] + BREAKS)
+    ways = [Contestant(functools.partial(_step, runner, batches), torch.no_grad) for runner in runners.values()]
+    return dict(zip(runners, race.run(ways), strict=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_cost_of_a_segment(cuda: CudaBackend, capsys: pytest.CaptureFixture[str]) -> None:
+    """Host time: what each break adds is one launch, and the call of a function that does nothing."""
+    times = segment_times(cuda, Race(rounds=21, steps=50, wait=cuda.synchronize))
+    whole, parts = times.values()
+    each = [(many - one) / BREAKS for one, many in zip(whole, parts, strict=True)]
+    with capsys.disabled():
+        show(table_of(f"{BREAKS} small kernels, with no break and with one after each", times, "us"))
+        show(table_of("what one break adds", {"a segment": each}, "us"))
+    assert is_sane([*whole, *parts])
+
+
+def test_tiny_prefill_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """The same on a CPU, where the figures mean nothing: what is measured is right, and is shown."""
+    backend = choose("cpu-capture")
+    prefill = Prefill.of(TINY, backend.device, torch.float32)
+    race = Race(rounds=2, steps=2, wait=backend.synchronize)
+    with prefill.marked("broken"):
+        times = {**path_times(prefill, backend, [8, 5, 3], race, 1e-4), **segment_times(backend, race)}
+    show(table_of("tiny", times, "us"))
+    assert "piecewise" in capsys.readouterr().out
+    assert is_sane([time for one in times.values() for time in one])

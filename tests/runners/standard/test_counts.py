@@ -1,0 +1,188 @@
+"""The functions of computed counts against plain Python, over random sizes, ranks and shards."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, TOKENS, WIDTH, DecodeRunner, EagerRunner, Step, standard
+from slotgraph.backends import Backend
+from slotgraph.dataflow.errors import ComputeError, ConfigError, DeclarationError
+from slotgraph.runners.standard import counts
+
+ways = st.sampled_from([lambda one: one, attrs.asdict, lambda one: SimpleNamespace(**attrs.asdict(one), other="name")])
+"""Settings as the class for them, as a mapping, as an object of the user's own."""
+
+
+def sharded(live: int, padded: int, sharding: standard.Sharding) -> int:
+    """Rows of this rank's part, counted one by one, that are live."""
+    part = range(padded)
+    if sharding.scattered:
+        chunk = padded // sharding.attn_tp_size
+        part = range(chunk * sharding.attn_tp_rank, chunk * (sharding.attn_tp_rank + 1))
+    return sum(row < live for row in part)
+
+
+@st.composite
+def shardings(draw: st.DrawFn) -> standard.Sharding:
+    """A rank among one to eight."""
+    ranks = draw(st.integers(1, 8))
+    rank = draw(st.integers(0, ranks - 1))
+    return standard.Sharding(attn_tp_size=ranks, attn_tp_rank=rank, scattered=draw(st.booleans()))
+
+
+@given(sharding=shardings(), chunk=st.integers(0, 40), rest=st.integers(0, 7), way=ways, data=st.data())
+def test_num_token_non_padded(
+    *, sharding: standard.Sharding, chunk: int, rest: int, way: Any, data: st.DataObject
+) -> None:
+    """Each rank counts the live rows of its own part; a bucket that does not divide is refused where it is cut."""
+    padded = chunk * sharding.attn_tp_size + rest
+    live = data.draw(st.integers(0, padded))
+    step = Step({TOKENS: live}, {TOKENS: padded})
+    if sharding.scattered and padded % sharding.attn_tp_size:
+        said = rf"slot 'num_token_non_padded': {padded} padded tokens do not divide among {sharding.attn_tp_size} "
+        with pytest.raises(ComputeError, match=said):
+            counts.num_token_non_padded(step, way(sharding))
+        return
+    assert counts.num_token_non_padded(step, way(sharding)) == sharded(live, padded, sharding)
+
+
+@given(ranks=st.integers(1, 8), chunk=st.integers(0, 40), data=st.data())
+def test_ranks_together_count_every_live_token_once(ranks: int, chunk: int, data: st.DataObject) -> None:
+    """What the ranks of one bucket count comes to the live count."""
+    live = data.draw(st.integers(0, chunk * ranks))
+    step = Step({TOKENS: live}, {TOKENS: chunk * ranks})
+    each = [standard.Sharding(attn_tp_size=ranks, attn_tp_rank=rank, scattered=True) for rank in range(ranks)]
+    assert sum(counts.num_token_non_padded(step, one) for one in each) == live
+
+
+@given(requests=st.integers(0, 9), width=st.integers(1, 5), ranks=st.integers(1, 8), data=st.data())
+def test_gathered_counts(requests: int, width: int, ranks: int, data: st.DataObject) -> None:
+    """Every rank's count is the bucket's, whatever is live, also on a rank with nothing to do."""
+    live = data.draw(st.integers(0, requests))
+    fixed = {WIDTH: width, standard.DP: ranks}
+    step = Step({BATCH: live, TOKENS: live * width, **fixed}, {BATCH: requests, TOKENS: requests * width, **fixed})
+    assert counts.padded_tokens(step) == [requests * width for _ in range(ranks)]
+    assert counts.padded_requests(step) == [requests for _ in range(ranks)]
+
+
+@given(width=st.integers(1, 6), data=st.data())
+def test_last_accepted(width: int, data: st.DataObject) -> None:
+    """Draft-extend: a request's last accepted row lies in its own rows, in padded ones, too."""
+    accepted = data.draw(st.lists(st.integers(1, width), max_size=8))
+    padded = [*accepted, *[width] * data.draw(st.integers(0, 4))]
+    given_rows = torch.tensor(padded, dtype=torch.int32)
+    found = counts.last_accepted(given_rows, torch.full_like(given_rows, width))
+    assert found.dtype == torch.int64
+    assert found.tolist() == [i * width + count - 1 for i, count in enumerate(padded)]
+    assert all(row // width == i for i, row in enumerate(found.tolist()))
+
+
+@given(width=st.integers(1, 6), data=st.data())
+def test_last_correct(width: int, data: st.DataObject) -> None:
+    """Multi-layer: behind the front, and within a request's own rows where a padded one has -1."""
+    front = data.draw(st.integers(0, width - 1))
+    correct = data.draw(st.lists(st.integers(0, width - front - 1), max_size=8))
+    padded = [*correct, *[-1] * data.draw(st.integers(0, 4))]
+    step = Step({}, {BATCH: len(padded), WIDTH: width})
+    starts = counts.even_starts(step)
+    assert starts.tolist() == [i * width for i in range(len(padded))]
+    found = counts.last_correct(torch.tensor(padded, dtype=torch.int32), starts, torch.tensor([front]).int())
+    assert found.dtype == torch.int64
+    assert found.tolist() == [i * width + max(front + count, 0) for i, count in enumerate(padded)]
+    assert all(row // width == i for i, row in enumerate(found.tolist()))
+
+
+@given(lens=st.lists(st.integers(1, 9), max_size=8), requests=st.integers(0, 4), tokens=st.integers(0, 9))
+def test_first_tokens(lens: list[int], requests: int, tokens: int) -> None:
+    """Prefill: where each request begins; padded requests begin at a row that is there, wherever there is one."""
+    rows = sum(lens) + tokens
+    padded = torch.tensor([*lens, *[0] * requests], dtype=torch.int32)
+    found = counts.first_tokens(padded, torch.empty(rows)).tolist()
+    assert found[: len(lens)] == [sum(lens[:i]) for i in range(len(lens))]
+    assert all(0 <= row < max(rows, 1) for row in found)
+
+
+@pytest.mark.parametrize("rank", [-1, 2, 5])
+def test_wrong_rank(rank: int) -> None:
+    """A rank that is none of the ranks is refused when the settings are made, or read."""
+    wrong: dict[str, Any] = {"attn_tp_size": 2, "attn_tp_rank": rank, "scattered": True}
+    with pytest.raises(ConfigError, match=rf"attn_tp_rank is {rank} of 2"):
+        standard.Sharding(**wrong)
+    with pytest.raises(ConfigError, match=rf"attn_tp_rank is {rank} of 2"):
+        counts.num_token_non_padded(Step({TOKENS: 1}, {TOKENS: 2}), wrong)
+
+
+def test_settings_that_do_not_say() -> None:
+    """Settings without a name that counts need are refused by that name, and missing ones when a runner is made."""
+    with pytest.raises(ConfigError, match="settings have no 'scattered'"):
+        counts.num_token_non_padded(Step({TOKENS: 1}, {TOKENS: 2}), {"attn_tp_size": 2, "attn_tp_rank": 0})
+
+    class Experts(standard.PrefillInputs, standard.ExpertParallel):
+        pass
+
+    with pytest.raises(DeclarationError, match=r"slot 'num_token_non_padded': .* asks for `settings`"):
+        DecodeRunner(Experts, lambda view: view.positions, buckets=[2], backend="cpu")
+
+
+class Extended(standard.DraftExtendInputs, standard.ExpertParallel, standard.DataParallelGatheredExtend):
+    """Counts on the host and on the device."""
+
+
+def plain(live: int, padded: int, accepted: list[int], sharding: standard.Sharding) -> dict[str, list[int]]:
+    """The counts of WIDTH tokens a request, two ranks, in plain Python."""
+    rows = accepted + [3] * (padded - live)
+    return {
+        "num_token_non_padded": [sharded(live * 3, padded * 3, sharding)],
+        "global_num_tokens": [padded * 3] * 2,
+        "global_num_tokens_for_logprob": [padded] * 2,
+        "select_index": [i * 3 + count - 1 for i, count in enumerate(rows)],
+        "extend_seq_lens": [3] * padded,
+    }
+
+
+def extended(live: int, accepted: list[int]) -> dict[str, Any]:
+    """A batch of random tokens and lists of counts."""
+    draw = torch.Generator().manual_seed(live)
+    ids = torch.randint(1, 99, (live * 3,), generator=draw)
+    lens = torch.randint(4, 99, (live,), generator=draw)
+    states = torch.rand(live * 3, 2, generator=draw)
+    tokens = {"input_ids": ids, "positions": ids + 1, "out_cache_loc": ids + 2, "hidden_states": states}
+    requests = {"req_pool_indices": lens + 1, "seq_lens": lens, "seq_lens_cpu": lens}
+    return {**tokens, **requests, "num_accept_tokens": accepted, "num_correct_drafts": accepted}
+
+
+@pytest.mark.parametrize("lowering", ["in_graph", "fused", "foreach", "slot_by_slot"])
+def test_counts_in_a_runner(backend: Backend, lowering: str) -> None:
+    """Every lowering, exact fills and micro-batches show the counts that plain Python gives for their sizes."""
+    if lowering not in backend.capabilities.lowerings:
+        pytest.skip(f"{backend.name} has no lowering {lowering!r}")
+    sharding = standard.Sharding(attn_tp_size=2, attn_tp_rank=1, scattered=True)
+    inputs, step = standard.model_dtype(torch.float32)(Extended), lambda view: view.select_index + 0
+    sizes = {standard.HIDDEN: 2, standard.VOCAB: 2, standard.DP: 2}
+    how: dict[str, Any] = {"sizes": sizes, "settings": sharding, "backend": backend}
+    runner = DecodeRunner(inputs, step, buckets=[2, 8], width=3, lowering=lowering, output_rows=BATCH, **how)
+    runner.capture()
+    names = [*plain(1, 1, [1], sharding)]
+    for live, padded in ((2, 2), (1, 2), (7, 8), (0, 2), (3, 8)):
+        accepted = [1 + row % 3 for row in range(live)]
+        view = runner.fill(extended(live, accepted))
+        outputs = runner.replay(view)
+        right = plain(live, padded, accepted, sharding)
+        assert {name: getattr(view, name).tolist() for name in names} == right
+        assert outputs.tolist() == right["select_index"][:live]
+        if padded == 8:
+            part = view.narrow(BATCH, 2, 6)
+            rows = max(min(live - 2, 4), 0)
+            assert {n: getattr(part, n).tolist() for n in names} == plain(rows, 4, accepted[2:][:rows], sharding)
+    how["sizes"] = {**sizes, WIDTH: 3}
+    for no_copy in (False, True):
+        eager = EagerRunner(inputs, step, no_copy=no_copy, **how)
+        view = eager.fill(extended(4, [3, 1, 2, 2]))
+        assert {name: getattr(view, name).tolist() for name in names} == plain(4, 4, [3, 1, 2, 2], sharding)
+        with pytest.raises(ComputeError, match="9 padded tokens do not divide among 2"):
+            eager(extended(3, [3, 1, 2]))

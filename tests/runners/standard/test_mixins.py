@@ -1,0 +1,155 @@
+"""Mixins combine as plain bases, in any order; slots are overridden, dropped, and of the model's dtype."""
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, copied, standard
+from slotgraph.dataflow.bucket import Bucket
+from slotgraph.dataflow.buffers import allocate
+from slotgraph.dataflow.errors import BatchError, DeclarationError, DeclarationErrors
+from slotgraph.dataflow.fill import compute_on_device
+from slotgraph.dataflow.limits import Limits
+from slotgraph.dataflow.oracle import fill_slot_by_slot
+from slotgraph.dataflow.step import Step
+from tests.runners.standard.batches import NPU, batch_of, sizes_of
+from tests.strategies import empty, same_bytes
+
+BASES = (
+    standard.DecodeInputs,
+    standard.TargetVerifyInputs,
+    standard.PrefillInputs,
+    standard.BreakableInputs,
+    standard.DraftInputs,
+    standard.DraftExtendInputs,
+    standard.MultiLayerDraftExtendInputs,
+)
+MIXINS = (
+    standard.SlidingWindow,
+    standard.Mrope,
+    standard.InputEmbeds,
+    standard.Mamba,
+    standard.EncoderDecoder,
+    standard.NgramEmbedding,
+    standard.PipelineProxies,
+    standard.PipelineIndices,
+    standard.ExpertParallel,
+    standard.DataParallelGathered,
+    standard.DraftSampling,
+    standard.BoundedContext,
+)
+
+
+@given(base=st.sampled_from(BASES), chosen=st.sets(st.sampled_from(MIXINS)), data=st.data())
+@settings(max_examples=25)
+def test_any_base_with_any_mixins(base: type[Inputs], chosen: set[type[Inputs]], data: st.DataObject) -> None:
+    """Whatever the order, the class has every slot of its bases, and is filled as the oracle fills it."""
+    bases = data.draw(st.permutations([base, *sorted(chosen, key=lambda one: one.__name__)]))
+    made: Any = types.new_class("Mixed", tuple(bases), {})
+    names = {name for one in bases for name in one.slotgraph.slots} - {"seq_lens_cpu"}
+    assert set(made.slotgraph.slots) - {"seq_lens_cpu"} == names
+    live, padded = sizes_of(made, 2, 3), sizes_of(made, 4, 3)
+    declaration = made.slotgraph.under(standard.Sharding(attn_tp_size=3, attn_tp_rank=1, scattered=True))
+    batch, beside = batch_of(declaration, live, 5)
+    buffers = [allocate(declaration, padded, NPU, empty) for _ in range(2)]
+    ready = Bucket(declaration, padded, NPU, buffers[0]).fill(
+        batch, tuple(live[axis] for axis in declaration.varying), side=beside
+    )
+    compute_on_device(ready)
+    right = fill_slot_by_slot(declaration, buffers[1], NPU, Step(live, padded), batch, beside)
+    for name, expected in right.items():
+        got = ready.views[name]
+        assert got is not None
+        assert expected is not None
+        assert same_bytes(got, expected), name
+
+
+def test_override_and_drop() -> None:
+    """A slot that is declared again is the new one, a dropped slot or field is gone, and a made-up one is refused."""
+
+    class Own(standard.DecodeInputs, standard.Mamba, drop=["seq_lens_cpu", "capture_hidden_mode", "mamba_track_mask"]):
+        seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-1)
+
+    slots = Own.slotgraph.slots
+    assert slots["seq_lens"].dtype == torch.int64
+    assert "seq_lens_cpu" not in slots
+    assert "mamba_track_mask" not in slots
+    assert "mamba_track_indices" in slots
+    assert Own.slotgraph.fields == {}
+    with pytest.raises(DeclarationErrors) as refused:
+
+        class Wrong(standard.DecodeInputs, drop=["capture_hidden_modes"]):
+            pass
+
+    assert "Wrong drops 'capture_hidden_modes', which no base declares" in str(refused.value.exceptions[0])
+
+
+def test_mixins_that_say_different_things_are_refused() -> None:
+    """Counts are computed or carried, tails of proxies kept or reset: not both."""
+    for bases in (
+        (standard.DataParallelGathered, standard.DataParallelCarried),
+        (standard.PipelineProxies, standard.PrefillPipelineProxies),
+        (standard.DecodeInputs, standard.PrefillInputs),
+    ):
+        with pytest.raises(DeclarationErrors, match="breaks"):
+            types.new_class("Torn", bases, {})
+
+
+def test_models_dtype() -> None:
+    """The decorator settles the model's dtype, of inherited slots too, and keeps all else that they say."""
+
+    @standard.model_dtype(torch.float32)
+    class Mine(standard.DecodeInputs, standard.PipelineProxies, standard.InputEmbeds):
+        """Mine."""
+
+    slots = Mine.slotgraph.slots
+    before = standard.PipelineProxies.slotgraph.slots["pp_residual"]
+    assert {slots[name].dtype for name in ("pp_hidden_states", "pp_residual", "input_embeds")} == {torch.float32}
+    assert (slots["pp_residual"].shape, slots["pp_residual"].optional) == (before.shape, True)
+    assert slots["pp_residual"].rule() == before.rule()
+    assert slots["next_token_logits"].dtype == torch.float32
+    assert (Mine.__name__, Mine.__doc__, Mine.__module__) == ("Mine", "Mine.", __name__)
+    ids = torch.arange(3)
+    made = Mine(input_ids=ids, positions=ids, out_cache_loc=ids, req_pool_indices=ids, seq_lens=ids)
+    assert made.pp_residual is None
+    with pytest.raises(DeclarationError, match=r"Mamba: no slot has the model's dtype"):
+        standard.model_dtype(torch.float16)(standard.Mamba)
+
+    @standard.model_dtype(torch.float16)
+    class Dropped(standard.DraftExtendInputs, standard.InputEmbeds, drop=["hidden_states"]):
+        pass
+
+    assert "hidden_states" not in Dropped.slotgraph.slots
+
+
+def test_bounded_context() -> None:
+    """A request longer than the context is named with its row, its length and the limit; one as long passes."""
+
+    class Bounded(standard.DecodeInputs, standard.BoundedContext):
+        pass
+
+    limits = Limits.of(Bounded.slotgraph, {standard.CONTEXT: 16})
+    assert limits is not None
+    fits: list[Any] = [[3, 16], np.array([16, 1]), torch.tensor([16, 2], dtype=torch.int32)]
+    over: list[Any] = [[3, 17], np.array([2, 17]), torch.tensor([16, 17], dtype=torch.int64)]
+    for lens in fits:
+        limits.check({"seq_lens": lens, "seq_lens_cpu": lens})
+    for lens in over:
+        said = r"slot 'seq_lens_cpu': row 1 is 17, over the limit of CONTEXT = 16"
+        with pytest.raises(BatchError, match=said):
+            limits.check({"seq_lens": torch.tensor([3, 17]), "seq_lens_cpu": lens})
+    with pytest.raises(BatchError, match=r"slot 'seq_lens': row 1 is 17"):
+        limits.check({"seq_lens": [3, 17]})
+
+
+def test_sizes_are_asked_for() -> None:
+    """A runner names the fixed axes that it was not given sizes of."""
+    with pytest.raises(ValueError, match="needs sizes= for its fixed axes VOCAB"):
+        DecodeRunner(standard.DecodeInputs, lambda view: view.positions, buckets=[2], backend="cpu")
+    with pytest.raises(ValueError, match="needs sizes= for its fixed axes HIDDEN, STEPS, TOPK"):
+        EagerRunner(standard.DraftInputs, lambda view: view.positions, backend="cpu")

@@ -1,0 +1,223 @@
+"""Each standard class through the decode and the eager runner: every slot holds the oracle's bytes, tails and all."""
+
+import functools
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, TOKENS, WIDTH, DecodeRunner, EagerRunner, Inputs, Step, standard
+from slotgraph.backends import load
+from slotgraph.dataflow.buffers import Buffers
+from slotgraph.dataflow.oracle import fill_slot_by_slot
+from tests.runners.standard.batches import batch_of, fixed_of, sizes_of
+from tests.strategies import poisoned, same_bytes
+
+SHARDING = standard.Sharding(attn_tp_size=2, attn_tp_rank=1, scattered=False)
+BUCKETS = (2, 4)
+
+
+class DecodeOfAll(
+    standard.Mamba,
+    standard.NgramEmbedding,
+    standard.DecodeInputs,
+    standard.SlidingWindow,
+    standard.EncoderDecoder,
+    standard.Mrope,
+    standard.PipelineProxies,
+    standard.PipelineIndices,
+    standard.ExpertParallel,
+    standard.DataParallelGathered,
+):
+    """All that decode can be asked for."""
+
+
+class Verify(standard.TargetVerifyInputs, standard.DataParallelCarried, standard.BoundedContext):
+    """A tree of three tokens a request, counts carried, lengths bounded."""
+
+
+class Prefill(
+    standard.Mrope,
+    standard.PrefillPipelineProxies,
+    standard.DraftPrefillInputs,
+    standard.PrefillPipelineIndices,
+    standard.InputEmbeds,
+    standard.ExpertParallel,
+):
+    """All that a prefill's pieces can be asked for."""
+
+
+class Breakable(standard.Mamba, standard.BreakableInputs):
+    """What breaks read, requests padded, too."""
+
+
+class Draft(standard.DraftInputs, standard.DraftSampling, standard.Mrope, standard.DataParallelGathered):
+    """A sampled draft of two branches."""
+
+
+class Extend(standard.DataParallelGatheredExtend, standard.DraftExtendInputs):
+    """Two tokens a request."""
+
+
+class MultiLayer(standard.MultiLayerDraftExtendInputs, standard.Mrope):
+    """One token in front and two drafts."""
+
+
+WIDTHS: dict[type[Inputs], int] = {
+    DecodeOfAll: 1,
+    standard.EagerInputs: 1,
+    Verify: 3,
+    Prefill: 1,
+    Breakable: 2,
+    Draft: 2,
+    Extend: 2,
+    MultiLayer: 3,
+}
+"""Each class, and the tokens that a request has."""
+each_class = pytest.mark.parametrize("inputs", WIDTHS, ids=lambda inputs: inputs.__name__)
+
+
+@attrs.frozen(eq=False)
+class World:
+    """A captured runner and an oracle with buffers of its own, each of which has seen the same steps."""
+
+    runner: DecodeRunner[Any]
+    buffers: Buffers
+    width: int
+
+    def play(self, live: int, seed: int, *, absent: bool) -> None:
+        """One step of both: each slot's bytes are the oracle's, once those of the step's graph have run."""
+        stage = self.runner.stage
+        optional = (
+            frozenset(n for n, slot in stage.declaration.slots.items() if slot.optional) if absent else frozenset()
+        )
+        batch, beside = batch_of(stage.declaration, sizes_of(stage.inputs, live, self.width), seed, optional)
+        view = self.runner.fill(batch, **beside)
+        scribbled = self.runner.replay(view)
+        padded = next(rows for rows in BUCKETS if rows >= live)
+        step = Step(sizes_of(stage.inputs, live, self.width), sizes_of(stage.inputs, padded, self.width))
+        right = fill_slot_by_slot(stage.declaration, self.buffers, stage.backend.capabilities, step, batch, beside)
+        for name, expected in right.items():
+            got = getattr(view, name)
+            assert (got is None) == (expected is None), name
+            if got is not None and expected is not None and stage.declaration.slots[name].kind != "output":
+                assert same_bytes(got.cpu(), expected), f"{name}: {got} is not {expected}"
+        assert scribbled.shape[0] == live * self.width
+
+
+def reads_tokens(view: Any) -> torch.Tensor:
+    """A step with one row a token, which writes its positions where it says that they are put back."""
+    positions: torch.Tensor = view.positions
+    if isinstance(view, Draft):
+        positions.add_(1)
+    return positions * 2
+
+
+@functools.cache
+def world(inputs: type[Inputs], backend: str, lowering: str) -> World:
+    """A captured runner over two buckets, for batches with every optional slot and with none."""
+    width = WIDTHS[inputs]
+    optional = {name for name, slot in inputs.slotgraph.slots.items() if slot.optional}
+    runner = DecodeRunner(
+        inputs,
+        reads_tokens,
+        buckets=list(BUCKETS),
+        width=width,
+        sizes=fixed_of(inputs),
+        settings=SHARDING,
+        absent=[optional] if optional else [],
+        lowering=lowering,
+        backend=backend,
+    )
+    runner.capture()
+    buffers = poisoned(inputs, runner.stage.backend.capabilities, sizes_of(inputs, max(BUCKETS), width), 7)
+    for buffer in buffers:  # what no step promises to write is the same in both
+        buffer.tensor.copy_(runner.graphs.buffers[buffer.name].tensor)
+    return World(runner, buffers, width)
+
+
+turns = st.lists(
+    st.tuples(st.integers(0, max(BUCKETS)), st.integers(0, 1 << 16), st.booleans()), min_size=1, max_size=4
+)
+
+
+@each_class
+@given(played=turns, data=st.data())
+@settings(max_examples=25)
+def test_decode_runner(
+    inputs: type[Inputs], backend_name: str, played: list[tuple[int, int, bool]], data: st.DataObject
+) -> None:
+    """Steps of random sizes and absent slots, by each lowering that the backend has."""
+    lowerings = load(backend_name)().capabilities.lowerings
+    game = world(inputs, backend_name, data.draw(st.sampled_from(lowerings)))
+    for live, seed, absent in played:
+        game.play(live, seed, absent=absent)
+
+
+@each_class
+@given(live=st.integers(0, 5), seed=st.integers(0, 1 << 16), absent=st.booleans(), no_copy=st.booleans())
+@settings(max_examples=20)
+def test_eager_runner(
+    *, inputs: type[Inputs], backend_name: str, live: int, seed: int, absent: bool, no_copy: bool
+) -> None:
+    """Exact views hold what the oracle gives without padding; with no_copy also where a source is handed through."""
+    width = WIDTHS[inputs]
+    sizes = {axis: size for axis, size in sizes_of(inputs, live, width).items() if axis in inputs.slotgraph.axes}
+    fixed = {axis: size for axis, size in sizes.items() if axis not in (BATCH, TOKENS)}
+    runner = EagerRunner(
+        inputs,
+        reads_tokens,
+        sizes=fixed,
+        settings=SHARDING,
+        relations={TOKENS: BATCH * width},
+        no_copy=no_copy,
+        backend=backend_name,
+    )
+    declaration, capabilities = runner.stage.declaration, runner.stage.backend.capabilities
+    optional = frozenset(n for n, slot in declaration.slots.items() if slot.optional) if absent else frozenset()
+    batch, beside = batch_of(declaration, {**sizes, WIDTH: width}, seed, optional)
+    view = runner.fill(batch, **beside)
+    assert runner.run(view).shape[0] == live * width
+    right = fill_slot_by_slot(
+        declaration, poisoned(inputs, capabilities, sizes, seed), capabilities, Step(sizes, sizes), batch, beside
+    )
+    for name, expected in right.items():
+        got, kind = getattr(view, name), declaration.slots[name].kind
+        assert (got is None) == (expected is None), name
+        if got is None or expected is None or kind in ("output", "staged"):
+            continue
+        assert same_bytes(got.cpu().to(expected.dtype) if no_copy else got.cpu(), expected), name
+
+
+def test_hidden_states_go_another_way(backend_name: str) -> None:
+    """A batch that asks for hidden states does not go through a graph that was captured without them."""
+    sizes = {standard.VOCAB: 5}
+
+    def step(view: standard.DecodeInputs) -> torch.Tensor:
+        return view.positions * (2 if view.capture_hidden_mode == "null" else 3)
+
+    runner = DecodeRunner(standard.DecodeInputs, step, buckets=[4], sizes=sizes, backend=backend_name)
+    runner.capture()
+    batch, _ = batch_of(standard.DecodeInputs.slotgraph, sizes_of(standard.DecodeInputs, 3, 1), 5)
+    decision = runner.decide({**batch, "capture_hidden_mode": "last"})
+    assert (decision.path, decision.why) == ("eager", "field_differs")
+    assert torch.equal(runner(batch).cpu(), batch["positions"] * 2)
+    assert torch.equal(runner({**batch, "capture_hidden_mode": "last"}).cpu(), batch["positions"] * 3)
+
+
+def test_placeholder_is_a_batch(backend_name: str) -> None:
+    """The stand-in of one request owns every token, has no prefix, and fits its declaration."""
+    placeholder = standard.BreakableInputs.placeholder(Step({BATCH: 1, TOKENS: 6}, {BATCH: 1, TOKENS: 6}))
+    tokens = torch.arange(1, 7)
+    batch = {**placeholder, "input_ids": tokens, "positions": tokens, "out_cache_loc": tokens}
+    view = EagerRunner(standard.BreakableInputs, lambda view: view.positions, backend=backend_name).fill(batch)
+    assert view.seq_lens.tolist() == view.extend_seq_lens.tolist() == view.orig_seq_lens.tolist() == [6]
+    assert view.extend_prefix_lens.tolist() == view.extend_start_loc.tolist() == view.req_pool_indices.tolist() == [0]
+
+    class Short(standard.BreakableInputs, drop=["orig_seq_lens"]):
+        pass
+
+    assert "orig_seq_lens" not in Short.placeholder(Step({TOKENS: 2}, {TOKENS: 2}))

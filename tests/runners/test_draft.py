@@ -1,0 +1,368 @@
+"""The draft runner: whole trees by one replay, positions that nobody sees move, batches that stay as they were."""
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from slotgraph import BATCH, TOKENS, DraftRunner, EagerRunner, Inputs, copied, standard
+from slotgraph.backends import load
+from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
+from slotgraph.runners.draft import DraftStep
+from slotgraph.runners.tree import Drafts, top_tokens
+from tests.runners.models import Batch, same_batch, snapshot
+from tests.runners.trees import PlainTree
+
+if TYPE_CHECKING:
+    from slotgraph.backends import Backend
+
+WORDS, WIDE, PLACES = 30, 5, 60
+BUCKETS = (2, 4)
+_DRAW = torch.Generator().manual_seed(3)
+TABLE = torch.randn(WORDS, WIDE, generator=_DRAW, dtype=torch.float64)
+PLACED = torch.randn(PLACES, WIDE, generator=_DRAW, dtype=torch.float64)
+HEAD = 2 * torch.randn(WIDE, WORDS, generator=_DRAW, dtype=torch.float64)
+
+
+@standard.model_dtype(torch.float64)
+class ToyInputs(standard.DraftInputs):
+    """The standard's, in the toy model's dtype."""
+
+
+class BareInputs(Inputs):
+    """No more than a draft needs."""
+
+    topk_p: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.float32, pad=0)
+    topk_index: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.int64, pad=0)
+
+
+@attrs.define(eq=False)
+class Toy:
+    """A model whose answer hangs on the token, its position, its hidden state, and on all drafted tokens before it."""
+
+    topk: int
+    steps: int
+    device: torch.device
+    calls: int = 0
+    cache: torch.Tensor = attrs.field(init=False)
+    weights: list[torch.Tensor] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Weights on the device, and a cache in which nothing is zero."""
+        self.cache = torch.full((1 + 8 * self.topk * self.steps, WIDE), 1e3, dtype=torch.float64, device=self.device)
+        self.weights = [weight.to(self.device) for weight in (TABLE, PLACED, HEAD)]
+
+    def __call__(self, view: Any, step: DraftStep) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        table, placed, head = self.weights
+        assert step.hidden_states is not None
+        assert step.input_ids.data_ptr() == view.input_ids.data_ptr()
+        places = view.out_cache_loc.view(-1, self.topk, self.steps)
+        self.cache[places[:, :, step.index].flatten()] = table[view.input_ids]
+        earlier = [places[:, :, j].gather(1, step.branches[:, :, j]).flatten() for j in range(step.index)]
+        before = torch.stack([self.cache[rows] for rows in earlier]).sum(0) if earlier else 0
+        return answer(table[view.input_ids], placed[view.positions], before, step.hidden_states, head)
+
+
+def answer(
+    token: torch.Tensor, place: torch.Tensor, before: Any, hidden: torch.Tensor, head: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and the next hidden state."""
+    made = torch.tanh(token + place + 0.3 * before + 0.5 * hidden)
+    return made @ head, made
+
+
+def plain_drafts(batch: Batch, request: int, topk: int, steps: int) -> PlainTree:
+    """One request's tree, node by node."""
+    hidden_of: dict[int, torch.Tensor] = {-1: batch["hidden_states"][request]}
+    tree = PlainTree.begin(batch["topk_p"][request].tolist(), batch["topk_index"][request].tolist())
+    position = int(batch["positions"][request * topk])
+    for step in range(steps - 1):
+        found = []
+        for node in tree.frontier:
+            one = tree.nodes[node]
+            before = sum((TABLE[tree.nodes[other].token] for other in tree.above(node)), torch.zeros(()))
+            hidden = hidden_of[one.parent]
+            logits, hidden_of[node] = answer(TABLE[one.token], PLACED[position + step], before, hidden, HEAD)
+            found.append(top_tokens(logits, topk))
+        tree.grow([shares.tolist() for shares, _ in found], [tokens.tolist() for _, tokens in found])
+    return tree
+
+
+def batch_of(requests: int, topk: int, steps: int, seed: int, device: str | torch.device = "cpu") -> Batch:
+    """A random batch, whose locations are all different and none of them 0."""
+    draw = torch.Generator().manual_seed(seed)
+    shares = torch.rand(requests, topk, generator=draw).mul(0.5).add(0.01)
+    ids = torch.stack([torch.randperm(WORDS, generator=draw)[:topk] for _ in range(requests)] or [torch.zeros(topk)])
+    starts = torch.randint(1, PLACES - steps - 1, (requests,), generator=draw)
+    places = 1 + torch.randperm(requests * topk * steps, generator=draw)
+    batch = {
+        "req_pool_indices": torch.arange(1, requests + 1),
+        "seq_lens": (starts + 1).to(torch.int32),
+        "positions": starts.repeat_interleave(topk),
+        "out_cache_loc": places,
+        "topk_p": shares,
+        "topk_index": ids[:requests].to(torch.int64),
+        "hidden_states": torch.randn(requests, WIDE, generator=draw, dtype=torch.float64),
+    }
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def made(backend: "str | Backend", topk: int, steps: int, **options: Any) -> DraftRunner[ToyInputs]:
+    """A runner that is not captured."""
+    device = (load(backend)() if isinstance(backend, str) else backend).device
+    given: dict[str, Any] = {"buckets": BUCKETS, "absent": [{"seq_lens_cpu"}], "progress": False, **options}
+    return DraftRunner(
+        ToyInputs,
+        Toy(topk, steps, device),
+        topk=topk,
+        steps=steps,
+        sizes={standard.HIDDEN: WIDE},
+        backend=backend,
+        **given,
+    )
+
+
+@functools.cache
+def captured(backend: str, topk: int, steps: int, lowering: str = "auto") -> DraftRunner[ToyInputs]:
+    """A captured runner, the same one for all tests that leave it as usable as it was."""
+    runner = made(backend, topk, steps, lowering=lowering)
+    runner.capture()
+    return runner
+
+
+def assert_right(drafts: Drafts, batch: Batch, topk: int, steps: int) -> None:
+    """Every node of every request's tree is the plain one's."""
+    host = {name: value.cpu() for name, value in batch.items()}
+    for request in range(len(host["seq_lens"])):
+        tree = plain_drafts(host, request, topk, steps)
+        assert drafts.tokens[request].tolist() == [node.token for node in tree.nodes]
+        assert drafts.parents[request].tolist() == [node.parent for node in tree.nodes]
+        scores = torch.tensor([node.score for node in tree.nodes])
+        torch.testing.assert_close(torch.as_tensor(drafts.scores[request].cpu()), scores, rtol=1e-4, atol=1e-7)
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([(1, 3), (2, 2), (3, 3)]), st.lists(st.integers(0, 6), min_size=1, max_size=4), st.data())
+def test_drafts_are_the_plain_ones(
+    backend_name: str, shape: tuple[int, int], sizes: list[int], data: st.DataObject
+) -> None:
+    """Batches of any size after one another, padded, full or beyond the largest bucket, give plain Python's trees."""
+    topk, steps = shape
+    runner = captured(backend_name, topk, steps)
+    device = load(backend_name)().device
+    for requests in sizes:
+        batch = batch_of(requests, topk, steps, data.draw(st.integers(0, 1000)), device)
+        given, drafts = snapshot(batch), runner(batch)
+        assert drafts.tokens.shape == (requests, topk + (steps - 1) * topk * topk)
+        assert_right(drafts, batch, topk, steps)
+        assert same_batch(batch, given)
+
+
+@pytest.mark.parametrize("lowering", ["in_graph", "fused", "foreach", "slot_by_slot"])
+def test_every_lowering(cpu: str, lowering: str) -> None:
+    """However slots are filled, the trees are the same."""
+    runner = captured(cpu, 2, 3, lowering)
+    for requests in (3, 1, 4, 2, 2):
+        batch = batch_of(requests, 2, 3, requests)
+        assert_right(runner(batch), batch, 2, 3)
+
+
+def test_positions_are_put_back(backend: "Backend") -> None:
+    """After a replay the slot holds what the batch brought, and its tail is zero; so does the view that was filled."""
+    runner = captured(backend.name, 2, 3)
+    batch = batch_of(3, 2, 3, 1, backend.device)
+    view = runner.fill(batch)
+    seen = view.positions.tolist()
+    assert seen == [*batch["positions"].tolist(), 0, 0]
+    runner.replay(view)
+    assert view.positions.tolist() == seen
+
+
+def test_one_graph_and_so_many_calls(backend_name: str) -> None:
+    """All steps but the last call the model, and none of them on a replay of what was captured."""
+    runner = made(backend_name, 2, 4, buckets=[2], warmups=0)
+    runner.capture()
+    toy = runner.decode.stage.step.forward  # type: ignore[attr-defined]
+    assert (toy.calls, len(runner.decode.graphs._captured)) == (2 * 3, 2)  # with seq_lens_cpu, and without
+    runner(batch_of(2, 2, 4, 1, load(backend_name)().device))
+    assert toy.calls == 2 * 3 + (3 if backend_name == "cpu" else 0)
+
+
+def test_a_draft_of_one_step(cpu: str) -> None:
+    """One step is the children of the known tokens: the model is not asked at all."""
+    runner = made(cpu, 3, 1)
+    runner.capture()
+    batch = batch_of(3, 3, 1, 5)
+    drafts = runner(batch)
+    assert torch.equal(torch.as_tensor(drafts.tokens), batch["topk_index"])
+    assert torch.equal(torch.as_tensor(drafts.scores), batch["topk_p"])
+    assert bool((drafts.parents == -1).all())
+
+
+def test_a_bare_declaration(cpu: str) -> None:
+    """Positions, ids and hidden states are there for those who want them."""
+    table = torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(1))
+
+    def forward(_: BareInputs, step: DraftStep) -> tuple[torch.Tensor, None]:
+        assert step.hidden_states is None
+        return table[step.input_ids], None
+
+    runner = DraftRunner(BareInputs, forward, topk=2, steps=3, buckets=[4], backend=cpu)
+    runner.capture()
+    shares, tokens = top_tokens(table[[3, 4, 5]], 2)
+    drafts = runner({"topk_p": shares, "topk_index": tokens})
+    for row in range(3):
+        tree = PlainTree.begin(shares[row].tolist(), tokens[row].tolist())
+        for _ in range(2):
+            grown = [top_tokens(table[tree.nodes[node].token], 2) for node in tree.frontier]
+            tree.grow([one.tolist() for one, _ in grown], [two.tolist() for _, two in grown])
+        assert drafts.tokens[row].tolist() == [node.token for node in tree.nodes]
+
+
+def far(batch: Batch, topk: int) -> Batch:
+    """The same batch, but the last request is so long that its second step finds no place in the model's table."""
+    positions = batch["positions"].clone()
+    positions[-topk:] = PLACES - 1
+    return {**batch, "positions": positions}
+
+
+def test_a_replay_that_raises(cpu: str) -> None:
+    """A replay that breaks off in its second step leaves the batch alone, and the next steps are right."""
+    runner = captured(cpu, 2, 3)
+    batch = far(batch_of(3, 2, 3, 2), 2)
+    given = snapshot(batch)
+    with pytest.raises((IndexError, ReplayError), match=r"out of bounds|out of range"):
+        runner(batch)
+    assert same_batch(batch, given)
+    for requests in (1, 4, 2):
+        good = batch_of(requests, 2, 3, requests)
+        view = runner.fill(good)
+        assert view.positions.tolist()[2 * requests :] == [0] * (2 * (runner.decide(good).bucket or 0) - 2 * requests)
+        assert_right(runner.replay(view), good, 2, 3)
+
+
+@pytest.mark.parametrize("no_copy", [False, True])
+def test_an_eager_step_that_raises(cpu: str, *, no_copy: bool) -> None:
+    """Neither a step that breaks off nor one that is done moves the batch's own positions, handed through or copied."""
+    runner = made(cpu, 2, 3)
+    eager = EagerRunner(
+        ToyInputs,
+        runner.decode.stage.step,
+        sizes=runner.decode.stage.sizes,
+        relations={TOKENS: BATCH * 2},
+        backend=cpu,
+        no_copy=no_copy,
+    )
+    for batch, raises in ((far(batch_of(3, 2, 3, 2), 2), True), (batch_of(3, 2, 3, 4), False)):
+        given = snapshot(batch)
+        if raises:
+            with pytest.raises(IndexError):
+                eager(batch)
+        else:
+            assert_right(eager(batch), batch, 2, 3)
+        assert same_batch(batch, given)
+
+
+def test_positions_in_place(cpu: str) -> None:
+    """A producer that wrote the positions where they belong finds them there afterwards."""
+    runner = captured(cpu, 2, 3)
+    batch, slots = batch_of(3, 2, 3, 8), runner.inputs(4, {"seq_lens_cpu"})
+    slots.positions[:6].copy_(batch["positions"])
+    own = {**batch, "positions": slots.positions[:6]}
+    for _ in range(2):
+        assert_right(runner(own), batch, 2, 3)
+        assert torch.equal(slots.positions[:6], batch["positions"])
+
+
+def test_events_and_counts_are_the_draft_runners(cpu: str) -> None:
+    """Events name the runner that was made, and a batch beyond the largest bucket is counted and right."""
+    runner = made(cpu, 2, 2, buckets=[2])
+    with capture_logs() as logs:
+        runner.capture()
+        batch = batch_of(3, 2, 2, 1)
+        assert_right(runner(batch), batch, 2, 2)
+    assert {log["runner"] for log in logs if "runner" in log} == {"DraftRunner", "EagerRunner"}
+    assert [log["runner"] for log in logs if log["event"] in ("captured", "fallback")] == ["DraftRunner"] * 2
+    assert runner.decide(batch).why == "too_large"
+    assert runner.stats()["steps"] == {"graph": 0, "eager": 1}
+    assert runner.report is not None
+    assert (runner.report.captured, runner.lowering) == ((2,), "foreach")
+    assert runner.plan(2, ["seq_lens_cpu"]).lowering == "foreach"
+
+
+class PlainPositions(BareInputs):
+    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+
+
+class CopiedIds(BareInputs):
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+
+
+class FlatFirst(BareInputs):
+    topk_index: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "message"),
+    [
+        (BareInputs, {"topk": 0}, r"a draft needs topk= of at least 1, got 0"),
+        (BareInputs, {"steps": 0}, r"a draft needs steps= of at least 1, got 0"),
+        (BareInputs, {"steps": 1.5}, r"a draft needs steps= of at least 1, got 1.5"),
+        (BareInputs, {"width": 3}, r"width=3 does not fit topk=2: .* leave width= out"),
+        (BareInputs, {"sizes": {standard.TOPK: 3}}, r"sizes of TOPK is 3, and topk= is 2: give topk= alone"),
+        (BareInputs, {"advances": ["positions"]}, r"needs a slot 'positions' with restored=True"),
+        (PlainPositions, {}, r"PlainPositions needs a slot 'positions' with restored=True"),
+        (CopiedIds, {}, r"slot 'input_ids': the draft writes it in each step: declare it with staged\(\)"),
+        (FlatFirst, {}, r"FlatFirst needs a slot 'topk_index' of shape \[BATCH, TOPK\]"),
+    ],
+)
+def test_what_cannot_be_drafted(inputs: type[Inputs], options: dict[str, Any], message: str) -> None:
+    """Counts below 1, widths and sizes that contradict them, and declarations that lack something are refused."""
+    with pytest.raises(ConfigError, match=message):
+        DraftRunner(inputs, lambda *_: None, backend="cpu", **{"topk": 2, "steps": 2, "buckets": [2], **options})  # type: ignore[arg-type]
+
+
+def rows(count: int, wide: int) -> torch.Tensor:
+    """Anything of a shape."""
+    return torch.rand(count, wide)
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda _, step: rows(len(step.input_ids), WORDS), r"draft step 0, must return \(logits, .* got Tensor"),
+        (
+            lambda *_: (rows(3, WORDS), None),
+            r"expected logits of \[4, words\] with at least 2 words, got shape \[3, 30\]",
+        ),
+        (lambda *_: (rows(4, 1), None), r"expected logits of \[4, words\] with at least 2 words, got shape \[4, 1\]"),
+        (lambda *_: (None, None), r"expected logits of \[4, words\] with at least 2 words, got NoneType"),
+        (
+            lambda *_: (rows(4, WORDS), rows(2, 5)),
+            r"expected hidden states with 4 rows, one a token, got shape \[2, 5\]",
+        ),
+    ],
+)
+def test_what_forward_returns_is_checked(cpu: str, forward: Callable[..., Any], message: str) -> None:
+    """Logits and hidden states have a row a token, or no bucket is captured, for that reason."""
+    runner = DraftRunner(BareInputs, forward, topk=2, steps=3, buckets=[2], backend=cpu)
+    with pytest.raises(CaptureError, match=message):
+        runner.capture()
+
+
+def test_batches_of_another_shape(cpu: str) -> None:
+    """A batch with another number of branches or of tokens is refused, and the next one is right."""
+    runner = captured(cpu, 2, 3)
+    good = batch_of(2, 2, 3, 1)
+    with pytest.raises(BatchError, match=r"slot 'topk_p': expected float32 of shape \[2, 2\]"):
+        runner({**good, "topk_p": torch.rand(2, 3)})
+    with pytest.raises(BatchError, match=r"slot 'positions'.* 4 tokens|expected int64 of shape"):
+        runner({**good, "positions": torch.arange(1, 7), "out_cache_loc": torch.arange(1, 19)})
+    assert_right(runner(good), good, 2, 3)

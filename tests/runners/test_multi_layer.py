@@ -1,0 +1,313 @@
+"""The multi-layer draft-extend runner: steps that write what the next one reads, in parts of one allocation."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, TOKENS, Inputs, MultiLayerDraftExtendRunner, computed, copied, standard
+from slotgraph.backends import load
+from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
+from tests.runners.models import Batch, same_batch, snapshot
+
+WORDS, WIDE, WIDTH, FRONT = 20, 4, 3, 1
+BUCKETS = (2, 5)
+_DRAW = torch.Generator().manual_seed(4)
+LAYERS = [torch.randn(WIDE, WIDE, generator=_DRAW, dtype=torch.float64) for _ in range(3)]
+TABLE = torch.randn(WORDS, WIDE, generator=_DRAW, dtype=torch.float64)
+HEAD = torch.randn(WIDE, WORDS, generator=_DRAW, dtype=torch.float64)
+
+
+@standard.model_dtype(torch.float64)
+class ChainInputs(standard.MultiLayerDraftExtendInputs, drop=("next_token_logits",)):
+    """The standard's; the steps return their rows."""
+
+
+def answer(ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
+    """What one layer makes of tokens."""
+    return torch.tanh(TABLE.to(ids.device)[ids] + 0.2 * positions[:, None] + hidden @ layer.to(ids.device))
+
+
+def step_of(layer: torch.Tensor) -> Any:
+    """A step that hands on its hidden states, and its tokens moved up by one with a new one at the chosen row."""
+
+    def step(view: Any, after: Any) -> torch.Tensor:
+        made = answer(view.input_ids, view.hidden_states, view.positions, layer)
+        logits = made[view.select_index] @ HEAD.to(made.device)
+        if after is not None:
+            after.hidden_states.copy_(made)
+            after.input_ids[:-1].copy_(view.input_ids[1:])
+            after.input_ids[view.select_index] = logits.argmax(1)
+        return logits
+
+    return step
+
+
+STEPS = [step_of(layer) for layer in LAYERS]
+
+
+def plain(batch: Batch) -> list[torch.Tensor]:
+    """The same for each request by itself, without a buffer."""
+    found: list[list[torch.Tensor]] = [[] for _ in LAYERS]
+    for request, count in enumerate(batch["num_correct_drafts"].tolist()):
+        rows = slice(request * WIDTH, (request + 1) * WIDTH)
+        ids, hidden = batch["input_ids"][rows].tolist(), batch["hidden_states"][rows]
+        for number, layer in enumerate(LAYERS):
+            hidden = answer(torch.tensor(ids), hidden, batch["positions"][rows], layer)
+            logits = hidden[FRONT + count] @ HEAD
+            found[number].append(logits)
+            ids = [*ids[1:], None]
+            ids[FRONT + count] = int(logits.argmax())
+            ids = [0 if token is None else token for token in ids]
+    return [torch.stack(rows) if rows else torch.empty(0, WORDS, dtype=torch.float64) for rows in found]
+
+
+def batch_of(requests: int, seed: int, device: Any = "cpu") -> Batch:
+    """A random batch, all of whose requests had their last draft accepted: no row is read that no request owns."""
+    draw = torch.Generator().manual_seed(seed)
+    correct = torch.full((requests,), WIDTH - FRONT - 1, dtype=torch.int32)
+    batch = {
+        "req_pool_indices": torch.arange(1, requests + 1),
+        "seq_lens": torch.randint(WIDTH, 99, (requests,), generator=draw, dtype=torch.int32),
+        "input_ids": torch.randint(1, WORDS, (requests * WIDTH,), generator=draw),
+        "positions": torch.randint(1, 9, (requests * WIDTH,), generator=draw),
+        "out_cache_loc": 1 + torch.randperm(requests * WIDTH, generator=draw),
+        "hidden_states": torch.randn(requests * WIDTH, WIDE, generator=draw, dtype=torch.float64),
+        "num_correct_drafts": correct,
+        "num_accept_tokens": correct + 1,
+    }
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def made(backend: str, steps: Sequence[Any] = STEPS, **options: Any) -> MultiLayerDraftExtendRunner[ChainInputs]:
+    """A captured runner."""
+    given: dict[str, Any] = {"buckets": BUCKETS, "absent": [{"seq_lens_cpu"}], "width": WIDTH, **options}
+    sizes = {standard.HIDDEN: WIDE, standard.FRONT: FRONT}
+    runner = MultiLayerDraftExtendRunner(ChainInputs, steps, sizes=sizes, backend=backend, **given)
+    runner.capture()
+    return runner
+
+
+@functools.cache
+def captured(backend: str) -> MultiLayerDraftExtendRunner[ChainInputs]:
+    """A captured runner, which all tests leave as usable as it was."""
+    return made(backend)
+
+
+def assert_right(got: tuple[torch.Tensor, ...], batch: Batch) -> None:
+    """Each step's logits are the plain ones."""
+    due = plain({name: value.cpu() for name, value in batch.items()})
+    assert len(got) == len(due)
+    for one, other in zip(got, due, strict=True):
+        torch.testing.assert_close(torch.as_tensor(one).cpu(), other)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 999)), min_size=1, max_size=4))
+def test_steps_are_chained(backend_name: str, drawn: list[tuple[int, int]]) -> None:
+    """Batches of any size after one another: each step reads what the one before wrote, in one graph a bucket."""
+    runner, device = captured(backend_name), load(backend_name)().device
+    for requests, seed in drawn:
+        batch = batch_of(requests, seed, device)
+        given = snapshot(batch)
+        assert_right(runner(batch), batch)
+        assert same_batch(batch, given)
+    assert len(runner.decode.graphs._captured) == 2 * len(BUCKETS)
+
+
+def poison(runner: MultiLayerDraftExtendRunner[ChainInputs]) -> None:
+    """What an earlier replay could have left at worst in the later parts: ids of no token, and no numbers."""
+    runner.parents["input_ids"][1:].fill_(1 << 40)
+    runner.parents["hidden_states"][1:].fill_(float("nan"))
+
+
+@pytest.mark.parametrize("requests", [0, 1, 2, 3, 5])
+def test_poison_in_later_parts(backend_name: str, requests: int) -> None:
+    """No row of a later part is read before it was reset or written, in any bucket, live or padded."""
+    runner = captured(backend_name)
+    batch = batch_of(requests, requests, load(backend_name)().device)
+    poison(runner)
+    assert_right(runner(batch), batch)
+    padded = runner.decide(batch).bucket or 0
+    for name, parent in runner.parents.items():
+        used = parent[1:, : padded * WIDTH]
+        assert bool(torch.isfinite(used.double()).all()), name
+        assert int(used.double().abs().max()) < WORDS, name
+
+
+def test_a_step_that_writes_a_part(cpu: str) -> None:
+    """Rows that the step before leaves alone hold the slot's tail value in every step, never an earlier step's rows."""
+
+    def first(view: Any, after: Any) -> Any:
+        after.hidden_states[: WIDTH - 1].copy_(view.hidden_states[: WIDTH - 1])
+        return view.num_accept_tokens + 0
+
+    def second(view: Any, after: Any) -> Any:
+        assert after is None
+        return view.hidden_states.view(-1, WIDTH, WIDE) + 0
+
+    runner = made(cpu, [first, second])
+    for requests in (5, 2, 3):
+        batch = batch_of(requests, requests)
+        poison(runner)
+        _, seen = runner(batch)
+        due = torch.zeros(requests * WIDTH, WIDE, dtype=torch.float64)
+        due[: WIDTH - 1] = batch["hidden_states"][: WIDTH - 1]
+        assert torch.equal(seen.reshape(-1, WIDE), due)
+
+
+def test_views_share_all_other_slots(cpu: str) -> None:
+    """Step i reads part i of each parent; part 0 is the slot's own buffer; everything else is one set."""
+    seen: list[tuple[Any, Any]] = []
+
+    def step(view: Any, after: Any) -> Any:
+        seen.append((view, after))
+        return view.num_accept_tokens + 0
+
+    runner = made(cpu, [step] * 3, buckets=[4], warmups=0)
+    for name, parent in runner.parents.items():
+        buffer = runner.decode.graphs.buffers[name].tensor
+        assert (buffer.data_ptr(), parent.shape) == (parent.data_ptr(), (3, *buffer.shape))
+    views, following = zip(*seen[:3], strict=True)
+    assert following[2] is None
+    for part, view in enumerate(views):
+        assert type(view) is ChainInputs
+        assert part == 0 or following[part - 1] is view
+        for name, value in vars(view).items():
+            if name in runner.parents:
+                assert value.data_ptr() == runner.parents[name][part].data_ptr()
+            else:
+                assert value is vars(views[0])[name]
+
+
+def test_one_step_alone(cpu: str) -> None:
+    """A chain of one is a step that has no next one."""
+    runner = made(cpu, STEPS[:1])
+    batch = batch_of(3, 1)
+    [logits] = runner(batch)
+    torch.testing.assert_close(torch.as_tensor(logits), plain(batch)[0])
+
+
+def test_a_replay_that_raises(cpu: str) -> None:
+    """A replay that breaks off between two steps leaves the batch alone, and the next one is right."""
+
+    def limited(view: Any, after: Any) -> torch.Tensor:
+        logits: torch.Tensor = STEPS[1](view, after)
+        return logits + torch.ones(9, dtype=torch.float64)[view.positions[:1]]
+
+    runner = made(cpu, [STEPS[0], limited, STEPS[2]])
+    batch = batch_of(3, 1)
+    far = {**batch, "positions": batch["positions"] + 9}
+    given = snapshot(far)
+    with pytest.raises((IndexError, ReplayError), match=r"out of bounds|out of range"):
+        runner(far)
+    assert same_batch(far, given)
+    one, two, three = runner(batch)
+    assert_right((one, two - 1, three), batch)
+
+
+def test_more_than_the_parts_hold(cpu: str) -> None:
+    """Parts cannot grow: a batch beyond the largest bucket is refused by name, and the next one is right."""
+    runner, good = captured(cpu), batch_of(2, 6)
+    with pytest.raises(BatchError, match=r"slot '(input_ids|hidden_states)' is bound to memory that cannot grow"):
+        runner(batch_of(6, 1))
+    assert_right(runner(good), good)
+
+
+def test_a_batch_that_no_graph_takes(cpu: str) -> None:
+    """Without graphs the steps run one behind another on the same parts, and come to the same."""
+    runner = made(cpu, graphs=False)
+    for requests in (5, 1, 3):
+        batch = batch_of(requests, requests)
+        poison(runner)
+        assert_right(runner(batch), batch)
+    assert runner.stats()["steps"] == {"graph": 0, "eager": 3}
+
+
+class Switched(Inputs):
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    extra: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=7, when="extra")
+    rare: torch.Tensor | None = copied(TOKENS, dtype=torch.int64, pad=3, default=None)
+
+
+def test_slots_that_are_not_there(cpu: str) -> None:
+    """A chained slot that is switched off or absent is None for every step."""
+
+    def step(view: Any, after: Any) -> Any:
+        assert view.extra is None
+        if after is not None:
+            assert (after.extra, after.rare is None) == (None, view.rare is None)
+            after.ids.copy_(view.ids + 1)
+        return view.ids * 2
+
+    runner = MultiLayerDraftExtendRunner(
+        Switched,
+        [step, step],
+        chained=("ids", "extra", "rare"),
+        settings={"extra": False},
+        width=1,
+        absent=[{"rare"}],
+        buckets=[4],
+        backend=cpu,
+    )
+    runner.capture()
+    assert set(runner.parents) == {"ids", "rare"}
+    ids = torch.tensor([3, 9, 4])
+    for batch in ({"ids": ids}, {"ids": ids, "rare": ids}):
+        assert [one.tolist() for one in runner(batch)] == [(ids * 2).tolist(), (ids * 2 + 2).tolist()]
+
+
+def doubled(ids: torch.Tensor) -> torch.Tensor:
+    """Computed once, before the steps."""
+    return ids * 2
+
+
+class Derived(Inputs):
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    twice: torch.Tensor = computed(doubled, shape=TOKENS, dtype=torch.int64)
+
+
+def nothing(view: Any, after: Any) -> None:
+    """A step."""
+    del view, after
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"width": None}, r"MultiLayerDraftExtendRunner needs width="),
+        ({"steps": []}, r"steps= is a list of functions .* at least one; got \[\]"),
+        ({"steps": [3]}, r"steps= is a list of functions"),
+        ({"chained": ["idss"]}, r"chained names 'idss', which is no slot that Derived copies from the batch"),
+        ({"chained": ["twice"]}, r"chained names 'twice', which is no slot that Derived copies"),
+        ({"chained": ["ids"]}, r"slot 'twice' is computed once, from 'ids', of which each step has its own"),
+        ({"chained": ["lens"], "bind": {"lens": torch.ones(2)}}, r"slot 'lens' is chained, .* it cannot be bound too"),
+    ],
+)
+def test_what_cannot_be_chained(options: dict[str, Any], message: str) -> None:
+    """Nothing to run, slots that no batch brings, and values that would be stale in later steps are refused."""
+    given = {"steps": [nothing, nothing], "chained": ["lens"], "width": 1, "buckets": [2], "backend": "cpu", **options}
+    given = {name: value for name, value in given.items() if value is not None}
+    with pytest.raises(ConfigError, match=message):
+        MultiLayerDraftExtendRunner(Derived, given.pop("steps"), **given)
+
+
+def test_sizes_are_asked_for() -> None:
+    """A chained slot whose fixed axis has no size is named."""
+    with pytest.raises(ConfigError, match=r"slot 'hidden_states' needs sizes= for HIDDEN"):
+        MultiLayerDraftExtendRunner(ChainInputs, STEPS, width=WIDTH, buckets=[2], backend="cpu")
+
+
+def test_a_bucket_that_fails(cpu: str) -> None:
+    """A step that raises fails its bucket, with the reason."""
+
+    def broken(view: Any, after: Any) -> torch.Tensor:
+        raise NotImplementedError(str(type(view)) * (after is None))
+
+    with pytest.raises(CaptureError, match="the step raised NotImplementedError"):
+        made(cpu, [STEPS[0], broken])

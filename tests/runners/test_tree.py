@@ -1,0 +1,200 @@
+"""Trees of drafted tokens against plain Python: growth, the best nodes, what each may see, and the accepted path."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph.runners.tree import Accepted, Drafts, Frontier, Tree, accept, ancestors, best_tree, top_tokens
+from tests.runners.trees import PlainTree
+
+if TYPE_CHECKING:
+    from slotgraph.backends import Backend
+
+WORDS = 40
+
+
+def plain_ancestors(parents: list[int]) -> list[set[int]]:
+    """Each node and all above it."""
+    seen: list[set[int]] = []
+    for node, parent in enumerate(parents):
+        seen.append({node} | (seen[parent] if parent >= 0 else set()))
+    return seen
+
+
+def plain_walk(tokens: list[int], parents: list[int], targets: list[int], steps: int) -> list[int]:
+    """The accepted path from the root."""
+    path = [0]
+    while len(path) <= steps:
+        wanted = targets[path[-1]]
+        right = [n for n, parent in enumerate(parents) if parent == path[-1] and tokens[n] == wanted]
+        if not right:
+            break
+        path.append(right[0])
+    return path
+
+
+def logits_of(rows: int, seed: int) -> torch.Tensor:
+    """Random logits, of which no two are equal."""
+    return 3 * torch.randn(rows, WORDS, generator=torch.Generator().manual_seed(seed))
+
+
+def grown(requests: int, topk: int, steps: int, seed: int) -> tuple[Frontier, list[PlainTree]]:
+    """The same random tree, in tensors and in plain Python."""
+    shares, tokens = top_tokens(logits_of(requests, seed), topk)
+    frontier = Frontier.begin(shares, tokens)
+    plain = [PlainTree.begin(s, t) for s, t in zip(shares.tolist(), tokens.tolist(), strict=True)]
+    for step in range(1, steps):
+        shares, tokens = top_tokens(logits_of(requests * topk, seed + step).view(requests, topk, WORDS), topk)
+        frontier = frontier.grow(shares, tokens)
+        for request, tree in enumerate(plain):
+            tree.grow(shares[request].tolist(), tokens[request].tolist())
+    return frontier, plain
+
+
+sizes = st.tuples(st.integers(0, 3), st.integers(1, 4), st.integers(1, 4), st.integers(0, 1000))
+
+
+@given(sizes)
+def test_growth(size: tuple[int, int, int, int]) -> None:
+    """Nodes, scores and parents, and what the next step goes on from, as plain Python has them."""
+    requests, topk, steps, seed = size
+    frontier, plain = grown(requests, topk, steps, seed)
+    drafts = frontier.drafts()
+    assert drafts.tokens.shape == (requests, topk + (steps - 1) * topk * topk)
+    for request, tree in enumerate(plain):
+        assert drafts.tokens[request].tolist() == [node.token for node in tree.nodes]
+        assert drafts.parents[request].tolist() == [node.parent for node in tree.nodes]
+        assert drafts.scores[request].tolist() == [node.score for node in tree.nodes]
+        assert frontier.scores[request].tolist() == [tree.nodes[node].score for node in tree.frontier]
+        assert frontier.nodes[request].tolist() == tree.frontier
+        assert frontier.branches[request].tolist() == tree.branches
+
+
+@given(sizes, st.data())
+def test_best_tree(size: tuple[int, int, int, int], data: st.DataObject) -> None:
+    """The root and the best nodes, parents before children, with their depths and with what each may see."""
+    requests, topk, steps, seed = size
+    frontier, plain = grown(requests, topk, steps, seed)
+    count = data.draw(st.integers(1, 1 + frontier.drafts().tokens.shape[1]))
+    roots = torch.arange(100, 100 + requests)
+    tree = best_tree(frontier.drafts(), roots, count)
+    for request, one in enumerate(plain):
+        tokens, parents = one.best(100 + request, count)
+        assert (tree.tokens[request].tolist(), tree.parents[request].tolist()) == (tokens, parents)
+        seen = plain_ancestors(parents)
+        assert [set(row.nonzero().flatten().tolist()) for row in tree.mask[request]] == seen
+        assert tree.depths[request].tolist() == [len(above) - 1 for above in seen]
+        positions = tree.positions(torch.arange(requests) * 10)
+        assert positions[request].tolist() == [request * 10 + len(above) - 1 for above in seen]
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 5), st.data())
+def test_equal_scores_keep_the_parent(topk: int, steps: int, rounds: int, data: st.DataObject) -> None:
+    """Scores that are equal, zero, more than 1 or no numbers never bring a child without its parent."""
+    odd = st.sampled_from([0.0, 1.0, 1.0, 0.5, 1e-40, 1.5, math.nan, math.inf, -1.0])
+
+    def drawn(*shape: int) -> torch.Tensor:
+        count = math.prod(shape)
+        return torch.tensor(data.draw(st.lists(odd, min_size=count, max_size=count))).view(shape)
+
+    frontier = Frontier.begin(drawn(1, topk), torch.arange(topk)[None])
+    for _ in range(1, steps):
+        frontier = frontier.grow(drawn(1, topk, topk), torch.arange(topk * topk).view(1, topk, topk))
+    drafts = frontier.drafts()
+    count = min(1 + rounds, 1 + drafts.tokens.shape[1])
+    ranked = drafts.scores[0].sort(descending=True, stable=True).indices[: count - 1].tolist()
+    assert all(parent in (-1, *ranked) for parent in drafts.parents[0, ranked].tolist())
+    tree = best_tree(drafts, torch.tensor([7]), count)
+    assert all(parent < node for node, parent in enumerate(tree.parents[0].tolist()))
+
+
+@given(st.lists(st.integers(0, 100), max_size=20))
+def test_ancestors_of_any_tree(draws: list[int]) -> None:
+    """Any parents before their children, chains among them."""
+    parents = [-1, *(draw % (place + 1) for place, draw in enumerate(draws))]
+    [mask] = ancestors(torch.tensor([parents]))
+    assert [set(row.nonzero().flatten().tolist()) for row in mask] == plain_ancestors(parents)
+
+
+@st.composite
+def verified(draw: st.DrawFn) -> tuple[list[list[int]], list[list[int]], list[list[int]], int]:
+    """Trees whose siblings have different tokens, and targets that often go along."""
+    requests, nodes = draw(st.integers(1, 3)), draw(st.integers(1, 10))
+    tokens, parents, targets = [], [], []
+    for _ in range(requests):
+        above = [-1, *(draw(st.integers(0, place)) for place in range(nodes - 1))]
+        names = [draw(st.integers(0, 3))]
+        for place in range(1, nodes):
+            taken = {names[other] for other in range(1, place) if above[other] == above[place]}
+            names.append(draw(st.sampled_from([name for name in range(12) if name not in taken])))
+        children: list[list[int]] = [[names[n] for n in range(nodes) if above[n] == node] for node in range(nodes)]
+        targets.append([draw(st.sampled_from([*found, *found, 99])) for found in children])
+        tokens.append(names)
+        parents.append(above)
+    return tokens, parents, targets, draw(st.integers(0, nodes))
+
+
+@given(verified())
+def test_accepted_path(drawn: tuple[list[list[int]], list[list[int]], list[list[int]], int]) -> None:
+    """The walk goes as far as drafted tokens are right, and says what the target chose after each node."""
+    tokens, parents, targets, steps = drawn
+    found = accept(torch.tensor(tokens), torch.tensor(parents), torch.tensor(targets), steps)
+    for row in range(len(tokens)):
+        path = plain_walk(tokens[row], parents[row], targets[row], steps)
+        assert int(found.counts[row]) == len(path) - 1
+        assert found.nodes[row].tolist() == path + [path[-1]] * (steps + 1 - len(path))
+        assert found.tokens[row].tolist() == [targets[row][node] for node in found.nodes[row].tolist()]
+
+
+@settings(max_examples=10)
+@given(st.integers(1, 3), st.integers(2, 4), st.integers(0, 100))
+def test_captured(backend: "Backend", topk: int, steps: int, seed: int) -> None:
+    """All of it may be captured: a replay gives for other numbers what is computed outside."""
+    requests, words = 2, 3 * topk
+    first = torch.empty(requests, words, device=backend.device)
+    later = torch.empty(steps - 1, requests, topk, words, device=backend.device)
+
+    def step() -> tuple[Drafts, Tree, Accepted]:
+        frontier = Frontier.begin(*top_tokens(first, topk))
+        for logits in later:
+            frontier = frontier.grow(*top_tokens(logits, topk))
+        tree = best_tree(frontier.drafts(), frontier.tokens[:, 0], 1 + topk * steps)
+        return frontier.drafts(), tree, accept(tree.tokens, tree.parents, tree.tokens.roll(-1, 1), steps)
+
+    draw = torch.Generator().manual_seed(seed)
+    filled = [torch.rand(tensor.shape, generator=draw) for tensor in (first, later)]
+    first.fill_(0.5)
+    later.fill_(0.5)
+    with backend.stream():
+        step()
+        backend.synchronize()
+        graph = backend.capture(step, pool=backend.pool())
+    for target, values in zip((first, later), filled, strict=True):
+        target.copy_(values)
+    graph.replay()
+    backend.synchronize()
+    for got, due in zip(graph.outputs, step(), strict=True):
+        pair: list[Any] = [attrs.asdict(one, recurse=False) for one in (got, due)]  # type: ignore[arg-type]
+        assert all(torch.equal(pair[0][name], value) for name, value in pair[1].items())
+
+
+@pytest.mark.parametrize("count", [0, 14, -1])
+def test_a_tree_of_too_many_nodes(count: int) -> None:
+    """A tree has its root, and no more nodes than were drafted."""
+    frontier, _ = grown(2, 3, 2, 0)
+    with pytest.raises(ValueError, match=r"a tree of -?\d+ nodes was asked for: this draft has 1 to 13"):
+        best_tree(frontier.drafts(), torch.tensor([1, 2]), count)
+
+
+def test_likeliest_tokens() -> None:
+    """Probabilities in float32, the best first, whatever the logits' dtype."""
+    logits: Any = torch.tensor([[0.5, 3.0, -1.0, 2.0]], dtype=torch.bfloat16)
+    shares, tokens = top_tokens(logits, 2)
+    total = sum(math.exp(value) for value in (0.5, 3.0, -1.0, 2.0))
+    assert (shares.dtype, tokens.tolist()) == (torch.float32, [[1, 3]])
+    torch.testing.assert_close(shares, torch.tensor([[math.exp(3) / total, math.exp(2) / total]]))
