@@ -83,5 +83,5 @@ class Limits:
 def _array_of(value: Any) -> "npt.NDArray[Any]":
     if not isinstance(value, torch.Tensor):
         return np.asarray(value)
-    plain = value.detach().resolve_neg()
-    return np.asarray(plain.double() if plain.is_floating_point() else plain)
+    plain = value.detach().double() if value.is_floating_point() else value
+    return plain.resolve_neg().numpy()

@@ -54,15 +54,16 @@ def _within(least: float, most: float = math.inf) -> Callable[[Any, Any, Any], N
 class RunnerConfig:
     """How a runner runs.
 
-    backend: a backend's name, or "auto". buckets: padded request counts to capture; a default ladder up to `max_batch`
-    where none are given; of a prefill runner token counts up to `max_tokens`, for `max_batch` requests. max_waste: the largest share of padding worth a replay. width: tokens a request has in each
-    step. warmups: runs before each capture. progress: whether capture may show a bar (on a terminal only).
-    debug: catch stale outputs and moved addresses at each replay. no_copy: an eager runner hands the batch through;
-    None asks the environment, SLOTGRAPH_EAGER_NO_COPY=1. sharing: whether runners may share input buffers, where the
-    backend can (none does so yet in this release). graphs: whether steps are captured at all; without, nothing is, and all
-    run eagerly. lowering: how fills are run, one of the backend's `lowerings`, or "auto" for the first of them. lazy:
-    capture a bucket when the first batch comes for it. error_mode: the mode that captures run in, one of the backend's
-    `capture_error_modes`; None for its default.
+    backend: a backend's name, or "auto". buckets: padded request counts to capture; a default ladder up to
+    `max_batch` where none are given; of a prefill runner token counts, up to `max_tokens`, for `max_batch` requests
+    at most. max_waste: the largest share of padding worth a replay. width: tokens a request has in each step.
+    warmups: runs before each capture. progress: whether capture may show a bar (on a terminal only). debug: catch
+    stale outputs and moved addresses at each replay. no_copy: an eager runner hands the batch through; None asks
+    the environment, SLOTGRAPH_EAGER_NO_COPY=1. sharing: whether runners may share input buffers, where the backend
+    can (none does so yet in this release). graphs: whether steps are captured at all; without, nothing is, and all
+    run eagerly. lowering: how fills are run, one of the backend's `lowerings`, or "auto" for the first of them.
+    lazy: capture a bucket when the first batch comes for it. error_mode: the mode that captures run in, one of the
+    backend's `capture_error_modes`; None for its default.
     A runner takes them as keywords: `DecodeRunner(Inputs, step, **RunnerConfig.load("runner.toml").as_data())`.
     """
 

@@ -13,6 +13,7 @@ from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
 from ..dataflow.explain import check_copied, check_optional
+from ..dataflow.limits import Limits
 from ..dataflow.plan import FillPlan
 from ..dataflow.planner import NONE, plan_fill
 from ..dataflow.sizing import Sizer
@@ -75,6 +76,7 @@ class DecodeRunner(Generic[V]):
         self.graphs = GraphSet(self.stage, buffers, filler, rows_each=rows_each, debug=debug)
         self._patterns = patterns_of(absent)
         self._size = Sizer(self.stage.declaration, relations, capacity, BATCH)
+        self._limits = Limits.of(self.stage.declaration, capacity)
         self._widths = Widths(self.stage.declaration, config.width, self.stage.sizes)
         self._router = Router(self.stage.declaration, self.buckets, capacity, self.graphs, enabled=config.graphs)
         self._eager = _eager_beside(self.stage, settings, buffers)
@@ -96,7 +98,7 @@ class DecodeRunner(Generic[V]):
         """Shortcuts, where a step's sizes and its sources' dtypes and shapes are all that decides how it goes."""
         fields = any(default is not attrs.NOTHING for default in self.stage.declaration.fields.values())
         decided_by_more = fields or self.stage.optional or self.config.debug or not self._size.required
-        if self.lowering != "in_graph" or decided_by_more:
+        if self.lowering != "in_graph" or decided_by_more or self._limits is not None:
             return None
         return Shortcuts(self.graphs, self._size, self._note)
 
@@ -170,6 +172,8 @@ class DecodeRunner(Generic[V]):
         graphs.filler.order()
         try:
             live = self._size(batch, side)
+            if self._limits is not None:
+                self._limits.check(batch, side)
             absent = self.stage.absent(batch, side) if self.stage.optional else NONE
             route = self._router.route(live, absent, batch)
             if isinstance(route, Decision):

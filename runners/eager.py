@@ -18,6 +18,7 @@ from ..dataflow.declaration import Declaration
 from ..dataflow.errors import BatchError
 from ..dataflow.fill import compute_on_device
 from ..dataflow.handover import hand_over
+from ..dataflow.limits import Limits
 from ..dataflow.roles import resolve_dtype
 from ..dataflow.sizing import Sizer
 from ..dataflow.slots import Slot
@@ -68,6 +69,7 @@ class EagerRunner(Generic[V]):
         ]
         self._size = Sizer(self.stage.declaration, self.stage.relations, self.stage.sizes)
         self._other_sizes: dict[int, Sizer] = {}
+        self._limits = Limits.of(self.stage.declaration, self.stage.sizes)
         self._rows_of = _leading(self.stage.declaration)
         self._capacity = dict.fromkeys(self.stage.declaration.axes, 0) | dict(self.stage.sizes)
         self._bucket = self._begin_with(buffers) if buffers is not None else None
@@ -100,6 +102,8 @@ class EagerRunner(Generic[V]):
             raise
 
     def _fill_sized(self, batch: Any, side: Side, live: tuple[int, ...], relations: Mapping[Axis, Dim]) -> V:
+        if self._limits is not None:
+            self._limits.check(batch, side)
         self._check_carried(batch, live)
         bucket = self._bucket_for(live)
         absent = self.stage.absent(batch, side)

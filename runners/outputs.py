@@ -10,6 +10,7 @@ import attrs
 import torch
 
 from ..dataflow.errors import CaptureError, StaleOutputError
+from ..dataflow.inputs import Inputs
 
 Generation = Callable[[], int]
 
@@ -28,7 +29,7 @@ def map_tensors(outputs: Any, function: Callable[[torch.Tensor], Any], others: C
     if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
         names = [field.name for field in dataclasses.fields(outputs) if field.init]
         return dataclasses.replace(outputs, **{n: map_tensors(getattr(outputs, n), function, others) for n in names})
-    if attrs.has(type(outputs)):
+    if attrs.has(type(outputs)) and not isinstance(outputs, Inputs):  # of a view no second one can be made
         fields = [field for field in attrs.fields(type(outputs)) if field.init]
         return attrs.evolve(
             outputs, **{f.alias: map_tensors(getattr(outputs, f.name), function, others) for f in fields}

@@ -13,7 +13,6 @@ from typing import Any, Final
 import attrs
 import torch
 from torch import fx
-from torch.fx.passes.split_module import split_module
 
 from ..dataflow.errors import CaptureError, ConfigError
 from .breaks import broken
@@ -125,6 +124,8 @@ class Splitter:
         if not breaks:
             message = f"splits names {_listed(self._names)}, and the step calls none of them, but {_listed(seen)}"
             raise CaptureError(message)
+        from torch.fx.passes.split_module import split_module  # noqa: PLC0415 - a tenth of the package's own import
+
         cut = split_module(module, None, parts.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
         for part, name in breaks.items():
             setattr(cut, f"submod_{part}", _BreakModule(name, getattr(cut, f"submod_{part}")))
@@ -135,7 +136,7 @@ def _floats_are_values() -> Any:
     """Have the tracer take floats as they are: as tensors, which it makes of them, the host would read them back."""
     import torch._dynamo  # noqa: PLC0415 - it takes a second, which whoever cuts nothing need not wait
 
-    return torch._dynamo.config.patch(specialize_float=True)
+    return torch._dynamo.config.patch(specialize_float=True)  # noqa: SLF001 - where torch documents it
 
 
 def _call_of(traced: _Traced, outputs: Any) -> Callable[[], Any]:
@@ -172,7 +173,7 @@ def _operator_of(node: fx.Node) -> str:
 
 def _name_of_target(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - no public name
-        return str(target._schema.name).split(".")[0]
+        return str(target._schema.name).split(".")[0]  # noqa: SLF001 - likewise
     if isinstance(target, torch._ops.OpOverloadPacket):  # noqa: SLF001 - likewise
         return target._qualified_op_name  # noqa: SLF001 - likewise
     return str(getattr(target, "__name__", target))

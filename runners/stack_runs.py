@@ -12,6 +12,7 @@ from ..dataflow.capabilities import Lowering, chosen_lowering
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
 from ..dataflow.explain import check_copied, check_optional
 from ..dataflow.fill import compute_on_device
+from ..dataflow.limits import Limits
 from ..dataflow.plan import FillPlan
 from ..dataflow.planner import plan_fill
 from ..dataflow.sizing import Sizer
@@ -77,6 +78,7 @@ class StackRuns(Generic[V]):
         self.graphs = GraphSet(stage, buffers, filler, rows_each=None, debug=config.debug, recipe=capturing)
         self._patterns = patterns_of(absent)
         self._size = Sizer(stage.declaration, {}, capacity, TOKENS)
+        self._limits = Limits.of(stage.declaration, capacity)
         on, path, leading = config.graphs, boundary.path, (TOKENS,)
         routed = stage.declaration, self.buckets, capacity, self.graphs
         self._router = Router(*routed, enabled=on, leading=leading, path=path)
@@ -138,6 +140,8 @@ class StackRuns(Generic[V]):
         graphs.filler.order()
         try:
             live = self._size(batch, side)
+            if self._limits is not None:
+                self._limits.check(batch, side)
             absent = self.stage.absent(batch, side)
             route = self._router.route(live, absent, batch)
             if isinstance(route, Decision):

@@ -20,47 +20,18 @@ from slotgraph.runners.decode import DecodeRunner
 from slotgraph.runners.draft import DraftRunner
 from slotgraph.runners.draft_extend import DraftExtendRunner
 from slotgraph.runners.eager import EagerRunner
+from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
 from slotgraph.runners.prefill import PrefillRunner
 from slotgraph.runners.running import current_view
-from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
 
 __version__ = "0.1.0"
 
+# fmt: off
 __all__ = [
-    "BATCH",
-    "CACHE_LOC",
-    "DEVICE",
-    "HOST",
-    "SEQ_LEN_FILL",
-    "TOKENS",
-    "WIDTH",
-    "Axis",
-    "BreakableRunner",
-    "Buckets",
-    "DecodeRunner",
-    "DraftExtendRunner",
-    "DraftRunner",
-    "EagerRunner",
-    "FillRole",
-    "Inputs",
-    "MultiLayerDraftExtendRunner",
-    "PrefillRunner",
-    "Role",
-    "RunnerConfig",
-    "Slot",
-    "SlotGraphError",
-    "Step",
-    "computed",
-    "constant",
-    "copied",
-    "current_view",
-    "errors",
-    "graph_break",
-    "keep",
-    "once",
-    "output",
-    "side",
-    "slot",
-    "staged",
-    "standard",
+    "BATCH", "CACHE_LOC", "DEVICE", "HOST", "SEQ_LEN_FILL", "TOKENS", "WIDTH", "Axis", "BreakableRunner", "Buckets",
+    "DecodeRunner", "DraftExtendRunner", "DraftRunner", "EagerRunner", "FillRole", "Inputs",
+    "MultiLayerDraftExtendRunner", "PrefillRunner", "Role", "RunnerConfig", "Slot", "SlotGraphError", "Step",
+    "computed", "constant", "copied", "current_view", "errors", "graph_break", "keep", "once", "output", "side", "slot",
+    "staged", "standard",
 ]
+# fmt: on

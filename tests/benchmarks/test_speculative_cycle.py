@@ -55,20 +55,20 @@ class Kind:
     def of(cls, inputs: type[Inputs], width: int, backend: Backend) -> "Kind":
         sizes = {axis: size for axis, size in SIZES.items() if axis in inputs.slotgraph.axes}
         given: dict[str, Any] = {"sizes": sizes, "width": width, "backend": backend, "output_rows": BATCH}
-        runners = [
+        runner, by_hand = (
             DecodeRunner(inputs, smallest_step, buckets=[PADDED], progress=False, lowering=lowering, **given)
             for lowering in ("auto", "foreach")
-        ]
-        for runner in runners:
-            runner.capture()
-        stage, buffers = runners[1].stage, runners[1].graphs.buffers
+        )
+        runner.capture()
+        by_hand.capture()
+        stage, buffers = by_hand.stage, by_hand.graphs.buffers
         slots = []
         for name, slot in stage.declaration.slots.items():
             rule = slot.rule()
             pad = resolve_value(rule.value, backend.capabilities, stage.sizes) if isinstance(rule, Pad) else None
             if slot.reads(name) is not None or rule is not None:
                 slots.append((name, buffers[name].tensor, pad, extent(slot.shape, buffers.capacity)[0]))
-        return cls(*runners, slots, [_batch(runners[1], width, number) for number in range(SETS)])
+        return cls(runner, by_hand, slots, [_batch(by_hand, width, number) for number in range(SETS)])
 
     def whole(self, batch: Batch) -> None:
         """A step by the library."""
@@ -176,7 +176,8 @@ def test_cycle(benchmark: BenchmarkFixture, backend_name: str, way: str) -> None
 def test_ratio(benchmark: BenchmarkFixture, backend_name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """How many times less the inputs of a cycle take than by hand, all ways taking turns in one run."""
     ways = ("copied", "filled", "whole_by_hand", "whole", "bare")
-    found = benchmark.pedantic(medians, args=(backend_name, ways, 2 if benchmark.disabled else ROUNDS))
+    rounds = 2 if benchmark.disabled else ROUNDS
+    found = benchmark.pedantic(medians, args=(backend_name, ways, rounds))  # type: ignore[no-untyped-call]
     fills = found["copied"] / found["filled"]
     steps = (found["whole_by_hand"] - found["bare"]) / max(found["whole"] - found["bare"], 1e-3)
     times = ", ".join(f"{way} {found[way]:.1f}" for way in ways)

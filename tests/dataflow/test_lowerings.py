@@ -133,7 +133,9 @@ def test_handing_over_shows_the_batch_itself(data: st.DataObject, declaration: t
     for name, slot in slots.slots.items():
         source: Any = slot.reads(name)
         if source is not None:
-            assert ready.views[name] is source.read(batch, side)
+            given = source.read(batch, side)
+            own = given is not None and (slot.rewritten or slot.restored)  # the step writes what is the caller's
+            assert (ready.views[name] is given) != own
 
 
 TABLES = declaration_of(

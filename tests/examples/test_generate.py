@@ -68,7 +68,7 @@ def test_batches_vary_and_are_padded(default: Result) -> None:
     assert [bucket["bucket"] for bucket in report["buckets"]] == [1, 2, 4, 8]
     assert sum(bucket["padded"] > bucket["live"] for bucket in report["buckets"]) >= 2
     assert 0 < report["padding_waste"] < 0.5
-    assert report["prefill_steps"] < report["requests"] == 16
+    assert report["prefill"]["steps"] < report["requests"] == 16
     assert report["decode_steps"] == sum(bucket["steps"] for bucket in report["buckets"])
     assert any(text["began"] > text["arrived"] for text in report["texts"]), "no request ever waited for a row"
 
@@ -184,7 +184,16 @@ def test_no_prompts(serving: Module, capsys: pytest.CaptureFixture[str], monkeyp
 
 
 @pytest.mark.parametrize(
-    "argv", [["--buckets", "0"], ["--max-batch", "-1"], ["--dtype", "int8"], ["--rounds", "-1"], ["--unheard-of"]]
+    "argv",
+    [
+        ["--buckets", "0"],
+        ["--max-batch", "-1"],
+        ["--dtype", "int8"],
+        ["--rounds", "-1"],
+        ["--prefill", "sideways"],
+        ["--max-prefill-tokens", "0"],
+        ["--unheard-of"],
+    ],
 )
 def test_misspelt_options(serving: Module, argv: list[str]) -> None:
     """The command line refuses what it cannot read with the usual status."""
@@ -210,5 +219,13 @@ def test_help_tells_the_exit_status(serving: Module, capsys: pytest.CaptureFixtu
         serving("options").parse(["--help"])
     out = capsys.readouterr().out
     assert leave.value.code == 0
-    words = ("exit status", "--model FOLDER", "standard input", "generate()", "--no-compare", "--rounds N")
+    words = (
+        "exit status",
+        "--model FOLDER",
+        "--prefill {breakable,piecewise,eager}",
+        "standard input",
+        "generate()",
+        "--no-compare",
+        "--rounds N",
+    )
     assert all(word in out for word in words)

@@ -96,7 +96,7 @@ def everything(parents: torch.Tensor) -> torch.Tensor:
 
 def wrong_declarations(speculating: Module) -> dict[str, Any]:
     """Declarations of a verify, each with one fault."""
-    base = speculating("inputs").VerifyInputs
+    base: Any = speculating("inputs").VerifyInputs
 
     class Unmasked(base):  # type: ignore[misc]
         tree_mask: torch.Tensor = computed(everything, shape=(BATCH, WIDTH, WIDTH), dtype=torch.bool)

@@ -24,10 +24,16 @@ class ExtendInputs(standard.DraftExtendInputs, drop=("next_token_logits",)):
     """The standard's; the step returns its rows."""
 
 
+@functools.cache
+def table_on(device: torch.device) -> torch.Tensor:
+    """The table on a device; moved there in a warm-up, since a captured step could not."""
+    return TABLE.to(device)
+
+
 def step(view: Any) -> Any:
     """The row of each request's last accepted token, which hangs on all of the request's tokens up to it."""
     requests = view.seq_lens.shape[0]
-    rows = TABLE.to(view.input_ids.device)[view.input_ids] * view.positions[:, None] + view.hidden_states
+    rows = table_on(view.input_ids.device)[view.input_ids] * view.positions[:, None] + view.hidden_states
     sums = rows.view(requests, -1, WIDE).cumsum(1).flatten(0, 1)
     return sums[view.select_index] + view.extend_seq_lens[:, None]
 

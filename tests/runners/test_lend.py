@@ -99,7 +99,8 @@ def looked_up(runner: DecodeRunner[SlidingInputs], batch: dict[str, torch.Tensor
     """Look-ups of one replay: calls of aten::index on the CPU, kernels of any kind on a device."""
     view = runner.fill(batch)
     on_device = device.type != "cpu"
-    with profile(activities=[ProfilerActivity.CUDA if on_device else ProfilerActivity.CPU]) as profiled:
+    kind = ProfilerActivity.CUDA if on_device else ProfilerActivity.CPU
+    with profile(activities=[kind], acc_events=True) as profiled:
         runner.replay(view)
         if on_device:
             torch.accelerator.synchronize()

@@ -27,17 +27,24 @@ class ChainInputs(standard.MultiLayerDraftExtendInputs, drop=("next_token_logits
     """The standard's; the steps return their rows."""
 
 
-def answer(ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, layer: torch.Tensor) -> torch.Tensor:
+@functools.cache
+def on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Table, head and layers on a device; moved there in a warm-up, since a captured step could not."""
+    return TABLE.to(device), HEAD.to(device), [layer.to(device) for layer in LAYERS]
+
+
+def answer(ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, layer: int) -> torch.Tensor:
     """What one layer makes of tokens."""
-    return torch.tanh(TABLE.to(ids.device)[ids] + 0.2 * positions[:, None] + hidden @ layer.to(ids.device))
+    table, _, layers = on(ids.device)
+    return torch.tanh(table[ids] + 0.2 * positions[:, None] + hidden @ layers[layer])
 
 
-def step_of(layer: torch.Tensor) -> Any:
+def step_of(layer: int) -> Any:
     """A step that hands on its hidden states, and its tokens moved up by one with a new one at the chosen row."""
 
     def step(view: Any, after: Any) -> torch.Tensor:
         made = answer(view.input_ids, view.hidden_states, view.positions, layer)
-        logits = made[view.select_index] @ HEAD.to(made.device)
+        logits = made[view.select_index] @ on(made.device)[1]
         if after is not None:
             after.hidden_states.copy_(made)
             after.input_ids[:-1].copy_(view.input_ids[1:])
@@ -47,7 +54,7 @@ def step_of(layer: torch.Tensor) -> Any:
     return step
 
 
-STEPS = [step_of(layer) for layer in LAYERS]
+STEPS = [step_of(layer) for layer in range(len(LAYERS))]
 
 
 def plain(batch: Batch) -> list[torch.Tensor]:
@@ -56,8 +63,8 @@ def plain(batch: Batch) -> list[torch.Tensor]:
     for request, count in enumerate(batch["num_correct_drafts"].tolist()):
         rows = slice(request * WIDTH, (request + 1) * WIDTH)
         ids, hidden = batch["input_ids"][rows].tolist(), batch["hidden_states"][rows]
-        for number, layer in enumerate(LAYERS):
-            hidden = answer(torch.tensor(ids), hidden, batch["positions"][rows], layer)
+        for number in range(len(LAYERS)):
+            hidden = answer(torch.tensor(ids), hidden, batch["positions"][rows], number)
             logits = hidden[FRONT + count] @ HEAD
             found[number].append(logits)
             ids = [*ids[1:], None]

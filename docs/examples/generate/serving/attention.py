@@ -61,26 +61,25 @@ class DecodeAttention(StepAttention):
         return out[:, :, 0]
 
 
-def attend_within_requests(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
+def attend_within_requests(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Prompts lie behind one another, and a token sees those of its own up to itself; padded rows get zeros.
 
-    How many prompts there are, and how long each is, is another thing in each step, which no graph could hold: the
-    lengths are those of the step that runs.
+    How many prompts there are, and how long each is, differs from step to step, which no graph can follow: so this runs
+    between graphs, and asks for the view of the step that runs.
     """
     out, begin = torch.zeros(query.shape, dtype=query.dtype, device=query.device), 0
     for length in current_view(PrefillInputs).lengths:
         mine = slice(begin, begin + length)
-        heads = (tensor[mine].transpose(0, 1)[None] for tensor in (query, key, value))
-        out[mine] = scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+        q, k, v = (tensor[mine].transpose(0, 1)[None] for tensor in (query, key, value))
+        seen = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        out[mine] = seen[0].transpose(0, 1)
         begin += length
     return out
 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 between_graphs = graph_break(attend_within_requests)
-"""The same, marked: a capture ends one graph before it and begins another after it. Without a capture it is as it was."""
+"""The same, marked: a capture ends a graph before it, and begins another after it. Else it is as it was."""
 as_operator = torch.library.custom_op("serving::attend_within_requests", attend_within_requests, mutates_args=())
 """The same as an operator with a name, at which a step that is traced can be cut."""
 

@@ -18,7 +18,7 @@ Runner: TypeAlias = "EagerRunner[PrefillInputs] | BreakableRunner[PrefillInputs]
 
 
 def prefill_runner(declaration: type[PrefillInputs], steps: Steps, options: Options) -> Runner:
-    """A runner of prompts by the path that the options name. Graphs are for tokens, whatever number of requests."""
+    """A runner of prompts by the path that the options name. Its graphs are for so many tokens of any requests."""
     if options.prefill == "eager":
         return EagerRunner(declaration, steps.prefill, backend=options.backend)
     graphs: Any = {

@@ -25,10 +25,10 @@ def show_times(measured: Measured, console: Console) -> None:
 
 def prefill_sentence(times: PrefillTimes) -> Text:
     """What the prefill's path takes, and what the same step takes without graphs."""
-    what = f"A prefill of {times.requests} requests, {times.tokens} tokens"
+    what = f"A prefill step of {times.requests} requests, {times.tokens} tokens"
     whole, eager = (f"{_microseconds(spread)} us" for spread in (times.whole, times.eager))
     ratio = f"{times.ratio.median:.2f} times as long"
-    return Text(f"{what}, takes {whole} through {times.path} graphs of {times.bucket}, and {eager} without, {ratio}.")
+    return Text(f"{what}, takes {whole} through {times.path} graphs (bucket {times.bucket}), {eager} without: {ratio}.")
 
 
 def _table(times: Sequence[StepTimes], rounds: int) -> Table:
