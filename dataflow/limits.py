@@ -35,7 +35,7 @@ class Limit:
     def check(self, batch: Any, side: Side) -> None:
         """BatchError that names the first row over the limit."""
         value = self.source.read(batch, side)
-        if self._is_over(value):
+        if self.is_over(value):
             array = _array_of(value)
             where = np.argwhere(array > self.most)[0].tolist()
             row = where[0] if len(where) == 1 else where
@@ -46,7 +46,8 @@ class Limit:
             )
             raise BatchError(message)
 
-    def _is_over(self, value: Any) -> bool:
+    def is_over(self, value: Any) -> bool:
+        """Whether host data holds more; what is no number is refused by whoever copies it."""
         try:
             if isinstance(value, list | tuple) and value and not isinstance(value[0], list | tuple):
                 return bool(max(value) > self.most)  # plain numbers, without an array made of them
@@ -73,6 +74,10 @@ class Limits:
             if (most := slot.most()) is not None and (source := slot.reads(name)) is not None
         )
         return cls(found) if found else None
+
+    def allow(self, batch: Any) -> bool:
+        """Whether a batch keeps to them all."""
+        return not any(limit.is_over(limit.source.read(batch, NO_SIDE)) for limit in self.limits)
 
     def check(self, batch: Any, side: Side = NO_SIDE) -> None:
         """Refuse a batch whose host data holds more than a slot takes: BatchError. Writes nothing."""

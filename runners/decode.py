@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Generic, Unpack, final
 
-import attrs
 import structlog
 import torch
 
@@ -95,12 +94,12 @@ class DecodeRunner(Generic[V]):
         return self.graphs.capture(order)
 
     def _may_shorten(self) -> Shortcuts[V] | None:
-        """Shortcuts, where a step's sizes and its sources' dtypes and shapes are all that decides how it goes."""
-        fields = any(default is not attrs.NOTHING for default in self.stage.declaration.fields.values())
-        decided_by_more = fields or self.stage.optional or self.config.debug or not self._size.required
-        if self.lowering != "in_graph" or decided_by_more or self._limits is not None:
+        """Shortcuts, where fills are part of graphs, and required sources tell all sizes."""
+        if self.lowering != "in_graph" or self.config.debug or not self._size.required:
             return None
-        return Shortcuts(self.graphs, self._size, self._note)
+        holds = [self._router.same_fields] if self._router.decides_by_fields else []
+        holds += [self._limits.allow] if self._limits is not None else []
+        return Shortcuts(self.graphs, self._size, self._note, holds)
 
     def _note(self, captured: Captured, rows: int, times: int) -> None:
         """Note replays that were filled inside their graphs."""

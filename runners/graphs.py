@@ -236,11 +236,7 @@ class _Step(Generic[V]):
         with torch.no_grad():
             self._filler.first_node(self._filling)
             compute_on_device(self._ready)
-            try:
-                return self._stage.run(self._stage.capture_view(self._ready))
-            except BaseException:
-                self._filler.buffers.distrust()  # slots that it would have put back
-                raise
+            return self._stage.run(self._stage.capture_view(self._ready))
 
 
 def patterns_of(declared: Sequence[Collection[str]]) -> set[Absent]:

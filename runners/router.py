@@ -105,6 +105,15 @@ class Router:
                 return f"{live[index]} rows on {axis} are more than the {most} of every bucket"
         return f"{live[-1]} rows are more than the largest bucket, {self._buckets.largest}"
 
+    @property
+    def decides_by_fields(self) -> bool:
+        """Whether some fields must have the values that graphs saw."""
+        return bool(self._fixed_fields)
+
+    def same_fields(self, batch: Any) -> bool:
+        """Whether all of them do."""
+        return not self._differing(batch)
+
     def _differing(self, batch: Any) -> str:
         """The first field whose value in the batch is not the one that graphs saw, or nothing."""
         for name, captured in self._fixed_fields.items():

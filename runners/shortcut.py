@@ -5,7 +5,7 @@ of them give the answers that they gave before, and what tells so is one guard o
 those answers, for one live size: whatever differs goes the general way, which is also the only one that refuses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeAlias
 
 import attrs
@@ -14,6 +14,7 @@ import torch
 from ..dataflow.caches import keep_newest
 from ..dataflow.errors import BatchError
 from ..dataflow.fused import FusedFill
+from ..dataflow.gather import Gather
 from ..dataflow.manifest import Manifest
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
@@ -43,6 +44,16 @@ class Shortcut:
     steps: int = 0
 
 
+@attrs.frozen(eq=False)
+class _Absent:
+    """Whether a batch comes without certain slots."""
+
+    gather: Gather
+
+    def __call__(self, batch: Any) -> bool:
+        return all(value is None for value in self.gather(batch, NO_SIDE))
+
+
 def _never(batch: Any) -> Any:
     """No shortcut."""
     del batch
@@ -61,10 +72,14 @@ def _values_of(fused: FusedFill, ready: Ready) -> Callable[[Any], bytes] | None:
 class Shortcuts(Generic[V]):
     """The shortcuts of one runner whose graphs begin with their fill.
 
-    count: takes note of steps that were done, given their graph, their live rows, and how many.
+    count: takes note of steps that were done, given their graph, their live rows, and how many. holds: what must be
+    true of a batch beside its sources for its steps to go as those before.
     """
 
-    def __init__(self, graphs: GraphSet[V], size: Sizer, count: Count) -> None:
+    def __init__(
+        self, graphs: GraphSet[V], size: Sizer, count: Count, holds: Sequence[Callable[[Any], bool]] = ()
+    ) -> None:
+        self._holds = tuple(holds)
         self._graphs = graphs
         self._sizes = size.sizes
         self._count = count
@@ -88,10 +103,10 @@ class Shortcuts(Generic[V]):
         return run(batch)
 
     def learn(self, batch: Any, captured: Captured, live: tuple[int, ...], rows: int) -> None:
-        """Remember how a step was done, if there was nothing to do but to pack, upload and replay."""
+        """Remember how a step was done, if it was by an upload and a replay."""
         fused = captured.filling.fused
         ready = fused.fill.ready(live) if fused is not None else None
-        if fused is None or ready is None or not ready.plain or not ready.manifests:
+        if fused is None or ready is None or not ready.manifests:
             return
         manifest: Manifest = ready.manifests[0]
         sizes = self._sizes(batch, NO_SIDE)
@@ -104,7 +119,7 @@ class Shortcuts(Generic[V]):
             self.settle()
         made = Shortcut(captured, rows, manifest)
         keep_newest(self._known, KEPT)[sizes] = made
-        make = self._straight if manifest.is_plain else self._mixed
+        make = self._straight if manifest.is_plain and ready.plain else self._mixed
         self._last = keep_newest(self._runs, KEPT)[sizes] = make(made, fused, ready)
 
     def settle(self) -> None:
@@ -117,6 +132,17 @@ class Shortcuts(Generic[V]):
             self._count(one.captured, one.rows, one.steps)
             one.steps = 0
 
+    def _also(self, fused: FusedFill) -> Callable[[Any], bool] | None:
+        """What is asked of a batch beside its sources: None where there is nothing, which is the fastest."""
+        slots = self._graphs.stage.declaration.slots
+        missing = [source for name in fused.fill.plan.absent if (source := slots[name].reads(name)) is not None]
+        asked: list[Callable[[Any], bool]] = [*self._holds]
+        if missing:
+            asked.append(_Absent(Gather(missing)))
+        if len(asked) > 1:
+            return lambda batch: all(holds(batch) for holds in asked)
+        return asked[0] if asked else None
+
     def _straight(self, made: Shortcut, fused: FusedFill, ready: Ready) -> Run:
         """The step with everything that it needs in local names."""
         captured, clock, filler = made.captured, self._graphs.clock, self._graphs.filler
@@ -124,9 +150,11 @@ class Shortcuts(Generic[V]):
         guard, known, words_for = made.manifest.guard, made.manifest.known.get, made.manifest.words
         stream, values = filler.stream, _values_of(fused, ready)
         replay, outputs, forks = captured.graph.replay, self._graphs.outputs, FORKS.count
-        rows = made.rows
+        rows, also = made.rows, self._also(fused)
 
         def run(batch: Any) -> Any:
+            if also is not None and not also(batch):
+                return MISS
             sources = gather(batch, NO_SIDE)
             if not guard(*sources) or stream() != filler.last_stream or forks != FORKS.count:
                 return MISS
@@ -147,18 +175,24 @@ class Shortcuts(Generic[V]):
         return run
 
     def _mixed(self, made: Shortcut, fused: FusedFill, ready: Ready) -> Run:
-        """The same where sources are host data, or strided."""
+        """The same where sources are host data, or strided, or some slots are filled apart."""
         captured, clock, filler = made.captured, self._graphs.clock, self._graphs.filler
         gather, feed, buffers = fused.fill.gather, fused.feed, self._graphs.buffers
         pack, stream, values = made.manifest.pack, filler.stream, fused.values
         replay, outputs, forks = captured.graph.replay, self._graphs.outputs, FORKS.count
-        rows = made.rows
+        rows, also = made.rows, self._also(fused)
+        apart = None if ready.plain else fused.fill.write
 
         def run(batch: Any) -> Any:
-            packed = pack(gather(batch, NO_SIDE))
+            if also is not None and not also(batch):
+                return MISS
+            sources = gather(batch, NO_SIDE)
+            packed = pack(sources)
             if packed is None or stream() != filler.last_stream or forks != FORKS.count:
                 return MISS
             words, data, kept = packed
+            if apart is not None:
+                apart(ready, sources, batch)
             words = b"".join((words, *values(ready, batch), data))
             buffers.stamp = ready
             buffers.unmarked = True

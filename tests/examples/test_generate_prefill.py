@@ -43,6 +43,14 @@ def test_each_path_is_equal(generate: Generate, lines: str, backend_name: str, p
         assert "eager 1, too_large" in " ".join(out.split())
 
 
+def test_layers_are_traced_once_for_all_buckets(generate: Generate, lines: str) -> None:
+    """One trace serves every bucket but the largest, whose slots are whole buffers."""
+    counters = torch._dynamo.utils.counters
+    before = counters["stats"]["unique_graphs"]
+    assert generate("--backend", "cpu", "--prefill", "piecewise", "--prompts", lines, *FEW)[0] == 0
+    assert counters["stats"]["unique_graphs"] - before <= 2 < len(BUCKETS)
+
+
 @pytest.mark.parametrize("path", ["breakable", "eager"])
 def test_stale_tail_of_prompts(generate: Generate, serving: Module, backend_name: str, lines: str, path: str) -> None:
     """Padded rows that write where an earlier prefill wrote are found; an eager step has none."""

@@ -14,7 +14,7 @@ from tests.examples.demo import NEEDS, Generate, Module, Result
 
 pytest.importorskip("transformers", reason=NEEDS)
 
-SHORT = ("--max-new-tokens", "6", "--max-batch", "3")
+SHORT = ("--max-new-tokens", "6", "--max-batch", "3", "--prefill", "eager")
 
 
 def test_share_of_the_inputs_is_reported(default: Result) -> None:

@@ -66,6 +66,8 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tens
 class Layer(nn.Module):
     """Attention, whose keys go into a cache, and a dense layer."""
 
+    cache: torch.Tensor
+
     def __init__(self, generator: torch.Generator, *, named: bool) -> None:
         super().__init__()
         self.named = named
