@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dataflow.errors import CaptureError
 from .base import Interruption
@@ -110,20 +110,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        _ACTIVE.recorder = None
+        """Let all operators through; modes of the user's own see them as they see those of a replay."""
+        _ACTIVE.recorder, self._host_reads.paused = None, True
         try:
-            with ExitStack() as stack:
-                stack.enter_context(_disable_current_modes())
-                while torch._C._len_torch_function_stack():  # noqa: SLF001 - that of host reads among them
-                    stack.enter_context(torch.overrides._pop_mode_temporarily())  # noqa: SLF001
-                yield
+            yield
         finally:
-            _ACTIVE.recorder = self
+            _ACTIVE.recorder, self._host_reads.paused = self, False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one operator and write it down; raises CaptureError for what a graph cannot hold."""
+        if active_recorder() is not self:
+            return func(*args, **(kwargs or {}))
         if any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in types):
             return NotImplemented  # the subclass takes itself apart, and its parts come here
         try:

@@ -27,6 +27,7 @@ from .capture import (
 from .captured import FORKS, Captured, Order, clock_of
 from .filler import Filler, Filling
 from .outputs import Stamped, check_rows, map_tensors, nbytes_of
+from .running import Running, under_way
 from .stage import Stage, V
 
 Key = tuple[int, Absent]
@@ -148,7 +149,7 @@ class GraphSet(Generic[V]):
             stage.backend, step, self.buffers, warmups=order.warmups, pool=self._pool, error_mode=order.error_mode
         )
         if self.rows_each is not None:
-            check_rows(graph.outputs, rows * self.rows_each, f"bucket {rows}")
+            check_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
         if filler.lowering == "fused":
             filler.capture_alone(filling, warmups=1)
         _ = self.buffers.addresses
@@ -236,7 +237,9 @@ class _Step(Generic[V]):
         with torch.no_grad():
             self._filler.first_node(self._filling)
             compute_on_device(self._ready)
-            return self._stage.run(self._stage.capture_view(self._ready))
+            view = self._stage.capture_view(self._ready)
+            with under_way(Running(view)):
+                return self._stage.run(view)
 
 
 def patterns_of(declared: Sequence[Collection[str]]) -> set[Absent]:

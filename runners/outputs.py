@@ -57,8 +57,8 @@ def check_rows(outputs: Any, rows: int, what: str) -> None:
     def check(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != rows:
             message = (
-                f"the step returned a tensor of shape {list(tensor.shape)}, expected {rows} rows, one for each padded "
-                f"row of {what}: pass output_rows= with the axis that its rows follow, or None to get it whole"
+                f"the step returned a tensor of shape {list(tensor.shape)}, expected {rows} rows, one for each {what}: "
+                f"pass output_rows= with the axis that its rows follow, or None to get it whole"
             )
             raise CaptureError(message)
         return tensor

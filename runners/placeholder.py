@@ -10,7 +10,9 @@ from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import CaptureError, ComputeError
 from ..dataflow.oracle import fill_slot_by_slot
+from ..dataflow.roles import dtype_text
 from ..dataflow.step import Step
+from ..dataflow.tails import holds
 from ..dataflow.values import initial_value, write_all
 from ..dataflow.views import carried
 from .stage import Stage
@@ -25,8 +27,9 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
     declaration, capabilities = stage.declaration, stage.backend.capabilities
     values = dict(stage.inputs.placeholder(step))
     copied = [name for name, slot in declaration.slots.items() if slot.reads(name) is not None]
-    unknown = [name for name in values if name not in copied and name not in declaration.fields]
-    if unknown and unknown[0] not in declaration.disabled:
+    known = {*copied, *declaration.fields, *declaration.disabled}
+    unknown = [name for name in values if name not in known]
+    if unknown:
         message = f"{declaration.name}.placeholder() names {unknown[0]!r}, which is no copied slot and no field"
         raise CaptureError(message)
     given = {name: _value(name, values, buffers, stage, step.live_sizes) for name in copied if name not in absent}
@@ -43,6 +46,9 @@ def _value(name: str, values: Mapping[str, Any], buffers: Buffers, stage: Stage[
         value = values[name]
     else:
         value = initial_value(name, buffer.slot, buffers.capacity, stage.backend.capabilities)
+    if isinstance(value, bool | int | float) and not holds(target.dtype, value):
+        message = f"slot {name!r}: its placeholder: {value!r} does not fit {dtype_text(target.dtype)}"
+        raise CaptureError(message)
     try:
         write_all(target, value, f"slot {name!r}: its placeholder")
     except ComputeError as error:

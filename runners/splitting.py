@@ -5,9 +5,11 @@ and serves all sizes of tokens with one trace. What it hands over is a torch.fx 
 that into modules, of which those with a named operator become breaks.
 """
 
+import re
 import types
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import attrs
@@ -17,8 +19,11 @@ from torch import fx
 from ..dataflow.errors import CaptureError, ConfigError
 from .breaks import broken
 from .outputs import map_tensors
+from .watch import Watch
 
 Operator = str | Callable[..., Any]
+_PLACE: Final = re.compile(r'File "([^"]+)", line (\d+)')
+_OWN: Final = str(Path(__file__).parents[1])
 _SHOWN: Final = 12
 """Operators that an error lists."""
 
@@ -46,7 +51,8 @@ class _Traced:
     def __call__(self, *given: Any) -> Any:
         """Run the parts, and note."""
         self.given = given
-        outputs = self.module(*given)
+        with Watch({}, ()):  # an operator that asks for the view, and is no split, is refused
+            outputs = self.module(*given)
         self.returned = outputs if isinstance(outputs, list | tuple) else (outputs,)
         return outputs
 
@@ -78,10 +84,10 @@ class Splitter:
         except CaptureError:
             raise
         except Exception as error:
-            cause = error.__cause__ if isinstance(error.__cause__, CaptureError) else None
-            if cause is not None:
-                raise cause from error
-            message = f"the step could not be traced whole: {type(error).__name__}: {_first_lines(error)}"
+            inner = getattr(error, "inner_exception", None)  # what the tracer makes of a refusal by `_cut`
+            if isinstance(inner, CaptureError):
+                raise inner from None
+            message = f"the step could not be traced whole: {_told(error)}"
             raise CaptureError(message) from error
         if self._last is None:
             message = "the step could not be traced: it calls no operator of torch"
@@ -185,6 +191,18 @@ def _listed(names: Collection[str]) -> str:
     return ", ".join(different[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _first_lines(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3])
+def _told(error: BaseException) -> str:
+    """What the tracer could not follow, where, and what to do about it if that is known."""
+    cause = error
+    while cause.__cause__ is not None and type(cause.__cause__).__name__.startswith("Observed"):
+        cause = cause.__cause__  # what the step's own code raised while it was traced
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {' '.join(lines[:3])}"
+    places = [f"{file}, line {line}" for file, line in _PLACE.findall(str(error)) if not file.startswith(_OWN)]
+    if places:
+        text += f" (in {places[-1]})"
+    if "ContextVar" in text:
+        text += (
+            "; what asks for the step that runs, as graph_break and current_view do, belongs in an operator of splits"
+        )
+    return text

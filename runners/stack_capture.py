@@ -1,13 +1,15 @@
 """Capturing the stack of a step: what of a bucket is captured, and on which arguments."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic
 
 import attrs
 import torch
+from torch.utils import _pytree as pytree
 
-from ..dataflow.axes import BATCH, Sizes
+from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import CaptureError
@@ -16,12 +18,13 @@ from ..dataflow.step import Step
 from ..dataflow.views import ViewInfo, carried, make_view
 from .decision import Path
 from .filler import Filling
+from .outputs import check_rows
 from .placeholder import fill_placeholder
 from .running import Running, running, under_way
 from .stack import Stack
-from .stack_call import Noted, StackCall
+from .stack_call import Noted, StackCall, other_object, stand_ins
 from .stage import Stage, V
-from .watch import Watch
+from .watch import Fenced, Watch
 
 Cut = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Callable[[], Any]]
 """Makes of a function and its arguments a call of it that marks its breaks, having run it once."""
@@ -54,17 +57,19 @@ def live_view(stage: Stage[V], buffers: Buffers, ready: Ready, fields: Mapping[s
 
 
 class StackCapture(Generic[V]):
-    """Makes what is captured of a bucket, on the declaration's placeholder."""
+    """Makes what is captured of a bucket, on the declaration's placeholder; output_rows: the axis of outputs' rows."""
 
-    def __init__(self, stage: Stage[V], boundary: Boundary, buffers: Buffers) -> None:
+    def __init__(self, stage: Stage[V], boundary: Boundary, buffers: Buffers, output_rows: Axis | None) -> None:
         self._stage = stage
         self._boundary = boundary
         self._buffers = buffers
+        self._output_rows = output_rows
 
     def __call__(self, filling: Filling, absent: Absent) -> "Part[V]":
         """Run the step on a placeholder, and make a call of its stack, whose arguments stay where they are.
 
-        CaptureError where the step raises, does not call the stack once, or reads request slots outside of breaks.
+        CaptureError where the step raises, does not call the stack once, reads request slots outside of breaks, or
+        returns what no live rows can be cut of.
         """
         stage, bucket = self._stage, filling.bucket
         live: Sizes = {**bucket.sizes, BATCH: 1}
@@ -74,41 +79,74 @@ class StackCapture(Generic[V]):
             view = live_view(stage, self._buffers, ready, fields)
             shown = live_view(stage, self._buffers, ready, carried(stage.declaration.fields, None))
             call = self._call_of(view, shown)
-            part = Part(stage, view, call)
-            with under_way(Running(view, "capture", now=call.stand_ins(view))):
-                self._cut(call)
-                self._watch(part)
+            self._cut(call, view)
+            self._watch(call, view)
+            self._check_objects(call, view)
         self._buffers.distrust()
-        return part
+        return Part(stage, view, call)
 
     def _call_of(self, view: V, shown: V) -> StackCall:
         """The call that is captured; shown: what it sees in the view's place."""
-        stack, stage = self._boundary.stack, self._stage
-        run: Callable[..., Any] = stage.step
-        args: tuple[Any, ...] = (view,)
-        kwargs: dict[str, Any] = {}
-        if stack is not None:
-            run = stack.module.forward
-            noted = Noted(run)
-            with stack.answered(noted), under_way(Running(view, "capture")):
-                stage.run(view)
-            args, kwargs = noted.only(stack.name)
-        return StackCall(run, args, kwargs, shown, self._buffers)
+        stack = self._boundary.stack
+        run: Callable[..., Any] = self._stage.step if stack is None else stack.module.forward
+        args, kwargs = ((view,), dict[str, Any]()) if stack is None else self._arguments(stack, view)
+        return StackCall(run, args, kwargs, own=view, view=shown, buffers=self._buffers)
 
-    def _cut(self, call: StackCall) -> None:
+    def _arguments(self, stack: Stack, view: V) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Run the step, and what it calls its stack with."""
+        noted = Noted(stack.module.forward)
+        with stack.answered(noted), under_way(Running(view, "capture")):
+            outputs = self._stage.run(view)
+        self._check_rows(outputs, view)
+        return noted.only(stack.name)
+
+    def _cut(self, call: StackCall, view: V) -> None:
         """Have its breaks marked, where its own code does not."""
         if self._boundary.cut is not None:
-            args, kwargs = call.arguments
-            with self._stage.lent(call.view):
+            args, kwargs = call.arguments_in(call.view)
+            step = Running(view, "capture", now=call.at_capture(view), shown=call.view)
+            with self._stage.lent(view), under_way(step):
                 call.run = _cut_at(self._boundary.cut(call.run, args, kwargs))
 
-    def _watch(self, part: "Part[V]") -> None:
-        """Run it under watch: which arguments its graphs read, and that none reads a slot over requests."""
+    def _watch(self, call: StackCall, view: V) -> None:
+        """Run it under watch: what its graphs do with the arguments, and that none reads a slot over requests."""
         slots = self._stage.declaration.slots
-        over_requests = {name: self._buffers[name].tensor for name in slots if BATCH in slots[name].axes}
-        with Watch(over_requests, part.call.leaves) as watch:
-            part.run()
-        part.call.read = frozenset(watch.read)
+        over = [name for name in slots if BATCH in slots[name].axes]
+        fenced = _fenced(call.view, over)
+        args, kwargs = call.arguments_in(fenced)
+        now = {**call.at_capture(view), **stand_ins(fenced, view)}
+        watch = Watch({name: self._buffers[name].tensor for name in over}, call.tensors())
+        with self._stage.lent(view), under_way(Running(view, "capture", now, shown=fenced)), watch:
+            outputs = call.run(*args, **kwargs)
+        call.use = watch.use
+        if self._boundary.stack is None:
+            self._check_rows(outputs, view)
+
+    def _check_rows(self, outputs: Any, view: V) -> None:
+        """CaptureError where the step's outputs have other rows than was said. The placeholder is one request."""
+        if self._output_rows is not None:
+            info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
+            tokens = info.step.padded(TOKENS) if info is not None else 0
+            by_request = self._output_rows == BATCH
+            check_rows(outputs, *((1, "request of the placeholder") if by_request else (tokens, "padded token")))
+
+    def _check_objects(self, call: StackCall, view: V) -> None:
+        """CaptureError where graphs read tensors inside of an object that each step makes anew."""
+        stack, objects = self._boundary.stack, call.objects()
+        if stack is not None and objects:
+            again = pytree.tree_leaves(self._arguments(stack, view))
+            for place in objects:
+                if again[place] is not call.leaves[place]:
+                    raise CaptureError(other_object(place, call.leaves[place]))
+
+
+def _fenced(view: V, over_requests: Sequence[str]) -> V:
+    """A view of which slots over requests are for breaks alone."""
+    values = view.__dict__
+    fenced = {name: Fenced.around(values[name], name) for name in over_requests if values[name] is not None}
+    other = copy.copy(view)
+    other.__dict__.update(fenced)
+    return other
 
 
 def _cut_at(parts: Callable[[], Any]) -> Callable[..., Any]:
@@ -140,16 +178,11 @@ class Part(Generic[V]):
     view: V
     call: StackCall
 
-    def run(self) -> Any:
-        """Run it in the step that runs."""
-        with self.stage.lent(self.view):
-            return self.call()
-
     def __call__(self) -> Any:
         """Run it as it is captured, and as a backend without graphs replays it."""
-        step = running()
-        if step is not None:
-            return self.run()
-        now, backend = self.call.stand_ins(self.view), self.stage.backend
-        with torch.no_grad(), under_way(Running(self.view, "capture", now, backend)):
-            return self.run()
+        step, call = running(), self.call
+        if step is not None and id(call.view) in step.now:  # a replay, which lends its own slots
+            return call()
+        own = Running(self.view, "capture", call.at_capture(self.view), self.stage.backend, call.view)
+        with torch.no_grad(), under_way(own), self.stage.lent(self.view):
+            return call()

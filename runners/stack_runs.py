@@ -1,6 +1,7 @@
 """Runs of a step of which one part, the stack, is captured by tokens, while the rest runs eagerly around it."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic
 
 import attrs
@@ -66,7 +67,7 @@ class StackRuns(Generic[V]):
         self.buckets = config.token_ladder()
         self.name = name
         self._boundary = boundary
-        self._output_rows = output_rows
+        self._output_rows = _checked_axis(output_rows, stage)
         self._sizes = {tokens: _padded(stage, tokens, config.max_batch) for tokens in self.buckets.sizes}
         capacity = self._sizes[self.buckets.largest]
         buffers = stage.allocate(capacity)
@@ -74,7 +75,7 @@ class StackRuns(Generic[V]):
         lowering = "fused" if lowering == "in_graph" else lowering  # what runs before the graphs reads the slots, too
         sizes, mode = list(self._sizes.values()), config.error_mode
         filler = Filler(stage, buffers, lowering, sizes, debug=config.debug, error_mode=mode)
-        capturing = StackCapture(stage, boundary, buffers)
+        capturing = StackCapture(stage, boundary, buffers, output_rows)
         self.graphs = GraphSet(stage, buffers, filler, rows_each=None, debug=config.debug, recipe=capturing)
         self._patterns = patterns_of(absent)
         self._size = Sizer(stage.declaration, {}, capacity, TOKENS)
@@ -171,7 +172,7 @@ class StackRuns(Generic[V]):
             self.graphs.eager_runs += 1
             return self._eager.run(filled.view)
         stack, stage = self._boundary.stack, self.stage
-        with torch.no_grad(), under_way(Running(filled.view, "replay")) as step:
+        with torch.no_grad(), _distrusting(self.graphs), under_way(Running(filled.view, "replay")) as step:
             answer = _Answer(self.graphs, captured, step)
             if stack is None:
                 outputs = stage.run(filled.view, answer)
@@ -206,14 +207,41 @@ class _Answer:
         """Replay, on these arguments; what the graphs returned."""
         self._calls += 1
         part: Part[Any] = self._captured.step  # type: ignore[assignment] # as StackCapture made it
-        self._step.now = part.call.take(args, kwargs)
-        return self._graphs.replay(self._captured, self._captured.rows)
+        step, call = self._step, part.call
+        step.now, step.shown = call.take(args, kwargs, step.view), call.view
+        try:
+            outputs = self._graphs.replay(self._captured, self._captured.rows)
+        finally:
+            step.shown = None
+        call.give_back(args, kwargs)
+        return outputs
 
     def check(self, name: str) -> None:
         """ReplayError where the stack was not called once, as at capture."""
         if self._calls != 1:
             message = f"the step called the stack, {name}, {self._calls} times, and once at capture"
             raise ReplayError(message)
+
+
+@contextlib.contextmanager
+def _distrusting(graphs: GraphSet[Any]) -> Iterator[None]:
+    """A step that breaks off may leave slots as it has written them."""
+    try:
+        yield
+    except BaseException:
+        graphs.buffers.distrust()
+        raise
+
+
+def _checked_axis(output_rows: Axis | None, stage: Stage[Any]) -> Axis | None:
+    """The axis that rows of outputs follow. ConfigError where it is none of them, or one that no slot has."""
+    if output_rows is None or (output_rows in (TOKENS, BATCH) and output_rows in stage.declaration.axes):
+        return output_rows
+    if output_rows in (TOKENS, BATCH):
+        message = f"output_rows is {output_rows}, which no slot of {stage.declaration.name} has: pass another, or None"
+    else:
+        message = f"output_rows is TOKENS, BATCH or None, got {output_rows!r}"
+    raise ConfigError(message)
 
 
 def _padded(stage: Stage[Any], tokens: int, requests: int) -> Sizes:

@@ -48,14 +48,14 @@ def _check_step(contestant: Contestant, batch: Batch, step: Step, wanted: Slots,
     workload.backend.synchronize()
     found = {name: contestant.buffers[name].view(step.padded_sizes) for name in wanted}
     _compare(found, wanted, f"{contestant.name}'s step", batch)
-    if not _same_bytes(outputs, plus_one(Batch(**wanted))[: batch.rows]):
+    if not same_bytes(outputs, plus_one(Batch(**wanted))[: batch.rows]):
         message = f"{contestant.name} returned other outputs than the oracle's slots give, {_rows(batch)}"
         raise WrongBytesError(message)
 
 
 def _compare(found: Slots, wanted: Slots, whose: str, batch: Batch) -> None:
     for name, expected in wanted.items():
-        if expected is not None and not _same_bytes(found[name], expected):
+        if expected is not None and not same_bytes(found[name], expected):
             message = f"{whose} left other bytes in slot {name!r} than the oracle, {_rows(batch)}"
             raise WrongBytesError(message)
 
@@ -64,6 +64,7 @@ def _rows(batch: Batch) -> str:
     return f"{batch.rows}/{batch.padded} rows"
 
 
-def _same_bytes(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+def same_bytes(one: torch.Tensor | None, other: torch.Tensor) -> bool:
+    """Whether two tensors agree in dtype, shape and each byte."""
     same = one is not None and one.dtype == other.dtype and one.shape == other.shape
     return same and torch.equal(*(each.contiguous().view(torch.uint8) for each in (one, other) if each is not None))

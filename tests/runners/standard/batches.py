@@ -18,7 +18,7 @@ NPU: Final = Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill
 FIXED: Final[Sizes] = {
     standard.HIDDEN: 4,
     standard.VOCAB: 5,
-    standard.CONTEXT: 99,
+    standard.CONTEXT: 100,
     standard.FILL: 2,
     standard.TOPK: 2,
     standard.STEPS: 3,

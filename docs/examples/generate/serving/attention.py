@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from serving.cache import PagedCache
-from serving.inputs import DecodeInputs, PrefillInputs
+from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs
 from slotgraph import current_view, graph_break
 
 NAME = "slotgraph-paged"
@@ -26,15 +26,14 @@ class Rows(NamedTuple):
 
 
 class StepAttention(abc.ABC):
-    """Attention of one step, for all layers: what is the same in each is made once, when the step begins."""
+    """Attention of a step, for all layers."""
 
-    def __init__(self, cache: PagedCache, out_cache_loc: torch.Tensor) -> None:
+    def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
-        self._out_cache_loc = out_cache_loc
 
-    def __call__(self, layer: int, rows: Rows, scale: float) -> torch.Tensor:
+    def __call__(self, layer: int, rows: Rows, scale: float, view: TokenInputs) -> torch.Tensor:
         """Store this step's keys and values, then attend."""
-        self._cache.write(layer, self._out_cache_loc, rows.key, rows.value)
+        self._cache.write(layer, view.out_cache_loc, rows.key, rows.value)
         return self.attend(layer, rows, scale)
 
     @abc.abstractmethod
@@ -44,10 +43,13 @@ class StepAttention(abc.ABC):
 
 @final
 class DecodeAttention(StepAttention):
-    """Each row is a request's newest token, and sees all that its block table points to, up to its length."""
+    """Each row is a request's newest token, and sees all that its block table points to, up to its length.
+
+    Made when a step begins, once for all layers.
+    """
 
     def __init__(self, cache: PagedCache, view: DecodeInputs) -> None:
-        super().__init__(cache, view.out_cache_loc)
+        super().__init__(cache)
         self._block_tables = view.block_tables
         places = torch.arange(view.block_tables.shape[1] * cache.page_size, device=view.seq_lens.device)
         # A row that may see nothing turns nan, and would hand it on to live rows through page 0: hence at least 1.
@@ -92,10 +94,13 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float)
 
 @final
 class PrefillAttention(StepAttention):
-    """Within this step: nothing of these requests was in the cache before. attend: how a graph is left for it."""
+    """Within a step: nothing of its requests was in the cache before. attend: how a graph is left for it.
 
-    def __init__(self, cache: PagedCache, view: PrefillInputs, attend: Attend) -> None:
-        super().__init__(cache, view.out_cache_loc)
+    The same one for all steps, because graphs know its cache by the address, and all that changes is in the view.
+    """
+
+    def __init__(self, cache: PagedCache, attend: Attend) -> None:
+        super().__init__(cache)
         self._attend = attend
 
     def attend(self, layer: int, rows: Rows, scale: float) -> torch.Tensor:
@@ -112,6 +117,7 @@ def paged_attention(
     _mask: None,
     *,
     step_attention: StepAttention,
+    step_view: TokenInputs,
     scaling: float,
     **settings: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -125,7 +131,7 @@ def paged_attention(
             raise NotImplementedError(message)
     rows = Rows(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
     layer: Any = module.layer_idx
-    return step_attention(layer, rows, scaling)[None], None
+    return step_attention(layer, rows, scaling, step_view)[None], None
 
 
 @contextlib.contextmanager

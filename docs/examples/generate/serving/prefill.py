@@ -1,13 +1,12 @@
 """Prefill: the runner of each path that prompts may take, and what has become of its steps."""
 
-import functools
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import attrs
 
-from serving.attention import as_operator
+from serving.attention import as_operator, attend_within_requests, between_graphs
 from serving.inputs import PrefillInputs
 from serving.options import Options
 from serving.steps import Steps
@@ -20,7 +19,7 @@ Runner: TypeAlias = "EagerRunner[PrefillInputs] | BreakableRunner[PrefillInputs]
 def prefill_runner(declaration: type[PrefillInputs], steps: Steps, options: Options) -> Runner:
     """A runner of prompts by the path that the options name. Its graphs are for so many tokens of any requests."""
     if options.prefill == "eager":
-        return EagerRunner(declaration, steps.prefill, backend=options.backend)
+        return EagerRunner(declaration, steps.prefill(attend_within_requests), backend=options.backend)
     graphs: Any = {
         "stack": steps.layers,
         "max_tokens": options.max_prefill_tokens,
@@ -29,9 +28,8 @@ def prefill_runner(declaration: type[PrefillInputs], steps: Steps, options: Opti
         "backend": options.backend,
     }
     if options.prefill == "breakable":
-        return BreakableRunner(declaration, steps.prefill, **graphs)
-    step = functools.partial(steps.prefill, attend=as_operator)
-    return PrefillRunner(declaration, step, splits=[as_operator], **graphs)
+        return BreakableRunner(declaration, steps.prefill(between_graphs), **graphs)
+    return PrefillRunner(declaration, steps.prefill(as_operator), splits=[as_operator], **graphs)
 
 
 @attrs.define(kw_only=True)

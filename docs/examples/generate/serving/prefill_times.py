@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from serving.attention import attend_within_requests
 from serving.batch import prefill_batch
 from serving.cache import PageAllocator
 from serving.engine import Engine
@@ -47,7 +48,8 @@ def prefill_times(engine: Engine, options: Options, requests: Sequence[Request])
     decision = runner.decide(batch)
     if decision.bucket is None or not together:
         return None
-    other = EagerRunner(runner.stage.inputs, engine.steps.prefill, backend=backend)
+    step = engine.steps.prefill(attend_within_requests)
+    other = EagerRunner(runner.stage.inputs, step, backend=backend)
     contestants = [_contestant(engine, one, batch) for one in (other, runner)]
     race = race_of(effort, contestants, backend.synchronize)
     eager, whole = race.run(contestants)

@@ -1,12 +1,13 @@
 """The steps that the runners run: of one all is captured, of the other the model's layers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import torch
 from transformers import PreTrainedModel
 
-from serving.attention import Attend, DecodeAttention, PrefillAttention, StepAttention, between_graphs
+from serving.attention import Attend, DecodeAttention, PrefillAttention, StepAttention
 from serving.cache import PagedCache
 from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs
 
@@ -30,9 +31,14 @@ class Steps:
         layers: torch.nn.Module = self.model.base_model
         return layers
 
-    def prefill(self, view: PrefillInputs, attend: Attend = between_graphs) -> torch.Tensor:
-        """Logits for the first token after each prompt, [requests, vocabulary] float32."""
-        return self._logits(self._hidden(view, PrefillAttention(self.cache, view, attend))[view.last_rows])
+    def prefill(self, attend: Attend) -> Callable[[PrefillInputs], torch.Tensor]:
+        """The prefill step: logits for the first token after each prompt, [requests, vocabulary] float32."""
+        attention = PrefillAttention(self.cache, attend)
+
+        def step(view: PrefillInputs) -> torch.Tensor:
+            return self._logits(self._hidden(view, attention)[view.last_rows])
+
+        return step
 
     def decode(self, view: DecodeInputs) -> torch.Tensor:
         """Logits for the token after each request's newest, [tokens, vocabulary] float32."""
@@ -47,7 +53,11 @@ class Steps:
     def _hidden(self, view: TokenInputs, attention: StepAttention) -> torch.Tensor:
         """Without transformers' own cache and masks: positions are given, and attention knows what it may see."""
         output = self.layers(
-            input_ids=view.input_ids[None], position_ids=view.positions[None], use_cache=False, step_attention=attention
+            input_ids=view.input_ids[None],
+            position_ids=view.positions[None],
+            use_cache=False,
+            step_attention=attention,
+            step_view=view,
         )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
