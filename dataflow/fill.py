@@ -10,6 +10,7 @@ from .admission import OtherSources, Wanted, admit
 from .caches import keep_newest
 from .gather import Gather, Sources
 from .guard import guard_over
+from .hostdata import tensors_of
 from .planner import FUSED
 from .ready import Preparer, Ready
 from .sources import Side
@@ -38,6 +39,7 @@ class Fill:
         self.buffers = buffers
         self.wanted = [Wanted(n, slots[n], group.dst_dtype, buffers[n].tensor.device) for n, group in planned]
         self._dtypes = {name: group.src_dtype for name, group in planned if group.src_dtype != group.dst_dtype}
+        self._own_dtypes = [want.dtype for want in self.wanted]
         self._in_place = frozenset(name for name, group in planned if group.how == "in place")
         self._moved = [i for i, name in enumerate(self.copied) if name not in self._in_place]
         self._resting = [(i, buffers[n].tensor.data_ptr()) for i, n in enumerate(self.copied) if n in self._in_place]
@@ -58,6 +60,9 @@ class Fill:
         sources = self.gather(batch, side)
         if self._fits(sources, ready):
             return ready, sources
+        tensors = tensors_of(sources, self._own_dtypes)
+        if tensors is not None and self._fits(tensors, ready):
+            return ready, tensors
         admitted = admit(self.wanted, sources, ready.facts, self.buffers)
         if admitted.source_dtypes != self._dtypes or admitted.in_place != self._in_place:
             raise OtherSources(admitted)

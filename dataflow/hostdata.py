@@ -2,7 +2,7 @@
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -46,6 +46,21 @@ def tensor_of(value: Any, dtype: torch.dtype) -> torch.Tensor:
     if loose.dtype == torch.bool or loose.is_floating_point():
         return loose if loose.dtype == torch.bool or not dtype.is_floating_point else loose.to(dtype)
     return loose if dtype == torch.bool else torch.tensor(value, dtype=dtype)
+
+
+def tensors_of(values: Sequence[Any], dtypes: Sequence[torch.dtype]) -> tuple[Any, ...] | None:
+    """The same with tensors for lists and arrays; None where there are none of these, or one is no box of numbers."""
+    if not any(isinstance(value, HOST_KINDS) for value in values):
+        return None
+    try:
+        return tuple(
+            [
+                tensor_of(value, dtype) if isinstance(value, HOST_KINDS) else value
+                for value, dtype in zip(values, dtypes, strict=True)
+            ]
+        )
+    except (RuntimeError, TypeError, ValueError):  # which whoever admits sources says in words
+        return None
 
 
 def _packed(value: Any, dtype: torch.dtype) -> torch.Tensor | None:

@@ -14,11 +14,12 @@ from ...backends.base import Backend
 from .bench_tables import show
 from .conditions import conditions_of
 from .failures import chosen, fail, reported
-from .figures import FILL, STEP, Figure, Memory, Results, What
+from .figures import FILL, STEP, Figure, Memory, Results, RunnerFigure, What
 from .lowerings import IN_GRAPH, Contestant, Way, contestants
 from .plot import ENDINGS, INSTALL, can_plot, draw
+from .runner_races import races
 from .screen import screen
-from .timing import Run, Spread, device_times, measure
+from .timing import Run, Spread, Times, device_times, measure
 from .verifying import verify
 from .workload import FLAT, MIXED, WALK, Batch, Case, Workload, cases_of, flat_cases
 
@@ -53,7 +54,7 @@ def bench(
     json_file: _Json = None,
     quick: _Quick = False,
 ) -> None:
-    """Measure what a decode step's inputs cost host and device, against hand-written fills and a bare replay.
+    """Measure what a step's inputs cost host and device, against hand-written fills and a bare replay.
 
     \b
     per_slot    by hand: one tail reset and one copy a slot
@@ -66,6 +67,9 @@ def bench(
 
     Each is first held to the oracle, byte for byte; then all take turns in one run, so that ratios can be trusted where
     the machine is noisy.
+
+    A last table has a row for each runner over its standard declaration: decode, verify, eager, prefill, draft, extend
+    and multi-layer extend, fill and view, against the same fill by hand (per_slot), which must leave the same bytes.
 
     \b
     Examples:
@@ -126,15 +130,29 @@ def measured(backend: Backend, counts: Sequence[int], effort: Effort) -> Results
         verify(workload, found, _to_verify(cases))
         steps += [one for case in cases for contestant in found for one in _of_case(case, contestant)]
         workloads.append((workload, found))
-    runs = [step.run for step in steps]
     with _progress() as progress:
-        host, device = (progress.add_task(f"measuring {name}", total=1) for name in ("the host", "the device"))
-        spreads = measure(runs, effort.rounds, effort.steps, backend, lambda: progress.advance(host, 1 / effort.rounds))
-        share = 1 / effort.device_rounds
-        gpu = device_times(runs, effort.device_rounds, backend, lambda: progress.advance(device, share))
-    figures = [_figure(*one) for one in zip(steps, spreads, gpu, strict=True)]
+        times = _timed([step.run for step in steps], effort, backend, progress)
+        runners = _runners(backend, effort, progress)
+    figures = [_figure(step, *time) for step, time in zip(steps, times, strict=True)]
     memory = [one for workload, found in workloads for one in _memory(workload, found)]
-    return Results(figures, memory, backend.capabilities.lowerings[0])
+    return Results(figures, memory, backend.capabilities.lowerings[0], runners)
+
+
+def _timed(runs: Sequence[Run], effort: Effort, backend: Backend, progress: Progress) -> list[Times]:
+    """Each run's time on the host, and on the device."""
+    host, device = (progress.add_task(f"measuring {name}", total=1) for name in ("the host", "the device"))
+    spreads = measure(runs, effort.rounds, effort.steps, backend, lambda: progress.advance(host, 1 / effort.rounds))
+    share = 1 / effort.device_rounds
+    gpu = device_times(runs, effort.device_rounds, backend, lambda: progress.advance(device, share))
+    return list(zip(spreads, gpu, strict=True))
+
+
+def _runners(backend: Backend, effort: Effort, progress: Progress) -> list[RunnerFigure]:
+    """Hold every runner to the fill by hand, then measure all of them by turns."""
+    found = list(races(backend))
+    times = _timed([run for race in found for run in race.runs()], effort, backend, progress)
+    by_race = zip(found, times[::2], times[1::2], strict=True)
+    return [RunnerFigure.of(race, per_slot, ours) for race, per_slot, ours in by_race]
 
 
 def _workloads(backend: Backend, counts: Sequence[int], effort: Effort) -> Iterator[tuple[Workload, list[Case]]]:

@@ -1,4 +1,4 @@
-"""The tables of `slotgraph bench`: fills, whole steps, the device's time, and memory; as wide as the terminal bears."""
+"""The tables of `slotgraph bench`: fills, whole steps, the device's time, runners, and memory; as wide as there is room."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Literal
@@ -9,8 +9,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from .figures import FILL, STEP, Figure, Key, Memory, Results, What, rivals
+from .figures import FILL, STEP, Figure, Key, Memory, Results, RunnerFigure, What, rivals
 from .lowerings import BARE, FILL_ALONE, IN_GRAPH, ORACLE, PER_SLOT, REGROUPED
+from .timing import Spread
 
 _TITLES: Final[Mapping[What, str]] = {FILL: "fill and view", STEP: "whole step (fill, view and replay)"}
 _BROKEN: Final = {
@@ -24,6 +25,10 @@ _BROKEN: Final = {
 _LEGEND: Final = (
     "device: tensors there, four sets take turns; same: one set; new: addresses not seen lately; numpy: arrays; "
     "lists: three lists, else arrays. Rows a-b: the live size changes in each step"
+)
+_RUNNERS: Final = (
+    "Each runner over its standard declaration, against the same fill by hand. Rows are requests, of prefill tokens; "
+    "PrefillRunner fills as BreakableRunner does. KiB: what one step copies; where there is much, both wait for memory"
 )
 _ANY: Final = 1000
 """Columns enough for any table."""
@@ -44,6 +49,9 @@ def show(results: Results, console: Console) -> None:
             _print(console, f"device microseconds, {title}", "median ± half of p10-p90", made)
     for line in (f"ours: {results.ours}, which this backend prefers", _LEGEND, *_list_costs(results)):
         console.print(Text(line))
+    if results.runners:
+        _print(console, "microseconds of each runner, fill and view", "median (p10-p90)", _runners(results.runners))
+        console.print(Text(_RUNNERS))
     if results.memory:
         _print(console, "bytes of a runner", "", _memory_table(results.memory))
 
@@ -102,6 +110,27 @@ def _memory_table(memory: Sequence[Memory]) -> Callable[[Width], Table]:
     return table
 
 
+def _runners(found: Sequence[RunnerFigure]) -> Callable[[Width], Table]:
+    """A row a runner; the device's time where it was measured."""
+    on_device = any(one.ours_gpu for one in found)
+
+    def table(width: Width) -> Table:
+        """Classes' names only where it is wide."""
+        is_wide = width == "wide"
+        times = [PER_SLOT, "ours", f"{PER_SLOT} / ours", *([f"{PER_SLOT} device", "ours device"] * on_device)]
+        titles = ["step", *(["runner", "declaration"] * is_wide), "rows", "slots", "KiB"]
+        made = _plain(width, [*titles, *(_broken(title, width) for title in times)])
+        for one in found:
+            named = [one.phase, *([one.runner, one.declaration] * is_wide)]
+            sized = [f"{one.live}/{one.padded}", str(one.slots), f"{one.nbytes / 1024:,.0f}"]
+            host = [_spread(one.per_slot, width), _spread(one.ours, width), f"{one.ratio:.1f} x"]
+            gpu = [_spread(spread, width) for spread in (one.per_slot_gpu, one.ours_gpu) if on_device]
+            made.add_row(*named, *sized, *host, *gpu)
+        return made
+
+    return table
+
+
 def _list_costs(results: Results) -> Iterator[str]:
     """What a list's numbers cost beside an array's, by the preferred lowering."""
     for one in results.integers():
@@ -141,10 +170,13 @@ def _case(key: Key) -> tuple[str, str, str]:
 
 
 def _host(figure: Figure | None, width: Width) -> str:
-    if figure is None:
+    return _spread(None if figure is None else figure.host, width)
+
+
+def _spread(time: Spread | None, width: Width) -> str:
+    if time is None:
         return "-"
-    host = figure.host
-    return f"{_short(host.median)} ({_short(host.p10)}-{_short(host.p90)})" if width == "wide" else _short(host.median)
+    return f"{_short(time.median)} ({_short(time.p10)}-{_short(time.p90)})" if width == "wide" else _short(time.median)
 
 
 def _device(figure: Figure | None, width: Width) -> str:

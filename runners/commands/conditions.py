@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...backends.base import Backend
+from .timing import THREADS
 
 
 def conditions_of(backend: Backend) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def conditions_of(backend: Backend) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "triton": _version("triton"),
-        "threads": torch.get_num_threads(),
+        "threads": THREADS,
     }
 
 

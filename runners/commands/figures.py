@@ -8,7 +8,8 @@ import attrs
 from ...dataflow.planner import slot_bytes
 from ..decode import DecodeRunner
 from .lowerings import BARE, BY_HAND
-from .timing import Spread
+from .runner_races import Race
+from .timing import Spread, Times
 from .workload import Sources, Workload, integers_of
 
 What = Literal["fill", "step"]
@@ -80,6 +81,60 @@ def _spread(name: str, spread: Spread | None) -> dict[str, float | None]:
 
 
 @attrs.frozen(kw_only=True)
+class RunnerFigure:
+    """Fill and view of one runner, by hand and by itself.
+
+    live, padded: tokens of a prefill, else requests. nbytes: what a step copies. gpu: None where it was not measured.
+    """
+
+    phase: str
+    runner: str
+    declaration: str
+    slots: int
+    nbytes: int
+    live: int
+    padded: int
+    per_slot: Spread
+    ours: Spread
+    per_slot_gpu: Spread | None
+    ours_gpu: Spread | None
+
+    @classmethod
+    def of(cls, race: Race, per_slot: Times, ours: Times) -> "RunnerFigure":
+        """What was measured of a race's two runs."""
+        kind = race.kind
+        return cls(
+            phase=kind.phase,
+            runner=kind.runner,
+            declaration=kind.declared,
+            slots=len(kind.declaration.slots),
+            nbytes=race.nbytes,
+            live=kind.live,
+            padded=kind.shown,
+            per_slot=per_slot[0],
+            ours=ours[0],
+            per_slot_gpu=per_slot[1],
+            ours_gpu=ours[1],
+        )
+
+    @property
+    def ratio(self) -> float:
+        """How many times more the host takes by hand."""
+        return self.per_slot.median / self.ours.median
+
+    def as_row(self) -> dict[str, Any]:
+        """The row that goes into JSON."""
+        told = ("phase", "runner", "declaration", "slots", "nbytes", "live", "padded")
+        return {
+            **{name: getattr(self, name) for name in told},
+            **_spread("per_slot_host", self.per_slot),
+            **_spread("ours_host", self.ours),
+            **_spread("per_slot_gpu", self.per_slot_gpu),
+            **_spread("ours_gpu", self.ours_gpu),
+        }
+
+
+@attrs.frozen(kw_only=True)
 class Memory:
     """Bytes of one runner.
 
@@ -134,6 +189,7 @@ class Results:
     figures: Sequence[Figure]
     memory: Sequence[Memory]
     ours: str
+    runners: Sequence[RunnerFigure] = ()
 
     def grouped(self, what: What) -> Mapping[Key, Mapping[str, Figure]]:
         """Figures of one case together, by lowering."""
@@ -156,12 +212,13 @@ class Results:
                     yield Integers(slots=key.slots, live=key.live, lowering=name, integers=count, ns_each=each)
 
     def as_data(self, conditions: Mapping[str, Any]) -> dict[str, Any]:
-        """Plain data: `rows` of steady live sizes, `changing` ones, memory, list costs and the run's conditions."""
+        """Plain data: `rows` of steady live sizes, `changing` ones, memory, list costs, runners, and conditions."""
         return {
             "rows": [figure.as_row() for figure in self.figures if not figure.changes],
             "changing": [figure.as_row() for figure in self.figures if figure.changes],
             "memory": [attrs.asdict(one) for one in self.memory],
             "lists": [attrs.asdict(one) for one in self.integers()],
+            "runners": [one.as_row() for one in self.runners],
             "conditions": {"ours": self.ours, **conditions},
         }
 

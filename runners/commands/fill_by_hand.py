@@ -46,7 +46,7 @@ class FillByHand:
         slots = declaration.slots.items()
         self._copied = [self._rows(name, slot) for name, slot in slots if slot.reads(name) is not None]
         staged = [self._rows(name, slot) for name, slot in slots if slot.rewritten and slot.reads(name) is None]
-        self._reset = [rows for rows in staged if rows.pad is not None]
+        self._reset = [(rows, rows.pad) for rows in staged if rows.pad is not None]
         self._viewed = [self._rows(name, slot) for name, slot in slots if slot.varying]
         self._whole = {name: self._buffers[name].tensor for name, slot in slots if not slot.varying}
         self._count = self._whole.get(COUNT)
@@ -62,10 +62,10 @@ class FillByHand:
             if rows.pad is not None and live < most:
                 buffer[live:most].fill_(rows.pad)
             buffer[:live].copy_(getattr(batch, rows.name), non_blocking=True)
-        for rows in self._reset:
+        for rows, pad in self._reset:
             live, most = lives[rows.axis] * rows.each, padded[rows.axis] * rows.each
             if live < most:
-                rows.buffer[live:most].fill_(rows.pad)
+                rows.buffer[live:most].fill_(pad)
         if self._count is not None:
             self._count.fill_(batch.tokens)
         view = types.SimpleNamespace(**self._whole)

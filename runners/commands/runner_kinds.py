@@ -95,6 +95,17 @@ class Kind:
         return self.inputs.slotgraph.under(SETTINGS)
 
     @property
+    def declared(self) -> str:
+        """The standard classes that the declaration is made of."""
+        own = self.inputs.__module__ == __name__
+        return ", ".join(base.__name__ for base in (self.inputs.__bases__ if own else (self.inputs,)))
+
+    @property
+    def shown(self) -> int:
+        """Rows that a view has along the leading axis."""
+        return self.live if self.leading in self.unpadded else self.padded
+
+    @property
     def fixed(self) -> dict[Axis, int]:
         """Sizes of all fixed axes; VOCAB is one of outputs, which no fill writes, and so as small as a draft bears."""
         own = {standard.HIDDEN: self.hidden, standard.VOCAB: TOPK, standard.FILL: 1, WIDTH: self.width}
@@ -172,10 +183,10 @@ def kinds(scale: Scale = SERVING) -> Iterator[Kind]:
         computes=True,
         requests=(scale.prompts, scale.most_prompts),
     )
-    yield Kind(phase="draft", runner="DraftRunner", inputs=standard.DraftInputs, make=_draft, **{**sized, "width": TOPK})
     yield Kind(
-        phase="extend", runner="DraftExtendRunner", inputs=standard.DraftExtendInputs, make=_extend, **extended
+        phase="draft", runner="DraftRunner", inputs=standard.DraftInputs, make=_draft, **{**sized, "width": TOPK}
     )
+    yield Kind(phase="extend", runner="DraftExtendRunner", inputs=standard.DraftExtendInputs, make=_extend, **extended)
     yield Kind(
         phase="multi-layer",
         runner="MultiLayerDraftExtendRunner",
@@ -208,17 +219,13 @@ def _prefill(kind: Kind, backend: Backend) -> Runner:
 
 
 def _draft(kind: Kind, backend: Backend) -> Runner:
-    runner = DraftRunner(
-        kind.inputs, _forward, topk=TOPK, steps=STEPS, buckets=[kind.padded], **kind.options(backend)
-    )
+    runner = DraftRunner(kind.inputs, _forward, topk=TOPK, steps=STEPS, buckets=[kind.padded], **kind.options(backend))
     runner.capture()
     return runner
 
 
 def _extend(kind: Kind, backend: Backend) -> Runner:
-    runner = DraftExtendRunner(
-        kind.inputs, _next, width=kind.width, buckets=[kind.padded], **kind.options(backend)
-    )
+    runner = DraftExtendRunner(kind.inputs, _next, width=kind.width, buckets=[kind.padded], **kind.options(backend))
     runner.capture()
     return runner
 

@@ -23,6 +23,8 @@ from .workload import Batch
 QUEUED: Final = 20
 """Steps that the host may be ahead by. An upload's ring has 32 entries, of which one event guards 8: at 25 steps the
 host would wait for the device."""
+THREADS: Final = 1
+"""Threads that copies in host memory are spread over."""
 _FEWEST: Final = 4
 _ATTEMPTS: Final = 5
 _MARGIN_US: Final = 300.0
@@ -45,6 +47,10 @@ class Spread:
             return cls(samples[0], samples[0], samples[0])
         tenths = statistics.quantiles(samples, n=10, method="inclusive")
         return cls(statistics.median(samples), tenths[0], tenths[-1])
+
+
+Times = tuple[Spread, Spread | None]
+"""On the host, and on the device; None where that was not measured."""
 
 
 @attrs.define(eq=False)
@@ -87,14 +93,18 @@ class Run:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """As engines fill: without gradients; and without the garbage collector, whose pauses belong to no one."""
-    was_on = gc.isenabled()
+    """As engines fill: without gradients; and without what belongs to no one: the garbage collector's pauses, and waits
+    for another thread, which may take milliseconds where other programs want its processor.
+    """
+    was_on, threads = gc.isenabled(), torch.get_num_threads()
     gc.collect()
     gc.disable()
+    torch.set_num_threads(THREADS)
     try:
         with torch.no_grad():
             yield
     finally:
+        torch.set_num_threads(threads)
         if was_on:
             gc.enable()
 

@@ -1,14 +1,35 @@
-"""A small model with attention over requests of different lengths, for the runners that capture a part of it."""
+"""A small model with attention over requests of different lengths, for the runners that capture a part of it.
 
+All its numbers are whole and below a prime, in float64: no order of additions and no shape of a product changes a bit.
+"""
+
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, Inputs, Step, computed, copied, current_view, graph_break
+from slotgraph import (
+    BATCH,
+    CACHE_LOC,
+    TOKENS,
+    BreakableRunner,
+    EagerRunner,
+    Inputs,
+    PrefillRunner,
+    Step,
+    computed,
+    copied,
+    current_view,
+    graph_break,
+)
+from slotgraph.backends import choose
 
-VOCAB, HIDDEN, LAYERS, ROOM = 50, 16, 3, 256
+VOCAB, HIDDEN, LAYERS, ROOM, PRIME = 50, 16, 2, 256, 31
+SPLIT = "slotgraph_tests::attention"
+KINDS = ("breakable", "piecewise")
+Runner = BreakableRunner["Prefill"] | PrefillRunner["Prefill"]
 
 
 def starts(extend_seq_lens: torch.Tensor) -> torch.Tensor:
@@ -30,36 +51,36 @@ class Prefill(Inputs):
     @classmethod
     def placeholder(cls, step: Step) -> Mapping[str, Any]:
         """One request that owns all tokens."""
-        return {"extend_seq_lens": [step.live(TOKENS)], "scale": 1.0}
+        return {"extend_seq_lens": [step.live(TOKENS)], "scale": 1}
 
 
-def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, view: Prefill) -> torch.Tensor:
-    """Causal attention within each request, on the host's own count of them; padded rows get zeros."""
+def attend(query: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, view: Prefill) -> torch.Tensor:
+    """Causal attention within each request, on keys from the cache and the host's own count of tokens."""
     out = torch.zeros_like(value)
     lengths, begins = view.extend_seq_lens.tolist(), view.extend_start_loc.tolist()
     for begin, length in zip(begins, lengths, strict=True):
         rows = slice(begin, begin + length)
-        scores = (query[rows] @ key[rows].T) * float(view.scale)
-        mask = torch.ones_like(scores, dtype=torch.bool).tril()
-        out[rows] = torch.softmax(scores.masked_fill(~mask, float("-inf")), -1) @ value[rows]
+        keys = cache[view.out_cache_loc[rows]]
+        scores = torch.remainder(query[rows] @ keys.T, PRIME).tril()
+        out[rows] = torch.remainder(scores @ value[rows] * view.scale, PRIME)
     return out
 
 
 @graph_break
-def broken_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, view: Prefill) -> torch.Tensor:
+def broken_attention(query: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, view: Prefill) -> torch.Tensor:
     """Between graphs, with the view as an argument."""
-    return attend(query, key, value, view)
+    return attend(query, value, cache, view)
 
 
-@torch.library.custom_op("slotgraph_tests::attention", mutates_args=())
-def named_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op(SPLIT, mutates_args=())
+def named_attention(query: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     """An operator of its own, which asks for the view."""
-    return attend(query, key, value, current_view(Prefill))
+    return attend(query, value, cache, current_view(Prefill))
 
 
 @named_attention.register_fake
-def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    del query, key
+def _(query: torch.Tensor, value: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    del query, cache
     return torch.empty_like(value)
 
 
@@ -71,17 +92,20 @@ class Layer(nn.Module):
     def __init__(self, generator: torch.Generator, *, named: bool) -> None:
         super().__init__()
         self.named = named
-        self.mix = nn.Parameter(torch.randn(HIDDEN, 3 * HIDDEN, generator=generator) / 4)
-        self.dense = nn.Parameter(torch.randn(HIDDEN, HIDDEN, generator=generator) / 4)
-        self.register_buffer("cache", torch.zeros(ROOM, HIDDEN))
+        self.mix = whole(HIDDEN, 3 * HIDDEN, generator=generator)
+        self.dense = whole(HIDDEN, HIDDEN, generator=generator)
+        self.register_buffer("cache", torch.zeros(ROOM, HIDDEN, dtype=torch.float64))
 
     def forward(self, hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
         """One layer."""
-        query, key, value = (hidden @ self.mix).chunk(3, dim=-1)
+        query, key, value = torch.remainder(hidden @ self.mix, PRIME).chunk(3, dim=-1)
         self.cache[view.out_cache_loc] = key
-        attention = named_attention(query, key, value) if self.named else broken_attention(query, key, value, view)
+        if self.named:
+            attention = named_attention(query, value, self.cache)
+        else:
+            attention = broken_attention(query, value, self.cache, view)
         hidden = hidden + attention
-        return hidden + torch.tanh(hidden @ self.dense)
+        return torch.remainder(hidden + hidden @ self.dense, PRIME)
 
 
 class Layers(nn.Module):
@@ -104,10 +128,10 @@ class Model(nn.Module):
     def __init__(self, seed: int = 0, *, named: bool = False) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.embed = nn.Parameter(torch.randn(VOCAB, HIDDEN, generator=generator))
-        self.rope = nn.Parameter(torch.randn(ROOM, HIDDEN, generator=generator) / 4)
+        self.embed = whole(VOCAB, HIDDEN, generator=generator)
+        self.rope = whole(ROOM, HIDDEN, generator=generator)
         self.inner = Layers(generator, named=named)
-        self.head = nn.Parameter(torch.randn(HIDDEN, VOCAB, generator=generator))
+        self.head = whole(HIDDEN, VOCAB, generator=generator)
 
     def hidden(self, view: Prefill) -> torch.Tensor:
         """What the inner layers make of each token."""
@@ -119,15 +143,59 @@ class Model(nn.Module):
         last = (view.extend_start_loc + view.extend_seq_lens - 1).long()
         return self.hidden(view)[last] @ self.head
 
+    def caches(self) -> torch.Tensor:
+        """What the layers' caches hold, but for the row that padding is written to."""
+        return torch.stack([layer.cache[1:] for layer in self.inner.layers.children() if isinstance(layer, Layer)])
 
-def batch_of(lengths: list[int], seed: int, device: torch.device | str = "cpu", scale: float = 0.3) -> dict[str, Any]:
+
+def whole(*shape: int, generator: torch.Generator) -> nn.Parameter:
+    """Weights that are small whole numbers."""
+    return nn.Parameter(torch.randint(0, 5, shape, generator=generator).double(), requires_grad=False)
+
+
+def batch_of(lengths: list[int], seed: int, device: torch.device | str = "cpu", scale: int = 3) -> dict[str, Any]:
     """Requests of given lengths, with random tokens."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
+    places = [place for length in lengths for place in range(length)]
     return {
         "input_ids": torch.randint(0, VOCAB, (total,), generator=generator).to(device),
-        "positions": torch.tensor([place for length in lengths for place in range(length)], dtype=torch.int64).to(device),
+        "positions": torch.tensor(places, dtype=torch.int64).to(device),
         "out_cache_loc": (1 + torch.randperm(ROOM - 1, generator=generator)[:total]).to(device),
         "extend_seq_lens": torch.tensor(lengths, dtype=torch.int32).to(device),
         "scale": scale,
     }
+
+
+def runner_of(kind: str, model: Any, backend: Any, **options: Any) -> Runner:
+    """A runner over the inner layers of a model, not captured yet."""
+    given: dict[str, Any] = {"stack": "inner", "buckets": [4, 16], "max_batch": 5, "output_rows": BATCH, **options}
+    inputs = given.pop("inputs", Prefill)
+    if kind == "breakable":
+        return BreakableRunner(inputs, model, backend=backend, progress=False, **given)
+    return PrefillRunner(inputs, model, splits=[SPLIT], backend=backend, progress=False, **given)
+
+
+@functools.cache
+def captured(kind: str, backend: str) -> tuple[Runner, EagerRunner[Prefill]]:
+    """A captured runner, and an eager one over a model with the same weights and caches of its own, for many tests."""
+    device = choose(backend).device
+    twins = [Model(named=kind == "piecewise").to(device) for _ in range(2)]
+    runner = runner_of(kind, twins[0], backend)
+    runner.capture()
+    return runner, EagerRunner(Prefill, twins[1], backend=backend)
+
+
+def caches_of(runner: Runner | EagerRunner[Prefill]) -> torch.Tensor:
+    """The caches of the model behind a runner."""
+    model = runner.stage.step
+    assert isinstance(model, Model)
+    return model.caches()
+
+
+def poison(runner: Runner) -> None:
+    """Write what no step may depend on over all inputs, as something that the runner is told of."""
+    buffers = runner.runs.graphs.buffers
+    for buffer in buffers:
+        buffer.tensor.fill_(77)
+    buffers.distrust()

@@ -1,0 +1,320 @@
+"""What `Backend.interrupt` promises: a call between two graphs, which finds the work so far done, in each replay."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slotgraph.backends import DEVICE, Backend
+from slotgraph.backends.host import HostBackend
+from slotgraph.dataflow.errors import CaptureError, ReplayError
+from tests.backends.test_contract import captured, has_true_graphs, random_on
+
+Body = Callable[[], Any]
+
+
+@attrs.define(eq=False)
+class Call:
+    """An interruption as a runner makes one: it answers, or writes its answer to the places that it is given."""
+
+    body: Body
+    asked: list[bool] = attrs.field(factory=list)
+
+    def __call__(self, places: Sequence[Any] | None) -> Any:
+        """Call the body; note whether there were places."""
+        self.asked.append(places is not None)
+        answer = self.body()
+        for place, leaf in zip(places or (), pytree.tree_leaves(answer) if places else (), strict=True):
+            if isinstance(place, torch.Tensor):
+                place.copy_(leaf)
+        return answer
+
+
+@pytest.fixture
+def interrupting(backend: Backend) -> Backend:
+    """Each backend that can run here and says that it can interrupt a capture."""
+    if type(backend).interrupt is Backend.interrupt:
+        pytest.skip(f"{backend.name} cannot interrupt a capture")
+    return backend
+
+
+def between(backend: Backend, body: Body) -> Any:
+    """A call of the body between two graphs."""
+    return backend.interrupt(Call(body))
+
+
+def test_outside_of_a_capture(interrupting: Backend) -> None:
+    """Where nothing is captured it is called once, for its answer, which comes back as it is."""
+    call = Call(lambda: (x, 3))
+    x = random_on(interrupting, 2, seed=1)
+    assert interrupting.interrupt(call) == (x, 3)
+    assert call.asked == [False]
+
+
+def test_order_and_contents(interrupting: Backend) -> None:
+    """The host reads in it what the graph so far has computed, and the graph after it what it returned."""
+    x, seen = random_on(interrupting, 3, seed=2), list[float]()
+
+    def step() -> torch.Tensor:
+        doubled = x * 2
+        once = between(interrupting, lambda: seen.append(float(doubled.sum())) or doubled + float(doubled[0, 0]))
+        twice = between(interrupting, lambda: seen.append(float(once.sum())) or once * 3)
+        result: torch.Tensor = twice - 1
+        return result
+
+    graph = captured(interrupting, step)
+    for seed in range(3, 6):
+        x.copy_(random_on(interrupting, 3, seed=seed))
+        del seen[:]
+        graph.replay()
+        first = x * 2 + float(x[0, 0] * 2)
+        torch.testing.assert_close(graph.outputs, first * 3 - 1)
+        assert seen == pytest.approx([float((x * 2).sum()), float(first.sum())], rel=1e-5)
+
+
+@settings(max_examples=12)
+@given(parts=st.lists(st.sampled_from(["graph", "break"]), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_any_order_of_graphs_and_calls(interrupting: Backend, parts: list[str], seed: int) -> None:
+    """Calls may come first, last, alone, and behind one another with nothing between them."""
+    x, times = random_on(interrupting, 2, seed=7), [0]
+
+    def called(value: torch.Tensor) -> torch.Tensor:
+        times[0] += 1
+        return value + float(value.flatten()[0])  # a read that no graph may make
+
+    def step() -> torch.Tensor:
+        value = x
+        for part in parts:
+            value = between(interrupting, lambda given=value: called(given)) if part == "break" else value * 2 - 1
+        return value
+
+    graph = captured(interrupting, step)
+    for more in range(2):
+        x.copy_(random_on(interrupting, 2, seed=seed + more))
+        times[0], expected = 0, x.clone()
+        for part in parts:
+            expected = expected + expected[0, 0] if part == "break" else expected * 2 - 1
+        graph.replay()
+        torch.testing.assert_close(graph.outputs, expected)
+        assert times[0] == parts.count("break")
+
+
+def test_answers_in_structures(interrupting: Backend) -> None:
+    """An answer may be nested, with no tensor or several; what is no tensor comes back as it was at capture."""
+    x = random_on(interrupting, 2, seed=8)
+
+    def step() -> Any:
+        nothing = between(interrupting, lambda: None)
+        parts = between(interrupting, lambda: {"sum": (x.sum(0), [x * float(x[0, 0])]), "name": "both", "n": 3})
+        return nothing, parts["sum"][0] * parts["n"], parts["sum"][1][0] + 1, parts["name"]
+
+    graph = captured(interrupting, step)
+    x.copy_(random_on(interrupting, 2, seed=9))
+    graph.replay()
+    nothing, total, scaled, name = graph.outputs
+    assert (nothing, name) == (None, "both")
+    torch.testing.assert_close(total, x.sum(0) * 3)
+    torch.testing.assert_close(scaled, x * x[0, 0] + 1)
+
+
+def test_writes_into_what_it_is_handed(interrupting: Backend) -> None:
+    """It may write memory of the graph instead of an answer, as kernels with an output argument do."""
+    x = random_on(interrupting, 2, seed=10)
+
+    def step() -> torch.Tensor:
+        out = torch.empty_like(x)
+        between(interrupting, lambda: out.copy_(x * float(x[0, 0])) is None)
+        return out + 1
+
+    graph = captured(interrupting, step)
+    x.copy_(random_on(interrupting, 2, seed=11))
+    graph.replay()
+    torch.testing.assert_close(graph.outputs, x * x[0, 0] + 1)
+
+
+def test_raises_at_capture(interrupting: Backend) -> None:
+    """What raises breaks the capture off with its own words, and all else goes on: the next capture, and older graphs."""
+    x = random_on(interrupting, 2, seed=12)
+    older = captured(interrupting, lambda: between(interrupting, lambda: x * 2) + 1)
+
+    def raising() -> Any:
+        message = "no kernel for this"
+        raise OSError(message)
+
+    with pytest.raises(CaptureError, match="no kernel for this"):
+        interrupting.capture(lambda: between(interrupting, raising) + 1)
+    with pytest.raises(CaptureError, match="no kernel for this"):
+        interrupting.capture(lambda: between(interrupting, lambda: x * 2) + between(interrupting, raising))
+    newer = captured(interrupting, lambda: between(interrupting, lambda: x * 3) + 1)
+    for graph, times in ((older, 2), (newer, 3)):
+        graph.replay()
+        torch.testing.assert_close(graph.outputs, x * times + 1)
+
+
+def test_raises_in_a_replay(interrupting: Backend) -> None:
+    """A replay that it breaks off leaves a graph that can be replayed."""
+    x, faults = random_on(interrupting, 2, seed=13), list[Exception]()
+
+    def body() -> torch.Tensor:
+        for fault in faults:
+            raise fault
+        return x * 2
+
+    graph = captured(interrupting, lambda: between(interrupting, body) + 1)
+    faults.append(ReplayError("not today"))
+    with pytest.raises(ReplayError, match="not today"):
+        graph.replay()
+    faults.clear()
+    graph.replay()
+    torch.testing.assert_close(graph.outputs, x * 2 + 1)
+
+
+def test_host_reads_are_refused_after_it(interrupting: Backend) -> None:
+    """Only the call itself may read the host: what follows is a graph again."""
+    if not has_true_graphs(interrupting):
+        pytest.skip(f"{interrupting.name} runs steps again, host reads and all")
+    x = random_on(interrupting, 2, seed=14)
+
+    def step() -> torch.Tensor:
+        doubled = between(interrupting, lambda: x * float(x[0, 0]))
+        return doubled * float(doubled[0, 0])
+
+    with pytest.raises(CaptureError):
+        interrupting.capture(step)
+
+
+def test_other_graphs_within(interrupting: Backend) -> None:
+    """It may capture and replay another graph, as a runner within a break does."""
+    x, made = random_on(interrupting, 2, seed=15), list[Any]()
+
+    def body() -> torch.Tensor:
+        if not made:
+            made.append(captured(interrupting, lambda: x * 3))
+        made[0].replay()
+        outputs: torch.Tensor = made[0].outputs.clone()
+        return outputs
+
+    graph = captured(interrupting, lambda: between(interrupting, body) + 1)
+    x.copy_(random_on(interrupting, 2, seed=16))
+    graph.replay()
+    torch.testing.assert_close(graph.outputs, x * 3 + 1)
+
+
+def test_graphs_in_turns(interrupting: Backend) -> None:
+    """Two graphs with calls in them, which may share memory, do not disturb one another's steps."""
+    x = random_on(interrupting, 4, seed=17)
+
+    def step_of(factor: int) -> Callable[[], torch.Tensor]:
+        def step() -> torch.Tensor:
+            first = x * factor
+            second = between(interrupting, lambda: first + float(first[0, 0]))
+            third = between(interrupting, lambda: second + float(first[1, 0]))
+            result: torch.Tensor = third * 2
+            return result
+
+        return step
+
+    graphs = {factor: captured(interrupting, step_of(factor), pool=interrupting.pool()) for factor in (5, 2)}
+    for seed, factor in ((18, 2), (19, 5), (20, 5), (21, 2)):
+        x.copy_(random_on(interrupting, 4, seed=seed))
+        graphs[factor].replay()
+        torch.testing.assert_close(graphs[factor].outputs, (x + x[0, 0] + x[1, 0]) * factor * 2)
+
+
+@pytest.mark.parametrize("where", ["capture", "replay"])
+def test_inference_mode(interrupting: Backend, where: str) -> None:
+    """A capture inside of inference mode is replayed outside of it, and the other way round."""
+    x = random_on(interrupting, 2, seed=22)
+    with torch.inference_mode(where == "capture"):
+        graph = captured(interrupting, lambda: between(interrupting, lambda: x * float(x[0, 0])) + 1)
+    x.copy_(random_on(interrupting, 2, seed=23))
+    with torch.inference_mode(where == "replay"):
+        graph.replay()
+    torch.testing.assert_close(graph.outputs, x * x[0, 0] + 1)
+
+
+class Functions(TorchFunctionMode):
+    """Counts torch's functions."""
+
+    seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one."""
+        del types
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one."""
+        del types
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Functions, Operators])
+def test_modes_of_the_user(interrupting: Backend, kind: type[Functions | Operators]) -> None:
+    """A torch mode that is on sees what the call does at capture as it does in a replay, and is on afterwards."""
+    x, counts = random_on(interrupting, 2, seed=24), list[int]()
+
+    def body() -> torch.Tensor:
+        before = mode.seen
+        result = x * 2
+        counts.append(mode.seen - before)
+        return result
+
+    with kind() as mode:
+        graph = captured(interrupting, lambda: between(interrupting, body) + 1)
+        graph.replay()
+        before = mode.seen
+        torch.testing.assert_close(graph.outputs, x * 2 + 1)
+        assert mode.seen > before
+    assert counts == [1, 1, 1]  # warm-up, capture, replay
+
+
+def test_borrowed_memory(interrupting: Backend) -> None:
+    """What is borrowed in a call is the same memory, whoever owns it."""
+    x, borrowed = random_on(interrupting, 2, seed=25), list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def step() -> torch.Tensor:
+        doubled = x * 2
+
+        def body() -> torch.Tensor:
+            borrowed.extend((one, interrupting.borrow(one)) for one in (doubled, x))
+            return doubled + 1
+
+        result: torch.Tensor = between(interrupting, body) + 1
+        return result
+
+    interrupting.capture(step)
+    assert [one.data_ptr() for one, _ in borrowed] == [other.data_ptr() for _, other in borrowed]
+    assert [one.shape for one, _ in borrowed] == [other.shape for _, other in borrowed]
+
+
+def test_backend_that_cannot() -> None:
+    """A backend that does not say how is asked in vain: CaptureError names it."""
+
+    class Plain(HostBackend):
+        name = "plain"
+
+        def capture(self, step: Callable[[], Any], *, pool: Any = None, error_mode: str | None = None) -> Any:
+            """Never asked."""
+            raise NotImplementedError(step, pool, error_mode)
+
+    plain = Plain()
+    with pytest.raises(CaptureError, match="backend 'plain' cannot interrupt a capture, which a break in a step needs"):
+        plain.interrupt(Call(lambda: None))
+    tensor = plain.empty((2,), torch.float32, DEVICE)
+    assert plain.borrow(tensor) is tensor
