@@ -45,6 +45,7 @@ class Router:
         self._table = buckets.table()
         self._routes: dict[tuple[tuple[int, ...], Absent], Captured] = {}
         self._fits = {rows: Decision(path, rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
+        self._counted = "rows" if BATCH in leading else "tokens"
         own = [(i, axis) for i, axis in enumerate(declaration.varying) if axis not in leading]
         self._limits = [(i, axis, capacity[axis]) for i, axis in own]
         self._fixed_fields = {name: value for name, value in declaration.fields.items() if _is_value(value)}
@@ -103,7 +104,7 @@ class Router:
         for index, axis, most in self._limits:
             if live[index] > most:
                 return f"{live[index]} rows on {axis} are more than the {most} of every bucket"
-        return f"{live[-1]} rows are more than the largest bucket, {self._buckets.largest}"
+        return f"{live[-1]} {self._counted} are more than the largest bucket, {self._buckets.largest}"
 
     @property
     def decides_by_fields(self) -> bool:

@@ -1,4 +1,4 @@
-"""The tables of `slotgraph bench`: fills, whole steps, the device's time, runners, and memory; as wide as there is room."""
+"""The tables of `slotgraph bench`: fills, whole steps, the device's time, runners, memory; as wide as it can be."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, Literal
@@ -9,7 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from .figures import FILL, STEP, Figure, Key, Memory, Results, RunnerFigure, What, rivals
+from .figures import FILL, OURS, STEP, Figure, Key, Memory, Results, RunnerFigure, What, rivals
 from .lowerings import BARE, FILL_ALONE, IN_GRAPH, ORACLE, PER_SLOT, REGROUPED
 from .timing import Spread
 
@@ -117,12 +117,12 @@ def _runners(found: Sequence[RunnerFigure]) -> Callable[[Width], Table]:
     def table(width: Width) -> Table:
         """Classes' names only where it is wide."""
         is_wide = width == "wide"
-        times = [PER_SLOT, "ours", f"{PER_SLOT} / ours", *([f"{PER_SLOT} device", "ours device"] * on_device)]
+        times = [PER_SLOT, OURS, f"{PER_SLOT} / {OURS}", *([f"{PER_SLOT} device", f"{OURS} device"] * on_device)]
         titles = ["step", *(["runner", "declaration"] * is_wide), "rows", "slots", "KiB"]
         made = _plain(width, [*titles, *(_broken(title, width) for title in times)])
         for one in found:
             named = [one.phase, *([one.runner, one.declaration] * is_wide)]
-            sized = [f"{one.live}/{one.padded}", str(one.slots), f"{one.nbytes / 1024:,.0f}"]
+            sized = [one.rows, str(one.slots), f"{one.nbytes / 1024:,.0f}"]
             host = [_spread(one.per_slot, width), _spread(one.ours, width), f"{one.ratio:.1f} x"]
             gpu = [_spread(spread, width) for spread in (one.per_slot_gpu, one.ours_gpu) if on_device]
             made.add_row(*named, *sized, *host, *gpu)

@@ -15,6 +15,7 @@ from .workload import Sources, Workload, integers_of
 What = Literal["fill", "step"]
 FILL: Final = "fill"
 STEP: Final = "step"
+OURS: Final = "ours"
 
 
 class Key(NamedTuple):
@@ -116,6 +117,11 @@ class RunnerFigure:
             per_slot_gpu=per_slot[1],
             ours_gpu=ours[1],
         )
+
+    @property
+    def rows(self) -> str:
+        """Live of padded rows."""
+        return f"{self.live}/{self.padded}"
 
     @property
     def ratio(self) -> float:

@@ -93,8 +93,9 @@ class Run:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """As engines fill: without gradients; and without what belongs to no one: the garbage collector's pauses, and waits
-    for another thread, which may take milliseconds where other programs want its processor.
+    """As engines fill: without gradients; and without pauses that belong to no one.
+
+    These are the garbage collector's, and waits for another thread, of milliseconds where other programs want its core.
     """
     was_on, threads = gc.isenabled(), torch.get_num_threads()
     gc.collect()

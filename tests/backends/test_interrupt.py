@@ -1,6 +1,7 @@
 """What `Backend.interrupt` promises: a call between two graphs, which finds the work so far done, in each replay."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -62,10 +63,14 @@ def test_order_and_contents(interrupting: Backend) -> None:
     """The host reads in it what the graph so far has computed, and the graph after it what it returned."""
     x, seen = random_on(interrupting, 3, seed=2), list[float]()
 
+    def looked_at(value: torch.Tensor) -> torch.Tensor:
+        seen.append(float(value.sum()))
+        return value
+
     def step() -> torch.Tensor:
         doubled = x * 2
-        once = between(interrupting, lambda: seen.append(float(doubled.sum())) or doubled + float(doubled[0, 0]))
-        twice = between(interrupting, lambda: seen.append(float(once.sum())) or once * 3)
+        once = between(interrupting, lambda: looked_at(doubled) + float(doubled[0, 0]))
+        twice = between(interrupting, lambda: looked_at(once) * 3)
         result: torch.Tensor = twice - 1
         return result
 
@@ -92,7 +97,7 @@ def test_any_order_of_graphs_and_calls(interrupting: Backend, parts: list[str], 
     def step() -> torch.Tensor:
         value = x
         for part in parts:
-            value = between(interrupting, lambda given=value: called(given)) if part == "break" else value * 2 - 1
+            value = between(interrupting, partial(called, value)) if part == "break" else value * 2 - 1
         return value
 
     graph = captured(interrupting, step)
@@ -140,7 +145,7 @@ def test_writes_into_what_it_is_handed(interrupting: Backend) -> None:
 
 
 def test_raises_at_capture(interrupting: Backend) -> None:
-    """What raises breaks the capture off with its own words, and all else goes on: the next capture, and older graphs."""
+    """What raises breaks the capture off, in its own words; the next capture and older graphs go on."""
     x = random_on(interrupting, 2, seed=12)
     older = captured(interrupting, lambda: between(interrupting, lambda: x * 2) + 1)
 
@@ -184,7 +189,8 @@ def test_host_reads_are_refused_after_it(interrupting: Backend) -> None:
 
     def step() -> torch.Tensor:
         doubled = between(interrupting, lambda: x * float(x[0, 0]))
-        return doubled * float(doubled[0, 0])
+        result: torch.Tensor = doubled * float(doubled[0, 0])
+        return result
 
     with pytest.raises(CaptureError):
         interrupting.capture(step)
@@ -252,7 +258,7 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
     """Counts operators."""
 
     seen = 0

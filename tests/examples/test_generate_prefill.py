@@ -44,7 +44,7 @@ def test_each_path_is_equal(generate: Generate, lines: str, backend_name: str, p
         assert (prefill["buckets"], list(prefill["reasons"])) == ([], ["always_eager"])
     else:
         assert prefill["paths"] == {path: prefill["steps"] - 1, "eager": 1}
-        assert prefill["reasons"] == {"too_large": "71 rows are more than the largest bucket, 64"}
+        assert prefill["reasons"] == {"too_large": "71 tokens are more than the largest bucket, 64"}
         assert {use["bucket"] for use in prefill["buckets"]} <= BUCKETS
         assert all(use["path"] == path and use["live"] <= use["padded"] for use in prefill["buckets"])
         assert "eager 1, too_large" in " ".join(out.split())
