@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, ClassVar, final
 
-from ..dataflow.errors import CaptureError, ReplayError
+from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from .base import Graph, Interruption
 from .host import HostBackend
 
@@ -27,10 +27,10 @@ class CallableGraph(Graph):
         return 0
 
     def replay(self) -> None:
-        """Call the step again; ReplayError chained to what it raises."""
+        """Call the step again; ReplayError chained to what it raises, but for errors of this library."""
         try:
             self._outputs = self._step()
-        except ReplayError:
+        except SlotGraphError:
             raise
         except Exception as error:
             message = f"the step raised {type(error).__name__}: {error}"

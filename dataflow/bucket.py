@@ -26,8 +26,7 @@ Absent = frozenset[str]
 
 def absent_from(declaration: Declaration, batch: Any, side: Side = NO_SIDE) -> frozenset[str]:
     """Optional slots that a batch comes without."""
-    optional = [(name, slot) for name, slot in declaration.slots.items() if slot.optional]
-    return frozenset(n for n, s in optional if (source := s.reads(n)) is not None and source.read(batch, side) is None)
+    return frozenset([name for name, source in declaration.optional if source.read(batch, side) is None])
 
 
 @attrs.frozen

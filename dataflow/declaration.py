@@ -14,7 +14,7 @@ from .capabilities import Placement
 from .compute import SETTINGS
 from .errors import CycleError, DeclarationError, DeclarationErrors
 from .slots import Slot
-from .sources import look_up
+from .sources import Source, look_up
 
 
 @attrs.frozen(eq=False)
@@ -46,6 +46,12 @@ class Declaration:
     def varying(self) -> tuple[Axis, ...]:
         """Axes whose size varies by step."""
         return tuple(axis for axis in self.axes if not axis.fixed)
+
+    @functools.cached_property
+    def optional(self) -> tuple[tuple[str, Source], ...]:
+        """Slots that a batch may come without, each with where it would be found."""
+        sources = ((name, slot.reads(name)) for name, slot in self.slots.items() if slot.optional)
+        return tuple((name, source) for name, source in sources if source is not None)
 
     def side(self, name: str) -> Placement:
         """Where a computed slot's function runs."""

@@ -158,6 +158,7 @@ class Fill:
 
 def compute_on_device(ready: Ready, batch: Any = None) -> None:
     """Run what the device computes from slots: inside the graph, or right after an eager fill from `batch`."""
-    with torch.no_grad():
-        for computation in ready.device:
-            computation.run(batch)
+    if ready.device:
+        with torch.no_grad():
+            for computation in ready.device:
+                computation.run(batch)

@@ -78,27 +78,27 @@ class StackCapture(Generic[V]):
             ready = bucket.fill_for(absent).ready(tuple(live[axis] for axis in stage.declaration.varying))
             view = live_view(stage, self._buffers, ready, fields)
             shown = live_view(stage, self._buffers, ready, carried(stage.declaration.fields, None))
-            call = self._call_of(view, shown)
+            call, outputs = self._call_of(view, shown)
             self._cut(call, view)
-            self._watch(call, view)
+            returned = self._watch(call, view)
             self._check_objects(call, view)
+            self._check_rows(returned if self._boundary.stack is None else outputs, view)
         self._buffers.distrust()
         return Part(stage, view, call)
 
-    def _call_of(self, view: V, shown: V) -> StackCall:
-        """The call that is captured; shown: what it sees in the view's place."""
+    def _call_of(self, view: V, shown: V) -> tuple[StackCall, Any]:
+        """The call that is captured, and what the step around it returned; shown: what it sees in the view's place."""
         stack = self._boundary.stack
         run: Callable[..., Any] = self._stage.step if stack is None else stack.module.forward
-        args, kwargs = ((view,), dict[str, Any]()) if stack is None else self._arguments(stack, view)
-        return StackCall(run, args, kwargs, own=view, view=shown, buffers=self._buffers)
+        (args, kwargs), outputs = (((view,), {}), None) if stack is None else self._noted(stack, view)
+        return StackCall(run, args, kwargs, own=view, view=shown, buffers=self._buffers), outputs
 
-    def _arguments(self, stack: Stack, view: V) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Run the step, and what it calls its stack with."""
+    def _noted(self, stack: Stack, view: V) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Any]:
+        """Run the step: what it calls its stack with, and what it returns."""
         noted = Noted(stack.module.forward)
         with stack.answered(noted), under_way(Running(view, "capture")):
             outputs = self._stage.run(view)
-        self._check_rows(outputs, view)
-        return noted.only(stack.name)
+        return noted.only(stack.name), outputs
 
     def _cut(self, call: StackCall, view: V) -> None:
         """Have its breaks marked, where its own code does not."""
@@ -108,7 +108,7 @@ class StackCapture(Generic[V]):
             with self._stage.lent(view), under_way(step):
                 call.run = _cut_at(self._boundary.cut(call.run, args, kwargs))
 
-    def _watch(self, call: StackCall, view: V) -> None:
+    def _watch(self, call: StackCall, view: V) -> Any:
         """Run it under watch: what its graphs do with the arguments, and that none reads a slot over requests."""
         slots = self._stage.declaration.slots
         over = [name for name in slots if BATCH in slots[name].axes]
@@ -119,8 +119,7 @@ class StackCapture(Generic[V]):
         with self._stage.lent(view), under_way(Running(view, "capture", now, shown=fenced)), watch:
             outputs = call.run(*args, **kwargs)
         call.use = watch.use
-        if self._boundary.stack is None:
-            self._check_rows(outputs, view)
+        return outputs
 
     def _check_rows(self, outputs: Any, view: V) -> None:
         """CaptureError where the step's outputs have other rows than was said. The placeholder is one request."""
@@ -134,7 +133,7 @@ class StackCapture(Generic[V]):
         """CaptureError where graphs read tensors inside of an object that each step makes anew."""
         stack, objects = self._boundary.stack, call.objects()
         if stack is not None and objects:
-            again = pytree.tree_leaves(self._arguments(stack, view))
+            again = pytree.tree_leaves(self._noted(stack, view)[0])
             for place in objects:
                 if again[place] is not call.leaves[place]:
                     raise CaptureError(other_object(place, call.leaves[place]))
@@ -145,7 +144,7 @@ def _fenced(view: V, over_requests: Sequence[str]) -> V:
     values = view.__dict__
     fenced = {name: Fenced.around(values[name], name) for name in over_requests if values[name] is not None}
     other = copy.copy(view)
-    other.__dict__.update(fenced)
+    vars(other).update(fenced)
     return other
 
 

@@ -14,7 +14,7 @@ from ..dataflow.binding import span
 from ..dataflow.errors import CaptureError
 from .running import running
 
-_DEPTH: Final = 3
+_DEPTH: Final = 5
 """How far into an object tensors are looked for."""
 _CLOSED: Final = (nn.Module, type, types.ModuleType, types.FunctionType)
 """What is not looked into: it has the same tensors in each step."""

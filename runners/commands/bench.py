@@ -17,7 +17,7 @@ from .failures import chosen, fail, reported
 from .figures import FILL, STEP, Figure, Memory, Results, RunnerFigure, What
 from .lowerings import IN_GRAPH, Contestant, Way, contestants
 from .plot import ENDINGS, INSTALL, can_plot, draw
-from .runner_races import races
+from .runner_races import Race, races
 from .screen import screen
 from .timing import Run, Spread, Times, device_times, measure
 from .verifying import verify
@@ -68,8 +68,8 @@ def bench(
     Each is first held to the oracle, byte for byte; then all take turns in one run, so that ratios can be trusted where
     the machine is noisy.
 
-    A last table has a row for each runner over its standard declaration: decode, verify, eager, prefill, draft, extend
-    and multi-layer extend, fill and view, against the same fill by hand (per_slot), which must leave the same bytes.
+    One more table has a row for each runner over its standard declaration: fill and view in decode, verify, eager,
+    prefill, draft, extend and multi-layer, against the same fill by hand (per_slot), which must leave the same bytes.
 
     \b
     Examples:
@@ -130,9 +130,10 @@ def measured(backend: Backend, counts: Sequence[int], effort: Effort) -> Results
         verify(workload, found, _to_verify(cases))
         steps += [one for case in cases for contestant in found for one in _of_case(case, contestant)]
         workloads.append((workload, found))
+    each_runner = list(races(backend))
     with _progress() as progress:
         times = _timed([step.run for step in steps], effort, backend, progress)
-        runners = _runners(backend, effort, progress)
+        runners = _runners(each_runner, effort, backend, progress)
     figures = [_figure(step, *time) for step, time in zip(steps, times, strict=True)]
     memory = [one for workload, found in workloads for one in _memory(workload, found)]
     return Results(figures, memory, backend.capabilities.lowerings[0], runners)
@@ -147,9 +148,8 @@ def _timed(runs: Sequence[Run], effort: Effort, backend: Backend, progress: Prog
     return list(zip(spreads, gpu, strict=True))
 
 
-def _runners(backend: Backend, effort: Effort, progress: Progress) -> list[RunnerFigure]:
-    """Hold every runner to the fill by hand, then measure all of them by turns."""
-    found = list(races(backend))
+def _runners(found: Sequence[Race], effort: Effort, backend: Backend, progress: Progress) -> list[RunnerFigure]:
+    """Each runner's fill and the one by hand, all of them by turns."""
     times = _timed([run for race in found for run in race.runs()], effort, backend, progress)
     by_race = zip(found, times[::2], times[1::2], strict=True)
     return [RunnerFigure.of(race, per_slot, ours) for race, per_slot, ours in by_race]

@@ -88,19 +88,16 @@ def _panel(panel: Any, strip: _Strip, cases: Cases) -> None:
         if any(name in case for case in cases.values())
     }
     _bars(panel, times)
-    medians = [time.median for row in times.values() for time in row if time is not None]
-    panel.set_ylim(0, 1.15 * max(medians, default=1.0))  # a machine's noise may reach far beyond: it is cut off
     _label(panel, [key.rows if key.sources == "device" else f"{key.rows}\n{key.sources}" for key in cases])
 
 
 def _runner_panel(panel: Any, runners: Sequence[RunnerFigure]) -> None:
-    """The same for runners, whose times differ by far."""
+    """The same for runners."""
     times: dict[str, Sequence[Spread | None]] = {
         PER_SLOT: [one.per_slot for one in runners],
         OURS: [one.ours for one in runners],
     }
     _bars(panel, times)
-    panel.set_yscale("log")
     _label(panel, [f"{one.phase}\n{one.rows}" for one in runners])
     panel.set_ylabel("host us, fill and view")
     panel.set_title("each runner", fontsize="medium")
@@ -120,6 +117,8 @@ def _bars(panel: Any, times: Mapping[str, Sequence[Spread | None]]) -> None:
             color=_COLOURS.get(name, _OURS),
             error_kw={"lw": 0.6},
         )
+    medians = [time.median for row in times.values() for time in row if time is not None]
+    panel.set_ylim(0, 1.15 * max(medians, default=1.0))  # a machine's noise may reach far beyond: it is cut off
 
 
 def _label(panel: Any, labels: Sequence[str]) -> None:

@@ -137,7 +137,8 @@ class Kind:
         """A batch with seeded values, all of them others than under another number."""
         seeded, sizes = torch.Generator().manual_seed(live + number), self.sizes(live)
         requests, tokens = sizes[BATCH], sizes[TOKENS]
-        made = Batch(rows=live, padded=self.padded, requests=requests, tokens=tokens)
+        padded = live if self.leading in self.unpadded else self.padded
+        made = Batch(rows=live, padded=padded, requests=requests, tokens=tokens)
         for name, slot in self.declaration.slots.items():
             if slot.reads(name) is not None:
                 shape, dtype = extent(slot.shape, sizes), resolve_dtype(slot.dtype, backend.capabilities)

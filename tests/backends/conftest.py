@@ -3,6 +3,7 @@
 import pytest
 
 from slotgraph import backends
+from slotgraph.backends import Backend
 from tests.conftest import BACKENDS
 
 OTHERS = tuple(name for name in backends.names() if name not in BACKENDS)
@@ -19,3 +20,11 @@ def backend_name(request: pytest.FixtureRequest) -> str:
     if not available:
         pytest.skip(f"{name}: {available.reason}")
     return name
+
+
+@pytest.fixture
+def interrupting(backend: Backend) -> Backend:
+    """Each backend that can run here and says that it can interrupt a capture."""
+    if type(backend).interrupt is Backend.interrupt:
+        pytest.skip(f"{backend.name} cannot interrupt a capture")
+    return backend

@@ -4,7 +4,7 @@ All its numbers are whole and below a prime, in float64: no order of additions a
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -148,6 +148,32 @@ class Model(nn.Module):
         return torch.stack([layer.cache[1:] for layer in self.inner.layers.children() if isinstance(layer, Layer)])
 
 
+class Inner(nn.Module):
+    """A stack that is a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self.function(*args, **kwargs)
+
+
+class Around(nn.Module):
+    """A step around a stack: embeddings, then the stack, or what `outer` makes of both."""
+
+    def __init__(self, function: Callable[..., Any], outer: Callable[..., Any] | None = None) -> None:
+        super().__init__()
+        self.inner = Inner(function)
+        self.outer = outer
+
+    def forward(self, view: Prefill) -> Any:
+        """[TOKENS, 2] whole numbers through the stack."""
+        hidden = torch.stack([view.input_ids * 3, view.positions + 1], 1).double()
+        return self.inner(hidden, view) if self.outer is None else self.outer(view, hidden, self.inner)
+
+
 def whole(*shape: int, generator: torch.Generator) -> nn.Parameter:
     """Weights that are small whole numbers."""
     return nn.Parameter(torch.randint(0, 5, shape, generator=generator).double(), requires_grad=False)
@@ -174,6 +200,26 @@ def runner_of(kind: str, model: Any, backend: Any, **options: Any) -> Runner:
     if kind == "breakable":
         return BreakableRunner(inputs, model, backend=backend, progress=False, **given)
     return PrefillRunner(inputs, model, splits=[SPLIT], backend=backend, progress=False, **given)
+
+
+def around(
+    function: Callable[..., Any], backend: Any, outer: Callable[..., Any] | None = None, **options: Any
+) -> tuple[BreakableRunner[Prefill], EagerRunner[Prefill]]:
+    """A captured breakable runner whose stack is a function, and an eager one over the same step."""
+    given: dict[str, Any] = {"buckets": [4, 8], "output_rows": TOKENS, "stack": "inner", "inputs": Prefill, **options}
+    inputs, step = given.pop("inputs"), Around(function, outer)
+    runner = BreakableRunner(inputs, step, backend=backend, max_batch=5, progress=False, **given)
+    runner.capture()
+    return runner, EagerRunner(inputs, step, backend=backend, settings=given.get("settings"))
+
+
+def assert_equal(runner: Runner, eager: EagerRunner[Prefill], device: torch.device, *seeds: int) -> None:
+    """Both runners give the same for batches of one request and of several."""
+    for lengths in ([3], [1, 2, 1], [8], [2, 3], [4]):
+        for seed in seeds or (1,):
+            batch = batch_of(lengths, seed + len(lengths), device, scale=2 + seed)
+            poison(runner)
+            assert torch.equal(runner(batch), eager(batch)), lengths
 
 
 @functools.cache

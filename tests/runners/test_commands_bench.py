@@ -19,6 +19,7 @@ from slotgraph.runners.commands.bench_tables import show
 from slotgraph.runners.commands.conditions import conditions_of
 from slotgraph.runners.commands.figures import Figure, Key, Memory, Results
 from slotgraph.runners.commands.lowerings import BARE, ByHand, Contestant, captured, contestants
+from slotgraph.runners.commands.runner_kinds import kinds
 from slotgraph.runners.commands.screen import screen
 from slotgraph.runners.commands.timing import Spread
 from slotgraph.runners.commands.verifying import WrongBytesError, verify
@@ -268,9 +269,21 @@ def test_bench_end_to_end(tmp_path: pathlib.Path) -> None:
     assert {row["lowering"] for row in data["changing"]} == FILLS | STEPS
     assert {row["lowering"] for row in data["lists"]} == STEPS - {"bare"}
     assert [(row["slots"], row["capacity"]) for row in data["memory"][::2]] == [(4, 256), (12, 256), (12, 4096)]
+    assert [row["phase"] for row in data["runners"]] == [kind.phase for kind in kinds()]
+    assert all(row["per_slot_host_us"] > 0 and row["ours_host_us"] > 0 for row in data["runners"])
     assert (data["conditions"]["backend"], data["conditions"]["ours"]) == ("cpu", "foreach")
     assert drawing.read_bytes().startswith(b"\x89PNG")
-    for part in ("/ ours", "median (p10-p90)", "200/256", "4096/4096", "whole step", "ns each", "ours: foreach"):
+    parts = (
+        "/ ours",
+        "median (p10-p90)",
+        "200/256",
+        "4096/4096",
+        "whole step",
+        "ns each",
+        "ours: foreach",
+        "1800/2048",
+    )
+    for part in parts:
         assert part in result.stdout
     assert result.stderr == ""
 

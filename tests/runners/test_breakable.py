@@ -1,0 +1,240 @@
+"""The breakable runner's stack: how it is named, what it may be called with, and what its graphs may not depend on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slotgraph import BATCH, TOKENS, BreakableRunner, current_view, errors, graph_break
+from slotgraph.backends import Backend
+from tests.runners.prefilled import Inner, Layers, Model, Prefill, around, assert_equal, batch_of, runner_of
+
+Outer = Callable[[Any, torch.Tensor, Any], Any]
+
+
+@graph_break
+def scaled(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
+    """One break, with the number of requests and a field."""
+    return torch.add(hidden * view.extend_seq_lens.shape[0], view.scale)
+
+
+class Offering(Model):
+    """A model that names its stack itself."""
+
+    def layer_stack(self) -> nn.Module:
+        """The inner layers."""
+        return self.inner
+
+
+class Wrong(Model):
+    """A model that offers what is no module."""
+
+    def layer_stack(self) -> Any:
+        """A list."""
+        return [self.inner]
+
+
+def test_three_ways_to_name_the_stack(backend: Backend) -> None:
+    """A module, a dotted path and the model's own offer all mean the same stack."""
+    outputs, batch = [], batch_of([1, 2], 1, backend.device)
+    for model, stack in ((Model(), "inner"), (Model(), None), (Offering(), None)):
+        model.to(backend.device)
+        given = model.inner if stack is None and type(model) is Model else stack
+        runner = BreakableRunner(Prefill, model, stack=given, buckets=[4], backend=backend, progress=False)
+        runner.capture()
+        outputs.append(runner(batch))
+        assert runner.decide(batch).path == "breakable"
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize(
+    ("step", "stack", "said"),
+    [
+        (
+            Model(),
+            None,
+            r"is not given, neither a module nor a dotted path to one, and Model offers no method layer_stack\(\)",
+        ),
+        (lambda view: view, None, r"and .*<lambda> offers no method layer_stack\(\)"),
+        (Model(), "inner.rows", r"stack='inner.rows' leads nowhere: inner has no 'rows'; modules there: 'layers'"),
+        (Model(), "model", r"leads nowhere: Model has no 'model'; modules there: 'inner'"),
+        (Model(), "head", r"stack='head' leads to Parameter, which is no module"),
+        (Model(), "inner.layers.1.mix", r"leads to Parameter"),
+        (Model(), 3, r"stack is a module, or a dotted path to one under the step, not int"),
+        (Wrong(), None, r"Wrong.layer_stack\(\) returned list, no module"),
+        (lambda view: view, "inner", r"leads nowhere: .*<lambda> has no 'inner'; modules there: none"),
+    ],
+)
+def test_stack_that_is_not_there(step: Any, stack: Any, said: str) -> None:
+    """Where no stack is found the error lists what was looked for, and nothing is guessed by name."""
+    with pytest.raises(errors.ConfigError, match=said):
+        BreakableRunner(Prefill, step, stack=stack, buckets=[4], backend="cpu")
+
+
+def test_method_of_a_model_as_step() -> None:
+    """A path starts at the step, which may be an object that holds the model."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.model = Model()
+
+        def __call__(self, view: Prefill) -> torch.Tensor:
+            """Run the model."""
+            logits: torch.Tensor = self.model(view)
+            return logits
+
+    runner = BreakableRunner(Prefill, Engine(), stack="model.inner.layers.0", buckets=[4], backend="cpu-capture")
+    assert runner.capture().captured == (4,)
+    assert runner(batch_of([1, 2], 1)).shape[0] == 2
+
+
+def test_forward_is_put_back(backend: Backend) -> None:
+    """A step leaves the stack's forward as it was, also one that raises; a stack's own one is respected."""
+    model, faults = Model().to(backend.device), list[Exception]()
+    before = model.inner.forward
+
+    def own(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return before(*args, **kwargs) * 2
+
+    model.inner.forward = own  # type: ignore[method-assign] # as some libraries do
+    runner = runner_of("breakable", model, backend, buckets=[4])
+    runner.capture()
+    plain = Model().to(backend.device)
+    batch = batch_of([2, 1], 2, backend.device)
+    with torch.no_grad():
+        view = runner.fill(batch)
+        assert torch.equal(runner.replay(view), plain(view) * 2)
+    assert model.inner.forward is own
+    hook = model.inner.register_forward_hook(lambda *_: [(_ for _ in ()).throw(fault) for fault in faults] and None)
+    faults.append(OSError("in a hook"))
+    with pytest.raises(OSError, match="in a hook"):
+        runner(batch)
+    hook.remove()
+    assert model.inner.forward is own
+    assert torch.equal(runner(batch), runner(batch).clone())
+
+
+@pytest.mark.parametrize(
+    ("outer", "said"),
+    [
+        (
+            lambda view, hidden, inner: inner(inner(hidden, view), view),
+            "called the stack, inner, 2 times: it is captured",
+        ),
+        (lambda view, hidden, inner: hidden + 1, "called the stack, inner, 0 times"),  # noqa: ARG005 - that is the test
+    ],
+)
+def test_stack_called_other_than_once_at_capture(backend: Backend, outer: Outer, said: str) -> None:
+    """A step that does not call its stack once is not captured."""
+    with pytest.raises(errors.CaptureError, match=said):
+        around(scaled, backend, outer)
+
+
+def test_stack_called_other_than_once_in_a_step(backend: Backend) -> None:
+    """A step that does not call its stack once, as at capture, is an error of that step alone."""
+    times = [1]
+
+    def outer(view: Prefill, hidden: torch.Tensor, inner: Any) -> torch.Tensor:
+        for _ in range(times[0]):
+            hidden = inner(hidden, view)
+        return hidden
+
+    runner, eager = around(scaled, backend, outer)
+    batch = batch_of([2, 1], 3, backend.device)
+    for times[0] in (0, 2):
+        with pytest.raises(errors.ReplayError, match=f"called the stack, inner, {times[0]} times, and once at capture"):
+            runner(batch)
+    times[0] = 1
+    assert_equal(runner, eager, backend.device)
+
+
+def asked_field(hidden: torch.Tensor, _: Prefill) -> torch.Tensor:
+    """A field of each step's own, read in a graph."""
+    return torch.mul(hidden, current_view(Prefill).scale)
+
+
+@pytest.mark.parametrize(
+    ("stack", "said"),
+    [
+        (
+            lambda hidden, view: hidden * view.extend_seq_lens.sum(),
+            "sum reads slot 'extend_seq_lens', whose rows are req",
+        ),
+        (lambda hidden, view: hidden * view.extend_start_loc.shape[0], "shape reads slot 'extend_start_loc'"),
+        (lambda hidden, view: hidden * len(view.extend_seq_lens), "reads slot 'extend_seq_lens'"),
+        (lambda hidden, view: hidden + view.extend_seq_lens, "add reads slot 'extend_seq_lens'"),
+        (lambda hidden, view: hidden[view.extend_seq_lens.long() - 1], "long reads slot 'extend_seq_lens'"),
+        (lambda hidden, view: hidden * view.scale, "'scale' is carried from the batch and has no default"),
+        (asked_field, "'scale' is carried from the batch and has no default"),
+    ],
+)
+def test_graphs_that_depend_on_requests(backend: Backend, stack: Any, said: str) -> None:
+    """What changes by step is not to be seen in a graph: slots over requests, their sizes, and fields."""
+    with pytest.raises(errors.CaptureError, match=said):
+        around(stack, backend)
+
+
+def test_slots_over_requests_may_be_looked_at(backend: Backend) -> None:
+    """What is the same of such a slot in each step may be asked: device, dtype, number of dims, presence."""
+
+    def stack(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
+        lengths = view.extend_seq_lens
+        known = lengths is not None and lengths.device == hidden.device and lengths.dtype == torch.int32
+        return scaled(hidden, view) + lengths.ndim if known else hidden
+
+    runner, eager = around(stack, backend)
+    assert_equal(runner, eager, backend.device)
+
+
+def test_one_capture_for_any_number_of_requests(backend: Backend) -> None:
+    """One graph a bucket takes every number of requests up to max_batch, and any split of its tokens."""
+    model, twin = Model().to(backend.device), Model().to(backend.device)
+    runner = runner_of("breakable", model, backend, buckets=[12], max_batch=12)
+    runner.capture()
+    for count in range(1, 13):
+        batch = batch_of([1] * (count - 1) + [13 - count], count, backend.device)
+        view = runner.fill(batch)
+        with torch.no_grad():
+            logits = runner.replay(view).clone()
+            assert logits.shape[0] == count
+            assert torch.equal(logits, twin(view)), count
+    assert runner.stats()["buckets"] == {
+        12: {"path": "breakable", "steps": 12, "live": 144, "padded": 144, "waste": 0.0}
+    }
+
+
+def test_stack_without_breaks(backend: Backend) -> None:
+    """A stack that marks no break is one graph."""
+    runner, eager = around(lambda hidden, _: torch.remainder(hidden * 5, 7), backend)
+    assert_equal(runner, eager, backend.device)
+
+
+def test_nested_modules(backend: Backend) -> None:
+    """A stack may be any module below the step; what is around it runs eagerly, and may read the host."""
+    generator = torch.Generator().manual_seed(1)
+    layers = Layers(generator, named=False).to(backend.device)
+    seen: list[int] = []
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.ModuleDict({"core": Inner(lambda hidden, view: layers(hidden, view) * 2)})
+
+        def forward(self, view: Prefill) -> torch.Tensor:
+            """Embeddings, the core, and a read of the host."""
+            hidden = view.positions.double()[:, None].expand(-1, 16).contiguous()
+            outputs: torch.Tensor = self.body["core"](hidden, view)
+            seen.append(int(view.extend_seq_lens.sum()))
+            return outputs[:: outputs.shape[0]].expand(len(view.extend_seq_lens), -1)
+
+    options: dict[str, Any] = {"stack": "body.core", "buckets": [8], "output_rows": BATCH, "backend": backend}
+    runner = BreakableRunner(Prefill, Deep(), progress=False, **options)
+    runner.capture()
+    assert runner(batch_of([1, 4], 2, backend.device)).shape == (2, 16)
+    assert seen[-1] == 5
+    assert runner.buckets.fit(5) == 8
+    assert runner.config.buckets == (8,)
+    assert TOKENS in runner.stage.declaration.axes

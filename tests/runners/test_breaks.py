@@ -1,0 +1,212 @@
+"""What a break gets in each step, what it may return, and what is refused."""
+
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from slotgraph import current_view, graph_break
+from slotgraph.backends import Backend
+from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
+from tests.backends.test_contract import has_true_graphs
+from tests.runners.prefilled import Prefill, around, assert_equal, batch_of
+
+
+@attrs.define
+class Metadata:
+    """What an engine computes of a step for its attention."""
+
+    lengths: torch.Tensor
+    factor: int
+
+
+@graph_break
+def with_view(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
+    """Number of requests and a field, off the view."""
+    return torch.add(hidden * view.extend_seq_lens.shape[0], view.scale)
+
+
+@graph_break
+def with_slot(hidden: torch.Tensor, lengths: torch.Tensor, *, places: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """A slot over requests, and some over tokens within a tuple."""
+    return torch.add(hidden * lengths.tolist()[-1] + places[0][:, None], len(lengths))
+
+
+@graph_break
+def with_metadata(hidden: torch.Tensor, metadata: Metadata) -> torch.Tensor:
+    """An object that is made anew in each step."""
+    return torch.add(hidden * metadata.factor, sum(metadata.lengths.tolist()))
+
+
+@graph_break
+def with_current_view(hidden: torch.Tensor) -> torch.Tensor:
+    """Nothing but the view that it asks for."""
+    view = current_view(Prefill)
+    return torch.add(hidden * view.extend_start_loc.shape[0], view.scale)
+
+
+@graph_break
+def with_gradients(hidden: torch.Tensor) -> torch.Tensor:
+    """Whether gradients are on."""
+    return hidden + int(torch.is_grad_enabled())
+
+
+def metadata_of(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+    """Hand the stack an object of this step's."""
+    return inner(hidden, Metadata(view.extend_seq_lens, view.scale * 7))
+
+
+def extra_of(view: Prefill, hidden: torch.Tensor, inner: Any) -> Any:
+    """Hand the stack a tensor that is no slot, and has one row a request."""
+    return inner(hidden, extra=view.extend_seq_lens * view.scale)
+
+
+def test_outside_of_steps() -> None:
+    """Elsewhere a marked function is the function itself: name, arguments, gradients, errors and all."""
+
+    @graph_break
+    def square(value: torch.Tensor, power: int = 2) -> torch.Tensor:
+        """Its own docstring."""
+        return value**power
+
+    value = torch.tensor([3.0], requires_grad=True)
+    assert (square.__name__, square.__doc__) == ("square", "Its own docstring.")
+    torch.autograd.backward(square(value, power=3))
+    assert value.grad is not None
+    assert value.grad.item() == 27
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        square()  # type: ignore[call-arg] # that is the test
+
+
+@pytest.mark.parametrize(
+    ("stack", "outer"),
+    [
+        pytest.param(lambda hidden, view: with_view(hidden * 2, view) + 1, None, id="view"),
+        pytest.param(
+            lambda hidden, view: with_slot(hidden, view.extend_seq_lens, places=(view.out_cache_loc, view.positions)),
+            None,
+            id="slots",
+        ),
+        pytest.param(lambda hidden, view: with_view(hidden, current_view(type(view))), None, id="asked-view"),
+        pytest.param(lambda hidden, _: with_current_view(hidden) - 1, None, id="asks-itself"),
+        pytest.param(lambda hidden, metadata: with_metadata(hidden * 2, metadata), metadata_of, id="metadata"),
+        pytest.param(
+            lambda hidden, extra: with_slot(hidden, extra, places=(hidden[:, 0],)) * 2, extra_of, id="unread-tensor"
+        ),
+        pytest.param(lambda hidden, _: with_gradients(hidden), None, id="no-gradients"),
+        pytest.param(lambda hidden, view: with_gradients(with_view(with_current_view(hidden), view)), None, id="three"),
+    ],
+)
+def test_arguments_are_live(backend: Backend, stack: Any, outer: Any) -> None:
+    """Whatever way a break gets at this step's metadata, it is this step's, for any number of requests."""
+    runner, eager = around(stack, backend, outer)
+    with torch.enable_grad():
+        assert_equal(runner, eager, backend.device, 1, 2)
+    assert runner.stats()["steps"] == {"breakable": 10, "eager": 0}
+
+
+def test_answers_that_change(backend: Backend) -> None:
+    """An answer of another shape, dtype, structure or python value than at capture is refused, by the break's name."""
+    if not has_true_graphs(backend):
+        pytest.skip(f"{backend.name} runs what follows a break anew")
+    other: list[Any] = []
+
+    @graph_break
+    def changing(hidden: torch.Tensor) -> Any:
+        return other[0](hidden) if other else (hidden + 1, 3)
+
+    runner, eager = around(lambda hidden, _: changing(hidden)[0] * 2, backend)
+    batch = batch_of([3], 1, backend.device)
+    for answer, said in (
+        (lambda hidden: (hidden[:-1], 3), r"result 0 is float64 of shape \[3, 2\] on .*, and was float64 of shape \[4"),
+        (lambda hidden: (hidden.float(), 3), "result 0 is float32"),
+        (lambda hidden: [hidden, 3], "returned another structure than at capture"),
+        (
+            lambda hidden: (hidden, 4),
+            "result 1 is 4, and the graphs after it were captured with 3: return what changes",
+        ),
+        (lambda hidden: (hidden, hidden), "result 1 is float64"),
+        (lambda _: (None, 3), "result 0 is None"),
+    ):
+        other[:] = [answer]
+        with pytest.raises(ReplayError, match=r"break '.*changing'.*" + said):
+            runner(batch)
+        other.clear()
+        assert torch.equal(runner(batch), eager(batch))
+
+
+def test_break_inside_a_break(backend: Backend) -> None:
+    """A mark within a marked function is refused with both names."""
+
+    @graph_break
+    def outer(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
+        return with_view(hidden, view)
+
+    with pytest.raises(CaptureError, match=r"break 'with_view' is called inside break '.*outer', which runs eagerly"):
+        around(outer, backend)
+
+
+def test_break_that_raises_in_a_bucket(backend: Backend) -> None:
+    """A bucket whose break raises is not captured, its error names the break, and other buckets are usable."""
+
+    @graph_break
+    def picky(hidden: torch.Tensor) -> torch.Tensor:
+        if len(hidden) == 8:
+            message = "no kernel for eight rows"
+            raise NotImplementedError(message)
+        return hidden * 2
+
+    runner, eager = around(lambda hidden, _: picky(hidden) + 1, backend, lazy=True)
+    runner(batch_of([5], 1, backend.device))
+    assert runner.report is not None
+    assert set(runner.report.failed) == {8}
+    reason = (
+        "break 'test_break_that_raises_in_a_bucket.<locals>.picky' raised NotImplementedError: no kernel for eight rows"
+    )
+    assert runner.report.failed[8] == reason
+    assert runner.decide(batch_of([6], 1)).reason == reason
+    for lengths in ([3], [5], [1, 3]):
+        batch = batch_of(lengths, 2, backend.device)
+        assert torch.equal(runner(batch), eager(batch))
+    assert runner.stats()["steps"] == {"breakable": 2, "eager": 2}
+    with pytest.raises(
+        CaptureError, match=r"1 of 2 buckets were not captured and run eagerly: bucket 8: break '.*picky'"
+    ):
+        around(lambda hidden, _: picky(hidden) + 1, backend)
+
+
+def test_break_that_raises_in_a_step(backend: Backend) -> None:
+    """What a break raises in a replay is chained to a ReplayError with its name; the next step is right."""
+    faults: list[Exception] = []
+
+    @graph_break
+    def flaky(hidden: torch.Tensor) -> torch.Tensor:
+        for fault in faults:
+            raise fault
+        return hidden * 2
+
+    runner, eager = around(lambda hidden, _: flaky(hidden + 1) + 1, backend)
+    batch = batch_of([2, 1], 3, backend.device)
+    faults.append(OSError("the disk is full"))
+    with pytest.raises(ReplayError, match=r"break '.*flaky' raised OSError: the disk is full") as raised:
+        runner(batch)
+    assert isinstance(raised.value.__cause__, OSError)
+    with pytest.raises(OSError, match=r"^the disk is full"):  # an eager step passes it on
+        runner(batch_of([9], 3, backend.device))
+    faults[:] = [BatchError("one of our own")]
+    with pytest.raises(BatchError, match=r"^one of our own"):
+        runner(batch)
+    faults.clear()
+    assert_equal(runner, eager, backend.device)
+
+
+def test_graph_alone(backend: Backend) -> None:
+    """A graph with breaks is no step: replayed without its runner, it says so."""
+    if not has_true_graphs(backend):
+        pytest.skip(f"{backend.name} has no graphs")
+    runner, _ = around(with_view, backend)
+    captured = runner.runs.graphs.get(8, frozenset())
+    assert captured is not None
+    with pytest.raises(ReplayError, match="break 'with_view' needs a step: replay through the runner"):
+        captured.graph.replay()
