@@ -13,7 +13,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from ..dataflow.errors import CaptureError, ReplayError
+from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from .base import Graph, Interruption
 from .cuda_faults import first_line, not_captured, ran_out_of_memory
 from .cuda_pool import GraphPool, Shared, alias_of, bytes_on, pool_ranges
@@ -53,7 +53,7 @@ class CudaGraph(Graph):
         """
         try:
             self._launch()
-        except ReplayError:
+        except SlotGraphError:
             raise
         except RuntimeError as error:
             message = f"the graph could not be replayed: {first_line(error)}"

@@ -1,8 +1,9 @@
 """Breaks: functions that a captured step calls between its graphs, on what is live then."""
 
+import enum
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -10,6 +11,8 @@ from torch.utils import _pytree as pytree
 from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from .running import Running, running
 
+VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
+"""What a graph takes in as a value; any other object is handed on to breaks, each step's own."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -64,13 +67,25 @@ class Break:
             raise ReplayError(message)
         answer = self.call(step)
         if places is None:
-            self._answered = pytree.tree_structure(answer)
+            self._answered = self._structure_of(answer)
             self._borrow(step)
         elif len(places) == 1 and type(answer) is torch.Tensor:
             _move(self._name, 0, answer, places[0])
         else:
             self._move_all(answer, places)
         return answer
+
+    def _structure_of(self, answer: Any) -> Any:
+        """The structure of an answer. CaptureError where it holds what no graph can be handed."""
+        leaves, structure = pytree.tree_flatten(answer)
+        for leaf in leaves:
+            if not isinstance(leaf, (torch.Tensor, *VALUES)):
+                message = (
+                    f"break {self._name!r} returned {type(leaf).__name__}, of which graphs cannot be handed each step's "
+                    "own: return tensors, or tuples, lists and dicts of them"
+                )
+                raise CaptureError(message)
+        return structure
 
     def _borrow(self, step: Running) -> None:
         """Hold what later graphs may use again only as memory."""

@@ -11,10 +11,9 @@ from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
 from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
-from ..dataflow.explain import check_copied, check_optional
 from ..dataflow.limits import Limits
 from ..dataflow.plan import FillPlan
-from ..dataflow.planner import NONE, plan_fill
+from ..dataflow.planner import NONE
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .capture import CaptureReport
@@ -231,11 +230,11 @@ class DecodeRunner(Generic[V]):
         return self._router.decide(self._size(batch, side), self.stage.absent(batch, side), batch)
 
     def plan(self, bucket: int, absent: Collection[str] = (), in_place: Collection[str] = ()) -> FillPlan:
-        """How one bucket is filled, for batches that come without some optional slots, or with some in place."""
-        declaration, capabilities = self.stage.declaration, self.stage.backend.capabilities
-        missing, written = check_optional(declaration, absent), check_copied(declaration, in_place)
-        how, sizes = self.lowering, self._sizes[bucket]
-        return plan_fill(declaration, sizes, capabilities, lowering=how, absent=missing, in_place=written)
+        """How one bucket is filled, for batches that come without some optional slots, or with some in place.
+
+        ConfigError where there is no such bucket or slot.
+        """
+        return self.stage.plan(self._sizes, bucket, self.lowering, absent, in_place)
 
     def stats(self) -> Mapping[str, Any]:
         """Plain data: steps by path; each bucket's path, steps, live and padded rows, and waste; eager runs by reason.

@@ -19,7 +19,7 @@ from torch import fx
 from ..dataflow.errors import CaptureError, ConfigError
 from .breaks import broken
 from .outputs import map_tensors
-from .watch import Watch
+from .watch import operator_name
 
 Operator = str | Callable[..., Any]
 _PLACE: Final = re.compile(r'File "([^"]+)", line (\d+)')
@@ -51,8 +51,7 @@ class _Traced:
     def __call__(self, *given: Any) -> Any:
         """Run the parts, and note."""
         self.given = given
-        with Watch({}, ()):  # an operator that asks for the view, and is no split, is refused
-            outputs = self.module(*given)
+        outputs = self.module(*given)
         self.returned = outputs if isinstance(outputs, list | tuple) else (outputs,)
         return outputs
 
@@ -64,7 +63,7 @@ class Splitter:
         if isinstance(operators, str) or not operators:
             message = f"splits names the operators to cut at, at least one, got {operators!r}"
             raise ConfigError(message)
-        self._names = frozenset(_name_of(operator) for operator in operators)
+        self.names = frozenset(_name_of(operator) for operator in operators)
         self._last: _Traced | None = None
         self._compiled: dict[tuple[int, int], tuple[Callable[..., Any], Any]] = {}
 
@@ -122,13 +121,13 @@ class Splitter:
                 continue
             name = _operator_of(node)
             seen.append(name)
-            if name in self._names:
+            if name in self.names:
                 parts[node], breaks[at + 1] = at + 1, name
                 at += 2
             else:
                 parts[node] = at
         if not breaks:
-            message = f"splits names {_listed(self._names)}, and the step calls none of them, but {_listed(seen)}"
+            message = f"splits names {_listed(self.names)}, and the step calls none of them, but {_listed(seen)}"
             raise CaptureError(message)
         from torch.fx.passes.split_module import split_module  # noqa: PLC0415 - a tenth of the package's own import
 
@@ -170,25 +169,17 @@ def _name_of(operator: Operator) -> str:
         name = getattr(operator, attribute, None)
         if isinstance(name, str):
             return name
-    return _name_of_target(operator)
+    return operator_name(operator)
 
 
 def _operator_of(node: fx.Node) -> str:
-    return str(node.target) if node.op != "call_function" else _name_of_target(node.target)
-
-
-def _name_of_target(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - no public name
-        return str(target._schema.name).split(".")[0]  # noqa: SLF001 - likewise
-    if isinstance(target, torch._ops.OpOverloadPacket):  # noqa: SLF001 - likewise
-        return target._qualified_op_name  # noqa: SLF001 - likewise
-    return str(getattr(target, "__name__", target))
+    return str(node.target) if node.op != "call_function" else operator_name(node.target)
 
 
 def _listed(names: Collection[str]) -> str:
     different = sorted(set(names))
     more = len(different) - _SHOWN
-    return ", ".join(different[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return (", ".join(different[:_SHOWN]) or "no operator of torch") + (f" and {more} more" if more > 0 else "")
 
 
 def _told(error: BaseException) -> str:

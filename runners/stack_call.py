@@ -1,8 +1,7 @@
 """A call of the stack as it was captured, and how a later step's arguments take the place of its own."""
 
-import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -10,10 +9,8 @@ from torch.utils import _pytree as pytree
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.inputs import Inputs
+from .breaks import VALUES
 from .watch import Use, tensors_within
-
-VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
-"""What a graph takes in as a value; any other object is handed on to breaks, each step's own."""
 
 
 class StackCall:

@@ -21,13 +21,12 @@ from .filler import Filling
 from .outputs import check_rows
 from .placeholder import fill_placeholder
 from .running import Running, running, under_way
+from .splitting import Splitter
 from .stack import Stack
 from .stack_call import Noted, StackCall, other_object, stand_ins
 from .stage import Stage, V
 from .watch import Fenced, Watch
 
-Cut = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Callable[[], Any]]
-"""Makes of a function and its arguments a call of it that marks its breaks, having run it once."""
 _LIVE = "live"
 
 
@@ -37,7 +36,7 @@ class Boundary:
 
     stack: Stack | None
     path: Path
-    cut: Cut | None = None
+    cut: Splitter | None = None
 
 
 def live_view(stage: Stage[V], buffers: Buffers, ready: Ready, fields: Mapping[str, Any]) -> V:
@@ -103,19 +102,31 @@ class StackCapture(Generic[V]):
     def _cut(self, call: StackCall, view: V) -> None:
         """Have its breaks marked, where its own code does not."""
         if self._boundary.cut is not None:
+            self._check_uncut(call, view, self._boundary.cut.names)
             args, kwargs = call.arguments_in(call.view)
             step = Running(view, "capture", now=call.at_capture(view), shown=call.view)
             with self._stage.lent(view), under_way(step):
                 call.run = _cut_at(self._boundary.cut(call.run, args, kwargs))
 
-    def _watch(self, call: StackCall, view: V) -> Any:
-        """Run it under watch: what its graphs do with the arguments, and that none reads a slot over requests."""
+    def _check_uncut(self, call: StackCall, view: V, names: frozenset[str]) -> None:
+        """What the tracer would not see: it takes numbers of requests as constants. CaptureError."""
+        try:
+            self._watch(call, view, names)
+        except CaptureError as error:
+            message = f"{error} (splits names {', '.join(sorted(names))})"
+            raise CaptureError(message) from error
+
+    def _watch(self, call: StackCall, view: V, breaks: frozenset[str] = frozenset()) -> Any:
+        """Run it under watch: what its graphs do with the arguments, and that none reads a slot over requests.
+
+        breaks: operators that will be breaks, and are none yet.
+        """
         slots = self._stage.declaration.slots
         over = [name for name in slots if BATCH in slots[name].axes]
-        fenced = _fenced(call.view, over)
+        fenced = _fenced(call.view, over, breaks)
         args, kwargs = call.arguments_in(fenced)
         now = {**call.at_capture(view), **stand_ins(fenced, view)}
-        watch = Watch({name: self._buffers[name].tensor for name in over}, call.tensors())
+        watch = Watch({name: self._buffers[name].tensor for name in over}, call.tensors(), breaks)
         with self._stage.lent(view), under_way(Running(view, "capture", now, shown=fenced)), watch:
             outputs = call.run(*args, **kwargs)
         call.use = watch.use
@@ -139,10 +150,10 @@ class StackCapture(Generic[V]):
                     raise CaptureError(other_object(place, call.leaves[place]))
 
 
-def _fenced(view: V, over_requests: Sequence[str]) -> V:
+def _fenced(view: V, over_requests: Sequence[str], breaks: frozenset[str]) -> V:
     """A view of which slots over requests are for breaks alone."""
     values = view.__dict__
-    fenced = {name: Fenced.around(values[name], name) for name in over_requests if values[name] is not None}
+    fenced = {name: Fenced.around(values[name], name, breaks) for name in over_requests if values[name] is not None}
     other = copy.copy(view)
     vars(other).update(fenced)
     return other

@@ -11,11 +11,9 @@ import torch
 from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
 from ..dataflow.capabilities import Lowering, chosen_lowering
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
-from ..dataflow.explain import check_copied, check_optional
 from ..dataflow.fill import compute_on_device
 from ..dataflow.limits import Limits
 from ..dataflow.plan import FillPlan
-from ..dataflow.planner import plan_fill
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from ..dataflow.views import carried
@@ -106,10 +104,7 @@ class StackRuns(Generic[V]):
 
     def plan(self, bucket: int, absent: Collection[str], in_place: Collection[str]) -> FillPlan:
         """How one bucket is filled."""
-        declaration, capabilities = self.stage.declaration, self.stage.backend.capabilities
-        missing, written = check_optional(declaration, absent), check_copied(declaration, in_place)
-        how, sizes = self.lowering, self._sizes[bucket]
-        return plan_fill(declaration, sizes, capabilities, lowering=how, absent=missing, in_place=written)
+        return self.stage.plan(self._sizes, bucket, self.lowering, absent, in_place)
 
     def stats(self) -> Mapping[str, Any]:
         """The books, as plain data."""

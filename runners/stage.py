@@ -1,7 +1,7 @@
 """What every runner stands on: a declaration under its settings, a backend, the step, and its sizes."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import attrs
@@ -13,9 +13,13 @@ from ..dataflow.axes import WIDTH, Axis, Dim, Sizes
 from ..dataflow.binding import overlaps, span
 from ..dataflow.bucket import absent_from
 from ..dataflow.buffers import Buffers, allocate
+from ..dataflow.capabilities import Lowering
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError
+from ..dataflow.explain import check_copied, check_optional
 from ..dataflow.inputs import Inputs
+from ..dataflow.plan import FillPlan
+from ..dataflow.planner import plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from ..dataflow.views import ViewInfo, carried, make_view
@@ -103,6 +107,24 @@ class Stage(Generic[V]):
     def allocate(self, capacity: Sizes, bind: Mapping[str, torch.Tensor] = NO_BINDINGS) -> Buffers:
         """Buffers of a given capacity on the backend."""
         return allocate(self.declaration, capacity, self.backend.capabilities, self.backend.empty, bind)
+
+    def plan(
+        self,
+        buckets: Mapping[int, Sizes],
+        bucket: int,
+        lowering: Lowering,
+        absent: Collection[str],
+        in_place: Collection[str],
+    ) -> FillPlan:
+        """How a bucket is filled, some slots being absent, or in place. ConfigError for an unknown bucket or slot."""
+        declaration = self.declaration
+        missing, written = check_optional(declaration, absent), check_copied(declaration, in_place)
+        sizes = buckets.get(bucket)
+        if sizes is None:
+            message = f"there is no bucket {bucket}: buckets are {', '.join(map(str, sorted(buckets)))}"
+            raise ConfigError(message)
+        capabilities = self.backend.capabilities
+        return plan_fill(declaration, sizes, capabilities, lowering=lowering, absent=missing, in_place=written)
 
     def absent(self, batch: Any, side: Side) -> frozenset[str]:
         """Optional slots that a batch comes without."""

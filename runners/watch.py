@@ -1,5 +1,6 @@
 """The watch over a step that is to be captured in parts: what its graphs would read of what changes by step."""
 
+import contextlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -11,8 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dataflow.binding import span
-from ..dataflow.errors import CaptureError
-from .running import running
+from ..dataflow.errors import CaptureError, SlotGraphError
+from .running import Running, running
 
 _DEPTH: Final = 5
 """How far into an object tensors are looked for."""
@@ -34,11 +35,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
     """Looks at every operator outside of breaks.
 
     forbidden: slots over requests, by name: a graph that reads one holds for one number of requests alone.
-    given: tensors that came with the arguments of the captured part, and their places.
+    given: tensors that came with the arguments of the captured part, and their places. breaks: names of operators that
+    will be breaks, and are none yet.
     """
 
-    def __init__(self, forbidden: Mapping[str, torch.Tensor], given: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        forbidden: Mapping[str, torch.Tensor],
+        given: Iterable[tuple[int, torch.Tensor]],
+        breaks: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._breaks = breaks
         self._forbidden = [(*span(tensor), name) for name, tensor in forbidden.items() if tensor.numel()]
         self._given = [(*span(tensor), place) for place, tensor in given if tensor.numel()]
         self._read: set[int] = set()
@@ -62,22 +70,26 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
         step, named = running(), dict(kwargs or {})
         if step is None or step.inside is not None:
             return func(*args, **named)
+        name = operator_name(func)
+        if name in self._breaks:
+            with _inside(step, name):
+                return func(*args, **named)
         for tensor in _tensors_in((args, named)):
-            self._check(tensor, func)
+            self._check(tensor, name)
             self._read.update(self._places(tensor))
         for tensor in _tensors_in(list(_written(func, args, named))):
             self._written.update(self._places(tensor))
-        step.operator = str(func)
+        step.operator = name
         try:
             return func(*args, **named)
         finally:
             step.operator = None
 
-    def _check(self, tensor: torch.Tensor, func: Any) -> None:
+    def _check(self, tensor: torch.Tensor, operator: str) -> None:
         address = tensor.data_ptr()
         for low, high, name in self._forbidden:
             if low <= address < high:
-                raise CaptureError(_reads(str(func), name))
+                raise CaptureError(_reads(operator, name))
 
     def _places(self, tensor: torch.Tensor) -> Iterator[int]:
         address = tensor.data_ptr()
@@ -88,26 +100,59 @@ class Fenced(torch.Tensor):
     """A slot over requests while graphs are looked at: to be handed to breaks, and to nothing else."""
 
     _slot: str
+    _breaks: frozenset[str]
 
     @classmethod
-    def around(cls, tensor: torch.Tensor, slot: str) -> "Fenced":
-        """The same memory behind a fence."""
+    def around(cls, tensor: torch.Tensor, slot: str, breaks: frozenset[str] = frozenset()) -> "Fenced":
+        """The same memory behind a fence. breaks: names of functions that will be breaks, and may have it."""
         fenced = tensor.as_subclass(cls)
-        fenced._slot = slot  # noqa: SLF001 - its own field
+        fenced._slot, fenced._breaks = slot, breaks  # noqa: SLF001 - its own fields
         return fenced
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """CaptureError, but for what is the same in each step."""
+        """CaptureError, but for what is the same in each step, and for breaks."""
         del types
-        name = _name_of(func)
-        if name not in _FIXED:
-            found = (one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, cls))
-            raise CaptureError(_reads(name, next(one._slot for one in found)))  # noqa: SLF001 - as above
+        first = next(one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, cls))
+        name, operator, step = _name_of(func), operator_name(func), running()
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch documents for __torch_function__
-            return func(*args, **(kwargs or {}))
+            if name in _FIXED:
+                return func(*args, **(kwargs or {}))
+            if step is None or operator not in first._breaks:  # noqa: SLF001 - as above
+                raise CaptureError(_reads(name, first._slot))  # noqa: SLF001 - as above
+            plain, named = pytree.tree_map_only(cls, _unfenced, (args, kwargs or {}))
+            with _inside(step, operator):
+                return func(*plain, **named)
+
+
+def _unfenced(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_subclass(torch.Tensor)
+
+
+@contextlib.contextmanager
+def _inside(step: Running, name: str) -> Iterator[None]:
+    """While what will be a break runs. CaptureError with its name where it raises."""
+    step.inside = name
+    try:
+        yield
+    except SlotGraphError:
+        raise
+    except Exception as error:
+        message = f"break {name!r} raised {type(error).__name__}: {error}"
+        raise CaptureError(message) from error
+    finally:
+        step.inside = None
+
+
+def operator_name(target: Any) -> str:
+    """An operator's name, "namespace::operator"; of a function in Python its own."""
+    if isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - no public name
+        return str(target._schema.name).split(".")[0]  # noqa: SLF001 - likewise
+    if isinstance(target, torch._ops.OpOverloadPacket):  # noqa: SLF001 - likewise
+        return target._qualified_op_name  # noqa: SLF001 - likewise
+    return str(getattr(target, "__name__", target))
 
 
 def tensors_within(holder: Any) -> Iterator[torch.Tensor]:
@@ -150,8 +195,7 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 def _name_of(func: Callable[..., Any]) -> str:
     """A function's name; of the getter of an attribute that of the attribute."""
-    owner = getattr(func, "__self__", None)
-    return str(getattr(owner if func.__name__ == "__get__" else func, "__name__", func))
+    return operator_name(getattr(func, "__self__", func) if func.__name__ == "__get__" else func)
 
 
 def _reads(what: str, slot: str) -> str:

@@ -68,8 +68,7 @@ def bench(
     Each is first held to the oracle, byte for byte; then all take turns in one run, so that ratios can be trusted where
     the machine is noisy.
 
-    One more table has a row for each runner over its standard declaration: fill and view in decode, verify, eager,
-    prefill, draft, extend and multi-layer, against the same fill by hand (per_slot), which must leave the same bytes.
+    One more table has a row for each runner over its standard declaration: fill and view, against the same by hand.
 
     \b
     Examples:

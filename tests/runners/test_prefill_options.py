@@ -214,7 +214,7 @@ def test_debug(backend: Backend) -> None:
     first, kept = runner(batches[0]), runner(batches[0]).clone()
     second = runner(batches[1])
     with pytest.raises(errors.StaleOutputError, match="use it before the next step"):
-        first + 1
+        _ = first + 1
     assert torch.equal(kept, eager(batches[0]))
     assert torch.equal(second, eager(batches[1]))
     model = Model().to(backend.device)
