@@ -10,10 +10,10 @@ from ..backends.base import Backend
 from ..dataflow.axes import BATCH, Axis, Sizes
 from .config import Options, RunnerConfig
 from .eager import EagerRunner
-from .stack import required_stack
-from .stack_capture import Boundary
-from .stack_runner import StackRunner
-from .stack_runs import StackRuns
+from .stacked.capture import Boundary
+from .stacked.runner import StackRunner
+from .stacked.runs import StackRuns
+from .stacked.stack import required_stack
 from .stage import NO_LOANS, NO_SIZES, Lend, Stage, V, name_of
 
 _NO_PATTERNS: Final[Sequence[Collection[str]]] = ()

@@ -72,7 +72,6 @@ def bench(
 
     \b
     Examples:
-      slotgraph bench
       slotgraph bench --quick --slots 12
       slotgraph bench --backend cuda --json figures.json --plot figures.png
     """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help

@@ -13,7 +13,6 @@ from slotgraph.dataflow.step import Step
 from slotgraph.dataflow.tails import keep, once
 from slotgraph.runners import standard
 from slotgraph.runners.breakable import BreakableRunner
-from slotgraph.runners.breaks import graph_break
 from slotgraph.runners.buckets import Buckets
 from slotgraph.runners.config import RunnerConfig
 from slotgraph.runners.decode import DecodeRunner
@@ -23,6 +22,7 @@ from slotgraph.runners.eager import EagerRunner
 from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
 from slotgraph.runners.prefill import PrefillRunner
 from slotgraph.runners.running import current_view
+from slotgraph.runners.stacked.breaks import graph_break
 
 __version__ = "0.1.0"
 

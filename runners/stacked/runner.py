@@ -4,13 +4,13 @@ import abc
 from collections.abc import Collection, Mapping
 from typing import Any, Generic
 
-from ..dataflow.capabilities import Lowering
-from ..dataflow.plan import FillPlan
-from .buckets import Buckets
-from .capture import CaptureReport
-from .decision import Decision
-from .stack_runs import StackRuns
-from .stage import V
+from ...dataflow.capabilities import Lowering
+from ...dataflow.plan import FillPlan
+from ..buckets import Buckets
+from ..capture import CaptureReport
+from ..decision import Decision
+from ..stage import V
+from .runs import StackRuns
 
 
 class StackRunner(abc.ABC, Generic[V]):

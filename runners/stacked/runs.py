@@ -8,27 +8,27 @@ import attrs
 import structlog
 import torch
 
-from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
-from ..dataflow.capabilities import Lowering, chosen_lowering
-from ..dataflow.errors import BatchError, ConfigError, ReplayError
-from ..dataflow.fill import compute_on_device
-from ..dataflow.limits import Limits
-from ..dataflow.plan import FillPlan
-from ..dataflow.sizing import Sizer
-from ..dataflow.sources import Side
-from ..dataflow.views import carried
-from .capture import CaptureReport
-from .captured import Captured, Order
-from .config import RunnerConfig
-from .decision import Decision, Tally
-from .eager import EagerRunner
-from .filler import Filler
-from .graphs import GraphSet, patterns_of
-from .outputs import live_rows, map_tensors
-from .router import Router
-from .running import Running, under_way
-from .stack_capture import Boundary, Part, StackCapture, live_view
-from .stage import Stage, V
+from ...dataflow.axes import BATCH, TOKENS, Axis, Sizes
+from ...dataflow.capabilities import Lowering, chosen_lowering
+from ...dataflow.errors import BatchError, ConfigError, ReplayError
+from ...dataflow.fill import compute_on_device
+from ...dataflow.limits import Limits
+from ...dataflow.plan import FillPlan
+from ...dataflow.sizing import Sizer
+from ...dataflow.sources import Side
+from ...dataflow.views import carried
+from ..capture import CaptureReport
+from ..captured import Captured, Order
+from ..config import RunnerConfig
+from ..decision import Decision, Tally
+from ..eager import EagerRunner
+from ..filler import Filler
+from ..graphs import GraphSet, patterns_of
+from ..outputs import live_rows, map_tensors
+from ..router import Router
+from ..running import Running, under_way
+from ..stage import Stage, V
+from .capture import Boundary, Part, StackCapture, live_view
 
 _LOG: Final = structlog.get_logger("slotgraph")
 

@@ -9,22 +9,22 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
-from ..dataflow.bucket import Absent
-from ..dataflow.buffers import Buffers
-from ..dataflow.errors import CaptureError
-from ..dataflow.ready import Ready
-from ..dataflow.step import Step
-from ..dataflow.views import ViewInfo, carried, make_view
-from .decision import Path
-from .filler import Filling
-from .outputs import check_rows
+from ...dataflow.axes import BATCH, TOKENS, Axis, Sizes
+from ...dataflow.bucket import Absent
+from ...dataflow.buffers import Buffers
+from ...dataflow.errors import CaptureError
+from ...dataflow.ready import Ready
+from ...dataflow.step import Step
+from ...dataflow.views import ViewInfo, carried, make_view
+from ..decision import Path
+from ..filler import Filling
+from ..outputs import check_rows
+from ..running import Running, running, under_way
+from ..stage import Stage, V
+from .call import Noted, StackCall, other_object, stand_ins
 from .placeholder import fill_placeholder
-from .running import Running, running, under_way
 from .splitting import Splitter
 from .stack import Stack
-from .stack_call import Noted, StackCall, other_object, stand_ins
-from .stage import Stage, V
 from .watch import Fenced, Watch
 
 _LIVE = "live"

@@ -16,9 +16,9 @@ import attrs
 import torch
 from torch import fx
 
-from ..dataflow.errors import CaptureError, ConfigError
+from ...dataflow.errors import CaptureError, ConfigError
+from ..outputs import map_tensors
 from .breaks import broken
-from .outputs import map_tensors
 from .watch import operator_name
 
 Operator = str | Callable[..., Any]

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..dataflow.binding import span
-from ..dataflow.errors import CaptureError, SlotGraphError
-from .running import Running, running
+from ...dataflow.binding import span
+from ...dataflow.errors import CaptureError, SlotGraphError
+from ..running import Running, running
 
 _DEPTH: Final = 5
 """How far into an object tensors are looked for."""

@@ -8,8 +8,8 @@ from typing import Any, Final, ParamSpec, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
-from .running import Running, running
+from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
+from ..running import Running, running
 
 VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 """What a graph takes in as a value; any other object is handed on to breaks, each step's own."""
@@ -81,8 +81,8 @@ class Break:
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *VALUES)):
                 message = (
-                    f"break {self._name!r} returned {type(leaf).__name__}, of which graphs cannot be handed each step's "
-                    "own: return tensors, or tuples, lists and dicts of them"
+                    f"break {self._name!r} returned {type(leaf).__name__}, of which graphs cannot be handed each "
+                    "step's own: return tensors, or tuples, lists and dicts of them"
                 )
                 raise CaptureError(message)
         return structure

@@ -10,7 +10,7 @@ from torch import nn
 
 from slotgraph import errors
 from slotgraph.runners.running import Running, current_view, under_way
-from slotgraph.runners.watch import Fenced, Watch, tensors_within
+from slotgraph.runners.stacked.watch import Fenced, Watch, tensors_within
 from tests.runners.prefilled import Prefill
 
 

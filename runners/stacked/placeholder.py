@@ -5,17 +5,17 @@ from typing import Any
 
 import torch
 
-from ..dataflow.axes import Sizes, extent
-from ..dataflow.bucket import Absent
-from ..dataflow.buffers import Buffers
-from ..dataflow.errors import CaptureError, ComputeError
-from ..dataflow.oracle import fill_slot_by_slot
-from ..dataflow.roles import dtype_text
-from ..dataflow.step import Step
-from ..dataflow.tails import holds
-from ..dataflow.values import initial_value, write_all
-from ..dataflow.views import carried
-from .stage import Stage
+from ...dataflow.axes import Sizes, extent
+from ...dataflow.bucket import Absent
+from ...dataflow.buffers import Buffers
+from ...dataflow.errors import CaptureError, ComputeError
+from ...dataflow.oracle import fill_slot_by_slot
+from ...dataflow.roles import dtype_text
+from ...dataflow.step import Step
+from ...dataflow.tails import holds
+from ...dataflow.values import initial_value, write_all
+from ...dataflow.views import carried
+from ..stage import Stage
 
 
 def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Absent) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..dataflow.buffers import Buffers
-from ..dataflow.errors import CaptureError, ReplayError
-from ..dataflow.inputs import Inputs
+from ...dataflow.buffers import Buffers
+from ...dataflow.errors import CaptureError, ReplayError
+from ...dataflow.inputs import Inputs
 from .breaks import VALUES
 from .watch import Use, tensors_within
 

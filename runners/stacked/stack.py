@@ -7,7 +7,7 @@ from typing import Any, Final
 import attrs
 from torch import nn
 
-from ..dataflow.errors import ConfigError
+from ...dataflow.errors import ConfigError
 
 OFFER: Final = "layer_stack"
 
