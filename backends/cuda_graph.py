@@ -96,12 +96,13 @@ class Recording:
         self._shared = shared
         self._begin = begin
         self._open: AbstractContextManager[None] | None = None
+        self._empty: list[torch.cuda.CUDAGraph] = []
         self._answers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def graphs(self) -> list[torch.cuda.CUDAGraph]:
-        """The graphs that are recorded."""
-        return [part for part in self.parts if isinstance(part, torch.cuda.CUDAGraph)]
+        """The graphs that are recorded, and those with nothing in them."""
+        return [*self._empty, *(part for part in self.parts if isinstance(part, torch.cuda.CUDAGraph))]
 
     def start(self) -> None:
         """Begin a graph."""
@@ -119,6 +120,8 @@ class Recording:
 
     def interrupt(self, run: Interruption) -> Any:
         """End the graph and do what it records, so that `run` finds it done; call that; begin the next graph."""
+        if self._open is None:  # inside a break, where nothing is being recorded
+            return run(None)
         self._do()
         leaves, structure = pytree.tree_flatten(run(None))
         self.start()
@@ -138,15 +141,24 @@ class Recording:
         for place, answer in self._answers:
             place.copy_(answer)
         self._answers = []
-        if any(_EMPTY in str(warning.message) for warning in said):
-            self.parts.pop()  # two breaks behind one another have nothing between them
+        is_empty = False
+        for warning in said:
+            if _EMPTY in str(warning.message):
+                is_empty = True
+            else:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        if is_empty:  # nothing between two breaks, or memory alone, which lives in the pool for as long as a graph does
+            self.parts.pop()
+            self._empty.append(self.graph)
         else:
             self.graph.replay()
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """An alias of a tensor in the memory that this capture allocates from; any other tensor as it is."""
+        if not tensor.is_cuda or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            return tensor
         address = tensor.data_ptr()
-        if not tensor.is_cuda or not any(low <= address < high for low, high in pool_ranges(self.handle)):
+        if not any(low <= address < high for low, high in pool_ranges(self.handle)):
             return tensor
         return alias_of(tensor)
 
@@ -163,14 +175,14 @@ def capture(
         raise CaptureError(message)
     with shared.lock, torch.cuda.stream(shared.stream), _no_collections():
         alive, recording = pool.graphs(), Recording(shared, pool, begin)
-        shared.recording = recording
+        around, shared.recording = shared.recording, recording
         try:
             attempt = _attempt(step, recording, shared.device)
         except BaseException:  # an interrupt: what else can be raised is in the attempt
             _discard(shared, recording, pool)
             raise
         finally:
-            shared.recording = None
+            shared.recording = around
         del alive  # kept so that the handle stayed good until here
         if attempt.error is not None:
             _clean_up(shared, recording, pool, attempt.error)

@@ -87,7 +87,7 @@ class Inputs(metaclass=_Declaring):
         TOKENS that belongs to a range on BATCH, needed where requests differ in length.
         """
         ranges = {axis: (start, stop)} | ({} if tokens is None else {TOKENS: tokens})
-        return narrowed(self, self.slotgraph, self._slotgraph_view, ranges)
+        return narrowed(self, self.slotgraph.slots, self._slotgraph_view, ranges)
 
     @classmethod
     def placeholder(cls, step: Step) -> Mapping[str, Any]:

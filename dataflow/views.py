@@ -21,11 +21,11 @@ Ranges = Mapping[Axis, tuple[int, int]]
 
 @attrs.frozen(eq=False)
 class ViewInfo:
-    """What a view remembers of its fill: the step's sizes, which axes follow from others, and the runner's settings."""
+    """What a view remembers of its fill: the step's sizes, which axes follow from others, the runner's declaration."""
 
     step: Step
     relations: Mapping[Axis, Dim]
-    settings: object = None
+    declaration: Declaration
 
 
 def make_view(cls: type[T], tensors: Views, fields: Mapping[str, Any], info: ViewInfo) -> T:
@@ -44,8 +44,11 @@ def carried(fields: Mapping[str, Any], batch: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None or fields[name] is not attrs.NOTHING}
 
 
-def narrowed(view: T, declaration: Declaration, info: ViewInfo | None, ranges: Ranges) -> T:
-    """The micro-batch of a range of rows on some axes: see `Inputs.narrow`. BatchError where it cannot be cut."""
+def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, ranges: Ranges) -> T:
+    """The micro-batch of a range of rows on some axes: see `Inputs.narrow`. BatchError where it cannot be cut.
+
+    declared: the slots of the view's class, of which a runner may have switched some off, or carry them as fields.
+    """
     if info is None:
         message = "only a view, which a fill handed out, can be narrowed: slice a batch of your own yourself"
         raise BatchError(message)
@@ -57,10 +60,10 @@ def narrowed(view: T, declaration: Declaration, info: ViewInfo | None, ranges: R
             message = f"{axis} follows from {info.relations[axis]} here: narrow that axis, and {axis} goes with it"
             raise BatchError(message)
     every = {**_following(info, ranges), **ranges}
-    if BATCH in every and TOKENS in declaration.axes and TOKENS not in every:
+    if BATCH in every and TOKENS in info.declaration.axes and TOKENS not in every:
         message = "requests differ in length here: say which tokens these rows have, narrow(BATCH, a, b, tokens=(c, d))"
         raise BatchError(message)
-    return _Cut(declaration, info, every).apply(view)
+    return _Cut(declared, info, every).apply(view)
 
 
 def _following(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
@@ -78,21 +81,21 @@ def _following(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
 class _Cut:
     """Ranges on some axes of a view, and the micro-batch that they leave."""
 
-    declaration: Declaration
+    declared: Mapping[str, Slot]
     info: ViewInfo
     ranges: Ranges
 
     def apply(self, view: T) -> T:
         step, values = self._step(), view.__dict__
+        order = [name for name in self.info.declaration.order if values[name] is not None]
+        fields = {name: values[name] for name in self.info.declaration.fields if name in values}
         tensors: dict[str, torch.Tensor | None] = {}
-        for name, slot in self.declaration.slots.items():
-            tensor = values[name]
-            tensors[name] = tensor if tensor is None or slot.computes() else self._slice(name, slot, tensor)
-        computed = [name for name in self.declaration.order if values[name] is not None]
-        for name in computed:
+        for name, slot in self.declared.items():
+            tensor = values.get(name)
+            tensors[name] = tensor if tensor is None or name in order else self._slice(name, slot, tensor)
+        for name in order:
             tensors[name] = self._computed(name, {**values, **tensors}, step)
-        fields = {name: values[name] for name in self.declaration.fields if name in values}
-        return make_view(type(view), tensors, fields, attrs.evolve(self.info, step=step))
+        return make_view(type(view), {**fields, **tensors}, {}, attrs.evolve(self.info, step=step))
 
     def _step(self) -> Step:
         live, padded = dict(self.info.step.live_sizes), dict(self.info.step.padded_sizes)
@@ -117,13 +120,13 @@ class _Cut:
 
     def _computed(self, name: str, values: Mapping[str, Any], step: Step) -> torch.Tensor:
         """A computed slot of the micro-batch, in memory of its own: its rows, its tail and all."""
-        slot, before = self.declaration.slots[name], values[name]
+        slot, before, declaration = self.declared[name], values[name], self.info.declaration
         compute = slot.computes()
         if compute is None:  # an order holds computed slots only; this tells the type checkers
             return torch.as_tensor(before)
         with torch.inference_mode(mode=False):
             target = torch.empty(extent(slot.shape, step.padded_sizes), dtype=before.dtype, device=before.device)
-        known = {**dict.fromkeys(self.declaration.fields), **values, STEP: step, SETTINGS: self.info.settings}
+        known = {**dict.fromkeys(declaration.fields), **values, STEP: step, SETTINGS: declaration.settings}
         with torch.no_grad():
             Computation.bind(name, compute, known, {}, target).run(None)
         return target

@@ -123,7 +123,12 @@ class DecodeRunner(Generic[V]):
         shortcuts = self._shortcuts
         if shortcuts is None or side:
             return self._run(*self._fill(batch, side, whole=True))
-        outputs = shortcuts.run(batch)
+        try:
+            outputs = shortcuts.run(batch)
+        except BaseException:  # in the middle of a step, which nobody may believe to be filled
+            self._filled = None
+            self.graphs.buffers.distrust()
+            raise
         if outputs is not MISS:
             self._filled = None
             return outputs
@@ -212,7 +217,11 @@ class DecodeRunner(Generic[V]):
             message = "this view was not filled last: a later fill has overwritten its slots"
             raise ReplayError(message)
         self.graphs.filler.order()
-        return self._run(*self._filled)
+        try:
+            return self._run(*self._filled)
+        except BaseException:  # what the step writes on the way may not be as it was filled
+            self._filled = None
+            raise
 
     def _run(self, view: V | None, captured: Captured | None, rows: int) -> Any:
         if captured is None:

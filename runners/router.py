@@ -9,6 +9,7 @@ import attrs
 from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.caches import keep_newest
+from ..dataflow.computation import field_of
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ReplayError
 from ..dataflow.sources import look_up
@@ -48,7 +49,11 @@ class Router:
         self._counted = "rows" if BATCH in leading else "tokens"
         own = [(i, axis) for i, axis in enumerate(declaration.varying) if axis not in leading]
         self._limits = [(i, axis, capacity[axis]) for i, axis in own]
-        self._fixed_fields = {name: value for name, value in declaration.fields.items() if _is_value(value)}
+        self._fixed_fields = {
+            name: field_of(None, name, default)
+            for name, default in declaration.fields.items()
+            if default is not attrs.NOTHING
+        }
 
     def route(self, live: tuple[int, ...], absent: Absent, batch: Any) -> Captured | Decision:
         """The graph that takes a batch, or why none does. ReplayError before anything is captured."""
@@ -132,10 +137,6 @@ def _same(value: Any, captured: Any) -> bool:
 def _brief(value: Any) -> str:
     """A field's value in a sentence; of a tensor or an array its kind alone, which asks no device."""
     return type(value).__name__ if hasattr(value, "shape") else reprlib.repr(value)
-
-
-def _is_value(default: Any) -> bool:
-    return default is not attrs.NOTHING and not isinstance(default, attrs.Factory)  # type: ignore[arg-type]
 
 
 def _eager(why: Why, reason: str) -> Decision:

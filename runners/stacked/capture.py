@@ -49,7 +49,7 @@ def live_view(stage: Stage[V], buffers: Buffers, ready: Ready, fields: Mapping[s
             name: view if view is None or name not in slots else buffers[name].view(sizes)
             for name, view in ready.views.items()
         }
-        info = ViewInfo(Step(ready.step.live_sizes, sizes), stage.relations, stage.declaration.settings)
+        info = ViewInfo(Step(ready.step.live_sizes, sizes), stage.relations, stage.declaration)
         known = ready.notes[_LIVE] = (views, info)
     views, info = known
     return make_view(stage.inputs, views, fields, info)

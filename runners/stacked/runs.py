@@ -127,7 +127,11 @@ class StackRuns(Generic[V]):
             message = "this view was not filled last: a later fill has overwritten its slots"
             raise ReplayError(message)
         self.graphs.filler.order()
-        return self._run(filled)
+        try:
+            return self._run(filled)
+        except BaseException:  # what the step writes on the way may not be as it was filled
+            self._filled = None
+            raise
 
     def _fill(self, batch: Any, side: Side) -> Filled[V]:
         before, self._filled = self._filled, None

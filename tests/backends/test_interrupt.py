@@ -172,10 +172,51 @@ def test_other_graphs_within(interrupting: Backend) -> None:
         outputs: torch.Tensor = made[0].outputs.clone()
         return outputs
 
-    graph = captured(interrupting, lambda: between(interrupting, body) + 1)
+    later = list[float]()
+
+    def step() -> torch.Tensor:
+        first: torch.Tensor = between(interrupting, body) + 1
+        between(interrupting, lambda: later.append(float(x[0, 0])))  # still between graphs of the outer capture
+        return first * 2
+
+    graph = captured(interrupting, step)
     x.copy_(random_on(interrupting, 2, seed=16))
     graph.replay()
-    torch.testing.assert_close(graph.outputs, x * 3 + 1)
+    torch.testing.assert_close(graph.outputs, (x * 3 + 1) * 2)
+    assert later[-1] == float(x[0, 0])
+    assert len(later) > 1
+
+
+def test_within_another_interruption(interrupting: Backend) -> None:
+    """One asked for while another runs is a part of that: it is called with it, each time once."""
+    x, order = random_on(interrupting, 2, seed=22), list[str]()
+
+    def outer() -> torch.Tensor:
+        order.append("outer")
+        between(interrupting, lambda: order.append("inner"))
+        return x * 2
+
+    graph = captured(interrupting, lambda: between(interrupting, outer) + 1)
+    order.clear()
+    graph.replay()
+    assert order == ["outer", "inner"]
+    torch.testing.assert_close(graph.outputs, x * 2 + 1)
+
+
+def test_a_part_that_only_allocates(interrupting: Backend) -> None:
+    """Before the first call there may be memory and no operator; it is there for all later parts."""
+    x = random_on(interrupting, 3, seed=23)
+
+    def step() -> torch.Tensor:
+        room = torch.empty_like(x)
+        between(interrupting, lambda: room.copy_(x) is None)
+        between(interrupting, lambda: None)
+        return room + 1
+
+    graph = captured(interrupting, step)
+    x.copy_(random_on(interrupting, 3, seed=24))
+    graph.replay()
+    torch.testing.assert_close(graph.outputs, x + 1)
 
 
 def test_graphs_in_turns(interrupting: Backend) -> None:

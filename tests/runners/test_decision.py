@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -270,3 +271,22 @@ def test_side_arguments(cpu: str) -> None:
         assert isinstance(runner.decide({"ids": ids}, proxy={"hidden": hidden}), Decision)
         with pytest.raises(BatchError, match=r"slot 'hidden': argument proxy\.hidden is missing"):
             runner({"ids": ids})
+
+
+class HookedInputs(Inputs):
+    """A field whose default is made anew each time."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    hooks: list[int] = attrs.field(factory=list)
+
+
+def test_a_field_with_a_factory(cpu: str) -> None:
+    """It is seen in capture with what the factory makes; a batch with another value runs eagerly, and says so."""
+    runner = DecodeRunner(HookedInputs, lambda view: view.ids + sum(view.hooks), buckets=[4], backend=cpu)
+    runner.capture()
+    ids = torch.tensor([3, 1, 2])
+    assert runner.decide({"ids": ids, "hooks": []}).why == "fits"
+    assert runner.decide({"ids": ids}).why == "fits"
+    other = {"ids": ids, "hooks": [5]}
+    assert runner.decide(other).why == "field_differs"
+    assert runner(other).tolist() == [8, 6, 7]

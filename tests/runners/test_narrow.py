@@ -222,3 +222,23 @@ def test_narrow_what_is_switched_off(*, flags: bool, remark: str | None) -> None
     micro = runner.fill(batch).narrow(BATCH, 1, 2, tokens=(1, 4))
     assert (micro.flags.tolist() if flags else micro.flags) == ([6] if flags else None)
     assert micro.note.tolist() == [1 if remark is None else 2]
+
+
+class CountedInputs(Inputs):
+    """A count and a row of numbers that a batch may have right already."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    count: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int32)
+    doubled: torch.Tensor = computed(lambda ids: ids * 2, shape=TOKENS, dtype=torch.int64)
+
+
+def test_what_the_batch_has_computed_stays_its_own() -> None:
+    """A carried slot is cut, not computed anew: the batch's own number is the right one."""
+    runner = EagerRunner(CountedInputs, lambda view: view.ids, carry=("count", "doubled"), backend="cpu")
+    ids = torch.tensor([5, 6, 7])
+    carried = {"count": torch.tensor([77], dtype=torch.int32), "doubled": ids * -2}
+    part = runner.fill({"ids": ids, **carried}).narrow(TOKENS, 1, 3)
+    assert part.count.tolist() == [77]
+    assert part.doubled.tolist() == [-12, -14]
+    computed_here = EagerRunner(CountedInputs, lambda view: view.ids, backend="cpu").fill({"ids": ids})
+    assert computed_here.narrow(TOKENS, 1, 3).doubled.tolist() == [12, 14]

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, HOST, TOKENS, Axis, DecodeRunner, Inputs, copied
+from slotgraph import BATCH, HOST, TOKENS, Axis, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends import Backend
-from slotgraph.dataflow.errors import BatchError
+from slotgraph.dataflow.errors import BatchError, ComputeError, ReplayError
 from tests.strategies import noise
 
 CONTEXT = Axis("CONTEXT", fixed=True)
@@ -126,3 +126,41 @@ def test_a_limit_on_the_short_way(backend: Backend, runners: dict[str, dict[str,
     with pytest.raises(BatchError, match=r"'lengths': row 1 is 91, over the limit of CONTEXT = 90"):
         short({**batch, "lengths": torch.tensor([1, 91, 2], dtype=torch.int32)})
     assert torch.equal(short(batch), right)
+
+
+class Apart(Inputs):
+    """A slot of another lowering, one that the step advances, and a value that the host computes."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    cpu: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, placement=HOST)
+    number: torch.Tensor = computed(lambda step, factor: factor * step.live(TOKENS), shape=1, dtype=torch.int32)
+    factor: Any
+
+
+def test_a_shortcut_that_breaks_off(backend: Backend) -> None:
+    """What a function raises in the middle of a shortcut leaves no view to be replayed, and later steps right."""
+    if "in_graph" not in backend.capabilities.lowerings:
+        pytest.skip(f"{backend.name} has no in_graph")
+    runner = DecodeRunner(
+        Apart,
+        lambda view: view.ids * 100 + view.number,
+        buckets=[4],
+        backend=backend,
+        lowering="in_graph",
+        progress=False,
+    )
+    runner.capture()
+
+    def batch(seed: int, factor: object) -> dict[str, Any]:
+        ids = noise((3,), torch.int64, seed)
+        return {"ids": ids.to(backend.device), "cpu": noise((3,), torch.int64, seed + 1), "factor": factor}
+
+    for seed in (1, 2, 3):
+        runner(batch(seed, 7))
+    view = runner.fill(batch(4, 7))
+    with pytest.raises(ComputeError):
+        runner(batch(5, "no number"))
+    with pytest.raises(ReplayError, match="not filled last"):
+        runner.replay(view)
+    right = batch(6, 5)
+    assert torch.equal(runner(right), right["ids"] * 100 + 15)

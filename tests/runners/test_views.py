@@ -212,3 +212,32 @@ def test_settings_that_lack_the_name(cpu: str, settings: Any) -> None:
     """A slot that hangs on a setting which is not there is refused, not silently left out."""
     with pytest.raises(DeclarationError, match=r"slot 'fancy' exists when 'model\.fancy' is set: give settings"):
         DecodeRunner(SettingInputs, fancy_step, buckets=[4], backend=cpu, settings=settings)
+
+
+class MovedInputs(Inputs):
+    places: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, restored=True)
+
+
+def test_a_view_whose_step_raised() -> None:
+    """It cannot be replayed: what the step writes on the way may not be as it was filled."""
+    fails = [False]
+
+    def step(view: MovedInputs) -> torch.Tensor:
+        view.places.add_(1)
+        if fails[0]:
+            message = "no"
+            raise OSError(message)
+        return view.places * 10
+
+    runner = DecodeRunner(MovedInputs, step, buckets=[2], backend="cpu", progress=False)
+    runner.capture()
+    view = runner.fill({"places": torch.tensor([5, 6])})
+    assert runner.replay(view).tolist() == [60, 70]
+    assert runner.replay(view).tolist() == [60, 70]
+    fails[0] = True
+    with pytest.raises(ReplayError, match="OSError: no"):
+        runner.replay(view)
+    fails[0] = False
+    with pytest.raises(ReplayError, match="not filled last"):
+        runner.replay(view)
+    assert runner({"places": torch.tensor([7])}).tolist() == [80]
