@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from slotgraph import BATCH, Axis, DecodeRunner, EagerRunner, Inputs, computed, copied, staged
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, copied, staged
 from slotgraph.dataflow.errors import CaptureError, DeclarationError, ReplayError
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
 
