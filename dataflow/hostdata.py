@@ -1,12 +1,15 @@
 """Host data: lists, arrays and host tensors that a batch brings for a slot, as tensors or as bytes."""
 
 import ctypes
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 import torch
+
+from .roles import dtype_text
 
 HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic)
 """What a batch may bring in a tensor's place."""
@@ -23,6 +26,9 @@ _LETTERS: Final = {
     torch.bool: "?",
 }
 """The standard library's letters for dtypes that Python's own numbers turn into."""
+_BOOLS: Final = frozenset({bool, np.bool_})
+_BITS: Final = frozenset({0, 1})
+"""What bools are equal to: a list without these need not be asked for types, which takes twice as long."""
 
 
 def letter_of(dtype: torch.dtype) -> str | None:
@@ -34,18 +40,18 @@ def tensor_of(value: Any, dtype: torch.dtype) -> torch.Tensor:
     """A host tensor of lists or arrays. An array keeps its dtype; numbers in lists take `dtype` where it holds them.
 
     A bool is no number here, and a float no index: such a list comes back in its own dtype. Raises RuntimeError,
-    TypeError or ValueError, as torch does, for what is no box of numbers.
+    TypeError or ValueError for what is no box of numbers, for bools among numbers, and for a number that a dtype of
+    floats has only infinity for.
     """
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
-    packed = _packed(value, dtype)
-    if packed is not None:
-        return packed
-    loose = torch.as_tensor(value) if len(value) else torch.empty(0, dtype=dtype)
-    if loose.dtype == torch.bool or loose.is_floating_point():
-        return loose if loose.dtype == torch.bool or not dtype.is_floating_point else loose.to(dtype)
-    return loose if dtype == torch.bool else torch.tensor(value, dtype=dtype)
+    numbers, shape = _unnested(value)
+    if not numbers:
+        return torch.empty(shape, dtype=dtype)
+    packed = _packed(numbers, dtype)
+    made = _converted(numbers, dtype) if packed is None else packed
+    return made if len(shape) == 1 else made.view(*shape, *made.shape[1:])
 
 
 def tensors_of(values: Sequence[Any], dtypes: Sequence[torch.dtype]) -> tuple[Any, ...] | None:
@@ -63,15 +69,51 @@ def tensors_of(values: Sequence[Any], dtypes: Sequence[torch.dtype]) -> tuple[An
         return None
 
 
-def _packed(value: Any, dtype: torch.dtype) -> torch.Tensor | None:
+def _unnested(value: Any) -> tuple[Any, list[int]]:
+    """The numbers of nested lists in one row, and their shape; lists stay nested where they are of unlike lengths."""
+    shape = [len(value)]
+    while value and isinstance(value[0], list | tuple):
+        lengths = {len(row) if isinstance(row, list | tuple) else None for row in value}
+        if len(lengths) > 1:  # which torch refuses in words
+            break
+        shape.append(len(value[0]))
+        value = list(itertools.chain.from_iterable(value))
+    return value, shape
+
+
+def _packed(numbers: Any, dtype: torch.dtype) -> torch.Tensor | None:
     """A tensor of one list of numbers of the dtype's kind, at a tenth of torch's time; None where it is not that."""
-    carry = list_carrier(len(value), dtype) if len(value) else None
+    carry = list_carrier(len(numbers), dtype)
     if carry is None:
         return None
     try:
-        return torch.frombuffer(bytearray(carry(value)), dtype=dtype)
+        return torch.frombuffer(bytearray(carry(numbers)), dtype=dtype)
     except NOT_CARRIED:
         return None
+
+
+def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The same by torch, for every other dtype, and for numbers of another kind."""
+    loose = torch.as_tensor(numbers)
+    if loose.dtype == torch.bool:
+        return loose
+    if not _BOOLS.isdisjoint(map(type, numbers)):
+        message = "bools and numbers together"
+        raise TypeError(message)
+    if dtype.is_floating_point or loose.is_floating_point():
+        return _floats(numbers, dtype if dtype.is_floating_point else loose.dtype)
+    return loose if dtype == torch.bool else torch.tensor(numbers, dtype=dtype)
+
+
+def _floats(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Floats, rounded but once. ValueError where a finite number would come to be none."""
+    exact = torch.tensor(numbers, dtype=torch.float64)
+    made = exact.to(dtype)
+    lost = exact.isfinite() & ~made.double().isfinite()
+    if lost.any():
+        message = f"{exact[lost][0].item()} is more than {dtype_text(dtype)} holds"
+        raise ValueError(message)
+    return made
 
 
 def array_dtype(array: np.ndarray[Any, Any]) -> torch.dtype | None:
@@ -111,7 +153,7 @@ def list_carrier(rows: int, dtype: torch.dtype) -> Carrier | None:
     pack = struct.Struct(f"{rows}{letter}").pack
     if dtype == torch.bool:
         return lambda source: pack(*_only(source, bool))
-    return lambda source: pack(*_no_bool_first(source))
+    return lambda source: pack(*_no_bools(source))
 
 
 def _only(source: Any, kind: type) -> Any:
@@ -121,9 +163,9 @@ def _only(source: Any, kind: type) -> Any:
     return source
 
 
-def _no_bool_first(source: Any) -> Any:
-    """A list that begins with a bool is taken for one of bools, which are no numbers."""
-    if source and type(source[0]) is bool:
+def _no_bools(source: Any) -> Any:
+    """A list, if there is no bool in it, which is no number."""
+    if not _BITS.isdisjoint(source) and not _BOOLS.isdisjoint(map(type, source)):
         message = "expected numbers, got bools"
         raise ValueError(message)
     return source
