@@ -72,15 +72,27 @@ class Declaration:
     def carrying(self, names: Sequence[str]) -> "Declaration":
         """The declaration with some slots turned into fields, which the batch brings and no fill touches.
 
-        Raises DeclarationError where a name is no slot.
+        Raises DeclarationError where a name is no slot, or where the step writes what the batch would bring.
         """
         for name in names:
-            if name not in self.slots:
-                message = f"carry names {name!r}, which is no slot of {self.name}"
+            fault = self._carry_fault(name)
+            if fault is not None:
+                message = f"carry names {name!r}, which {fault}"
                 raise DeclarationError(message)
         slots = {name: slot for name, slot in self.slots.items() if name not in names}
         fields = {**self.fields, **dict.fromkeys(names, attrs.NOTHING)}
         return attrs.evolve(self, slots=MappingProxyType(slots), fields=fields) if names else self
+
+    def _carry_fault(self, name: str) -> str | None:
+        """Why the slot of this name cannot be carried, or None."""
+        if name in self.disabled:
+            return f"the settings switch off in {self.name}: carry it only where they do not"
+        slot = self.slots.get(name)
+        if slot is None:
+            return f"is no slot of {self.name}"
+        if slot.reads(name) is not None and (slot.restored or slot.rewritten):
+            return "the step writes: the batch is the caller's, so let the slot be copied from it"
+        return None
 
 
 def declare(

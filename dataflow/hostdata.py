@@ -94,7 +94,10 @@ def _packed(numbers: Any, dtype: torch.dtype) -> torch.Tensor | None:
 
 def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     """The same by torch, for every other dtype, and for numbers of another kind."""
-    loose = torch.as_tensor(numbers)
+    try:
+        loose = torch.as_tensor(numbers)
+    except OverflowError as error:  # which is no ValueError
+        raise ValueError(*error.args) from error
     if loose.dtype == torch.bool:
         return loose
     if not _BOOLS.isdisjoint(map(type, numbers)):
@@ -111,7 +114,7 @@ def _floats(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     made = exact.to(dtype)
     lost = exact.isfinite() & ~made.double().isfinite()
     if lost.any():
-        message = f"{exact[lost][0].item()} is more than {dtype_text(dtype)} holds"
+        message = f"{dtype_text(dtype)} cannot hold {exact[lost][0].item()}"
         raise ValueError(message)
     return made
 
@@ -150,7 +153,7 @@ def list_carrier(rows: int, dtype: torch.dtype) -> Carrier | None:
     letter = letter_of(dtype)
     if letter is None:
         return None
-    pack = struct.Struct(f"{rows}{letter}").pack
+    pack = struct.Struct(f"={rows}{letter}").pack  # C's own floats, without the "=", overflow to infinity
     if dtype == torch.bool:
         return lambda source: pack(*_only(source, bool))
     return lambda source: pack(*_no_bools(source))

@@ -14,6 +14,7 @@ from .errors import BatchError
 from .hostdata import HOST_KINDS
 from .sources import NO_SIDE, Side, Source
 
+_PLAIN: Final = (int, float)
 _NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)
 """What a value raises that is no box of numbers; the fill refuses it in words of its own."""
 
@@ -49,11 +50,12 @@ class Limit:
     def is_over(self, value: Any) -> bool:
         """Whether host data holds more; what is no number is refused by whoever copies it."""
         try:
-            if isinstance(value, list | tuple) and value and not isinstance(value[0], list | tuple):
-                return bool(max(value) > self.most)  # plain numbers, without an array made of them
+            if isinstance(value, list | tuple) and value and type(value[0]) in _PLAIN:
+                most = max(value)  # without an array made of them
+                if most == most:  # noqa: PLR0124 - a list that begins with NaN has no other maximum
+                    return bool(most > self.most)
             if isinstance(value, HOST_KINDS) or (self.on_host and isinstance(value, torch.Tensor) and value.is_cpu):
-                array = _array_of(value)
-                return bool(array.size) and bool(array.max() > self.most)
+                return bool((_array_of(value) > self.most).any())
         except _NO_NUMBERS:
             return False
         return False

@@ -1,22 +1,18 @@
 """The breakable runner: a model's inner layers captured by tokens, in as many graphs as its code marks breaks."""
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final, Unpack, final
+from typing import Any, Unpack, final
 
 from torch import nn
 
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, Axis, Sizes
 from .config import Options, RunnerConfig
-from .eager import EagerRunner
 from .stacked.capture import Boundary
 from .stacked.runner import StackRunner
 from .stacked.runs import StackRuns
 from .stacked.stack import required_stack
-from .stage import NO_LOANS, NO_SIZES, Lend, Stage, V, name_of
-
-_NO_PATTERNS: Final[Sequence[Collection[str]]] = ()
+from .stage import NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, Stage, V, name_of
 
 
 @final
@@ -29,7 +25,7 @@ class BreakableRunner(StackRunner[V]):
     graphs do not depend on the number of requests. Embeddings before, head and logits after the stack see the live
     view: token slots have a bucket's rows, all of which are executed, request slots the batch's, up to `max_batch`.
     output_rows: BATCH for one row a request, TOKENS to cut outputs to the live tokens, None to get them whole.
-    sizes, settings, absent, lend: as of `DecodeRunner`. Options are those of `RunnerConfig`; buckets are tokens.
+    sizes, settings, absent, lend, carry: as of `DecodeRunner`. Options are those of `RunnerConfig`; buckets are tokens.
     """
 
     def __init__(
@@ -40,8 +36,9 @@ class BreakableRunner(StackRunner[V]):
         stack: nn.Module | str | None = None,
         sizes: Sizes = NO_SIZES,
         settings: object = None,
-        absent: Sequence[Collection[str]] = _NO_PATTERNS,
+        absent: Sequence[Collection[str]] = NO_PATTERNS,
         lend: Mapping[str, Lend] = NO_LOANS,
+        carry: tuple[str, ...] = (),
         output_rows: Axis | None = BATCH,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
@@ -49,11 +46,8 @@ class BreakableRunner(StackRunner[V]):
         self.config = config = RunnerConfig.of({"backend": name_of(backend), **options})
         self.stage = stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend)
         boundary = Boundary(required_stack(step, stack), "breakable")
-        eager = functools.partial(
-            EagerRunner, inputs, step, sizes=sizes, settings=settings, lend=lend, backend=stage.backend, no_copy=False
-        )
         name = type(self).__name__
-        self._runs = StackRuns(stage, boundary, config, eager, name=name, absent=absent, output_rows=output_rows)
+        self._runs = StackRuns(stage, boundary, config, name=name, absent=absent, carry=carry, output_rows=output_rows)
 
     @property
     def runs(self) -> StackRuns[V]:

@@ -1,16 +1,15 @@
 """The decode runner: request-axis buckets, one captured graph each, eager where none fits."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final, Generic, Unpack, final
+from typing import Any, Generic, Unpack, final
 
 import structlog
 import torch
 
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
-from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering
-from ..dataflow.errors import BatchError, ConfigError, ReplayError
+from ..dataflow.errors import BatchError, ConfigError, MissingSourceError, ReplayError
 from ..dataflow.limits import Limits
 from ..dataflow.plan import FillPlan
 from ..dataflow.planner import NONE
@@ -25,11 +24,10 @@ from .filler import Filler
 from .graphs import GraphSet, patterns_of
 from .router import Router
 from .shortcut import MISS, Shortcuts
-from .stage import NO_BINDINGS, NO_LOANS, NO_SIZES, Lend, Stage, V, name_of, with_width
+from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, Stage, V, name_of, with_width
 from .widths import Widths
 
 _LOG = structlog.get_logger("slotgraph")
-_NO_PATTERNS: Final[Sequence[Collection[str]]] = ()
 
 
 @final
@@ -41,8 +39,10 @@ class DecodeRunner(Generic[V]):
     bind: tensors to adopt as buffers, by slot. absent: further patterns of absent optional slots to capture, each a
     collection of names; with none, only batches that bring every slot are replayed. lend: by slot, a call that gets
     its view before the step's code runs (warm-up, capture, eager runs), and None after it: so an object outside, such
-    as a KV cache, is part of what is captured. output_rows: the axis that the rows of outputs follow, TOKENS or BATCH,
-    or None to get outputs whole. Options are those of `RunnerConfig`.
+    as a KV cache, is part of what is captured. carry: slots that the batch has computed right where a step runs
+    eagerly, such as counts of padded rows; a replay has its own. output_rows: the axis that the rows of outputs follow,
+    TOKENS or BATCH, or None to get outputs whole. one_width: whether the step can be run for `width` alone, so that
+    batches of another are refused, not run eagerly. Options are those of `RunnerConfig`.
     """
 
     def __init__(
@@ -53,9 +53,11 @@ class DecodeRunner(Generic[V]):
         sizes: Sizes = NO_SIZES,
         settings: object = None,
         bind: Mapping[str, torch.Tensor] = NO_BINDINGS,
-        absent: Sequence[Collection[str]] = _NO_PATTERNS,
+        absent: Sequence[Collection[str]] = NO_PATTERNS,
         lend: Mapping[str, Lend] = NO_LOANS,
+        carry: tuple[str, ...] = (),
         output_rows: Axis | None = TOKENS,
+        one_width: bool = False,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
@@ -75,9 +77,9 @@ class DecodeRunner(Generic[V]):
         self._patterns = patterns_of(absent)
         self._size = Sizer(self.stage.declaration, relations, capacity, BATCH)
         self._limits = Limits.of(self.stage.declaration, capacity)
-        self._widths = Widths(self.stage.declaration, config.width, self.stage.sizes)
+        self._widths = Widths(self.stage.declaration, config.width, self.stage.sizes, only=one_width)
         self._router = Router(self.stage.declaration, self.buckets, capacity, self.graphs, enabled=config.graphs)
-        self._eager = _eager_beside(self.stage, settings, buffers)
+        self._eager = EagerRunner.beside(self.stage, buffers, carry)
         self._tally = Tally()
         self._shortcuts = self._may_shorten()
         self._filled: tuple[V | None, Captured | None, int] | None = None
@@ -197,7 +199,7 @@ class DecodeRunner(Generic[V]):
     def _fill_other_width(self, batch: Any, side: Side, refused: BatchError) -> tuple[V, None, int]:
         """Fill eagerly what was refused, where its requests have another width than was captured and all else fits.
 
-        Raises what refused it where that is not so, and BatchError where slots depend on the width.
+        Raises what refused it where that is not so, and BatchError where slots or the step depend on the width.
         """
         other = self._widths.of(batch, side)
         if other is None:
@@ -206,6 +208,8 @@ class DecodeRunner(Generic[V]):
         decision = self._widths.decision(width)
         try:
             view = self._eager.fill_width(width, batch, side)
+        except MissingSourceError:  # of any width, and the plainer thing to say
+            raise
         except BatchError:
             raise refused from None
         self._count(decision, requests)
@@ -259,21 +263,6 @@ class DecodeRunner(Generic[V]):
         """Count an eager run in a graph's place, and warn the first time that a reason leads to one."""
         if self._tally.fell_back(decision, rows):
             _LOG.warning("fallback", runner=self.name, why=decision.why, reason=decision.reason)
-
-
-def _eager_beside(stage: Stage[V], settings: object, buffers: Buffers) -> EagerRunner[V]:
-    """What runs batches that no graph takes, in the same buffers as long as they are large enough."""
-    return EagerRunner(
-        stage.inputs,
-        stage.step,
-        sizes=stage.sizes,
-        settings=settings,
-        relations=stage.relations,
-        buffers=buffers,
-        lend=stage.lend,
-        backend=stage.backend,
-        no_copy=False,
-    )
 
 
 def _rows_each(output_rows: Axis | None, width: int) -> int | None:

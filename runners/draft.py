@@ -9,12 +9,12 @@ import torch
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, Dim, Sizes
 from ..dataflow.declaration import Declaration
-from ..dataflow.errors import BatchError, CaptureError, ConfigError
+from ..dataflow.errors import CaptureError, ConfigError
 from .config import Options
 from .decode import DecodeRunner
-from .stage import NO_BINDINGS, NO_LOANS, NO_SIZES, Lend, V
+from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V
 from .standard.axes import STEPS, TOPK
-from .through import NO_PATTERNS, Through
+from .through import Through
 from .tree import Drafts, Frontier, top_tokens
 
 POSITIONS: Final = ("positions", "mrope_positions")
@@ -66,6 +66,7 @@ class DraftRunner(Through[V]):
         bind: Mapping[str, torch.Tensor] = NO_BINDINGS,
         absent: Sequence[Collection[str]] = NO_PATTERNS,
         lend: Mapping[str, Lend] = NO_LOANS,
+        carry: tuple[str, ...] = (),
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
@@ -85,7 +86,9 @@ class DraftRunner(Through[V]):
             bind=bind,
             absent=absent,
             lend=lend,
+            carry=carry,
             output_rows=BATCH,
+            one_width=True,
             backend=backend,
             **options,
         )
@@ -109,7 +112,6 @@ class _Drafting(Generic[V]):
     def __call__(self, view: V) -> Drafts:
         slots = view.__dict__
         frontier = Frontier.begin(slots["topk_p"], slots["topk_index"])
-        _check_tokens(slots, self.advances, frontier.tokens)
         hidden = slots.get("hidden_states")
         if hidden is not None:
             hidden = hidden[:, None].expand(-1, self.topk, *hidden.shape[1:]).flatten(0, 1)
@@ -163,17 +165,6 @@ def _checked(returned: Any, step: DraftStep, topk: int) -> tuple[torch.Tensor, t
 
 def _said(value: Any) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _check_tokens(slots: Mapping[str, Any], advances: Sequence[str], tokens: torch.Tensor) -> None:
-    """Each request has topk tokens: BatchError for a batch of another width, which no graph takes."""
-    for name in advances:
-        if slots[name] is not None and slots[name].shape[-1] != tokens.numel():
-            message = (
-                f"slot {name!r}: expected {tokens.numel()} tokens, {tokens.shape[1]} for each of {tokens.shape[0]} "
-                f"requests, got shape {list(slots[name].shape)}"
-            )
-            raise BatchError(message)
 
 
 def _check_counts(topk: int, steps: int, width: int) -> None:

@@ -10,8 +10,8 @@ from ..dataflow.axes import BATCH, Axis, Sizes
 from ..dataflow.errors import ConfigError
 from .config import Options
 from .decode import DecodeRunner
-from .stage import NO_BINDINGS, NO_LOANS, NO_SIZES, Lend, V
-from .through import NO_PATTERNS, Through
+from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V
+from .through import Through
 
 
 @final
@@ -33,6 +33,7 @@ class DraftExtendRunner(Through[V]):
         bind: Mapping[str, torch.Tensor] = NO_BINDINGS,
         absent: Sequence[Collection[str]] = NO_PATTERNS,
         lend: Mapping[str, Lend] = NO_LOANS,
+        carry: tuple[str, ...] = (),
         output_rows: Axis | None = BATCH,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
@@ -46,6 +47,7 @@ class DraftExtendRunner(Through[V]):
             bind=bind,
             absent=absent,
             lend=lend,
+            carry=carry,
             output_rows=output_rows,
             backend=backend,
             **options,

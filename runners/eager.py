@@ -75,6 +75,22 @@ class EagerRunner(Generic[V]):
         self._bucket = self._begin_with(buffers) if buffers is not None else None
         self._tally = Tally()
 
+    @classmethod
+    def beside(cls, stage: Stage[V], buffers: Buffers, carry: tuple[str, ...]) -> "EagerRunner[V]":
+        """What runs the batches that no graph takes, in a runner's own buffers as long as they are large enough."""
+        return cls(
+            stage.inputs,
+            stage.step,
+            sizes=stage.sizes,
+            settings=stage.declaration.settings,
+            carry=carry,
+            relations=stage.relations,
+            buffers=buffers,
+            lend=stage.lend,
+            backend=stage.backend,
+            no_copy=False,
+        )
+
     def __call__(self, batch: Any, **side: Any) -> Any:
         """Run the step on a batch and return what it returns. BatchError where the batch does not fit."""
         return self.run(self.fill(batch, **side))

@@ -20,8 +20,8 @@ from ..dataflow.views import make_view
 from .config import Options, RunnerConfig
 from .decode import DecodeRunner
 from .draft_extend import check_width
-from .stage import NO_BINDINGS, NO_LOANS, NO_SIZES, Lend, V, name_of, with_width
-from .through import NO_PATTERNS, Through
+from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V, name_of, with_width
+from .through import Through
 
 CHAINED: Final = ("input_ids", "hidden_states")
 ChainedStep: TypeAlias = Callable[[V, V | None], Any]
@@ -49,6 +49,7 @@ class MultiLayerDraftExtendRunner(Through[V]):
         bind: Mapping[str, torch.Tensor] = NO_BINDINGS,
         absent: Sequence[Collection[str]] = NO_PATTERNS,
         lend: Mapping[str, Lend] = NO_LOANS,
+        carry: tuple[str, ...] = (),
         output_rows: Axis | None = BATCH,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
@@ -70,6 +71,7 @@ class MultiLayerDraftExtendRunner(Through[V]):
             bind={**bind, **{name: parent[0] for name, parent in self.parents.items()}},
             absent=absent,
             lend=lend,
+            carry=carry,
             output_rows=output_rows,
             backend=device,
             **options,

@@ -1,23 +1,19 @@
 """The prefill runner: a step traced and cut at operators, of which the pieces are captured by tokens."""
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final, Unpack, final
+from typing import Any, Unpack, final
 
 from torch import nn
 
 from ..backends.base import Backend
 from ..dataflow.axes import TOKENS, Axis, Sizes
 from .config import Options, RunnerConfig
-from .eager import EagerRunner
 from .stacked.capture import Boundary
 from .stacked.runner import StackRunner
 from .stacked.runs import StackRuns
 from .stacked.splitting import Operator, Splitter
 from .stacked.stack import find_stack
-from .stage import NO_LOANS, NO_SIZES, Lend, Stage, V, name_of
-
-_NO_PATTERNS: Final[Sequence[Collection[str]]] = ()
+from .stage import NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, Stage, V, name_of
 
 
 @final
@@ -30,7 +26,7 @@ class PrefillRunner(StackRunner[V]):
     where there is none. Token slots have a bucket's rows, all of which are executed; request slots have the batch's,
     up to `max_batch`, and may be read in splits, and outside of the stack.
     output_rows: TOKENS to cut outputs to the live tokens, BATCH for one row a request, None to get them whole.
-    sizes, settings, absent, lend: as of `DecodeRunner`. Options are those of `RunnerConfig`; buckets are tokens.
+    sizes, settings, absent, lend, carry: as of `DecodeRunner`. Options are those of `RunnerConfig`; buckets are tokens.
     """
 
     def __init__(
@@ -42,8 +38,9 @@ class PrefillRunner(StackRunner[V]):
         stack: nn.Module | str | None = None,
         sizes: Sizes = NO_SIZES,
         settings: object = None,
-        absent: Sequence[Collection[str]] = _NO_PATTERNS,
+        absent: Sequence[Collection[str]] = NO_PATTERNS,
         lend: Mapping[str, Lend] = NO_LOANS,
+        carry: tuple[str, ...] = (),
         output_rows: Axis | None = TOKENS,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
@@ -51,11 +48,8 @@ class PrefillRunner(StackRunner[V]):
         self.config = config = RunnerConfig.of({"backend": name_of(backend), **options})
         self.stage = stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend)
         boundary = Boundary(find_stack(step, stack), "piecewise", Splitter(splits))
-        eager = functools.partial(
-            EagerRunner, inputs, step, sizes=sizes, settings=settings, lend=lend, backend=stage.backend, no_copy=False
-        )
         name = type(self).__name__
-        self._runs = StackRuns(stage, boundary, config, eager, name=name, absent=absent, output_rows=output_rows)
+        self._runs = StackRuns(stage, boundary, config, name=name, absent=absent, carry=carry, output_rows=output_rows)
 
     @property
     def runs(self) -> StackRuns[V]:

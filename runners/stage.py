@@ -32,6 +32,8 @@ NO_BINDINGS: Final[Mapping[str, torch.Tensor]] = {}
 Lend: TypeAlias = Callable[[torch.Tensor | None], object]
 """Who gets a slot's view before the step's code runs (at capture, and in eager runs), and None after it."""
 NO_LOANS: Final[Mapping[str, Lend]] = {}
+NO_PATTERNS: Final[Sequence[Collection[str]]] = ()
+"""No patterns of absent slots beside the full one."""
 
 
 def name_of(backend: str | Backend) -> str:
@@ -83,7 +85,8 @@ class Stage(Generic[V]):
         Raises DeclarationError, ConfigError or BackendUnavailableError, which say what does not fit.
         """
         declaration = inputs.slotgraph.under(settings, carry)
-        unknown = sorted(axis.name for axis in set(sizes) - set(declaration.axes))
+        known = {axis for name in carry for axis in inputs.slotgraph.slots[name].axes}.union(declaration.axes)
+        unknown = sorted(axis.name for axis in set(sizes) - known)
         if unknown:
             message = f"sizes names {unknown[0]!r}, an axis that no slot of {declaration.name} has"
             raise ConfigError(message)
@@ -143,8 +146,9 @@ class Stage(Generic[V]):
         """Run the step, or another in its place.
 
         Slots are lent before it, and taken back; those that it writes on the way are put back. What it returns of the
-        latter is a copy, made before they are. A step that raises leaves them as they are then, so that whoever runs it
-        on a padded view must distrust the buffers; live rows are written by every fill.
+        latter is a copy, made before they are, as far as `map_tensors` finds it: inside of the view, or of an object
+        that is no container, stands the slot itself, put back. A step that raises leaves them as they are then, so that
+        whoever runs it on a padded view must distrust the buffers; live rows are written by every fill.
         """
         step = self.step if step is None else step
         if not self.lend and not self.restored:

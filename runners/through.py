@@ -1,8 +1,8 @@
 """The base of runners that are a decode runner with a step, a width and outputs of their own."""
 
 import abc
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, Generic
+from collections.abc import Collection, Mapping
+from typing import Any, Generic
 
 from ..dataflow.capabilities import Lowering
 from ..dataflow.plan import FillPlan
@@ -10,9 +10,6 @@ from .capture import CaptureReport
 from .decision import Decision
 from .decode import DecodeRunner
 from .stage import V
-
-NO_PATTERNS: Final[Sequence[Collection[str]]] = ()
-"""No patterns of absent slots beside the full one."""
 
 
 class Through(abc.ABC, Generic[V]):

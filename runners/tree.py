@@ -116,13 +116,15 @@ def best_tree(drafts: Drafts, roots: torch.Tensor, nodes: int) -> Tree:
     """The tree of the roots, [requests] int64, and the `nodes` - 1 drafted nodes with the best scores.
 
     A parent is never left out for its child: its score is at least as good, and of equal scores the earlier node wins.
+    A score that is no number is the worst of all, as those of all nodes below it must be.
     Raises ValueError where there are not that many nodes.
     """
     most = 1 + drafts.tokens.shape[1]
     if not 1 <= nodes <= most:
         message = f"a tree of {nodes} nodes was asked for: this draft has 1 to {most}, the root among them"
         raise ValueError(message)
-    order = drafts.scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
+    scores = drafts.scores.masked_fill(drafts.scores.isnan(), -torch.inf)  # NaN would come before its parent
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
     chosen = order.sort(dim=1).values
     tokens = torch.cat([roots[:, None], drafts.tokens.gather(1, chosen)], dim=1)
     places = _counting(tokens)

@@ -14,11 +14,13 @@ class Widths:
     """Tells batches of another width by their sizes on TOKENS and BATCH, each read by itself.
 
     width: tokens a request, in every bucket. Only required sources are believed: where they do not tell both axes, each
-    batch counts as one of the captured width, and is refused where it is none.
+    batch counts as one of the captured width, and is refused where it is none. only: whether the step stands for that
+    width alone.
     """
 
-    def __init__(self, declaration: Declaration, width: int, fixed: Sizes) -> None:
+    def __init__(self, declaration: Declaration, width: int, fixed: Sizes, *, only: bool = False) -> None:
         self._width = width
+        self._only = only
         self._name = declaration.name
         self._bound = [name for name, slot in declaration.slots.items() if WIDTH in slot.axes]
         self._size = _apart(declaration, fixed)
@@ -38,8 +40,11 @@ class Widths:
         return tokens // requests, requests
 
     def decision(self, width: int) -> Decision:
-        """Eager, for a batch of this width. BatchError where slots depend on the width, and would hold another's."""
+        """Eager, for a batch of this width. BatchError where the step, or slots, would be of another than the batch."""
         said = f"requests have {_tokens(width)} each, and graphs were captured for {_tokens(self._width)}"
+        if self._only:
+            message = f"{said}, the only width of this runner's step: bring {_tokens(self._width)} a request"
+            raise BatchError(message)
         if self._bound:
             names = ", ".join(map(repr, self._bound))
             message = f"{said}; slots {names} of {self._name} follow from WIDTH: make a runner with width={width}"

@@ -1,7 +1,7 @@
 """Runs of a step of which one part, the stack, is captured by tokens, while the rest runs eagerly around it."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic
 
 import attrs
@@ -54,10 +54,10 @@ class StackRuns(Generic[V]):
         stage: Stage[V],
         boundary: Boundary,
         config: RunnerConfig,
-        eager: Callable[..., EagerRunner[V]],
         *,
         name: str,
         absent: Sequence[Collection[str]],
+        carry: tuple[str, ...],
         output_rows: Axis | None,
     ) -> None:
         self.stage = stage
@@ -82,7 +82,7 @@ class StackRuns(Generic[V]):
         routed = stage.declaration, self.buckets, capacity, self.graphs
         self._router = Router(*routed, enabled=on, leading=leading, path=path)
         self._requests = _place(stage, BATCH)
-        self._eager = eager(buffers=buffers)
+        self._eager = EagerRunner.beside(stage, buffers, carry)
         self._tally = Tally(path)
         self._filled: Filled[V] | None = None
 

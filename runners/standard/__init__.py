@@ -5,7 +5,7 @@ from .decode import DecodeInputs, EagerInputs, TargetVerifyInputs
 from .draft import DraftInputs, DraftSampling
 from .dtypes import MODEL_DTYPE, model_dtype
 from .extend import DraftExtendInputs, MultiLayerDraftExtendInputs
-from .mixins import EncoderDecoder, InputEmbeds, Mamba, Mrope, NgramEmbedding, SlidingWindow
+from .mixins import DraftMrope, EncoderDecoder, InputEmbeds, Mamba, Mrope, NgramEmbedding, SlidingWindow
 from .parallel import DataParallelCarried, DataParallelGathered, DataParallelGatheredExtend, ExpertParallel
 from .prefill import BreakableInputs, DraftPrefillInputs, PrefillInputs
 from .proxies import PipelineIndices, PipelineProxies, PrefillPipelineIndices, PrefillPipelineProxies
@@ -31,6 +31,7 @@ __all__ = [
     "DecodeInputs",
     "DraftExtendInputs",
     "DraftInputs",
+    "DraftMrope",
     "DraftPrefillInputs",
     "DraftSampling",
     "EagerInputs",

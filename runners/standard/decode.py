@@ -39,6 +39,6 @@ class TargetVerifyInputs(DecodeInputs):
 class EagerInputs(DecodeInputs):
     """What an eager step reads: the decode set, never padded.
 
-    It has no counts of its own. Those that a mixin would compute, an eager batch has right already: name them in
-    `EagerRunner(carry=...)`, so that nothing is written over them.
+    It has no counts of its own. Those that a mixin would compute, an eager batch has right already: name them in the
+    runner's `carry=`, so that nothing is written over them.
     """

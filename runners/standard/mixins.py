@@ -28,6 +28,17 @@ class Mrope(Inputs):
     mrope_positions: torch.Tensor | None = copied(3, TOKENS, dtype=torch.int64, pad=0, strided=True, default=None)
 
 
+class DraftMrope(Mrope):
+    """A mixin for draft: the same, where each step advances the positions.
+
+    mrope_positions: advanced in place, all three parts, and put back by the graph; absent where a batch is text alone.
+    """
+
+    mrope_positions: torch.Tensor | None = copied(
+        3, TOKENS, dtype=torch.int64, pad=0, strided=True, default=None, restored=True
+    )
+
+
 class InputEmbeds(Inputs):
     """A mixin: multimodal models, which make one sequence of what images and texts are embedded to.
 

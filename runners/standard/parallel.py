@@ -1,4 +1,8 @@
-"""Counts that ranks must agree on: computed against the padded bucket, or carried where the batch has them right."""
+"""Counts that ranks must agree on: computed against the padded bucket, or carried where the batch has them right.
+
+Where no graph takes a batch, nothing is padded, and the batch's own counts are right: name the computed ones of these
+mixins in the runner's `carry=`, so that its eager steps read what the batch brings.
+"""
 
 import torch
 

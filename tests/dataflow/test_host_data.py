@@ -1,5 +1,6 @@
 """Host data: what each lowering makes of lists, tuples and arrays, good and bad, is what torch makes of them."""
 
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +14,7 @@ from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError
+from slotgraph.dataflow.hostdata import tensor_of
 from slotgraph.dataflow.kinds import Misfit
 from tests.fused import feed_for, kernel_of
 from tests.strategies import DTYPES, declaration_of, empty, noise, same_bytes
@@ -89,9 +91,62 @@ def test_each_odd_number(way: Way) -> None:
     for value in ODD:
         right = assert_same(way, [value, value])
         if right is not None:
-            torch.testing.assert_close(
-                right[:2], torch.tensor([value, value], dtype=way.dtype), rtol=0, atol=0, equal_nan=True
-            )
+            exact = torch.tensor([value, value], dtype=way.dtype)
+            torch.testing.assert_close(right[:2], exact, rtol=0, atol=0, equal_nan=True)
+            if way.dtype.is_floating_point:
+                assert right[:2].isfinite().tolist() == [math.isfinite(value)] * 2
+
+
+BOOLS: Final[tuple[Any, ...]] = (True, False, np.bool_(True))  # noqa: FBT003 - numpy's own
+NUMBERS: Final[tuple[Any, ...]] = (0, 1, 7, 0.5, 1.0, np.int64(1), np.float32(0.0))
+
+
+@given(value=st.lists(st.sampled_from([*BOOLS, *NUMBERS]), min_size=2, max_size=MOST))
+def test_bools_among_numbers(way: Way, value: list[Any]) -> None:
+    """One bool among numbers is refused, wherever it stands, by every dtype; bools alone are for bools alone."""
+    bools = sum(type(one) in (bool, np.bool_) for one in value)
+    right = assert_same(way, value)
+    if bools:
+        assert (right is not None) == (bools == len(value) and way.dtype == torch.bool)
+
+
+@given(rows=st.integers(0, 4), columns=st.integers(1, 3), deep=st.booleans(), seed=st.integers(0, 1 << 30))
+def test_nested_lists(way: Way, rows: int, columns: int, *, deep: bool, seed: int) -> None:
+    """Nested lists come through bit by bit, in every dtype, whatever lists and tuples they are made of."""
+    value = noise((rows, columns, 2) if deep else (rows, columns), way.dtype, seed)
+    if way.dtype == torch.float64:
+        value = value + torch.rand(value.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    brought = value.tolist()
+    made = tensor_of(tuple(map(tuple, brought)) if seed % 2 else brought, way.dtype)
+    assert same_bytes(made, value if rows else value.new_empty(0))
+
+
+REFUSED: Final[dict[str, tuple[Any, torch.dtype, str]]] = {
+    "too large for float32": ([3.0, 1e300], torch.float32, r"float32 cannot hold 1e\+300"),
+    "nested": ([[3.0, -1e39]], torch.float32, r"float32 cannot hold -1e\+39"),
+    "too large for float16": ([65520], torch.float16, r"float16 cannot hold 65520.0"),
+    "too large for bfloat16": ([[3.4e38]], torch.bfloat16, r"bfloat16 cannot hold 3.4e\+38"),
+    "too large for any": ([0.5, 10**400], torch.float64, r"int too large"),
+    "bools among numbers": ([[2, 3], [True, 4]], torch.int64, r"bools and numbers together"),
+    "unlike lengths": ([[1], [1, 2]], torch.int64, r"expected sequence of length 1"),
+    "a number beside a list": ([[1], 2], torch.int64, r"not a sequence"),
+    "a mapping beside a list": ([[1], {2: 3}], torch.int64, r"infer dtype of dict|not a sequence"),
+}
+
+
+@pytest.mark.parametrize("value", REFUSED)
+def test_what_is_no_box_of_numbers(value: str) -> None:
+    """What a dtype cannot hold, and lists that are no box, are refused with the reason, not changed."""
+    given_value, dtype, said = REFUSED[value]
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=said):
+        tensor_of(given_value, dtype)
+
+
+def test_infinity_is_a_float() -> None:
+    """Infinity and NaN that were brought are taken."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        made = tensor_of([[math.inf, -math.inf, math.nan]], dtype)
+        assert str(made.tolist()) == "[[inf, -inf, nan]]"
 
 
 ARRAYS: Final = ("<i8", ">i8", "u2", "u8", "f8", "f4", "f2", "i1", "?", "c8", "O", "U1", "M8[s]")

@@ -1,5 +1,6 @@
 """Limits: host data that holds more than a slot takes is refused, by row and value; all else passes."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,8 @@ FORMS: dict[str, Any] = {
     "strided array": lambda rows: np.array(rows, dtype=np.int32)[::-1],
     "numpy numbers": lambda rows: list(np.array(rows, dtype=np.int64)),
     "int32 tensor": lambda rows: torch.tensor(rows, dtype=torch.int32),
+    "arrays of one": lambda rows: [np.array(row) for row in rows],
+    "numbers of torch": lambda rows: [torch.tensor(row) for row in rows],
     "float tensor": lambda rows: torch.tensor(rows, dtype=torch.bfloat16),
 }
 values = st.lists(st.integers(0, MOST), max_size=8) | st.lists(st.integers(0, 3 * MOST), max_size=8)
@@ -82,6 +85,32 @@ def test_two_dims_beside_the_batch(rows: list[tuple[int, int]], form: str) -> No
     said = rf"slot 'pairs': row \[{i}, {j}\] is {rows[i][j]}, over the limit of CONTEXT \* 2 = {2 * MOST}"
     with pytest.raises(BatchError, match=said):
         limits().check({}, beside)
+
+
+@given(rows=st.lists(st.lists(st.integers(0, 3 * MOST), min_size=2, max_size=2), min_size=1, max_size=5), at=st.data())
+def test_boxes_in_a_list(rows: list[list[int]], at: st.DataObject) -> None:
+    """A list of arrays, of tuples or of both is looked into as a nested list is."""
+    kinds: list[Any] = [np.array, tuple, list]
+    boxes = [at.draw(st.sampled_from(kinds))(row) for row in rows]
+    over = [[i, j] for i, row in enumerate(rows) for j, one in enumerate(row) if one > 2 * MOST]
+    if not over:
+        limits().check({}, {"beside": {"pairs": boxes}})
+        return
+    with pytest.raises(BatchError, match=rf"slot 'pairs': row \[{over[0][0]}, {over[0][1]}\] is "):
+        limits().check({}, {"beside": {"pairs": boxes}})
+
+
+@pytest.mark.parametrize("form", ["list", "tuple", "float32 array", "float tensor"])
+@given(rows=st.lists(st.sampled_from([math.nan, 3.0, 38.5, 39.5, 41.0, 77.0, math.inf, -math.inf]), max_size=6))
+def test_beside_no_number(form: str, rows: list[float]) -> None:
+    """NaN, wherever it stands, hides nothing that is over the limit."""
+    forms: dict[str, Any] = {**FORMS, "float32 array": lambda rows: np.array(rows, dtype=np.float32)}
+    over = [row for row, one in enumerate(rows) if one > MOST]
+    if not over:
+        limits().check({"here": forms[form](rows)})
+        return
+    with pytest.raises(BatchError, match=rf"slot 'here': row {over[0]} is .*, over the limit of CONTEXT = {MOST}"):
+        limits().check({"here": forms[form](rows)})
 
 
 NO_NUMBERS: list[Any] = [None, "word", 3, [], (), [None], ["a", "b"], [[]], [[1], [1, 2]], [1, "b"], object()]

@@ -363,6 +363,64 @@ def test_batches_of_another_shape(cpu: str) -> None:
     good = batch_of(2, 2, 3, 1)
     with pytest.raises(BatchError, match=r"slot 'topk_p': expected float32 of shape \[2, 2\]"):
         runner({**good, "topk_p": torch.rand(2, 3)})
-    with pytest.raises(BatchError, match=r"slot 'positions'.* 4 tokens|expected int64 of shape"):
-        runner({**good, "positions": torch.arange(1, 7), "out_cache_loc": torch.arange(1, 19)})
+    steps = runner.stats()["steps"]
+    other = {**good, "positions": torch.arange(1, 7), "out_cache_loc": torch.arange(1, 19)}
+    for use in (runner.decide, runner.fill, runner):
+        with pytest.raises(BatchError, match=r"3 tokens each, .* for 2 tokens, the only width .*: bring 2 tokens"):
+            use(other)
+    assert runner.stats()["steps"] == steps
     assert_right(runner(good), good, 2, 3)
+
+
+class Placed(BareInputs):
+    """Positions of another name, which no step advances, tell a batch's tokens as well."""
+
+    places: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+
+
+def test_width_without_positions(cpu: str) -> None:
+    """A batch of another width is refused where nothing advances, too, and is no eager step."""
+    runner = DraftRunner(
+        Placed, lambda _, step: (TABLE[step.input_ids], None), topk=2, steps=2, buckets=[4], backend=cpu
+    )
+    runner.capture()
+    batch = {"topk_p": torch.rand(2, 2), "topk_index": torch.tensor([[1, 2], [3, 4]]), "places": torch.arange(1, 7)}
+    for use in (runner.decide, runner):
+        with pytest.raises(BatchError, match=r"requests have 3 tokens each, .* the only width"):
+            use(batch)
+    assert runner.stats()["steps"] == {"graph": 0, "eager": 0}
+    assert runner({**batch, "places": torch.arange(1, 5)}).tokens.shape == (2, 6)
+
+
+class Mrope(standard.DraftMrope, standard.DraftInputs):
+    """Positions of three parts, which the steps advance beside the plain ones."""
+
+
+def test_positions_of_three_parts(backend: "Backend") -> None:
+    """All parts are one more in each step, as if the model counted itself, and as before at its end."""
+    device = backend.device
+
+    def forward(view: Any, step: DraftStep) -> tuple[torch.Tensor, None]:
+        """What hangs on all parts."""
+        places = view.mrope_positions + (step.index if counts else 0)
+        return (PLACED[:, 0].to(device)[places].sum(0)[:, None] * table + ids[step.input_ids]).double(), None
+
+    table, ids = (tensor.to(device) for tensor in (TABLE[:1].repeat(1, 2), torch.cat([TABLE, TABLE], 1)))
+    found = []
+    for counts in (False, True):
+        advances = ("positions",) if counts else None
+        given: dict[str, Any] = {"topk": 2, "steps": 3, "sizes": {standard.HIDDEN: WIDE}, "buckets": [4]}
+        absent = [{"seq_lens_cpu"}]
+        runner = DraftRunner(Mrope, forward, advances=advances, absent=absent, backend=backend, **given)
+        runner.capture()
+        batch = batch_of(3, 2, 3, 4, device)
+        batch["hidden_states"] = batch["hidden_states"].to(torch.bfloat16)
+        batch["mrope_positions"] = torch.randint(1, 40, (3, 6), generator=torch.Generator().manual_seed(5)).to(device)
+        view = runner.fill(batch)
+        drafts = runner.replay(view)
+        assert runner.stats()["steps"]["graph"] == 1
+        assert view.mrope_positions is not None
+        assert view.mrope_positions[:, :6].tolist() == batch["mrope_positions"].tolist()
+        assert view.mrope_positions[:, 6:].tolist() == [[0, 0]] * 3
+        found.append((drafts.tokens.tolist(), drafts.parents.tolist()))
+    assert found[0] == found[1]

@@ -113,6 +113,27 @@ def test_equal_scores_keep_the_parent(topk: int, steps: int, rounds: int, data: 
     assert all(parent < node for node, parent in enumerate(tree.parents[0].tolist()))
 
 
+@given(st.integers(1, 3), st.integers(2, 4), st.integers(0, 1000), st.data())
+def test_scores_of_ones_own_that_are_no_numbers(topk: int, steps: int, seed: int, data: st.DataObject) -> None:
+    """A node without a number, and with it all below, comes after all that have one; no parent is left out."""
+    drafts = grown(1, topk, steps, seed)[0].drafts()
+    spoilt = data.draw(st.sets(st.integers(0, drafts.tokens.shape[1] - 1)))
+    parents = drafts.parents[0].tolist()
+    for node, parent in enumerate(parents):
+        if parent in spoilt:
+            spoilt.add(node)
+    scores = drafts.scores.clone()
+    scores[0, sorted(spoilt)] = math.nan
+    count = data.draw(st.integers(1, 1 + drafts.tokens.shape[1]))
+    tokens, right = drafts.tokens[0].tolist(), drafts.scores[0].tolist()
+    ranked = sorted(range(len(tokens)), key=lambda node: (node in spoilt, 0 if node in spoilt else -right[node], node))
+    chosen = sorted(ranked[: count - 1])
+    tree = best_tree(attrs.evolve(drafts, scores=scores), torch.tensor([7]), count)
+    assert tree.tokens[0].tolist() == [7, *(tokens[node] for node in chosen)]
+    above = [0 if parents[node] < 0 else 1 + chosen.index(parents[node]) for node in chosen]
+    assert tree.parents[0].tolist() == [-1, *above]
+
+
 @given(st.lists(st.integers(0, 100), max_size=20))
 def test_ancestors_of_any_tree(draws: list[int]) -> None:
     """Any parents before their children, chains among them."""

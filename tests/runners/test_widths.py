@@ -152,6 +152,23 @@ def test_slots_that_follow_from_the_width(cpu: str) -> None:
     runner.replay(view)
 
 
+def test_a_step_of_one_width(backend: Backend) -> None:
+    """Where the step stands for one width, a batch of another is refused by fill and decide alike, and not counted."""
+    runner = captured(backend, 2, one_width=True)
+    good = batch_of(3, 2, 1, backend.device)
+    view = runner.fill(good)
+    counted, before = runner.stats(), bytes_of(view.ids)
+    for use in (runner.decide, runner.fill, runner):
+        with pytest.raises(
+            BatchError, match=r"4 tokens each, .* for 2 tokens, the only width of this runner's step: bring 2 tokens a"
+        ):
+            use(batch_of(3, 4, 2, backend.device))
+    assert (runner.stats(), bytes_of(view.ids)) == (counted, before)
+    assert runner.replay(view).tolist() == answer(good, 2)
+    large = batch_of(5, 2, 3, backend.device)
+    assert (runner.decide(large).why, runner(large).tolist()) == ("too_large", answer(large, 2))
+
+
 def test_width_is_given_once(cpu: str) -> None:
     """The size of WIDTH is that of width=; another one beside it is refused, and an eager runner needs it as well."""
     with pytest.raises(ConfigError, match=r"sizes of WIDTH is 3, and width= is 2: give width= alone"):

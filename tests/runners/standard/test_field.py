@@ -71,6 +71,7 @@ FIELD: Final[dict[type[Inputs], list[Row]]] = {
     standard.TargetVerifyInputs: [*DECODE, MASK],
     standard.SlidingWindow: [("out_cache_loc_swa", "TOKENS", "int32", "device", "pad=0", "copied")],
     standard.Mrope: MROPE,
+    standard.DraftMrope: [(*MROPE[0][:-1], "copied optional restored")],
     standard.Mamba: MAMBA,
     standard.EncoderDecoder: [("encoder_lens", "BATCH", "int32", "device", "once=0", "copied")],
     standard.ExpertParallel: [("num_token_non_padded", "1", "int32", "device", "", "computed host")],

@@ -54,7 +54,7 @@ class Breakable(standard.Mamba, standard.BreakableInputs):
     """What breaks read, requests padded, too."""
 
 
-class Draft(standard.DraftInputs, standard.DraftSampling, standard.Mrope, standard.DataParallelGathered):
+class Draft(standard.DraftInputs, standard.DraftSampling, standard.DraftMrope, standard.DataParallelGathered):
     """A sampled draft of two branches."""
 
 
