@@ -403,9 +403,10 @@ def test_positions_of_three_parts(backend: "Backend") -> None:
     def forward(view: Any, step: DraftStep) -> tuple[torch.Tensor, None]:
         """What hangs on all parts."""
         places = view.mrope_positions + (step.index if counts else 0)
-        return (PLACED[:, 0].to(device)[places].sum(0)[:, None] * table + ids[step.input_ids]).double(), None
+        return (placed[places].sum(0)[:, None] * table + ids[step.input_ids]).double(), None
 
-    table, ids = (tensor.to(device) for tensor in (TABLE[:1].repeat(1, 2), torch.cat([TABLE, TABLE], 1)))
+    tables = (PLACED[:, 0], TABLE[:1].repeat(1, 2), torch.cat([TABLE, TABLE], 1))
+    placed, table, ids = (tensor.to(device) for tensor in tables)
     found = []
     for counts in (False, True):
         advances = ("positions",) if counts else None
