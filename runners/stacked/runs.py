@@ -208,10 +208,18 @@ class _Answer:
         part: Part[Any] = self._captured.step  # type: ignore[assignment] # as StackCapture made it
         step, call = self._step, part.call
         step.now, step.shown = call.take(args, kwargs, step.view), call.view
+        clock = self._graphs.clock
+        before = clock.replays
         try:
             outputs = self._graphs.replay(self._captured, self._captured.rows)
         finally:
             step.shown = None
+        if clock.replays != before + 1:
+            message = (
+                "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
+                "later graphs read: run that runner before or after this one's step, or eagerly within the break"
+            )
+            raise ReplayError(message)
         call.give_back(args, kwargs)
         return outputs
 

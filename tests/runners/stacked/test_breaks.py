@@ -6,9 +6,10 @@ import attrs
 import pytest
 import torch
 
-from slotgraph import current_view, graph_break
+from slotgraph import BATCH, DecodeRunner, Inputs, copied, current_view, graph_break
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
+from slotgraph.runners.captured import Clock
 from tests.backends.test_contract import has_true_graphs
 from tests.runners.prefilled import Prefill, around, assert_equal, batch_of
 
@@ -210,3 +211,34 @@ def test_graph_alone(backend: Backend) -> None:
     assert captured is not None
     with pytest.raises(ReplayError, match="break 'with_view' needs a step: replay through the runner"):
         captured.graph.replay()
+
+
+class Rows(Inputs):
+    """One row a request."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_another_runner_within_a_break(backend: Backend, *, shared: bool) -> None:
+    """Its replay may overwrite what later graphs of the step read, where both share a pool: that step is refused."""
+    other = DecodeRunner(Rows, lambda view: view.ids * 3, buckets=[2], output_rows=BATCH, backend=backend)
+    other.capture()
+    wanted = [False]
+
+    @graph_break
+    def nesting(hidden: torch.Tensor) -> torch.Tensor:
+        rows = other({"ids": torch.tensor([5, 6], device=hidden.device)}) if wanted[0] else None
+        return hidden * 2 if rows is None else hidden + rows.sum()
+
+    runner, eager = around(lambda hidden, _: nesting(hidden + 1) * 2, backend)
+    other.graphs.clock = runner.runs.graphs.clock if shared else Clock()  # as where a device's runners share their pool
+    wanted[0] = True
+    batch = batch_of([2, 1], 3, backend.device)
+    if shared:
+        with pytest.raises(ReplayError, match="a graph of the same memory pool"):
+            runner(batch)
+    elif backend.pool() is None:
+        assert torch.equal(runner(batch), eager(batch))
+    wanted[0] = False
+    assert_equal(runner, eager, backend.device)
