@@ -98,6 +98,7 @@ class Recording:
         self._open: AbstractContextManager[None] | None = None
         self._empty: list[torch.cuda.CUDAGraph] = []
         self._answers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._ranges: list[tuple[int, int]] | None = None  # of the pool, while nothing is allocated in it
 
     @property
     def graphs(self) -> list[torch.cuda.CUDAGraph]:
@@ -106,6 +107,7 @@ class Recording:
 
     def start(self) -> None:
         """Begin a graph."""
+        self._ranges = None
         self.graph = torch.cuda.CUDAGraph()
         opened = self._begin(self.graph, pool=self.handle, stream=self._shared.stream)
         opened.__enter__()
@@ -157,10 +159,10 @@ class Recording:
         """An alias of a tensor in the memory that this capture allocates from; any other tensor as it is."""
         if not tensor.is_cuda or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor
+        if self._ranges is None:
+            self._ranges = pool_ranges(self.handle)
         address = tensor.data_ptr()
-        if not any(low <= address < high for low, high in pool_ranges(self.handle)):
-            return tensor
-        return alias_of(tensor)
+        return alias_of(tensor) if any(low <= address < high for low, high in self._ranges) else tensor
 
 
 def capture(

@@ -96,12 +96,18 @@ def capture_step(
 
     The first warm-up is watched for writes to inputs that the step should only read.
     """
+    with told_as_capture_error(), backend.stream():
+        for index in range(warmups):
+            watched(step, buffers) if index == 0 else step()
+        backend.synchronize()
+        return backend.capture(step, pool=pool, error_mode=error_mode)
+
+
+@contextlib.contextmanager
+def told_as_capture_error() -> Iterator[None]:
+    """Whatever a step raises before and while it is captured, its bucket is not captured."""
     try:
-        with backend.stream():
-            for index in range(warmups):
-                watched(step, buffers) if index == 0 else step()
-            backend.synchronize()
-            return backend.capture(step, pool=pool, error_mode=error_mode)
+        yield
     except CaptureError:
         raise
     except Exception as error:

@@ -13,6 +13,7 @@ from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.caches import keep_newest
 from ..dataflow.guard import Guard, guard_over
+from .config import RunnerConfig
 from .filler import Filling
 from .outputs import live_rows
 
@@ -59,6 +60,14 @@ class Order:
     progress: bool
     lazy: bool
     runner: str
+
+    @classmethod
+    def of(
+        cls, config: RunnerConfig, buckets: Mapping[int, Sizes], patterns: Collection[Absent], runner: str
+    ) -> "Order":
+        """What a configuration asks for: no bucket at all where its graphs are off."""
+        wanted = buckets if config.graphs else {}
+        return cls(wanted, patterns, config.warmups, config.error_mode, config.progress, config.lazy, runner)
 
 
 @attrs.define(eq=False)

@@ -2,10 +2,12 @@
 
 import collections
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import attrs
+import structlog
 
+_LOG: Final = structlog.get_logger("slotgraph")
 Path = Literal["graph", "piecewise", "breakable", "eager"]
 Why = Literal[
     "fits",
@@ -63,6 +65,11 @@ class Tally:
         first = decision.why not in self.reasons
         self.reasons[decision.why].add(rows)
         return first
+
+    def note_fallback(self, decision: Decision, rows: int, runner: str) -> None:
+        """The same, with one warning the first time that a reason leads to it."""
+        if self.fell_back(decision, rows):
+            _LOG.warning("fallback", runner=runner, why=decision.why, reason=decision.reason)
 
     def as_data(self) -> Mapping[str, Any]:
         """Plain data.

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, Unpack, final
 
-import structlog
 import torch
 
 from ..backends.base import Backend
@@ -26,8 +25,6 @@ from .router import Router
 from .shortcut import MISS, Shortcuts
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, Stage, V, name_of, with_width
 from .widths import Widths
-
-_LOG = structlog.get_logger("slotgraph")
 
 
 @final
@@ -67,7 +64,8 @@ class DecodeRunner(Generic[V]):
         sizes = with_width(inputs, sizes, config.width)
         self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, lend=lend)
         self.buckets = config.ladder()
-        self._sizes = {rows: _padded(self.stage, sizes, rows, config.width) for rows in self.buckets.sizes}
+        counts = ({BATCH: rows, TOKENS: rows * config.width} for rows in self.buckets.sizes)
+        self._sizes = {one[BATCH]: self.stage.padded(one, "buckets= and width=") for one in counts}
         capacity = self._sizes[self.buckets.largest]
         rows_each = _rows_each(output_rows, config.width)
         buffers, debug = self.stage.allocate(capacity, bind), config.debug
@@ -90,9 +88,7 @@ class DecodeRunner(Generic[V]):
         Nothing is captured with `graphs` off. Raises CaptureError where buckets failed; the others are usable all the
         same, and `report` names both.
         """
-        config, sizes = self.config, self._sizes if self.config.graphs else {}
-        order = Order(sizes, self._patterns, config.warmups, config.error_mode, config.progress, config.lazy, self.name)
-        return self.graphs.capture(order)
+        return self.graphs.capture(Order.of(self.config, self._sizes, self._patterns, self.name))
 
     def _may_shorten(self) -> Shortcuts[V] | None:
         """Shortcuts, where fills are part of graphs, and required sources tell all sizes."""
@@ -183,7 +179,7 @@ class DecodeRunner(Generic[V]):
             route = self._router.route(live, absent, batch)
             if isinstance(route, Decision):
                 view = self._eager.fill(batch, **side)
-                self._count(route, live[-1])
+                self._tally.note_fallback(route, live[-1], self.name)
                 return view, None, live[-1]
             ready = graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=whole)
         except BatchError as error:
@@ -212,7 +208,7 @@ class DecodeRunner(Generic[V]):
             raise
         except BatchError:
             raise refused from None
-        self._count(decision, requests)
+        self._tally.note_fallback(decision, requests, self.name)
         return view, None, requests
 
     def replay(self, view: V) -> Any:
@@ -259,11 +255,6 @@ class DecodeRunner(Generic[V]):
             self._shortcuts.settle()
         return {**self._tally.as_data(), "lowerings": dict(filler.lowered), "detours": dict(filler.detours)}
 
-    def _count(self, decision: Decision, rows: int) -> None:
-        """Count an eager run in a graph's place, and warn the first time that a reason leads to one."""
-        if self._tally.fell_back(decision, rows):
-            _LOG.warning("fallback", runner=self.name, why=decision.why, reason=decision.reason)
-
 
 def _rows_each(output_rows: Axis | None, width: int) -> int | None:
     """Output rows for each request."""
@@ -273,16 +264,3 @@ def _rows_each(output_rows: Axis | None, width: int) -> int | None:
         message = f"output_rows is TOKENS, BATCH or None, got {output_rows!r}"
         raise ConfigError(message)
     return width if output_rows == TOKENS else 1
-
-
-def _padded(stage: Stage[Any], sizes: Sizes, rows: int, width: int) -> Sizes:
-    """The padded size of every axis in a bucket. ConfigError where a varying axis has no capacity."""
-    if BATCH in sizes or TOKENS in sizes:
-        message = "sizes of BATCH and TOKENS follow from buckets= and width=: give those"
-        raise ConfigError(message)
-    padded = {BATCH: rows, TOKENS: rows * width, **sizes}
-    missing = [axis.name for axis in stage.declaration.axes if axis not in padded]
-    if missing:
-        message = f"{stage.declaration.name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings"
-        raise ConfigError(message)
-    return padded

@@ -58,11 +58,11 @@ class MultiLayerDraftExtendRunner(Through[V]):
         config = RunnerConfig.of({"backend": name_of(backend), **options})
         declaration = inputs.slotgraph.under(settings)
         _check(inputs.slotgraph, steps, chained, bind)
-        device, largest = choose(backend), config.ladder().largest
+        adapter, largest = choose(backend), config.ladder().largest
         capacity = {BATCH: largest, TOKENS: largest * width, **with_width(inputs, sizes, width)}
         chain = {name: declaration.slots[name] for name in chained if name in declaration.slots}
-        self.parents = {name: _parent(name, slot, len(steps), capacity, device) for name, slot in chain.items()}
-        tails = {name: _tail(name, slot, device.capabilities, capacity) for name, slot in chain.items()}
+        self.parents = {name: _parent(name, slot, len(steps), capacity, adapter) for name, slot in chain.items()}
+        tails = {name: _tail(name, slot, adapter.capabilities, capacity) for name, slot in chain.items()}
         self._decode = DecodeRunner(
             inputs,
             _Chain(tuple(steps), self.parents, tails),
@@ -73,7 +73,7 @@ class MultiLayerDraftExtendRunner(Through[V]):
             lend=lend,
             carry=carry,
             output_rows=output_rows,
-            backend=device,
+            backend=adapter,
             **options,
         )
         self._decode.name = type(self).__name__

@@ -9,7 +9,7 @@ import torch
 
 from ..backends.base import Backend
 from ..backends.registry import choose
-from ..dataflow.axes import WIDTH, Axis, Dim, Sizes
+from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Dim, Sizes
 from ..dataflow.binding import overlaps, span
 from ..dataflow.bucket import absent_from
 from ..dataflow.buffers import Buffers, allocate
@@ -110,6 +110,22 @@ class Stage(Generic[V]):
     def allocate(self, capacity: Sizes, bind: Mapping[str, torch.Tensor] = NO_BINDINGS) -> Buffers:
         """Buffers of a given capacity on the backend."""
         return allocate(self.declaration, capacity, self.backend.capabilities, self.backend.empty, bind)
+
+    def padded(self, counts: Sizes, said: str) -> Sizes:
+        """The padded size of every axis in a bucket, given those of BATCH and TOKENS, which the options `said` decide.
+
+        ConfigError where sizes= has one of these, or lacks that of another varying axis.
+        """
+        if BATCH in self.sizes or TOKENS in self.sizes:
+            message = f"sizes of BATCH and TOKENS follow from {said}: give those"
+            raise ConfigError(message)
+        padded = {**counts, **self.sizes}
+        missing = [axis.name for axis in self.declaration.axes if axis not in padded]
+        if missing:
+            name = self.declaration.name
+            message = f"{name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings"
+            raise ConfigError(message)
+        return padded
 
     def plan(
         self,

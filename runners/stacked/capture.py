@@ -1,8 +1,7 @@
 """Capturing the stack of a step: what of a bucket is captured, and on which arguments."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
 import attrs
@@ -16,6 +15,7 @@ from ...dataflow.errors import CaptureError
 from ...dataflow.ready import Ready
 from ...dataflow.step import Step
 from ...dataflow.views import ViewInfo, carried, make_view
+from ..capture import told_as_capture_error
 from ..decision import Path
 from ..filler import Filling
 from ..outputs import check_rows
@@ -72,7 +72,7 @@ class StackCapture(Generic[V]):
         """
         stage, bucket = self._stage, filling.bucket
         live: Sizes = {**bucket.sizes, BATCH: 1}
-        with stage.backend.stream(), torch.no_grad(), _named():
+        with told_as_capture_error(), stage.backend.stream(), torch.no_grad():
             fields = fill_placeholder(stage, self._buffers, Step(live, bucket.sizes), absent)
             ready = bucket.fill_for(absent).ready(tuple(live[axis] for axis in stage.declaration.varying))
             view = live_view(stage, self._buffers, ready, fields)
@@ -166,18 +166,6 @@ def _cut_at(parts: Callable[[], Any]) -> Callable[..., Any]:
         return parts()
 
     return run
-
-
-@contextmanager
-def _named() -> Iterator[None]:
-    """Whatever goes wrong while a bucket is looked at, it is not captured."""
-    try:
-        yield
-    except CaptureError:
-        raise
-    except Exception as error:
-        message = f"the step raised {type(error).__name__}: {error}"
-        raise CaptureError(message) from error
 
 
 @attrs.define(eq=False)

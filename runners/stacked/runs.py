@@ -2,13 +2,12 @@
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Final, Generic
+from typing import Any, Generic
 
 import attrs
-import structlog
 import torch
 
-from ...dataflow.axes import BATCH, TOKENS, Axis, Sizes
+from ...dataflow.axes import BATCH, TOKENS, Axis
 from ...dataflow.capabilities import Lowering, chosen_lowering
 from ...dataflow.errors import BatchError, ConfigError, ReplayError
 from ...dataflow.fill import compute_on_device
@@ -29,8 +28,6 @@ from ..router import Router
 from ..running import Running, under_way
 from ..stage import Stage, V
 from .capture import Boundary, Part, StackCapture, live_view
-
-_LOG: Final = structlog.get_logger("slotgraph")
 
 
 @attrs.frozen(eq=False)
@@ -66,7 +63,8 @@ class StackRuns(Generic[V]):
         self.name = name
         self._boundary = boundary
         self._output_rows = _checked_axis(output_rows, stage)
-        self._sizes = {tokens: _padded(stage, tokens, config.max_batch) for tokens in self.buckets.sizes}
+        counts = ({TOKENS: tokens, BATCH: config.max_batch} for tokens in self.buckets.sizes)
+        self._sizes = {one[TOKENS]: stage.padded(one, "max_batch= and buckets=") for one in counts}
         capacity = self._sizes[self.buckets.largest]
         buffers = stage.allocate(capacity)
         lowering = chosen_lowering(stage.backend.capabilities, config.lowering)
@@ -88,10 +86,7 @@ class StackRuns(Generic[V]):
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it."""
-        config = self.config
-        sizes = self._sizes if config.graphs else {}
-        warmups, mode, bar, lazy = config.warmups, config.error_mode, config.progress, config.lazy
-        return self.graphs.capture(Order(sizes, self._patterns, warmups, mode, bar, lazy, self.name))
+        return self.graphs.capture(Order.of(self.config, self._sizes, self._patterns, self.name))
 
     @property
     def lowering(self) -> Lowering:
@@ -161,8 +156,7 @@ class StackRuns(Generic[V]):
 
     def _fill_eagerly(self, batch: Any, decision: Decision, side: Side, live: tuple[int, ...]) -> Filled[V]:
         view = self._eager.fill(batch, **side)
-        if self._tally.fell_back(decision, live[-1]):
-            _LOG.warning("fallback", runner=self.name, why=decision.why, reason=decision.reason)
+        self._tally.note_fallback(decision, live[-1], self.name)
         return Filled(view, None, live[-1], self._requests_in(live))
 
     def _run(self, filled: Filled[V]) -> Any:
@@ -249,19 +243,6 @@ def _checked_axis(output_rows: Axis | None, stage: Stage[Any]) -> Axis | None:
     else:
         message = f"output_rows is TOKENS, BATCH or None, got {output_rows!r}"
     raise ConfigError(message)
-
-
-def _padded(stage: Stage[Any], tokens: int, requests: int) -> Sizes:
-    """The padded size of every axis. ConfigError where a varying axis has no capacity."""
-    if BATCH in stage.sizes or TOKENS in stage.sizes:
-        message = "sizes of BATCH and TOKENS follow from max_batch= and buckets=: give those"
-        raise ConfigError(message)
-    padded = {TOKENS: tokens, BATCH: requests, **stage.sizes}
-    missing = [axis.name for axis in stage.declaration.axes if axis not in padded]
-    if missing:
-        message = f"{stage.declaration.name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings"
-        raise ConfigError(message)
-    return padded
 
 
 def _place(stage: Stage[Any], axis: Axis) -> int | None:
