@@ -5,12 +5,14 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+NPU := .venv-npu
+NPU_LACKS := $(shell tests/npu/run lacks)
+PIP := python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-cuda bench docs lint types test-slow coverage help clean distclean
+.PHONY: demo test test-cuda test-npu bench docs lint types test-slow coverage help clean distclean
 
 demo: .venv/.have-models  ## generate text through captured steps, compared with the model's own library
 	@$(BIN)/python docs/examples/generate $(ARGS)
@@ -20,6 +22,9 @@ test: .venv/.have-test  ## all tests, the documentation's blocks, and each bench
 
 test-cuda: .venv/.have-test  ## the tests for a CUDA device; where there is none they skip, and say why
 	@$(BIN)/pytest -m cuda $(ARGS)
+
+test-npu: $(if $(NPU_LACKS),,$(NPU)/.have-npu)  ## the tests for an NPU: the real torch_npu on a stand-in for Ascend's runtime
+	@$(if $(NPU_LACKS),echo "slotgraph: skipped: $(NPU_LACKS)",tests/npu/run $(NPU)/bin/python -- $(ARGS))
 
 test-slow: .venv/.have-test  ## the Hypothesis suite at 1,000 examples a test
 	@HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -m hypothesis --durations=5 tests $(ARGS)
@@ -50,30 +55,36 @@ types: .venv/.have-lint .venv/.have-test  ## mypy (strict) and pyright
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-clean:  ## remove what was built and cached; .venv stays
+clean:  ## remove what was built and cached; .venv and .venv-npu stay
 	@rm -rf build dist docs/_build htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
-	@rm -rf src/slotgraph.egg-info
-	@find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	@rm -rf src/slotgraph.egg-info tests/npu/standin/build
+	@find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-distclean: clean  ## remove .venv too
-	@rm -rf .venv
+distclean: clean  ## remove .venv and .venv-npu too
+	@rm -rf .venv $(NPU)
 
 # .venv/.have-X: the extra X of pyproject.toml is installed; made anew when pyproject.toml or constraints.txt changes.
 .venv/.have-%: pyproject.toml constraints.txt | .venv/.torch
 	@echo "slotgraph: installing what '$*' needs, at the versions of constraints.txt ..."
-	@$(PIP) --editable '.[$*]'
+	@$(BIN)/$(PIP) --editable '.[$*]'
 	@touch $@
 
-.venv/.torch: | .venv/.made
+# torch_npu has an environment of its own: where it is installed, it takes part in every program that imports torch.
+$(NPU)/.have-npu: pyproject.toml constraints.txt constraints-npu.txt | $(NPU)/.torch
+	@echo "slotgraph: installing torch_npu and what 'test' needs, at the versions of constraints-npu.txt and constraints.txt ..."
+	@$(NPU)/bin/$(PIP) --constraint constraints-npu.txt --editable '.[test]' torch_npu pyyaml
+	@touch $@
+
+.venv/.torch $(NPU)/.torch: %/.torch: | %/.made
 	@echo "slotgraph: installing torch, by far the largest part (minutes, most of them download) ..."
-	@$(PIP) torch
+	@$*/bin/$(PIP) torch
 	@touch $@
 
-.venv/.made:
+.venv/.made $(NPU)/.made: %/.made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	echo "slotgraph needs Python 3.11 or newer, and '$(PYTHON)' is not: name another, as in make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { \
 	echo "slotgraph: '$(PYTHON)' cannot make environments; Debian and Ubuntu have this as python3-venv" >&2; exit 1; }
-	@echo "slotgraph: making .venv with $$($(PYTHON) --version) ..."
-	@$(PYTHON) -m venv .venv
+	@echo "slotgraph: making $* with $$($(PYTHON) --version) ..."
+	@$(PYTHON) -m venv $*
 	@touch $@

@@ -3,6 +3,7 @@
 from .base import (
     DEVICE,
     HOST,
+    NO_PARAMETERS,
     Availability,
     Backend,
     Capabilities,
@@ -19,6 +20,7 @@ from .registry import choose, load, names
 __all__ = [
     "DEVICE",
     "HOST",
+    "NO_PARAMETERS",
     "Availability",
     "Backend",
     "Capabilities",

@@ -1,9 +1,9 @@
 """The abstract base of all backends: a capability record and a handful of verbs."""
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import attrs
 import torch
@@ -15,6 +15,7 @@ from ..dataflow.upload import Upload
 __all__ = [
     "DEVICE",
     "HOST",
+    "NO_PARAMETERS",
     "Availability",
     "Backend",
     "Capabilities",
@@ -40,6 +41,7 @@ class Availability:
         return self.available
 
 
+NO_PARAMETERS: Final[Mapping[str, torch.Tensor]] = {}
 Interruption = Callable[[Sequence[Any] | None], Any]
 """What is called between two graphs: without places it answers, with them it writes its answer there."""
 
@@ -103,10 +105,6 @@ class Fusion(abc.ABC):
         """Words that one row of a table takes."""
 
     @abc.abstractmethod
-    def upload(self, nbytes: int) -> Upload:
-        """A packet of at most so many bytes, which holds zeros, and what feeds it."""
-
-    @abc.abstractmethod
     def kernel(self, table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
         """A call that launches the kernel over a table on the current stream; it may be captured.
 
@@ -151,9 +149,18 @@ class Backend(abc.ABC):
         """The stream that warm-ups and captures run on, as a context."""
 
     @abc.abstractmethod
-    def capture(self, step: Callable[[], Any], *, pool: object | None = None, error_mode: str | None = None) -> Graph:
+    def capture(
+        self,
+        step: Callable[[], Any],
+        *,
+        pool: object | None = None,
+        error_mode: str | None = None,
+        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+    ) -> Graph:
         """Record what `step` does, without lasting effect where the device has true capture.
 
+        parameters: host tensors, by the name of the operator's argument that takes them. Where the record says
+        `host_parameters`, each replay hands the graph what they hold then; elsewhere they are ordinary host memory.
         Raises CaptureError, chained to what the device or the step said; nothing is left half captured.
         """
 
@@ -176,6 +183,14 @@ class Backend(abc.ABC):
         no memory of the graph that is being captured.
         """
         return tensor
+
+    def upload(self, nbytes: int) -> Upload | None:
+        """A packet of so many bytes on the device, which holds zeros, and what feeds it; None where there is no way.
+
+        Asked for where there is a `fusion()`, and where the record says `packed_uploads`.
+        """
+        del nbytes
+        return None
 
     def fusion(self) -> Fusion | None:
         """The device's way to fill in one upload and one launch; None where it has no such way."""

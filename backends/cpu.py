@@ -1,10 +1,12 @@
 """The CPU without graphs: a replay runs the callable again on its fixed views."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, final
 
+import torch
+
 from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
-from .base import Graph, Interruption
+from .base import NO_PARAMETERS, Graph, Interruption
 from .host import HostBackend
 
 
@@ -43,9 +45,16 @@ class CpuBackend(HostBackend):
 
     name: ClassVar[str] = "cpu"
 
-    def capture(self, step: Callable[[], Any], *, pool: object | None = None, error_mode: str | None = None) -> Graph:
-        """Run the step once and keep it."""
-        del pool, error_mode
+    def capture(
+        self,
+        step: Callable[[], Any],
+        *,
+        pool: object | None = None,
+        error_mode: str | None = None,
+        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+    ) -> Graph:
+        """Run the step once and keep it. A replay runs its code again, which reads parameters where they lie."""
+        del pool, error_mode, parameters
         try:
             return CallableGraph(step)
         except CaptureError:

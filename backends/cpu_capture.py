@@ -13,14 +13,14 @@ How it behaves, where that is not obvious:
 - Only the capturing thread is recorded, whatever the error mode.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, final
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ..dataflow.errors import CaptureError, ReplayError
-from .base import Capabilities, Graph, Interruption
+from .base import NO_PARAMETERS, Capabilities, Graph, Interruption
 from .host import LOWERINGS, HostBackend
 from .program import Call, Part, parts_of
 from .recorder import Recorder, active_recorder, is_recording, plain_tensors
@@ -111,16 +111,24 @@ class CpuCaptureBackend(HostBackend):
         """As CUDA's: copies in a capture from the device and from pinned memory, which are one here."""
         return _CAPABILITIES
 
-    def capture(self, step: Callable[[], Any], *, pool: object | None = None, error_mode: str | None = None) -> Graph:
+    def capture(
+        self,
+        step: Callable[[], Any],
+        *,
+        pool: object | None = None,
+        error_mode: str | None = None,
+        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+    ) -> Graph:
         """Run the step once and record it; its storages, and all that it wrote, are left as if it had not run.
 
-        Raises CaptureError for what CUDA refuses, naming the operation and the way out, and from what the step raised.
+        parameters: to be read by operators alone, since there is no way to hand their values to a replay. Raises
+        CaptureError for what CUDA refuses, naming the operation and the way out, and from what the step raised.
         """
         del pool
         if error_mode is not None and error_mode not in _ERROR_MODES:
             message = f"error_mode is one of {', '.join(map(repr, _ERROR_MODES))}, not {error_mode!r}"
             raise CaptureError(message)
-        recorder = Recorder()
+        recorder = Recorder(parameters)
         outputs = _record(recorder, step)
         with plain_tensors():
             return _graph(recorder, outputs)

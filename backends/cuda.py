@@ -9,14 +9,10 @@ How it behaves, where that is not obvious:
 - Outputs are ordinary tensors, also of a capture inside inference mode.
 """
 
-import bisect
-import contextlib
-import functools
 import inspect
 import os
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, final
 
@@ -24,15 +20,33 @@ import attrs
 import torch
 
 from ..dataflow.capabilities import LADDER
-from ..dataflow.errors import BackendUnavailableError, CaptureError
-from .base import DEVICE, Availability, Backend, Capabilities, Event, Fusion, Graph, Interruption, Memory, Placement
-from .cuda_faults import first_line, out_of_memory, ran_out_of_memory
-from .cuda_fusion import current_stream_on, fusion_on
-from .cuda_graph import capture
-from .cuda_pool import FixedPool, GraphPool, bytes_on, new_handle, shared_on
+from ..dataflow.errors import BackendUnavailableError
+from .base import (
+    DEVICE,
+    NO_PARAMETERS,
+    Availability,
+    Backend,
+    Capabilities,
+    Event,
+    Fusion,
+    Graph,
+    Interruption,
+    Memory,
+    Placement,
+    Upload,
+)
+from .cuda_fusion import fusion_on
+from .cuda_runtime import CudaRuntime
+from .cuda_upload import current_stream_on, upload_on
+from .device_graph import Manner, capture
+from .faults import first_line
+from .graph_pool import GraphPool, mode_of, pool_of, shared_on, warming
+from .runtime import Handle
+from .segments import streams_of
 
 _ERROR_MODES: Final = ("global", "thread_local", "relaxed")
 _CAPABILITIES: Final = Capabilities(
+    packed_uploads=True,
     capture_copies=frozenset({"device", "pinned"}),
     capture_error_modes=_ERROR_MODES,
 )
@@ -78,7 +92,7 @@ class CudaBackend(Backend):
 
     def __init__(self, *, check_input_liveness: bool = False) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._shared = shared_on(self._device)
+        self._shared = shared_on(self._device, CudaRuntime)
         self._options: dict[str, Any] = _liveness() if check_input_liveness else {}
 
     @classmethod
@@ -94,6 +108,10 @@ class CudaBackend(Backend):
         The fused lowerings come first where triton can compile for the device.
         """
         return _CAPABILITIES if self.fusion() is None else _WITH_FUSION
+
+    def upload(self, nbytes: int) -> Upload | None:
+        """A packet on the device, fed by a pinned ring."""
+        return upload_on(self._device, nbytes)
 
     def fusion(self) -> Fusion | None:
         """The fused fill, compiled on first use; None where triton is missing or cannot compile."""
@@ -111,15 +129,7 @@ class CudaBackend(Backend):
     def streams_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The stream that each tensor's memory was allocated on, from the allocator's own books: milliseconds."""
         snapshot: Callable[[], list[dict[str, Any]]] = torch.cuda.memory_snapshot
-        segments = snapshot()
-        found = sorted((one["address"], one["address"] + one["total_size"], one["stream"]) for one in segments)
-        starts = [low for low, _, _ in found]
-        streams = []
-        for tensor in tensors:
-            at = bisect.bisect_right(starts, tensor.data_ptr()) - 1
-            is_known = at >= 0 and tensor.data_ptr() < found[at][1]
-            streams.append(found[at][2] if is_known else self.stream_key()())
-        return tuple(streams)
+        return streams_of(snapshot(), tensors, self.stream_key()())
 
     @property
     def device(self) -> torch.device:
@@ -137,51 +147,42 @@ class CudaBackend(Backend):
         """The pool that all captures on this device share."""
         return self._shared.pool
 
-    @contextlib.contextmanager
-    def stream(self) -> Iterator[torch.cuda.Stream]:
+    def stream(self) -> AbstractContextManager[Any]:
         """The device's one capture stream: it waits for the current stream, which waits for it at the end.
 
         Raises CaptureError, which says what to lower, where the block runs out of the device's memory.
         """
-        shared, around = self._shared, torch.cuda.current_stream(self._device)
-        with shared.lock:
-            shared.stream.wait_stream(around)
-            try:
-                with torch.cuda.stream(shared.stream):
-                    yield shared.stream
-            except Exception as error:
-                if isinstance(error, CaptureError) or not ran_out_of_memory(error):
-                    raise
-                traceback.clear_frames(error.__traceback__)  # the tensors that the error would keep alive
-                torch.cuda.empty_cache()
-                raise out_of_memory(error, "before this bucket was captured") from error
-            finally:
-                around.wait_stream(shared.stream)
+        return warming(self._shared)
 
-    def capture(self, step: Callable[[], Any], *, pool: object | None = None, error_mode: str | None = None) -> Graph:
+    def capture(
+        self,
+        step: Callable[[], Any],
+        *,
+        pool: object | None = None,
+        error_mode: str | None = None,
+        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+    ) -> Graph:
         """Record the step on the capture stream without running it; pool: as `pool()` or torch hands it out.
 
         Raises CaptureError for what CUDA refuses, naming the line and the way out, where memory ran out, saying what
         to lower, and from what the step raised.
         """
-        mode = _ERROR_MODES[0] if error_mode is None else error_mode
-        if mode not in _ERROR_MODES:
-            message = f"error_mode is one of {', '.join(map(repr, _ERROR_MODES))}, not {error_mode!r}"
-            raise CaptureError(message)
-        begin: Callable[..., AbstractContextManager[None]] = functools.partial(
-            torch.cuda.graph, capture_error_mode=mode, **self._options
-        )
-        return capture(self._shared, step, _pool_of(pool), begin)
+        del parameters  # host memory like any other
+        options = {"capture_error_mode": mode_of(error_mode, _ERROR_MODES), **self._options}
+
+        def begin(graph: Any, handle: Handle, stream: Any) -> AbstractContextManager[object]:
+            return torch.cuda.graph(graph, pool=handle, stream=stream, **options)
+
+        runtime = self._shared.runtime
+        return capture(self._shared, step, pool_of(pool, runtime), Manner(runtime.new_graph, begin))
 
     def interrupt(self, run: Interruption) -> Any:
         """Call it between two graphs, here and in each replay; outside a capture, once."""
-        recording = self._shared.recording
-        return run(None) if recording is None else recording.interrupt(run)
+        return self._shared.interrupt(run)
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, without keeping the graph's pool from using it again."""
-        recording = self._shared.recording
-        return tensor if recording is None else recording.borrow(tensor)
+        return self._shared.borrow(tensor)
 
     def event(self) -> Event:
         """An event recorded now on the current stream."""
@@ -194,7 +195,7 @@ class CudaBackend(Backend):
     def memory(self) -> Memory:
         """The driver's account of the device, and what torch's allocator holds of it."""
         free, total = torch.cuda.mem_get_info(self._device)
-        return Memory(total=total, free=free, allocated=bytes_on(self._device)[0])
+        return Memory(total=total, free=free, allocated=self._shared.runtime.bytes_on(self._device)[0])
 
 
 def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
@@ -202,18 +203,6 @@ def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
     if handle == 0:
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(handle, device)  # type: ignore[no-untyped-call]
-
-
-def _pool_of(pool: object | None) -> GraphPool:
-    """A pool as it is, one around torch's handle, or one for a single graph."""
-    if isinstance(pool, GraphPool):
-        return pool
-    if pool is None:
-        return FixedPool(new_handle())
-    if isinstance(pool, tuple) and [type(part) for part in pool] == [int, int]:
-        return FixedPool(pool)
-    message = f"pool is what pool() or torch.cuda.graph_pool_handle() hands out, not {pool!r}"
-    raise CaptureError(message)
 
 
 def _liveness() -> dict[str, Any]:

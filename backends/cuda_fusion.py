@@ -1,6 +1,5 @@
-"""One upload and one launch on CUDA: the pinned ring, the driver's copy, and the fused kernel."""
+"""One launch on CUDA: the fused kernel."""
 
-import ctypes
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -9,21 +8,15 @@ from typing import Any, Final, final
 import structlog
 import torch
 
-from .base import Fusion, Upload
-from .ring import Ring
+from .base import Fusion
 
 _LOG = structlog.get_logger("slotgraph")
-MOST_INLINE: Final = 32 << 10
-"""Bytes up to which a copy from pageable memory beats a pinned entry. One H200, driver 580, host and device us: 216
-bytes 2.3 and 0.9 against 2.0 and 2.0 pinned; 4 KiB 2.3 and 1.2 against 2.1 and 10.5; 32 KiB 3.7 and 3.4 against 3.4 and
-11.2; 64 KiB 6.6 and 5.6 against 4.2 and 11.9."""
-_DRIVER: Final = "libcuda.so.1"
 _NO_TRITON: Final = "triton is not installed: `pip install triton`"
 
 
 @final
 class CudaFusion(Fusion):
-    """The fused fill as a Triton kernel, fed by a ring."""
+    """The fused fill as a Triton kernel."""
 
     def __init__(self, device: torch.device) -> None:
         from . import cuda_kernel  # noqa: PLC0415 - triton is there only where the device is
@@ -36,15 +29,6 @@ class CudaFusion(Fusion):
     def block(self) -> int:
         """Words that one program takes."""
         return int(self._module.BLOCK)
-
-    def upload(self, nbytes: int) -> Upload:
-        """A packet on the device, fed by a pinned ring."""
-        with torch.inference_mode(mode=False):
-            packet = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        copies = _Copies(packet)
-        mark = functools.partial(_mark, self._device)
-        finish = functools.partial(_finish, self._device)
-        return Ring(packet, _pinned, copies.start, mark, copies.inline, finish, MOST_INLINE if copies.by_driver else 0)
 
     def kernel(self, table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
         """A launch of one program for each row of the table."""
@@ -76,71 +60,3 @@ def fusion_on(device: torch.device) -> CudaFusion | None:
     except Exception as error:  # noqa: BLE001 - triton raises what it likes: no compiler, no driver, an unknown chip
         _LOG.warning("no_fused_fill", device=str(device), reason=f"{type(error).__name__}: {error}")
         return None
-
-
-def current_stream_on(device: torch.device) -> Callable[[], int]:
-    """A call that tells the handle of a device's current stream, without making an object of it."""
-    handle: Any = torch._C._cuda_getCurrentRawStream  # noqa: SLF001 - what torch's own generated code calls
-    return functools.partial(handle, device.index)
-
-
-def _pinned(nbytes: int) -> torch.Tensor:
-    with torch.inference_mode(mode=False):
-        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
-def _finish(device: torch.device) -> None:
-    """Wait for the device; not in the middle of a capture, which that would break off."""
-    if not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize(device)
-
-
-def _mark(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-class _Copies:
-    """Starts copies to a packet: by the driver, which takes two thirds of the time of torch's copy, else by torch.
-
-    From memory that is not pinned, a driver reads what it copies before the call returns (CUDA's "API synchronization
-    behavior"); torch would wait for the device there.
-    """
-
-    def __init__(self, packet: torch.Tensor) -> None:
-        self._packet = packet
-        self._target = packet.data_ptr()
-        self._stream = current_stream_on(packet.device)
-        self._copy = _driver_copy()
-        self.by_driver = self._copy is not None
-
-    def start(self, address: int, nbytes: int) -> None:
-        """Copy from pinned memory."""
-        if self._copy is None or self._copy(self._target, address, nbytes, self._stream()):
-            _copy_by_torch(self._packet, address, nbytes)
-
-    def inline(self, data: bytes, nbytes: int) -> None:
-        """Copy from bytes, which the driver has read when this returns."""
-        if self._copy is None or self._copy(self._target, data, nbytes, self._stream()):
-            with torch.cuda.device(self._packet.device):  # a thread that has not used the device yet: torch readies it
-                self._packet[:nbytes].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
-def _driver_copy() -> Callable[[int, int | bytes, int, int], int] | None:
-    """The driver's asynchronous copy to the device; None where there is another driver than CUDA's."""
-    if torch.version.hip is not None:
-        return None
-    try:
-        function = ctypes.CDLL(_DRIVER).cuMemcpyHtoDAsync_v2
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-    function.restype = ctypes.c_int
-    return function
-
-
-def _copy_by_torch(packet: torch.Tensor, address: int, nbytes: int) -> None:
-    """The same by torch, from host memory that it knows nothing of but the address."""
-    held = (ctypes.c_uint8 * nbytes).from_address(address)
-    packet[:nbytes].copy_(torch.frombuffer(held, dtype=torch.uint8), non_blocking=True)

@@ -9,7 +9,8 @@ from typing import Final
 import torch
 
 from ..dataflow.capabilities import Lowering
-from .base import Availability, Backend, Capabilities, Event, Fusion, Memory, Placement
+from .base import Availability, Backend, Capabilities, Event, Fusion, Memory, Placement, Upload
+from .host_upload import HostUpload
 
 LOWERINGS: Final[tuple[Lowering, ...]] = ("foreach", "slot_by_slot", "in_graph", "fused")
 """Foreach is the fastest here; the fused ones show what a device will do."""
@@ -70,6 +71,10 @@ class HostBackend(Backend):
     def stream(self) -> AbstractContextManager[object]:
         """No stream: work runs where it is called."""
         return nullcontext()
+
+    def upload(self, nbytes: int) -> Upload | None:
+        """A packet in host memory."""
+        return HostUpload(nbytes)
 
     def fusion(self) -> Fusion | None:
         """The fused fill in plain code."""

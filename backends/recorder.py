@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dataflow.errors import CaptureError
-from .base import Interruption
+from .base import NO_PARAMETERS, Interruption
 from .program import Operation, Pause
 from .refusals import NO_GRADIENTS, HostReads, check, refuse
 from .storages import Places, Storages, tensors_in
@@ -61,11 +61,11 @@ def _compiled_eagerly() -> AbstractContextManager[object]:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
     """Runs a step's operators and writes them down, with aliases of their tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = Storages()
         self.operations: list[Operation | Pause] = []
-        self._host_reads = HostReads()
+        self._host_reads = HostReads(parameters)
         self._refused: CaptureError | None = None
 
     @property

@@ -194,6 +194,10 @@ def check(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], constan
         refuse(str(operator), advice)
 
 
+_NO_PARAMETERS: Final = (
+    "this device has no host parameters, so that each replay would see the value of the capture: declare it on the "
+    "device too, by copied() or computed(), and have operators read it there"
+)
 _TO_HOST: Final = "it copies to the host and waits: read the graph's outputs after the replay"
 
 _FUNCTIONS: Final[Mapping[Any, str]] = {
@@ -222,13 +226,15 @@ class HostReads(TorchFunctionMode):
     """Refuses what torch does without any operator on a CPU tensor: reads, copies to and from the host.
 
     A device written as the text "cpu" is the host; a torch.device, such as `x.device`, is where the step runs.
-    paused: whether nothing is recorded for the moment, so that all may pass.
+    parameters: host parameters by argument, of which the refusal says more. paused: whether nothing is recorded for the
+    moment, so that all may pass.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.refused: CaptureError | None = None
         self.paused = False
+        self._parameters = [(t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in parameters.items()]
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -240,10 +246,19 @@ class HostReads(TorchFunctionMode):
             return func(*args, **named)
         advice = _FUNCTIONS.get(func) or _refused_call(func, args, named)
         if advice is not None:
-            self._refuse(_public_name(func), advice)
+            parameter = self._parameter_in(args)
+            what = _public_name(func) if parameter is None else f"{_public_name(func)} of host parameter {parameter!r}"
+            self._refuse(what, advice if parameter is None else _NO_PARAMETERS)
         if func is torch.Tensor.to and _to_host(args, named):
             named["copy"] = True  # as on a device; on the CPU it would be the same tensor
         return func(*args, **named)
+
+    def _parameter_in(self, args: Sequence[Any]) -> str | None:
+        """The host parameter that a call is about, if it is."""
+        if not args or not isinstance(args[0], torch.Tensor) or args[0].layout is not torch.strided:
+            return None
+        address = args[0].data_ptr()
+        return next((name for low, high, name in self._parameters if low <= address < high), None)
 
     def _refuse(self, what: str, advice: str) -> None:
         try:

@@ -14,7 +14,7 @@ from .base import Backend
 GROUP: Final = "slotgraph.backends"
 AUTO: Final = "auto"
 _LOG = structlog.get_logger("slotgraph")
-_OWN: Final = {"cpu": "cpu", "cpu-capture": "cpu_capture", "cuda": "cuda"}
+_OWN: Final = {"cpu": "cpu", "cpu-capture": "cpu_capture", "cuda": "cuda", "npu": "npu", "accelerator": "accelerator"}
 
 
 def names() -> tuple[str, ...]:
@@ -44,7 +44,7 @@ def choose(backend: str | Backend | type[Backend]) -> Backend:
     if isinstance(backend, Backend):
         return backend
     if backend == AUTO:
-        return max(_available(), key=lambda kind: kind.priority)()
+        return next(_available())()
     kind = load(backend) if isinstance(backend, str) else backend
     available = kind.is_available()
     if not available:
@@ -54,15 +54,21 @@ def choose(backend: str | Backend | type[Backend]) -> Backend:
 
 
 def _available() -> Iterator[type[Backend]]:
-    """Every backend that can run here; one that does not even load is passed over, with a warning."""
-    for name in names():
-        try:
-            kind = load(name)
-        except BackendUnavailableError as error:
-            _LOG.warning("backend_broken", backend=name, reason=str(error))
-            continue
+    """Every backend that can run here, the highest priority first; one that does not even load is passed over.
+
+    Each is asked only when its turn comes: to ask may import a package that takes seconds.
+    """
+    for kind in sorted(_loaded(), key=lambda kind: kind.priority, reverse=True):
         if kind.is_available():
             yield kind
+
+
+def _loaded() -> Iterator[type[Backend]]:
+    for name in names():
+        try:
+            yield load(name)
+        except BackendUnavailableError as error:
+            _LOG.warning("backend_broken", backend=name, reason=str(error))
 
 
 def _plugins() -> importlib.metadata.EntryPoints:

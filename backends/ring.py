@@ -41,20 +41,21 @@ class Mark(Protocol):
 class Ring(Upload):
     """An upload by way of a ring.
 
-    pinned: makes host memory that the device copies from. start: starts a copy of so many bytes from a host address to
-    the packet, on the current stream. mark: records a point on that stream. inline: the same from bytes that may change
-    as soon as it returns; up to `most_inline` of them, 0 where there is no such way. finish: waits until the device has
-    done all that it was given; called when the ring goes, before its memory can go to someone else.
+    pinned: makes host memory that the device copies from. start: starts a copy from such memory to the packet, on the
+    current stream, given the memory, a place in it, and so many bytes. mark: records a point on that stream. finish:
+    waits until the device has done all that it was given; called when the ring goes, before its memory can go to
+    someone else. inline: as start, from bytes that may change as soon as it returns, up to `most_inline` of them; not
+    asked for where that is 0.
     """
 
     def __init__(
         self,
         packet: torch.Tensor,
         pinned: Callable[[int], torch.Tensor],
-        start: Callable[[int, int], None],
+        start: Callable[[torch.Tensor, int, int], None],
         mark: Callable[[], Mark],
-        inline: Callable[[bytes, int], None],
         finish: Callable[[], None],
+        inline: Callable[[bytes, int], None] | None = None,
         most_inline: int = 0,
     ) -> None:
         self._packet = packet
@@ -68,7 +69,7 @@ class Ring(Upload):
         self._next = 0
         weakref.finalize(self, _end, finish, self._kept).atexit = False
         self._room = 0
-        self._memory: torch.Tensor | None = None
+        self._memory = packet[:0]
 
     @property
     def packet(self) -> torch.Tensor:
@@ -87,18 +88,27 @@ class Ring(Upload):
             self._turn(index // SEGMENT)
         size = len(data)
         self._kept[index] = kept
-        if size <= self._most_inline:
+        if self._inline is not None and size <= self._most_inline:
             self._inline(data, size)
         else:
             self._by_entry(index, data, size)
         self._next = (index + 1) % ENTRIES
+
+    def move(self, source: torch.Tensor) -> torch.Tensor:
+        """By way of pinned memory of its own, which torch's allocator keeps until the device has read it.
+
+        What is large goes so: an entry of the ring for it would be there 32 times, and for good.
+        """
+        with torch.inference_mode(mode=False), torch.no_grad():
+            held = self._pinned(source.nbytes).view(source.dtype).view(source.shape)
+            return held.copy_(source).to(self._packet.device, non_blocking=True)
 
     def _by_entry(self, index: int, data: bytes, size: int) -> None:
         if size > self._room:
             self._grow(size)
         at = index * self._room
         self._bytes[at : at + size] = data
-        self._start(self._address + at, size)
+        self._start(self._memory, at, size)
 
     def _turn(self, entered: int) -> None:
         """Leave a segment and enter the next, once the device is done with it; let go of what it has read."""
@@ -118,7 +128,6 @@ class Ring(Upload):
     def _take(self, size: int) -> None:
         self._room = -(-size // _ALIGNMENT) * _ALIGNMENT
         self._memory = self._pinned(self._room * ENTRIES)
-        self._address = self._memory.data_ptr()
         array: Any = self._memory.numpy()
         self._bytes = memoryview(array).cast("B")
 

@@ -10,9 +10,11 @@ from .buffers import Buffer, Buffers
 from .capabilities import DEVICE
 from .errors import BatchError, MissingSourceError
 from .hostdata import HOST_KINDS, tensor_of
-from .ready import Fact
 from .roles import dtype_text
 from .slots import Slot
+
+Fact = tuple[torch.dtype, torch.device | bool, tuple[int, ...]]
+"""What is expected of a source: dtype, place and shape; the place is a device, or True for "on the CPU"."""
 
 
 @attrs.frozen
@@ -28,32 +30,45 @@ class Wanted:
         """Whether a source of this dtype can be copied into the slot."""
         return dtype == self.dtype or dtype in self.slot.converts_from()
 
+    def is_hosted(self, source: Any) -> bool:
+        """Whether a source is host data for a slot on the device."""
+        if self.slot.placement != DEVICE:
+            return False
+        if isinstance(source, torch.Tensor):
+            return source.is_cpu and self.device.type != "cpu"
+        return isinstance(source, HOST_KINDS)
+
 
 @attrs.frozen
 class Admitted:
     """Sources as tensors that can be read while slots are written.
 
     source_dtypes: those that differ from their slots', which convert them. in_place: slots whose source is the slot's
-    own memory, written by a producer.
+    own memory, written by a producer. hosted: slots on the device whose source is still on the host, dense and of the
+    slot's dtype.
     """
 
     sources: tuple[torch.Tensor, ...]
     source_dtypes: Mapping[str, torch.dtype]
     in_place: frozenset[str]
+    hosted: frozenset[str] = frozenset()
 
 
 class OtherSources(BatchError):  # noqa: N818 - not an error to the user: the fill plans anew and goes on
-    """The batch fits, but not the plan: sources have other dtypes, or other slots are written in place."""
+    """The batch fits, but not the plan: other sources are host data, of other dtypes, or written in place."""
 
     def __init__(self, admitted: Admitted) -> None:
         super().__init__("sources are not as planned")
         self.admitted = admitted
 
 
-def admit(wanted: Sequence[Wanted], sources: Sequence[Any], facts: Sequence[Fact], buffers: Buffers) -> Admitted:
+def admit(
+    wanted: Sequence[Wanted], sources: Sequence[Any], facts: Sequence[Fact], buffers: Buffers, *, packs: bool = False
+) -> Admitted:
     """Make tensors of all sources: host data goes where its slot is, what lies in a buffer is copied first.
 
-    Raises MissingSourceError if sources are missing, else BatchError with every fault.
+    packs: leave host data on the host. Raises MissingSourceError if sources are missing, else BatchError with every
+    fault.
     """
     rows = list(zip(wanted, sources, facts, strict=True))
     missing = [_missing(want) for want, source, _ in rows if source is None]
@@ -64,11 +79,34 @@ def admit(wanted: Sequence[Wanted], sources: Sequence[Any], facts: Sequence[Fact
     if faults:
         raise BatchError("; ".join(faults))
     tensors = [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
-    return _apart(wanted, tensors, buffers)
+    hosted = frozenset(want.name for want, source, _ in rows if packs and want.is_hosted(source))
+    placed = [
+        _dense(tensor, want.dtype, buffers) if want.name in hosted else _placed(tensor, want)
+        for want, tensor in zip(wanted, tensors, strict=True)
+    ]
+    return attrs.evolve(_apart(wanted, placed, buffers), hosted=hosted)
+
+
+def host_tensor(want: Wanted, source: Any, fact: Fact, buffers: Buffers) -> torch.Tensor:
+    """Host data for one slot as a dense tensor of its dtype; ValueError where it is none, or does not fit."""
+    found = _admit(want, source, fact, buffers[want.name]) if want.is_hosted(source) else ["no host data"]
+    if isinstance(found, list):
+        raise ValueError("; ".join(found))  # noqa: TRY004 - what is wrong is what it holds
+    return _dense(found, want.dtype, buffers)
+
+
+def _dense(tensor: torch.Tensor, dtype: torch.dtype, buffers: Buffers) -> torch.Tensor:
+    """A host tensor in one piece, of a dtype, and in no slot's memory."""
+    made = tensor.detach().resolve_neg().resolve_conj().to(dtype).contiguous()
+    return made.clone() if buffers.holds(made) else made
+
+
+def _placed(tensor: torch.Tensor, want: Wanted) -> torch.Tensor:
+    return tensor if tensor.device == want.device else tensor.to(want.device)
 
 
 def _admit(want: Wanted, source: Any, fact: Fact, buffer: Buffer) -> torch.Tensor | list[str]:
-    """One source as a tensor on its slot's device, or what is wrong with it."""
+    """One source as a tensor, or what is wrong with it."""
     if is_in_place(source, buffer) and tuple(source.shape) == fact[2]:
         return source  # type: ignore[no-any-return] # a tensor, as was just found
     if isinstance(source, HOST_KINDS):
@@ -77,10 +115,7 @@ def _admit(want: Wanted, source: Any, fact: Fact, buffer: Buffer) -> torch.Tenso
         except (RuntimeError, TypeError, ValueError) as error:
             return [f"{_expected(want, fact)}, got {type(source).__name__}: {error}"]
     faults = list(_faults(want, source, fact))
-    if faults:
-        return faults
-    tensor: torch.Tensor = source
-    return tensor if tensor.device == want.device else tensor.to(want.device)
+    return faults or source
 
 
 def _apart(wanted: Sequence[Wanted], tensors: Sequence[torch.Tensor], buffers: Buffers) -> Admitted:

@@ -33,6 +33,8 @@ class Capabilities:
     foreach_device, foreach_host: whether `torch._foreach_copy_` is safe between device tensors, and from host memory.
     foreach_mixed: whether one foreach call may hold several dtypes at no loss (it has a slow path for that on CUDA).
     foreach_chunk: tensors at most in one foreach call; 0 for no limit.
+    packed_uploads: whether what the host has for device slots goes up in one packet before foreach copies, cast
+    already; where not, each piece is moved by itself.
     arenas: whether slots may be carved out of one allocation (peer communication may want `storage_offset() == 0`).
     host_parameters: whether a graph takes host values at each replay beside its buffers.
     capture_copies: memory kinds that a copy may read from while a graph is being captured.
@@ -48,6 +50,7 @@ class Capabilities:
     foreach_host: bool = True
     foreach_mixed: bool = False
     foreach_chunk: int = 0
+    packed_uploads: bool = False
     arenas: bool = True
     host_parameters: bool = False
     capture_copies: frozenset[str] = frozenset({"device", "pinned"})

@@ -53,6 +53,12 @@ class Declaration:
         sources = ((name, slot.reads(name)) for name, slot in self.slots.items() if slot.optional)
         return tuple((name, source) for name, source in sources if source is not None)
 
+    @functools.cached_property
+    def parameters(self) -> Mapping[str, str]:
+        """Host parameters: by the operator's argument that takes it, the slot's name."""
+        named = ((slot.parameter(name), name) for name, slot in self.slots.items())
+        return MappingProxyType({argument: name for argument, name in named if argument is not None})
+
     def side(self, name: str) -> Placement:
         """Where a computed slot's function runs."""
         return graph.side_of(self.slots[name], self.slots)
@@ -123,10 +129,21 @@ def _faults(name: str, slots: Mapping[str, Slot], fields: Mapping[str, Any]) -> 
             yield DeclarationError(f"{name}.{slot_name}: slot {slot_name!r}: {fault}")
     for slot_name, fault in graph.faults(slots, fields):
         yield DeclarationError(f"{name}.{slot_name}: slot {slot_name!r}: {fault}")
+    for slot_name, fault in _shared_arguments(slots):
+        yield DeclarationError(f"{name}.{slot_name}: slot {slot_name!r}: {fault}")
     seen: dict[str, Axis] = {}
     for axis in _axes(slots):
         if seen.setdefault(axis.name, axis) != axis:
             yield DeclarationError(f"{name}: axis {axis.name!r} is both fixed and varying: rename one of them")
+
+
+def _shared_arguments(slots: Mapping[str, Slot]) -> Iterator[tuple[str, str]]:
+    """Slots that would give an operator's argument a second value: pairs of a slot's name and the fault."""
+    first: dict[str, str] = {}
+    for name, slot in slots.items():
+        argument = slot.parameter(name)
+        if argument is not None and first.setdefault(argument, name) != name:
+            yield name, f"argument {argument!r} takes the value of slot {first[argument]!r}: name another, or drop one"
 
 
 def _axes(slots: Mapping[str, Slot]) -> tuple[Axis, ...]:

@@ -39,6 +39,7 @@ class SlotFacts:
     shape: the declared sizes. dtype: on this backend; `role` is its declared name where the backend decides.
     tail, source, value: the rule, where a copy comes from, and what a constant holds, as one writes them.
     limit: the largest value that host data may hold. argument: the side argument that the source is read from.
+    parameter: the operator's argument that takes the value at each replay.
     function, needs, runs_on: of a computed slot. padded: the size of its view, nbytes: its bytes, copied: bytes that
     the live rows' copy moves; None without sizes.
     """
@@ -53,6 +54,7 @@ class SlotFacts:
     source: str | None
     limit: str | None
     argument: str | None
+    parameter: str | None
     value: str | None
     function: str | None
     needs: tuple[str, ...]
@@ -92,16 +94,20 @@ def explain(
     absent: Iterable[str] = (),
     in_place: Iterable[str] = (),
     lowering: Lowering | None = None,
+    *,
+    hosted: Iterable[str] = (),
 ) -> Explanation:
     """Explain a declaration on one backend; with `extents` also the plan and bytes of a step of these sizes.
 
     absent: optional slots that the step comes without. in_place: slots that a producer writes. lowering: how the plan
-    is run; the device's preferred way where nothing is said. ConfigError where sizes are given but not of every axis,
-    or do not fit together, where `absent` names no optional slot, or `in_place` none that is copied.
+    is run; the device's preferred way where nothing is said. hosted: slots that the batch brings host data for.
+    ConfigError where sizes are given but not of every axis, or do not fit together, where `absent` names no optional
+    slot, or one of the others none that is copied.
     """
     how = chosen_lowering(capabilities, lowering)
     sizes = _Sizes.of(declaration, extents) if extents else None
     missing, written = check_optional(declaration, absent), check_copied(declaration, in_place)
+    brought = check_hosted(declaration, hosted)
     unmoved = (*missing, *written)
     slots = tuple(_facts(name, declaration, capabilities, sizes, unmoved) for name in declaration.slots)
     return Explanation(
@@ -112,7 +118,9 @@ def explain(
         fields=tuple(declaration.fields),
         disabled=declaration.disabled,
         order=declaration.order,
-        plan=plan_fill(declaration, sizes.padded, capabilities, lowering=how, absent=missing, in_place=written)
+        plan=plan_fill(
+            declaration, sizes.padded, capabilities, lowering=how, absent=missing, in_place=written, hosted=brought
+        )
         if sizes
         else None,
         nbytes=sum(slot.nbytes or 0 for slot in slots) if sizes else None,
@@ -157,12 +165,19 @@ def check_optional(declaration: Declaration, absent: Iterable[str]) -> tuple[str
     return names
 
 
-def check_copied(declaration: Declaration, in_place: Iterable[str]) -> tuple[str, ...]:
-    """Names of slots that are copied. ConfigError where one is not."""
-    names = tuple(in_place)
+def check_hosted(declaration: Declaration, hosted: Iterable[str]) -> tuple[str, ...]:
+    """Names of slots that a batch may bring host data for. ConfigError where it cannot."""
+    return check_copied(declaration, hosted, "a batch cannot bring host data for {!r}")
+
+
+def check_copied(
+    declaration: Declaration, wanted: Iterable[str], fault: str = "a producer cannot write {!r} in place"
+) -> tuple[str, ...]:
+    """Names of slots that are copied. ConfigError, which says what cannot be done, where one is not."""
+    names = tuple(wanted)
     for name in names:
         if name not in declaration.slots or declaration.slots[name].reads(name) is None:
-            message = f"{declaration.name}: a producer cannot write {name!r} in place: it is no slot that is copied"
+            message = f"{declaration.name}: {fault.format(name)}: it is no slot that is copied"
             raise ConfigError(message)
     return names
 
@@ -185,6 +200,7 @@ def _facts(
         source=str(source) if source is not None else None,
         limit=str(limit) if limit is not None else None,
         argument=_argument(source),
+        parameter=slot.parameter(name),
         value=_value(slot),
         function=compute.name if compute else None,
         needs=compute.needs if compute else (),

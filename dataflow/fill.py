@@ -6,19 +6,19 @@ from typing import Any, Final
 
 import torch
 
-from .admission import OtherSources, Wanted, admit
+from .admission import OtherSources, admit
 from .caches import keep_newest
-from .gather import Gather, Sources
+from .copies import copy_all
+from .gather import Gather, Sources, chosen
 from .guard import guard_over
 from .hostdata import tensors_of
-from .planner import FUSED
+from .plan import FUSED
 from .ready import Preparer, Ready
 from .sources import Side
 
 _POINTER: Final = torch.Tensor.data_ptr
 _CONTIGUOUS: Final = torch.Tensor.is_contiguous
-_FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
-_FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - likewise
+_FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _GRAD_IS_ON: Final = torch.is_grad_enabled
 KEPT: Final = 1024
 """Live sizes that one fill keeps ready; the oldest goes first."""
@@ -32,20 +32,25 @@ class Fill:
 
     def __init__(self, preparer: Preparer) -> None:
         plan, slots, buffers = preparer.plan, preparer.declaration.slots, preparer.buffers
-        planned = [(name, group) for group in plan.copies for name in group.slots]
+        planned = [(n, group) for group in plan.copies for n in group.slots if slots[n].reads(n) is not None]
         sources = [source for name, _ in planned if (source := slots[name].reads(name)) is not None]
         self.plan = plan
         self.copied = tuple(name for name, _ in planned)
         self.buffers = buffers
-        self.wanted = [Wanted(n, slots[n], group.dst_dtype, buffers[n].tensor.device) for n, group in planned]
+        self.wanted = preparer.wanted
+        self._hosted = frozenset(self.copied) & {*plan.packed, *plan.moved}
         self._dtypes = {name: group.src_dtype for name, group in planned if group.src_dtype != group.dst_dtype}
         self._own_dtypes = [want.dtype for want in self.wanted]
         self._in_place = frozenset(name for name, group in planned if group.how == "in place")
-        self._moved = [i for i, name in enumerate(self.copied) if name not in self._in_place]
-        self._resting = [(i, buffers[n].tensor.data_ptr()) for i, n in enumerate(self.copied) if n in self._in_place]
         self._prepare = preparer
         self.gather = Gather(sources)
-        self._contiguous = [i for i in self._moved if not slots[self.copied[i]].takes_strided()]
+        here = [i for i, name in enumerate(self.copied) if name not in self._hosted]
+        self._here = tuple(self.copied[i] for i in here)
+        self._places = here
+        self._chosen = chosen(here) if self._hosted else None
+        self._read = [i for i, name in enumerate(self._here) if name not in self._in_place]
+        self._resting = [(i, buffers[n].tensor.data_ptr()) for i, n in enumerate(self._here) if n in self._in_place]
+        self._contiguous = [i for i in self._read if not slots[self._here[i]].takes_strided()]
         self._near = buffers.near
         self._facts = operator.attrgetter("dtype", preparer.where, "shape")
         self._distrusts = plan.lowering not in FUSED
@@ -58,15 +63,22 @@ class Fill:
         """
         ready = self._ready.get(live) or self.ready(live)
         sources = self.gather(batch, side)
-        if self._fits(sources, ready):
-            return ready, sources
-        tensors = tensors_of(sources, self._own_dtypes)
+        if self._fits(sources if self._chosen is None else self._chosen(sources), ready):
+            carried = sources if ready.cargo is None else ready.cargo.carry(sources)
+            if carried is not None:
+                return ready, carried
+        packs = self._prepare.feeder is not None
+        tensors = None if packs else tensors_of(sources, self._own_dtypes)
         if tensors is not None and self._fits(tensors, ready):
             return ready, tensors
-        admitted = admit(self.wanted, sources, ready.facts, self.buffers)
-        if admitted.source_dtypes != self._dtypes or admitted.in_place != self._in_place:
+        admitted = admit(self.wanted, sources, ready.facts, self.buffers, packs=packs)
+        if (admitted.source_dtypes, admitted.in_place, admitted.hosted) != (self._dtypes, self._in_place, self._hosted):
             raise OtherSources(admitted)
-        return ready, admitted.sources
+        return ready, self.carry(ready, admitted.sources)
+
+    def carry(self, ready: Ready, sources: Sources) -> Sources:
+        """What `write` takes, of sources that were admitted for this plan."""
+        return sources if ready.cargo is None else ready.cargo.carry_tensors(sources)
 
     def write(self, ready: Ready, sources: Sources, batch: Any) -> None:
         """Fill from sources that were found to fit, all but what the device computes; without gradients."""
@@ -91,7 +103,7 @@ class Fill:
             if self._resting:
                 if any(sources[i].data_ptr() != address for i, address in self._resting):
                     return False
-                sources = tuple([sources[i] for i in self._moved])
+                sources = tuple([sources[i] for i in self._read])
             pointers = sorted(map(_POINTER, sources))
         except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory of its own
             return False
@@ -103,14 +115,14 @@ class Fill:
 
     def _fits_anew(self, sources: Sources, ready: Ready) -> bool:
         """The same but for addresses, the long way; from then on one call tells whether sources are like these."""
-        if [*map(self._facts, sources)] != ready.facts:
+        if [*map(self._facts, sources)] != [ready.facts[i] for i in self._places]:
             return False
         if not all(_CONTIGUOUS(sources[i]) for i in self._contiguous):
             return False
         if any(source.is_neg() or source.is_conj() or source.data_ptr() % source.itemsize for source in sources):
             return False
         for i, _ in self._resting:
-            if sources[i].stride() != self.buffers[self.copied[i]].tensor.stride():
+            if sources[i].stride() != self.buffers[self._here[i]].tensor.stride():
                 return False
         ready.guard = guard_over(sources)
         return True
@@ -122,14 +134,14 @@ class Fill:
                 self._reset(ready)
             for tail, number in ready.always:
                 tail.fill_(number)
-            for views, start, stop in ready.groups:
-                _FOREACH_COPY(views, sources[start:stop])
-            for view, index in ready.singles:
-                view.copy_(sources[index])
+            if ready.cargo is None:
+                copy_all(ready.groups, ready.singles, sources)
+                for computation in ready.host:
+                    computation.run(batch)
+            else:
+                copy_all(ready.groups, ready.singles, ready.cargo.load(sources, batch))
             for i, _ in self._resting:
-                buffers[self.copied[i]].distrust()  # its producer may have written any row
-            for computation in ready.host:
-                computation.run(batch)
+                buffers[self._here[i]].distrust()  # its producer may have written any row
         except BaseException:
             buffers.distrust()
             raise

@@ -16,8 +16,8 @@ def hand_over(
 ) -> Ready:
     """What a fill would have made ready, with the batch's tensors in the place of copies.
 
-    A source whose dtype its slot converts comes through as it is; one that the step writes, as a copy, because the
-    batch is the caller's. Raises as a fill does.
+    A source whose dtype its slot converts comes through as it is; host data for a slot on the device, as a tensor of
+    its own there; one that the step writes, as a copy, because the batch is the caller's. Raises as a fill does.
     """
     fill, ready, sources = bucket.check(batch, live, absent, side)
     slots = bucket.declaration.slots
@@ -27,8 +27,13 @@ def hand_over(
     declaration = bucket.declaration
     known, fields = {STEP: ready.step, SETTINGS: declaration.settings, **views}, declaration.fields
     host = [computation.on(known, fields) for computation in ready.host]
-    device = [computation.on(known, fields) for computation in ready.device]
     with torch.no_grad():
         for computation in host:
             computation.run(batch)
+    if ready.cargo is not None:
+        move = bucket.feed().upload.move
+        for value in ready.cargo.values:
+            views = {**views, value.slot: move(value.on(known, fields).tensor_of(batch))}
+    known |= views
+    device = [computation.on(known, fields) for computation in ready.device]
     return attrs.evolve(ready, views=views, host=host, device=device)

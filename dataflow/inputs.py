@@ -10,7 +10,7 @@ from .axes import TOKENS, Axis
 from .declaration import Declaration, declare
 from .errors import DeclarationError
 from .slots import Slot
-from .specifiers import SLOT, computed, constant, copied, output, slot, staged
+from .specifiers import SLOT, computed, constant, copied, host_parameter, output, slot, staged
 from .step import Step
 from .views import ViewInfo, narrowed
 
@@ -48,7 +48,9 @@ class _Declaring(type):
 
 
 @dataclass_transform(
-    kw_only_default=True, eq_default=False, field_specifiers=(copied, computed, constant, staged, output, slot)
+    kw_only_default=True,
+    eq_default=False,
+    field_specifiers=(copied, host_parameter, computed, constant, staged, output, slot),
 )
 class Inputs(metaclass=_Declaring):
     """Subclass it and declare slots; subclass that to add, override or `drop` some.

@@ -1,13 +1,14 @@
 """Kinds: how a source travels to its slot, by its address or with its bytes in the upload."""
 
+import math
 from typing import Any, Literal
 
 import attrs
 import numpy as np
 import torch
 
-from .admission import Wanted, is_in_place
-from .buffers import Buffer
+from .admission import Fact, Wanted, host_tensor, is_in_place
+from .buffers import Buffer, Buffers
 from .hostdata import Carrier, array_dtype, carry_array, list_carrier, tensor_carrier
 from .lanes import converts
 
@@ -28,7 +29,7 @@ class Kind:
     """One source's way: by its address, where it is strided after it was compacted, or with its bytes in the packet.
 
     dtype: the source's. carrier: what makes bytes of it, if it travels with its bytes, `nbytes` of them. host: its
-    type, if it is no tensor.
+    type, if it is no tensor. loose: whether its carrier takes all kinds of host data, and asks itself what it is.
     """
 
     dtype: torch.dtype
@@ -36,6 +37,7 @@ class Kind:
     nbytes: int = 0
     compact: bool = False
     host: type | None = None
+    loose: bool = False
 
 
 def kind_of(want: Wanted, source: Any, shape: tuple[int, ...], buffer: Buffer, *, fused: bool) -> Kind | Misfit:
@@ -53,6 +55,37 @@ def kind_of(want: Wanted, source: Any, shape: tuple[int, ...], buffer: Buffer, *
         if carrier is not None:
             return Kind(want.dtype, carrier, shape[0] * want.dtype.itemsize, host=type(source))
     return Misfit("host_data")
+
+
+def hosted_kind(want: Wanted, source: Any, fact: Fact, buffers: Buffers, *, loose: bool) -> Kind:
+    """How host data travels to a slot that foreach copies fill: in the slot's own dtype.
+
+    loose: as a tensor, for data that is moved by itself.
+    """
+
+    def tensor(brought: Any) -> torch.Tensor:
+        return host_tensor(want, brought, fact, buffers)
+
+    if loose:
+        return Kind(want.dtype, tensor, loose=True)
+    kind = _as_it_is(want, source, fact[2])
+    if kind is None:
+        carry = tensor_carrier(math.prod(fact[2]) * want.dtype.itemsize)
+        return Kind(want.dtype, lambda brought: carry(tensor(brought)), loose=True)
+    return kind
+
+
+def _as_it_is(want: Wanted, source: Any, shape: tuple[int, ...]) -> Kind | None:
+    """Host data whose bytes are the slot's, with no more ado; None for all other."""
+    nbytes = math.prod(shape) * want.dtype.itemsize
+    if isinstance(source, torch.Tensor):
+        kind = _of_tensor(want, source, shape, fused=True) if want.is_hosted(source) else None
+        return kind if isinstance(kind, Kind) and kind.dtype == want.dtype else None
+    if type(source) is np.ndarray:
+        kind = _of_array(want, source, shape)
+        return kind if isinstance(kind, Kind) and kind.dtype == want.dtype else None
+    carrier = list_carrier(shape[0], want.dtype) if type(source) in (list, tuple) and len(shape) == 1 else None
+    return None if carrier is None else Kind(want.dtype, carrier, nbytes, host=type(source))
 
 
 def _of_array(want: Wanted, source: "np.ndarray[Any, Any]", shape: tuple[int, ...]) -> Kind | Misfit:

@@ -1,6 +1,5 @@
 """Manifests: what one upload holds, for one live size and one kind of each source."""
 
-import operator
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
@@ -10,16 +9,15 @@ import numpy as np
 import torch
 
 from .admission import Wanted, is_in_place
+from .alike import Alike
 from .buffers import Buffers
 from .caches import keep_newest
 from .gather import Sources, chosen
-from .guard import guard_over
 from .hostdata import NOT_CARRIED, Bytes
 from .kinds import Detour, Kind
 from .lanes import WORD, rounded
 
 _POINTER: Final = torch.Tensor.data_ptr
-_ARRAY_FACTS: Final = operator.attrgetter("__class__", "dtype", "shape")
 KEPT: Final = 256
 """Sets of addresses that one manifest remembers the words of; the oldest goes first."""
 
@@ -53,23 +51,20 @@ class Manifest:
     def __init__(
         self, layout: Layout, kinds: Sequence[Kind], sources: Sources, wanted: Sequence[Wanted], buffers: Buffers
     ) -> None:
-        tensors = [index for index, kind in enumerate(kinds) if kind.host is None]
+        self._alike = Alike(kinds, sources)
+        self._tensors, self._chosen = self._alike.tensors, self._alike.chosen
         self._layout = layout
         self._buffers = buffers
         self._names = [want.name for want in wanted]
-        self._tensors = tuple(tensors)
-        self._chosen = chosen(tensors)
-        self._dense = all(sources[index].is_contiguous() for index in tensors)  # one in place may lie in rows apart
-        self._only_tensors = len(tensors) == len(kinds)
-        self.guard = guard_over([sources[index] for index in tensors])
-        arrays = [index for index, kind in enumerate(kinds) if kind.host is np.ndarray]
-        self._arrays = chosen(arrays)
-        self._array_facts = [*map(_ARRAY_FACTS, self._arrays(sources))]
-        self._lists = [(i, kind.host) for i, kind in enumerate(kinds) if kind.host not in (None, np.ndarray)]
+        self._dense = all(
+            tensor.is_contiguous() for tensor in self._chosen(sources)
+        )  # one in place may lie in rows apart
+        self._only_tensors = self._alike.only_tensors
+        self.guard = self._alike.guard
         self._carried = chosen(layout.carried)
         self._fused = chosen(sorted(layout.fused)) if len(layout.fused) < len(kinds) else None
         self._carriers = [(i, kinds[i].carrier) for i in layout.carried]
-        self._only_arrays = len(arrays) == len(layout.carried)
+        self._only_arrays = all(kinds[i].host is np.ndarray for i in layout.carried)
         self._parts: list[Bytes] = [part for i in layout.carried for part in (b"", _rest(kinds[i].nbytes))]
         self._compact = frozenset(index for index, kind in enumerate(kinds) if kind.compact)
         self._addresses = struct.Struct(f"<{len(layout.sources)}Q").pack
@@ -109,7 +104,7 @@ class Manifest:
     def _pack_mixed(self, sources: Sources) -> Packed | None:
         """The same where some are strided, or no tensors."""
         tensors = self._chosen(sources)
-        if not self._same_hosts(sources) or not self.guard(*tensors):
+        if not self._alike.hosts(sources) or not self.guard(*tensors):
             return None
         if self._compact:
             sources = tuple([s.contiguous() if i in self._compact else s for i, s in enumerate(sources)])
@@ -133,15 +128,6 @@ class Manifest:
     def _kept(self, sources: Sources) -> Sources:
         """What the kernel reads later: not what a plain copy has read by then, which may be large."""
         return sources if self._fused is None else self._fused(sources)
-
-    def _same_hosts(self, sources: Sources) -> bool:
-        """Whether arrays are of the dtypes and shapes as before, and lists are lists, whose length a carrier tells."""
-        try:
-            if [*map(_ARRAY_FACTS, self._arrays(sources))] != self._array_facts:
-                return False
-        except AttributeError:  # no array
-            return False
-        return all(type(sources[index]) is kind for index, kind in self._lists)
 
     def words(self, pointers: tuple[int, ...], sources: Sources) -> bytes | None:
         """A packet's words; None where a source lies in a buffer, or askew."""

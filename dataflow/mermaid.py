@@ -9,6 +9,7 @@ from .explain import Explanation, SlotFacts
 _STYLES: Final = {
     "outside": "fill:#eeeeee,stroke:#888888,color:#222222",
     "copied": "fill:#dcebfa,stroke:#3b78b5,color:#222222",
+    "parameter": "fill:#d5efef,stroke:#2f8a8a,color:#222222",
     "computed": "fill:#e4f3dc,stroke:#5a9a3a,color:#222222",
     "constant": "fill:#f6f0d8,stroke:#b09a3c,color:#222222",
     "staged": "fill:#fae3d4,stroke:#c2703d,color:#222222",
@@ -50,7 +51,16 @@ def _edges(explanation: Explanation) -> Iterator[str]:
             yield f"producer --> {here}"
         for need in slot.needs:
             yield f"{_id(need) if _is_slot(need, explanation) else f'given_{need}'} --> {here}"
-        yield f"captured --> {here}" if slot.kind == "output" else f"{here} --> captured"
+        yield _to_step(slot)
+
+
+def _to_step(slot: SlotFacts) -> str:
+    """How the step gets at a slot: reads it, writes it, or is handed it at each replay."""
+    here = _id(slot.name)
+    if slot.kind == "output":
+        return f"captured --> {here}"
+    handed = "" if slot.parameter is None else f"|{_quoted(f'argument {slot.parameter}')}|"
+    return f"{here} -->{handed} captured"
 
 
 def _is_slot(name: str, explanation: Explanation) -> bool:

@@ -2,7 +2,7 @@
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
@@ -10,14 +10,14 @@ import torch
 
 from .computation import Computation
 from .hostdata import letter_of
-from .lanes import WORD, rounded
+from .lanes import WORD
 
 
 @attrs.frozen(eq=False)
 class PackedValue:
     """A computation whose result becomes bytes: one number at once, anything else by way of a host tensor.
 
-    nbytes: bytes in the upload, a multiple of eight. pack: for one number of the slot's own kind.
+    nbytes: bytes in the upload, a multiple of its unit. pack: for one number of the slot's own kind.
     """
 
     computation: Computation
@@ -26,16 +26,31 @@ class PackedValue:
     pack: Callable[[Any], bytes] | None
 
     @classmethod
-    def of(cls, computation: Computation) -> "PackedValue":
-        """The same computation with a host tensor as its target."""
+    def of(cls, computation: Computation, unit: int = WORD) -> "PackedValue":
+        """The same computation with a host tensor as its target; unit: what its place's bytes are a multiple of."""
         target = computation.target
-        nbytes = rounded(target.nbytes)
+        nbytes = -(-target.nbytes // unit) * unit
         with torch.inference_mode(mode=False):
-            room = torch.zeros(max(nbytes, WORD), dtype=torch.uint8)
+            room = torch.zeros(max(nbytes, unit), dtype=torch.uint8)
             scratch = room[: target.nbytes].view(target.dtype).view(target.shape)
         letter = letter_of(target.dtype) if target.numel() == 1 else None
         pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if letter is not None else None
         return cls(attrs.evolve(computation, target=scratch), scratch, nbytes, pack)
+
+    @property
+    def slot(self) -> str:
+        """Which slot the value is for."""
+        return self.computation.slot
+
+    def on(self, known: Mapping[str, Any], fields: Mapping[str, Any]) -> "PackedValue":
+        """The same function with other arguments."""
+        return attrs.evolve(self, computation=self.computation.on(known, fields))
+
+    def tensor_of(self, batch: Any) -> torch.Tensor:
+        """Call the function; its result on the host, until the next call. ComputeError as `bytes_of`."""
+        with torch.no_grad():
+            self.computation.run(batch)
+        return self.scratch
 
     def bytes_of(self, batch: Any) -> bytes:
         """Call the function. ComputeError where the slot cannot hold what it returns."""

@@ -1,7 +1,7 @@
 """The plan: a frozen, printable list of steps that fills one bucket."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Final, Literal
 
 import attrs
 import torch
@@ -11,6 +11,8 @@ from .roles import dtype_text
 from .tails import Number
 
 How = Literal["fused", "foreach", "single", "in place"]
+FUSED: Final = frozenset({"in_graph", "fused"})
+"""Lowerings that launch the fused kernel."""
 
 
 @attrs.frozen
@@ -76,7 +78,8 @@ class FillPlan:
 
     sizes: the bucket's padded sizes by axis name. absent: optional slots that this batch comes without.
     nbytes: bytes that the copies move when every row is live. mixed: whether one foreach call takes several groups.
-    lowering: how the plan is run.
+    lowering: how the plan is run. packed: slots on the device whose values the host has, which foreach copies take out
+    of one packet; moved: those that are too large for it, each by itself.
     """
 
     declaration: str
@@ -88,10 +91,14 @@ class FillPlan:
     nbytes: int
     mixed: bool = False
     lowering: Lowering = "foreach"
+    packed: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
 
     @property
     def fused(self) -> tuple[str, ...]:
         """Slots that the fused kernel writes: copies, tails of others, and values that ride in the upload."""
+        if self.lowering not in FUSED:
+            return ()
         copied = [name for group in self.copies if group.how == "fused" for name in group.slots]
         tails = [tail.slot for tail in self.tails if tail.fused and tail.slot not in copied]
         return (*copied, *tails, *(one.slot for one in self.computed if one.packed))
@@ -113,6 +120,9 @@ class FillPlan:
         if self.fused:
             where = "the graph's first node" if self.lowering == "in_graph" else "before the graph"
             yield f"upload  one packet, then one kernel for {len(self.fused)} slots, {where}"
+        if self.packed:
+            yield f"upload  {', '.join(self.packed)} in one packet"
+        yield from (f"upload  {name} by itself" for name in self.moved)
         yield from map(str, (*self.tails, *self.copies, *self.computed))
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """The planner: from a declaration, a bucket's sizes and a device's capabilities to a plan. Pure."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final
 
 import attrs
@@ -12,7 +12,7 @@ from .capabilities import DEVICE, Capabilities, Lowering
 from .compute import OUT
 from .declaration import Declaration
 from .lanes import has_lane
-from .plan import ComputeStep, CopyGroup, FillPlan, How, TailReset
+from .plan import FUSED, ComputeStep, CopyGroup, FillPlan, How, TailReset
 from .roles import resolve_dtype
 from .slots import Slot
 from .tails import Pad, resolve_value
@@ -26,11 +26,11 @@ past it, some steps later; not for speed. One H200, a whole step in us for the h
 lane of the kernel against a copy of its own: 64 KiB 8.0 and 4.8 against 18.1 and 6.9; 1 MiB 8.1 and 5.1 against 19.0
 and 7.7; 4 MiB 7.6 and 6.5 against 19.3 and 8.6; 16 MiB 7.5 and 12.9 against 29.3 and 15.2: no crossover up to there."""
 
+FEW_NUMBERS: Final = 2
+"""So many numbers that the host computes are filled in one by one where nothing else goes up. One H100, host us of a
+fill of 12 slots on the device, one of them such a number: 70 filled in, 79 by an upload."""
+
 NO_CASTS: Final[Mapping[str, torch.dtype]] = {}
-FUSED: Final = frozenset({"in_graph", "fused"})
-"""Lowerings that launch the fused kernel."""
-
-
 NONE: Final[frozenset[str]] = frozenset()
 
 
@@ -43,15 +43,18 @@ def plan_fill(
     absent: Iterable[str] = NONE,
     in_place: Iterable[str] = NONE,
     source_dtypes: Mapping[str, torch.dtype] = NO_CASTS,
+    hosted: Iterable[str] = NONE,
 ) -> FillPlan:
     """The plan that fills one bucket.
 
     sizes: padded size of every axis. lowering: how the plan is to be run. absent: optional slots that the batch comes
     without. in_place: slots that a producer has written. source_dtypes: for slots whose source has another dtype than
-    the slot, which one.
+    the slot, which one. hosted: slots on the device that the batch brings host data for; it counts where foreach copies
+    take it out of a packet, cast already.
     """
     missing, written = frozenset(absent), frozenset(in_place)
-    return _Planning(declaration, sizes, capabilities, lowering, missing, written, source_dtypes).plan()
+    brought = frozenset(hosted) if capabilities.packed_uploads and lowering == "foreach" else NONE
+    return _Planning(declaration, sizes, capabilities, lowering, missing, written, source_dtypes, brought).plan()
 
 
 def slot_bytes(slot: Slot, sizes: Sizes, capabilities: Capabilities) -> int:
@@ -70,22 +73,29 @@ class _Planning:
     absent: frozenset[str]
     in_place: frozenset[str]
     source_dtypes: Mapping[str, torch.dtype]
+    hosted: frozenset[str]
 
     def plan(self) -> FillPlan:
         sizes, capabilities = self.sizes, self.capabilities
         present = {name: slot for name, slot in self.declaration.slots.items() if name not in self.absent}
         copied = {name: slot for name, slot in present.items() if slot.reads(name) is not None}
-        moved = [slot for name, slot in copied.items() if name not in self.in_place]
+        carried = self._carried(present)
+        copied |= {name: present[name] for name in carried}
+        written = [slot for name, slot in copied.items() if name not in self.in_place]
+        large = [name for name in carried if self._is_large(present[name])]
+        packed = tuple(name for name in carried if name not in large)
         return FillPlan(
             declaration=self.declaration.name,
             sizes=tuple((axis.name, sizes[axis]) for axis in self.declaration.axes),
             absent=tuple(sorted(self.absent)),
             tails=tuple(self._tails(present)),
             copies=self._copies(copied),
-            computed=tuple(self._computed()),
-            nbytes=sum(slot_bytes(slot, sizes, capabilities) for slot in moved),
-            mixed=capabilities.foreach_mixed and not capabilities.foreach_chunk,
+            computed=tuple(self._computed(packed)),
+            nbytes=sum(slot_bytes(slot, sizes, capabilities) for slot in written),
+            mixed=capabilities.foreach_mixed and not capabilities.foreach_chunk and not carried,
             lowering=self.lowering,
+            packed=packed,
+            moved=tuple(large),
         )
 
     def _tails(self, slots: Mapping[str, Slot]) -> Iterable[TailReset]:
@@ -96,15 +106,33 @@ class _Planning:
                 always = slot.rewritten or name in self.in_place or self.lowering == "slot_by_slot"
                 yield TailReset(name, slot.varying, value, always, fused=self._is_fused(slot))
 
-    def _computed(self) -> Iterable[ComputeStep]:
+    def _carried(self, slots: Mapping[str, Slot]) -> list[str]:
+        """Slots on the device whose values foreach copies have from the host; those of the host are filled before."""
+        if self.lowering != "foreach" or not self.capabilities.packed_uploads:
+            return []
+        brought = [name for name in sorted(self.hosted - self.in_place) if slots[name].placement == DEVICE]
+        computed = [name for name in self.declaration.order if name in slots and self._is_value(name, slots[name])]
+        few = len(computed) <= FEW_NUMBERS and all(self._is_number(slots[name]) for name in computed)
+        return brought if few and not brought else brought + computed
+
+    def _is_number(self, slot: Slot) -> bool:
+        return math.prod(extent(slot.shape, self.sizes)) <= 1
+
+    def _is_value(self, name: str, slot: Slot) -> bool:
+        """Whether the host computes a slot on the device, and returns what it computed."""
+        compute = slot.computes()
+        on_device = slot.placement == DEVICE and self.declaration.side(name) != DEVICE
+        return compute is not None and on_device and not compute.writes_out
+
+    def _computed(self, packed: Collection[str]) -> Iterable[ComputeStep]:
         for name in self.declaration.order:
             slot = self.declaration.slots[name]
             compute = slot.computes()
             if compute is not None:
                 needs = (*compute.needs, OUT) if compute.writes_out else compute.needs
                 on = self.declaration.side(name)
-                packed = on != DEVICE and not compute.writes_out and self._is_fused(slot)
-                yield ComputeStep(name, compute.name, needs, on, packed)
+                rides = name in packed or (on != DEVICE and not compute.writes_out and self._is_fused(slot))
+                yield ComputeStep(name, compute.name, needs, on, rides)
 
     def _copies(self, slots: Mapping[str, Slot]) -> tuple[CopyGroup, ...]:
         groups: dict[tuple[str, ...], list[CopyGroup]] = {}
@@ -128,7 +156,7 @@ class _Planning:
         if self.lowering == "slot_by_slot":
             return "single", "slot by slot"
         together: How = "fused" if self.lowering in FUSED else "foreach"
-        why = self._apart(slot) if together == "fused" else self._alone(slot)
+        why = self._apart(slot) if together == "fused" else self._alone(name, slot)
         return ("single", why) if why else (together, "")
 
     def _apart(self, slot: Slot) -> str:
@@ -142,14 +170,17 @@ class _Planning:
             return "large"
         return has_lane(dtype, extent(slot.shape, self.sizes), slot.varying)
 
-    def _alone(self, slot: Slot) -> str:
+    def _alone(self, name: str, slot: Slot) -> str:
         """Why a slot cannot share a foreach call, or nothing."""
         on_device = slot.placement == DEVICE
         if not (self.capabilities.foreach_device if on_device else self.capabilities.foreach_host):
             return f"no foreach on the {slot.placement}"
-        if slot.takes_strided() or any(dim > 0 for dim in slot.varying):
+        if (slot.takes_strided() and name not in self.hosted) or any(dim > 0 for dim in slot.varying):
             return "strided"
-        return "large" if slot_bytes(slot, self.sizes, self.capabilities) >= LARGE_BYTES else ""
+        return "large" if self._is_large(slot) else ""
+
+    def _is_large(self, slot: Slot) -> bool:
+        return slot_bytes(slot, self.sizes, self.capabilities) >= LARGE_BYTES
 
 
 _ORDER: Final[tuple[How, ...]] = ("fused", "foreach", "single", "in place")

@@ -7,21 +7,25 @@ from typing import Any, Final
 import attrs
 import torch
 
+from .admission import Fact, Wanted
 from .axes import Sizes, extent
 from .buffers import Box, Buffer, Buffers
 from .caches import keep_newest
-from .capabilities import DEVICE, HOST
+from .capabilities import DEVICE, HOST, Placement
+from .cargo import UNIT, Cargo
 from .computation import Computation
 from .compute import SETTINGS, STEP
+from .copies import Groups, Singles, grouped
 from .declaration import Declaration
 from .errors import BatchError
+from .feed import Feeder
 from .guard import Guard
+from .lanes import WORD
 from .packed import PackedValue
 from .plan import ComputeStep, FillPlan
 from .step import Step
 from .tails import Number
 
-Fact = tuple[torch.dtype, torch.device | bool, tuple[int, ...]]
 Views = Mapping[str, torch.Tensor | None]
 Reset = tuple[list[torch.Tensor], list[tuple[torch.Tensor, Number]]]
 KEPT_RESETS: Final = 64
@@ -37,16 +41,17 @@ class Ready:
     call, and which sources. singles: destinations of plain copies, likewise. marks: buffers whose tail is kept clean,
     and how far they are dirty after this fill. host, device: computed slots. views: what the step sees, by slot.
     exact: whether the step sees live rows only, so that tails are dirtied and none is reset. packed: computed slots
-    whose values ride in the upload. plain: whether nothing is left to do beside the upload. guard: what tells sources
-    like the last ones at one call. manifests: what uploads hold, the last one used first.
+    whose values ride in the upload. plain: whether nothing is left to do beside the upload. cargo: what is taken up
+    before foreach copies, which then begin with its sources. guard: what tells sources like the last ones at one call.
+    manifests: what uploads hold, the last one used first.
     notes: what a runner keeps beside them. resets: tail work by the marks it was found at.
     """
 
     step: Step
     facts: list[Fact]
     always: list[tuple[torch.Tensor, Number]]
-    groups: list[tuple[list[torch.Tensor], int, int]]
-    singles: list[tuple[torch.Tensor, int]]
+    groups: Groups
+    singles: Singles
     marks: list[tuple[Buffer, tuple[int, ...], Number]]
     host: list[Computation]
     device: list[Computation]
@@ -54,6 +59,7 @@ class Ready:
     exact: bool
     packed: list[PackedValue] = attrs.field(factory=list)
     plain: bool = False
+    cargo: Cargo | None = None
     guard: Guard | None = None
     manifests: list[Any] = attrs.field(factory=list)
     notes: dict[str, Any] = attrs.field(factory=dict)
@@ -88,20 +94,35 @@ def boxes(live: tuple[int, ...], reach: tuple[int, ...]) -> Iterator[Box]:
 
 
 class Preparer:
-    """Makes `Ready` for any live size of one plan; exact fills see live rows only, padded ones the whole bucket."""
+    """Makes `Ready` for any live size of one plan; exact fills see live rows only, padded ones the whole bucket.
+
+    feeder: what gives the packet, where the plan has use for one.
+    """
 
     def __init__(
-        self, plan: FillPlan, declaration: Declaration, buffers: Buffers, padded: Sizes, *, exact: bool
+        self,
+        plan: FillPlan,
+        declaration: Declaration,
+        buffers: Buffers,
+        padded: Sizes,
+        *,
+        exact: bool,
+        feeder: Feeder | None = None,
     ) -> None:
         self.plan = plan
         self.declaration = declaration
         self.buffers = buffers
         self.padded = dict(padded)
         self.exact = exact
+        self.feeder = feeder
         self.where = "is_cpu" if all(buffer.tensor.is_cpu for buffer in buffers) else DEVICE
         self._absent = frozenset(plan.absent)
-        slots = declaration.slots.items()
-        self._computes = {name: compute for name, slot in slots if (compute := slot.computes()) is not None}
+        slots = declaration.slots
+        self._computes = {name: compute for name, slot in slots.items() if (compute := slot.computes()) is not None}
+        planned = [(n, group) for group in plan.copies for n in group.slots if n not in self._computes]
+        self.wanted = [Wanted(n, slots[n], group.dst_dtype, buffers[n].tensor.device) for n, group in planned]
+        self._source_dtypes = [group.src_dtype for _, group in planned]
+        self._from_host = frozenset(name for name in (*plan.packed, *plan.moved) if name in self._computes)
         self._bucket_views = self._views(self.padded)
 
     def __call__(self, live: tuple[int, ...]) -> Ready:
@@ -113,13 +134,16 @@ class Preparer:
         sizes = {**self.padded, **dict(zip(self.declaration.varying, live, strict=True))}
         step = Step(sizes, sizes if self.exact else self.padded)
         views = self._views(sizes) if self.exact else self._bucket_views
-        groups, singles = self._destinations(sizes)
+        carries = bool(self.plan.packed or self.plan.moved)
+        groups, singles = self._destinations(sizes, DEVICE if carries else None)
         always = [] if self.exact else list(self._always(sizes))
         marks = list(self._marks(sizes))
-        host = [self._computation(c, step, views) for c in self.plan.computed if c.on == HOST and not c.packed]
+        apart = [c for c in self.plan.computed if c.on == HOST and not c.packed and c.slot not in self._from_host]
+        host = [self._computation(c, step, views) for c in apart]
+        facts = [self._fact(w.name, dtype, sizes) for w, dtype in zip(self.wanted, self._source_dtypes, strict=True)]
         return Ready(
             step=step,
-            facts=[self._fact(name, dtype, sizes) for name, dtype in self._copied()],
+            facts=facts,
             always=always,
             groups=groups,
             singles=singles,
@@ -128,9 +152,18 @@ class Preparer:
             host=host,
             device=[self._computation(c, step, views) for c in self.plan.computed if c.on == DEVICE],
             views=views,
-            packed=[PackedValue.of(self._computation(c, step, views)) for c in self.plan.computed if c.packed],
+            packed=[] if carries else [self._value(c, step, views) for c in self.plan.computed if c.packed],
             plain=not (always or groups or singles or marks or host),
+            cargo=self._cargo(sizes, step, views, facts, host) if carries else None,
         )
+
+    def _cargo(self, sizes: Sizes, step: Step, views: Views, facts: list[Fact], host: list[Computation]) -> Cargo:
+        if self.feeder is None:
+            message = "this plan takes host data out of a packet, and there is none: give the bucket a feeder"
+            raise ValueError(message)
+        values = [self._value(c, step, views, UNIT) for c in self.plan.computed if c.slot in self._from_host]
+        early = self._destinations(sizes, HOST)
+        return Cargo(self.plan, self.wanted, facts, values, self.buffers, self.feeder, early=early, host=host)
 
     def _views(self, sizes: Sizes) -> Views:
         views: dict[str, torch.Tensor | None] = dict.fromkeys(self.declaration.disabled)
@@ -138,34 +171,20 @@ class Preparer:
             views[name] = None if name in self._absent else self.buffers[name].view(sizes)
         return views
 
-    def _copied(self) -> Iterator[tuple[str, torch.dtype]]:
-        return ((name, group.src_dtype) for group in self.plan.copies for name in group.slots)
-
     def _fact(self, name: str, dtype: torch.dtype, sizes: Sizes) -> Fact:
         buffer = self.buffers[name]
         where = buffer.tensor.device if self.where == DEVICE else True
         return (dtype, where, extent(buffer.slot.shape, sizes))
 
-    def _destinations(
-        self, sizes: Sizes
-    ) -> tuple[list[tuple[list[torch.Tensor], int, int]], list[tuple[torch.Tensor, int]]]:
-        groups: list[tuple[list[torch.Tensor], int, int]] = []
-        singles: list[tuple[torch.Tensor, int]] = []
-        start = 0
+    def _destinations(self, sizes: Sizes, placement: Placement | None = None) -> tuple[Groups, Singles]:
+        """Where copies go; those to one placement alone, where it is said. What is computed has every padded row."""
+        padded = sizes if self.exact else self.padded
+        parts = []
         for group in self.plan.copies:
-            views = [self.buffers[name].view(sizes) for name in group.slots]
-            if group.how == "single":
-                singles += [(view, start + i) for i, view in enumerate(views)]
-            elif group.how != "foreach":
-                pass
-            elif groups and self.plan.mixed:
-                groups[0][0].extend(views)
-                groups[0] = (groups[0][0], 0, start + len(views))
-            else:
-                groups.append((views, start, start + len(views)))
-            start += len(views)
-        lone = [(views[0], at) for views, at, _ in groups if len(views) == 1]
-        return [group for group in groups if len(group[0]) > 1], singles + lone
+            how = group.how if placement in (None, group.placement) else ""
+            views = [self.buffers[n].view(padded if n in self._computes else sizes) for n in group.slots]
+            parts.append((how, views))
+        return grouped(parts, mixed=self.plan.mixed)
 
     def _always(self, sizes: Sizes) -> Iterator[tuple[torch.Tensor, Number]]:
         for tail in self.plan.tails:
@@ -185,3 +204,6 @@ class Preparer:
         target = self.buffers[planned.slot].view(step.padded_sizes)
         known = {STEP: step, SETTINGS: self.declaration.settings, **views}
         return Computation.bind(planned.slot, compute, known, self.declaration.fields, target)
+
+    def _value(self, planned: ComputeStep, step: Step, views: Views, unit: int = WORD) -> PackedValue:
+        return PackedValue.of(self._computation(planned, step, views), unit)

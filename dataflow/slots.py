@@ -27,7 +27,8 @@ class Slot(abc.ABC):
     shape: sizes over axes. dtype: a torch dtype, or a role that the backend resolves. placement: "device" or "host".
     when: a name in the runner's settings, or a function of them, that must be true for the slot to exist.
     optional: the batch may come without it. rewritten: the step or a producer writes it beside the fill, so that its
-    tail is never known to be clean. restored: the step writes it too, and finds it put back at its end.
+    tail is never known to be clean. restored: the step writes it too, and finds it put back at its end. argument: of an
+    operator, which takes the slot's value at each replay where the device has host parameters; None for no parameter.
     """
 
     shape: Shape = attrs.field(converter=shape_of)
@@ -37,6 +38,7 @@ class Slot(abc.ABC):
     optional: bool = False
     rewritten: bool = False
     restored: bool = False
+    argument: str | None = None
 
     @abc.abstractmethod
     def initial(self) -> Value:
@@ -67,12 +69,23 @@ class Slot(abc.ABC):
         """The largest value that host data for the slot may hold, or None where any will do."""
         return None
 
+    @property
+    def is_parameter(self) -> bool:
+        """Whether graphs are handed the slot's value at each replay, where the device has host parameters."""
+        return self.argument is not None
+
+    def parameter(self, name: str) -> str | None:
+        """The operator's argument that takes the value of the slot of this name, or None where it is no parameter."""
+        return (self.argument or name) if self.is_parameter else None
+
     def faults(self) -> Iterator[str]:
         """What is wrong with the slot by itself, each with the way out."""
         for value in self._values():
             yield from _value_faults(value, self.dtype)
         if self.rewritten and self.restored:
             yield "it is both rewritten and restored: what is put back is as the fill left it; say one of them"
+        if self.is_parameter:
+            yield from _parameter_faults(self)
 
     @functools.cached_property
     def axes(self) -> frozenset[Axis]:
@@ -174,6 +187,26 @@ class Copied(Padded):
 
 
 @attrs.frozen(kw_only=True)
+class HostParameter(Copied):
+    """Fed from the batch, to the host; each replay hands its value to an operator, where the device has such a way.
+
+    argument: the operator's, which takes it; the slot's own name where it is not given.
+    """
+
+    placement: Placement = attrs.field(default=HOST, init=False)
+
+    @property
+    def is_parameter(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def kind(self) -> str:
+        """A word, as those of the other kinds."""
+        return "parameter"
+
+
+@attrs.frozen(kw_only=True)
 class Computed(Slot):
     """Derived in each step from the slots and sizes that its function names: every padded row, tail and all."""
 
@@ -217,6 +250,27 @@ class Output(Slot):
     def initial(self) -> Value:
         """Zero, until the first step writes it."""
         return _zero(self.dtype)
+
+    def faults(self) -> Iterator[str]:
+        """Also: graphs would be handed what the step before wrote."""
+        yield from super().faults()
+        if self.is_parameter:
+            yield "an output is written by the step, and a host parameter is read before it: copy it, or compute it"
+
+
+def _parameter_faults(slot: Slot) -> Iterator[str]:
+    """Why operators cannot be handed what a slot holds."""
+    dtype = slot.dtype.default if isinstance(slot.dtype, Role) else slot.dtype
+    if slot.placement != HOST:
+        yield "it is a host parameter but placed on the device: say placement='host', or leave argument= out"
+    if dtype not in (torch.int32, torch.int64):
+        yield f"it is a host parameter of {dtype_text(dtype)}: operators take whole numbers, torch.int32 or torch.int64"
+    if len(slot.shape) > 1:
+        yield f"it is a host parameter of {len(slot.shape)} dims: an operator takes one number, or one row of them"
+    if slot.rewritten or slot.restored:
+        yield "it is a host parameter, which is read before the step, but the step writes it: copy it, or compute it"
+    if slot.argument is not None and not str(slot.argument).isidentifier():
+        yield f"{slot.argument!r} is no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'"
 
 
 def _value_faults(value: Value, dtype: torch.dtype | Role) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The words that a declaration is written in: `copied`, `computed`, `constant`, `staged`, `output`, `slot`."""
+"""The words that a declaration is written in: `copied`, `host_parameter`, `computed`, `constant` and the others."""
 
 from collections.abc import Callable
 from typing import Any, Final, Literal
@@ -9,7 +9,7 @@ import torch
 from .axes import Axis, Dim
 from .capabilities import DEVICE, Placement
 from .roles import Role
-from .slots import Computed, Constant, Copied, Output, Slot, Staged, Value, When
+from .slots import Computed, Constant, Copied, HostParameter, Output, Slot, Staged, Value, When
 from .sources import Source
 from .tails import PadValue, Tail
 
@@ -69,12 +69,47 @@ def copied(
     return slot(kind, default=default)
 
 
+def host_parameter(
+    *shape: Size,
+    dtype: Dtype,
+    pad: PadValue | Tail | None = None,
+    source: str | Source | Callable[[Any], Any] | None = None,
+    argument: str | None = None,
+    strided: bool = False,
+    converts: tuple[torch.dtype, ...] = (),
+    starts: PadValue | None = None,
+    limit: Size | None = None,
+    when: When | None = None,
+    default: Any = attrs.NOTHING,
+) -> Any:
+    """A slot in host memory whose value each replay hands to its graph's operators; elsewhere an ordinary host slot.
+
+    shape: none for one number, one size for a row of them. dtype: torch.int32 or torch.int64. argument: the operators'
+    argument that takes it, such as "actual_seq_lengths_kv"; the slot's own name if not given. All else as `copied`.
+    """
+    kind = HostParameter(
+        shape=shape,
+        dtype=dtype,
+        pad=pad,
+        source=source,
+        argument=argument,
+        strided=strided,
+        converts=converts,
+        starts=starts,
+        limit=limit,
+        when=when,
+        optional=default is None,
+    )
+    return slot(kind, default=default)
+
+
 def computed(
     function: Callable[..., Any],
     *,
     shape: Sizing = (),
     dtype: Dtype,
     placement: Placement = DEVICE,
+    argument: str | None = None,
     when: When | None = None,
     init: Literal[False] = False,
 ) -> Any:
@@ -83,8 +118,9 @@ def computed(
     Names of slots give their padded tensors, `step` the step's sizes, `settings` the runner's, other fields their
     values, `out` the slot's own buffer to be filled. A function that needs only host values runs on the host before
     the step; one that needs slots on the device runs there, inside the graph. Either way it gives every padded row.
+    argument: makes a slot on the host a parameter, as `host_parameter` is one.
     """
-    kind = Computed(compute=function, shape=shape, dtype=dtype, placement=placement, when=when)
+    kind = Computed(compute=function, shape=shape, dtype=dtype, placement=placement, argument=argument, when=when)
     return slot(kind, init=init)
 
 

@@ -52,7 +52,7 @@ def _slots(explanation: Explanation) -> Table:
 
 def _cells(slot: SlotFacts) -> Iterator[str]:
     yield slot.name
-    yield ", ".join([slot.kind, *["optional"] * slot.optional, *([f"when {slot.when}"] if slot.when else [])])
+    yield ", ".join(_kind(slot))
     yield f"[{', '.join(slot.shape)}]"
     yield f"{slot.dtype} ({slot.role})" if slot.role else slot.dtype
     yield slot.placement
@@ -61,6 +61,16 @@ def _cells(slot: SlotFacts) -> Iterator[str]:
     if slot.padded is not None:
         yield f"[{', '.join(map(str, slot.padded))}]"
         yield f"{slot.nbytes:,}"
+
+
+def _kind(slot: SlotFacts) -> Iterator[str]:
+    yield slot.kind
+    if slot.parameter is not None:
+        yield f"argument {slot.parameter}"
+    if slot.optional:
+        yield "optional"
+    if slot.when is not None:
+        yield f"when {slot.when}"
 
 
 def _origin(slot: SlotFacts) -> str:

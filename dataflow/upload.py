@@ -11,7 +11,7 @@ class Upload(abc.ABC):
     @property
     @abc.abstractmethod
     def packet(self) -> torch.Tensor:
-        """The packet: bytes on the device, at a fixed address."""
+        """The packet: bytes on the device, at a fixed address that is a multiple of 64 at least."""
 
     @property
     @abc.abstractmethod
@@ -24,3 +24,11 @@ class Upload(abc.ABC):
 
         What the packet held beyond stays as it was.
         """
+
+    def move(self, source: torch.Tensor) -> torch.Tensor:
+        """A copy of a dense host tensor in memory of its own on the device, beside the packet.
+
+        The source may change as soon as this returns. By default it waits until the device has read it.
+        """
+        with torch.inference_mode(mode=False):
+            return source.detach().to(self.packet.device, copy=True)

@@ -46,7 +46,10 @@ def write(target: torch.Tensor, value: Any, what: str) -> None:
     tensor = _as_tensor(value, target, what)
     if tensor.shape != target.shape or tensor.dtype != target.dtype:
         raise ComputeError(_misfit(what, target, f"{dtype_text(tensor.dtype)} of shape {list(tensor.shape)}"))
-    target.copy_(tensor)
+    if tensor.numel() == 1 and tensor.is_cpu and not target.is_cpu:
+        target.fill_(tensor.item())  # a copy from memory that is not pinned would wait for the device
+    else:
+        target.copy_(tensor)
 
 
 def _write_number(target: torch.Tensor, value: float, what: str) -> None:

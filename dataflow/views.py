@@ -21,11 +21,15 @@ Ranges = Mapping[Axis, tuple[int, int]]
 
 @attrs.frozen(eq=False)
 class ViewInfo:
-    """What a view remembers of its fill: the step's sizes, which axes follow from others, the runner's declaration."""
+    """What a view remembers of its fill: the step's sizes, which axes follow from others, the runner's declaration.
+
+    whole: slots that must not be cut, since a replay hands all of each to every operator of its graph.
+    """
 
     step: Step
     relations: Mapping[Axis, Dim]
     declaration: Declaration
+    whole: frozenset[str] = frozenset()
 
 
 def make_view(cls: type[T], tensors: Views, fields: Mapping[str, Any], info: ViewInfo) -> T:
@@ -60,6 +64,13 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
             message = f"{axis} follows from {info.relations[axis]} here: narrow that axis, and {axis} goes with it"
             raise BatchError(message)
     every = {**_following(info, ranges), **ranges}
+    for name in info.whole:
+        if not declared[name].axes.isdisjoint(every):
+            message = (
+                f"slot {name!r} is a host parameter, and a replay hands all of it to each operator of its graph, so "
+                "that none can be captured on a part of it: cut the batch instead, or have them read a device slot"
+            )
+            raise BatchError(message)
     if BATCH in every and TOKENS in info.declaration.axes and TOKENS not in every:
         message = "requests differ in length here: say which tokens these rows have, narrow(BATCH, a, b, tokens=(c, d))"
         raise BatchError(message)

@@ -2,15 +2,16 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
 import rich.console
 import rich.progress
 import structlog
+import torch
 
-from ..backends.base import Backend, Graph, Memory
+from ..backends.base import NO_PARAMETERS, Backend, Graph, Memory
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import CaptureError
 from .writes import watched
@@ -91,16 +92,18 @@ def capture_step(
     warmups: int,
     pool: object | None,
     error_mode: str | None = None,
+    parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
 ) -> Graph:
     """Warm up and capture one step on the backend's stream. CaptureError, chained to whatever was raised.
 
-    The first warm-up is watched for writes to inputs that the step should only read.
+    parameters: host slots, by the operator's argument that takes their value at each replay. The first warm-up is
+    watched for writes to inputs that the step should only read.
     """
     with told_as_capture_error(), backend.stream():
         for index in range(warmups):
             watched(step, buffers) if index == 0 else step()
         backend.synchronize()
-        return backend.capture(step, pool=pool, error_mode=error_mode)
+        return backend.capture(step, pool=pool, error_mode=error_mode, parameters=parameters)
 
 
 @contextlib.contextmanager
@@ -132,6 +135,12 @@ def progress_over(buckets: Sequence[int], backend: Backend, *, show: bool) -> It
             progress.update(task, bucket=bucket, free=human_bytes(backend.memory().free))
             yield bucket
             progress.advance(task)
+
+
+def warn_of_many(wanted: int, hint: int | None, runner: str) -> None:
+    """One event where more graphs are wanted than the device is said to bear, before minutes are spent on them."""
+    if hint is not None and wanted > hint:
+        _LOG.warning("many_graphs", runner=runner, wanted=wanted, borne=hint)
 
 
 def human_bytes(count: float) -> str:

@@ -238,12 +238,18 @@ class DecodeRunner(Generic[V]):
             return self._widths.decision(other[0])
         return self._router.decide(self._size(batch, side), self.stage.absent(batch, side), batch)
 
-    def plan(self, bucket: int, absent: Collection[str] = (), in_place: Collection[str] = ()) -> FillPlan:
-        """How one bucket is filled, for batches that come without some optional slots, or with some in place.
+    def plan(
+        self,
+        bucket: int,
+        absent: Collection[str] = (),
+        in_place: Collection[str] = (),
+        hosted: Collection[str] = (),
+    ) -> FillPlan:
+        """How one bucket is filled, for batches without some optional slots, or with some in place or on the host.
 
         ConfigError where there is no such bucket or slot.
         """
-        return self.stage.plan(self._sizes, bucket, self.lowering, absent, in_place)
+        return self.stage.plan(self._sizes, bucket, self.lowering, absent, in_place, hosted)
 
     def stats(self) -> Mapping[str, Any]:
         """Plain data: steps by path; each bucket's path, steps, live and padded rows, and waste; eager runs by reason.

@@ -14,8 +14,10 @@ from ..dataflow.bucket import Bucket
 from ..dataflow.buffers import Buffers
 from ..dataflow.caches import keep_newest
 from ..dataflow.capabilities import DEVICE
+from ..dataflow.cargo import most_cargo
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import BatchError
+from ..dataflow.feed import Feeder
 from ..dataflow.fill import compute_on_device
 from ..dataflow.handover import hand_over
 from ..dataflow.limits import Limits
@@ -194,8 +196,11 @@ class EagerRunner(Generic[V]):
 
     def _begin_with(self, buffers: Buffers) -> Bucket:
         self._capacity = dict(buffers.capacity)
-        stage = self.stage
-        return Bucket(stage.declaration, buffers.capacity, stage.backend.capabilities, buffers, exact=True)
+        declaration, backend = self.stage.declaration, self.stage.backend
+        capabilities, feeder = backend.capabilities, None
+        if capabilities.packed_uploads:
+            feeder = Feeder(backend.upload, most_cargo(declaration, buffers.capacity, capabilities))
+        return Bucket(declaration, buffers.capacity, capabilities, buffers, exact=True, feeder=feeder)
 
 
 def _leading(declaration: Declaration) -> Axis | None:

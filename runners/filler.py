@@ -11,13 +11,14 @@ from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering, chosen_lowering
+from ..dataflow.cargo import most_cargo
 from ..dataflow.errors import ConfigError
-from ..dataflow.feed import Feed
+from ..dataflow.feed import Feeder
 from ..dataflow.fused import FusedFill
 from ..dataflow.kinds import Misfit
 from ..dataflow.lanes import WORD, table_of
 from ..dataflow.packer import most_bytes
-from ..dataflow.planner import FUSED
+from ..dataflow.plan import FUSED
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from .capture import capture_step
@@ -67,7 +68,9 @@ class Filler(Generic[V]):
         self.stream = stage.backend.stream_key()
         self.last_stream = self.stream()
         self._fusion = self._fusion_of(stage) if self.lowering in FUSED else None
-        self._feed = Feed(self._fusion.upload(self._most(buckets))) if self._fusion is not None else None
+        self._feeder = Feeder(stage.backend.upload, self._most(buckets))
+        if self._fusion is not None:
+            self._feeder()
 
     @staticmethod
     def _fusion_of(stage: Stage[V]) -> Fusion:
@@ -80,20 +83,27 @@ class Filler(Generic[V]):
     def _most(self, buckets: "list[Sizes]") -> int:
         """Bytes of the largest packet that any bucket may ask for."""
         stage = self.stage
-        made = [Bucket(stage.declaration, sizes, stage.backend.capabilities, self.buffers) for sizes in buckets]
-        return max((most_bytes(bucket.lanes(self.lowering), stage.declaration) for bucket in made), default=WORD)
+        capabilities, declaration = stage.backend.capabilities, stage.declaration
+        most = [most_cargo(declaration, sizes, capabilities) for sizes in buckets if capabilities.packed_uploads]
+        if self._fusion is not None:
+            made = [Bucket(declaration, sizes, capabilities, self.buffers) for sizes in buckets]
+            most += [most_bytes(bucket.lanes(self.lowering), declaration) for bucket in made]
+        return max(most, default=WORD)
 
     @property
     def nbytes(self) -> int:
         """Bytes of tables, of the packet, and of the host memory that uploads start from."""
-        return self._tables + (self._feed.upload.nbytes if self._feed is not None else 0)
+        return self._tables + self._feeder.nbytes
 
     def make(self, sizes: Sizes, absent: Absent) -> Filling:
         """A bucket with all that fills it but what must be captured."""
-        stage, fusion, feed = self.stage, self._fusion, self._feed
-        bucket = Bucket(stage.declaration, sizes, stage.backend.capabilities, self.buffers)
-        if fusion is None or feed is None:
+        stage, fusion = self.stage, self._fusion
+        capabilities = stage.backend.capabilities
+        feeder = self._feeder if capabilities.packed_uploads else None
+        bucket = Bucket(stage.declaration, sizes, capabilities, self.buffers, feeder=feeder)
+        if fusion is None:
             return Filling(bucket)
+        feed = self._feeder()
         fused = bucket.fused(self.lowering, feed, absent)
         rows = table_of(fused.packer.lanes, fusion.block, fused.packer.owner)
         with torch.inference_mode(mode=False):
@@ -104,7 +114,7 @@ class Filler(Generic[V]):
 
     def capture_alone(self, filling: Filling, warmups: int = 0) -> None:
         """Capture the kernel by itself; where it is a step's first node too, it must not run there a second time."""
-        stage, feed, kernel = self.stage, self._feed, filling.kernel
+        stage, feed, kernel = self.stage, self._feeder.made, filling.kernel
         if feed is None:
             return
         with torch.inference_mode(mode=False):
@@ -125,8 +135,8 @@ class Filler(Generic[V]):
 
     def rest(self) -> None:
         """Have the kernel leave the slots alone until a batch comes."""
-        if self._feed is not None:
-            self._feed.disarm()
+        if self._feeder.made is not None:
+            self._feeder.made.disarm()
 
     def order(self) -> None:
         """Let a step that comes on another stream than the last one wait for it: both use the same buffers."""
@@ -167,8 +177,8 @@ class Filler(Generic[V]):
             self.capture_alone(filling)
         if filling.alone is not None:
             filling.alone.replay()
-        if self.lowering == "in_graph" and self._feed is not None:
-            self._feed.was_disarmed()
+        if self.lowering == "in_graph" and self._feeder.made is not None:
+            self._feeder.made.was_disarmed()
 
     def _plainly(self, filling: Filling, batch: Any, live: tuple[int, ...], absent: Absent, side: Side) -> Ready:
         """Fill without the kernel, which must then leave the slots alone."""

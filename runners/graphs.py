@@ -1,7 +1,7 @@
 """Captured buckets: each with its fill, its graph and its outputs."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic
 
 import attrs
@@ -23,6 +23,7 @@ from .capture import (
     frozen_garbage,
     log_capture,
     progress_over,
+    warn_of_many,
 )
 from .captured import FORKS, Captured, Order, clock_of
 from .filler import Filler, Filling
@@ -40,8 +41,9 @@ class GraphSet(Generic[V]):
 
     rows_each: output rows for each row of the leading axis, or None where outputs are handed out whole.
     debug: stamp outputs, and check addresses at each replay instead of the first only. recipe: makes what is captured
-    of a bucket; the whole step, where it is not given. fills, eager_runs: how often the buffers were filled, and how
-    often a step ran on them without a graph.
+    of a bucket; the whole step, where it is not given. parameters: slots whose values each replay hands to its graph,
+    by the operator's argument; all that are declared, where it is not given. fills, eager_runs: how often the buffers
+    were filled, and how often a step ran on them without a graph.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class GraphSet(Generic[V]):
         rows_each: int | None,
         debug: bool,
         recipe: "Recipe | None" = None,
+        parameters: Mapping[str, str] | None = None,
     ) -> None:
         self.stage = stage
         self.buffers = buffers
@@ -66,6 +69,7 @@ class GraphSet(Generic[V]):
         self.rows_each = rows_each
         self._debug = debug
         self._recipe = self._whole_step if recipe is None else recipe
+        self._parameters = stage.declaration.parameters if parameters is None else parameters
         self._captured: dict[Key, Captured] = {}
         self._order: Order | None = None
         self._forks = FORKS.count
@@ -90,6 +94,9 @@ class GraphSet(Generic[V]):
             message = "this runner is captured already: its addresses are sealed; make a new runner to capture again"
             raise CaptureError(message)
         start, failed = time.perf_counter(), dict[int, CaptureError]()
+        warn_of_many(
+            len(order.buckets) * len(order.patterns), self.stage.backend.capabilities.graphs_hint, order.runner
+        )
         self._order, before = order, self.stage.backend.memory()
         buckets = [] if order.lazy else sorted(order.buckets, reverse=True)
         with frozen_garbage():
@@ -146,7 +153,13 @@ class GraphSet(Generic[V]):
         filler.rest()
         step = self._recipe(filling, absent)
         graph = capture_step(
-            stage.backend, step, self.buffers, warmups=order.warmups, pool=self._pool, error_mode=order.error_mode
+            stage.backend,
+            step,
+            self.buffers,
+            warmups=order.warmups,
+            pool=self._pool,
+            error_mode=order.error_mode,
+            parameters=self._parameters_of(filling, absent),
         )
         if self.rows_each is not None:
             check_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
@@ -155,13 +168,19 @@ class GraphSet(Generic[V]):
         _ = self.buffers.addresses
         return Captured(rows, filling, graph, step)
 
+    def _parameters_of(self, filling: Filling, absent: Absent) -> dict[str, torch.Tensor]:
+        """A bucket's host parameters, padded, where they lie; none for an optional one that is absent."""
+        views = self._whole(filling, absent).views
+        named = ((argument, views[name]) for argument, name in self._parameters.items())
+        return {argument: view for argument, view in named if view is not None}
+
     def _whole_step(self, filling: Filling, absent: Absent) -> Callable[[], Any]:
         return _Step(self.stage, self.filler, filling, self._whole(filling, absent))
 
     def view(self, captured: Captured, absent: Absent) -> V:
         """A bucket's slots at their padded size, for producers who write them."""
         self.buffers.handed_out = True
-        return self.stage.capture_view(self._whole(captured.filling, absent))
+        return self.stage.view(self._whole(captured.filling, absent), None)
 
     def _whole(self, filling: Filling, absent: Absent) -> Ready:
         """What a bucket needs where every row is live."""

@@ -166,6 +166,9 @@ def _check(
         if name in bind:
             message = f"slot {name!r} is chained, so that it is part 0 of parents[{name!r}]: it cannot be bound too"
             raise ConfigError(message)
+        if slot.is_parameter:
+            message = f"slot {name!r} is a host parameter, one for the graph of all steps: it cannot be chained"
+            raise ConfigError(message)
     for name, slot in declaration.slots.items():
         compute = slot.computes()
         stale = sorted(set(chained) & set(compute.needs)) if compute is not None else []

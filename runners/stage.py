@@ -16,7 +16,7 @@ from ..dataflow.buffers import Buffers, allocate
 from ..dataflow.capabilities import Lowering
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError
-from ..dataflow.explain import check_copied, check_optional
+from ..dataflow.explain import check_copied, check_hosted, check_optional
 from ..dataflow.inputs import Inputs
 from ..dataflow.plan import FillPlan
 from ..dataflow.planner import plan_fill
@@ -134,16 +134,20 @@ class Stage(Generic[V]):
         lowering: Lowering,
         absent: Collection[str],
         in_place: Collection[str],
+        hosted: Collection[str],
     ) -> FillPlan:
-        """How a bucket is filled, some slots being absent, or in place. ConfigError for an unknown bucket or slot."""
+        """How a bucket is filled, some slots being absent, in place or on the host. ConfigError for what is unknown."""
         declaration = self.declaration
         missing, written = check_optional(declaration, absent), check_copied(declaration, in_place)
+        brought = check_hosted(declaration, hosted)
         sizes = buckets.get(bucket)
         if sizes is None:
             message = f"there is no bucket {bucket}: buckets are {', '.join(map(str, sorted(buckets)))}"
             raise ConfigError(message)
         capabilities = self.backend.capabilities
-        return plan_fill(declaration, sizes, capabilities, lowering=lowering, absent=missing, in_place=written)
+        return plan_fill(
+            declaration, sizes, capabilities, lowering=lowering, absent=missing, in_place=written, hosted=brought
+        )
 
     def absent(self, batch: Any, side: Side) -> frozenset[str]:
         """Optional slots that a batch comes without."""
@@ -186,7 +190,15 @@ class Stage(Generic[V]):
 
     def capture_view(self, ready: Ready) -> V:
         """The view that a step sees while it is captured: fields only where the declaration gives a default."""
-        return self.view(ready, None)
+        return self.sealed(self.view(ready, None))
+
+    def sealed(self, view: V) -> V:
+        """The view, with parameters that cannot be cut where replays would hand over all of them."""
+        info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
+        if info is not None and self.declaration.parameters and self.backend.capabilities.host_parameters:
+            whole = frozenset(self.declaration.parameters.values())
+            view._slotgraph_view = attrs.evolve(info, whole=whole)  # noqa: SLF001 - as above
+        return view
 
 
 def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], outputs: Any) -> Any:

@@ -54,9 +54,15 @@ class Through(abc.ABC, Generic[V]):
         """The path that a batch would take, its bucket, and why."""
         return self.decode.decide(batch, **side)
 
-    def plan(self, bucket: int, absent: Collection[str] = (), in_place: Collection[str] = ()) -> FillPlan:
+    def plan(
+        self,
+        bucket: int,
+        absent: Collection[str] = (),
+        in_place: Collection[str] = (),
+        hosted: Collection[str] = (),
+    ) -> FillPlan:
         """How one bucket is filled."""
-        return self.decode.plan(bucket, absent, in_place)
+        return self.decode.plan(bucket, absent, in_place, hosted)
 
     def stats(self) -> Mapping[str, Any]:
         """Steps, buckets, reasons and lowerings as plain data: see `DecodeRunner.stats`."""

@@ -5,19 +5,25 @@ from collections.abc import Callable
 import torch
 
 from slotgraph.backends.host_fusion import HostFusion
+from slotgraph.backends.host_upload import HostUpload
 from slotgraph.dataflow.buffers import Buffers
-from slotgraph.dataflow.feed import Feed
+from slotgraph.dataflow.cargo import UNIT
+from slotgraph.dataflow.feed import Feed, Feeder
 from slotgraph.dataflow.fused import FusedFill
 from slotgraph.dataflow.lanes import WORD, head_bytes, table_of
 
 Kernel = Callable[[], None]
 
 
+def feeder_for(buffers: Buffers) -> Feeder:
+    """What gives a packet that is large enough for every bucket over some buffers."""
+    bodies = sum(WORD * one.tensor.numel() + UNIT for one in buffers)
+    return Feeder(HostUpload, head_bytes(len(buffers)) + UNIT + bodies)
+
+
 def feed_for(buffers: Buffers) -> Feed:
-    """A packet that is large enough for every bucket over some buffers."""
-    return Feed(
-        HostFusion().upload(head_bytes(len(buffers)) + sum(WORD * one.tensor.numel() + WORD for one in buffers))
-    )
+    """The same, made."""
+    return feeder_for(buffers)()
 
 
 def kernel_of(fused: FusedFill) -> Kernel:

@@ -95,7 +95,8 @@ class Maker:
 
     def _nested(self) -> bool:
         """Whether lists say all of it: the slot's dtype, and a shape that can be read off them."""
-        return self.value.dtype == self.dtype and (self.value.numel() > 0 or self.value.dim() == 1)
+        is_told = self.value.dim() == 1 or (self.value.dim() > 1 and self.value.numel() > 0)
+        return is_told and self.value.dtype == self.dtype
 
     def _array(self) -> "np.ndarray[Any, Any] | None":
         return _numpy(self.value.contiguous().cpu())

@@ -19,6 +19,7 @@ from slotgraph import (
     computed,
     constant,
     copied,
+    host_parameter,
     keep,
     once,
     output,
@@ -135,6 +136,23 @@ def copied_slots(draw: st.DrawFn, name: str) -> Any:
     )
 
 
+@st.composite
+def parameters(draw: st.DrawFn, name: str) -> Any:
+    """A host parameter: one number or a row of them, by its own name or another."""
+    dtype = draw(st.sampled_from([torch.int32, torch.int64]))
+    optional: dict[str, Any] = {"default": None} if draw(st.booleans()) else {}
+    rows: list[tuple[Axis | Dim, ...]] = [(), (BATCH,), (TOKENS + 1,), (HIDDEN,)]
+    return host_parameter(
+        *draw(st.sampled_from(rows)),
+        dtype=dtype,
+        pad=draw(tails(dtype)),
+        source=draw(st.sampled_from([None, side(f"beside.{name}")])),
+        argument=draw(st.sampled_from([None, f"argument_of_{name}"])),
+        converts=draw(st.sampled_from([(), (torch.int64, torch.int32)])),
+        **optional,
+    )
+
+
 @attrs.frozen
 class _Called:
     """A source that is a function of the batch."""
@@ -175,6 +193,11 @@ def _twice(step: Step) -> list[int]:
     return [2 * row + step.live(TOKENS) for row in range(step.padded(BATCH))]
 
 
+def _pairs(step: Step) -> torch.Tensor:
+    rows, columns = step.padded(BATCH), step.padded(PAGES)
+    return torch.arange(rows * columns, dtype=torch.int16).view(rows, columns) + step.live(BATCH)
+
+
 def _tokens(step: Step) -> int:
     return step.live(TOKENS) + 100 * step.padded(TOKENS)
 
@@ -188,6 +211,8 @@ def computed_slots(bases: Mapping[str, Slot]) -> st.SearchStrategy[Any]:
     plain = [
         st.just(computed(_tokens, shape=1, dtype=torch.int32)),
         st.just(computed(_twice, shape=BATCH, dtype=torch.int64, placement="host")),
+        st.just(computed(_twice, shape=BATCH, dtype=torch.int64)),
+        st.just(computed(_pairs, shape=(BATCH, PAGES), dtype=torch.int16)),
         st.just(computed(_tagged, dtype=torch.int64)),
     ]
     needed = {n: s for n, s in bases.items() if not s.optional and (s.reads(n) or s.computes())}
@@ -208,7 +233,7 @@ def declarations(draw: st.DrawFn) -> type[Inputs]:
     }
     for index in range(draw(st.integers(0, 5))):
         name = f"slot_{index}"
-        fields[name] = draw(st.one_of(copied_slots(name), other_slots()))
+        fields[name] = draw(st.one_of(copied_slots(name), other_slots(), parameters(name)))
     for index in range(draw(st.integers(0, 3))):
         known = {name: field.metadata["slotgraph.slot"] for name, field in fields.items()}
         fields[f"computed_{9 - index}"] = draw(computed_slots(known))  # by name the other way round than by need
@@ -232,6 +257,9 @@ CAPABILITIES = (
     Capabilities(foreach_mixed=True),
     Capabilities(foreach_device=False, arenas=False),
     Capabilities(foreach_host=False, foreach_chunk=2),
+    Capabilities(packed_uploads=True),
+    Capabilities(packed_uploads=True, foreach_mixed=True, foreach_host=False, arenas=False),
+    Capabilities(packed_uploads=True, foreach_device=False, foreach_chunk=2),
     Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0}, pools_inputs=False),
 )
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from slotgraph.backends.host_fusion import HostUpload
+from slotgraph.backends.host_upload import HostUpload
 from tests import soak
 
 

@@ -45,6 +45,10 @@ _InPlace = Annotated[
     list[str] | None,
     typer.Option("--in-place", metavar="SLOT[,SLOT]", help="Copied slots that a producer writes in place of a copy."),
 ]
+_Hosted = Annotated[
+    list[str] | None,
+    typer.Option("--hosted", metavar="SLOT[,SLOT]", help="Slots that the batch brings host data for: lists, arrays."),
+]
 _Lowering = Annotated[
     str, typer.Option(metavar="NAME", help=f"How the plan is run: {', '.join(LADDER)}, or what the backend prefers.")
 ]
@@ -60,6 +64,7 @@ def explain(
     setting: _Settings = None,
     absent: _Absent = None,
     in_place: _InPlace = None,
+    hosted: _Hosted = None,
     backend: _Backend = "auto",
     lowering: _Lowering = AUTO,
     form: _Format = Format.TABLE,
@@ -80,8 +85,10 @@ def explain(
         declaration = _declaration(target, setting or ())
         extents = extents_of(size or (), width, declaration)
         on = chosen(backend)
-        how, written = chosen_lowering(on.capabilities, lowering), _names(in_place or ())
-        found = explanation_of(declaration, on.capabilities, on.name, extents, absent or (), written, how)
+        how, written, brought = chosen_lowering(on.capabilities, lowering), _names(in_place or ()), _names(hosted or ())
+        found = explanation_of(
+            declaration, on.capabilities, on.name, extents, absent or (), written, how, hosted=brought
+        )
     _show(found, form)
 
 

@@ -14,7 +14,8 @@ from ...backends.base import Graph
 from ...dataflow.bucket import Bucket
 from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Lowering
-from ...dataflow.planner import FUSED, NONE
+from ...dataflow.plan import FUSED
+from ...dataflow.planner import NONE
 from ...dataflow.tails import Number, Pad, resolve_value
 from ..capture import capture_step
 from ..decode import DecodeRunner

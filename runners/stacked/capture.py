@@ -76,7 +76,7 @@ class StackCapture(Generic[V]):
             fields = fill_placeholder(stage, self._buffers, Step(live, bucket.sizes), absent)
             ready = bucket.fill_for(absent).ready(tuple(live[axis] for axis in stage.declaration.varying))
             view = live_view(stage, self._buffers, ready, fields)
-            shown = live_view(stage, self._buffers, ready, carried(stage.declaration.fields, None))
+            shown = stage.sealed(live_view(stage, self._buffers, ready, carried(stage.declaration.fields, None)))
             call, outputs = self._call_of(view, shown)
             self._cut(call, view)
             returned = self._watch(call, view)

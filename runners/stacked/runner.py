@@ -67,9 +67,15 @@ class StackRunner(abc.ABC, Generic[V]):
         """The path that a batch would take, its bucket, and why."""
         return self.runs.decide(batch, side)
 
-    def plan(self, bucket: int, absent: Collection[str] = (), in_place: Collection[str] = ()) -> FillPlan:
-        """How one bucket is filled, for batches that come without some optional slots, or with some in place."""
-        return self.runs.plan(bucket, absent, in_place)
+    def plan(
+        self,
+        bucket: int,
+        absent: Collection[str] = (),
+        in_place: Collection[str] = (),
+        hosted: Collection[str] = (),
+    ) -> FillPlan:
+        """How one bucket is filled, for batches without some optional slots, or with some in place or on the host."""
+        return self.runs.plan(bucket, absent, in_place, hosted)
 
     def stats(self) -> Mapping[str, Any]:
         """Plain data: steps by path, live and padded tokens and waste per bucket, eager steps by reason, lowerings."""

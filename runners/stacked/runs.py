@@ -72,7 +72,10 @@ class StackRuns(Generic[V]):
         sizes, mode = list(self._sizes.values()), config.error_mode
         filler = Filler(stage, buffers, lowering, sizes, debug=config.debug, error_mode=mode)
         capturing = StackCapture(stage, boundary, buffers, output_rows)
-        self.graphs = GraphSet(stage, buffers, filler, rows_each=None, debug=config.debug, recipe=capturing)
+        handed = _handed(stage)
+        self.graphs = GraphSet(
+            stage, buffers, filler, rows_each=None, debug=config.debug, recipe=capturing, parameters=handed
+        )
         self._patterns = patterns_of(absent)
         self._size = Sizer(stage.declaration, {}, capacity, TOKENS)
         self._limits = Limits.of(stage.declaration, capacity)
@@ -97,9 +100,11 @@ class StackRuns(Generic[V]):
         """The path that a batch would take."""
         return self._router.decide(self._size(batch, side), self.stage.absent(batch, side), batch)
 
-    def plan(self, bucket: int, absent: Collection[str], in_place: Collection[str]) -> FillPlan:
+    def plan(
+        self, bucket: int, absent: Collection[str], in_place: Collection[str], hosted: Collection[str]
+    ) -> FillPlan:
         """How one bucket is filled."""
-        return self.stage.plan(self._sizes, bucket, self.lowering, absent, in_place)
+        return self.stage.plan(self._sizes, bucket, self.lowering, absent, in_place, hosted)
 
     def stats(self) -> Mapping[str, Any]:
         """The books, as plain data."""
@@ -243,6 +248,12 @@ def _checked_axis(output_rows: Axis | None, stage: Stage[Any]) -> Axis | None:
     else:
         message = f"output_rows is TOKENS, BATCH or None, got {output_rows!r}"
     raise ConfigError(message)
+
+
+def _handed(stage: Stage[Any]) -> dict[str, str]:
+    """Host parameters that graphs are handed. Those over requests are for breaks: no graph knows of requests."""
+    slots = stage.declaration.slots
+    return {argument: name for argument, name in stage.declaration.parameters.items() if BATCH not in slots[name].axes}
 
 
 def _place(stage: Stage[Any], axis: Axis) -> int | None:

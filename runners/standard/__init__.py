@@ -9,7 +9,7 @@ from .mixins import DraftMrope, EncoderDecoder, InputEmbeds, Mamba, Mrope, Ngram
 from .parallel import DataParallelCarried, DataParallelGathered, DataParallelGatheredExtend, ExpertParallel
 from .prefill import BreakableInputs, DraftPrefillInputs, PrefillInputs
 from .proxies import PipelineIndices, PipelineProxies, PrefillPipelineIndices, PrefillPipelineProxies
-from .requests import BoundedContext, Requests
+from .requests import BoundedContext, ContextLengths, HostLengths, Requests
 from .settings import Sharding
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "VOCAB",
     "BoundedContext",
     "BreakableInputs",
+    "ContextLengths",
     "DataParallelCarried",
     "DataParallelGathered",
     "DataParallelGatheredExtend",
@@ -37,6 +38,7 @@ __all__ = [
     "EagerInputs",
     "EncoderDecoder",
     "ExpertParallel",
+    "HostLengths",
     "InputEmbeds",
     "Mamba",
     "Mrope",

@@ -6,7 +6,7 @@ from ...dataflow.axes import BATCH
 from ...dataflow.capabilities import HOST
 from ...dataflow.inputs import Inputs
 from ...dataflow.roles import SEQ_LEN_FILL
-from ...dataflow.specifiers import copied
+from ...dataflow.specifiers import copied, host_parameter
 from .axes import CONTEXT
 
 
@@ -41,4 +41,26 @@ class BoundedContext(Requests):
         converts=(torch.int64,),
         limit=CONTEXT,
         default=None,
+    )
+
+
+class HostLengths(Inputs):
+    """A mixin: fused attention that takes lengths as a host argument, which an NPU's graphs are handed at each replay.
+
+    actual_seq_lengths_kv: the host's own lengths, since reading seq_lens back would wait; padded rows as those of it.
+    """
+
+    actual_seq_lengths_kv: torch.Tensor = host_parameter(
+        BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, source="seq_lens_cpu", converts=(torch.int64,)
+    )
+
+
+class ContextLengths(Inputs):
+    """A mixin: paged attention that takes lengths as a host tensor, likewise.
+
+    context_lens: int32, which the operator wants; padded rows as those of seq_lens.
+    """
+
+    context_lens: torch.Tensor = host_parameter(
+        BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, source="seq_lens_cpu", converts=(torch.int64,)
     )

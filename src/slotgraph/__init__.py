@@ -8,7 +8,7 @@ from slotgraph.dataflow.inputs import Inputs
 from slotgraph.dataflow.roles import CACHE_LOC, SEQ_LEN_FILL, FillRole, Role
 from slotgraph.dataflow.slots import Slot
 from slotgraph.dataflow.sources import side
-from slotgraph.dataflow.specifiers import computed, constant, copied, output, slot, staged
+from slotgraph.dataflow.specifiers import computed, constant, copied, host_parameter, output, slot, staged
 from slotgraph.dataflow.step import Step
 from slotgraph.dataflow.tails import keep, once
 from slotgraph.runners import standard
@@ -31,7 +31,7 @@ __all__ = [
     "BATCH", "CACHE_LOC", "DEVICE", "HOST", "SEQ_LEN_FILL", "TOKENS", "WIDTH", "Axis", "BreakableRunner", "Buckets",
     "DecodeRunner", "DraftExtendRunner", "DraftRunner", "EagerRunner", "FillRole", "Inputs",
     "MultiLayerDraftExtendRunner", "PrefillRunner", "Role", "RunnerConfig", "Slot", "SlotGraphError", "Step",
-    "computed", "constant", "copied", "current_view", "errors", "graph_break", "keep", "once", "output", "side", "slot",
-    "staged", "standard",
+    "computed", "constant", "copied", "current_view", "errors", "graph_break", "host_parameter", "keep", "once",
+    "output", "side", "slot", "staged", "standard",
 ]
 # fmt: on

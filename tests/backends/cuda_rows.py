@@ -8,7 +8,7 @@ import torch
 
 from slotgraph import BATCH, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends.cuda import CudaBackend
-from slotgraph.backends.cuda_graph import CudaGraph
+from slotgraph.backends.device_graph import DeviceGraph
 
 MIB = 1 << 20
 
@@ -18,11 +18,11 @@ def inference(*, inside: bool) -> AbstractContextManager[Any]:
     return torch.inference_mode() if inside else nullcontext()
 
 
-def capture(cuda: CudaBackend, step: Callable[[], Any], **more: Any) -> CudaGraph:
+def capture(cuda: CudaBackend, step: Callable[[], Any], **more: Any) -> DeviceGraph:
     """A step captured without a warm-up."""
     with cuda.stream():
         graph = cuda.capture(step, **more)
-    assert isinstance(graph, CudaGraph)
+    assert isinstance(graph, DeviceGraph)
     return graph
 
 

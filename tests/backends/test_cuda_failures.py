@@ -2,14 +2,14 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from slotgraph import DecodeRunner
 from slotgraph.backends.cuda import CudaBackend
-from slotgraph.backends.cuda_pool import Shared
+from slotgraph.backends.graph_pool import Shared
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError, ReplayError
 from tests.backends.cuda_rows import (
     MIB,
@@ -220,7 +220,8 @@ def test_replay_that_is_refused(cuda: CudaBackend) -> None:
     source = torch.ones(4, device=cuda.device)
     graph = capture(cuda, lambda: source + 1)
     for part in graph._parts:
-        cast("torch.cuda.CUDAGraph", part).reset()
+        assert part.graph is not None
+        part.graph.reset()
     with pytest.raises(ReplayError, match="could not be replayed"):
         graph.replay()
 

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from slotgraph import backends
-from slotgraph.backends import cuda, cuda_faults
+from slotgraph.backends import cuda, faults
+from slotgraph.backends.cuda_faults import ADVICE
+from slotgraph.backends.cuda_runtime import CudaRuntime
+from slotgraph.backends.graph_pool import pool_of
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
 
 SYNC = "CUDA error: operation not permitted when stream is capturing\nSearch for `cudaErrorStreamCaptureUnsupported'\n"
@@ -99,7 +102,7 @@ def test_liveness_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> 
 def test_strange_pool(pool: object) -> None:
     """What is no pool is refused."""
     with pytest.raises(CaptureError, match=r"pool is what pool\(\)"):
-        cuda._pool_of(pool)
+        pool_of(pool, CudaRuntime())
 
 
 def raised(error: Exception) -> Exception:
@@ -128,7 +131,7 @@ def raised(error: Exception) -> Exception:
 )
 def test_explanations(error: Exception, parts: list[str]) -> None:
     """Each refusal says what was refused, on which line, and the way out, on one line."""
-    message = str(cuda_faults.not_captured(raised(error)))
+    message = str(faults.not_captured(raised(error), ADVICE))
     assert "\n" not in message
     for part in [*parts, "test_cuda_faults.py:", "`raise error`"]:
         assert part in message
@@ -144,24 +147,24 @@ def test_explanations(error: Exception, parts: list[str]) -> None:
 )
 def test_memory_that_ran_out(error: Exception) -> None:
     """Too little memory is told apart from other errors, with what to lower."""
-    assert cuda_faults.ran_out_of_memory(error)
-    message = str(cuda_faults.not_captured(raised(error)))
+    assert faults.ran_out_of_memory(error)
+    message = str(faults.not_captured(raised(error), ADVICE))
     assert "memory ran out while this bucket was captured" in message
     for part in ("number of buckets", "largest bucket", "KV cache"):
         assert part in message
-    assert not cuda_faults.ran_out_of_memory(ValueError("out of memory"))
+    assert not faults.ran_out_of_memory(ValueError("out of memory"))
 
 
 def test_what_was_asked_for() -> None:
     """The size that could not be had is in the message, without the allocator's page of advice."""
-    message = str(cuda_faults.out_of_memory(torch.OutOfMemoryError(MEMORY), "before"))
+    message = str(faults.out_of_memory(torch.OutOfMemoryError(MEMORY), "before"))
     assert "(tried to allocate 2.00 GiB)" in message
     assert "capacity" not in message
 
 
 def test_place_without_a_traceback() -> None:
     """An error that was never raised has no place; one from inside torch has the line that called it."""
-    assert cuda_faults.place_of(RuntimeError("x")) == ""
+    assert faults.place_of(RuntimeError("x")) == ""
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2).view(3)
-    assert "test_cuda_faults.py:" in cuda_faults.place_of(caught.value)
+    assert "test_cuda_faults.py:" in faults.place_of(caught.value)

@@ -265,9 +265,9 @@ def test_backend_that_cannot() -> None:
     class Plain(HostBackend):
         name = "plain"
 
-        def capture(self, step: Callable[[], Any], *, pool: Any = None, error_mode: str | None = None) -> Any:
+        def capture(self, step: Callable[[], Any], **options: Any) -> Any:
             """Never asked."""
-            raise NotImplementedError(step, pool, error_mode)
+            raise NotImplementedError(step, options)
 
     plain = Plain()
     with pytest.raises(CaptureError, match="backend 'plain' cannot interrupt a capture, which a break in a step needs"):

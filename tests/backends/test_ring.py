@@ -52,9 +52,10 @@ class LazyDevice:
         self.hosts.append((memory.data_ptr(), nbytes, weakref.ref(memory)))
         return memory
 
-    def start(self, address: int, nbytes: int) -> None:
+    def start(self, memory: torch.Tensor, at: int, nbytes: int) -> None:
         """Queue a copy to the packet."""
         self.sent += 1
+        address = memory.data_ptr() + at
         self.queues[self.stream].append(lambda: self._copy(address, nbytes))
 
     def inline(self, data: bytes, nbytes: int) -> None:
@@ -87,7 +88,7 @@ class LazyDevice:
 
     def ring(self, most_inline: int = 0) -> Ring:
         """A ring that feeds this device."""
-        return Ring(self.packet, self.pinned, self.start, self.mark, self.inline, self.drain, most_inline)
+        return Ring(self.packet, self.pinned, self.start, self.mark, self.drain, self.inline, most_inline)
 
     def _write(self, data: bytes) -> None:
         ctypes.memmove(self.packet.data_ptr(), data, len(data))
@@ -239,13 +240,13 @@ def test_a_copy_that_fails() -> None:
     """A copy that is refused leaves the ring as usable as it was, and the steps before it right."""
     device, refusing = LazyDevice(), [False]
 
-    def start(address: int, nbytes: int) -> None:
+    def start(memory: torch.Tensor, at: int, nbytes: int) -> None:
         if refusing[0]:
             message = "refused"
             raise RuntimeError(message)
-        device.start(address, nbytes)
+        device.start(memory, at, nbytes)
 
-    ring = Ring(device.packet, device.pinned, start, device.mark, device.inline, device.drain, SMALL)
+    ring = Ring(device.packet, device.pinned, start, device.mark, device.drain, device.inline, SMALL)
     for turn in range(3 * ENTRIES):
         refusing[0] = turn % 5 == 0
         if refusing[0]:

@@ -137,6 +137,21 @@ def test_slots_in_place_are_not_copied() -> None:
     assert found.copied == (whole.copied or 0) - 37 * 8
 
 
+def test_host_data() -> None:
+    """Where the device packs uploads, the plan of a batch with host data says what rides; elsewhere it is the same."""
+    plans = [
+        explain(Explained.slotgraph, capabilities, "some", SIZES, hosted=["input_ids"]).plan
+        for capabilities in (Capabilities(packed_uploads=True), Capabilities())
+    ]
+    assert plans[0] is not None
+    assert "input_ids" in plans[0].packed
+    assert plans[1] == explain(Explained.slotgraph, Capabilities(), "some", SIZES).plan
+    with pytest.raises(
+        ConfigError, match="Explained: a batch cannot bring host data for 'count': it is no slot that is"
+    ):
+        explain(Explained.slotgraph, Capabilities(), "some", SIZES, hosted=["count"])
+
+
 @pytest.mark.parametrize("lowering", [None, "auto", "foreach", "slot_by_slot"])
 def test_plan_of_a_lowering(lowering: str | None) -> None:
     """The plan is that of the lowering asked for, else of the device's preferred one."""

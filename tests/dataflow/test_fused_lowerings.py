@@ -20,7 +20,7 @@ from slotgraph.dataflow.fused import FusedFill
 from slotgraph.dataflow.kinds import Misfit
 from slotgraph.dataflow.lanes import MOST_OUTER, WORD
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.dataflow.planner import LARGE_LANE_BYTES
+from slotgraph.dataflow.planner import LARGE_BYTES, LARGE_LANE_BYTES
 from slotgraph.dataflow.ready import Ready
 from slotgraph.dataflow.roles import resolve_dtype
 from slotgraph.dataflow.slots import Copied
@@ -83,8 +83,8 @@ class FusedWorld(World):
     def __init__(self, declaration: type[Inputs], capabilities: Capabilities, seed: int | None, *, out: bool) -> None:
         super().__init__(declaration, capabilities, seed)
         self.slots = declaration.slotgraph
-        self.feed = feed_for(self.mine)
-        self.exact = Bucket(self.slots, self.capacity, capabilities, self.mine, exact=True)
+        self.feed = self.feeder()
+        self.exact = Bucket(self.slots, self.capacity, capabilities, self.mine, exact=True, feeder=self.feeder)
         self.kernels: dict[tuple[Any, ...], tuple[FusedFill, Kernel]] = {}
         self.mine.handed_out = out
 
@@ -205,6 +205,7 @@ def test_lowerings_take_turns(
     """Over one set of buffers, steps of all lowerings and kinds of sources leave what the oracle leaves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "LARGE_LANE_BYTES", data.draw(st.sampled_from([LARGE_LANE_BYTES, 1, 64])))
+        patch.setattr(planner, "LARGE_BYTES", data.draw(st.sampled_from([LARGE_BYTES, 1, 64])))
         patch.setattr(lanes, "MOST_OUTER", data.draw(st.sampled_from([MOST_OUTER, 1])))
         world = FusedWorld(declaration, capabilities, data.draw(st.none() | st.integers(0, 1 << 20)), out=out)
         for turn in data.draw(turns(world)):

@@ -21,10 +21,10 @@ from slotgraph import (
     side,
     staged,
 )
-from slotgraph.backends import load
 from slotgraph.dataflow.axes import Sizes, extent
 from slotgraph.dataflow.roles import resolve_dtype
 from slotgraph.dataflow.slots import Slot
+from tests.packing import backend_of
 from tests.sources import Maker
 from tests.strategies import noise, same_bytes
 
@@ -97,7 +97,7 @@ def runner_of(kind: type[Inputs], backend: str, **options: Any) -> DecodeRunner[
     """A captured runner."""
     absent = [ABSENT] if kind is Rich else []
     given: dict[str, Any] = {"buckets": BUCKETS, "width": WIDTH, **options}
-    runner = DecodeRunner(kind, digest_step, sizes=SIZES[kind], absent=absent, backend=load(backend)(), **given)
+    runner = DecodeRunner(kind, digest_step, sizes=SIZES[kind], absent=absent, backend=backend_of(backend), **given)
     runner.capture()
     return runner
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, computed, copied
+from slotgraph.backends import Backend
 from slotgraph.dataflow.buffers import Buffers
 
 Batch = dict[str, Any]
@@ -69,7 +70,7 @@ def assert_right(outputs: torch.Tensor, batch: Batch) -> None:
     torch.testing.assert_close(torch.as_tensor(outputs), expected(batch))
 
 
-def plain_runner(backend: str, **options: Any) -> DecodeRunner[PlainInputs]:
+def plain_runner(backend: str | Backend, **options: Any) -> DecodeRunner[PlainInputs]:
     """A captured runner over two buckets, of 4 and 8 requests, unless told otherwise."""
     given: dict[str, Any] = {"buckets": [4, 8], **options}
     runner = DecodeRunner(PlainInputs, plain_step, backend=backend, **given)

@@ -15,6 +15,7 @@ from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.dataflow.buffers import Buffers
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError
+from tests.packing import NAME, backend_of
 from tests.runners.models import (
     WORDS,
     Batch,
@@ -34,10 +35,15 @@ PADS: dict[str, Any] = {"ids": WORDS - 1, "places": 0, "weights": -7.5, "pairs":
 each_path = pytest.mark.parametrize("requests", [6, 20], ids=["graph", "eager"])
 
 
-@pytest.fixture(params=LADDER, scope="module")
-def lowered(cpu: str, request: pytest.FixtureRequest) -> DecodeRunner[PlainInputs]:
+ON_THE_CPU = [(backend, lowering) for backend in ("cpu", "cpu-capture") for lowering in LADDER]
+PACKING = [(NAME, "foreach"), (NAME, "in_graph")]
+
+
+@pytest.fixture(params=[*ON_THE_CPU, *PACKING], ids="-".join, scope="module")
+def lowered(request: pytest.FixtureRequest) -> DecodeRunner[PlainInputs]:
     """A captured runner for each lowering."""
-    return plain_runner(cpu, lowering=request.param)
+    backend, lowering = request.param
+    return plain_runner(backend_of(backend), lowering=lowering)
 
 
 def ran(runner: DecodeRunner[PlainInputs], batch: Batch) -> dict[str, bytes]:

@@ -218,6 +218,7 @@ def test_nested_modules(backend: Backend) -> None:
     """A stack may be any module below the step; what is around it runs eagerly, and may read the host."""
     generator = torch.Generator().manual_seed(1)
     layers = Layers(generator, named=False).to(backend.device)
+    ones = torch.ones(8, 16, dtype=torch.float64).to(backend.device)  # an NPU casts nothing to float64
     seen: list[int] = []
 
     class Deep(nn.Module):
@@ -227,7 +228,7 @@ def test_nested_modules(backend: Backend) -> None:
 
         def forward(self, view: Prefill) -> torch.Tensor:
             """Embeddings, the core, and a read of the host."""
-            hidden = view.positions.double()[:, None].expand(-1, 16).contiguous()
+            hidden = ones[: len(view.positions)] * view.positions[:, None]
             outputs: torch.Tensor = self.body["core"](hidden, view)
             seen.append(int(view.extend_seq_lens.sum()))
             return outputs[:: outputs.shape[0]].expand(len(view.extend_seq_lens), -1)

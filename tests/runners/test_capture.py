@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import pytest
 import rich.console
 import rich.progress
@@ -382,9 +383,9 @@ def test_error_mode_reaches_the_backend(monkeypatch: pytest.MonkeyPatch, *, lazy
     seen: list[str | None] = []
     original = CaptureBackend.capture
 
-    def capture(self: CaptureBackend, step: Any, *, pool: Any = None, error_mode: str | None = None) -> Any:
-        seen.append(error_mode)
-        return original(self, step, pool=pool, error_mode=error_mode)
+    def capture(self: CaptureBackend, step: Any, **options: Any) -> Any:
+        seen.append(options["error_mode"])
+        return original(self, step, **options)
 
     monkeypatch.setattr(CaptureBackend, "capture", capture)
     runner = plain_runner("cpu-capture", error_mode="relaxed", lazy=lazy, lowering="in_graph")
@@ -443,3 +444,17 @@ def test_fork_after_capture(cpu: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("borne", "warned"), [(None, False), (2, False), (1, True)])
+def test_more_graphs_than_are_borne(monkeypatch: pytest.MonkeyPatch, borne: int | None, *, warned: bool) -> None:
+    """More buckets than the device is said to bear graphs are told before the first is captured; all are tried."""
+    record = attrs.evolve(CaptureBackend().capabilities, graphs_hint=borne)
+    monkeypatch.setattr(CaptureBackend, "capabilities", property(lambda _self: record))
+    with capture_logs() as events:
+        runner = plain_runner("cpu-capture")
+    told = [event for event in events if event["event"] == "many_graphs"]
+    assert [(event["wanted"], event["borne"]) for event in told] == [(2, borne)] * warned
+    assert events.index(told[0]) == 0 if warned else not told
+    assert runner.report is not None
+    assert runner.report.captured == (4, 8)

@@ -193,6 +193,7 @@ def test_slots_in_place(options: tuple[str, ...]) -> None:
         (("explained_inputs:DecodeInputs", "--set", "=3"), "expected NAME or NAME=VALUE"),
         (("explained_inputs:DecodeInputs", "--absent", "swa"), "a batch cannot come without 'swa'"),
         (("explained_inputs:DecodeInputs", "--in-place", "swa,count"), "a producer cannot write 'count' in place"),
+        (("explained_inputs:DecodeInputs", "--hosted", "count"), "a batch cannot bring host data for 'count'"),
         (("explained_inputs:DecodeInputs", "--lowering", "foreech"), "lowering 'foreech': this backend has foreach"),
         (("explained_inputs:DecodeInputs", "--backend", "cpu-captur"), "did you mean 'cpu-capture'?"),
         (("explained_inputs:DecodeInputs", "--format", "xml"), "xml"),

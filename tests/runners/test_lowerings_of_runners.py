@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from slotgraph import Inputs
 from slotgraph.backends import load
 from slotgraph.dataflow.errors import BatchError, ComputeError
+from tests.packing import NAME, backend_of
 from tests.runners.lowered import (
     ABSENT,
     BUCKETS,
@@ -31,10 +32,10 @@ PLAIN: Final = ("plain",)
 FUSED: Final = ("in_graph", "fused")
 
 
-@pytest.fixture(scope="module", params=["cpu", "cpu-capture", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture(scope="module", params=["cpu", "cpu-capture", NAME, pytest.param("cuda", marks=pytest.mark.cuda)])
 def backend(request: pytest.FixtureRequest) -> str:
     """The name of a backend."""
-    available = load(request.param).is_available()
+    available = request.param == NAME or load(request.param).is_available()
     if not available:
         pytest.skip(f"{request.param}: {available.reason}")
     return str(request.param)
@@ -43,7 +44,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module", params=LOWERINGS)
 def lowering(backend: str, request: pytest.FixtureRequest) -> str:
     """A lowering that the backend has."""
-    if request.param not in load(backend)().capabilities.lowerings:
+    if request.param not in backend_of(backend).capabilities.lowerings:
         pytest.skip(f"{backend} has no lowering {request.param!r} here")
     return str(request.param)
 

@@ -30,10 +30,9 @@ class PoolingBackend(HostBackend):
         """The one that it was made with."""
         return self._pool
 
-    def capture(self, step: Callable[[], Any], *, pool: object | None = None, error_mode: str | None = None) -> Graph:
+    def capture(self, step: Callable[[], Any], **options: Any) -> Graph:
         """A step that is called again."""
-        assert pool is self._pool
-        del error_mode
+        assert options["pool"] is self._pool
         return CallableGraph(step)
 
 

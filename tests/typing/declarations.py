@@ -21,6 +21,7 @@ from slotgraph import (
     computed,
     constant,
     copied,
+    host_parameter,
     keep,
     once,
     output,
@@ -55,6 +56,9 @@ class DecodeInputs(Inputs):
     num_token_non_padded: torch.Tensor = computed(live_tokens, shape=1, dtype=torch.int32)
     rows: torch.Tensor = computed(request_rows, shape=BATCH, dtype=torch.int64)
     extend_seq_lens: torch.Tensor = constant(1, shape=BATCH, dtype=torch.int32)
+    kv_lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=1, source="lens", argument="context_lens")
+    windows: torch.Tensor | None = host_parameter(BATCH, dtype=torch.int64, pad=0, default=None)
+    kv_ends: torch.Tensor = computed(live_tokens, dtype=torch.int64, placement="host", argument="actual_seq_lengths")
     input_embeds: torch.Tensor = staged(TOKENS, HIDDEN, dtype=torch.bfloat16, pad=0)
     next_token_logits: torch.Tensor = output(TOKENS, VOCAB, dtype=torch.float32)
     forward_mode: str = "decode"
@@ -73,6 +77,9 @@ def views_are_typed(view: SlidingWindowInputs) -> None:
     assert_type(view.num_token_non_padded, torch.Tensor)
     assert_type(view.rows, torch.Tensor)
     assert_type(view.extend_seq_lens, torch.Tensor)
+    assert_type(view.kv_lens, torch.Tensor)
+    assert_type(view.windows, torch.Tensor | None)
+    assert_type(view.kv_ends, torch.Tensor)
     assert_type(view.input_embeds, torch.Tensor)
     assert_type(view.next_token_logits, torch.Tensor)
     assert_type(view.forward_mode, str)
@@ -83,7 +90,9 @@ def views_are_typed(view: SlidingWindowInputs) -> None:
 
 def batches_are_typed(rows: torch.Tensor) -> None:
     """A batch is given what is copied; what is optional, computed, constant, staged or an output is not asked for."""
-    batch = DecodeInputs(input_ids=rows, positions=rows, seq_lens=rows, out_cache_loc=rows, block_tables=rows)
+    batch = DecodeInputs(
+        input_ids=rows, positions=rows, seq_lens=rows, out_cache_loc=rows, block_tables=rows, kv_lens=rows
+    )
     assert_type(batch, DecodeInputs)
     DecodeInputs(
         input_ids=rows,
@@ -91,6 +100,7 @@ def batches_are_typed(rows: torch.Tensor) -> None:
         seq_lens=rows,
         out_cache_loc=rows,
         block_tables=rows,
+        kv_lens=rows,
         mrope_positions=rows,
         forward_mode="target_verify",
     )
@@ -101,6 +111,7 @@ def batches_are_typed(rows: torch.Tensor) -> None:
         seq_lens=rows,
         out_cache_loc=rows,
         block_tables=rows,
+        kv_lens=rows,
     )
 
 

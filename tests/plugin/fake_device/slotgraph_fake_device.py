@@ -3,14 +3,14 @@
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, final
 
 import attrs
 import torch
 
-from slotgraph.backends import Availability, Backend, Capabilities, Event, Graph, Memory, Placement
+from slotgraph.backends import NO_PARAMETERS, Availability, Backend, Capabilities, Event, Graph, Memory, Placement
 from slotgraph.dataflow.errors import CaptureError
 
 _RECORD = Capabilities(
@@ -111,9 +111,16 @@ class _Fake(Backend):
         """A stream that knows whether work is on it."""
         return self._stream()
 
-    def capture(self, step: Callable[[], Any], *, pool: object | None = None, error_mode: str | None = None) -> Graph:
+    def capture(
+        self,
+        step: Callable[[], Any],
+        *,
+        pool: object | None = None,
+        error_mode: str | None = None,
+        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+    ) -> Graph:
         """Call the step once, on the stream alone."""
-        del pool, error_mode
+        del pool, error_mode, parameters
         if not self._on_stream:
             message = "this device captures on its own stream only"
             raise CaptureError(message)

@@ -64,6 +64,7 @@ def _origin(slot: Slot, facts: SlotFacts) -> str:
     words += [word for word in ("optional", "restored") if getattr(slot, word)]
     words += ["rewritten"] * (slot.rewritten and facts.kind == "copied")
     words += [f"at most {facts.limit}"] * (facts.limit is not None)
+    words += ["a host parameter"] * (facts.parameter is not None)
     return ", ".join(words)
 
 

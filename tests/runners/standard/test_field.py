@@ -136,6 +136,8 @@ FIELD: Final[dict[type[Inputs], list[Row]]] = {
     ],
     standard.Requests: REQUESTS,
     standard.BoundedContext: REQUESTS,
+    standard.HostLengths: [("actual_seq_lengths_kv", "BATCH", "int32", "host", FILL, "parameter")],
+    standard.ContextLengths: [("context_lens", "BATCH", "int32", "host", FILL, "parameter")],
 }
 
 

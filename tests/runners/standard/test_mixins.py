@@ -42,6 +42,8 @@ MIXINS = (
     standard.DataParallelGathered,
     standard.DraftSampling,
     standard.BoundedContext,
+    standard.HostLengths,
+    standard.ContextLengths,
 )
 
 

@@ -80,7 +80,7 @@ class Options:
     )
     backend: str = attrs.field(
         default="cpu-capture",
-        metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, auto"),
+        metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
     )
     dtype: str = attrs.field(default="float32", metadata=_says("the model's dtype", choices=tuple(DTYPES)))
     max_new_tokens: int = attrs.field(

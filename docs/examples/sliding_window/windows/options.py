@@ -39,7 +39,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         prog="sliding_window", description=DESCRIPTION, epilog=EPILOGUE, formatter_class=shape
     )
     none = Options()
-    where = "where decode steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, auto"
+    where = "where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"
     parser.add_argument("--backend", default=none.backend, help=f"{where} (default: {none.backend})")
     for name, kind, text in (
         ("requests", _count, "how many there are"),

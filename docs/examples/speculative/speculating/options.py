@@ -45,7 +45,7 @@ class Options:
 
     backend: str = attrs.field(
         default="cpu-capture",
-        metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, auto"),
+        metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
     )
     topk: int = attrs.field(
         default=3, metadata=_says("branches that a draft step goes on from", type=_count, metavar="N")

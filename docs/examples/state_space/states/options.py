@@ -48,7 +48,7 @@ class Options:
     )
     backend: str = attrs.field(
         default="cpu-capture",
-        metadata=_says("where decode steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, auto"),
+        metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
     )
     requests: int = attrs.field(default=12, metadata=_says("how many there are", type=_count, metavar="N"))
     max_new_tokens: int = attrs.field(

@@ -1,4 +1,4 @@
-"""Capturing a step as a CUDA graph: either a graph, or an error and a device on which all else goes on."""
+"""Capturing a step as a device's graph: either a graph, or an error and a device on which all else goes on."""
 
 import contextlib
 import functools
@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, TypeAlias, final
+from typing import Any, final
 
 import attrs
 import torch
@@ -15,28 +15,34 @@ from torch.utils import _pytree as pytree
 
 from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from .base import Graph, Interruption
-from .cuda_faults import first_line, not_captured, ran_out_of_memory
-from .cuda_pool import GraphPool, Shared, alias_of, bytes_on, pool_ranges
+from .faults import first_line, ran_out_of_memory
+from .graph_pool import GraphPool, Shared
+from .runtime import Handle, Recorded
 
 
 @final
-class CudaGraph(Graph):
+class DeviceGraph(Graph):
     """A captured step; it is replayed on the current stream.
 
-    parts: graphs, and what is called between them as it is.
+    parts: graphs, and what is called between them as it is. outputs: what the step returned at capture.
     """
 
     def __init__(self, parts: "Sequence[Part]", outputs: Any, nbytes: int) -> None:
         self._parts = parts
         self._outputs = outputs
         self._nbytes = nbytes
-        self._calls = [part.replay if isinstance(part, torch.cuda.CUDAGraph) else part for part in parts]
+        self._calls = [part.call for part in parts]
         self._launch = self._calls[0] if len(parts) == 1 else self._launch_all
 
     @property
     def outputs(self) -> Any:
         """What the step returned at capture: the same tensors at each replay, with nothing in them before the first."""
         return self._outputs
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the step is in one graph, and nothing runs between its parts."""
+        return len(self._parts) == 1
 
     @property
     def nbytes(self) -> int:
@@ -64,8 +70,12 @@ class CudaGraph(Graph):
             call()
 
 
-Part: TypeAlias = "torch.cuda.CUDAGraph | Callable[[], object]"
-_EMPTY: Final = "CUDA Graph is empty"
+@attrs.frozen(eq=False)
+class Part:
+    """What a replay calls: that of a graph, or what runs between two of them."""
+
+    call: Callable[[], object]
+    graph: Recorded | None = None
 
 
 @attrs.define(eq=False)
@@ -83,33 +93,39 @@ class _Attempt:
         return self.raised or self.refused
 
 
+@attrs.frozen
+class Manner:
+    """How a graph is recorded: what makes one with nothing in it, and what records into it, given pool and stream."""
+
+    new: Callable[[], Recorded]
+    begin: Callable[[Any, Handle, Any], AbstractContextManager[object]]
+
+
 class Recording:
-    """A capture under way: the graphs so far, what runs between them, and the graph that is being recorded.
+    """A capture under way: the graphs so far, what runs between them, and the graph that is being recorded."""
 
-    begin: torch.cuda.graph with what is not decided here.
-    """
-
-    def __init__(self, shared: Shared, pool: GraphPool, begin: Callable[..., AbstractContextManager[None]]) -> None:
+    def __init__(self, shared: Shared, pool: GraphPool, manner: Manner) -> None:
         self.parts: list[Part] = []
         self.handle = pool.handle()
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph = manner.new()
         self._shared = shared
-        self._begin = begin
-        self._open: AbstractContextManager[None] | None = None
-        self._empty: list[torch.cuda.CUDAGraph] = []
+        self._runtime = shared.runtime
+        self._manner = manner
+        self._open: AbstractContextManager[object] | None = None
+        self._empty: list[Recorded] = []
         self._answers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._ranges: list[tuple[int, int]] | None = None  # of the pool, while nothing is allocated in it
 
     @property
-    def graphs(self) -> list[torch.cuda.CUDAGraph]:
+    def graphs(self) -> list[Recorded]:
         """The graphs that are recorded, and those with nothing in them."""
-        return [*self._empty, *(part for part in self.parts if isinstance(part, torch.cuda.CUDAGraph))]
+        return [*self._empty, *(part.graph for part in self.parts if part.graph is not None)]
 
     def start(self) -> None:
         """Begin a graph."""
         self._ranges = None
-        self.graph = torch.cuda.CUDAGraph()
-        opened = self._begin(self.graph, pool=self.handle, stream=self._shared.stream)
+        self.graph = self._manner.new()
+        opened = self._manner.begin(self.graph, self.handle, self._shared.stream)
         opened.__enter__()
         self._open = opened
 
@@ -118,7 +134,8 @@ class Recording:
         opened, self._open = self._open, None
         if opened is not None:
             opened.__exit__(None, None, None)
-            self.parts.append(self.graph)
+            self.parts.append(Part(self.graph.replay, self.graph))
+            self.handle = self._runtime.handle_of(self.graph, self.handle)
 
     def interrupt(self, run: Interruption) -> Any:
         """End the graph and do what it records, so that `run` finds it done; call that; begin the next graph."""
@@ -131,8 +148,8 @@ class Recording:
         places = [torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         tensors = [(place, leaf) for place, leaf in zip(places, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
         self._answers = tensors
-        kept = [alias_of(place) if isinstance(place, torch.Tensor) and place.is_cuda else place for place in places]
-        self.parts.append(functools.partial(run, kept))
+        kept = [self._alias(place) if isinstance(place, torch.Tensor) else place for place in places]
+        self.parts.append(Part(functools.partial(run, kept)))
         return pytree.tree_unflatten(places, structure)
 
     def _do(self) -> None:
@@ -145,7 +162,7 @@ class Recording:
         self._answers = []
         is_empty = False
         for warning in said:
-            if _EMPTY in str(warning.message):
+            if self._runtime.warns_of_empty and self._runtime.warns_of_empty in str(warning.message):
                 is_empty = True
             else:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
@@ -155,31 +172,32 @@ class Recording:
         else:
             self.graph.replay()
 
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_ours = tensor.device.type == self._shared.device.type
+        return _ordinary(self._runtime.alias_of(tensor)) if is_ours else tensor
+
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """An alias of a tensor in the memory that this capture allocates from; any other tensor as it is."""
-        if not tensor.is_cuda or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+        if not plain or tensor.device.type != self._shared.device.type:
             return tensor
         if self._ranges is None:
-            self._ranges = pool_ranges(self.handle)
+            self._ranges = self._runtime.ranges(self.handle)
         address = tensor.data_ptr()
-        return alias_of(tensor) if any(low <= address < high for low, high in self._ranges) else tensor
+        return self._alias(tensor) if any(low <= address < high for low, high in self._ranges) else tensor
 
 
-def capture(
-    shared: Shared, step: Callable[[], Any], pool: GraphPool, begin: Callable[..., AbstractContextManager[None]]
-) -> CudaGraph:
-    """Record a step into a pool. CaptureError, chained to what the step or CUDA said, with the device as before.
-
-    begin: torch.cuda.graph with what is not decided here.
-    """
-    if torch.cuda.is_current_stream_capturing():
+def capture(shared: Shared, step: Callable[[], Any], pool: GraphPool, manner: Manner) -> DeviceGraph:
+    """Record a step into a pool. CaptureError, chained to what was said, with the device as it was before."""
+    runtime = shared.runtime
+    if runtime.is_capturing():
         message = "a step that is being captured cannot capture another"
         raise CaptureError(message)
-    with shared.lock, torch.cuda.stream(shared.stream), _no_collections():
-        alive, recording = pool.graphs(), Recording(shared, pool, begin)
+    with shared.lock, runtime.on(shared.stream), _no_collections():
+        alive, recording = pool.graphs(), Recording(shared, pool, manner)
         around, shared.recording = shared.recording, recording
         try:
-            attempt = _attempt(step, recording, shared.device)
+            attempt = _attempt(step, recording, shared)
         except BaseException:  # an interrupt: what else can be raised is in the attempt
             _discard(shared, recording, pool)
             raise
@@ -188,28 +206,29 @@ def capture(
         del alive  # kept so that the handle stayed good until here
         if attempt.error is not None:
             _clean_up(shared, recording, pool, attempt.error)
-            raise _told(attempt.error) from attempt.error
+            raise _told(shared, attempt.error) from attempt.error
         for graph in recording.graphs:
             pool.add(graph)
-        return CudaGraph(recording.parts, ordinary(attempt.outputs), _grown(attempt.before, bytes_on(shared.device)))
+        grown = _grown(attempt.before, runtime.bytes_on(shared.device))
+        return DeviceGraph(recording.parts, ordinary(attempt.outputs), grown)
 
 
-def _attempt(step: Callable[[], Any], recording: Recording, device: torch.device) -> _Attempt:
+def _attempt(step: Callable[[], Any], recording: Recording, shared: Shared) -> _Attempt:
     attempt = _Attempt()
     try:
         with contextlib.ExitStack() as quietly, contextlib.ExitStack() as ending:
             recording.start()
             ending.callback(recording.stop)
-            attempt.before = bytes_on(device)
+            attempt.before = shared.runtime.bytes_on(shared.device)
             try:
                 attempt.outputs = step()
             except Exception as error:  # noqa: BLE001 - raised again, once the capture is ended
                 attempt.raised = error
                 quietly.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")  # that the graph is empty: it is thrown away
-            if recording.parts:  # after a break there may be nothing left to record
+            if recording.parts and shared.runtime.warns_of_empty:  # after a break there may be nothing left to record
                 quietly.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", message=f".*{_EMPTY}")
+                warnings.filterwarnings("ignore", message=f".*{shared.runtime.warns_of_empty}")
     except Exception as error:  # noqa: BLE001 - likewise; torch says it when the capture begins or ends
         attempt.refused = error
     return attempt
@@ -230,10 +249,8 @@ def _discard(shared: Shared, recording: Recording, pool: GraphPool) -> None:
     shared.discard(recording.graph, pool, recording.handle)
 
 
-def _told(error: Exception) -> CaptureError:
-    if isinstance(error, CaptureError):
-        return CaptureError(str(error))
-    return not_captured(error)
+def _told(shared: Shared, error: Exception) -> CaptureError:
+    return CaptureError(str(error)) if isinstance(error, CaptureError) else shared.runtime.told(error)
 
 
 def _grown(before: tuple[int, int], after: tuple[int, int]) -> int:

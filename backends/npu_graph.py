@@ -1,0 +1,163 @@
+"""A graph with host parameters: before each launch, its operators are told what the host tensors hold.
+
+torch_npu records each operator that takes host arguments behind an event that only an update of the graph records. So
+a launch without an update would wait for ever, and an update before the launch before it has run would be seen by that
+one. Here each launch brings its own update, before it, and no update starts until the launch before has ended.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, Literal, final
+
+import attrs
+import torch
+
+from ..dataflow.errors import CaptureError, ReplayError
+from .faults import first_line
+from .npu_runtime import npu
+
+Fence = Literal["host", "device"]
+FENCES: Final[tuple[Fence, ...]] = ("host", "device")
+"""Who waits for the launch before: the host, which is right however a device takes updates, or the stream of updates,
+which lets the host run ahead, and is right where updates are work of that stream, as CANN's manual says (vLLM-Ascend
+relies on it since pull request 16798; no one has shown it here)."""
+
+
+_HANDLERS: Final = "torch_npu.npu._npugraph_handlers.npugraph_handler"
+
+
+@attrs.frozen
+class Update:
+    """What one operator is told: the slots' values by argument, as host tensors or as lists of numbers."""
+
+    operator: str
+    tensors: tuple[str, ...]
+    lists: tuple[str, ...]
+
+    def values(self, tensors: Mapping[str, torch.Tensor], lists: Mapping[str, list[int]]) -> dict[str, Any]:
+        """The arguments by name."""
+        return {**{name: tensors[name] for name in self.tensors}, **{name: lists[name] for name in self.lists}}
+
+
+@final
+class UpdatedGraph:
+    """An NPUGraph whose operators take host parameters.
+
+    parameters: host tensors, by operator argument. native: torch_npu's graph.
+    """
+
+    def __init__(self, device: torch.device, parameters: Mapping[str, torch.Tensor], fence: Fence) -> None:
+        self.native = npu().NPUGraph()
+        self._device = device
+        self._parameters = dict(parameters)
+        self._fence = fence
+        self._updates: list[Update] = []
+        self._passed: Any = None  # what is recorded after each launch
+        self._broken = ""
+
+    @contextlib.contextmanager
+    def recorded(self, opened: AbstractContextManager[object]) -> Iterator[None]:
+        """Around what records the graph. CaptureError where an operator takes host arguments, and no parameter."""
+        with opened:
+            yield
+        for record in self.native.graph_dispatch_mode.graph_dispatch_records:
+            update = _update_of(record, self._parameters)
+            if not (update.tensors or update.lists):
+                raise CaptureError(_untold(record, self._parameters))
+            self._updates.append(update)
+
+    @property
+    def taken(self) -> frozenset[str]:
+        """Arguments that some operator takes."""
+        return frozenset(name for update in self._updates for name in (*update.tensors, *update.lists))
+
+    def reset(self) -> None:
+        """Let go of the graph."""
+        self.native.reset()
+
+    def replay(self) -> None:
+        """Update once the launch before has ended, then launch. ReplayError where an update has broken off before."""
+        if not self._updates:
+            self.native.replay()
+            return
+        if self._broken:
+            message = f"an update of this graph's host parameters broke off ({self._broken}): capture it anew"
+            raise ReplayError(message)
+        self._wait()
+        self._broken = "it was interrupted"
+        try:
+            self.native.update(cpu_update_input=self._values())
+            self.native.replay()
+        except Exception as error:
+            self._broken = first_line(error)
+            raise
+        self._broken = ""
+        self._passed.record(npu().current_stream(self._device))
+
+    def _wait(self) -> None:
+        """Until the launch before has ended: its operators have then read what they were told."""
+        if self._passed is None:
+            self._passed = npu().Event()
+        elif self._fence == "host":
+            self._passed.synchronize()
+        else:
+            self._passed.wait(self.native.graph_dispatch_mode.update_stream)
+
+    def _values(self) -> list[dict[str, Any]]:
+        """For each operator, copies of what the host tensors hold, since a queue may read them after the next fill."""
+        given = self._parameters
+        tensors = {name: given[name].clone() for name in {name for update in self._updates for name in update.tensors}}
+        lists = {name: given[name].tolist() for name in {name for update in self._updates for name in update.lists}}
+        return [update.values(tensors, lists) for update in self._updates]
+
+
+def check_taken(graphs: Sequence[UpdatedGraph], parameters: Collection[str]) -> None:
+    """CaptureError where a parameter reaches no operator: its value would be the one that it had at capture."""
+    taken = frozenset(name for graph in graphs for name in graph.taken)
+    missing = sorted(set(parameters) - taken)
+    if missing:
+        message = (
+            f"no operator of the captured step takes the host parameter {missing[0]!r} (what is taken: "
+            f"{', '.join(sorted(map(repr, taken))) or 'nothing'}): hand the slot to one under that name, set argument= "
+            "to the operator's own name for it, or leave the slot out"
+        )
+        raise CaptureError(message)
+
+
+def _update_of(record: Any, parameters: Collection[str]) -> Update:
+    """What an operator takes of the parameters, each as it was given to it at capture."""
+    found = {name: value for name, value in _arguments_of(record).items() if name in parameters}
+    tensors = tuple(name for name, value in found.items() if isinstance(value, torch.Tensor))
+    return Update(_name_of(record), tensors, tuple(name for name in found if name not in tensors))
+
+
+def _arguments_of(record: Any) -> dict[str, Any]:
+    """What torch_npu can update of an operator, by name, with the values at capture."""
+    found = dict(record.kwargs)
+    for where, place, name in _specs_of(record):
+        if where == "kwarg":
+            found[name] = record.kwargs.get(place)
+        elif len(record.args) > place:
+            found[name] = record.args[place]
+    return found
+
+
+def _name_of(record: Any) -> str:
+    return str(record.op_cache_entry.__name__)
+
+
+def _specs_of(record: Any) -> list[tuple[str, Any, str]]:
+    """Where torch_npu finds the host arguments of an operator: "arg" or "kwarg", its place there, and its name."""
+    handlers: Any = importlib.import_module(_HANDLERS)._NPU_GRAPH_OP_HANDLERS  # noqa: SLF001 - no public name
+    specs: list[tuple[str, Any, str]] = handlers[_name_of(record)].get_update_specs(_name_of(record))
+    return specs
+
+
+def _untold(record: Any, parameters: Collection[str]) -> str:
+    takes = ", ".join(name for _, _, name in _specs_of(record))
+    return (
+        f"operator {_name_of(record)} takes its host arguments at each replay ({takes}), and the declaration has none "
+        f"of these: its host parameters are {', '.join(map(repr, sorted(parameters)))}. Declare one, or set argument="
+    )

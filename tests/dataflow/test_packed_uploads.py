@@ -1,0 +1,358 @@
+"""What the host has for device slots: one packet a step, its place in the plan, and what a refusal leaves alone."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, CACHE_LOC, Inputs, Step, computed, copied
+from slotgraph.backends.host_upload import HostUpload
+from slotgraph.dataflow import bucket as buckets
+from slotgraph.dataflow import fill, planner
+from slotgraph.dataflow.bucket import Bucket
+from slotgraph.dataflow.capabilities import Capabilities
+from slotgraph.dataflow.cargo import most_cargo
+from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, MissingSourceError
+from slotgraph.dataflow.feed import Feeder
+from slotgraph.dataflow.handover import hand_over
+from slotgraph.dataflow.planner import FEW_NUMBERS, LARGE_BYTES, plan_fill
+from slotgraph.dataflow.serial import plan_from_json, plan_to_json
+from slotgraph.dataflow.upload import Upload
+from tests.strategies import declaration_of, noise, poisoned
+
+PACKS = Capabilities(packed_uploads=True, roles={"cache_loc": torch.int32})
+SIZES = {BATCH: 4}
+
+
+def doubled(step: Step, scale: int) -> list[int]:
+    """What the host computes, many numbers."""
+    return [scale * row for row in range(step.padded(BATCH))]
+
+
+class Small(Inputs):
+    """Slots that take host data as it is, cast and with gaps, and two that the host computes."""
+
+    rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=7)
+    places: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=-1)
+    weights: torch.Tensor = copied(BATCH, 2, dtype=torch.bfloat16, pad=-1.5, converts=(torch.float32,))
+    turned: torch.Tensor = copied(2, BATCH, dtype=torch.int16, pad=-2)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=3, placement="host")
+    here: torch.Tensor = computed(lambda lens: int(lens.sum()) % 99, shape=1, dtype=torch.int32)
+    steps: torch.Tensor = computed(doubled, shape=BATCH, dtype=torch.int64)
+    scale: int = 2
+
+
+@final
+class Counted(Upload):
+    """An upload that notes what it sends and moves."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._inner = HostUpload(nbytes)
+        self.sent: list[bytes] = []
+        self.moved: list[torch.Tensor] = []
+
+    @property
+    def packet(self) -> torch.Tensor:
+        return self._inner.packet
+
+    @property
+    def nbytes(self) -> int:
+        return self._inner.nbytes
+
+    def send(self, data: bytes, kept: object) -> None:
+        self.sent.append(data)
+        self._inner.send(data, kept)
+
+    def move(self, source: torch.Tensor) -> torch.Tensor:
+        self.moved.append(self._inner.move(source))
+        return self.moved[-1]
+
+
+class Rig:
+    """A bucket of four rows whose memory was full of noise, with its upload."""
+
+    def __init__(self, declaration: type[Inputs] = Small, *, exact: bool = False) -> None:
+        self.slots = declaration.slotgraph
+        self.buffers = poisoned(declaration, PACKS, SIZES, 5)
+        self.feeder = Feeder(Counted, most_cargo(self.slots, SIZES, PACKS))
+        self.bucket = Bucket(self.slots, SIZES, PACKS, self.buffers, exact=exact, feeder=self.feeder)
+
+    @property
+    def upload(self) -> Counted:
+        """What the feeder made."""
+        made = self.feeder().upload
+        assert isinstance(made, Counted)
+        return made
+
+    def contents(self) -> dict[str, Any]:
+        """What the buffers hold."""
+        return {buffer.name: buffer.tensor.tolist() for buffer in self.buffers}
+
+
+def host_batch(seed: int = 1, rows: int = 3) -> dict[str, Any]:
+    """A batch of host data: a list, arrays to cast and with gaps, nested lists."""
+    return {
+        "rows": noise((rows,), torch.int64, seed).tolist(),
+        "places": noise((rows,), torch.int64, seed + 1).numpy(),
+        "weights": noise((rows, 2), torch.float32, seed + 2).numpy(),
+        "turned": noise((rows, 2), torch.int16, seed + 3).numpy().T,
+        "lens": noise((rows,), torch.int64, seed + 4),
+    }
+
+
+def expected(batch: dict[str, Any], scale: int = 2) -> dict[str, Any]:
+    """What a bucket of four rows holds then, by hand."""
+    short = 4 - len(batch["rows"])
+    weights = torch.tensor(np.array(batch["weights"])).bfloat16().tolist()
+    lens = [*batch["lens"].tolist(), *[3] * short]
+    return {
+        "rows": [*batch["rows"], *[7] * short],
+        "places": [*batch["places"].tolist(), *[-1] * short],
+        "weights": [*weights, *[[-1.5, -1.5]] * short],
+        "turned": [[*row, *[-2] * short] for row in batch["turned"].tolist()],
+        "lens": lens,
+        "here": [sum(lens) % 99],
+        "steps": [scale * row for row in range(4)],
+    }
+
+
+def test_one_packet_a_step() -> None:
+    """Host data of any make, and what the host computes, go up in one piece, whatever came before."""
+    rig = Rig()
+    for seed in range(12):
+        batch = host_batch(seed, 1 + seed % 4)
+        rig.bucket.fill({**batch, "scale": seed}, (1 + seed % 4,))
+        assert rig.contents() == expected(batch, seed)
+    assert (len(rig.upload.sent), rig.upload.moved) == (12, [])
+
+
+def test_plan() -> None:
+    """The plan says what rides, and copies it together with what does not; it comes back from JSON as it was."""
+    plan = plan_fill(Small.slotgraph, SIZES, PACKS, hosted=["rows", "lens"])
+    assert [line for line in plan.lines() if not line.startswith("reset")] == [
+        "plan of Small for BATCH=4: 5 copy calls, 148 bytes, foreach",
+        "upload  rows, steps, here in one packet",
+        "copy    weights  (bfloat16, device, foreach)",
+        "copy    here, places  (int32, device, foreach)",
+        "copy    rows, steps  (int64, device, foreach)",
+        "copy    lens  (int64, host, foreach)",
+        "copy    turned  (int16, device, single: strided)",
+        "compute steps = doubled(step, scale) on the host, rides in the upload",
+        "compute here = Small.<lambda>(lens) on the host, rides in the upload",
+    ]
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+def test_plan_of_large_slots() -> None:
+    """What is too large for the packet goes by itself; other lowerings and other devices have no packet to plan."""
+    large = {BATCH: LARGE_BYTES // 8}
+    plan = plan_fill(Small.slotgraph, large, PACKS, hosted=["rows", "places"])
+    assert (plan.packed, plan.moved) == (("places", "here"), ("rows", "steps"))
+    assert [line for line in plan.lines() if line.startswith("upload")] == [
+        "upload  places, here in one packet",
+        "upload  rows by itself",
+        "upload  steps by itself",
+    ]
+    others = [
+        plan_fill(Small.slotgraph, large, PACKS, hosted=["rows"], lowering="slot_by_slot"),
+        plan_fill(Small.slotgraph, large, PACKS, hosted=["rows"], lowering="in_graph"),
+        plan_fill(Small.slotgraph, large, Capabilities(), hosted=["rows"]),
+    ]
+    assert [(other.packed, other.moved) for other in others] == [((), ())] * 3
+
+
+@pytest.mark.parametrize("most", [1, 24])
+def test_what_is_too_large_is_moved(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Slots from a size on go by themselves, computed ones too, and leave the same bytes."""
+    monkeypatch.setattr(planner, "LARGE_BYTES", most)
+    rig = Rig()
+    for seed in range(6):
+        batch = host_batch(seed)
+        rig.bucket.fill({**batch, "scale": seed}, (3,))
+        assert rig.contents() == expected(batch, seed)
+    small = {"places": 16, "turned": 16, "weights": 16, "here": 4}
+    moved = 6 - sum(size < most for size in small.values())
+    assert len(rig.upload.moved) == 6 * moved
+    assert len(rig.upload.sent) == (6 if moved < 6 else 0)
+
+
+def test_steady_steps_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a pattern is known, steps of it neither plan nor look at sources one by one."""
+    rig = Rig()
+    for seed in range(4):
+        rig.bucket.fill(host_batch(seed), (3,))
+
+    def fail(*_: object, **__: object) -> None:
+        pytest.fail("a steady step went the long way")
+
+    monkeypatch.setattr(buckets, "plan_fill", fail)
+    monkeypatch.setattr(fill, "admit", fail)
+    for seed in range(4, 8):
+        batch = host_batch(seed)
+        rig.bucket.fill(batch, (3,))
+        assert rig.contents() == expected(batch)
+
+
+def test_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However sources change places between host and device, a bucket keeps a few plans, and each step is right."""
+    monkeypatch.setattr(buckets, "KEPT", 3)
+    rig = Rig()
+    for seed in range(40):
+        batch = host_batch(seed)
+        right, mixed = expected(batch), dict(batch)
+        for bit, name in enumerate(("rows", "places", "weights")):
+            if seed >> bit & 1:
+                mixed[name] = torch.as_tensor(batch[name])
+        rig.bucket.fill(mixed, (3,))
+        assert rig.contents() == right
+    assert len(rig.bucket._fills) <= 3
+
+
+def spoilt(batch: dict[str, Any]) -> Sequence[tuple[type[Exception], dict[str, Any]]]:
+    """Batches that are refused, and why."""
+    return [
+        (MissingSourceError, {**batch, "rows": None}),
+        (BatchError, {**batch, "rows": [1, 2, 2.5]}),
+        (BatchError, {**batch, "rows": [1, 2, True]}),
+        (BatchError, {**batch, "rows": [1, 2]}),
+        (BatchError, {**batch, "rows": [1, 2, 1 << 70]}),
+        (BatchError, {**batch, "places": batch["places"].astype(np.int16)}),
+        (BatchError, {**batch, "weights": batch["weights"].astype(np.float64)}),
+        (BatchError, {**batch, "turned": batch["turned"][:1]}),
+        (BatchError, {**batch, "turned": [[1, 2, 3], [1, 2]]}),
+        (BatchError, {**batch, "lens": batch["lens"][:2]}),
+    ]
+
+
+def test_a_refused_batch_changes_nothing() -> None:
+    """Buffers, packet and the caller's batch stay as they were, and the next batch is filled."""
+    rig = Rig()
+    rig.bucket.fill(host_batch(2), (3,))
+    before, packet = rig.contents(), rig.upload.packet.clone()
+    for why, batch in spoilt(host_batch(3)):
+        given = repr(batch)
+        for _ in range(2):
+            with pytest.raises(why, match="slot '"):
+                rig.bucket.fill(batch, (3,))
+        assert repr(batch) == given
+        assert rig.contents() == before
+        assert torch.equal(rig.upload.packet, packet)
+    assert len(rig.upload.sent) == 1
+    rig.bucket.fill(host_batch(4), (3,))
+    assert rig.contents() == expected(host_batch(4))
+
+
+def test_what_a_slot_cannot_hold_is_said_before_anything_is_sent() -> None:
+    """A host function whose result does not fit raises, the packet stays, and the next step is right."""
+    rig = Rig()
+    rig.bucket.fill(host_batch(2), (3,))
+    packet = rig.upload.packet.clone()
+    with pytest.raises(ComputeError, match="slot 'steps'"):
+        rig.bucket.fill({**host_batch(3), "scale": 0.5}, (3,))
+    assert torch.equal(rig.upload.packet, packet)
+    rig.bucket.fill(host_batch(4), (3,))
+    assert rig.contents() == expected(host_batch(4))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_sources_may_change_as_soon_as_the_fill_returns(*, exact: bool) -> None:
+    """What becomes of lists and arrays after a fill does not show, nor what becomes of slots in an array over one."""
+    rig = Rig(exact=exact)
+    for seed in range(4):
+        batch = host_batch(seed, 4)
+        right = expected(batch)
+        batch["places"] = batch["places"].copy()
+        rig.bucket.fill(batch, (4,))
+        batch["rows"][:] = [0] * 4
+        batch["places"][:] = 0
+        batch["lens"].fill_(0)
+        assert rig.contents() == right
+        over = {**host_batch(seed + 9, 4), "rows": rig.buffers["steps"].tensor.numpy()}
+        rows = over["rows"].tolist()
+        rig.bucket.fill({**over, "scale": 7}, (4,))
+        assert rig.contents() == expected({**over, "rows": rows}, 7)
+
+
+def test_handing_over_gives_tensors_of_their_own() -> None:
+    """Without copies to slots, host data comes as a tensor of its own, which no later step changes."""
+    rig = Rig(exact=True)
+    seen = []
+    for seed in range(4):
+        batch = host_batch(seed, 4)
+        ready = hand_over(rig.bucket, batch, (4,))
+        seen.append((ready.views, expected(batch)))
+        rig.bucket.fill(host_batch(seed + 9, 4), (4,))
+    packet = rig.upload.packet.untyped_storage().data_ptr()
+    for views, right in seen:
+        tensors = {name: view for name, view in views.items() if view is not None}
+        assert {name: tensor.tolist() for name, tensor in tensors.items()} == right
+        assert packet not in [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
+
+
+@given(
+    kinds=st.lists(st.sampled_from([list, tuple, np.array, torch.tensor]), min_size=3, max_size=3),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=min(100, settings().max_examples))
+def test_kinds_change_from_step_to_step(rig: Rig, kinds: list[Callable[[Any], Any]], seed: int) -> None:
+    """One live size, now from lists, now from arrays or tensors on the device, is right each time."""
+    batch = host_batch(seed)
+    right = expected(batch)
+    values = {"rows": batch["rows"], "places": batch["places"].tolist(), "turned": batch["turned"].tolist()}
+    made = {name: kind(values[name]) for name, kind in zip(values, kinds, strict=True)}
+    if not isinstance(made["turned"], list | tuple):
+        made["turned"] = np.array(values["turned"], np.int16)
+    rig.bucket.fill({**batch, **made}, (3,))
+    assert rig.contents() == right
+
+
+@pytest.fixture(scope="module")
+def rig() -> Rig:
+    """A bucket that many examples share."""
+    return Rig()
+
+
+def test_devices_without_a_packet() -> None:
+    """A record that promises a packet which the backend does not give is said; so is a bucket without one."""
+    batch = host_batch()
+    for feeder, why in (
+        (Feeder(lambda _: None, 64), ConfigError),
+        (None, ValueError),
+        (Feeder(HostUpload, 64), ValueError),
+    ):
+        bucket = Bucket(Small.slotgraph, SIZES, PACKS, poisoned(Small, PACKS, SIZES, 5), feeder=feeder)
+        with pytest.raises(why):
+            bucket.fill(batch, (3,))
+
+
+def test_a_packet_is_made_when_the_host_brings_something() -> None:
+    """Who brings tensors on the device, and computes nothing on the host, never has a packet."""
+    plain = declaration_of({"rows": copied(BATCH, dtype=torch.int64, pad=0)})
+    rig = Rig(plain)
+    rig.bucket.fill({"rows": torch.tensor([1, 2, 3])}, (3,))
+    assert (rig.feeder.made, rig.feeder.nbytes) == (None, 0)
+    rig.bucket.fill({"rows": [4, 5]}, (2,))
+    assert rig.contents() == {"rows": [4, 5, 0, 0]}
+    assert rig.feeder.nbytes == rig.upload.packet.nbytes == 64
+
+
+def counts(number: int) -> dict[str, Any]:
+    """So many numbers that the host computes."""
+    count = computed(lambda step: [step.live(BATCH)], shape=1, dtype=torch.int32)
+    return {f"count_{index}": count for index in range(number)}
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_few_numbers_are_filled_in(number: int) -> None:
+    """One or two numbers go up only where something else does; more of them are taken up."""
+    rig = Rig(declaration_of({"rows": copied(BATCH, dtype=torch.int64, pad=0), **counts(number)}))
+    for turn in range(6):
+        rows = [turn + 1, 2, 3][: 1 + turn % 3]
+        rig.bucket.fill({"rows": rows if turn % 2 else torch.tensor(rows)}, (len(rows),))
+        right = {"rows": [*rows, *[0] * (4 - len(rows))], **{name: [len(rows)] for name in counts(number)}}
+        assert rig.contents() == right
+    assert len(rig.upload.sent) == (3 if number <= FEW_NUMBERS else 6)

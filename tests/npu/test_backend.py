@@ -1,0 +1,294 @@
+"""The adapter on the stand-in runtime: what it says it can do, what it does, and how it refuses."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, DecodeRunner, Inputs, Step, computed, copied
+from slotgraph.backends import choose, load
+from slotgraph.backends.npu import NpuBackend
+from slotgraph.dataflow.errors import CaptureError, ConfigError
+
+
+@pytest.fixture
+def backend() -> NpuBackend:
+    """The adapter, by name."""
+    found = choose("npu")
+    assert isinstance(found, NpuBackend)
+    return found
+
+
+@pytest.fixture
+def ones(backend: NpuBackend) -> torch.Tensor:
+    """[8] ones on the device."""
+    return torch.ones(8, device=backend.device)
+
+
+def program(text: str, **environment: str) -> str:
+    """What a program prints, run by itself."""
+    around = {**os.environ, "STANDIN_LAZY": "", "PYTHONWARNINGS": "ignore", **environment}
+    done = subprocess.run([sys.executable, "-c", text], env=around, check=False, capture_output=True, text=True)  # noqa: S603
+    assert not done.returncode, done.stderr
+    return done.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.modes("eager", "zero")
+def test_imported_when_it_is_asked_for() -> None:
+    """Loading the adapter does not import torch_npu; asking whether it can run does."""
+    said = program(
+        "import sys; from slotgraph.backends import load; npu = load('npu'); before = 'torch_npu' in sys.modules; "
+        "npu.is_available(); print(before, 'torch_npu' in sys.modules)"
+    )
+    assert said == "False True"
+
+
+@pytest.mark.modes("eager", "zero")
+def test_no_runtime() -> None:
+    """Without CANN, the reason names what is missing and the script that sets it up, and "auto" goes on to the CPU."""
+    said = program(
+        "from slotgraph.backends import choose, load; print(choose('auto').name, load('npu').is_available().reason)",
+        LD_LIBRARY_PATH="",
+    )
+    assert said.startswith("cpu torch_npu is installed and cannot be imported (lib")
+    assert "cannot open shared object file" in said
+    assert "set_env.sh" in said
+
+
+@pytest.mark.modes("zero")
+def test_no_device() -> None:
+    """With CANN and no device, it says so, and so does the one for any accelerator."""
+    assert "but no NPU" in load("npu").is_available().reason
+    assert "sees no accelerator" in load("accelerator").is_available().reason
+    assert choose("auto").name.startswith("cpu")
+
+
+def test_chosen_where_there_is_one(backend: NpuBackend) -> None:
+    """Where there is an NPU, "auto" takes it, and it before the one for any accelerator."""
+    assert choose("auto").name == "npu"
+    assert backend.device == torch.device("npu", 0)
+
+
+def test_record(backend: NpuBackend) -> None:
+    """The capability record says what is known of the device."""
+    record = backend.capabilities
+    assert (CACHE_LOC.on(record), SEQ_LEN_FILL.on(record)) == (torch.int32, 0)
+    assert dict(record.roles) == {"cache_loc": torch.int32}
+    assert not record.pools_inputs
+    assert (record.foreach_device, record.foreach_host, record.foreach_chunk) == (True, False, 48)
+    assert record.packed_uploads
+    assert record.host_parameters
+    assert record.graphs_hint == 1800
+    assert record.lowerings == ("foreach", "slot_by_slot")
+
+
+def backwards(step: Step) -> list[int]:
+    """A list that the host computes: the padded rows' numbers from the last on."""
+    return [step.padded(BATCH) - row for row in range(step.padded(BATCH))]
+
+
+class Mixed(Inputs):
+    """Slots of the role, and others of int64 that kernels demand as they are."""
+
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=7)
+    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=7)
+    out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=7)
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL)
+    scales: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=1.5)
+    rows: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int32)
+    order: torch.Tensor = computed(backwards, shape=BATCH, dtype=torch.int64)
+
+
+def batch_of(rows: int, seed: int) -> dict[str, Any]:
+    """Random values of every slot, on the host."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = {name: torch.randint(1, 1 << 40, (rows,), generator=draw) for name in ("input_ids", "positions")}
+    return {
+        **ids,
+        "out_cache_loc": torch.randint(1, 1 << 30, (rows,), generator=draw),
+        "seq_lens": torch.randint(1, 99, (rows,), generator=draw, dtype=torch.int32),
+        "scales": torch.rand(rows, generator=draw),
+    }
+
+
+def test_only_the_role_is_converted(backend: NpuBackend) -> None:
+    """Cache locations are int32 on the device, from int64 on the host or the device; what is int64 stays int64."""
+    runner = DecodeRunner(Mixed, lambda view: view.input_ids + view.positions, buckets=[4], backend=backend)
+    runner.capture()
+    for seed, device in enumerate((torch.device("cpu"), backend.device)):
+        batch = batch_of(3, seed)
+        view = runner.fill({name: value.to(device) for name, value in batch.items()})
+        assert view.out_cache_loc.dtype == torch.int32
+        assert {view.input_ids.dtype, view.positions.dtype, view.order.dtype} == {torch.int64}
+        for name, value in batch.items():
+            assert getattr(view, name)[:3].tolist() == value.tolist(), name
+        assert view.seq_lens.tolist()[3:] == [0]
+        assert view.rows.tolist() == [3]
+        assert view.order.tolist() == [4, 3, 2, 1]
+        assert runner.replay(view).tolist() == (batch["input_ids"] + batch["positions"]).tolist()
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Notes copies from host memory to the device, and foreach calls with what is on the host among it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.uploads: list[bool] = []
+        self.foreach: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note what a call does, and do it."""
+        del types
+        name = func._schema.name
+        if name == "aten::copy_" and args[1].is_cpu and not args[0].is_cpu:
+            self.uploads.append(args[1].is_pinned() and bool(args[2:] and args[2]))
+        if name.startswith("aten::_foreach"):
+            self.foreach.append(any(one.is_cpu for group in args if isinstance(group, list) for one in group))
+        if name == "aten::_to_copy" and args[0].is_cpu and str((kwargs or {}).get("device", "cpu")) != "cpu":
+            self.uploads.append(False)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("where", ["host", "device", "both"])
+def test_one_upload_and_no_foreach_from_the_host(backend: NpuBackend, where: str) -> None:
+    """What the host has for a step goes up in one asynchronous copy from pinned memory; foreach is for the device."""
+    runner = DecodeRunner(Mixed, lambda view: view.input_ids + 1, buckets=[4], backend=backend)
+    runner.capture()
+    for seed in range(3):
+        batch = batch_of(3, seed)
+        names = {"host": [], "device": list(batch), "both": ["positions", "seq_lens"]}[where]
+        batch |= {name: batch[name].to(backend.device) for name in names}
+        with Watch() as watch:
+            view = runner.fill(batch)
+        assert watch.uploads == [True]  # the values that the host computes are in it too
+        assert watch.foreach
+        assert not any(watch.foreach)
+        assert view.input_ids.tolist() == [*batch["input_ids"].tolist(), 7]
+
+
+def test_host_memory_may_change_at_once(backend: NpuBackend) -> None:
+    """What a batch brings on the host may be overwritten as soon as the fill returns."""
+    runner = DecodeRunner(Mixed, lambda view: view.input_ids + 1, buckets=[4], backend=backend)
+    runner.capture()
+    batch = {name: value.pin_memory() for name, value in batch_of(4, 5).items()}
+    expected = (batch["input_ids"] + 1).tolist()
+    outputs = runner(batch)
+    for value in batch.values():
+        value.zero_()
+    assert outputs.tolist() == expected
+
+
+def test_task_queue_mode(backend: NpuBackend, ones: torch.Tensor, npu: Any) -> None:
+    """A task queue that captures do not bear is told with what to set; streams and modes are then as they were."""
+    mode, before, depth = npu.get_task_queue_enable(), npu.current_stream(), len(_get_current_dispatch_mode_stack())
+    lens = torch.ones(2, dtype=torch.int32)
+    npu.set_task_queue_enable(2)
+    try:
+        for parameters in ({}, {"actual_seq_lengths_kv": lens}):
+            with pytest.raises(CaptureError, match=r"nothing can be captured as things are .*TASK_QUEUE_ENABLE=1 in"):
+                backend.capture(lambda: ones + 1, parameters=parameters)
+            assert npu.current_stream() == before
+            assert len(_get_current_dispatch_mode_stack()) == depth
+    finally:
+        npu.set_task_queue_enable(mode)
+    graph = backend.capture(lambda: ones + 1)
+    graph.replay()
+    assert graph.outputs.tolist() == [2.0] * 8
+
+
+@pytest.mark.parametrize("code", ["207005", "207008"])
+def test_streams_run_out(code: str) -> None:
+    """Too many graphs are told as that, by either number; those before are good, and what is dropped gives back."""
+    said = program(
+        "import torch\n"
+        "from slotgraph.backends import choose\n"
+        "from slotgraph.dataflow.errors import CaptureError\n"
+        "backend, graphs = choose('npu'), []\n"
+        "ones = torch.ones(4, device=backend.device)\n"
+        "try:\n"
+        "    for number in range(9): graphs.append(backend.capture(lambda: ones + number))\n"
+        "except CaptureError as error: said = str(error)\n"
+        "for graph in graphs: graph.replay()\n"
+        "values = [graph.outputs.tolist()[0] for graph in graphs]\n"
+        "del graphs[1:]\n"
+        "backend.capture(lambda: ones * 2)\n"
+        "print(values, said)\n",
+        STANDIN_STREAM_LIMIT="3",
+        STANDIN_STREAM_ERROR=code,
+    )
+    assert said.startswith("[1.0, 2.0, 3.0] nothing can be captured as things are (")
+    assert code in said
+    assert "no streams left for another graph" in said
+    assert "capture fewer buckets" in said
+
+
+def test_default_stream(backend: NpuBackend, ones: torch.Tensor, npu: Any) -> None:
+    """Captures go to a stream of their own, so that the default one is never captured; a runner may be on it."""
+    with npu.stream(npu.default_stream()):
+        graph = backend.capture(lambda: ones + 2)
+        graph.replay()
+    with backend.stream() as stream:
+        assert stream != npu.default_stream()
+    assert graph.outputs.tolist() == [3.0] * 8
+
+
+STEPS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda ones: ones[0].item(),
+    "to the host": lambda ones: ones.cpu(),
+    "from pageable memory": lambda ones: ones.copy_(torch.rand(8)),
+    "synchronize": lambda _: torch.accelerator.synchronize(),
+    "branch": lambda ones: ones if ones.sum() > 0 else -ones,
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_refused_steps(backend: NpuBackend, ones: torch.Tensor, step: str) -> None:
+    """What waits for the device is refused, with the line and the way out, and the next capture is good."""
+    with pytest.raises(CaptureError, match=r"at test_backend\.py:\d+, .*it waits for the device") as caught:
+        backend.capture(lambda: STEPS[step](ones))
+    assert "\n" not in str(caught.value)
+    graph = backend.capture(lambda: ones * 3)
+    graph.replay()
+    assert graph.outputs.tolist() == [3.0] * 8
+
+
+def test_queue_that_broke() -> None:
+    """A refusal that breaks torch_npu's own queue, which runs nothing more, is told as that."""
+    said = program(
+        "import torch\n"
+        "from slotgraph.backends import choose\n"
+        "from slotgraph.dataflow.errors import CaptureError\n"
+        "backend = choose('npu')\n"
+        "ones = torch.ones(8, device=backend.device)\n"
+        "try: backend.capture(lambda: ones.copy_(torch.rand(8), non_blocking=True))\n"
+        "except CaptureError as error: print(str(error))\n"
+    )
+    assert "runs nothing more in this process" in said
+    assert "ASCEND_LAUNCH_BLOCKING=1" in said
+
+
+def test_no_kernel_for_a_graph(backend: NpuBackend, ones: torch.Tensor) -> None:
+    """An operator that no graph can hold is told apart."""
+    with pytest.raises(CaptureError, match=r"no kernel that a graph can hold.*torch\.where"):
+        backend.capture(lambda: ones[ones > 0])
+
+
+def test_step_that_raises(backend: NpuBackend, ones: torch.Tensor) -> None:
+    """A step's own error is the cause of the refusal."""
+    with pytest.raises(CaptureError, match="the step raised ZeroDivisionError") as caught:
+        backend.capture(lambda: (ones + 1, 1 // 0))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_fences(backend: NpuBackend) -> None:
+    """Who waits for a launch is one of two."""
+    assert attrs.asdict(NpuBackend(fence="device").capabilities) == attrs.asdict(backend.capabilities)
+    wrong: Any = "nobody"
+    with pytest.raises(ConfigError, match="fence is one of 'host', 'device', not 'nobody'"):
+        NpuBackend(fence=wrong)

@@ -1,0 +1,219 @@
+"""Host parameters on the stand-in: one update a launch, none before the launch before has read its own."""
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, host_parameter
+from slotgraph.backends.npu import NpuBackend
+from slotgraph.backends.npu_graph import FENCES, Fence
+from slotgraph.dataflow.errors import CaptureError, ReplayError
+
+pytestmark = pytest.mark.modes("eager", "lazy")
+DIM, LENGTH, BUCKETS = 16, 8, (2, 4)
+SCALE = 0.3
+
+
+class Attending(Inputs):
+    """Queries by token, and how many keys each request has, which the operator takes from the host."""
+
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    kv_lens: torch.Tensor = host_parameter(
+        BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument="actual_seq_lengths_kv"
+    )
+
+
+class Model:
+    """Attention of each request over the first keys of its row."""
+
+    def __init__(self, device: torch.device, seed: int = 1) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        rows = BUCKETS[-1]
+        self.queries, self.keys, self.values = (
+            torch.randn(*shape, DIM, generator=draw) for shape in ((9, 1), (rows, LENGTH), (rows, LENGTH))
+        )
+        self.there = [one.to(device) for one in (self.queries, self.keys, self.values)]
+
+    def __call__(self, view: Attending) -> torch.Tensor:
+        """The captured step."""
+        queries, keys, values = self.there
+        rows = len(view.input_ids)
+        operator: Any = torch.ops.npu.npu_fused_infer_attention_score
+        asked, lengths = queries[view.input_ids], view.kv_lens.tolist()
+        options = {"num_heads": 1, "input_layout": "BSH", "scale": SCALE}
+        outputs: torch.Tensor = operator(asked, keys[:rows], values[:rows], actual_seq_lengths_kv=lengths, **options)[0]
+        return outputs[:, 0]
+
+    def expected(self, ids: list[int], lengths: list[int]) -> torch.Tensor:
+        """[requests, DIM], request by request in plain torch on the CPU."""
+        rows = []
+        for row, (one, length) in enumerate(zip(ids, lengths, strict=True)):
+            scores = (self.queries[one] @ self.keys[row, :length].T * SCALE).softmax(-1)
+            rows.append((scores @ self.values[row, :length])[0])
+        return torch.stack(rows)
+
+
+def runner_on(fence: Fence, **options: Any) -> tuple[DecodeRunner[Attending], Model]:
+    """A captured runner and its model."""
+    backend = NpuBackend(fence=fence)
+    model = Model(backend.device)
+    runner = DecodeRunner(Attending, model, buckets=BUCKETS, backend=backend, progress=False, **options)
+    runner.capture()
+    return runner, model
+
+
+requests = st.lists(st.tuples(st.integers(0, 8), st.integers(1, LENGTH)), min_size=1, max_size=BUCKETS[-1])
+
+
+@pytest.mark.parametrize("fence", FENCES)
+@settings(max_examples=15)
+@given(steps=st.lists(requests, min_size=1, max_size=6))
+def test_steps_in_flight(fence: Fence, steps: list[list[tuple[int, int]]]) -> None:
+    """Steps that are handed over one after the other, none awaited, attend to as many keys as each batch says."""
+    runner, model = runner_on(fence)
+    outputs, expected = [], []
+    for step in steps:
+        ids, lengths = [one for one, _ in step], [length for _, length in step]
+        outputs.append(runner({"input_ids": ids, "seq_lens_cpu": lengths}).clone())
+        expected.append(model.expected(ids, lengths))
+    for one, other in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other)
+
+
+def program(text: str) -> list[str]:
+    """The lines that a program prints, run by itself: after what it does, nothing else could run in this process."""
+    around = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", text], env=around, check=False, capture_output=True, text=True)  # noqa: S603
+    assert not done.returncode or done.stdout, done.stderr
+    return [line for line in done.stdout.splitlines() if line in {"True", "False"}]
+
+
+def in_flight(runner: DecodeRunner[Attending], model: Model) -> bool:
+    """Whether a row of steps in flight comes out right."""
+    lengths = [[2, 7], [8, 1], [3, 3], [1, 8]]
+    outputs = [runner({"input_ids": [1, 2], "seq_lens_cpu": one}).clone() for one in lengths]
+    pairs = zip(outputs, lengths, strict=True)
+    return all(torch.allclose(out.cpu(), model.expected([1, 2], one), atol=1e-5) for out, one in pairs)
+
+
+@pytest.mark.modes("lazy")
+def test_without_the_fence() -> None:
+    """Where no one waits for the launch before, one launch takes two updates and the next has none left."""
+    said = program(
+        "from slotgraph.backends.npu_graph import UpdatedGraph\n"
+        "from tests.npu.test_parameters import in_flight, runner_on\n"
+        "runner, model = runner_on('host')\n"
+        "print(in_flight(runner, model))\n"
+        "def hurry(graph): pass\n"
+        "UpdatedGraph._wait = hurry\n"
+        "try: print(in_flight(runner, model))\n"
+        "except RuntimeError as error: print('107020' in str(error))\n"  # the number for a wait that takes too long
+    )
+    assert said == ["True", "True"]
+
+
+def test_one_update_a_launch(monkeypatch: pytest.MonkeyPatch, npu: Any) -> None:
+    """Each launch of a graph has one update before it, with the padded values of the step."""
+    runner, _ = runner_on("host")
+    seen: list[Any] = []
+    kind: Any = npu.NPUGraph
+    update, replay = kind.update, kind.replay
+
+    def updated(graph: Any, cpu_update_input: Any) -> None:
+        seen.append([one["actual_seq_lengths_kv"] for one in cpu_update_input])
+        update(graph, cpu_update_input)
+
+    def launched(graph: Any) -> None:
+        seen.append("launch")
+        replay(graph)
+
+    monkeypatch.setattr(kind, "update", updated)
+    monkeypatch.setattr(kind, "replay", launched)
+    runner({"input_ids": [1, 2, 3], "seq_lens_cpu": [4, 5, 6]})
+    runner({"input_ids": [1], "seq_lens_cpu": [8]})
+    view = runner.fill({"input_ids": [2], "seq_lens_cpu": [7]})
+    view = runner.fill({"input_ids": [2, 1], "seq_lens_cpu": [7, 3]})
+    runner.replay(view)
+    assert seen == [[[4, 5, 6, 1]], "launch", [[8, 1]], "launch", [[7, 3]], "launch"]
+
+
+def test_update_that_breaks_off(monkeypatch: pytest.MonkeyPatch, npu: Any) -> None:
+    """A graph whose update broke off is not launched, then or later: it might wait for ever."""
+    runner, _ = runner_on("host")
+    kind: Any = npu.NPUGraph
+    launches: list[Any] = []
+    monkeypatch.setattr(kind, "replay", launches.append)
+
+    def refuse(graph: Any, cpu_update_input: Any) -> None:
+        del graph, cpu_update_input
+        message = "the workspace is too small"
+        raise RuntimeError(message)
+
+    batch = {"input_ids": [1, 2], "seq_lens_cpu": [3, 4]}
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "update", refuse)
+        with pytest.raises(ReplayError, match="the workspace is too small"):
+            runner(batch)
+    with pytest.raises(ReplayError, match=r"update .* broke off \(the workspace is too small\): capture it anew"):
+        runner(batch)
+    assert not launches
+
+
+def test_launch_without_an_update() -> None:
+    """What the adapter never does: on the stand-in, a launch without its update is told to hang."""
+    said = program(
+        "import torch\n"
+        "from tests.npu.test_parameters import runner_on\n"
+        "runner, _ = runner_on('host')\n"
+        "captured = runner.graphs.get(2, frozenset())\n"
+        "captured.graph._parts[0].graph.native.replay()\n"
+        "try: torch.accelerator.synchronize()\n"
+        "except RuntimeError as error: print('a device would hang' in str(error))\n"
+    )
+    assert said == ["True"]
+
+
+def test_parameter_that_nobody_takes() -> None:
+    """A parameter that reaches no operator is refused at capture: its value would be frozen."""
+
+    class Misnamed(Attending, drop=["kv_lens"]):
+        lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu")
+
+    runner = DecodeRunner(Misnamed, lambda view: view.input_ids + 1, buckets=[2], backend="npu", progress=False)
+    with pytest.raises(
+        CaptureError, match=r"takes the host parameter 'lens' \(what is taken: nothing\): hand the slot"
+    ):
+        runner.capture()
+
+
+def test_operator_that_is_told_nothing() -> None:
+    """An operator that takes host arguments, none of which is declared, is refused by name."""
+    backend = NpuBackend()
+    model = Model(backend.device)
+
+    class Misnamed(Attending, drop=["kv_lens"]):
+        kv_lens: torch.Tensor = host_parameter(
+            BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument="context_lens"
+        )
+
+    step: Any = model
+    runner = DecodeRunner(Misnamed, step, buckets=[2], backend=backend, progress=False)
+    with pytest.raises(CaptureError, match=r"npu_fused_infer_attention_score\.out takes its host arguments") as caught:
+        runner.capture()
+    assert "actual_seq_lengths, actual_seq_lengths_kv" in str(caught.value)
+    assert "'context_lens'" in str(caught.value)
+
+
+def test_eager_steps() -> None:
+    """A batch that no bucket takes runs eagerly, on its own lengths."""
+    runner, model = runner_on("host", max_waste=0.2)
+    ids, lengths = [1, 2, 3], [4, 8, 2]
+    outputs = runner({"input_ids": ids, "seq_lens_cpu": lengths})
+    assert runner.stats()["steps"] == {"graph": 0, "eager": 1}
+    torch.testing.assert_close(outputs.cpu(), model.expected(ids, lengths))

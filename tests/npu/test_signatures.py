@@ -1,0 +1,141 @@
+"""Every name and argument of torch_npu that the adapter uses, so that a changed wheel says so here first."""
+
+import dataclasses
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slotgraph.backends.npu_faults import ADVICE, CONDITIONS
+
+torch_npu: Any = pytest.importorskip("torch_npu", reason="torch_npu is not installed: `make test-npu` installs it")
+
+
+def parameters_of(call: Any) -> list[str]:
+    """The names of a call's parameters, in order, without `self`."""
+    return [name for name in inspect.signature(call).parameters if name != "self"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("graph", ["npu_graph", "pool", "stream", "auto_dispatch_capture", "capture_error_mode"]),
+        ("graph_pool_handle", []),
+        ("is_current_stream_capturing", []),
+        ("current_stream", ["device"]),
+        ("default_stream", ["device"]),
+        ("set_stream", ["stream"]),
+        ("stream", ["stream"]),
+        ("synchronize", ["device"]),
+        ("empty_cache", []),
+        ("memory_snapshot", ["mempool_id"]),
+        ("memory_stats_as_nested_dict", ["device"]),
+        ("mem_get_info", ["device"]),
+        ("current_device", []),
+        ("is_available", []),
+        ("_is_in_bad_fork", []),
+    ],
+)
+def test_functions(name: str, parameters: list[str]) -> None:
+    """Functions of torch.npu take what they are given, in the order that is known."""
+    assert parameters_of(getattr(torch_npu.npu, name)) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Stream", ["device", "priority", "kwargs"]),
+        ("ExternalStream", ["stream_ptr", "device", "kwargs"]),
+        ("Event", ["enable_timing", "blocking", "interprocess"]),
+        ("NPUGraph", []),
+    ],
+)
+def test_constructors(name: str, parameters: list[str]) -> None:
+    """Streams, events and graphs are made as the adapter makes them."""
+    made: Any = getattr(torch_npu.npu, name)
+    assert [one for one in inspect.signature(made.__new__).parameters if one != "cls"] == parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "parameters"),
+    [
+        ("Stream", "wait_stream", ["stream"]),
+        ("Event", "record", ["stream"]),
+        ("Event", "wait", ["stream"]),
+        ("Event", "query", []),
+        ("Event", "synchronize", []),
+        ("Event", "elapsed_time", ["end_event"]),
+        ("NPUGraph", "replay", []),
+        ("NPUGraph", "reset", []),
+        ("NPUGraph", "pool", []),
+        ("NPUGraph", "update", ["cpu_update_input"]),
+        ("NPUGraph", "capture_begin", ["pool", "capture_error_mode"]),
+        ("NPUGraph", "capture_end", []),
+    ],
+)
+def test_methods(kind: str, name: str, parameters: list[str]) -> None:
+    """Their methods likewise; `update` alone hands host parameters over."""
+    assert parameters_of(getattr(getattr(torch_npu.npu, kind), name)) == parameters
+
+
+def test_streams_have_handles() -> None:
+    """A stream tells its handle."""
+    assert "npu_stream" in dir(torch_npu._C._NPUStreamBase)
+
+
+@pytest.mark.parametrize(
+    "name", ["_npu_endAllocateToPool", "_npu_releasePool", "_weak_ref_tensor", "_npu_getCurrentRawStreamNoWait"]
+)
+def test_inner_names(name: str) -> None:
+    """What has no public name is where the adapter looks for it."""
+    assert callable(getattr(torch_npu._C, name))
+
+
+def test_records_of_operators() -> None:
+    """A graph keeps a record of each operator that takes host arguments, with what it was given."""
+    graphs = importlib.import_module("torch_npu.npu.graphs")
+    record = graphs._GraphDispatchRecord
+    assert {field.name for field in dataclasses.fields(record)} >= {
+        "event",
+        "handle",
+        "kwargs",
+        "args",
+        "op_cache_entry",
+    }
+    source = inspect.getsource(graphs)
+    assert "self.graph_dispatch_records = []" in inspect.getsource(graphs._GraphDispatchMode.__init__)
+    assert "self.graph_dispatch_mode = _GraphDispatchMode()" in inspect.getsource(graphs.NPUGraph.__init__)
+    assert "update_stream = None" in source  # one for all graphs, made with the first of them
+
+
+@pytest.mark.parametrize(
+    ("operator", "arguments"),
+    [
+        ("_npu_paged_attention.default", ["context_lens"]),
+        ("npu_multi_head_latent_attention.out", ["context_lens"]),
+        ("npu_fused_infer_attention_score.out", ["actual_seq_lengths", "actual_seq_lengths_kv"]),
+        ("npu_fused_infer_attention_score_v2.out", ["actual_seq_qlen", "actual_seq_kvlen"]),
+        ("npu_fusion_attention_v3.out", ["actual_seq_qlen", "actual_seq_kvlen"]),
+    ],
+)
+def test_host_arguments(operator: str, arguments: list[str]) -> None:
+    """The operators that take host arguments, and what these are called, are found where they were."""
+    handlers = importlib.import_module("torch_npu.npu._npugraph_handlers.npugraph_handler")
+    specs = handlers._NPU_GRAPH_OP_HANDLERS[operator].get_update_specs(operator)
+    assert [name for _, _, name in specs] == arguments
+    assert all(where == "arg" and isinstance(place, int) for where, place, _ in specs)
+
+
+@pytest.mark.parametrize("text", [text for text, _ in (*ADVICE, *CONDITIONS) if not text.isdigit()])
+def test_what_errors_say(text: str) -> None:
+    """The wheel still says what the adapter tells its errors apart by."""
+    library = Path(torch_npu.__file__).parent / "lib" / "libtorch_npu.so"
+    assert text.encode() in library.read_bytes().lower()
+
+
+def test_versions() -> None:
+    """The wheel is for this torch."""
+    assert torch_npu.__version__.split(".")[:2] == torch.__version__.split(".")[:2] == ["2", "13"]

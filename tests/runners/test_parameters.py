@@ -1,0 +1,487 @@
+"""Host parameters: graphs are handed the values of each step's own batch, padded, once in each replay."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import (
+    BATCH,
+    HOST,
+    SEQ_LEN_FILL,
+    TOKENS,
+    Axis,
+    BreakableRunner,
+    DecodeRunner,
+    DraftExtendRunner,
+    DraftRunner,
+    EagerRunner,
+    Inputs,
+    MultiLayerDraftExtendRunner,
+    PrefillRunner,
+    Step,
+    computed,
+    copied,
+    host_parameter,
+    standard,
+)
+from slotgraph.backends import choose
+from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
+from tests.runners.parameters import INNER, Handed, HandingBackend
+from tests.runners.prefilled import SPLIT, Model, Prefill, batch_of
+
+CONTEXT = Axis("CONTEXT", fixed=True)
+BUCKETS = (2, 5)
+Batch = dict[str, Any]
+each_inner = pytest.mark.parametrize("inner", INNER)
+each_lowering = pytest.mark.parametrize("lowering", ["foreach", "slot_by_slot", "in_graph", "fused"])
+
+
+def ends(kv_lens: torch.Tensor) -> torch.Tensor:
+    """Where each request's keys end, of padded rows too."""
+    return kv_lens.cumsum(0)
+
+
+def live(step: Step) -> int:
+    """How many requests there are."""
+    return step.live(BATCH)
+
+
+class Parameters(Inputs):
+    """A parameter of each way to get a value: from elsewhere, computed of another, of sizes, absent, switched off."""
+
+    kv_lens: torch.Tensor = host_parameter(
+        BATCH,
+        dtype=torch.int32,
+        pad=SEQ_LEN_FILL,
+        source="lens",
+        argument="actual_seq_lengths_kv",
+        converts=(torch.int64,),
+        limit=CONTEXT,
+    )
+    actual_seq_lengths: torch.Tensor = computed(
+        ends, shape=BATCH, dtype=torch.int64, placement=HOST, argument="actual_seq_lengths"
+    )
+    rows: torch.Tensor = computed(live, dtype=torch.int32, placement=HOST, argument="num_rows")
+    window: torch.Tensor | None = host_parameter(BATCH, dtype=torch.int64, pad=-7, default=None)
+    never: torch.Tensor | None = host_parameter(BATCH, dtype=torch.int64, pad=0, default=None, when="sparse")
+
+
+class Decoding(Parameters):
+    """The same beside what a decode step reads."""
+
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+
+
+def right(batch: Batch, padded: int, pad: int = 0) -> Handed:
+    """What a graph must be handed of a batch."""
+    lens = torch.as_tensor(batch["lens"]).tolist()
+    whole = [*lens, *[pad] * (padded - len(lens))]
+    found: Handed = {
+        "actual_seq_lengths_kv": whole,
+        "actual_seq_lengths": [sum(whole[: row + 1]) for row in range(padded)],
+        "num_rows": len(lens),
+    }
+    if batch.get("window") is not None:
+        found["window"] = [*torch.as_tensor(batch["window"]).tolist(), *[-7] * (padded - len(lens))]
+    return found
+
+
+def seen(view: Parameters) -> torch.Tensor:
+    """What operators read of the same slots, a column for each; they are host memory like any other."""
+    wide = torch.stack([view.kv_lens.long(), view.actual_seq_lengths, view.rows.long().expand(view.kv_lens.shape)], 1)
+    return wide if view.window is None else torch.cat([wide, view.window[:, None]], 1)
+
+
+def columns(handed: Handed, requests: int) -> list[list[int]]:
+    """The same of what was handed over."""
+    found = [handed["actual_seq_lengths_kv"], handed["actual_seq_lengths"]]
+    found.append([handed["num_rows"]] * len(found[0]))
+    found += [handed[name] for name in ("window",) if name in handed]
+    return [list(row) for row in zip(*found, strict=True)][:requests]
+
+
+def decode_step(view: Decoding) -> torch.Tensor:
+    """All columns, moved by the tokens."""
+    return seen(view) + view.input_ids[:, None]
+
+
+@functools.cache
+def decoding(inner: str, lowering: str, *, lazy: bool = False) -> tuple[DecodeRunner[Decoding], HandingBackend]:
+    """A captured runner whose graphs are handed parameters."""
+    backend = HandingBackend(inner)
+    runner = decoder(backend, lowering=lowering, lazy=lazy)
+    return runner, backend
+
+
+def decoder(backend: Any, **options: Any) -> DecodeRunner[Decoding]:
+    """A captured runner."""
+    given: dict[str, Any] = {"step": decode_step, "inputs": Decoding, **options}
+    runner = DecodeRunner(
+        given.pop("inputs"),
+        given.pop("step"),
+        buckets=BUCKETS,
+        backend=backend,
+        sizes={CONTEXT: 500},
+        settings={"sparse": False},
+        absent=[{"window"}],
+        progress=False,
+        **given,
+    )
+    runner.capture()
+    return runner
+
+
+@st.composite
+def batches(draw: st.DrawFn, most: int = max(BUCKETS)) -> Batch:
+    """A batch whose parameters are lists, tensors of one dtype or the other; one of them may be missing."""
+    requests = draw(st.integers(1, most))
+    lens = draw(st.lists(st.integers(1, 400), min_size=requests, max_size=requests))
+    window = draw(st.none() | st.lists(st.integers(-99, 99), min_size=requests, max_size=requests))
+    make: Any = draw(st.sampled_from([list, torch.tensor, lambda rows: torch.tensor(rows, dtype=torch.int32)]))
+    ids = draw(st.lists(st.integers(1, 99), min_size=requests, max_size=requests))
+    return {"input_ids": torch.tensor(ids), "lens": make(lens), "window": window}
+
+
+def bucket_for(requests: int) -> int:
+    """The smallest bucket that takes a batch."""
+    return min(bucket for bucket in BUCKETS if bucket >= requests)
+
+
+@each_inner
+@each_lowering
+@given(steps=st.lists(batches(), min_size=1, max_size=5))
+@settings(max_examples=20)
+def test_each_replay_is_handed_its_own(inner: str, lowering: str, steps: list[Batch]) -> None:
+    """Whatever batches come behind one another, shortcuts and all: one hand-over a replay, of that batch, padded."""
+    runner, backend = decoding(inner, lowering)
+    backend.since()
+    for batch in (one for one in steps for _ in range(2)):
+        outputs = runner(batch)
+        requests = len(batch["input_ids"])
+        expected = right(batch, bucket_for(requests))
+        assert backend.since() == [expected]
+        assert (outputs - batch["input_ids"][:, None]).tolist() == columns(expected, requests)
+
+
+@each_inner
+@each_lowering
+def test_fill_and_replay_apart(inner: str, lowering: str) -> None:
+    """A fill hands nothing over, each replay of it does; a late capture between them changes nothing."""
+    runner, backend = decoding(inner, lowering, lazy=True)
+    batch: Batch = {"input_ids": torch.tensor([3, 4]), "lens": [7, 9], "window": None}
+    backend.since()
+    view = runner.fill(batch)
+    assert backend.since() == []
+    runner.inputs(5)
+    for _ in range(2):
+        runner.replay(view)
+        assert backend.since() == [right(batch, 2)]
+    assert view.kv_lens.tolist() == [7, 9]
+
+
+@each_inner
+def test_graphs_know_their_own_view(inner: str) -> None:
+    """Each bucket's graph has the slots of its view; a graph for batches without an optional one is not told of it."""
+    runner, backend = decoding(inner, "foreach")
+    shapes = [{name: list(t.shape) for name, t in graph.parameters.items()} for graph in backend.captured]
+    row = {"actual_seq_lengths_kv", "actual_seq_lengths"}
+    whole = [{**{name: [bucket] for name in (*row, "window")}, "num_rows": []} for bucket in BUCKETS]
+    assert all(one in shapes for one in whole)
+    assert all({**{name: [bucket] for name in row}, "num_rows": []} in shapes for bucket in BUCKETS)
+    assert len(shapes) == 4
+    graph = next(one for one in backend.captured if list(one.parameters["actual_seq_lengths_kv"].shape) == [5])
+    assert graph.parameters["actual_seq_lengths_kv"].data_ptr() == runner.inputs(5).kv_lens.data_ptr()
+
+
+@each_inner
+def test_eager_steps(inner: str) -> None:
+    """Where no graph takes a batch nothing is handed over, and the view has the live rows on the host."""
+    runner, backend = decoding(inner, "foreach")
+    backend.since()
+    batch: Batch = {"input_ids": torch.arange(6), "lens": torch.arange(3, 9), "window": [1, 2, 3, 4, 5, 6]}
+    assert runner.decide(batch).why == "too_large"
+    assert (runner(batch) - batch["input_ids"][:, None]).tolist() == columns(right(batch, 6), 6)
+    known: dict[str, Any] = {"sizes": {CONTEXT: 500}, "settings": {"sparse": False}, "backend": backend}
+    for no_copy in (False, True):
+        given = {**batch, "lens": batch["lens"].int(), "window": torch.tensor(batch["window"])}
+        known["no_copy"] = no_copy
+        eager = EagerRunner(Decoding, lambda view: (view.kv_lens.tolist(), view.rows.item()), **known)
+        assert eager(given) == ([3, 4, 5, 6, 7, 8], 6)
+    assert backend.since() == []
+
+
+def test_lists_of_a_step_that_is_run_again() -> None:
+    """Code that hands an operator a list sees in each replay what the graph is handed."""
+    backend, lists = HandingBackend("cpu"), []
+
+    def step(view: Decoding) -> torch.Tensor:
+        lists.append({"kv": view.kv_lens.tolist(), "rows": view.rows.item()})
+        return view.input_ids + 1
+
+    runner = decoder(backend, step=step)
+    lists.clear()
+    for rows in (1, 2, 4, 5, 3):
+        batch: Batch = {"input_ids": torch.arange(rows), "lens": [row + rows for row in range(rows)], "window": None}
+        runner(batch)
+        handed = backend.since()
+        assert [{"kv": one["actual_seq_lengths_kv"], "rows": one["num_rows"]} for one in handed] == lists
+        lists.clear()
+
+
+@each_inner
+def test_refused_batch_hands_nothing_over(inner: str) -> None:
+    """A length over the limit is refused before anything is written, and the next step has its own values."""
+    runner, backend = decoding(inner, "in_graph")
+    good: Batch = {"input_ids": torch.tensor([5]), "lens": [6], "window": None}
+    runner(good)
+    backend.since()
+    with pytest.raises(BatchError, match=r"slot 'kv_lens': row 1 is 501, over the limit of CONTEXT = 500"):
+        runner({"input_ids": torch.tensor([5, 6]), "lens": [6, 501], "window": None})
+    with pytest.raises(BatchError, match="slot 'kv_lens'"):
+        runner({"input_ids": torch.tensor([5, 6]), "lens": [6, 7.5], "window": None})
+    assert backend.since() == []
+    runner(good)
+    assert backend.since() == [right(good, 2)]
+
+
+class Extending(standard.DraftExtendInputs, Parameters, drop=("next_token_logits", "seq_lens_cpu")):
+    """A draft-extend with parameters."""
+
+
+class Chaining(standard.MultiLayerDraftExtendInputs, Parameters, drop=("next_token_logits", "seq_lens_cpu")):
+    """The same, a layer a step."""
+
+
+class Drafting(standard.DraftInputs, Parameters, drop=("seq_lens_cpu",)):
+    """A draft with parameters."""
+
+
+def extend_step(view: Any) -> torch.Tensor:
+    """The parameters, beside a row of each request."""
+    rows: torch.Tensor = view.select_index[:, None] * 0
+    return seen(view) + rows
+
+
+def chained(view: Any, after: Any) -> torch.Tensor:
+    """Every step sees the same parameters, and writes the next one's hidden states."""
+    if after is not None:
+        after.hidden_states.copy_(view.hidden_states + 1)
+    return extend_step(view)
+
+
+def draft_forward(view: Any, step: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits in the order of the lengths, so that the parameters reach the drafts."""
+    rows = step.input_ids.shape[0]
+    logits = view.kv_lens.double().repeat_interleave(rows // view.kv_lens.shape[0])[:, None] * torch.arange(6.0)
+    return logits, step.hidden_states
+
+
+COMMON: dict[str, Any] = {"buckets": BUCKETS, "settings": {"sparse": False}, "absent": [{"window"}], "progress": False}
+FIXED = {CONTEXT: 500, standard.HIDDEN: 4}
+
+
+def speculative(kind: str, backend: HandingBackend, lowering: str) -> Any:
+    """A runner of a speculative cycle."""
+    given: dict[str, Any] = {**COMMON, "backend": backend, "lowering": lowering}
+    if kind == "draft":
+        return DraftRunner(model(Drafting), draft_forward, topk=2, steps=3, sizes=FIXED, **given)
+    if kind == "draft_extend":
+        return DraftExtendRunner(model(Extending), extend_step, width=2, sizes=FIXED, **given)
+    sizes = {**FIXED, standard.FRONT: 1}
+    return MultiLayerDraftExtendRunner(model(Chaining), [chained] * 3, width=2, sizes=sizes, **given)
+
+
+@functools.cache
+def model(inputs: Any) -> Any:
+    """A declaration in the test's dtype."""
+    return standard.model_dtype(torch.float32)(inputs)
+
+
+def cycle_batch(kind: str, requests: int, seed: int) -> Batch:
+    """A random batch of a speculative runner."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = requests * 2
+    batch: Batch = {
+        "req_pool_indices": torch.arange(1, requests + 1),
+        "seq_lens": torch.randint(1, 99, (requests,), generator=draw, dtype=torch.int32),
+        "lens": torch.randint(1, 400, (requests,), generator=draw),
+        "window": None,
+        "positions": torch.randint(0, 99, (tokens,), generator=draw),
+        "out_cache_loc": 1 + torch.arange(tokens * (3 if kind == "draft" else 1)),
+    }
+    if kind == "draft":
+        batch["topk_p"] = torch.rand(requests, 2, generator=draw)
+        batch["topk_index"] = torch.randint(0, 6, (requests, 2), generator=draw)
+        batch["hidden_states"] = torch.randn(requests, 4, generator=draw)
+        return batch
+    counts = torch.randint(0, 2, (requests,), generator=draw, dtype=torch.int32)
+    batch |= {"num_correct_drafts": counts, "num_accept_tokens": counts + 1}
+    batch["input_ids"] = torch.randint(0, 9, (tokens,), generator=draw)
+    batch["hidden_states"] = torch.randn(tokens, 4, generator=draw)
+    return batch
+
+
+@functools.cache
+def cycling(kind: str, inner: str, lowering: str) -> tuple[Any, HandingBackend]:
+    """A captured runner of a speculative cycle."""
+    backend = HandingBackend(inner)
+    runner = speculative(kind, backend, lowering)
+    runner.capture()
+    return runner, backend
+
+
+@each_inner
+@pytest.mark.parametrize("lowering", ["foreach", "in_graph"])
+@pytest.mark.parametrize("kind", ["draft", "draft_extend", "multi_layer"])
+@given(turns=st.lists(st.integers(1, max(BUCKETS)), min_size=1, max_size=4), seed=st.integers(0, 999))
+@settings(max_examples=8)
+def test_speculative_runners(kind: str, lowering: str, inner: str, turns: list[int], seed: int) -> None:
+    """A graph of several steps is handed the values of its batch once, for all of them."""
+    runner, backend = cycling(kind, inner, lowering)
+    backend.since()
+    for turn, requests in enumerate(turns):
+        batch = cycle_batch(kind, requests, seed + turn)
+        outputs = runner(batch)
+        expected = right(batch, bucket_for(requests))
+        assert backend.since() == [expected]
+        if kind != "draft":
+            for one in outputs if isinstance(outputs, tuple) else (outputs,):
+                assert one.tolist() == columns(expected, requests)
+
+
+class PrefillParameters(Prefill):
+    """Parameters of a prefill: over requests, for its breaks, and over tokens and none, for its graphs."""
+
+    lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0, source="extend_seq_lens")
+    token_lens: torch.Tensor = host_parameter(TOKENS, dtype=torch.int64, pad=-1, source="positions")
+    num_tokens: torch.Tensor = computed(
+        lambda step: step.live(TOKENS), dtype=torch.int64, placement=HOST, argument="num_tokens"
+    )
+
+
+@functools.cache
+def prefilling(kind: str, inner: str) -> tuple[Any, EagerRunner[Any], HandingBackend]:
+    """A captured prefill runner, and an eager one over a model with the same weights."""
+    backend = HandingBackend(inner)
+    given: dict[str, Any] = {"stack": "inner", "buckets": [4, 16], "max_batch": 5, "output_rows": BATCH}
+    twins: list[Any] = [Model(named=kind == "piecewise") for _ in range(2)]
+    runner: Any
+    if kind == "breakable":
+        runner = BreakableRunner(PrefillParameters, twins[0], backend=backend, progress=False, **given)
+    else:
+        runner = PrefillRunner(PrefillParameters, twins[0], splits=[SPLIT], backend=backend, progress=False, **given)
+    runner.capture()
+    return runner, EagerRunner(PrefillParameters, twins[1], backend=backend), backend
+
+
+@each_inner
+@pytest.mark.parametrize("kind", ["breakable", "piecewise"])
+@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 99))
+@settings(max_examples=10)
+def test_prefill_runners(kind: str, inner: str, lengths: list[int], seed: int) -> None:
+    """A prefill in parts is handed its values once, padded to the bucket; none of them hangs on the requests."""
+    runner, eager, backend = prefilling(kind, inner)
+    backend.since()
+    batch = batch_of(lengths, seed)
+    outputs = runner(batch)
+    tokens, padded = sum(lengths), 4 if sum(lengths) <= 4 else 16
+    places = [*batch["positions"].tolist(), *[-1] * (padded - tokens)]
+    assert backend.since() == [{"token_lens": places, "num_tokens": tokens}]
+    assert torch.equal(outputs, eager(batch))
+    view = runner.fill(batch)
+    assert view.lens.tolist() == lengths
+    assert backend.since() == []
+
+
+def test_ordinary_host_values(backend_name: str) -> None:
+    """On a device without host parameters the same declaration is filled, and its parameters are host slots."""
+    device = choose(backend_name).device
+    if choose(backend_name).capabilities.host_parameters:
+        pytest.skip("operators take the parameters of this device: its own tests hold them")
+
+    def step(view: Decoding) -> torch.Tensor:
+        return view.input_ids + 1
+
+    runner = decoder(backend_name, step=step)
+    for rows in (3, 1, 5, 2):
+        batch: Batch = {"input_ids": torch.arange(rows, device=device), "lens": [9 + row for row in range(rows)]}
+        view = runner.fill(batch)
+        pad = runner.stage.backend.capabilities.fills.get("seq_len_fill", 1)
+        expected = right(batch, bucket_for(rows), pad)
+        assert (view.kv_lens.device.type, view.window, view.never) == ("cpu", None, None)
+        assert view.kv_lens.tolist() == expected["actual_seq_lengths_kv"]
+        assert view.actual_seq_lengths.tolist() == expected["actual_seq_lengths"]
+        assert view.rows.item() == rows
+        assert torch.equal(runner.replay(view), batch["input_ids"] + 1)
+
+
+READS: dict[str, Any] = {
+    "Tensor.tolist": lambda view: view.kv_lens.tolist(),
+    "Tensor.__int__": lambda view: [int(one) for one in view.kv_lens],
+    "Tensor.numpy": lambda view: view.kv_lens.numpy(),
+    "Tensor.item": lambda view: view.kv_lens[-1].item(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_read_that_would_be_frozen(read: str) -> None:
+    """cpu-capture says of a parameter that is read on the host that its value would stay, and what to do."""
+
+    def step(view: Decoding) -> torch.Tensor:
+        READS[read](view)
+        return view.input_ids
+
+    said = f"cannot use {read} of host parameter 'actual_seq_lengths_kv': this device has no host parameters, so that"
+    with pytest.raises(CaptureError, match=said):
+        decoder("cpu-capture", step=step)
+
+
+def test_other_reads_are_refused_as_ever() -> None:
+    """What is read of something else is not called a parameter."""
+    with pytest.raises(CaptureError, match=r"cannot use Tensor.tolist: keep the value on the device"):
+        decoder("cpu-capture", step=lambda view: [view.input_ids.tolist(), view.input_ids][1])
+
+
+@each_inner
+def test_no_part_of_a_parameter(inner: str) -> None:
+    """A graph is handed parameters whole: a step that cuts its view is refused at capture, a filled view can be cut."""
+
+    def step(view: Decoding) -> torch.Tensor:
+        return torch.cat([seen(view.narrow(BATCH, 0, 1)), seen(view.narrow(BATCH, 1, view.input_ids.shape[0]))])
+
+    with pytest.raises(CaptureError, match=r"slot '(kv_lens|actual_seq_lengths|window)' is a host parameter, and"):
+        decoder(HandingBackend(inner), step=step)
+    runner, backend = decoding(inner, "foreach")
+    backend.since()
+    view = runner.fill({"input_ids": torch.arange(4), "lens": [4, 3, 2, 1], "window": None})
+    assert view.narrow(BATCH, 1, 3).kv_lens.tolist() == [3, 2]
+    assert view.narrow(BATCH, 1, 3).actual_seq_lengths.tolist() == [3, 5]
+    assert decoder(inner, step=step)({"input_ids": torch.arange(2), "lens": [4, 3]})[:, 0].tolist() == [4, 3]
+
+
+def test_parameter_cannot_be_chained() -> None:
+    """Steps of one graph have one value: no step has a parameter of its own."""
+
+    class Wrong(Chaining):
+        own: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0)
+
+    with pytest.raises(ConfigError, match="slot 'own' is a host parameter, one for the graph of all steps"):
+        MultiLayerDraftExtendRunner(
+            Wrong, [chained], chained=["own"], width=2, settings={"sparse": False}, buckets=BUCKETS, backend="cpu"
+        )
+
+
+def test_producer_in_place() -> None:
+    """A producer that writes a parameter in place is handed over as any other source is."""
+    runner, backend = decoding("cpu-capture", "foreach")
+    view = runner.inputs(5, {"window"})
+    view.kv_lens[:4] = torch.tensor([8, 6, 4, 2])
+    backend.since()
+    batch: Batch = {"input_ids": torch.arange(4), "lens": view.kv_lens[:4], "window": None}
+    expected = right(batch, 5)
+    runner(batch)
+    assert backend.since() == [expected]
