@@ -205,8 +205,8 @@ def capture(shared: Shared, step: Callable[[], Any], pool: GraphPool, manner: Ma
             shared.recording = around
         del alive  # kept so that the handle stayed good until here
         if attempt.error is not None:
-            _clean_up(shared, recording, pool, attempt.error)
-            raise _told(shared, attempt.error) from attempt.error
+            left = _clean_up(shared, recording, pool, attempt.error)
+            raise _told(shared, attempt.error, left) from attempt.error
         for graph in recording.graphs:
             pool.add(graph)
         grown = _grown(attempt.before, runtime.bytes_on(shared.device))
@@ -234,13 +234,15 @@ def _attempt(step: Callable[[], Any], recording: Recording, shared: Shared) -> _
     return attempt
 
 
-def _clean_up(shared: Shared, recording: Recording, pool: GraphPool, error: Exception) -> None:
+def _clean_up(shared: Shared, recording: Recording, pool: GraphPool, error: Exception) -> str:
+    """What the device could not be brought back from; nothing where all else goes on."""
     if ran_out_of_memory(error):
         traceback.clear_frames(error.__traceback__)  # the step's tensors, which the error would keep alive
     try:
         _discard(shared, recording, pool)
     except RuntimeError as left:
-        error.add_note(f"after this, the device could not be brought back: {first_line(left)}")
+        return first_line(left)
+    return ""
 
 
 def _discard(shared: Shared, recording: Recording, pool: GraphPool) -> None:
@@ -249,8 +251,11 @@ def _discard(shared: Shared, recording: Recording, pool: GraphPool) -> None:
     shared.discard(recording.graph, pool, recording.handle)
 
 
-def _told(shared: Shared, error: Exception) -> CaptureError:
-    return CaptureError(str(error)) if isinstance(error, CaptureError) else shared.runtime.told(error)
+def _told(shared: Shared, error: Exception, left: str) -> CaptureError:
+    told = CaptureError(str(error)) if isinstance(error, CaptureError) else shared.runtime.told(error)
+    if not left:
+        return told
+    return CaptureError(f"{told}. After this the device runs nothing more in this process ({left}): start it again")
 
 
 def _grown(before: tuple[int, int], after: tuple[int, int]) -> int:

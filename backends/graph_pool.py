@@ -97,6 +97,7 @@ class Shared:
         with torch.inference_mode(mode=False):
             self._one = torch.zeros(1, device=device)
         self._broken: list[Recorded] = []
+        self._checks = 0
 
     def interrupt(self, run: Interruption) -> Any:
         """Call it between two graphs, here and in each replay; outside a capture, once."""
@@ -111,12 +112,21 @@ class Shared:
 
         Where the device has invalidated a capture, torch (2.6 to 2.13) does not end it on its own side: the allocator
         would refuse the next capture into the same memory, and the random generator any draw outside of captures.
+        Raises RuntimeError where the device does not do what it is given any more.
         """
         graph.reset()
         if self.runtime.close(self.device, handle):
             self._broken.append(graph)  # torch may still ask this one whether an allocation is its own
             self._mend(pool)
         self.runtime.empty_cache()
+        self._check()
+
+    def _check(self) -> None:
+        """Have the device do something: some that have failed take on work, and never do it."""
+        self._checks += 1
+        if int(self._one.fill_(self._checks).item()) != self._checks:
+            message = "it takes on work and does not do it"
+            raise RuntimeError(message)
 
     def _mend(self, pool: GraphPool) -> None:
         """Run one good capture, which brings the generator back; into another handle if this one cannot be mended."""

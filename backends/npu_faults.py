@@ -20,9 +20,8 @@ _NO_KERNEL: Final = (
     "masked_fill or an index of fixed size"
 )
 _BROKEN: Final = (
-    "an operator or a copy, as one from memory that is not pinned, was refused where torch_npu's queue ran it (stderr "
-    "has its message), and the queue runs nothing more in this process: start it again, with ASCEND_LAUNCH_BLOCKING=1 "
-    "to be told the line"
+    "an operator or a copy, as one from memory that is not pinned, was refused where torch_npu's queue ran it; stderr "
+    "has its message, and with ASCEND_LAUNCH_BLOCKING=1 the line is told"
 )
 CONDITIONS: Final = (
     ("207005", _STREAMS_GONE),

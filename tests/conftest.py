@@ -17,7 +17,7 @@ collect_ignore = ["typing"]  # only type-checked
 BACKENDS = tuple(os.environ.get("SLOTGRAPH_TEST_BACKENDS", "cpu,cpu-capture,cuda,npu").split(","))
 """The adapters that tests are run on, or those that the environment names; each skips where it cannot run."""
 
-_MARKS = {"cuda": pytest.mark.cuda, "npu": pytest.mark.npu}
+_MARKS = {"cuda": pytest.mark.cuda, "npu": pytest.mark.npu, "accelerator": pytest.mark.accelerator}
 
 # Time says nothing on shared machines where torch's first calls are slow; and one backend for all examples is meant.
 _CALM = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]

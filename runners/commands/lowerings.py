@@ -123,6 +123,7 @@ class ByHand:
     def __init__(self, workload: Workload) -> None:
         self.buffers = workload.buffers()
         self._buckets = workload.buckets
+        self._moves = not workload.backend.capabilities.foreach_host
         self._slots = [
             (name, self.buffers[name].tensor, _pad(self.buffers[name].slot.rule(), workload))
             for name, slot in workload.inputs.slotgraph.slots.items()
@@ -168,6 +169,8 @@ class ByHand:
             source = getattr(batch, name)
             if type(source) is not torch.Tensor:
                 source = _tensor(source, buffer.dtype)
+            if self._moves:  # where no foreach may read host memory, one has to move it first
+                source = source.to(buffer.device)
             targets, sources = groups.setdefault((buffer.dtype, source.dtype), ([], []))
             targets.append(buffer[:live])
             sources.append(source)

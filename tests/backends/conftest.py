@@ -11,7 +11,7 @@ from tests.conftest import BACKENDS
 OTHERS = (
     () if "SLOTGRAPH_TEST_BACKENDS" in os.environ else tuple(one for one in backends.names() if one not in BACKENDS)
 )
-_MARKS = {"cuda": pytest.mark.cuda, "npu": pytest.mark.npu}
+_MARKS = {"cuda": pytest.mark.cuda, "npu": pytest.mark.npu, "accelerator": pytest.mark.accelerator}
 
 
 @pytest.fixture(params=[pytest.param(name, marks=_MARKS.get(name, ())) for name in (*BACKENDS, *OTHERS)])

@@ -268,9 +268,9 @@ def test_queue_that_broke() -> None:
         "ones = torch.ones(8, device=backend.device)\n"
         "try: backend.capture(lambda: ones.copy_(torch.rand(8), non_blocking=True))\n"
         "except CaptureError as error: print(str(error))\n"
-    )
-    assert "runs nothing more in this process" in said
-    assert "ASCEND_LAUNCH_BLOCKING=1" in said
+    )  # in what words, depends on whether the queue or the host was first to meet it
+    assert "After this the device runs nothing more in this process (" in said
+    assert said.endswith("start it again")
 
 
 def test_no_kernel_for_a_graph(backend: NpuBackend, ones: torch.Tensor) -> None:

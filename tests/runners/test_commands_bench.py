@@ -12,7 +12,7 @@ import torch
 import typer.testing
 
 from slotgraph.backends import Backend, choose
-from slotgraph.dataflow.roles import resolve_dtype
+from slotgraph.dataflow.roles import CACHE_LOC, resolve_dtype
 from slotgraph.runners.commands import bench, plot
 from slotgraph.runners.commands.app import app
 from slotgraph.runners.commands.bench_tables import show
@@ -230,7 +230,7 @@ def test_figures_as_data() -> None:
 def test_memory_is_accounted_for(backend: Backend) -> None:
     """Inputs are what the declaration adds up to, but for alignment; what feeds the kernel stands apart."""
     workload = Workload.of(12, backend)
-    declared = 256 * (4 * 8 + 6 * 4 + 1) + 4
+    declared = 256 * (3 * 8 + CACHE_LOC.on(backend.capabilities).itemsize + 6 * 4 + 1) + 4
     for lowering in backend.capabilities.lowerings:
         memory = Memory.of(workload, captured(workload, lowering))
         assert memory.declared == declared

@@ -110,6 +110,8 @@ def looked_up(runner: DecodeRunner[SlidingInputs], batch: dict[str, torch.Tensor
 
 def test_graph_has_no_translation(backend: Backend) -> None:
     """A captured step of a pool that is lent its locations makes no look-up; without, it makes one in each layer."""
+    if backend.device.type not in {"cpu", "cuda"}:
+        pytest.skip(f"torch's profiler counts no kernels on {backend.device.type}")
     counts, pools = [], [Pool.on(backend.device) for _ in range(2)]
     for pool, lend in zip(pools, ({"out_cache_loc_swa": pools[0].lend}, {}), strict=True):
         runner = runner_over(pool, backend, lend=lend)
