@@ -58,6 +58,19 @@ class AcceleratorRuntime(Runtime):
         """The stream itself is a context."""
         return stream  # type: ignore[no-any-return] # torch.Stream has no type here
 
+    def new_event(self, device: torch.device) -> Any:
+        """A torch.Event."""
+        return torch.Event(device, enable_timing=True)
+
+    def synchronize(self, device: torch.device) -> None:
+        """torch.accelerator.synchronize."""
+        torch.accelerator.synchronize(device)
+
+    def free_and_total(self, device: torch.device) -> tuple[int, int]:
+        """torch.accelerator.get_memory_info."""
+        free, total = torch.accelerator.get_memory_info(device)
+        return int(free), int(total)
+
     def bytes_on(self, device: torch.device) -> tuple[int, int]:
         """As the allocator counts them."""
         return torch.accelerator.memory_reserved(device), torch.accelerator.memory_allocated(device)
@@ -103,4 +116,7 @@ def recording(graph: Any, handle: Handle, stream: Any, mode: str) -> Iterator[No
     """Record into a graph on a stream."""
     late: LateGraph = graph
     with stream, late.begin(handle, mode):
-        yield
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(stream)  # a capture ends on its own stream: with another, the device is lost

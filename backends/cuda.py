@@ -22,17 +22,11 @@ import torch
 from ..dataflow.capabilities import LADDER
 from ..dataflow.errors import BackendUnavailableError
 from .base import (
-    DEVICE,
     NO_PARAMETERS,
     Availability,
-    Backend,
     Capabilities,
-    Event,
     Fusion,
     Graph,
-    Interruption,
-    Memory,
-    Placement,
     Upload,
 )
 from .cuda_fusion import fusion_on
@@ -40,9 +34,10 @@ from .cuda_runtime import CudaRuntime
 from .cuda_upload import current_stream_on, upload_on
 from .device_graph import Manner, capture
 from .faults import first_line
-from .graph_pool import GraphPool, mode_of, pool_of, shared_on, warming
+from .graph_pool import Shared, mode_of, pool_of, shared_on
 from .runtime import Handle
 from .segments import streams_of
+from .streamed import StreamBackend
 
 _ERROR_MODES: Final = ("global", "thread_local", "relaxed")
 _CAPABILITIES: Final = Capabilities(
@@ -56,31 +51,7 @@ _INSTALL: Final = "on Linux, `pip install --force-reinstall torch` brings one; f
 
 
 @final
-class CudaEvent(Event):
-    """A point in the current stream's work, with the device's own clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(device))
-
-    def query(self) -> bool:
-        """Whether the device has passed this point."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def synchronize(self) -> None:
-        """Wait until the device has passed this point."""
-        self._event.synchronize()
-
-    def microseconds_since(self, earlier: Event) -> float:
-        """Device time between two events that have passed, in microseconds; the clock ticks about twice in one."""
-        if not isinstance(earlier, CudaEvent):
-            message = f"expected an event of the CUDA backend, got {type(earlier).__name__}"
-            raise TypeError(message)
-        return float(earlier._event.elapsed_time(self._event)) * 1e3  # noqa: SLF001 - of the same class
-
-
-@final
-class CudaBackend(Backend):
+class CudaBackend(StreamBackend):
     """The CUDA device that is current when the backend is made.
 
     check_input_liveness: let torch (2.13 or newer) note every tensor that a capture reads, and refuse a replay after
@@ -91,8 +62,7 @@ class CudaBackend(Backend):
     priority: ClassVar[int] = 10
 
     def __init__(self, *, check_input_liveness: bool = False) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._shared = shared_on(self._device, CudaRuntime)
+        self._shared = shared_on(torch.device("cuda", torch.cuda.current_device()), CudaRuntime)
         self._options: dict[str, Any] = _liveness() if check_input_liveness else {}
 
     @classmethod
@@ -111,19 +81,19 @@ class CudaBackend(Backend):
 
     def upload(self, nbytes: int) -> Upload | None:
         """A packet on the device, fed by a pinned ring."""
-        return upload_on(self._device, nbytes)
+        return upload_on(self.device, nbytes)
 
     def fusion(self) -> Fusion | None:
         """The fused fill, compiled on first use; None where triton is missing or cannot compile."""
-        return fusion_on(self._device)
+        return fusion_on(self.device)
 
     def stream_key(self) -> Callable[[], int]:
         """A call that tells the current stream's handle."""
-        return current_stream_on(self._device)
+        return current_stream_on(self.device)
 
     def order(self, first: int, then: int) -> None:
         """Have the stream of one handle wait for what was handed to that of another so far."""
-        earlier, later = (_stream_of(handle, self._device) for handle in (first, then))
+        earlier, later = (_stream_of(handle, self.device) for handle in (first, then))
         later.wait_stream(earlier)
 
     def streams_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -132,27 +102,9 @@ class CudaBackend(Backend):
         return streams_of(snapshot(), tensors, self.stream_key()())
 
     @property
-    def device(self) -> torch.device:
-        """The device, with its index."""
-        return self._device
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
-        """Memory on the device, or pinned memory on the host."""
-        with torch.inference_mode(mode=False):
-            if placement == DEVICE:
-                return torch.empty(shape, dtype=dtype, device=self._device)
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
-
-    def pool(self) -> GraphPool:
-        """The pool that all captures on this device share."""
-        return self._shared.pool
-
-    def stream(self) -> AbstractContextManager[Any]:
-        """The device's one capture stream: it waits for the current stream, which waits for it at the end.
-
-        Raises CaptureError, which says what to lower, where the block runs out of the device's memory.
-        """
-        return warming(self._shared)
+    def shared(self) -> Shared:
+        """What all captures on the device share."""
+        return self._shared
 
     def capture(
         self,
@@ -175,27 +127,6 @@ class CudaBackend(Backend):
 
         runtime = self._shared.runtime
         return capture(self._shared, step, pool_of(pool, runtime), Manner(runtime.new_graph, begin))
-
-    def interrupt(self, run: Interruption) -> Any:
-        """Call it between two graphs, here and in each replay; outside a capture, once."""
-        return self._shared.interrupt(run)
-
-    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, without keeping the graph's pool from using it again."""
-        return self._shared.borrow(tensor)
-
-    def event(self) -> Event:
-        """An event recorded now on the current stream."""
-        return CudaEvent(self._device)
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all work handed to it."""
-        torch.cuda.synchronize(self._device)
-
-    def memory(self) -> Memory:
-        """The driver's account of the device, and what torch's allocator holds of it."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        return Memory(total=total, free=free, allocated=self._shared.runtime.bytes_on(self._device)[0])
 
 
 def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:

@@ -48,6 +48,19 @@ class CudaRuntime(Runtime):
         """torch.cuda.stream."""
         return torch.cuda.stream(stream)
 
+    def new_event(self, device: torch.device) -> Any:
+        """A torch.cuda.Event."""
+        del device
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+    def synchronize(self, device: torch.device) -> None:
+        """torch.cuda.synchronize."""
+        torch.cuda.synchronize(device)
+
+    def free_and_total(self, device: torch.device) -> tuple[int, int]:
+        """torch.cuda.mem_get_info."""
+        return torch.cuda.mem_get_info(device)
+
     def bytes_on(self, device: torch.device) -> tuple[int, int]:
         """As the allocator counts them."""
         return bytes_of(torch.cuda.memory_stats_as_nested_dict(device))

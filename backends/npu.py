@@ -16,17 +16,18 @@ from typing import Any, ClassVar, Final, final
 
 import torch
 
-from ..dataflow.capabilities import DEVICE, Capabilities
+from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import BackendUnavailableError, ConfigError
-from .base import NO_PARAMETERS, Availability, Backend, Event, Graph, Interruption, Memory, Placement, Upload
+from .base import NO_PARAMETERS, Availability, Graph
 from .device_graph import Manner, capture
-from .graph_pool import GraphPool, mode_of, pool_of, shared_on, warming
+from .graph_pool import Shared, mode_of, pool_of, shared_on
 from .npu_graph import FENCES, Fence, UpdatedGraph, check_taken
 from .npu_presence import why_not
-from .npu_runtime import NpuRuntime, npu, npu_c, recording
+from .npu_runtime import NpuRuntime, npu, recording
+from .npu_streams import numbered, order, stream_number
 from .runtime import Handle, Recorded
 from .segments import streams_of
-from .torch_ring import ring_on
+from .streamed import StreamBackend
 
 _ERROR_MODES: Final = ("global", "thread_local", "relaxed")
 _GRAPHS: Final = 1800
@@ -49,31 +50,7 @@ _CAPABILITIES: Final = Capabilities(
 
 
 @final
-class NpuEvent(Event):
-    """A point in the current stream's work, with the device's own clock."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = npu().Event(enable_timing=True)
-        self._event.record(npu().current_stream(device))
-
-    def query(self) -> bool:
-        """Whether the device has passed this point."""
-        return bool(self._event.query())
-
-    def synchronize(self) -> None:
-        """Wait until the device has passed this point."""
-        self._event.synchronize()
-
-    def microseconds_since(self, earlier: Event) -> float:
-        """Device time between two events that have passed, in microseconds."""
-        if not isinstance(earlier, NpuEvent):
-            message = f"expected an event of the NPU backend, got {type(earlier).__name__}"
-            raise TypeError(message)
-        return float(earlier._event.elapsed_time(self._event)) * 1e3  # noqa: SLF001 - of the same class
-
-
-@final
-class NpuBackend(Backend):
+class NpuBackend(StreamBackend):
     """The NPU that is current when the backend is made.
 
     fence: who waits until a graph's launch has read its host parameters before the next ones are written, the "host"
@@ -90,8 +67,7 @@ class NpuBackend(Backend):
         if fence not in FENCES:
             message = f"fence is one of {', '.join(map(repr, FENCES))}, not {fence!r}"
             raise ConfigError(message)
-        self._device = torch.device("npu", npu().current_device())
-        self._shared = shared_on(self._device, NpuRuntime)
+        self._shared = shared_on(torch.device("npu", npu().current_device()), NpuRuntime)
         self._fence: Fence = fence
 
     @classmethod
@@ -106,31 +82,9 @@ class NpuBackend(Backend):
         return _CAPABILITIES
 
     @property
-    def device(self) -> torch.device:
-        """The device, with its index."""
-        return self._device
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
-        """Memory on the device, or pinned memory on the host."""
-        with torch.inference_mode(mode=False):
-            if placement == DEVICE:
-                return torch.empty(shape, dtype=dtype, device=self._device)
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
-
-    def pool(self) -> GraphPool:
-        """The pool that all captures on this device share."""
-        return self._shared.pool
-
-    def upload(self, nbytes: int) -> Upload:
-        """A packet on the device, fed by a pinned ring with events."""
-        return ring_on(self._device, nbytes)
-
-    def stream(self) -> AbstractContextManager[Any]:
-        """The device's one capture stream: it waits for the current stream, which waits for it at the end.
-
-        Raises CaptureError, which says what to lower, where the block runs out of the device's memory.
-        """
-        return warming(self._shared)
+    def shared(self) -> Shared:
+        """What all captures on the device share."""
+        return self._shared
 
     def capture(
         self,
@@ -161,7 +115,7 @@ class NpuBackend(Backend):
         options = {"capture_error_mode": mode, "auto_dispatch_capture": True}
 
         def new() -> Recorded:
-            made.append(UpdatedGraph(self._device, parameters, self._fence))
+            made.append(UpdatedGraph(self.device, parameters, self._fence))
             return made[-1]
 
         def begin(graph: Any, handle: Handle, stream: Any) -> AbstractContextManager[object]:
@@ -170,43 +124,18 @@ class NpuBackend(Backend):
 
         return Manner(new, begin)
 
-    def interrupt(self, run: Interruption) -> Any:
-        """Call it between two graphs, here and in each replay; outside a capture, once."""
-        return self._shared.interrupt(run)
-
-    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, without keeping the graph's pool from using it again."""
-        return self._shared.borrow(tensor)
-
     def stream_key(self) -> Callable[[], int]:
-        """A call that tells the current stream's handle, without waiting for torch_npu's queue."""
-        return functools.partial(npu_c()._npu_getCurrentRawStreamNoWait, self._device.index)  # noqa: SLF001
+        """A call that tells the current stream's number."""
+        return functools.partial(stream_number, self.device)
 
     def order(self, first: int, then: int) -> None:
-        """Have the stream of one handle wait for what was handed to that of another so far."""
-        earlier, later = (self._stream_of(handle) for handle in (first, then))
-        later.wait_stream(earlier)
-
-    def _stream_of(self, handle: int) -> Any:
-        default = npu().default_stream(self._device)
-        return default if handle in {0, default.npu_stream} else npu().ExternalStream(handle, self._device)
+        """Have the stream of one number wait for what was handed to that of another so far."""
+        order(self.device, first, then)
 
     def streams_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The stream that each tensor's memory was allocated on, from the allocator's own books."""
-        return streams_of(npu().memory_snapshot(), tensors, self.stream_key()())
-
-    def event(self) -> Event:
-        """An event recorded now on the current stream."""
-        return NpuEvent(self._device)
-
-    def synchronize(self) -> None:
-        """Wait until the device has done all work handed to it."""
-        npu().synchronize(self._device)
-
-    def memory(self) -> Memory:
-        """The driver's account of the device, and what torch's allocator holds of it."""
-        free, total = npu().mem_get_info(self._device)
-        return Memory(total=total, free=free, allocated=self._shared.runtime.bytes_on(self._device)[0])
+        known = [npu().default_stream(self.device), npu().current_stream(self.device), self._shared.stream]
+        return streams_of(numbered(npu().memory_snapshot(), known), tensors, stream_number(self.device))
 
 
 Adapter = NpuBackend

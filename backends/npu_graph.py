@@ -6,6 +6,7 @@ one. Here each launch brings its own update, before it, and no update starts unt
 """
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ which lets the host run ahead, and is right where updates are work of that strea
 relies on it since pull request 16798; no one has shown it here)."""
 
 
+_MOST_SHOWN: Final = 60
 _HANDLERS: Final = "torch_npu.npu._npugraph_handlers.npugraph_handler"
 
 
@@ -50,6 +52,7 @@ class UpdatedGraph:
 
     def __init__(self, device: torch.device, parameters: Mapping[str, torch.Tensor], fence: Fence) -> None:
         self.native = npu().NPUGraph()
+        self.native.graph_dispatch_mode.update_stream = _update_stream(device)
         self._device = device
         self._parameters = dict(parameters)
         self._fence = fence
@@ -59,14 +62,11 @@ class UpdatedGraph:
 
     @contextlib.contextmanager
     def recorded(self, opened: AbstractContextManager[object]) -> Iterator[None]:
-        """Around what records the graph. CaptureError where an operator takes host arguments, and no parameter."""
+        """Around what records the graph. CaptureError where an operator has host arguments that no replay tells."""
         with opened:
             yield
-        for record in self.native.graph_dispatch_mode.graph_dispatch_records:
-            update = _update_of(record, self._parameters)
-            if not (update.tensors or update.lists):
-                raise CaptureError(_untold(record, self._parameters))
-            self._updates.append(update)
+        records = self.native.graph_dispatch_mode.graph_dispatch_records
+        self._updates += [_update_of(record, self._parameters) for record in records]
 
     @property
     def taken(self) -> frozenset[str]:
@@ -90,11 +90,11 @@ class UpdatedGraph:
         try:
             self.native.update(cpu_update_input=self._values())
             self.native.replay()
+            self._passed.record(npu().current_stream(self._device))
         except Exception as error:
             self._broken = first_line(error)
             raise
         self._broken = ""
-        self._passed.record(npu().current_stream(self._device))
 
     def _wait(self) -> None:
         """Until the launch before has ended: its operators have then read what they were told."""
@@ -126,11 +126,30 @@ def check_taken(graphs: Sequence[UpdatedGraph], parameters: Collection[str]) -> 
         raise CaptureError(message)
 
 
-def _update_of(record: Any, parameters: Collection[str]) -> Update:
-    """What an operator takes of the parameters, each as it was given to it at capture."""
-    found = {name: value for name, value in _arguments_of(record).items() if name in parameters}
+@functools.cache
+def _update_stream(device: torch.device) -> Any:
+    """A device's stream of updates; torch_npu has one for all devices, which belongs to the first."""
+    return npu().Stream(device)
+
+
+def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
+    """What an operator takes of the parameters, each as it was given to it; nothing, if it has no host arguments."""
+    given = {name: value for name, value in _arguments_of(record).items() if value is not None}
+    found = {name: value for name, value in given.items() if name in parameters}
+    for name, value in found.items():
+        if not _is_held(value, parameters[name]):
+            raise CaptureError(_changed(record, name, value, parameters[name]))
+    if not found and any(name in given for _, _, name in _specs_of(record)):
+        raise CaptureError(_untold(record, parameters))
     tensors = tuple(name for name, value in found.items() if isinstance(value, torch.Tensor))
     return Update(_name_of(record), tensors, tuple(name for name in found if name not in tensors))
+
+
+def _is_held(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether an operator was given what the slot holds, all of it and as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.is_cpu and value.dtype == parameter.dtype and torch.equal(value, parameter)
+    return bool((list(value) if isinstance(value, tuple) else value) == parameter.tolist())
 
 
 def _arguments_of(record: Any) -> dict[str, Any]:
@@ -155,9 +174,24 @@ def _specs_of(record: Any) -> list[tuple[str, Any, str]]:
     return specs
 
 
+def _changed(record: Any, name: str, value: Any, parameter: torch.Tensor) -> str:
+    there = value.tolist() if isinstance(value, torch.Tensor) else value
+    return (
+        f"operator {_name_of(record)} was given {_short(there)} for {name}, and the host parameter holds "
+        f"{_short(parameter.tolist())} ({parameter.dtype}): each replay hands over what the slot holds, all of it, as "
+        "it is. Derive what the operator takes in a slot of its own: computed(..., placement='host', argument=...)"
+    )
+
+
+def _short(values: Any) -> str:
+    text = str(values)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
 def _untold(record: Any, parameters: Collection[str]) -> str:
     takes = ", ".join(name for _, _, name in _specs_of(record))
+    declared = ", ".join(map(repr, sorted(parameters)))
     return (
         f"operator {_name_of(record)} takes its host arguments at each replay ({takes}), and the declaration has none "
-        f"of these: its host parameters are {', '.join(map(repr, sorted(parameters)))}. Declare one, or set argument="
+        f"of those that it was given: its host parameters are {declared}. Declare one, or set argument="
     )

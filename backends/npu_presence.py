@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import sys
 from typing import Final
 
 import torch
@@ -17,13 +18,13 @@ _VISIBLE: Final = "ASCEND_RT_VISIBLE_DEVICES"
 
 def why_not() -> str:
     """Why no NPU can be used here; nothing where one can."""
-    if importlib.util.find_spec(_PACKAGE) is None:
+    if sys.modules.get(_PACKAGE) is None and importlib.util.find_spec(_PACKAGE) is None:
         version = torch.__version__.split("+")[0]
         return f"torch_npu is not installed: `pip install torch_npu=={version}`, and CANN of the version that it needs"
     failed = _import()
     if failed:
         return failed
-    if npu()._is_in_bad_fork():  # noqa: SLF001 - no public name, as with CUDA
+    if _is_forked():
         return "this process was forked after the NPU was used: start it with multiprocessing's 'spawn' method"
     try:
         return "" if npu().is_available() else _no_device()
@@ -43,7 +44,13 @@ def _import() -> str:
             f"torch_npu is installed and cannot be imported ({first_line(error)}): install CANN, and `source "
             "set_env.sh` of its ascend-toolkit folder in the shell that starts this process"
         )
-    return ""
+    return "" if getattr(torch, "npu", None) is not None else f"what is imported as {_PACKAGE} brings no torch.npu"
+
+
+def _is_forked() -> bool:
+    """Whether the NPU was used before a fork that made this process; torch_npu sees forks of multiprocessing alone."""
+    started_in = getattr(npu(), "_original_pid", False)
+    return bool(npu()._is_in_bad_fork()) or started_in not in {False, os.getpid()}  # noqa: SLF001 - no public name
 
 
 def _no_device() -> str:

@@ -63,6 +63,20 @@ class NpuRuntime(Runtime):
         context: AbstractContextManager[object] = npu().stream(stream)
         return context
 
+    def new_event(self, device: torch.device) -> Any:
+        """A torch.npu.Event."""
+        del device
+        return npu().Event(enable_timing=True)
+
+    def synchronize(self, device: torch.device) -> None:
+        """torch.npu.synchronize."""
+        npu().synchronize(device)
+
+    def free_and_total(self, device: torch.device) -> tuple[int, int]:
+        """torch.npu.mem_get_info."""
+        free, total = npu().mem_get_info(device)
+        return int(free), int(total)
+
     def bytes_on(self, device: torch.device) -> tuple[int, int]:
         """As the allocator counts them."""
         return bytes_of(npu().memory_stats_as_nested_dict(device))
@@ -105,7 +119,10 @@ def recording(graph: Any, handle: Handle, stream: Any, options: Mapping[str, Any
     around, depth = npu().current_stream(), len(_modes())
     try:
         with npu().graph(graph, pool=handle, stream=stream, **options):
-            yield
+            try:
+                yield
+            finally:
+                npu().set_stream(stream)  # a capture ends on its own stream: with another, the device is lost
     finally:
         for mode in reversed(_modes()[depth:]):
             mode.__exit__(None, None, None)

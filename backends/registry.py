@@ -25,9 +25,10 @@ def names() -> tuple[str, ...]:
 def load(name: str) -> type[Backend]:
     """A backend's class, imported on first use. BackendUnavailableError where there is none of that name."""
     own = _OWN.get(name)
+    plugin = None if own else _plugin(name)
     try:
-        found = importlib.import_module(f".{own}", __package__).Adapter if own else _plugin(name).load()
-    except (ImportError, AttributeError, OSError) as error:
+        found = importlib.import_module(f".{own}", __package__).Adapter if plugin is None else plugin.load()
+    except Exception as error:  # whatever a package raises that has no place here
         message = f"backend {name!r} cannot be loaded: {type(error).__name__}: {error}"
         raise BackendUnavailableError(message) from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
@@ -54,12 +55,17 @@ def choose(backend: str | Backend | type[Backend]) -> Backend:
 
 
 def _available() -> Iterator[type[Backend]]:
-    """Every backend that can run here, the highest priority first; one that does not even load is passed over.
+    """Every backend that can run here, the highest priority first; one that breaks when it is asked is passed over.
 
     Each is asked only when its turn comes: to ask may import a package that takes seconds.
     """
     for kind in sorted(_loaded(), key=lambda kind: kind.priority, reverse=True):
-        if kind.is_available():
+        try:
+            available = kind.is_available()
+        except Exception as error:  # noqa: BLE001 - likewise
+            _LOG.warning("backend_broken", backend=kind.name, reason=f"{type(error).__name__}: {error}")
+            continue
+        if available:
             yield kind
 
 

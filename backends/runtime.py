@@ -61,6 +61,18 @@ class Runtime(abc.ABC):
         """Make a stream the current one for a while."""
 
     @abc.abstractmethod
+    def new_event(self, device: torch.device) -> Any:
+        """An event that takes the time, not recorded yet."""
+
+    @abc.abstractmethod
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until the device has done all work handed to it."""
+
+    @abc.abstractmethod
+    def free_and_total(self, device: torch.device) -> tuple[int, int]:
+        """Bytes that are free on the device, and all that it has, as its driver counts them."""
+
+    @abc.abstractmethod
     def bytes_on(self, device: torch.device) -> tuple[int, int]:
         """Bytes that torch's allocator holds on a device, and those of them that tensors use."""
 

@@ -12,6 +12,7 @@ from .caches import keep_newest
 from .capabilities import Capabilities, Lowering
 from .declaration import Declaration
 from .feed import Feed, Feeder
+from .fill import KEPT as KEPT_SIZES
 from .fill import Fill
 from .fused import FusedFill
 from .gather import Sources
@@ -25,6 +26,8 @@ from .sources import NO_SIDE, Side
 Absent = frozenset[str]
 KEPT: Final = 64
 """Patterns that one bucket keeps fills for; the oldest goes first."""
+SIZES: Final = 4 * KEPT_SIZES
+"""Live sizes that all fills of one bucket keep ready together: each takes some ten to thirty KiB."""
 
 
 def absent_from(declaration: Declaration, batch: Any, side: Side = NO_SIDE) -> frozenset[str]:
@@ -177,4 +180,6 @@ class Bucket:
                 plan, self.declaration, self.buffers, self.sizes, exact=self._exact, feeder=self._feeder
             )
             fill = keep_newest(self._fills, KEPT)[pattern] = Fill(preparer)
+            for one in self._fills.values():
+                one.keep(min(KEPT_SIZES, SIZES // len(self._fills)))
         return fill

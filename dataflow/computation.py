@@ -22,11 +22,13 @@ def field_of(batch: Any, name: str, default: Any) -> Any:
 
 
 def _number_of(target: torch.Tensor) -> type | None:
-    """The kind of number that fills a one-element tensor."""
+    """The kind of number that fills a one-element tensor, and is refused where it does not fit."""
     if target.numel() != 1 or target.is_complex():
         return None
     if target.dtype == torch.bool:
         return bool
+    if not target.dtype.is_signed:  # where torch wraps negative numbers around
+        return None
     return float if target.is_floating_point() else int
 
 
@@ -82,6 +84,6 @@ class Computation:
         """The common case, one number of the right kind, without further checks; torch refuses what does not fit."""
         try:
             self.target.fill_(value)
-        except RuntimeError as error:
+        except (RuntimeError, OverflowError) as error:
             message = f"{self._what}: {error}"
             raise ComputeError(message) from error

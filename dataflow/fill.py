@@ -8,6 +8,7 @@ import torch
 
 from .admission import OtherSources, admit
 from .caches import keep_newest
+from .capabilities import DEVICE
 from .copies import copy_all
 from .gather import Gather, Sources, chosen
 from .guard import guard_over
@@ -21,7 +22,7 @@ _CONTIGUOUS: Final = torch.Tensor.is_contiguous
 _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _GRAD_IS_ON: Final = torch.is_grad_enabled
 KEPT: Final = 1024
-"""Live sizes that one fill keeps ready; the oldest goes first."""
+"""Live sizes that one fill keeps ready, where it is not told otherwise; the oldest goes first."""
 
 
 class Fill:
@@ -40,7 +41,10 @@ class Fill:
         self.wanted = preparer.wanted
         self._hosted = frozenset(self.copied) & {*plan.packed, *plan.moved}
         self._dtypes = {name: group.src_dtype for name, group in planned if group.src_dtype != group.dst_dtype}
-        self._own_dtypes = [want.dtype for want in self.wanted]
+        self._packs = preparer.feeder is not None
+        self._own_dtypes = [
+            None if self._packs and want.slot.placement == DEVICE else want.dtype for want in self.wanted
+        ]
         self._in_place = frozenset(name for name, group in planned if group.how == "in place")
         self._prepare = preparer
         self.gather = Gather(sources)
@@ -55,6 +59,7 @@ class Fill:
         self._facts = operator.attrgetter("dtype", preparer.where, "shape")
         self._distrusts = plan.lowering not in FUSED
         self._ready: dict[tuple[int, ...], Ready] = {}
+        self._kept = KEPT
 
     def check(self, batch: Any, side: Side, live: tuple[int, ...]) -> tuple[Ready, Sources]:
         """The sources of a batch in the order of `copied`, all of them found to fit. Writes nothing.
@@ -63,18 +68,23 @@ class Fill:
         """
         ready = self._ready.get(live) or self.ready(live)
         sources = self.gather(batch, side)
-        if self._fits(sources if self._chosen is None else self._chosen(sources), ready):
-            carried = sources if ready.cargo is None else ready.cargo.carry(sources)
-            if carried is not None:
-                return ready, carried
-        packs = self._prepare.feeder is not None
-        tensors = None if packs else tensors_of(sources, self._own_dtypes)
-        if tensors is not None and self._fits(tensors, ready):
-            return ready, tensors
-        admitted = admit(self.wanted, sources, ready.facts, self.buffers, packs=packs)
+        taken = self._taken(ready, sources)
+        if taken is not None:
+            return ready, taken
+        tensors = tensors_of(sources, self._own_dtypes)
+        taken = None if tensors is None else self._taken(ready, tensors)
+        if taken is not None:
+            return ready, taken
+        admitted = admit(self.wanted, sources, ready.facts, self.buffers, packs=self._packs)
         if (admitted.source_dtypes, admitted.in_place, admitted.hosted) != (self._dtypes, self._in_place, self._hosted):
             raise OtherSources(admitted)
         return ready, self.carry(ready, admitted.sources)
+
+    def _taken(self, ready: Ready, sources: Sources) -> Sources | None:
+        """What `write` takes, of sources that fit as they are; None where they do not."""
+        if not self._fits(sources if self._chosen is None else self._chosen(sources), ready):
+            return None
+        return sources if ready.cargo is None else ready.cargo.carry(sources)
 
     def carry(self, ready: Ready, sources: Sources) -> Sources:
         """What `write` takes, of sources that were admitted for this plan."""
@@ -92,8 +102,13 @@ class Fill:
         """What a live size needs, made on its first use. BatchError where it does not fit the bucket."""
         ready = self._ready.get(live)
         if ready is None:
-            ready = keep_newest(self._ready, KEPT)[live] = self._prepare(live)
+            ready = keep_newest(self._ready, self._kept)[live] = self._prepare(live)
         return ready
+
+    def keep(self, sizes: int) -> None:
+        """Keep so many live sizes ready at most, from now on; KEPT where nothing is said."""
+        self._kept = sizes
+        keep_newest(self._ready, sizes + 1)
 
     def _fits(self, sources: Sources, ready: Ready) -> bool:
         """Whether every source is a tensor of the dtype, device and shape expected, and none lies in a buffer."""

@@ -42,6 +42,8 @@ def faults(slots: Mapping[str, Slot], fields: Collection[str]) -> Iterator[tuple
     for name, slot in slots.items():
         if name in RESERVED:
             yield name, "the name has a meaning of its own in slotgraph: choose another"
+        if slot.computes() and slot.reads(name) is not None:
+            yield name, "it is copied from the batch and computed, and would hold one or the other: make it two slots"
         for need in needs_of(slot):
             yield from ((name, fault) for fault in _need_faults(need, slots, fields))
         yield from ((name, fault) for fault in _side_faults(slot, slots))

@@ -54,15 +54,19 @@ def tensor_of(value: Any, dtype: torch.dtype) -> torch.Tensor:
     return made if len(shape) == 1 else made.view(*shape, *made.shape[1:])
 
 
-def tensors_of(values: Sequence[Any], dtypes: Sequence[torch.dtype]) -> tuple[Any, ...] | None:
-    """The same with tensors for lists and arrays; None where there are none of these, or one is no box of numbers."""
-    if not any(isinstance(value, HOST_KINDS) for value in values):
+def tensors_of(values: Sequence[Any], dtypes: Sequence[torch.dtype | None]) -> tuple[Any, ...] | None:
+    """The same with tensors for lists and arrays; None where there are none of these, or one is no box of numbers.
+
+    dtypes: None for values that stay as they are.
+    """
+    pairs = list(zip(values, dtypes, strict=True))
+    if not any(dtype is not None and isinstance(value, HOST_KINDS) for value, dtype in pairs):
         return None
     try:
         return tuple(
             [
-                tensor_of(value, dtype) if isinstance(value, HOST_KINDS) else value
-                for value, dtype in zip(values, dtypes, strict=True)
+                tensor_of(value, dtype) if dtype is not None and isinstance(value, HOST_KINDS) else value
+                for value, dtype in pairs
             ]
         )
     except (RuntimeError, TypeError, ValueError):  # which whoever admits sources says in words
@@ -105,6 +109,9 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
         raise TypeError(message)
     if dtype.is_floating_point or loose.is_floating_point():
         return _floats(numbers, dtype if dtype.is_floating_point else loose.dtype)
+    if not dtype.is_signed and dtype != torch.bool and bool((loose < 0).any()):
+        message = f"{dtype_text(dtype)} cannot hold {int(loose.min())}"  # where torch wraps it around
+        raise ValueError(message)
     return loose if dtype == torch.bool else torch.tensor(numbers, dtype=dtype)
 
 

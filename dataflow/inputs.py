@@ -110,6 +110,12 @@ class Inputs(metaclass=_Declaring):
                     f"{name!r} is carried from the batch and has no default, so no graph may depend on it: it is not "
                     "to be seen during capture. Make it a slot, or give it a default that holds for every graph"
                 )
+            elif self._slotgraph_view is not None and name in type(self).slotgraph.slots:
+                message = (
+                    f"slot {name!r} follows from what the host computes, and a captured step cannot have it anew for a "
+                    "micro-batch: each replay would see the value of the capture. Read the whole view's, or compute it "
+                    "of slots on the device"
+                )
             elif name in type(self)._slotgraph_dropped:  # noqa: SLF001 - this class's own
                 message = f"{type(self).__name__} drops {name!r}"
             else:

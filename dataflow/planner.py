@@ -110,7 +110,8 @@ class _Planning:
         """Slots on the device whose values foreach copies have from the host; those of the host are filled before."""
         if self.lowering != "foreach" or not self.capabilities.packed_uploads:
             return []
-        brought = [name for name in sorted(self.hosted - self.in_place) if slots[name].placement == DEVICE]
+        there = self.hosted & slots.keys()
+        brought = [name for name in sorted(there - self.in_place) if slots[name].placement == DEVICE]
         computed = [name for name in self.declaration.order if name in slots and self._is_value(name, slots[name])]
         few = len(computed) <= FEW_NUMBERS and all(self._is_number(slots[name]) for name in computed)
         return brought if few and not brought else brought + computed

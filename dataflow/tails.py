@@ -81,6 +81,7 @@ def holds(dtype: torch.dtype, value: Number) -> bool:
     if dtype is torch.bool or isinstance(value, bool):
         return dtype is torch.bool and isinstance(value, bool)
     if dtype.is_floating_point or dtype.is_complex:
-        return isinstance(value, int | float) and (not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max)
+        fits = isinstance(value, int | float) and abs(value) <= torch.finfo(dtype).max
+        return fits or (isinstance(value, float) and not math.isfinite(value))
     info = torch.iinfo(dtype)
     return isinstance(value, int) and info.min <= value <= info.max

@@ -44,8 +44,9 @@ def write(target: torch.Tensor, value: Any, what: str) -> None:
         _write_number(target, value, what)
         return
     tensor = _as_tensor(value, target, what)
-    if tensor.shape != target.shape or tensor.dtype != target.dtype:
-        raise ComputeError(_misfit(what, target, f"{dtype_text(tensor.dtype)} of shape {list(tensor.shape)}"))
+    if tensor.shape != target.shape or tensor.dtype != target.dtype or tensor.layout != target.layout:
+        layout = "" if tensor.layout == target.layout else f"{tensor.layout} "
+        raise ComputeError(_misfit(what, target, f"{layout}{dtype_text(tensor.dtype)} of shape {list(tensor.shape)}"))
     if tensor.numel() == 1 and tensor.is_cpu and not target.is_cpu:
         target.fill_(tensor.item())  # a copy from memory that is not pinned would wait for the device
     else:
@@ -55,7 +56,7 @@ def write(target: torch.Tensor, value: Any, what: str) -> None:
 def _write_number(target: torch.Tensor, value: float, what: str) -> None:
     if target.numel() != 1 or not holds(target.dtype, value):
         raise ComputeError(_misfit(what, target, f"the number {value!r}"))
-    target.fill_(value)
+    target.fill_(float(value) if target.is_floating_point() else value)  # torch takes no int beyond 64 bits
 
 
 def _as_tensor(value: Any, target: torch.Tensor, what: str) -> torch.Tensor:

@@ -7,10 +7,12 @@ import attrs
 import torch
 
 from .axes import BATCH, TOKENS, Axis, Dim, Sizes, extent
+from .capabilities import DEVICE
 from .computation import Computation, field_of
 from .compute import SETTINGS, STEP
 from .declaration import Declaration
 from .errors import BatchError
+from .graph import needs_of
 from .ready import Views
 from .slots import Constant, Slot
 from .step import Step
@@ -23,13 +25,16 @@ Ranges = Mapping[Axis, tuple[int, int]]
 class ViewInfo:
     """What a view remembers of its fill: the step's sizes, which axes follow from others, the runner's declaration.
 
-    whole: slots that must not be cut, since a replay hands all of each to every operator of its graph.
+    whole: slots that must not be cut, since a replay hands all of each to every operator of its graph. captured:
+    whether the view is for a capture, in which no function on the host can be called for a micro-batch: each replay
+    would see what it returned then.
     """
 
     step: Step
     relations: Mapping[Axis, Dim]
     declaration: Declaration
     whole: frozenset[str] = frozenset()
+    captured: bool = False
 
 
 def make_view(cls: type[T], tensors: Views, fields: Mapping[str, Any], info: ViewInfo) -> T:
@@ -98,15 +103,32 @@ class _Cut:
 
     def apply(self, view: T) -> T:
         step, values = self._step(), view.__dict__
-        order = [name for name in self.info.declaration.order if values[name] is not None]
+        order = [name for name in self.info.declaration.order if values.get(name) is not None]
+        lost = {name for name in self.info.declaration.order if name not in values}
         fields = {name: values[name] for name in self.info.declaration.fields if name in values}
         tensors: dict[str, torch.Tensor | None] = {}
-        for name, slot in self.declared.items():
-            tensor = values.get(name)
+        for name in (name for name in self.declared if name not in lost):
+            tensor, slot = values.get(name), self.declared[name]
             tensors[name] = tensor if tensor is None or name in order else self._slice(name, slot, tensor)
         for name in order:
-            tensors[name] = self._computed(name, {**values, **tensors}, step)
+            if not self.info.captured or self._is_on_device(name, tensors):
+                tensors[name] = self._computed(name, {**values, **tensors}, step)
+            elif not self._is_as_before(name, values, tensors):
+                del tensors[name]
         return make_view(type(view), {**fields, **tensors}, {}, attrs.evolve(self.info, step=step))
+
+    def _is_on_device(self, name: str, tensors: Views) -> bool:
+        """Whether a computed slot follows from slots on the device, all of which the micro-batch has."""
+        slots = self.info.declaration.slots
+        has_all = all(need in tensors for need in needs_of(slots[name]) if need in slots)
+        return has_all and self.info.declaration.side(name) == DEVICE
+
+    def _is_as_before(self, name: str, values: Mapping[str, Any], tensors: Views) -> bool:
+        """Whether what the host computed for all rows is as right for the micro-batch: nothing that it needs is cut."""
+        slot, slots = self.declared[name], self.info.declaration.slots
+        needs = needs_of(slot)
+        same = all(need in tensors and tensors[need] is values[need] for need in needs if need in slots)
+        return same and STEP not in needs and slot.axes.isdisjoint(self.ranges)
 
     def _step(self) -> Step:
         live, padded = dict(self.info.step.live_sizes), dict(self.info.step.padded_sizes)

@@ -87,9 +87,13 @@ os.register_at_fork(after_in_child=FORKS.note)
 
 @attrs.define(eq=False)
 class Clock:
-    """Replays so far in one pool of graph memory: each may overwrite what another graph of the pool handed out."""
+    """Replays so far in one pool of graph memory: each may overwrite what another graph of the pool handed out.
+
+    stream: the one that the last of them was on.
+    """
 
     replays: int = 0
+    stream: int | None = None
 
 
 _CLOCKS: Final["weakref.WeakKeyDictionary[object, Clock]"] = weakref.WeakKeyDictionary()

@@ -156,7 +156,7 @@ class Shortcuts(Generic[V]):
             if also is not None and not also(batch):
                 return MISS
             sources = gather(batch, NO_SIDE)
-            if not guard(*sources) or stream() != filler.last_stream or forks != FORKS.count:
+            if not guard(*sources) or not stream() == filler.last_stream == clock.stream or forks != FORKS.count:
                 return MISS
             pointers = tuple(map(_POINTER, sources))
             words = known(pointers) or words_for(pointers, sources)
@@ -188,7 +188,7 @@ class Shortcuts(Generic[V]):
                 return MISS
             sources = gather(batch, NO_SIDE)
             packed = pack(sources)
-            if packed is None or stream() != filler.last_stream or forks != FORKS.count:
+            if packed is None or not stream() == filler.last_stream == clock.stream or forks != FORKS.count:
                 return MISS
             words, data, kept = packed
             if apart is not None:

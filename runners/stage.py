@@ -193,11 +193,12 @@ class Stage(Generic[V]):
         return self.sealed(self.view(ready, None))
 
     def sealed(self, view: V) -> V:
-        """The view, with parameters that cannot be cut where replays would hand over all of them."""
+        """The view, of which no micro-batch has what the host computes, nor a part of what replays hand over."""
         info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
-        if info is not None and self.declaration.parameters and self.backend.capabilities.host_parameters:
-            whole = frozenset(self.declaration.parameters.values())
-            view._slotgraph_view = attrs.evolve(info, whole=whole)  # noqa: SLF001 - as above
+        if info is not None:
+            handed = self.backend.capabilities.host_parameters
+            whole = frozenset(self.declaration.parameters.values() if handed else ())
+            view._slotgraph_view = attrs.evolve(info, whole=whole, captured=True)  # noqa: SLF001 - as above
         return view
 
 

@@ -47,6 +47,19 @@ def test_steps_on_many_streams(place: Place, lowering: str, kind: type[Flow]) ->
 
 
 @KINDS
+def test_two_runners_on_two_streams(place: Place, lowering: str, kind: type[Flow]) -> None:
+    """Runners whose graphs use the same memory take turns, though each is on a busy stream of its own."""
+    runners, pool, got = [place.runner(kind, lowering) for _ in range(2)], place.pool(kind, 40, 6), list[torch.Tensor]()
+    streams = [place.stream(), place.stream()]
+    for index, drawn in enumerate(pool):
+        with place.on(streams[index % 2]):
+            place.busy(LONG // 8 if index % 3 else 1)
+            got.append(runners[index % 2](drawn.fresh()).clone())
+    place.backend.synchronize()
+    assert_answers(got, pool)
+
+
+@KINDS
 def test_fill_here_and_replay_there(place: Place, lowering: str, kind: type[Flow]) -> None:
     """A view that was filled on a busy stream is replayed on another, and the next fill waits for that replay."""
     runner, pool, got = place.runner(kind, lowering), place.pool(kind, 40, 2), list[torch.Tensor]()

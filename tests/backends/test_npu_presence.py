@@ -2,10 +2,11 @@
 
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,6 +105,23 @@ def test_forked(package: pytest.MonkeyPatch) -> None:
     """A process that was forked after the NPU was used is told to be spawned."""
     present(package, _is_in_bad_fork=lambda: True)
     assert "'spawn'" in reason()
+
+
+def test_forked_unseen(package: pytest.MonkeyPatch) -> None:
+    """So is one whose fork torch_npu has not seen, since os.fork tells it nothing."""
+    present(package, _original_pid=os.getpid() + 1)
+    assert "'spawn'" in reason()
+    present(package, _original_pid=os.getpid())
+    assert not reason()
+
+
+def test_something_else_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program put in the package's place, as tests of others do, is no NPU, and breaks nothing off."""
+    monkeypatch.delattr(torch, "npu", raising=False)
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    npu_presence._import.cache_clear()
+    assert reason() == "what is imported as torch_npu brings no torch.npu"
+    npu_presence._import.cache_clear()
 
 
 def test_present(package: pytest.MonkeyPatch) -> None:

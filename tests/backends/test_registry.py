@@ -35,6 +35,19 @@ class EagerToServe(CpuBackend):  # type: ignore[misc]  # likewise
     priority = 1000
 
 
+class BrokenBackend(CpuBackend):  # type: ignore[misc]  # likewise
+    """A backend that breaks when it is asked whether it can run."""
+
+    name = "broken"
+    priority = 1000
+
+    @classmethod
+    def is_available(cls) -> Availability:
+        """Raises."""
+        message = "the driver said something unheard of"
+        raise ValueError(message)
+
+
 class NoBackend:
     """Something else that an entry point leads to."""
 
@@ -117,6 +130,29 @@ def test_entry_point_that_is_no_backend(installed: Any) -> None:
     for name in ("strange", "function"):
         with pytest.raises(BackendUnavailableError, match=rf"backend '{name}': .* is no subclass of .*Backend"):
             choose(name)
+
+
+def test_backend_that_breaks_when_it_is_asked(installed: Any) -> None:
+    """A backend that raises when it is asked whether it can run is a warning for auto, which goes on."""
+    before = type(choose("auto"))
+    installed(broken=here("BrokenBackend"))
+    with capture_logs() as events:
+        assert type(choose("auto")) is before
+    assert [(event["log_level"], event["backend"]) for event in events] == [("warning", "broken")]
+    assert "something unheard of" in events[0]["reason"]
+
+
+def test_package_that_raises_at_its_import(installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a package raises at its import is an error with that reason by name, and a warning for auto."""
+    (tmp_path / "card_driver.py").write_text("raise RuntimeError('no card in slot 3')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = type(choose("auto"))
+    installed(card="card_driver:Adapter")
+    with pytest.raises(BackendUnavailableError, match="'card' cannot be loaded: RuntimeError: no card in slot 3"):
+        choose("card")
+    with capture_logs() as events:
+        assert type(choose("auto")) is before
+    assert [event["log_level"] for event in events] == ["warning"]
 
 
 @pytest.mark.parametrize("value", ["no_such_module:Adapter", "slotgraph.backends.cpu:NoSuchClass"])

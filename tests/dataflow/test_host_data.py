@@ -127,6 +127,8 @@ REFUSED: Final[dict[str, tuple[Any, torch.dtype, str]]] = {
     "too large for float16": ([65520], torch.float16, r"float16 cannot hold 65520.0"),
     "too large for bfloat16": ([[3.4e38]], torch.bfloat16, r"bfloat16 cannot hold 3.4e\+38"),
     "too large for any": ([0.5, 10**400], torch.float64, r"int too large"),
+    "negative": ([3, -1], torch.uint8, r"uint8 cannot hold -1"),
+    "negative and nested": ([[3], [-7]], torch.uint16, r"uint16 cannot hold -7"),
     "bools among numbers": ([[2, 3], [True, 4]], torch.int64, r"bools and numbers together"),
     "unlike lengths": ([[1], [1, 2]], torch.int64, r"expected sequence of length 1"),
     "a number beside a list": ([[1], 2], torch.int64, r"not a sequence"),

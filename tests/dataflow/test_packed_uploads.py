@@ -147,6 +147,18 @@ def test_plan() -> None:
     assert plan_from_json(plan_to_json(plan)) == plan
 
 
+def test_plan_without_a_slot() -> None:
+    """A slot that a batch comes without brings nothing, be it said to bring host data."""
+    maybe = declaration_of(
+        {
+            "rows": copied(BATCH, dtype=torch.int64, pad=0),
+            "more": copied(BATCH, dtype=torch.int64, pad=0, default=None),
+        }
+    )
+    plan = plan_fill(maybe.slotgraph, SIZES, PACKS, absent=["more"], hosted=["rows", "more"])
+    assert (plan.absent, plan.packed, plan.moved) == (("more",), ("rows",), ())
+
+
 def test_plan_of_large_slots() -> None:
     """What is too large for the packet goes by itself; other lowerings and other devices have no packet to plan."""
     large = {BATCH: LARGE_BYTES // 8}
@@ -180,11 +192,12 @@ def test_what_is_too_large_is_moved(monkeypatch: pytest.MonkeyPatch, most: int) 
     assert len(rig.upload.sent) == (6 if moved < 6 else 0)
 
 
-def test_steady_steps_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a pattern is known, steps of it neither plan nor look at sources one by one."""
+@pytest.mark.parametrize("kind", [torch.tensor, list, np.array])
+def test_steady_steps_plan_nothing(monkeypatch: pytest.MonkeyPatch, kind: Callable[[Any], Any]) -> None:
+    """Once a pattern is known, steps of it neither plan nor look at sources one by one, those of host slots neither."""
     rig = Rig()
     for seed in range(4):
-        rig.bucket.fill(host_batch(seed), (3,))
+        rig.bucket.fill({**host_batch(seed), "lens": kind([1, 2, 3])}, (3,))
 
     def fail(*_: object, **__: object) -> None:
         pytest.fail("a steady step went the long way")
@@ -193,7 +206,7 @@ def test_steady_steps_plan_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fill, "admit", fail)
     for seed in range(4, 8):
         batch = host_batch(seed)
-        rig.bucket.fill(batch, (3,))
+        rig.bucket.fill({**batch, "lens": kind(batch["lens"].tolist())}, (3,))
         assert rig.contents() == expected(batch)
 
 
@@ -210,6 +223,19 @@ def test_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         rig.bucket.fill(mixed, (3,))
         assert rig.contents() == right
     assert len(rig.bucket._fills) <= 3
+
+
+def test_patterns_share_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The more patterns there are, the fewer live sizes each keeps ready, and each step is right."""
+    monkeypatch.setattr(buckets, "SIZES", 6)
+    rig = Rig()
+    for seed in range(40):
+        batch = host_batch(seed, 1 + seed % 4)
+        mixed = {**batch, "rows": torch.tensor(batch["rows"])} if seed % 3 else batch
+        rig.bucket.fill(mixed, (1 + seed % 4,))
+        assert rig.contents() == expected(batch)
+    assert len(rig.bucket._fills) == 3
+    assert sum(len(one._ready) for one in rig.bucket._fills.values()) <= 6
 
 
 def spoilt(batch: dict[str, Any]) -> Sequence[tuple[type[Exception], dict[str, Any]]]:

@@ -31,12 +31,32 @@ from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.compute import Compute, compute_of
-from slotgraph.dataflow.errors import BatchError, ComputeError
+from slotgraph.dataflow.errors import BatchError, ComputeError, DeclarationErrors
+from slotgraph.dataflow.slots import Copied
 from slotgraph.dataflow.tails import holds
 from tests.strategies import empty
 
 NPU_LIKE = Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0})
 WIDTH = Axis("WIDTH", fixed=True)
+
+
+@attrs.frozen(kw_only=True)
+class Recomputed(Copied):
+    """A kind that is copied, and computed too."""
+
+    def computes(self) -> Compute:
+        """What would be written over the copy, or under it."""
+        return compute_of(lambda out: out.add_(1))
+
+
+def test_no_kind_is_copied_and_computed() -> None:
+    """Which of the two comes last would hang on the lowering."""
+    with pytest.raises(DeclarationErrors) as told:
+
+        class Both(Inputs):
+            ids: torch.Tensor = slot(Recomputed(shape=BATCH, dtype=torch.int64, pad=0))
+
+    assert "slot 'ids': it is copied from the batch and computed" in str(told.value.exceptions[0])
 
 
 @attrs.frozen(kw_only=True)
@@ -150,7 +170,7 @@ def test_words_that_are_refused() -> None:
         (torch.uint8, [0, 255], [-1, 256, 1.0, True]),
         (torch.int64, [-(2**63), 2**63 - 1], [2**63, 0.5, False]),
         (torch.float16, [0, 1.5, float("inf"), 65504.0], [70_000.0, True]),
-        (torch.float32, [3, float("nan")], [1e39]),
+        (torch.float32, [3, float("nan"), 2**70], [1e39, 10**400]),
     ],
 )
 def test_what_a_dtype_holds(dtype: torch.dtype, fit: list[Any], misfit: list[Any]) -> None:
@@ -171,6 +191,8 @@ def test_what_a_dtype_holds(dtype: torch.dtype, fit: list[Any], misfit: list[Any
         (torch.arange(3, dtype=torch.int32), r"shape \[3\]"),
         ([2**40, 1, 1, 1], "overflow"),
         ("four", "str"),
+        (2**70, "int too big|number 1180591620717411303424"),
+        (torch.ones(4, dtype=torch.int32).to_sparse(), "sparse_coo int32"),
         ([[1], [2, 3]], r"\[\[1\], \[2, 3\]\]"),
     ],
 )
@@ -186,6 +208,18 @@ def test_results_that_do_not_fit(value: Any, message: str) -> None:
         fill(Odd, {"ids": torch.tensor([1, 2])}, 2)
 
 
+@pytest.mark.parametrize("value", [-1, 256, [-1], True])
+def test_no_number_wraps_around(value: Any) -> None:
+    """A number that an unsigned slot cannot hold is refused, alone and in a list."""
+
+    class Unsigned(Inputs):
+        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        byte: torch.Tensor = computed(lambda: value, shape=1, dtype=torch.uint8)
+
+    with pytest.raises(ComputeError, match="slot 'byte'"):
+        fill(Unsigned, {"ids": torch.tensor([1, 2])}, 2)
+
+
 def test_results_that_fit() -> None:
     """Numbers, lists, arrays and tensors of the slot's own shape and kind are taken."""
 
@@ -197,11 +231,14 @@ def test_results_that_fit() -> None:
         array: torch.Tensor = computed(_array, shape=BATCH, dtype=torch.int32)
         halves: torch.Tensor = computed(lambda: [1, 2.5, 3, 4], shape=BATCH, dtype=torch.float64)
         late: torch.Tensor = staged(BATCH, dtype=torch.int64, pad=once(6))
+        byte: torch.Tensor = computed(lambda: 255, shape=1, dtype=torch.uint8)
+        huge: torch.Tensor = computed(lambda: 2**70, shape=1, dtype=torch.float32)
 
     shown = fill(Even, {"ids": torch.tensor([1, 2, 3])}, 3)
     assert shown["flag"] is True
     assert (shown["share"], shown["rows"], shown["array"]) == ([0.75], [9] * 4, [0, 1, 2, 3])
     assert (shown["halves"], shown["late"]) == ([1.0, 2.5, 3.0, 4.0], [6] * 4)
+    assert (shown["byte"], shown["huge"]) == ([255], [2.0**70])
 
 
 def _array(step: Step) -> Any:

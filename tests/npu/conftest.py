@@ -73,7 +73,7 @@ def pytest_runtest_setup() -> None:
         pytest.skip(reason)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def npu() -> Any:
     """The namespace torch.npu, which type checkers do not know."""
     return importlib.import_module("torch_npu").npu

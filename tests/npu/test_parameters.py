@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,9 +87,9 @@ def test_steps_in_flight(fence: Fence, steps: list[list[tuple[int, int]]]) -> No
         torch.testing.assert_close(one.cpu(), other)
 
 
-def program(text: str) -> list[str]:
+def program(text: str, **environment: str) -> list[str]:
     """The lines that a program prints, run by itself: after what it does, nothing else could run in this process."""
-    around = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    around = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
     done = subprocess.run([sys.executable, "-c", text], env=around, check=False, capture_output=True, text=True)  # noqa: S603
     assert not done.returncode or done.stdout, done.stderr
     return [line for line in done.stdout.splitlines() if line in {"True", "False"}]
@@ -165,6 +166,7 @@ def test_update_that_breaks_off(monkeypatch: pytest.MonkeyPatch, npu: Any) -> No
     assert not launches
 
 
+@pytest.mark.modes("lazy")
 def test_launch_without_an_update() -> None:
     """What the adapter never does: on the stand-in, a launch without its update is told to hang."""
     said = program(
@@ -208,6 +210,75 @@ def test_operator_that_is_told_nothing() -> None:
         runner.capture()
     assert "actual_seq_lengths, actual_seq_lengths_kv" in str(caught.value)
     assert "'context_lens'" in str(caught.value)
+
+
+CHANGES: dict[str, Callable[[list[int]], list[int]]] = {
+    "other numbers": lambda lens: [2 * one for one in lens],
+    "fewer": lambda lens: lens[:1],
+    "none": lambda _: [],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_operator_that_is_given_something_else(change: str) -> None:
+    """What is worked out of a parameter in the step is refused: a replay would hand over the parameter itself."""
+    backend = NpuBackend()
+    queries = torch.rand(2, 1, DIM, device=backend.device)
+    keys = torch.rand(2, LENGTH, DIM, device=backend.device)
+    lens = torch.tensor([3, 4], dtype=torch.int32)
+
+    def step() -> Any:
+        operator: Any = torch.ops.npu.npu_fused_infer_attention_score
+        return operator(queries, keys, keys, actual_seq_lengths_kv=CHANGES[change](lens.tolist()), num_heads=1)[0]
+
+    with pytest.raises(CaptureError, match=r"was given \[.*\] for actual_seq_lengths_kv, .* holds \[3, 4\]") as caught:
+        backend.capture(step, parameters={"actual_seq_lengths_kv": lens})
+    assert "placement='host'" in str(caught.value)
+
+
+def test_operator_without_host_arguments() -> None:
+    """Beside operators that take a parameter, one that was given no host argument runs as it was captured."""
+    backend = NpuBackend()
+    model, lens = Model(backend.device), torch.tensor([3, 4], dtype=torch.int32)
+    ids = torch.tensor([5, 6], device=backend.device)
+    queries, keys, values = model.there
+    operator: Any = torch.ops.npu.npu_fused_infer_attention_score
+
+    class View:
+        """What the model reads."""
+
+        input_ids, kv_lens = ids, lens
+
+    def step() -> torch.Tensor:
+        view: Any = View
+        whole: torch.Tensor = operator(
+            queries[ids], keys[:2], values[:2], num_heads=1, input_layout="BSH", scale=SCALE
+        )[0][:, 0]
+        return model(view) - whole
+
+    graph = backend.capture(step, parameters={"actual_seq_lengths_kv": lens})
+    for lengths in ([1, 8], [7, 2]):
+        lens.copy_(torch.tensor(lengths))
+        graph.replay()
+        expected = model.expected([5, 6], lengths) - model.expected([5, 6], [LENGTH, LENGTH])
+        torch.testing.assert_close(graph.outputs.cpu(), expected)
+
+
+@pytest.mark.modes("lazy")
+def test_second_device() -> None:
+    """Graphs with parameters work on another device than the first, whichever is the current one."""
+    said = program(
+        "import torch, torch_npu\n"
+        "from tests.npu.test_parameters import in_flight, runner_on\n"
+        "print(in_flight(*runner_on('host')))\n"
+        "with torch.npu.device(1): there = [runner_on(fence) for fence in ('host', 'device')]\n"
+        "print(there[0][0].stage.backend.device.index == 1 and torch.npu.current_device() == 0)\n"
+        "for one in there: print(in_flight(*one))\n"
+        "with torch.npu.device(1):\n"
+        "    for one in there: print(in_flight(*one))\n",
+        STANDIN_NPU_COUNT="2",
+    )
+    assert said == ["True"] * 6
 
 
 def test_eager_steps() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,6 @@ def test_functions(name: str, parameters: list[str]) -> None:
     ("name", "parameters"),
     [
         ("Stream", ["device", "priority", "kwargs"]),
-        ("ExternalStream", ["stream_ptr", "device", "kwargs"]),
         ("Event", ["enable_timing", "blocking", "interprocess"]),
         ("NPUGraph", []),
     ],
@@ -81,13 +81,13 @@ def test_methods(kind: str, name: str, parameters: list[str]) -> None:
     assert parameters_of(getattr(getattr(torch_npu.npu, kind), name)) == parameters
 
 
-def test_streams_have_handles() -> None:
-    """A stream tells its handle."""
-    assert "npu_stream" in dir(torch_npu._C._NPUStreamBase)
+def test_streams_have_handles_and_numbers() -> None:
+    """A stream tells its handle and its number, and is found by the latter."""
+    assert {"npu_stream", "stream_id", "device_type"} <= set(dir(torch_npu._C._NPUStreamBase))
 
 
 @pytest.mark.parametrize(
-    "name", ["_npu_endAllocateToPool", "_npu_releasePool", "_weak_ref_tensor", "_npu_getCurrentRawStreamNoWait"]
+    "name", ["_npu_endAllocateToPool", "_npu_releasePool", "_weak_ref_tensor", "_npu_getCurrentStream"]
 )
 def test_inner_names(name: str) -> None:
     """What has no public name is where the adapter looks for it."""
@@ -108,7 +108,13 @@ def test_records_of_operators() -> None:
     source = inspect.getsource(graphs)
     assert "self.graph_dispatch_records = []" in inspect.getsource(graphs._GraphDispatchMode.__init__)
     assert "self.graph_dispatch_mode = _GraphDispatchMode()" in inspect.getsource(graphs.NPUGraph.__init__)
-    assert "update_stream = None" in source  # one for all graphs, made with the first of them
+    assert "update_stream = None" in source  # one for all graphs, unless one has its own
+    assert "torch.npu.stream(self.update_stream)" in source
+
+
+def test_process_that_started_the_device() -> None:
+    """The wheel notes the process that started the device; by it a fork is told that torch_npu did not see."""
+    assert torch_npu.npu._original_pid == os.getpid()
 
 
 @pytest.mark.parametrize(

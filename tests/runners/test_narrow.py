@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, Step, computed, constant, copied, output
 from slotgraph import staged as staged_slot
-from slotgraph.dataflow.errors import BatchError
+from slotgraph.dataflow.errors import BatchError, CaptureError
 
 PAGES = Axis("PAGES")
 WIDTH = 2
@@ -242,3 +242,52 @@ def test_what_the_batch_has_computed_stays_its_own() -> None:
     assert part.doubled.tolist() == [-12, -14]
     computed_here = EagerRunner(CountedInputs, lambda view: view.ids, backend="cpu").fill({"ids": ids})
     assert computed_here.narrow(TOKENS, 1, 3).doubled.tolist() == [12, 14]
+
+
+class Halved(Inputs):
+    """What each half of a captured step may have of its own, and what it may not."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    counts: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int64)
+    tag_now: torch.Tensor = computed(lambda tag: tag, shape=1, dtype=torch.int64)
+    doubled: torch.Tensor = computed(lambda ids: ids * 2, shape=BATCH, dtype=torch.int64)
+    shifted: torch.Tensor = computed(lambda ids, counts: ids + counts, shape=BATCH, dtype=torch.int64)
+    tag: int
+
+
+def halves(view: Halved) -> list[Halved]:
+    """Two micro-batches of two rows."""
+    return [view.narrow(BATCH, 0, 2), view.narrow(BATCH, 2, 4)]
+
+
+def halved(step: Any, backend: str) -> DecodeRunner[Halved]:
+    """A runner whose captured step cuts its view."""
+    return DecodeRunner(Halved, step, buckets=[4], backend=backend, output_rows=BATCH, progress=False)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
+def test_captured_micro_batches(backend: str) -> None:
+    """Halves in a captured step see each replay's own rows, what follows from them, and what no cut changes."""
+
+    def step(view: Halved) -> torch.Tensor:
+        return torch.cat([half.ids + half.doubled * 1000 + half.tag_now * 10 for half in halves(view)])
+
+    runner = halved(step, backend)
+    runner.capture()
+    for rows in (3, 1, 4):
+        ids = torch.arange(1, rows + 1)
+        assert runner({"ids": ids, "tag": rows}).tolist() == (ids * 2001 + rows * 10).tolist()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
+@pytest.mark.parametrize("name", ["counts", "shifted"])
+@pytest.mark.parametrize("twice", [False, True])
+def test_what_a_captured_micro_batch_has_not(backend: str, name: str, *, twice: bool) -> None:
+    """What the host would compute for a half, and what follows from it, would stay as it was at capture: it is told."""
+
+    def step(view: Halved) -> torch.Tensor:
+        parts = [half.narrow(BATCH, 0, 1) if twice else half for half in halves(view)]
+        return torch.cat([getattr(part, name) + part.ids for part in parts])
+
+    with pytest.raises(CaptureError, match=f"slot '{name}' follows from what the host computes, and a captured step"):
+        halved(step, backend).capture()

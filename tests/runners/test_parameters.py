@@ -460,7 +460,23 @@ def test_no_part_of_a_parameter(inner: str) -> None:
     view = runner.fill({"input_ids": torch.arange(4), "lens": [4, 3, 2, 1], "window": None})
     assert view.narrow(BATCH, 1, 3).kv_lens.tolist() == [3, 2]
     assert view.narrow(BATCH, 1, 3).actual_seq_lengths.tolist() == [3, 5]
-    assert decoder(inner, step=step)({"input_ids": torch.arange(2), "lens": [4, 3]})[:, 0].tolist() == [4, 3]
+
+
+@each_inner
+def test_no_parameter_computed_anew(inner: str) -> None:
+    """Nor has a micro-batch of a captured step one that is computed, though no row of it be cut: a graph has one."""
+
+    class Counting(Inputs):
+        input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+        rows: torch.Tensor = computed(live, dtype=torch.int64, placement=HOST, argument="num_rows")
+
+    def step(view: Counting) -> torch.Tensor:
+        first, second = view.narrow(BATCH, 0, 2), view.narrow(BATCH, 2, 4)
+        return torch.cat([first.input_ids + first.rows, second.input_ids + second.rows])
+
+    runner = DecodeRunner(Counting, step, buckets=[4], backend=HandingBackend(inner), progress=False)
+    with pytest.raises(CaptureError, match="slot 'rows' follows from what the host computes"):
+        runner.capture()
 
 
 def test_parameter_cannot_be_chained() -> None:
