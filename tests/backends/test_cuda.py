@@ -273,3 +273,26 @@ def test_two_devices(cuda: CudaBackend) -> None:
     assert other.empty((2,), torch.int64, "device").device == other.device
     with other.stream() as stream:
         assert stream.device == other.device
+
+
+def test_runners_take_turns(cuda: CudaBackend) -> None:
+    """Two runners whose graphs compute in the same memory are right on two streams, though each takes its time."""
+
+    def step(view: Rows) -> torch.Tensor:
+        scratch = view.ids[:, None].expand(-1, MIB).contiguous()
+        sleep(20_000_000)
+        return scratch.sum(1)
+
+    runners = [DecodeRunner(Rows, step, buckets=[2], backend=cuda) for _ in range(2)]
+    streams = [torch.cuda.Stream(cuda.device) for _ in runners]  # type: ignore[no-untyped-call]
+    for runner in runners:
+        runner.capture()
+    batches = [rows_batch(cuda, 2, seed) for seed in range(8)]
+    torch.cuda.synchronize()
+    outputs = []
+    for number, batch in enumerate(batches):
+        with torch.cuda.stream(streams[number % 2]):
+            outputs.append(runners[number % 2](batch).clone())
+    torch.cuda.synchronize()
+    for batch, output in zip(batches, outputs, strict=True):
+        assert torch.equal(output, batch["ids"] * MIB)
