@@ -3,9 +3,12 @@
 from typing import Any
 
 import attrs
+import torch
 
+from .capabilities import HOST
 from .feed import Feed
 from .fill import Fill
+from .hostdata import tensors_of
 from .kinds import Misfit
 from .packer import Packer
 from .ready import Ready
@@ -19,6 +22,13 @@ class FusedFill:
     fill: Fill
     packer: Packer
     feed: Feed
+    _on_host: tuple[torch.dtype | None, ...] = attrs.field(init=False)
+    """The dtypes of slots in host memory, None for all others; nothing where there is none."""
+
+    @_on_host.default
+    def _dtypes_on_host(self) -> tuple[torch.dtype | None, ...]:
+        found = tuple(want.dtype if want.slot.placement == HOST else None for want in self.fill.wanted)
+        return found if any(dtype is not None for dtype in found) else ()
 
     def send(self, batch: Any, side: Side, live: tuple[int, ...]) -> Ready | Misfit:
         """Upload what the kernel needs for a batch, and fill what it leaves out.
@@ -29,6 +39,8 @@ class FusedFill:
         fill = self.fill
         ready = fill.ready(live)
         sources = fill.gather(batch, side)
+        if self._on_host:  # lists for them are no reason to leave the kernel
+            sources = tensors_of(sources, self._on_host) or sources
         packed = self.packer.pack(ready, sources)
         if isinstance(packed, Misfit):
             return packed

@@ -43,6 +43,7 @@ class Given:
         if not fused:
             reasons = reasons | {"overlap"} if self.kind == "in place" else reasons
             reasons = reasons | {"host_data"} if self.kind in HOST_DATA else reasons
+            reasons = reasons | {"overlap"} if self.kind == "slot's array" else reasons
         if self.plain.dtype != dtype and not (fused and converts(self.plain.dtype, dtype)):
             reasons = reasons | {"conversion", "host_data"}
         if self.kind in FLAT and (self.plain.dim() != 1 or letter_of(dtype) is None):

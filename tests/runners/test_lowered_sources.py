@@ -1,11 +1,13 @@
 """Sources that need care by every lowering: adopted memory, inference tensors and gradients, the same ones changed."""
 
+import numpy as np
 import pytest
 import torch
 
-from slotgraph import BATCH, DecodeRunner, Inputs, copied
-from slotgraph.backends import load
+from slotgraph import BATCH, HOST, DecodeRunner, Inputs, copied
+from slotgraph.backends import Backend, load
 from slotgraph.dataflow.capabilities import LADDER
+from slotgraph.dataflow.errors import BatchError
 from tests.runners.lowered import Pair, Quick, assert_same_outputs
 
 each_lowering = pytest.mark.parametrize("lowering", LADDER)
@@ -88,3 +90,33 @@ def test_outputs_as_sources(cpu: str, lowering: str) -> None:
         right = answer(outputs.clone() % 1000, others)
         outputs = runner({"ids": outputs % 1000 if turn % 2 else outputs.remainder_(1000), "others": others})
         assert torch.equal(outputs, right)
+
+
+class OnBoth(Inputs):
+    """A slot on the device, and one in host memory."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=5)
+    lengths: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-3, placement=HOST)
+
+
+@pytest.mark.parametrize("lowering", ["in_graph", "fused"])
+def test_lists_for_host_memory_keep_the_kernel(backend: Backend, lowering: str) -> None:
+    """Lists and arrays for a slot in host memory are no reason to leave the kernel; what does not fit is refused."""
+    if lowering not in backend.capabilities.lowerings:
+        pytest.skip(f"{backend.name} has no lowering {lowering!r}")
+    runner = DecodeRunner(OnBoth, lambda view: view.ids * 2, buckets=[4], backend=backend, lowering=lowering)
+    runner.capture()
+    draw = torch.Generator().manual_seed(7)
+    found: list[int] = []
+    for array in (True, False, False, True, False):
+        ids, lengths = torch.randint(1, 99, (2, 3), generator=draw).tolist()
+        source = np.array(lengths, np.int32) if array else lengths
+        view = runner.fill({"ids": torch.tensor(ids, device=backend.device), "lengths": source})
+        assert view.ids.tolist() == [*ids, 5]
+        found = [*lengths, -3]
+        assert view.lengths.tolist() == found
+    assert runner.stats()["lowerings"] == {"fused": 5}
+    assert runner.stats()["detours"] == {}
+    with pytest.raises(BatchError, match="slot 'lengths': expected int32"):
+        runner.fill({"ids": torch.ones(3, dtype=torch.int64, device=backend.device), "lengths": [1.5, 2.0, 3.0]})
+    assert runner.inputs(4).lengths.tolist() == found
