@@ -1,5 +1,6 @@
 """The fused fill of one bucket: pack, upload, and leave the rest to the kernel."""
 
+import functools
 from typing import Any
 
 import attrs
@@ -22,11 +23,10 @@ class FusedFill:
     fill: Fill
     packer: Packer
     feed: Feed
-    _on_host: tuple[torch.dtype | None, ...] = attrs.field(init=False)
-    """The dtypes of slots in host memory, None for all others; nothing where there is none."""
 
-    @_on_host.default
-    def _dtypes_on_host(self) -> tuple[torch.dtype | None, ...]:
+    @functools.cached_property
+    def _on_host(self) -> tuple[torch.dtype | None, ...]:
+        """The dtypes of slots in host memory, None for all others; nothing where there is none."""
         found = tuple(want.dtype if want.slot.placement == HOST else None for want in self.fill.wanted)
         return found if any(dtype is not None for dtype in found) else ()
 
