@@ -9,7 +9,7 @@ from ..dataflow.errors import CaptureError
 from .cuda_faults import ADVICE
 from .faults import not_captured
 from .runtime import Handle, Recorded, Runtime
-from .segments import ranges_of
+from .segments import bytes_of, ranges_of
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - the allocator's side of a capture has no public name
 _EMPTY: Final = "CUDA Graph is empty"
@@ -104,9 +104,3 @@ class CudaRuntime(Runtime):
     def told(self, error: BaseException) -> CaptureError:
         """With CUDA's ways out."""
         return not_captured(error, ADVICE)
-
-
-def bytes_of(stats: Any) -> tuple[int, int]:
-    """Bytes held and used, out of an allocator's nested statistics."""
-    found = [stats.get(name, {}).get("all", {}).get("current", 0) for name in ("reserved_bytes", "allocated_bytes")]
-    return int(found[0]), int(found[1])

@@ -10,11 +10,10 @@ import torch
 from torch.utils import _python_dispatch as dispatch
 
 from ..dataflow.errors import CaptureError
-from .cuda_runtime import bytes_of
 from .faults import not_captured
 from .npu_faults import ADVICE, CONDITIONS
 from .runtime import Handle, Recorded, Runtime
-from .segments import ranges_of
+from .segments import bytes_of, ranges_of
 
 NOTHING: Final[Mapping[str, Any]] = {}
 

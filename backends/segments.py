@@ -1,4 +1,4 @@
-"""Segments: what an allocator's snapshot tells of its memory, piece by piece."""
+"""What torch's allocators tell of their memory: segments, piece by piece, and bytes in all."""
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,3 +24,9 @@ def streams_of(snapshot: Snapshot, tensors: Sequence[torch.Tensor], otherwise: i
         is_known = at >= 0 and tensor.data_ptr() < found[at][1]
         streams.append(found[at][2] if is_known else otherwise)
     return tuple(streams)
+
+
+def bytes_of(stats: Any) -> tuple[int, int]:
+    """Bytes held and used, out of an allocator's nested statistics."""
+    found = [stats.get(name, {}).get("all", {}).get("current", 0) for name in ("reserved_bytes", "allocated_bytes")]
+    return int(found[0]), int(found[1])

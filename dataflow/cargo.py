@@ -22,6 +22,7 @@ from .feed import Feeder
 from .gather import Sources, chosen
 from .hostdata import NOT_CARRIED, Bytes, tensor_carrier
 from .kinds import hosted_kind
+from .lanes import rest, rounded
 from .packed import PackedValue
 from .plan import FillPlan
 from .planner import LARGE_BYTES, slot_bytes
@@ -32,11 +33,6 @@ _MIXTURES: Final = 4
 """Mixtures of host data that one live size remembers."""
 
 
-def rounded(nbytes: int) -> int:
-    """Up to the next place in the packet."""
-    return -(-nbytes // UNIT) * UNIT
-
-
 _HEAD: Final = bytes(UNIT)
 
 
@@ -44,7 +40,7 @@ def most_cargo(declaration: Declaration, sizes: Sizes, capabilities: Capabilitie
     """Bytes that a packet of a bucket may have: every slot on the device but large ones."""
     slots = [slot for slot in declaration.slots.values() if slot.placement == DEVICE]
     bodies = [slot_bytes(slot, sizes, capabilities) for slot in slots]
-    return UNIT + sum(rounded(body) for body in bodies if body < LARGE_BYTES)
+    return UNIT + sum(rounded(body, UNIT) for body in bodies if body < LARGE_BYTES)
 
 
 @attrs.frozen(eq=False)
@@ -71,7 +67,7 @@ class Mixture:
         self._carriers = [kind.carrier for kind in self._kinds if kind.carrier is not None]
         riding = [one for one in hosted if one.rides]
         self._count = len(riding)
-        self._parts: list[Bytes] = [_HEAD, *(part for one in riding for part in (b"", _rest(one.nbytes)))]
+        self._parts: list[Bytes] = [_HEAD, *(part for one in riding for part in (b"", rest(one.nbytes, UNIT)))]
 
     def carry(self, sources: Sources) -> Sources | None:
         """The packet's bytes, then tensors; None where sources are not like those this was made for."""
@@ -168,7 +164,7 @@ class Cargo:
         alone = []
         for one, tensor in zip(self.hosted, self._chosen(sources), strict=True):
             if one.rides:
-                parts += [tensor_carrier(one.nbytes)(tensor), _rest(one.nbytes)]
+                parts += [tensor_carrier(one.nbytes)(tensor), rest(one.nbytes, UNIT)]
             else:
                 alone.append(tensor)
         return (*sources, b"".join(parts), *alone)
@@ -203,7 +199,7 @@ class Cargo:
         for one in self.hosted:
             if one.rides:
                 found.append(_Place(places[one.want.name], start, one.nbytes, one.want.dtype, one.fact[2]))
-                start += rounded(one.nbytes)
+                start += rounded(one.nbytes, UNIT)
         for value in self._riding:
             target = value.scratch
             found.append(_Place(places[value.slot], start, target.nbytes, target.dtype, tuple(target.shape)))
@@ -221,8 +217,3 @@ class Cargo:
                 part = packet[one.start : one.start + one.nbytes]
                 self._full[one.at] = part.view(one.dtype).view(one.shape)
         self._open = True
-
-
-def _rest(nbytes: int) -> bytes:
-    """What fills up the last unit."""
-    return bytes(rounded(nbytes) - nbytes)

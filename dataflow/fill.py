@@ -33,19 +33,19 @@ class Fill:
 
     def __init__(self, preparer: Preparer) -> None:
         plan, slots, buffers = preparer.plan, preparer.declaration.slots, preparer.buffers
-        planned = [(n, group) for group in plan.copies for n in group.slots if slots[n].reads(n) is not None]
-        sources = [source for name, _ in planned if (source := slots[name].reads(name)) is not None]
         self.plan = plan
-        self.copied = tuple(name for name, _ in planned)
         self.buffers = buffers
-        self.wanted = preparer.wanted
+        self.wanted = wanted = preparer.wanted
+        self.copied = tuple(want.name for want in wanted)
+        sources = [source for want in wanted if (source := want.slot.reads(want.name)) is not None]
         self._hosted = frozenset(self.copied) & {*plan.packed, *plan.moved}
-        self._dtypes = {name: group.src_dtype for name, group in planned if group.src_dtype != group.dst_dtype}
+        dtypes = zip(wanted, preparer.source_dtypes, strict=True)
+        self._dtypes = {want.name: dtype for want, dtype in dtypes if dtype != want.dtype}
         self._packs = preparer.feeder is not None
         self._own_dtypes = [
             None if self._packs and want.slot.placement == DEVICE else want.dtype for want in self.wanted
         ]
-        self._in_place = frozenset(name for name, group in planned if group.how == "in place")
+        self._in_place = frozenset(name for group in plan.copies if group.how == "in place" for name in group.slots)
         self._prepare = preparer
         self.gather = Gather(sources)
         here = [i for i, name in enumerate(self.copied) if name not in self._hosted]

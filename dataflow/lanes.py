@@ -118,9 +118,14 @@ def pattern(value: Number | None, dtype: torch.dtype) -> int:
     return int(struct.unpack("<q", filled.view(torch.uint8).numpy().tobytes())[0])
 
 
-def rounded(nbytes: int) -> int:
-    """Up to whole words, so that all that a packet carries may be moved in words."""
-    return -(-nbytes // WORD) * WORD
+def rounded(nbytes: int, unit: int = WORD) -> int:
+    """Up to whole units; words, so that all that a packet carries may be moved in words."""
+    return -(-nbytes // unit) * unit
+
+
+def rest(nbytes: int, unit: int = WORD) -> bytes:
+    """What fills up the last unit."""
+    return bytes(rounded(nbytes, unit) - nbytes)
 
 
 def head_bytes(lanes: int) -> int:

@@ -15,7 +15,7 @@ from .caches import keep_newest
 from .gather import Sources, chosen
 from .hostdata import NOT_CARRIED, Bytes
 from .kinds import Detour, Kind
-from .lanes import WORD, rounded
+from .lanes import WORD, rest
 
 _POINTER: Final = torch.Tensor.data_ptr
 KEPT: Final = 256
@@ -65,7 +65,7 @@ class Manifest:
         self._fused = chosen(sorted(layout.fused)) if len(layout.fused) < len(kinds) else None
         self._carriers = [(i, kinds[i].carrier) for i in layout.carried]
         self._only_arrays = all(kinds[i].host is np.ndarray for i in layout.carried)
-        self._parts: list[Bytes] = [part for i in layout.carried for part in (b"", _rest(kinds[i].nbytes))]
+        self._parts: list[Bytes] = [part for i in layout.carried for part in (b"", rest(kinds[i].nbytes))]
         self._compact = frozenset(index for index, kind in enumerate(kinds) if kind.compact)
         self._addresses = struct.Struct(f"<{len(layout.sources)}Q").pack
         copied = [index for index in layout.sources if index is not None]  # which come before all other lanes
@@ -166,8 +166,3 @@ class Manifest:
         """Sources that a producer wrote where the kernel would have; one that is copied apart is none."""
         buffers, names = self._buffers, self._names
         return {i for i in self._tensors if i in self._layout.fused and is_in_place(sources[i], buffers[names[i]])}
-
-
-def _rest(nbytes: int) -> bytes:
-    """What fills up the last word."""
-    return bytes(rounded(nbytes) - nbytes)

@@ -10,7 +10,7 @@ import torch
 
 from .computation import Computation
 from .hostdata import letter_of
-from .lanes import WORD
+from .lanes import WORD, rounded
 
 
 @attrs.frozen(eq=False)
@@ -29,7 +29,7 @@ class PackedValue:
     def of(cls, computation: Computation, unit: int = WORD) -> "PackedValue":
         """The same computation with a host tensor as its target; unit: what its place's bytes are a multiple of."""
         target = computation.target
-        nbytes = -(-target.nbytes // unit) * unit
+        nbytes = rounded(target.nbytes, unit)
         with torch.inference_mode(mode=False):
             room = torch.zeros(max(nbytes, unit), dtype=torch.uint8)
             scratch = room[: target.nbytes].view(target.dtype).view(target.shape)

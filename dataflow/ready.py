@@ -121,7 +121,7 @@ class Preparer:
         self._computes = {name: compute for name, slot in slots.items() if (compute := slot.computes()) is not None}
         planned = [(n, group) for group in plan.copies for n in group.slots if n not in self._computes]
         self.wanted = [Wanted(n, slots[n], group.dst_dtype, buffers[n].tensor.device) for n, group in planned]
-        self._source_dtypes = [group.src_dtype for _, group in planned]
+        self.source_dtypes = [group.src_dtype for _, group in planned]
         self._from_host = frozenset(name for name in (*plan.packed, *plan.moved) if name in self._computes)
         self._bucket_views = self._views(self.padded)
 
@@ -140,7 +140,7 @@ class Preparer:
         marks = list(self._marks(sizes))
         apart = [c for c in self.plan.computed if c.on == HOST and not c.packed and c.slot not in self._from_host]
         host = [self._computation(c, step, views) for c in apart]
-        facts = [self._fact(w.name, dtype, sizes) for w, dtype in zip(self.wanted, self._source_dtypes, strict=True)]
+        facts = [self._fact(w.name, dtype, sizes) for w, dtype in zip(self.wanted, self.source_dtypes, strict=True)]
         return Ready(
             step=step,
             facts=facts,

@@ -140,10 +140,14 @@ class Filler(Generic[V]):
 
     def order(self) -> None:
         """Let a step that comes on another stream than the last one wait for it: both use the same buffers."""
+        self.last_stream = self.follow(self.last_stream)
+
+    def follow(self, last: int | None) -> int:
+        """Let what comes now wait for what was handed to another stream, where there is one; the current stream."""
         stream = self.stream()
-        if stream != self.last_stream:
-            self.stage.backend.order(self.last_stream, stream)
-            self.last_stream = stream
+        if last is not None and stream != last:
+            self.stage.backend.order(last, stream)
+        return stream
 
     def fill(
         self, filling: Filling, batch: Any, live: tuple[int, ...], absent: Absent, side: Side, *, whole: bool

@@ -200,7 +200,7 @@ class GraphSet(Generic[V]):
         if self._forks != FORKS.count:
             message = "this process was forked after capture: graphs belong to the process that captured them"
             raise ReplayError(message)
-        self._take_turn()
+        self.clock.stream = self.filler.follow(self.clock.stream)  # of whichever runner: the graphs share memory
         try:
             captured.graph.replay()
         except BaseException:
@@ -209,14 +209,6 @@ class GraphSet(Generic[V]):
         self.clock.replays += 1
         outputs = self.outputs(captured, rows)
         return map_tensors(outputs, self._stamp) if self._debug else outputs
-
-    def _take_turn(self) -> None:
-        """Let a replay wait for the last one in the same graph memory, whose runner may be on another stream."""
-        stream, last = self.filler.stream(), self.clock.stream
-        if stream != last:
-            if last is not None:
-                self.stage.backend.order(last, stream)
-            self.clock.stream = stream
 
     def outputs(self, captured: Captured, rows: int) -> Any:
         """What the last replay of a graph left, for `rows` live rows of the leading axis."""

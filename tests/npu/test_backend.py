@@ -1,8 +1,6 @@
 """The adapter on the stand-in runtime: what it says it can do, what it does, and how it refuses."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +13,7 @@ from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, DecodeRunner, Inpu
 from slotgraph.backends import choose, load
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError, ConfigError
+from tests.npu.programs import run
 
 
 @pytest.fixture
@@ -34,7 +33,7 @@ def ones(backend: NpuBackend) -> torch.Tensor:
 def program(text: str, **environment: str) -> str:
     """What a program prints, run by itself."""
     around = {**os.environ, "STANDIN_LAZY": "", "PYTHONWARNINGS": "ignore", **environment}
-    done = subprocess.run([sys.executable, "-c", text], env=around, check=False, capture_output=True, text=True)  # noqa: S603
+    done = run(text, around)
     assert not done.returncode, done.stderr
     return done.stdout.strip().splitlines()[-1]
 

@@ -1,8 +1,6 @@
 """Host parameters on the stand-in: one update a launch, none before the launch before has read its own."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +13,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, host_paramete
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.backends.npu_graph import FENCES, Fence
 from slotgraph.dataflow.errors import CaptureError, ReplayError
+from tests.npu.programs import run
 
 pytestmark = pytest.mark.modes("eager", "lazy")
 DIM, LENGTH, BUCKETS = 16, 8, (2, 4)
@@ -90,7 +89,7 @@ def test_steps_in_flight(fence: Fence, steps: list[list[tuple[int, int]]]) -> No
 def program(text: str, **environment: str) -> list[str]:
     """The lines that a program prints, run by itself: after what it does, nothing else could run in this process."""
     around = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
-    done = subprocess.run([sys.executable, "-c", text], env=around, check=False, capture_output=True, text=True)  # noqa: S603
+    done = run(text, around)
     assert not done.returncode or done.stdout, done.stderr
     return [line for line in done.stdout.splitlines() if line in {"True", "False"}]
 
