@@ -1,7 +1,7 @@
 """The decode runner: request-axis buckets, one captured graph each, eager where none fits."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Generic, Unpack, final
+from typing import Any, Unpack, final
 
 import torch
 
@@ -21,14 +21,18 @@ from .decision import Decision, Tally
 from .eager import EagerRunner
 from .filler import Filler
 from .graphs import GraphSet, patterns_of
+from .outputs import rows_each
+from .parts import Parts
 from .router import Router
+from .runner import Runner
 from .shortcut import MISS, Shortcuts
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, Stage, V, name_of, with_width
+from .watching import Watch
 from .widths import Widths
 
 
 @final
-class DecodeRunner(Generic[V]):
+class DecodeRunner(Runner[V]):
     """Captures a step for buckets of requests, and replays the smallest that a batch fits.
 
     inputs: the declaration class. step: called with its view; returns tensors with one row a token. sizes: sizes of
@@ -67,11 +71,11 @@ class DecodeRunner(Generic[V]):
         counts = ({BATCH: rows, TOKENS: rows * config.width} for rows in self.buckets.sizes)
         self._sizes = {one[BATCH]: self.stage.padded(one, "buckets= and width=") for one in counts}
         capacity = self._sizes[self.buckets.largest]
-        rows_each = _rows_each(output_rows, config.width)
+        each = rows_each(output_rows, config.width)
         buffers, debug = self.stage.allocate(capacity, bind), config.debug
         sizes_of, mode = list(self._sizes.values()), config.error_mode
         filler = Filler(self.stage, buffers, config.lowering, sizes_of, debug=debug, error_mode=mode)
-        self.graphs = GraphSet(self.stage, buffers, filler, rows_each=rows_each, debug=debug)
+        self.graphs = GraphSet(self.stage, buffers, filler, rows_each=each, debug=debug)
         self._patterns = patterns_of(absent)
         self._size = Sizer(self.stage.declaration, relations, capacity, BATCH)
         self._limits = Limits.of(self.stage.declaration, capacity)
@@ -79,6 +83,7 @@ class DecodeRunner(Generic[V]):
         self._router = Router(self.stage.declaration, self.buckets, capacity, self.graphs, enabled=config.graphs)
         self._eager = EagerRunner.beside(self.stage, buffers, carry)
         self._tally = Tally()
+        self._watch = Watch(self._watched)
         self._shortcuts = self._may_shorten()
         self._filled: tuple[V | None, Captured | None, int] | None = None
 
@@ -89,6 +94,33 @@ class DecodeRunner(Generic[V]):
         same, and `report` names both.
         """
         return self.graphs.capture(Order.of(self.config, self._sizes, self._patterns, self.name))
+
+    @property
+    def parts(self) -> Parts[V]:
+        """What it is made of, for tools that look at runners."""
+        return Parts(
+            self.name,
+            self.config,
+            self.stage,
+            self._sizes,
+            self._patterns,
+            self.graphs,
+            self._eager,
+            self._size,
+            self._tally,
+            self._watch,
+        )
+
+    @property
+    def watch(self) -> Watch:
+        """Who is told of each step."""
+        return self._watch
+
+    def _watched(self, on: bool) -> None:  # noqa: FBT001 - as `Watch` calls it
+        """Shortcuts tell no one of their steps."""
+        if self._shortcuts is not None:
+            self._shortcuts.settle()
+        self._shortcuts = None if on else self._may_shorten()
 
     def _may_shorten(self) -> Shortcuts[V] | None:
         """Shortcuts, where fills are part of graphs, and required sources tell all sizes."""
@@ -120,7 +152,7 @@ class DecodeRunner(Generic[V]):
         """
         shortcuts = self._shortcuts
         if shortcuts is None or side:
-            return self._run(*self._fill(batch, side, whole=True))
+            return super().__call__(batch, **side)
         try:
             outputs = shortcuts.run(batch)
         except BaseException:  # in the middle of a step, which nobody may believe to be filled
@@ -136,11 +168,11 @@ class DecodeRunner(Generic[V]):
             shortcuts.learn(batch, captured, self._size(batch, side)[:-1], rows)
         return outputs
 
-    def fill(self, batch: Any, **side: Any) -> V:
-        """Fill the inputs from a batch and return the view: a bucket's padded slots, or exact ones on the eager path.
+    def _step(self, batch: Any, side: Side) -> Any:
+        return self._run(*self._fill(batch, side, whole=True))
 
-        Raises as a call does; the buffers, the graphs and the batch are then as they were.
-        """
+    def _fill_view(self, batch: Any, side: Side) -> V:
+        """A bucket's padded slots, or exact ones on the eager path."""
         filled = self._filled = self._fill(batch, side, whole=False)
         view: V = filled[0]  # type: ignore[assignment] # made, where the fill is not a whole step's
         return view
@@ -211,8 +243,7 @@ class DecodeRunner(Generic[V]):
         self._tally.note_fallback(decision, requests, self.name)
         return view, None, requests
 
-    def replay(self, view: V) -> Any:
-        """Run the step on the view that was filled last. ReplayError where another fill has overwritten it."""
+    def _replay_view(self, view: V) -> Any:
         if self._filled is None or self._filled[0] is not view:
             message = "this view was not filled last: a later fill has overwritten its slots"
             raise ReplayError(message)
@@ -260,13 +291,3 @@ class DecodeRunner(Generic[V]):
         if self._shortcuts is not None:
             self._shortcuts.settle()
         return {**self._tally.as_data(), "lowerings": dict(filler.lowered), "detours": dict(filler.detours)}
-
-
-def _rows_each(output_rows: Axis | None, width: int) -> int | None:
-    """Output rows for each request."""
-    if output_rows is None:
-        return None
-    if output_rows not in (TOKENS, BATCH):
-        message = f"output_rows is TOKENS, BATCH or None, got {output_rows!r}"
-        raise ConfigError(message)
-    return width if output_rows == TOKENS else 1

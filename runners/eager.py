@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Generic, Unpack, final
+from typing import Any, Final, Unpack, final
 
 import structlog
 import torch
@@ -27,8 +27,11 @@ from ..dataflow.slots import Slot
 from ..dataflow.sources import Side, look_up
 from .config import Options, RunnerConfig
 from .decision import Decision, Tally
+from .parts import Parts
+from .runner import Runner
 from .running import Running, under_way
 from .stage import NO_LOANS, NO_SIZES, Lend, Stage, V, name_of
+from .watching import Watch
 
 NO_COPY_VARIABLE: Final = "SLOTGRAPH_EAGER_NO_COPY"
 KEPT: Final = 64
@@ -38,7 +41,7 @@ _LOG = structlog.get_logger("slotgraph")
 
 
 @final
-class EagerRunner(Generic[V]):
+class EagerRunner(Runner[V]):
     """Runs a step on unpadded views of a declaration.
 
     Buffers grow to the next power of two on each axis when a batch asks for more. With `no_copy` nothing is copied:
@@ -61,7 +64,7 @@ class EagerRunner(Generic[V]):
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
-        config = RunnerConfig.of({"backend": name_of(backend), **options})
+        self.config = config = RunnerConfig.of({"backend": name_of(backend), **options})
         self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, carry=carry, lend=lend)
         self.no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
         capabilities, slots = self.stage.backend.capabilities, inputs.slotgraph.slots
@@ -76,6 +79,7 @@ class EagerRunner(Generic[V]):
         self._capacity = dict.fromkeys(self.stage.declaration.axes, 0) | dict(self.stage.sizes)
         self._bucket = self._begin_with(buffers) if buffers is not None else None
         self._tally = Tally()
+        self._watch = Watch()
 
     @classmethod
     def beside(cls, stage: Stage[V], buffers: Buffers, carry: tuple[str, ...]) -> "EagerRunner[V]":
@@ -93,13 +97,26 @@ class EagerRunner(Generic[V]):
             no_copy=False,
         )
 
-    def __call__(self, batch: Any, **side: Any) -> Any:
-        """Run the step on a batch and return what it returns. BatchError where the batch does not fit."""
-        return self.run(self.fill(batch, **side))
+    @property
+    def parts(self) -> Parts[V]:
+        """What it is made of, for tools that look at runners."""
+        return Parts(
+            type(self).__name__, self.config, self.stage, {}, (), None, self, self._size, self._tally, self._watch
+        )
 
-    def fill(self, batch: Any, **side: Any) -> V:
-        """The view that the step would see."""
+    @property
+    def watch(self) -> Watch:
+        """Who is told of each step."""
+        return self._watch
+
+    def _step(self, batch: Any, side: Side) -> Any:
+        return self.run(self._fill_view(batch, side))
+
+    def _fill_view(self, batch: Any, side: Side) -> V:
         return self._fill(batch, side, self._size, self.stage.relations)
+
+    def _replay_view(self, view: V) -> Any:
+        return self.run(view)
 
     def fill_width(self, width: int, batch: Any, side: Side) -> V:
         """The same for a batch with `width` tokens a request, whatever relation of TOKENS the runner was given."""

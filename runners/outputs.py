@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 import torch
 
-from ..dataflow.errors import CaptureError, StaleOutputError
+from ..dataflow.axes import BATCH, TOKENS, Axis
+from ..dataflow.errors import CaptureError, ConfigError, StaleOutputError
 from ..dataflow.inputs import Inputs
 
 Generation = Callable[[], int]
@@ -49,6 +50,16 @@ def _mapped(original: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any,
     made = copy.copy(original)
     made.update(values)
     return made
+
+
+def rows_each(output_rows: Axis | None, width: int) -> int | None:
+    """Output rows for each request of a width; None where they are handed out whole. ConfigError for another axis."""
+    if output_rows is None:
+        return None
+    if output_rows not in (TOKENS, BATCH):
+        message = f"output_rows is TOKENS, BATCH or None, got {output_rows!r}"
+        raise ConfigError(message)
+    return width if output_rows == TOKENS else 1
 
 
 def check_rows(outputs: Any, rows: int, what: str) -> None:

@@ -2,17 +2,21 @@
 
 import abc
 from collections.abc import Collection, Mapping
-from typing import Any, Generic
+from typing import Any
 
 from ..dataflow.capabilities import Lowering
 from ..dataflow.plan import FillPlan
+from ..dataflow.sources import Side
 from .capture import CaptureReport
 from .decision import Decision
 from .decode import DecodeRunner
+from .parts import Parts
+from .runner import Runner
 from .stage import V
+from .watching import Watch
 
 
-class Through(abc.ABC, Generic[V]):
+class Through(Runner[V]):
     """Says what a decode runner says, of the one that it is made of."""
 
     @property
@@ -34,16 +38,27 @@ class Through(abc.ABC, Generic[V]):
         """How fills are run."""
         return self.decode.lowering
 
+    @property
+    def parts(self) -> Parts[V]:
+        """What it is made of, for tools that look at runners."""
+        return self.decode.parts
+
+    @property
+    def watch(self) -> Watch:
+        """Who is told of each step."""
+        return self.decode.watch
+
     def __call__(self, batch: Any, **side: Any) -> Any:
         """Run one step and return its outputs for the live rows, valid until the next replay."""
         return self.decode(batch, **side)
 
-    def fill(self, batch: Any, **side: Any) -> V:
-        """Fill the inputs from a batch and return the view."""
+    def _step(self, batch: Any, side: Side) -> Any:
+        return self.decode(batch, **side)
+
+    def _fill_view(self, batch: Any, side: Side) -> V:
         return self.decode.fill(batch, **side)
 
-    def replay(self, view: V) -> Any:
-        """Run the step on the view that was filled last."""
+    def _replay_view(self, view: V) -> Any:
         return self.decode.replay(view)
 
     def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:

@@ -2,18 +2,22 @@
 
 import abc
 from collections.abc import Collection, Mapping
-from typing import Any, Generic
+from typing import Any
 
 from ...dataflow.capabilities import Lowering
 from ...dataflow.plan import FillPlan
+from ...dataflow.sources import Side
 from ..buckets import Buckets
 from ..capture import CaptureReport
 from ..decision import Decision
+from ..parts import Parts
+from ..runner import Runner
 from ..stage import V
+from ..watching import Watch
 from .runs import StackRuns
 
 
-class StackRunner(abc.ABC, Generic[V]):
+class StackRunner(Runner[V]):
     """A runner whose graphs are those of a stack. Subclasses are final, and say what of a step is captured."""
 
     @property
@@ -45,22 +49,24 @@ class StackRunner(abc.ABC, Generic[V]):
         """How fills are run; never inside a graph, because what runs before it reads the slots, too."""
         return self.runs.lowering
 
-    def __call__(self, batch: Any, **side: Any) -> Any:
-        """Run one step and return its outputs, valid until the next replay.
+    @property
+    def parts(self) -> Parts[V]:
+        """What it is made of, for tools that look at runners."""
+        return self.runs.parts
 
-        Raises BatchError where the batch does not fit its declaration, ReplayError before `capture`.
-        """
+    @property
+    def watch(self) -> Watch:
+        """Who is told of each step."""
+        return self.runs.watch
+
+    def _step(self, batch: Any, side: Side) -> Any:
         return self.runs.step(batch, side)
 
-    def fill(self, batch: Any, **side: Any) -> V:
-        """Fill the inputs from a batch and return the view: token slots padded to the bucket, request slots live.
-
-        Raises as a call does; the buffers, the graphs and the batch are then as they were.
-        """
+    def _fill_view(self, batch: Any, side: Side) -> V:
+        """Token slots padded to the bucket, request slots live."""
         return self.runs.fill(batch, side)
 
-    def replay(self, view: V) -> Any:
-        """Run the step on the view that was filled last. ReplayError where another fill has overwritten it."""
+    def _replay_view(self, view: V) -> Any:
         return self.runs.replay(view)
 
     def decide(self, batch: Any, **side: Any) -> Decision:

@@ -24,9 +24,11 @@ from ..eager import EagerRunner
 from ..filler import Filler
 from ..graphs import GraphSet, patterns_of
 from ..outputs import live_rows, map_tensors
+from ..parts import Parts
 from ..router import Router
 from ..running import Running, under_way
 from ..stage import Stage, V
+from ..watching import Watch
 from .capture import Boundary, Part, StackCapture, live_view
 
 
@@ -43,7 +45,8 @@ class Filled(Generic[V]):
 class StackRuns(Generic[V]):
     """What the prefill runners have in common: fills, decisions, replays and books.
 
-    name: the runner's, in events. output_rows: the axis that the rows of the step's outputs follow.
+    name: the runner's, in events. output_rows: the axis that the rows of the step's outputs follow. watch: who is told
+    of each step.
     """
 
     def __init__(
@@ -85,7 +88,24 @@ class StackRuns(Generic[V]):
         self._requests = _place(stage, BATCH)
         self._eager = EagerRunner.beside(stage, buffers, carry)
         self._tally = Tally(path)
+        self.watch = Watch()
         self._filled: Filled[V] | None = None
+
+    @property
+    def parts(self) -> Parts[V]:
+        """What they are made of."""
+        return Parts(
+            self.name,
+            self.config,
+            self.stage,
+            self._sizes,
+            self._patterns,
+            self.graphs,
+            self._eager,
+            self._size,
+            self._tally,
+            self.watch,
+        )
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it."""

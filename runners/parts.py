@@ -1,0 +1,40 @@
+"""What a runner is made of, for all that looks at runners: checks, records, pictures, books."""
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Generic
+
+import attrs
+
+from ..dataflow.axes import Sizes
+from ..dataflow.bucket import Absent
+from ..dataflow.sizing import Sizer
+from .config import RunnerConfig
+from .decision import Tally
+from .graphs import GraphSet
+from .stage import Stage, V
+from .watching import Watch
+
+if TYPE_CHECKING:
+    from .eager import EagerRunner
+
+
+@attrs.frozen(eq=False)
+class Parts(Generic[V]):
+    """The parts of one runner.
+
+    name: in events. sizes: each bucket's padded sizes, by its rows; none of a runner that captures nothing.
+    patterns: of absent slots, that graphs are captured for. graphs: the captured ones, with buffers and filler; None
+    of a runner that captures nothing. eager: what runs the batches that no graph takes. size: tells a batch's live
+    sizes, one for each varying axis, and at last those of the leading axis. tally: its books. watch: its watchers.
+    """
+
+    name: str
+    config: RunnerConfig
+    stage: Stage[V]
+    sizes: Mapping[int, Sizes]
+    patterns: Collection[Absent]
+    graphs: GraphSet[V] | None
+    eager: "EagerRunner[V]"
+    size: Sizer
+    tally: Tally
+    watch: Watch
