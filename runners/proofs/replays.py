@@ -1,0 +1,198 @@
+"""Replays of one filled step, each from the same slots and state, with what comes out of them to compare."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Generic
+
+import attrs
+import torch
+
+from ...dataflow.axes import BATCH, TOKENS
+from ...dataflow.inputs import Inputs
+from ...dataflow.slots import Constant, Slot
+from ...dataflow.step import Step
+from ..runner import Runner
+from ..stacked.runner import StackRunner
+from ..stage import V
+from ..watching import Watch
+from .report import Case
+from .state import State
+
+Leaves = Mapping[str, torch.Tensor]
+"""Outputs by where they stand in what a step returns, live rows alone, in memory of their own."""
+
+
+@attrs.frozen
+class Difference:
+    """Where two replays differ: the output, the row of it, or None where it has none, and both values."""
+
+    output: str
+    row: int | None
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        """What changed, as the subject of a sentence."""
+        where = f"live row {self.row} of the output" if self.row is not None else "the output"
+        return f"{where}{self.output}"
+
+
+@contextlib.contextmanager
+def unwatched(watch: Watch) -> Iterator[None]:
+    """Nobody is told of the steps in the block."""
+    watchers = watch.watchers
+    for watcher in watchers:
+        watch.remove(watcher)
+    try:
+        yield
+    finally:
+        for watcher in watchers:
+            watch.add(watcher)
+
+
+def step_of(view: Inputs) -> Step:
+    """The sizes of a view that a fill made."""
+    info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
+    if info is None:
+        message = "only a view that a fill handed out has sizes"
+        raise ValueError(message)
+    return info.step
+
+
+class Replays(Generic[V]):
+    """Replays of the view that was filled last, which begin with the same slots and state each time.
+
+    slots: what the view has of slots that are no constants, by name. step: the view's sizes. case: the batch that it
+    was filled from, to fill it anew where a step raised. lost: whether a step raised and nothing can be replayed since.
+    """
+
+    def __init__(self, runner: Runner[V], view: V, state: State, case: Case | None = None) -> None:
+        self.runner = runner
+        self.view = view
+        self.step = step_of(view)
+        self.declared: Mapping[str, Slot] = runner.parts.stage.declaration.slots
+        self.case = case
+        self.lost = False
+        self._state = state
+        self._sync = runner.parts.stage.backend.synchronize
+        self.slots = self._present()
+        self._sync()
+        self.filled = {name: tensor.clone() for name, tensor in self.slots.items()}
+
+    def _present(self) -> dict[str, torch.Tensor]:
+        values = vars(self.view)
+        held = ((name, values[name]) for name, slot in self.declared.items() if not isinstance(slot, Constant))
+        return {name: tensor for name, tensor in held if tensor is not None}
+
+    def restore(self) -> None:
+        """Have all slots as the fill left them."""
+        self._sync()  # a replay may still read slots in host memory
+        with torch.no_grad():
+            for name, tensor in self.slots.items():
+                tensor.copy_(self.filled[name])
+
+    def run(self, change: Callable[[], None] | None = None) -> Leaves | Exception:
+        """The outputs of a replay after a change of slots, or what it raised; all is then as before."""
+        return self._run(change, self._leaves)
+
+    def left(self, names: Collection[str], change: Callable[[], None]) -> Leaves | Exception:
+        """The same, but what the replay left in slots."""
+        return self._run(change, lambda _: {name: self.slots[name].clone() for name in names})
+
+    def _run(self, change: Callable[[], None] | None, look: Callable[[Any], Leaves]) -> Leaves | Exception:
+        self.restore()
+        if change is not None:
+            with torch.no_grad():
+                change()
+        try:
+            with self._state.kept():
+                leaves = look(self.runner.replay(self.view))
+                self._sync()
+        except Exception as error:  # noqa: BLE001 - whatever a step makes of a poison is a result
+            self.lost = not self._fill_again()
+            return error
+        self.restore()
+        return leaves
+
+    def _fill_again(self) -> bool:
+        """Have all slots as they were, and a view that the runner believes after a step that raised; whether so."""
+        try:
+            if self.case is not None:
+                self.view = self.runner.fill(self.case.batch, **self.case.side)
+                self.slots = self._present()
+            self.restore()
+        except Exception:  # noqa: BLE001 - a device that a fault has stopped says so in words of its own
+            return False
+        return self.case is not None
+
+    def _leaves(self, outputs: Any) -> Leaves:
+        return {name: self._live(tensor).detach().clone() for name, tensor in named(outputs)}
+
+    def _live(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The live rows of an output that is handed out whole, as far as its size tells that it has padded ones."""
+        if tensor.dim() == 0 or not self._whole:
+            return tensor
+        live, padded = self.step.live_sizes, self.step.padded_sizes
+        for axis in (TOKENS, BATCH):
+            if axis in padded and tensor.shape[0] == padded[axis]:
+                return tensor[: live[axis]]
+        return tensor
+
+    @property
+    def _whole(self) -> bool:
+        """Whether the runner hands outputs out with their padded rows."""
+        runner = self.runner
+        if isinstance(runner, StackRunner):
+            return runner.runs._output_rows is None  # noqa: SLF001 - no one else asks
+        graphs = runner.parts.graphs
+        return graphs is not None and graphs.rows_each is None
+
+
+def named(outputs: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of what a step returned, each with where it stands in it, as one writes it."""
+    if isinstance(outputs, torch.Tensor):
+        yield place, outputs
+    elif isinstance(outputs, Mapping):
+        for key, value in outputs.items():
+            yield from named(value, f"{place}[{key!r}]")
+    elif isinstance(outputs, list | tuple):
+        fields = getattr(outputs, "_fields", None)
+        for index, value in enumerate(outputs):
+            yield from named(value, f"{place}[{index}]" if fields is None else f"{place}.{fields[index]}")
+    elif not isinstance(outputs, Inputs | type):
+        for name in _fields_of(outputs):
+            yield from named(getattr(outputs, name), f"{place}.{name}")
+
+
+def _fields_of(value: Any) -> list[str]:
+    """The fields of an attrs or data class; of anything else none."""
+    if dataclasses.is_dataclass(value):
+        return [field.name for field in dataclasses.fields(value)]
+    return [field.name for field in attrs.fields(type(value))] if attrs.has(type(value)) else []
+
+
+def difference(before: Leaves, after: Leaves) -> Difference | None:
+    """The first place in which two outputs differ by a bit; NaN equals itself."""
+    for name, one in before.items():
+        other = after.get(name)
+        if other is None or other.shape != one.shape or other.dtype != one.dtype:
+            return Difference(name, None, list(one.shape), None if other is None else list(other.shape))
+        place = first_difference(one, other)
+        if place is not None:
+            return Difference(name, place[0] if place else None, one[place].item(), other[place].item())
+    return None
+
+
+def first_difference(one: torch.Tensor, other: torch.Tensor) -> tuple[int, ...] | None:
+    """Where two tensors of one shape differ first, by a bit; None where they do not."""
+    differs = bits(one) != bits(other)
+    if not differs.any():
+        return None
+    first = int(differs.any(-1).nonzero()[0])
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(first), one.shape))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element, in a row of their own."""
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)

@@ -1,0 +1,101 @@
+"""Traffic: which memory the operators of a run read and write, of that which was there before the run."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..backends.recorder import written
+
+_C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
+_PLAIN: Final[Any] = _C._disabled_torch_dispatch_impl  # noqa: SLF001 - a tensor's that no subclass takes apart
+_BORN: Final = frozenset({"aten::lift_fresh", "aten::lift", "aten::lift_fresh_copy"})
+"""Operators that hand on what was made of host data a moment before."""
+See = Callable[[torch.Tensor, str], None]
+Done = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+
+
+def _unseen(tensor: torch.Tensor, operator: str) -> None:
+    del tensor, operator
+
+
+def _undone(operator: str, taken: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+    del operator, taken, results
+
+
+class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Tells of every tensor that an operator takes, and of every one that it writes, before it runs.
+
+    reads, writes: called with the tensor and the operator's name, for memory that was there before the run. done:
+    called after an operator that is no mere view, with its name, and the tensors that it took and returned. What does
+    not go through torch's dispatcher, such as a kernel of Triton's that is launched as it is, is not seen.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, reads: See = _unseen, writes: See = _unseen, done: Done = _undone) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._reads = reads
+        self._writes = writes
+        self._done = done
+        self._made: set[int] = set()
+        self._found: set[int] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No, or the first operator would import the compiler, which takes a second."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Tell of one operator, and run it."""
+        if any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in types):
+            return NotImplemented  # the subclass takes itself apart, and its parts come here
+        named = dict(kwargs or {})
+        is_plain = isinstance(func, torch._ops.OpOverload)  # noqa: SLF001 - no public name
+        name = str(func._schema.name) if is_plain else str(func)  # noqa: SLF001 - likewise
+        if name not in _BORN:
+            self._tell(func, name, args, named)
+        result = func(*args, **named)
+        results = list(_strided(result))
+        self._made.update({_key(tensor) for tensor in results} - self._found)
+        if not (is_plain and func.is_view):
+            self._done(name, list(_strided((args, named))), results)
+        return result
+
+    def _tell(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        for tensor in self._old((args, kwargs)):
+            self._found.add(_key(tensor))
+            self._reads(tensor, name)
+        is_plain = hasattr(func, "_schema")  # of one that takes functions nobody knows what these write
+        for tensor in self._old(list(written(func, args, kwargs)) if is_plain else (args, kwargs)):
+            self._writes(tensor, name)
+
+    def _old(self, values: Any) -> Iterator[torch.Tensor]:
+        return (tensor for tensor in _strided(values) if _key(tensor) not in self._made)
+
+
+def _strided(values: Any) -> Iterator[torch.Tensor]:
+    """Tensors with memory that has an address."""
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not (leaf.is_nested or leaf.is_meta):
+            yield leaf
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch compares storages by it, too
+
+
+@contextlib.contextmanager
+def seen_by(traffic: Traffic) -> Iterator[None]:
+    """While this thread's operators are looked at; compiled functions run as they were written."""
+    with contextlib.ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # it cannot trace what is looked at, and would remember that
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(traffic)
+        yield

@@ -1,0 +1,281 @@
+"""Planted bugs: runners with one fault each, what finds it, and in which words."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import torch
+
+from slotgraph import (
+    BATCH,
+    CACHE_LOC,
+    TOKENS,
+    DecodeRunner,
+    Inputs,
+    computed,
+    copied,
+    keep,
+    once,
+    output,
+    slot,
+)
+from slotgraph.dataflow.slots import Copied
+from slotgraph.runners.proofs.report import CheckReport
+from tests.runners.models import TABLE, WORDS
+
+ROOM = 64
+BUCKETS = [2, 4, 8]
+
+
+class Sound(Inputs):
+    """One slot of each rule."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, limit=WORDS - 1)
+    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, limit=WORDS - 1)
+    places: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
+    weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=1)
+    flags: torch.Tensor = copied(BATCH, dtype=torch.bool, pad=False)
+    temperatures: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=once(1.0))
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=keep("only live rows are counted"))
+    seen: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("an id like any other"), poison="stale", limit=3)
+    twice: torch.Tensor = computed(lambda ids: ids * 2, shape=TOKENS, dtype=torch.int64)
+    logits: torch.Tensor = output(TOKENS, TABLE.shape[1], dtype=torch.float32)
+
+
+def sound(view: Any) -> torch.Tensor:
+    """A step whose rows are each their own affair; it writes a cache, and reads it again."""
+    table, cache = tables_on(view.ids.device)
+    scale = torch.where(view.flags, view.weights, -view.weights) / view.temperatures
+    hidden = table[view.twice] + table[view.positions] * scale[:, None] + table[view.seen] + view.lens[:, None]
+    cache[view.places] = hidden
+    view.logits.copy_(cache[view.places] + view.ids[:, None])
+    return torch.mul(view.logits, 3)
+
+
+_TABLES: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def tables_on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table of words and a cache on a device; moved there in a warm-up, since a captured step could not."""
+    if device not in _TABLES:
+        _TABLES[device] = TABLE.to(device), torch.zeros(ROOM, TABLE.shape[1], device=device)
+    return _TABLES[device]
+
+
+def runner_of(step: Callable[[Any], Any], backend: Any, inputs: type[Inputs] = Sound, **options: Any) -> Any:
+    """A captured runner."""
+    given: dict[str, Any] = {"buckets": BUCKETS, "progress": False, **options}
+    runner = DecodeRunner(inputs, step, backend=backend, **given)
+    runner.capture()
+    return runner
+
+
+@attrs.frozen
+class Planted:
+    """A bug: what it is called, the runner that has it, the check that finds it, the slot and the words.
+
+    slot: None where no slot is to blame. fatal: whether it stops a device for good.
+    """
+
+    what: str
+    check: str
+    slot: str | None
+    said: str
+    step: Callable[[Any], Any] = sound
+    inputs: type[Inputs] = Sound
+    fatal: bool = False
+
+    def report(self, backend: Any, **options: Any) -> CheckReport:
+        """What all checks say of a runner that has it, or those that are asked for."""
+        runner = runner_of(self.step, backend, self.inputs)
+        report: CheckReport = runner.check(progress=False, rounds=4, **options)
+        return report
+
+
+def _largest_weight(view: Any) -> Any:
+    return sound(view) * view.weights.amax()
+
+
+def _ranks(view: Any) -> Any:
+    """How many ids of the whole bucket are smaller."""
+    return sound(view) + (view.ids[None, :] < view.ids[:, None]).sum(1, keepdim=True)
+
+
+def _any_flag(view: Any) -> Any:
+    return sound(view) + view.flags.any()
+
+
+def _sum_of_kept(view: Any) -> Any:
+    return sound(view) + view.lens.sum()
+
+
+def _coldest(view: Any) -> Any:
+    return sound(view) + view.temperatures.amin()
+
+
+def _indexed_by_kept(view: Any) -> Any:
+    table, _ = tables_on(view.ids.device)
+    return sound(view) + table[view.lens.long()]
+
+
+def _advances(view: Any) -> Any:
+    """Writes positions where a flag says so, which none does while it is captured."""
+    outputs = sound(view)
+    view.positions.add_(view.flags.any().long())
+    return outputs
+
+
+def _sums_outputs(view: Any) -> Any:
+    """Adds what lay in the output before to what comes."""
+    before = view.logits.clone()
+    return sound(view) + before
+
+
+def _writes_half(view: Any) -> Any:
+    made = sound(view)
+    view.half[::2].copy_(made[::2])
+    return made
+
+
+def _half(positions: torch.Tensor, out: torch.Tensor) -> None:
+    """Fills the first half alone."""
+    rows = out.shape[0] // 2
+    torch.mul(positions[:rows], 2, out=out[:rows])
+
+
+class HalfWritten(Sound):
+    """An output that is written in part."""
+
+    half: torch.Tensor = output(TOKENS, TABLE.shape[1], dtype=torch.float32)
+
+
+class HalfComputed(Sound):
+    """A function that leaves rows out."""
+
+    halves: torch.Tensor = computed(_half, shape=TOKENS, dtype=torch.int64)
+
+
+class Unread(Sound):
+    """A slot that nothing reads."""
+
+    extra: torch.Tensor = copied(BATCH, 3, dtype=torch.float32, pad=0)
+
+
+@attrs.frozen(kw_only=True)
+class Ruleless(Copied):
+    """A kind of slot that forgets its tail."""
+
+    def rule(self) -> None:
+        """None."""
+
+    def faults(self) -> Iterator[str]:
+        """None, it says."""
+        yield from ()
+
+
+class ForgottenTail(Sound):
+    """A slot of that kind."""
+
+    extra: torch.Tensor = slot(Ruleless(shape=(TOKENS,), dtype=torch.int64, limit=3))
+
+
+def _reads_extra(view: Any) -> Any:
+    return sound(view) + view.extra[:, None]
+
+
+def _reads_halves(view: Any) -> Any:
+    return sound(view) + view.halves[:, None]
+
+
+OURS: list[Planted] = [
+    Planted(
+        "floats of padded rows reach live ones: the largest weight of a bucket",
+        "poison",
+        "weights",
+        r"live row 0 of the output changed, from .* to nan, when row \d, in the tail of slot 'weights', held nan",
+        _largest_weight,
+    ),
+    Planted(
+        "whole numbers of padded rows do: ranks among all ids",
+        "poison",
+        "ids",
+        r"live row \d of the output changed, .* in the tail of slot 'ids', held \d+ instead of 0: keep padded rows out",
+        _ranks,
+    ),
+    Planted(
+        "truth values do: any flag of the bucket",
+        "poison",
+        "flags",
+        r"changed, .* in the tail of slot 'flags', held True instead of False",
+        _any_flag,
+    ),
+    Planted(
+        "a tail that is kept, for nobody reads it, is read",
+        "poison",
+        "lens",
+        r"in the tail of slot 'lens', held .*: its tail is kept for 'only live rows are counted', but something",
+        _sum_of_kept,
+    ),
+    Planted(
+        "such a tail indexes a table",
+        "poison",
+        "lens",
+        r"the step raised IndexError: .* in the tail of slot 'lens', held 2147483647",
+        _indexed_by_kept,
+        fatal=True,
+    ),
+    Planted(
+        "what earlier steps left, in a tail that is set once, is read",
+        "poison",
+        "temperatures",
+        r"changed, .* in the tail of slot 'temperatures', held",
+        _coldest,
+    ),
+    Planted(
+        "the step writes a slot that it was to read, where a flag says so",
+        "poison",
+        "positions",
+        r"slot 'positions' kept what lay in its tail: row \d holds 1 after a fill that must leave 0",
+        _advances,
+    ),
+    Planted(
+        "an output is added to what the step before left there",
+        "poison",
+        "logits",
+        r"live row 0 of the output changed, .* when output slot 'logits' held nan instead of .* before the step",
+        _sums_outputs,
+    ),
+    Planted(
+        "an output is written in part",
+        "coverage",
+        "half",
+        r"output slot 'half' is not written by the step: rows? \d.* still holds? what lay there before",
+        _writes_half,
+        HalfWritten,
+    ),
+    Planted(
+        "a function with `out` leaves rows as they were",
+        "coverage",
+        "halves",
+        r"slot 'halves' is not written by its function: rows? \d.* still holds? what lay there before",
+        _reads_halves,
+        HalfComputed,
+    ),
+    Planted(
+        "a kind of slot forgets its tail",
+        "coverage",
+        "extra",
+        r"slot 'extra' is not written by a fill: rows? \d.* still holds? what lay there before",
+        _reads_extra,
+        ForgottenTail,
+    ),
+    Planted(
+        "a slot is filled in each step, and nothing reads it",
+        "coverage",
+        "extra",
+        r"nothing reads slot 'extra': no operator of the step takes it",
+        sound,
+        Unread,
+    ),
+]
+"""Bugs that poison and coverage find."""

@@ -1,0 +1,303 @@
+"""What graphs read stays where it was, or is named: slots, tensors that a step holds, storages that a capture met."""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pytest
+import torch
+from torch import nn
+
+from slotgraph import BreakableRunner, DecodeRunner, EagerRunner, graph_break
+from slotgraph.runners.holdings import Holdings
+from slotgraph.runners.proofs import addresses
+from slotgraph.runners.proofs.report import Case
+from slotgraph.runners.proofs.state import State, state_of
+from tests.runners.models import TABLE, PlainInputs, plain_runner, plain_step, random_batch
+from tests.runners.proofs.sound import breakable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slotgraph.backends import Backend
+
+CASES = [Case(random_batch(rows, rows)) for rows in (3, 8)]
+
+
+class Model(nn.Module):
+    """A table that a step reads, one that it does not, and a cache that it writes."""
+
+    def __init__(self, device: Any = "cpu") -> None:
+        super().__init__()
+        self.table = TABLE.clone().to(device)
+        self.inner = nn.ModuleList([nn.Linear(2, 4, device=device)])
+        self.spare = torch.randn(3, device=device)
+        self.pages = {"cache": torch.zeros(1000, device=device)}
+
+    def step(self, view: Any) -> torch.Tensor:
+        """Rows of the table and of a layer."""
+        self.pages["cache"][view.places] = view.weights
+        hidden: torch.Tensor = self.inner[0](view.pairs)
+        return self.table[view.rows] + hidden
+
+
+def runner_of(model: Model, backend: "Backend | str", **options: Any) -> Any:
+    """A captured runner."""
+    runner = DecodeRunner(PlainInputs, model.step, buckets=[4, 8], backend=backend, **options)
+    runner.capture()
+    return runner
+
+
+def told(runner: Any, backend: "Backend") -> list[str]:
+    """What the check says."""
+    cases = [Case({name: value.to(backend.device) for name, value in case.batch.items()}) for case in CASES]
+    return [finding.message for finding in addresses.check(runner, cases, state_of(runner, cases))]
+
+
+def _replace_table(model: Model) -> None:
+    model.table = model.table.clone()
+
+
+def _replace_weight(model: Model) -> None:
+    layer: Any = model.inner[0]
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+
+def _exchange_data(model: Model) -> None:
+    layer: Any = model.inner[0]
+    layer.bias.data = layer.bias.data.clone()
+
+
+def _replace_cache(model: Model) -> None:
+    model.pages["cache"] = torch.zeros(2000, device=model.table.device)
+
+
+def _replace_layer(model: Model) -> None:
+    model.inner[0] = nn.Linear(2, 4, device=model.table.device)
+
+
+CHANGES: "dict[str, tuple[Callable[[Model], None], str]]" = {
+    "attribute": (_replace_table, "aten::index reads self.table, and the memory of the capture is freed (float32"),
+    "parameter": (_replace_weight, "reads self.inner.0.weight, and the memory of the capture is freed"),
+    "data": (_exchange_data, "reads self.inner.0.bias, and the memory of the capture is freed"),
+    "item": (_replace_cache, "aten::index_put_ reads self.pages['cache'], and the memory of the capture is freed"),
+    "owner": (_replace_layer, "reads self.inner.0.weight, and the memory of the capture is freed"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_exchanged_tensor_is_named(backend: "Backend", change: str) -> None:
+    """By the way in which the step reaches it, with the operator; where a replay calls the step it is fine."""
+    model = Model(backend.device)
+    runner = runner_of(model, backend)
+    assert told(runner, backend) == []
+    do, words = CHANGES[change]
+    do(model)
+    found = told(runner, backend)
+    if backend.name == "cpu":
+        assert found == []
+        return
+    if backend.name == "cpu-capture":  # which keeps what its graphs read
+        words = words.replace("the memory of the capture is freed", "it is other memory than at capture")
+    assert any(words in message for message in found), found
+    assert any("write into the tensor of the capture (copy_), or capture again" in message for message in found)
+
+
+def test_what_the_step_does_not_read_may_change(backend: "Backend") -> None:
+    """A tensor beside those, new ones, and values in place."""
+    model = Model(backend.device)
+    runner = runner_of(model, backend)
+    model.spare = model.spare.clone()
+    model.fresh = torch.randn(2)
+    model.table.mul_(2)
+    assert told(runner, backend) == []
+
+
+def test_resized_storage() -> None:
+    """A workspace that is resized in place is found by both: by the way to it, and by the graph with the operator."""
+    model = Model()
+    runner = runner_of(model, "cpu-capture")
+    model.table.untyped_storage().resize_(1 << 20)
+    found = addresses.check(runner, CASES, State(runner.stage.backend))
+    assert len(found) == 2
+    assert (
+        "bucket 8, 4: a storage of 1600 bytes that aten::index.Tensor takes in the graph was resized"
+        in found[0].message
+    )
+    assert "aten::index reads self.table, and it is other memory than at capture" in found[1].message
+
+
+def test_moved_tensor() -> None:
+    """A tensor of the graph that points elsewhere now is told with its operator."""
+    held = torch.randn(100, 4)
+    runner = DecodeRunner(PlainInputs, lambda view: held[view.rows], buckets=[4], backend="cpu-capture")
+    runner.capture()
+    held.data = torch.randn(100, 4)
+    found = [finding.message for finding in addresses.check(runner, CASES[:1], State(runner.stage.backend))]
+    assert any(
+        "a tensor of shape (100, 4), torch.float32, that aten::index.Tensor takes has moved" in one for one in found
+    )
+    assert any("aten::index reads held" in one for one in found)
+
+
+def test_moved_slot_is_named(cpu: str) -> None:
+    """A slot whose buffer is another tensor."""
+    runner = plain_runner(cpu)
+    buffer = runner.graphs.buffers["pairs"]
+    buffer.tensor = buffer.tensor.clone()
+    (found,) = addresses.check(runner, [], State(runner.stage.backend))
+    assert found.slot == "pairs"
+    assert found.message == (
+        "the buffer of slot 'pairs' has moved since capture: its graphs read and write what was there"
+    )
+
+
+def test_late_captures(backend: "Backend") -> None:
+    """What a bucket of a lazy runner reads is noted when it is captured."""
+    model = Model(backend.device)
+    runner = runner_of(model, backend, lazy=True)
+    _replace_table(model)
+    assert told(runner, backend) == []
+    _replace_table(model)
+    assert bool(told(runner, backend)) == (backend.name != "cpu")
+
+
+def test_stack_in_parts(backend: "Backend") -> None:
+    """What the captured part holds counts; what breaks read, and what runs around the stack, is each step's own."""
+    runner, make = breakable(backend)
+    cases = [Case(make(tokens, torch.Generator().manual_seed(tokens))) for tokens in (3, 8)]
+    assert addresses.check(runner, cases, state_of(runner, cases)) == []
+
+
+class Broken(nn.Module):
+    """One table in graphs, one in a break, one outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"stack": _Stack()})
+        self.outside = TABLE.clone()
+
+    def forward(self, view: Any) -> torch.Tensor:
+        """The stack, between two reads."""
+        hidden: torch.Tensor = self.layers["stack"](self.outside[view.rows])
+        return hidden
+
+
+class _Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.eager = torch.tensor(2.0), torch.tensor(3.0)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """In a graph, in a break, in a graph."""
+        return self.middle(hidden * self.scale) * self.scale
+
+    @graph_break
+    def middle(self, hidden: torch.Tensor) -> torch.Tensor:
+        """In each step anew."""
+        return hidden + self.eager
+
+
+def broken_runner(model: Broken, backend: str) -> BreakableRunner[Any]:
+    """A captured runner for it."""
+    options: Any = {"buckets": [4, 8], "max_batch": 8, "output_rows": None, "backend": backend}
+    runner = BreakableRunner(PlainInputs, model, stack=model.layers["stack"], **options)
+    runner.capture()
+    return runner
+
+
+def test_breaks_may_read_what_they_like() -> None:
+    """Only the tensor of the graphs is told."""
+    model = Broken()
+    runner = broken_runner(model, "cpu-capture")
+    stack: Any = model.layers["stack"]
+    model.outside, stack.eager = model.outside.clone(), stack.eager.clone()
+    assert addresses.check(runner, CASES, State(runner.parts.stage.backend)) == []
+    stack.scale = stack.scale.clone()
+    (found,) = addresses.check(runner, CASES, State(runner.parts.stage.backend))
+    assert "aten::mul reads self.scale" in found.message
+
+
+def test_eager_runner() -> None:
+    """There is nothing that was captured."""
+    runner = EagerRunner(PlainInputs, plain_step, backend="cpu")
+    assert addresses.check(runner, CASES, State(runner.stage.backend)) == []
+
+
+@attrs.define
+class Kept:
+    """Tensors in an attrs class with slots."""
+
+    inner: list[torch.Tensor]
+
+
+GLOBAL = torch.randn(2)
+
+
+def _wrapped(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return function(*args)
+
+    return call
+
+
+def test_ways_to_a_tensor() -> None:
+    """Closures, globals, attributes, slots of classes, items, partials, wrapped functions, each by its name."""
+    first, kept, model = torch.randn(3), Kept([torch.randn(4), torch.randn(5)]), Model()
+
+    def inner(view: Any) -> Any:
+        return first + GLOBAL + view
+
+    @_wrapped
+    def step(scale: torch.Tensor, view: Any) -> Any:
+        return inner(view) + kept.inner[0] + scale + model.step(view)
+
+    partial = functools.partial(step, torch.randn(6))
+    names = {holding.name for holding in Holdings.of(partial).found}
+    assert {"[0]", "kept.inner[1]", "inner.first", "inner.GLOBAL"} <= names
+    assert "model.table" in names
+    assert "model.inner.0.weight" in names
+    before = Holdings.of(partial)
+    assert before.changed() == []
+    kept.inner[1] = torch.randn(5)
+    (change,) = before.changed()
+    assert (change.holding.name, change.what) == ("kept.inner[1]", "the memory of the capture is freed")
+    del model.table
+    kept.inner.pop()
+    assert before.changed() == []
+
+
+def test_holdings_keep_nothing_alive() -> None:
+    """Memory that everyone else let go is free, and is told to be."""
+    model = Model()
+    held = Holdings.of(model.step)
+    (table,) = [one for one in held.found if one.name == "self.table"]
+    assert not table.is_freed
+    model.table = model.table.clone()
+    assert table.is_freed
+
+
+def test_odd_objects() -> None:
+    """Circles, unbound variables, tensors without an address and properties that raise are no trouble."""
+
+    class Odd:
+        def __init__(self) -> None:
+            self.me = self
+            self.sparse = torch.eye(3).to_sparse()
+            self.nothing = torch.empty(0)
+            self.meta = torch.empty(3, device="meta")
+            self.good = torch.ones(2)
+
+        @property
+        def bad(self) -> None:
+            raise ValueError
+
+        def step(self) -> None:
+            str(later)
+
+    later: Any
+    odd = Odd()
+    assert [one.name for one in Holdings.of(odd.step).found] == ["self.good"]
+    later = torch.ones(3)
+    assert len(Holdings.of(odd.step).found) == 2

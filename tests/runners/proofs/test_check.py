@@ -1,0 +1,186 @@
+"""Checking a runner: which batches, what is left as it was, what is refused, and what the report says."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, DecodeRunner, Inputs, copied, errors
+from slotgraph.runners.proofs.cases import cases_of
+from slotgraph.runners.proofs.report import CheckReport, Finding
+from slotgraph.runners.watching import Watcher
+from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
+from tests.runners.proofs.planted import OURS, Sound, runner_of, sound, tables_on
+
+if TYPE_CHECKING:
+    from slotgraph.backends import Backend
+
+QUICK = ("poison",)
+
+
+def plain_batches(rows: int, generator: torch.Generator) -> Any:
+    """A random batch of so many requests."""
+    return random_batch(rows, int(torch.randint(0, 1000, (), generator=generator)))
+
+
+@settings(max_examples=20)
+@given(buckets=st.sets(st.integers(1, 12), min_size=1, max_size=4), rounds=st.integers(1, 3), seed=st.integers(0, 99))
+def test_cases_reach_every_bucket(buckets: set[int], rounds: int, seed: int) -> None:
+    """Each bucket is filled, has its longest tail and its shortest, and `rounds` more; the same whenever looked at."""
+    runner = plain_runner("cpu", buckets=sorted(buckets))
+    cases = cases_of(runner, None, rounds=rounds, seed=seed)
+    taken: dict[int | None, list[int]] = {}
+    for case in cases:
+        taken.setdefault(runner.decide(case.batch).bucket, []).append(case.rows)
+    below = 0
+    for bucket in sorted(buckets):
+        assert {bucket, below + 1, max(bucket - 1, below + 1)} <= set(taken[bucket])
+        assert len(taken[bucket]) == min(3, bucket - below) + rounds
+        below = bucket
+    assert torch.equal(cases[0].batch["ids"], cases[0].batch["ids"])
+    assert [case.rows for case in cases[1:]] == [cases[at].rows for at in range(1, len(cases))]
+    with pytest.raises(IndexError, match="no number"):
+        _ = cases[len(cases)]
+
+
+def test_every_pattern(cpu: str) -> None:
+    """Each captured pattern of absent slots is checked, and has a case to look for state on."""
+
+    class Either(Inputs):
+        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        pairs: torch.Tensor | None = copied(BATCH, 2, dtype=torch.float32, pad=9, default=None)
+
+    def step(view: Either) -> torch.Tensor:
+        return view.ids * 2.0 if view.pairs is None else view.ids * view.pairs[:, 0]
+
+    runner = runner_of(step, cpu, Either, absent=[{"pairs"}])
+    cases = cases_of(runner, None, rounds=1, seed=1)
+    assert [sorted(plan.absent) for plan in cases.plans[:2]] == [[], ["pairs"]]
+    assert ["pairs" in case.batch for case in cases.pattern_samples] == [True, False]
+    report = runner.check(progress=False)
+    assert report.ok, str(report)
+
+
+def test_nothing_is_left_behind(backend: "Backend") -> None:
+    """After a check outputs are right, the cache holds what it did, and watchers were told of nothing."""
+    seen: list[Any] = []
+
+    class Counting(Watcher):
+        def filled(self, view: Inputs) -> None:
+            seen.append(view)
+
+    runner = runner_of(sound, backend)
+    cache = tables_on(backend.device)[1]
+    cache.normal_()
+    before, watcher = cache.clone(), Counting()
+    runner.watch.add(watcher)
+    assert runner.check(progress=False).ok
+    assert not seen
+    assert runner.watch.watchers == (watcher,)
+    assert torch.equal(cache, before)
+    plain = plain_runner(backend)
+    assert plain.check(lambda rows, generator: _moved(plain_batches(rows, generator), backend), progress=False).ok
+    for rows in (3, 8, 1, 5):
+        batch = random_batch(rows, rows)
+        assert_right(plain(_moved(batch, backend)).cpu(), batch)
+
+
+def _moved(batch: dict[str, torch.Tensor], backend: "Backend") -> dict[str, torch.Tensor]:
+    return {name: value.to(backend.device) for name, value in batch.items()}
+
+
+def test_given_batches(cpu: str) -> None:
+    """A list of batches, some with side arguments; those that no graph takes are passed over with a note."""
+    runner = plain_runner(cpu)
+    batches = [random_batch(3, 1), (random_batch(7, 2), {}), random_batch(9, 3), random_batch(10, 4)]
+    report = runner.check(batches, progress=False)
+    assert report.ok, str(report)
+    assert report.steps["poison"] == 2
+    passed = [note for note in report.notes if "passed over" in note]
+    assert passed == [
+        "a batch was passed over, which no graph takes: 9 rows are more than the largest bucket, 8",
+        "a batch was passed over, which no graph takes: 10 rows are more than the largest bucket, 8",
+    ]
+
+
+def test_sources_in_place(backend: "Backend") -> None:
+    """Batches whose live rows lie in the slots themselves keep them, though garbage is written all around."""
+    runner = plain_runner(backend)
+
+    def produce(rows: int, generator: torch.Generator) -> Any:
+        batch = _moved(plain_batches(rows, generator), backend)
+        slot = runner.inputs(4 if rows <= 4 else 8).weights[:rows]
+        slot.copy_(batch["weights"])
+        return {**batch, "weights": slot}
+
+    batch = produce(3, torch.Generator().manual_seed(4))
+    before = {name: value.clone() for name, value in batch.items()}
+    assert runner.check([batch], progress=False, only=("poison", "coverage")).ok
+    assert torch.equal(batch["weights"], before["weights"])
+    assert_right(runner(batch).cpu(), {name: value.cpu() for name, value in before.items()})
+
+
+def test_refusals(cpu: str) -> None:
+    """Unknown checks and slots, no batches, and a runner that is not captured, each in its words."""
+    runner = plain_runner(cpu)
+    with pytest.raises(errors.ConfigError, match="there is no check 'poisson': checks are poison, parity"):
+        runner.check(only=("poisson",))
+    with pytest.raises(errors.ConfigError, match="read_outside names 'idz', which is no slot of PlainInputs"):
+        runner.check(read_outside=["idz"])
+    with pytest.raises(errors.ConfigError, match="batches= has none"):
+        runner.check([])
+    with pytest.raises(errors.ReplayError, match=r"not captured: call capture\(\) before check\(\)"):
+        DecodeRunner(PlainInputs, plain_step, buckets=[2], backend=cpu).check()
+
+
+def test_state_may_be_given(cpu: str) -> None:
+    """What the caller says is the step's state is put back, and is not looked for."""
+    runner, hidden = runner_of(sound, cpu), torch.zeros(1)
+    assert runner.check(state=[tables_on(torch.device("cpu"))[1], hidden], only=QUICK, progress=False).ok
+
+
+def test_step_that_is_never_the_same(cpu: str) -> None:
+    """A step with state that nobody is told of is said to have it, and nothing is said of its slots."""
+    calls = []
+
+    def counts(view: Any) -> torch.Tensor:
+        calls.append(view)
+        return sound(view) + len(calls)
+
+    if cpu == "cpu":
+        report = runner_of(counts, cpu).check(only=QUICK, progress=False)
+        assert [finding.slot for finding in report.findings] == [None]
+        assert "gives other outputs for the same inputs (live row 0 of the output changed" in str(report)
+        assert "pass that as state=[...]" in str(report)
+
+
+def test_report(cpu: str) -> None:
+    """Text, plain data and error of a report that has a finding, and of one that has none."""
+    report = OURS[0].report(cpu, only=("poison", "coverage"))
+    assert not report.ok
+    assert report.of("coverage") == ()
+    data = json.loads(json.dumps(report.as_data()))
+    assert data["ok"] is False
+    assert [one["slot"] for one in data["findings"]] == ["weights"]
+    assert data["steps"] == {"poison": 19, "coverage": 19}
+    text = str(report).splitlines()
+    assert text[0].startswith("DecodeRunner: 1 finding (poison on 19 steps, coverage on 19 steps; ")
+    assert text[1].startswith("poison: live row 0 of the output changed")
+    assert text[2].startswith("note: slot 'places' was held")
+    with pytest.raises(errors.CheckError, match="1 finding"):
+        report.raise_if_failed()
+    CheckReport(runner="R", findings=(), steps={}).raise_if_failed()
+    assert str(Finding("parity", None, "x")) == "parity: x"
+
+
+def test_sound_is_sound() -> None:
+    """The doubles' declaration has a slot for each rule, so that all of them are poisoned."""
+    assert {type(slot.rule()).__name__ for slot in Sound.slotgraph.slots.values()} == {
+        "Pad",
+        "Keep",
+        "Once",
+        "NoneType",
+    }

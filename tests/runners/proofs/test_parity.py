@@ -1,0 +1,285 @@
+"""Graphs are held to their steps: planted bugs are told by slot, leaf and row; sound steps are not accused."""
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied, output
+from slotgraph.dataflow.errors import CheckError
+from slotgraph.runners.proofs import parity
+from slotgraph.runners.proofs.comparison import EXACT, USUAL, Tolerance, first_difference, seen
+from slotgraph.runners.proofs.report import Case, Finding
+from slotgraph.runners.proofs.state import State, state_of
+from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
+from tests.runners.proofs.sound import breakable
+from tests.runners.proofs.test_addresses import Broken, broken_runner
+
+if TYPE_CHECKING:
+    from slotgraph.backends import Backend
+
+CAPTURES = "cpu-capture"
+CASES = [Case(random_batch(rows, 40 + rows)) for rows in (1, 3, 4, 6, 8)]
+
+
+def runner_of(step: Any, inputs: type[Inputs] = PlainInputs, backend: Any = CAPTURES, **options: Any) -> Any:
+    """A captured runner over two buckets."""
+    runner = DecodeRunner(inputs, step, buckets=[4, 8], backend=backend, **options)
+    runner.capture()
+    return runner
+
+
+def findings(runner: Any, cases: list[Case] = CASES, **options: Any) -> list[Finding]:
+    """What parity finds, with the state that the cases show."""
+    return parity.check(runner, cases, state_of(runner, cases), **options)
+
+
+def test_frozen_host_value() -> None:
+    """A number that the step reads past its view: the row and both values are told, and that all slots agree."""
+    host = {"scale": 2.0}
+    runner = runner_of(lambda view: (view.ids, plain_step(view) * host["scale"]))
+    assert findings(runner) == []
+    host["scale"] = 3.0
+    (found,) = findings(runner)
+    assert found.slot is None
+    assert found.message.startswith("outputs[1] row 0, at [0, 0]: graph ")
+    assert (
+        "(bucket 4); all slots agree: the step reads something that is no slot, such as a host value" in found.message
+    )
+
+
+def test_frozen_value_that_reaches_the_state_alone() -> None:
+    """A row of a cache that is chosen on the host: no output tells, but the cache does, and its writer is named."""
+    cache, host = torch.zeros(4, 8), {"layer": 1}
+
+    def step(view: Any) -> torch.Tensor:
+        cache[host["layer"], : view.weights.shape[0]] = view.weights
+        return plain_step(view)
+
+    runner = runner_of(step)
+    assert findings(runner) == []
+    before = cache.clone()
+    host["layer"] = 2
+    (found,) = findings(runner)
+    assert "a replay leaves other bytes than the step in the float32 tensor of shape" in found.message
+    assert "aten::" in found.message
+    assert torch.equal(cache, before)
+
+
+def test_padded_rows_that_reach_live_ones() -> None:
+    """A sum over the bucket: the graph does what the step does, and both differ from the batch alone."""
+    (found,) = findings(runner_of(lambda view: plain_step(view) + view.weights.sum()))
+    assert found.slot is None
+    assert "all slots agree in their live rows; on the padded view the step gives what the graph gives" in found.message
+
+
+def test_count_of_the_bucket() -> None:
+    """A computed slot that is another number for the bucket than for the batch is named."""
+
+    class Counted(PlainInputs):
+        count: torch.Tensor = computed(lambda step: step.padded(BATCH), shape=1, dtype=torch.int32)
+
+    (found,) = findings(runner_of(lambda view: plain_step(view) + view.count, Counted))
+    assert found.slot == "count"
+    assert "slot 'count' row 0: graph 4, eager 1" in found.message
+
+
+def test_fill_that_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot whose live rows are not the batch's is named, with the row."""
+    runner = plain_runner(CAPTURES)
+    fill = type(runner)._fill_view
+
+    def spoiling(self: Any, batch: Any, side: Any) -> Any:
+        view = fill(self, batch, side)
+        view.places[2:3].add_(1)
+        return view
+
+    state = state_of(runner, CASES)
+    monkeypatch.setattr(type(runner), "_fill_view", spoiling)
+    (found,) = parity.check(runner, CASES[1:], state)
+    assert found.slot == "places"
+    assert "slot 'places' row 2: graph " in found.message
+    assert "the fill of the padded bucket is not that of the batch" in found.message
+
+
+def test_outputs_in_slots() -> None:
+    """What a step writes into an output slot is compared, though it returns something else."""
+    host = {"bias": 1.0}
+
+    class Written(PlainInputs):
+        logits: torch.Tensor = output(TOKENS, 2, dtype=torch.float32)
+
+    def step(view: Any) -> torch.Tensor:
+        view.logits.copy_(view.pairs * host["bias"])
+        return plain_step(view)
+
+    runner = runner_of(step, Written)
+    host["bias"] = 2.0
+    (found,) = findings(runner)
+    assert found.message.startswith("slot 'logits' row 0, at [0, 0]: graph ")
+
+
+def test_step_that_raises_without_padding() -> None:
+    """A step that only bears sizes of buckets is told, not raised."""
+
+    def step(view: Any) -> torch.Tensor:
+        if view.weights.shape[0] not in (4, 8):
+            message = "four or eight"
+            raise ValueError(message)
+        return plain_step(view)
+
+    (found,) = parity.check(runner_of(step), CASES, State(runner_of(plain_step).stage.backend))
+    assert found.message == "the step raised on the batch without padding: ValueError: four or eight"
+
+
+def test_tolerances() -> None:
+    """Bits count on the padded view, unless told otherwise."""
+    host = {"scale": 1.0}
+    runner = runner_of(lambda view: plain_step(view) * host["scale"])
+    host["scale"] = 1 + 3e-7
+    assert len(findings(runner)) == 1
+    assert findings(runner, tolerance=USUAL) == []
+    host["scale"] = 1.001
+    assert len(findings(runner, tolerance=USUAL)) == 1
+    loose = {torch.float32: Tolerance(0.01, 0)}
+    assert len(findings(runner, tolerance=loose)) == 1
+    assert findings(runner, tolerance=loose, unpadded=loose) == []
+
+
+def test_step_that_is_not_the_same_twice() -> None:
+    """Rounding that comes and goes is no finding; a difference beyond the usual tolerances is."""
+    turns = itertools.cycle([1.0, 1.0000002, 1.0000001])
+    host = {"bias": 0.0}
+    runner = runner_of(lambda view: plain_step(view) * next(turns) + host["bias"])
+    assert findings(runner) == []
+    host["bias"] = 1.0
+    assert len(findings(runner)) == 1
+
+
+def test_random_steps(backend: "Backend") -> None:
+    """Random numbers are the same for the graph and for its step on the same view."""
+    device = backend.device
+
+    class Drawn(Inputs):
+        weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=1)
+
+    def step(view: Any) -> torch.Tensor:
+        drawn: torch.Tensor = torch.rand(view.weights.shape, device=device) + view.weights
+        return drawn
+
+    runner = runner_of(step, Drawn, backend, output_rows=BATCH)
+    cases = [Case({"weights": torch.rand(4, device=device)}), Case({"weights": torch.rand(8, device=device)})]
+    assert findings(runner, cases) == []
+
+
+def test_state_goes_on(cpu: str) -> None:
+    """A step that advances a state from row to row is held to itself from the same beginning."""
+    held = torch.zeros(1)
+
+    def step(view: Any) -> torch.Tensor:
+        held.add_(1)
+        return plain_step(view) + held
+
+    runner = runner_of(step, backend=cpu)
+    before = held.clone()
+    assert findings(runner) == []
+    assert torch.equal(held, before)
+
+
+def test_batches_that_no_graph_takes_are_passed_over(cpu: str) -> None:
+    """They run eagerly both ways."""
+    assert findings(plain_runner(cpu), [Case(random_batch(9, 1))]) == []
+
+
+def test_no_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is run where the state cannot be kept as often as that takes."""
+    runner = plain_runner(CAPTURES)
+    state = State.of(runner.stage.backend, [torch.zeros(1000)])
+    monkeypatch.setattr("slotgraph.runners.proofs.state._free_on", lambda *_: 16000)
+    with pytest.raises(CheckError, match=r"changes 11\.7 KiB"):
+        parity.check(runner, CASES, state)
+
+
+def test_stack_in_parts(backend: "Backend") -> None:
+    """A sound one is not accused; a number that is frozen in one graph of several is found."""
+    runner, make = breakable(backend)
+    cases = [Case(make(tokens, torch.Generator().manual_seed(tokens))) for tokens in (3, 8)]
+    assert findings(runner, cases) == []
+    model = Broken()
+    runner = broken_runner(model, CAPTURES)
+    assert findings(runner) == []
+    stack: Any = model.layers["stack"]
+    stack.eager, stack.scale = 5.0, 7.0
+    (found,) = findings(runner)
+    assert "all slots agree: the step reads something that is no slot" in found.message
+
+
+@attrs.define
+class Both:
+    """Outputs in a container of one's own."""
+
+    rows: torch.Tensor
+    number: int = 3
+
+
+SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+
+
+@settings(max_examples=min(200, settings().max_examples))
+@given(data=st.data(), rows=st.integers(1, 8), seed=st.integers(0, 1 << 20))
+def test_first_difference_is_the_first(data: st.DataObject, rows: int, seed: int) -> None:
+    """Of any two runs: the first copied slot that differs, else the first leaf, at its first element in row order."""
+    runner = SHARED
+    view = runner.fill(random_batch(rows, seed))
+    outputs = {"a": [view.ids.double(), view.pairs.clone()], "b": Both(torch.rand(view.weights.shape[0], 2, 2))}
+    one, other = seen(view, outputs), seen(view, outputs)
+    assert first_difference(one, other) is None
+    places = ["slot 'weights'", "slot 'pairs'", "outputs['a'][0]", "outputs['a'][1]", "outputs['b'].rows"]
+    held = {**{f"slot {name!r}": tensor for name, tensor in other.slots.items()}, **other.outputs}
+    changed: dict[str, int] = {}
+    for place in data.draw(st.sets(st.sampled_from(places), min_size=1)):
+        live = held[place][:rows] if place.startswith("outputs") else held[place]
+        at = changed[place] = data.draw(st.integers(0, live.numel() - 1))
+        live.view(-1)[at] += 1
+    found = first_difference(one, other)
+    expected = next(place for place in places if place in changed)
+    assert found is not None
+    assert found.index is not None
+    assert found.where == expected
+    assert found.slot == (expected[6:-1] if expected.startswith("slot") else None)
+    assert found.index == tuple(
+        int(i) for i in torch.unravel_index(torch.tensor(changed[expected]), held[expected].shape)
+    )
+    assert found.values[0] == pytest.approx(found.values[1] - 1)
+    assert found.row == found.index[0]
+
+
+SHARED = plain_runner("cpu")
+
+
+def test_differences_in_kind() -> None:
+    """Another shape, dtype, container or host value is told as such; NaN is as good as NaN, and padding is none."""
+    view = SHARED.fill(random_batch(3, 1))
+    nan = torch.tensor([[float("nan"), 1.0]] * 3)
+
+    def told(one: Any, other: Any, **options: Any) -> str:
+        return str(first_difference(seen(view, one), seen(view, other), **options))
+
+    assert told(nan, nan.clone()) == "None"
+    assert told(torch.ones(4, 2), torch.ones(3, 2)) == "None"
+    assert told(torch.ones(2, 4), torch.ones(2, 3)) == "None"  # 4 padded rows for 3 live ones
+    assert (
+        told(torch.ones(3, 4), torch.ones(3, 2))
+        == "outputs: graph float32 of shape [3, 4], eager float32 of shape [3, 2]"
+    )
+    assert told(torch.ones(3), torch.ones(3).double()).startswith("outputs: graph float32")
+    assert told([nan], nan) == "outputs[0]: graph float32 of shape [3, 2], eager None"
+    assert told(7, 8) == "outputs: graph 7, eager 8"
+    assert told(torch.tensor(1), torch.tensor(2), names=("then", "now")) == "outputs: then 1, now 2"
+    assert told(torch.tensor([0.0]), torch.tensor([-0.0]), tolerance={}) == "outputs row 0: graph 0.0, eager -0.0"
+    assert told(torch.tensor([1.0]), torch.tensor([1.000001])) == "None"
+    assert EXACT.rtol == EXACT.atol == 0

@@ -1,0 +1,291 @@
+"""Steps in flight: a broken ring, and a host slot that is overwritten too early, are found; what is sound is not."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied
+from slotgraph.backends import load
+from slotgraph.backends.ring import ENTRIES
+from slotgraph.dataflow.binding import span
+from slotgraph.runners.pool import InputPool
+from slotgraph.runners.proofs import races
+from slotgraph.runners.proofs.report import Case, Finding
+from slotgraph.runners.proofs.state import State, state_of
+from tests.runners.models import Batch, PlainInputs, assert_right, plain_step, random_batch
+from tests.runners.proofs.lazily import LazyBackend, LazyMode
+from tests.runners.proofs.sound import breakable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slotgraph.backends import Backend
+
+LOWERINGS = ("in_graph", "fused", "foreach", "slot_by_slot")
+ROWS = (3, 4, 1, 8, 6)
+
+
+class Hosted(PlainInputs):
+    """With lengths and a count in the host's memory, of which the step's device work reads the former."""
+
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host")
+    count: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int64, placement="host")
+
+
+def hosted_step(view: Any) -> torch.Tensor:
+    """What is in host memory goes to the device first, as it does on one."""
+    on_device = view.weights.device.type != "cpu"
+    lens: torch.Tensor = view.lens.to(view.weights.device, non_blocking=True) if on_device else view.lens.clone()
+    return plain_step(view) + lens[:, None]
+
+
+def hosted_batch(rows: int, seed: int) -> Batch:
+    """Lengths beside the rest."""
+    lens = torch.randint(1, 99, (rows,), generator=torch.Generator().manual_seed(seed))
+    return {**random_batch(rows, seed), "lens": lens}
+
+
+def as_arrays(rows: int, seed: int) -> Batch:
+    """Host data, which rides in packets."""
+    return {name: value.numpy() for name, value in random_batch(rows, seed).items()}
+
+
+def as_lists(rows: int, seed: int) -> Batch:
+    """Lists, which do too."""
+    return {name: value.tolist() for name, value in random_batch(rows, seed).items()}
+
+
+def lazy_runner(
+    inputs: type[Inputs] = PlainInputs, step: Any = plain_step, *, ring: bool = True, lowering: str = "in_graph"
+) -> tuple[Any, LazyBackend]:
+    """A captured runner on the lazy device."""
+    backend = LazyBackend(ring=ring)
+    runner = DecodeRunner(inputs, step, buckets=[4, 8], backend=backend, lowering=lowering)
+    runner.capture()
+    return runner, backend
+
+
+def found_on(runner: Any, backend: LazyBackend, make: "Callable[[int, int], Batch]") -> list[Finding]:
+    """What the check finds there."""
+    cases = [Case(make(rows, 7 + rows)) for rows in ROWS]
+    with LazyMode(backend):
+        return races.check(runner, cases, State(backend))
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("make", [random_batch, as_arrays, as_lists], ids=lambda make: make.__name__)
+def test_sound_ring(lowering: str, make: "Callable[[int, int], Batch]") -> None:
+    """Sources may be overwritten right after the call, whatever they are: nothing is found."""
+    runner, backend = lazy_runner(lowering=lowering)
+    assert found_on(runner, backend, make) == []
+
+
+@pytest.mark.parametrize("make", [random_batch, as_arrays], ids=lambda make: make.__name__)
+def test_broken_ring_is_found(make: "Callable[[int, int], Batch]") -> None:
+    """A ring that writes an entry whose copy is in flight: the slot that got another step's rows is named."""
+    runner, backend = lazy_runner(ring=False)
+    (found,) = found_on(runner, backend, make)
+    assert found.slot in PlainInputs.slotgraph.slots
+    assert f"step 0 of {races.STEPS} in flight: output row 0: alone " in found.message
+    assert f"slot {found.slot!r} row 0: alone " in found.message
+    assert "the fill read its source, or what carries it to the device, after that was overwritten" in found.message
+    assert races.STEPS > ENTRIES
+
+
+@pytest.mark.parametrize("lowering", ["in_graph", "fused", "slot_by_slot"])
+def test_host_slot_that_a_graph_copies_from(lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the wait the next fill overwrites it under the copy, which is found and named; with it nothing is."""
+    runner, backend = lazy_runner(Hosted, hosted_step, lowering=lowering)
+    hosts = runner.graphs.filler.hosts
+    assert hosts.slots == {"lens": "aten::clone"}
+    assert found_on(runner, backend, hosted_batch) == []
+    monkeypatch.setattr(hosts, "wait", lambda: None)
+    (found,) = found_on(runner, backend, hosted_batch)
+    assert found.slot == "lens"
+    assert "aten::clone copies from slot 'lens' in host memory when the device gets there" in found.message
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_only_runners_that_read_host_slots_wait(lowering: str) -> None:
+    """A runner whose step leaves its host slots to the host never waits; one that reads them waits in each fill."""
+    runner, backend = lazy_runner(Hosted, plain_step, lowering=lowering)
+    reading, other = lazy_runner(Hosted, hosted_step, lowering=lowering)
+    for one, device in ((runner, backend), (reading, other)):
+        one(hosted_batch(3, 1))
+        assert (one.graphs.buffers.turn.reading is None) == (one is runner)
+        assert one.graphs.filler.hosts.notes == (one is reading)
+        device.synchronize()
+
+
+def test_no_wait_where_there_are_no_host_slots() -> None:
+    """Such a runner keeps its shortcuts."""
+    runner, backend = lazy_runner()
+    for seed in range(4):
+        batch = random_batch(3, seed)
+        runner(batch)
+        backend.synchronize()
+    assert runner._shortcuts is not None
+    assert runner._shortcuts._known
+    assert not runner.graphs.filler.hosts.possible
+
+
+@settings(max_examples=min(40, settings().max_examples))
+@given(rows=st.lists(st.integers(0, 8), min_size=2, max_size=12), seed=st.integers(0, 1 << 20), data=st.data())
+def test_many_steps_behind_one_another(rows: list[int], seed: int, data: st.DataObject) -> None:
+    """Each of many steps in flight, by any lowering, gives its own batch's rows, host slots included."""
+    runner, backend = HOSTED[data.draw(st.sampled_from(LOWERINGS))]
+    batches = [hosted_batch(count, seed + at) for at, count in enumerate(rows)]
+    given_rows = [{name: value.clone() for name, value in batch.items()} for batch in batches]
+    with LazyMode(backend):
+        outputs = []
+        for batch in given_rows:
+            outputs.append(runner(batch).clone())
+            batch["lens"].fill_(-5)
+    backend.synchronize()
+    for batch, output in zip(batches, outputs, strict=True):
+        assert_right(output - batch["lens"][:, None], batch)
+
+
+HOSTED = {lowering: lazy_runner(Hosted, hosted_step, lowering=lowering) for lowering in LOWERINGS}
+
+
+def test_eager_steps_wait_too() -> None:
+    """A step without a graph whose operators read a host slot is seen on its first run, and waited for."""
+    backend = LazyBackend()
+    runner = EagerRunner(Hosted, hosted_step, backend=backend)
+    batch = hosted_batch(3, 1)
+    assert_right(runner(batch) - batch["lens"][:, None], batch)
+    reads = runner._reads
+    assert reads is not None
+    assert reads.slots == {"lens": "aten::clone"}
+    assert reads._turn.reading is not None
+    runner.fill(hosted_batch(2, 2))
+    assert reads._turn.reading is None
+
+
+def test_fallback_of_a_runner_with_graphs() -> None:
+    """The eager path uses the same memory: a graph's fill waits for an eager step, and the other way round."""
+    runner, backend = lazy_runner(Hosted, hosted_step)
+    turn = runner.graphs.buffers.turn
+    runner(hosted_batch(3, 1))
+    assert turn.reading is not None
+    view = runner.parts.eager.fill(hosted_batch(3, 2))
+    assert turn.reading is None
+    runner.parts.eager.run(view)
+    assert turn.reading is not None
+    backend.synchronize()
+
+
+def test_runners_of_a_pool_have_host_slots_for_themselves() -> None:
+    """So that a fill need not wait for another runner's step: the layout says so, and what is in flight is right."""
+    backend, pool = LazyBackend(), InputPool("first", "second")
+    runners = []
+    for phase, step in (("first", hosted_step), ("second", plain_step)):
+        made = DecodeRunner(Hosted, step, buckets=[8], backend=backend, lowering="in_graph", phase=pool[phase])
+        runners.append(made)
+    for made in runners:
+        made.capture()
+    mine, others = (
+        [span(one.tensor) for one in made.graphs.buffers if one.slot.placement == "host"] for made in runners
+    )
+    assert not any(low < stop and start < high for low, high in mine for start, stop in others)
+    batches = [hosted_batch(1 + at % 8, at) for at in range(12)]
+    with LazyMode(backend):
+        outputs = [runners[at % 2](batch).clone() for at, batch in enumerate(batches)]
+    backend.synchronize()
+    for at, (batch, output) in enumerate(zip(batches, outputs, strict=True)):
+        assert_right(output - batch["lens"][:, None] if at % 2 == 0 else output, batch)
+
+
+def test_step_that_nobody_has_looked_at() -> None:
+    """Without a warm-up, or where the look raises, a runner with host slots waits, and is captured all the same."""
+    runner = DecodeRunner(Hosted, plain_step, buckets=[4], backend="cpu-capture", warmups=0)
+    runner.capture()
+    assert runner.graphs.filler.hosts.notes
+    calls = []
+
+    def shy(view: Any) -> torch.Tensor:
+        calls.append(view)
+        if len(calls) == 1:
+            message = "not under watch"
+            raise RuntimeError(message)
+        return plain_step(view)
+
+    runner = DecodeRunner(Hosted, shy, buckets=[4], backend="cpu-capture")
+    assert runner.capture().captured == (4,)
+    assert runner.graphs.filler.hosts.notes
+    assert len(calls) == 3  # the look, the warm-up and the capture
+
+
+def test_patterns_are_looked_at() -> None:
+    """A step that reads a host slot only where another one is absent."""
+
+    class Optional(Hosted):
+        extra: torch.Tensor | None = copied(BATCH, dtype=torch.float32, pad=0, default=None)
+
+    def step(view: Any) -> torch.Tensor:
+        return hosted_step(view) if view.extra is None else plain_step(view)
+
+    found = []
+    for absent in ([], [{"extra"}]):
+        runner = DecodeRunner(Optional, step, buckets=[4], backend="cpu-capture", absent=absent)
+        runner.capture()
+        found.append(runner.graphs.filler.hosts.slots)
+    assert found == [{}, {"lens": "aten::clone"}]
+
+
+def test_batches_are_copied_and_spoilt() -> None:
+    """Every kind of source is copied before it is overwritten, and left as it was in the case."""
+    given_batch: Any = {
+        "ids": torch.arange(1, 4),
+        "deep": {"weights": np.arange(1.0, 4.0), "flags": torch.tensor([True, False])},
+        "lists": [1, 2, 3],
+        "nested": [[1, 2], [3, 4]],
+        "floats": torch.rand(3),
+    }
+    fresh = races._fresh(given_batch)
+    races._spoil(fresh)
+    assert given_batch["ids"].tolist() == [1, 2, 3]
+    assert fresh["ids"].tolist() == [0, 0, 0]
+    assert fresh["lists"] == [0, 0, 0]
+    assert fresh["nested"] == [[3, 4], [1, 2]]
+    assert fresh["deep"]["weights"].tolist() == [0, 0, 0]
+    assert fresh["deep"]["flags"].tolist() == [False, False]
+    assert not torch.equal(fresh["floats"], given_batch["floats"])
+
+
+def test_sound_runners(backend: "Backend") -> None:
+    """On every device: host slots that are copied from, and a stack in parts."""
+    device = backend.device
+    runner = DecodeRunner(Hosted, hosted_step, buckets=[4, 8], backend=backend)
+    runner.capture()
+    assert "lens" in runner.graphs.filler.hosts.slots
+    batches = [hosted_batch(rows, rows) for rows in ROWS]
+    cases = [Case({n: v if n == "lens" else v.to(device) for n, v in batch.items()}) for batch in batches]
+    assert races.check(runner, cases, state_of(runner, cases)) == []
+    stack, make = breakable(backend)
+    cases = [Case(make(tokens, torch.Generator().manual_seed(tokens))) for tokens in (3, 8)]
+    assert races.check(stack, cases, state_of(stack, cases)) == []
+
+
+@pytest.mark.cuda
+def test_host_slot_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the wait is what keeps a pinned slot from being overwritten under a copy of the graph."""
+    available = load("cuda").is_available()
+    if not available:
+        pytest.skip(f"cuda: {available.reason}")
+    backend = load("cuda")()
+    runner = DecodeRunner(Hosted, hosted_step, buckets=[4, 8], backend=backend)
+    runner.capture()
+    hosts = runner.graphs.filler.hosts
+    assert hosts.slots == {"lens": "aten::_to_copy"}
+    batches = [hosted_batch(rows, rows) for rows in ROWS]
+    cases = [Case({n: v if n == "lens" else v.to(backend.device) for n, v in batch.items()}) for batch in batches]
+    assert races.check(runner, cases, State(backend)) == []
+    monkeypatch.setattr(hosts, "wait", lambda: None)
+    (found,) = races.check(runner, cases, State(backend))
+    assert found.slot == "lens"

@@ -1,0 +1,250 @@
+"""States are found, whatever writes them, and put back; what is too large is refused with all put back."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, DecodeRunner, Inputs, copied
+from slotgraph.backends import choose
+from slotgraph.dataflow.errors import CheckError
+from slotgraph.runners.proofs import state as states
+from slotgraph.runners.proofs.report import Case
+from slotgraph.runners.proofs.state import State, state_of
+from tests.runners.models import bytes_of, plain_runner, random_batch
+
+if TYPE_CHECKING:
+    from slotgraph.backends import Backend
+
+CPU = choose("cpu")
+
+
+@torch.library.custom_op("slotgraph_tests::bump", mutates_args=["kept"])
+def bump(kept: torch.Tensor, rows: torch.Tensor) -> None:
+    """An operator of somebody else's that writes what it is given."""
+    kept[rows] += 1
+
+
+def _writes(write: Callable[[torch.Tensor], object], backend: "Backend") -> tuple[State, torch.Tensor]:
+    """The state of a run that writes a tensor, which is put back."""
+    kept = torch.randn(6, 4, device=backend.device)
+    before = kept.clone()
+    found = State.found(backend, [], lambda: write(kept))
+    assert torch.equal(kept, before)
+    write(kept)
+    assert not torch.equal(kept, before)
+    return found, kept
+
+
+WAYS: dict[str, Callable[[torch.Tensor], object]] = {
+    "add_": lambda kept: kept.add_(1),
+    "a part": lambda kept: kept[2:4, 1].mul_(3),
+    "index_put_": lambda kept: kept.__setitem__(torch.tensor([1, 5], device=kept.device), 7.0),
+    "index_copy_": lambda kept: kept.index_copy_(0, torch.tensor([3], device=kept.device), kept[:1] + 1),
+    "out=": lambda kept: torch.add(kept, 2, out=kept),
+    "foreach": lambda kept: torch.ops.aten._foreach_add_.Scalar([kept[:2], kept[4:]], 1.5),
+    "custom operator": lambda kept: bump(kept, torch.tensor([0, 2], device=kept.device)),
+    "data": lambda kept: kept.data.add_(1),
+    "bytes": lambda kept: kept.view(torch.uint8).bitwise_xor_(255),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["plain", "no_grad", "inference"])
+def test_every_way_to_write(backend: "Backend", way: str, mode: str) -> None:
+    """It is found whole, under any mode, and is again what it was after a run within `kept`."""
+    modes = {"plain": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+    with modes[mode]():
+        found, kept = _writes(WAYS[way], backend)
+        assert found.nbytes == kept.untyped_storage().nbytes()
+        before = kept.clone()
+        with found.kept():
+            WAYS[way](kept)
+            kept.zero_()
+        assert torch.equal(kept, before)
+    assert "that " in found.pieces[0].told
+    assert "[" in found.pieces[0].told
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_writes_that_no_schema_tells(mode: Any) -> None:
+    """Running statistics of a normalisation, under any mode."""
+    norm = torch.nn.BatchNorm1d(3)
+    before = [one.clone() for one in norm.buffers()]
+    with mode():
+        found = State.found(CPU, [], lambda: norm(torch.randn(5, 3)))
+        assert len(found.pieces) == 3
+        with found.kept():
+            norm(torch.randn(5, 3))
+    assert all(torch.equal(one, other) for one, other in zip(norm.buffers(), before, strict=True))
+
+
+def test_inference_tensor_is_put_back_outside_of_inference_mode(backend: "Backend") -> None:
+    """A cache that was made under inference mode cannot be written outside of it, but is put back."""
+    with torch.inference_mode():
+        kept = torch.randn(5, device=backend.device)
+
+    def write() -> None:
+        with torch.inference_mode():
+            kept.add_(1)
+
+    before = kept.clone()
+    found = State.found(backend, [], write)
+    with found.kept():
+        write()
+        assert not torch.equal(kept, before)
+    assert torch.equal(kept, before)
+
+
+def test_what_is_made_within_the_run_is_no_state() -> None:
+    """Tensors of the run, views of them, numbers made tensors, and reads of others."""
+    weights, numbers = torch.randn(4, 4), [1.0, 2.0, 3.0, 4.0]
+
+    def run() -> torch.Tensor:
+        hidden = torch.zeros(4, 4)
+        hidden[1:3].copy_(weights[1:3])
+        made = torch.tensor(numbers)
+        made.add_(1)
+        return hidden.addmm_(weights, weights) + made
+
+    assert State.found(CPU, [], run).pieces == ()
+
+
+def test_slots_are_no_state(backend: "Backend") -> None:
+    """What lies in a slot's range of addresses is not kept, though a neighbour in the same storage is."""
+    whole = torch.randn(96, device=backend.device)
+    slot, left, right = whole[32:64], whole[:32], whole[64:]
+    low = slot.data_ptr()
+    found = State.found(backend, [(low, low + slot.nbytes)], lambda: [slot.add_(1), right.add_(1)])
+    assert [piece.memory.data_ptr() for piece in found.pieces] == [left.data_ptr(), right.data_ptr()]
+    assert found.nbytes == left.nbytes + right.nbytes
+    with found.kept():
+        whole.fill_(3)
+    assert torch.equal(slot, torch.full_like(slot, 3))
+    assert not torch.equal(left, torch.full_like(left, 3))
+
+
+def test_random_numbers_go_on_where_they_were(backend: "Backend") -> None:
+    """A run within `kept` draws what the next one will draw."""
+    found = State.found(backend, [], lambda: torch.rand(3, device=backend.device))
+    with found.kept():
+        first = torch.rand(3, device=backend.device)
+    assert torch.equal(first, torch.rand(3, device=backend.device))
+
+
+def test_too_large_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was written before is put back, the large one is never written, and the message says what to do."""
+    monkeypatch.setattr(states, "_free_on", lambda *_: 4000)
+    small, large = torch.randn(10), torch.randn(1000)
+    kept = small.clone(), large.clone()
+
+    def run() -> None:
+        small.add_(1)
+        with pytest.raises(CheckError):  # as a step may
+            large.add_(1)
+
+    with pytest.raises(
+        CheckError, match=r"changes 3\.9 KiB on cpu outside of its slots, .* more than 50%.*give state="
+    ):
+        State.found(CPU, [], run)
+    assert torch.equal(small, kept[0])
+    assert torch.equal(large, kept[1])
+    fits = State.of(CPU, [large[:100]])
+    with fits.kept():
+        large.zero_()
+    assert torch.equal(large[:100], kept[1][:100])
+    fits.check_room(5)
+    with pytest.raises(CheckError, match="2\\.3 KiB"):
+        fits.check_room(6)
+
+
+def test_what_was_made_smaller_is_told() -> None:
+    """Memory that somebody shrank cannot be put back, and is not written past its end."""
+    kept = torch.randn(100)
+    found = State.found(CPU, [], lambda: kept.add_(1))
+    kept.untyped_storage().resize_(40)
+    with pytest.raises(CheckError, match="made smaller"), found.kept():
+        pytest.fail("it was not kept")
+
+
+def test_states_of_several_runs_are_joined() -> None:
+    """Each piece of memory is kept once."""
+    one, other = torch.randn(4), torch.randn(6)
+    first = State.found(CPU, [], lambda: one.add_(1))
+    second = State.found(CPU, [], lambda: [one.add_(1), other.add_(1)])
+    both = first.joined(second)
+    assert [piece.memory.data_ptr() for piece in both.pieces] == [one.data_ptr(), other.data_ptr()]
+    begin = both.copy()
+    other.add_(1)
+    assert both.differing(begin) == [second.pieces[1].told]
+    assert both.apart(begin, both.copy()) == both.differing(begin)
+
+
+def test_state_of_a_runner(cpu: str) -> None:
+    """A cache that the step closes over is found, with the operator that writes it; the fill and the slots are none."""
+    assert state_of(plain_runner(cpu), [Case(random_batch(rows, rows)) for rows in (3, 7)]).pieces == ()
+    cache = torch.randn(64, 2)
+
+    class Cached(Inputs):
+        places: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, rewritten=True)
+
+    def step(view: Any) -> torch.Tensor:
+        cache[view.places] += 1
+        view.places.add_(1)
+        return cache[view.places]
+
+    runner = DecodeRunner(Cached, step, buckets=[4], backend=cpu)
+    runner.capture()
+    before = cache.clone()
+    found = state_of(runner, [Case({"places": torch.tensor([5, 9, 33])})])
+    assert torch.equal(cache, before)
+    assert [piece.told for piece in found.pieces] == [
+        "the float32 tensor of shape [64, 2] that aten::index_put_ writes"
+    ]
+    assert state_of(runner, [], [cache[:8]]).nbytes == cache[:8].nbytes
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[tuple[str, int, int, int]]:
+    """Operators in any order on tensors in any order, and on parts of them."""
+    names = st.sampled_from(["add", "part", "copy", "zero", "read", "swap"])
+    return draw(st.lists(st.tuples(names, st.integers(0, 3), st.integers(0, 3), st.integers(0, 4)), max_size=8))
+
+
+def play(program: list[tuple[str, int, int, int]], held: list[torch.Tensor]) -> None:
+    """Run it."""
+    made = torch.ones(5)
+    for name, first, second, at in program:
+        one, other = held[first], held[second]
+        if name == "add":
+            one.add_(other)
+        elif name == "part":
+            one[at:].mul_(2)
+        elif name == "copy":
+            made.copy_(one)
+            other[:at].copy_(made[:at])
+        elif name == "zero":
+            one.view(5, 1)[at].zero_()
+        elif name == "read":
+            made = made + one * other
+        else:
+            made[at:].sub_(one[at:])
+
+
+@settings(max_examples=min(200, settings().max_examples))
+@given(program=programs(), seed=st.integers(0, 1 << 20))
+def test_any_program(program: list[tuple[str, int, int, int]], seed: int) -> None:
+    """After it was looked at, all is as before; what a run then changes is in the state, and comes back."""
+    held = list(torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)).unbind())
+    held = [one.clone() for one in held]
+    before = [bytes_of(one) for one in held]
+    found = State.found(CPU, [], lambda: play(program, held))
+    assert [bytes_of(one) for one in held] == before
+    with found.kept():
+        play(program, held)
+        changed = {one.data_ptr() for one, kept in zip(held, before, strict=True) if bytes_of(one) != kept}
+    assert changed <= {piece.memory.data_ptr() for piece in found.pieces}
+    assert [bytes_of(one) for one in held] == before
