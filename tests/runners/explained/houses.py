@@ -1,0 +1,201 @@
+"""What the tests of explanations share: runners with something of everything, and names that mean harm."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from slotgraph import (
+    BATCH,
+    CACHE_LOC,
+    SEQ_LEN_FILL,
+    TOKENS,
+    Axis,
+    DecodeRunner,
+    Inputs,
+    Step,
+    computed,
+    constant,
+    copied,
+    host_parameter,
+    keep,
+    once,
+    output,
+    side,
+    staged,
+)
+from slotgraph.backends import Backend
+from slotgraph.runners.explained.records import FillStep, Place, RunnerExplanation
+from slotgraph.runners.pool import InputPool
+
+PAGES = Axis("PAGES")
+HIDDEN = Axis("HIDDEN", fixed=True)
+SIZES = {PAGES: 8, HIDDEN: 16}
+HARM = "</style></title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\x00\x1b\u202e"
+"""What no page may take as anything but letters."""
+
+
+def live_tokens(step: Step) -> int:
+    """Computed on the host, for the device."""
+    return step.live(TOKENS)
+
+
+def last_rows(seq_lens: torch.Tensor) -> torch.Tensor:
+    """Computed on the device."""
+    return seq_lens.cumsum(0, dtype=torch.int64) - 1
+
+
+def behind(last: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    """Computed on the device from what is computed there."""
+    return last + input_ids.sum()
+
+
+def ramp(out: torch.Tensor) -> None:
+    """Computed on the host, for the host."""
+    torch.arange(out.shape[0], out=out)
+
+
+class FullInputs(Inputs):
+    """A slot of every kind."""
+
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL)
+    out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
+    block_tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0, source="tables.decode")
+    temperatures: torch.Tensor = copied(BATCH, 1, dtype=torch.float32, pad=once(1.0))
+    hidden_states: torch.Tensor | None = copied(
+        TOKENS, HIDDEN, dtype=torch.float32, default=None, source=side("proxy.hidden"), pad=keep("no one reads it")
+    )
+    tokens: torch.Tensor = computed(live_tokens, shape=1, dtype=torch.int32)
+    last: torch.Tensor = computed(last_rows, shape=BATCH, dtype=torch.int64)
+    after: torch.Tensor = computed(behind, shape=BATCH, dtype=torch.int64)
+    rows: torch.Tensor = computed(ramp, shape=BATCH, dtype=torch.int64, placement="host")
+    kv_lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0, source="lens")
+    ones: torch.Tensor = constant(1, shape=(BATCH, 2), dtype=torch.int32)
+    embeds: torch.Tensor = staged(TOKENS * 2, HIDDEN, dtype=torch.float32, pad=0)
+    logits: torch.Tensor = output(TOKENS, HIDDEN, dtype=torch.float32)
+    mode: str = "decode"
+
+
+def full_step(view: FullInputs) -> torch.Tensor:
+    """Writes what it returns to a slot."""
+    return view.logits.copy_(view.input_ids[:, None].expand_as(view.logits).float() + view.after[:, None])
+
+
+def full_runner(backend: str | Backend = "cpu", **options: Any) -> DecodeRunner[FullInputs]:
+    """Two buckets and two patterns over a slot of every kind, not captured yet."""
+    given: dict[str, Any] = {"buckets": [2, 8], "absent": [{"hidden_states"}], "progress": False, **options}
+    return DecodeRunner(FullInputs, full_step, backend=backend, sizes=SIZES, **given)
+
+
+def full_batch(rows: int, seed: int = 0) -> dict[str, Any]:
+    """A batch of tensors."""
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": torch.randint(1, 50, (rows,), generator=draw),
+        "seq_lens": torch.randint(1, 9, (rows,), generator=draw, dtype=torch.int32),
+        "out_cache_loc": torch.randint(1, 99, (rows,), generator=draw),
+        "tables": {"decode": torch.randint(1, 9, (rows, 3), generator=draw, dtype=torch.int32)},
+        "temperatures": torch.rand(rows, 1, generator=draw),
+        "lens": torch.randint(1, 9, (rows,), generator=draw, dtype=torch.int32),
+    }
+
+
+def proxy(rows: int) -> dict[str, Any]:
+    """The side argument of a batch."""
+    return {"proxy": {"hidden": torch.rand(rows, 16)}}
+
+
+def harmful_runner() -> DecodeRunner[Any]:
+    """A runner whose names, rules and failures all mean harm."""
+
+    def count(step: Step) -> int:
+        return step.live(TOKENS)
+
+    def failing(_: Any) -> torch.Tensor:
+        raise RuntimeError(HARM)
+
+    def allowed(_: object) -> bool:
+        return True
+
+    count.__qualname__ = allowed.__qualname__ = HARM
+    names: dict[str, Any] = {
+        "__module__": __name__,
+        "__annotations__": {"ids": torch.Tensor, "kept": torch.Tensor, "counted": torch.Tensor},
+        "ids": copied(TOKENS, dtype=torch.int64, pad=0),
+        "kept": copied(BATCH, dtype=torch.int32, pad=keep(HARM), when=allowed),
+        "counted": computed(count, shape=1, dtype=torch.int32),
+    }
+    inputs: type[Inputs] = type(HARM.replace("\x00", ""), (Inputs,), names)  # which Python bears in no name
+    return DecodeRunner(inputs, failing, backend="cpu", settings=object(), buckets=[2], progress=False)
+
+
+def many_inputs(count: int) -> type[Inputs]:
+    """A declaration of so many copied slots, and some computed ones behind one another."""
+
+    def first(a_slot_with_a_name_03: torch.Tensor, a_slot_with_a_name_20: torch.Tensor) -> torch.Tensor:
+        return a_slot_with_a_name_03 + a_slot_with_a_name_20.sum()
+
+    def second(derived_0: torch.Tensor, a_slot_with_a_name_03: torch.Tensor) -> torch.Tensor:
+        return derived_0 + a_slot_with_a_name_03
+
+    names: dict[str, Any] = {}
+    for at in range(count):
+        shape = ((TOKENS, HIDDEN), (BATCH,), (TOKENS,))[at % 3 if at % 7 else 0]
+        dtype = torch.int64 if at == 3 else (torch.bfloat16, torch.int32, torch.int64)[at % 3]
+        names[f"a_slot_with_a_name_{at:02}"] = copied(*((TOKENS,) if at == 3 else shape), dtype=dtype, pad=0)
+    names["derived_0"] = computed(first, shape=TOKENS, dtype=torch.int64)
+    names["derived_1"] = computed(second, shape=TOKENS, dtype=torch.int64)
+    names |= {f"count_{at}": computed(live_tokens, shape=1, dtype=torch.int32) for at in range(4)}
+    annotations = dict.fromkeys(names, torch.Tensor)
+    inputs: type[Inputs] = type(
+        "ManyInputs", (Inputs,), {"__module__": __name__, "__annotations__": annotations, **names}
+    )
+    return inputs
+
+
+def many_runner(lowering: str = "in_graph") -> DecodeRunner[Any]:
+    """A runner over forty slots and more, in nine buckets."""
+    buckets = [1 << power for power in range(9)]
+    return DecodeRunner(
+        many_inputs(42),
+        lambda view: view.derived_1,
+        buckets=buckets,
+        backend="cpu",
+        sizes={HIDDEN: 512},
+        lowering=lowering,
+    )
+
+
+def places(explanation: RunnerExplanation) -> Mapping[str, Place]:
+    """Each slot's place."""
+    return {place.slot: place for place in explanation.memory.places}
+
+
+def steps(explanation: RunnerExplanation, kind: str) -> list[FillStep]:
+    """The largest bucket's steps of one kind."""
+    return [step for step in explanation.buckets[-1].fill.steps if step.kind == kind]
+
+
+class DraftHalf(Inputs):
+    """What another runner of the pool reads."""
+
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    mask: torch.Tensor = copied(TOKENS, 300, dtype=torch.uint8, pad=0)
+
+
+def pooled_runner() -> DecodeRunner[FullInputs]:
+    """A runner that shares its memory with two others, one of which hands it a value."""
+    pool = InputPool("draft", "verify", "extend", overlaps=[("verify", "extend")])
+    options: dict[str, Any] = {"backend": "cpu", "buckets": [4], "progress": False}
+
+    def doubled(view: DraftHalf) -> torch.Tensor:
+        return view.input_ids * 2
+
+    others = [DecodeRunner(DraftHalf, doubled, phase=pool[phase], **options) for phase in ("draft", "extend")]
+    pool.carry("input_ids", "draft", "verify")
+    runner = full_runner(phase=pool["verify"])
+    for one in others:
+        one.capture()
+    runner.capture()
+    return runner

@@ -1,0 +1,342 @@
+"""An explanation of a runner says what the runner has, plans and did; what changes there shows."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied
+from slotgraph.backends import Backend, choose
+from slotgraph.dataflow.buffers import allocate
+from slotgraph.dataflow.capabilities import Capabilities
+from slotgraph.dataflow.errors import CaptureError, ConfigError
+from slotgraph.dataflow.feed import Feed
+from slotgraph.dataflow.serial import from_data, to_data
+from slotgraph.runners.commands.runner_kinds import Kind, Scale, kinds
+from slotgraph.runners.explained.memory import Layout
+from slotgraph.runners.explained.records import RunnerExplanation
+from slotgraph.runners.pool import InputPool
+from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_runner, full_step, places, proxy, steps
+from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
+from tests.runners.prefilled import KINDS, Model, runner_of
+
+SMALL = Scale(requests=(3, 4), tokens=(10, 16), prompts=2, most_prompts=4, hidden=8)
+
+
+def read_back(explanation: RunnerExplanation) -> RunnerExplanation:
+    """Through JSON and back."""
+    return from_data(json.loads(json.dumps(to_data(explanation), allow_nan=False)), RunnerExplanation)
+
+
+@pytest.mark.parametrize("kind", [*kinds(SMALL)], ids=lambda kind: kind.phase)
+def test_every_kind_of_runner(kind: Kind) -> None:
+    """Each runner is explained over its standard declaration, before and after steps, and comes back from JSON."""
+    backend = choose("cpu-capture")
+    runner: Any = kind.make(kind, backend)
+    before = runner.explain()
+    assert read_back(before) == before
+    assert (before.kind, before.declaration.declaration) == (kind.runner, kind.inputs.__name__)
+    runner(kind.batch(backend, kind.live))
+    after = runner.explain()
+    assert read_back(after) == after
+    assert sum(after.decisions.paths.values()) == sum(before.decisions.paths.values()) + 1
+    assert {place.slot for place in after.memory.places} == set(kind.declaration.slots)
+    assert [bucket.rows for bucket in after.buckets] == ([] if kind.phase == "eager" else [kind.padded])
+
+
+def test_facts_read_back(backend: Backend) -> None:
+    """On each backend and by each lowering, what is told of a slot of every kind comes back from JSON."""
+    for lowering in backend.capabilities.lowerings:
+        runner = full_runner(backend, lowering=lowering)
+        assert read_back(runner.explain()) == runner.explain()
+        runner.capture()
+        for rows in (1, 5, 11):
+            runner(full_batch(rows), **proxy(rows))
+        found = runner.explain()
+        assert read_back(found) == found
+        assert (found.backend, found.lowering, found.device) == (backend.name, lowering, str(backend.device))
+        assert {graph.why for bucket in found.buckets for graph in bucket.graphs} == {""}
+        assert all(bucket.fill.launches == (2 if lowering == "fused" else 1) for bucket in found.buckets)
+
+
+def test_wrong_data_is_refused() -> None:
+    """Data of another shape is no explanation, and the place is told."""
+    data = to_data(full_runner().explain())
+    data["buckets"][0]["fill"]["copies"] = "many"
+    with pytest.raises(ConfigError, match=r"expected int, got 'many'.*copies"):
+        from_data(data, RunnerExplanation)
+
+
+class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch does not say
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call] # as above
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count it, and run it."""
+        self.counts[func.overloadpacket._qualified_op_name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Written(Inputs):
+    """Copied slots alone: of several dtypes, a strided one, one on the host, tails of zero and of others."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    places: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    scales: torch.Tensor = copied(TOKENS, dtype=torch.float32, pad=2.5)
+    pairs: torch.Tensor = copied(2, TOKENS, dtype=torch.int32, pad=0)
+    lens: torch.Tensor = copied(TOKENS, dtype=torch.int32, pad=1, placement="host")
+
+
+def written_batch(rows: int) -> dict[str, torch.Tensor]:
+    """Random values."""
+    return {
+        "ids": torch.randint(1, 9, (rows,)),
+        "places": torch.randint(1, 9, (rows,)),
+        "scales": torch.rand(rows),
+        "pairs": torch.randint(1, 9, (2, rows), dtype=torch.int32),
+        "lens": torch.randint(1, 9, (rows,), dtype=torch.int32),
+    }
+
+
+@pytest.mark.parametrize("lowering", ["foreach", "slot_by_slot"])
+def test_calls_are_those_that_are_made(lowering: str) -> None:
+    """Copies and resets of a fill that finds every tail dirty are as many operators as are told."""
+    runner = DecodeRunner(
+        Written, lambda view: view.ids + 1, buckets=[8], backend="cpu", lowering=lowering, progress=False
+    )
+    runner.capture()
+    runner.fill(written_batch(7))
+    runner.fill(written_batch(2))
+    runner.fill(written_batch(7))
+    with Calls() as calls:
+        runner.fill(written_batch(2))
+    found = runner.explain().buckets[0].fill
+    copies, resets = calls.counts["copy_"] + calls.counts["_foreach_copy_"], calls.counts["fill_"]
+    assert (copies, resets + calls.counts["_foreach_zero_"]) == (found.copies, found.resets)
+    assert found.copies == sum(step.calls for step in found.steps if step.kind == "copy") > 0
+
+
+@pytest.mark.parametrize("lowering", ["fused", "in_graph"])
+def test_uploaded_bytes_are_those_that_are_sent(lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packet is as large as is told, and one is sent for each step."""
+    sent: list[int] = []
+    arm = Feed.arm
+
+    def noted(feed: Feed, data: bytes, kept: object) -> None:
+        sent.append(len(data))
+        arm(feed, data, kept)
+
+    monkeypatch.setattr(Feed, "arm", noted)
+    runner = full_runner(lowering=lowering)
+    runner.capture()
+    runner.fill(full_batch(5), **proxy(5))
+    fill = runner.explain().buckets[-1].fill
+    assert sent == [fill.uploaded]
+    assert (fill.uploads, fill.launches) == (1, 1 if lowering == "in_graph" else 2)
+    (kernel,) = steps(runner.explain(), "kernel")
+    assert kernel.inside == (lowering == "in_graph")
+    assert kernel.slots == runner.plan(8).fused
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_launches_of_a_model_in_parts(kind: str, backend: Backend) -> None:
+    """A stack with two breaks is three graphs to launch, and what the device computes comes before them."""
+    model = Model(named=kind == "piecewise").to(backend.device)
+    runner = runner_of(kind, model, backend, buckets=[8])
+    runner.capture()
+    found = runner.explain()
+    parts = 1 if backend.name == "cpu" else 3  # where nothing is recorded, a replay is one call
+    assert found.path == kind
+    assert [graph.parts for graph in found.buckets[0].graphs] == [parts]
+    kernels = sum(step.calls for step in steps(found, "kernel"))
+    assert found.buckets[0].fill.launches == parts + kernels
+    assert [(step.calls, step.inside) for step in steps(found, "compute")] == [(1, False)]
+
+
+def test_places_are_addresses() -> None:
+    """Offsets, bytes and gaps are those of the buffers, and add up to each allocation."""
+    found, runner = full_runner().explain(), full_runner()
+    for buffer in runner.graphs.buffers:
+        place, storage = places(runner.explain())[buffer.name], buffer.tensor.untyped_storage()
+        assert place.offset == buffer.tensor.data_ptr() - storage.data_ptr()
+        assert (place.nbytes, place.shape) == (buffer.tensor.nbytes, tuple(buffer.tensor.shape))
+    for one in found.memory.allocations:
+        members = [place for place in found.memory.places if place.allocation == one.name]
+        assert sum(place.nbytes + place.gap for place in members) == one.nbytes
+        assert sum(place.gap for place in members) == one.unused
+    assert sum(one.nbytes for one in found.memory.allocations) == found.memory.account.inputs
+
+
+def test_slots_apart() -> None:
+    """Where a device wants an allocation for each slot, each place names its own."""
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, _: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    declaration, sizes = PlainInputs.slotgraph, {BATCH: 8, TOKENS: 8}
+    buffers = allocate(declaration, sizes, Capabilities(arenas=False), empty)
+    layout = Layout.of(buffers, declaration, None, whole=True)
+    assert len({place.allocation for place in layout.places}) == len(declaration.slots)
+    assert [place.offset for place in layout.places] == [0] * len(declaration.slots)
+    assert all(place.slot in place.allocation for place in layout.places)
+
+
+def test_bound_memory_is_someone_elses() -> None:
+    """An adopted slot shows the offset in the memory that it is part of, costs no gap, and is in no account."""
+    memory = torch.zeros(64, dtype=torch.int64)
+    runner = plain_runner("cpu", bind={"ids": memory[16:24]})
+    place, found = places(runner.explain())["ids"], runner.explain()
+    assert (place.adopted, place.offset, place.gap) == (True, 128, 0)
+    assert {one.name: one.adopted for one in found.memory.allocations}[place.allocation]
+    assert found.memory.account.inputs == runner.graphs.buffers.nbytes
+    assert place.nbytes + next(one.unused for one in found.memory.allocations if one.adopted) == memory.nbytes
+
+
+def test_when_values_count() -> None:
+    """A value counts from the phase that writes it; what must last between steps says why."""
+    found = places(full_runner(lowering="in_graph").explain())
+    spans = {name: (place.since, place.until) for name, place in found.items()}
+    assert spans["input_ids"] == ("kernel", "replay")
+    assert spans["block_tables"] == ("fill", "replay")
+    assert spans["after"] == ("replay", "replay")
+    assert spans["logits"] == ("replay", "outputs")
+    assert found["ones"].lasting == "a constant, which no step writes"
+    assert found["input_ids"].lasting is None
+    assert "kernel" not in full_runner(lowering="foreach").explain().memory.phases
+
+
+def test_shared_memory() -> None:
+    """A runner of a pool says who shares its bytes, and where everyone's slots lie."""
+    pool = InputPool("draft", "verify")
+    runners = [
+        DecodeRunner(PlainInputs, plain_step, backend="cpu", buckets=[8], phase=pool[name])
+        for name in pool.schedule.phases
+    ]
+    first, second = (runner.explain() for runner in runners)
+    assert first.pool is not None
+    assert second.pool is not None
+    assert first.pool.places == second.pool.places
+    assert first.pool.nbytes < first.pool.apart
+    taken = {(place.offset, place.nbytes) for place in places(first).values()}
+    assert taken & {(place.offset, place.nbytes) for place in places(second).values()}
+    for place in places(first).values():
+        assert all(name.startswith(f"{second.pool.member}.") for name in place.shares)
+    assert any(place.shares for place in places(first).values())
+    assert read_back(first) == first
+
+
+def why(runner: DecodeRunner[Any], bucket: int = 8) -> set[str]:
+    """Why a bucket's graphs are not there."""
+    found = runner.explain()
+    return {graph.why for one in found.buckets if one.rows == bucket for graph in one.graphs}
+
+
+def test_why_there_is_no_graph() -> None:
+    """Not yet, never, later or failed: each bucket and pattern tells its own reason."""
+    assert why(full_runner()) == {"nothing is captured yet: call capture()"}
+    off, lazy = full_runner(graphs=False), full_runner(lazy=True)
+    off.capture()
+    lazy.capture()
+    assert why(off) == {"graphs are switched off, by graphs=False"}
+    assert why(lazy) == {"captured when the first batch comes for it (lazy)"}
+    lazy(full_batch(7), **proxy(7))
+    assert why(lazy) == {""}
+    assert why(lazy, 2) != {""}
+
+    def too_much(view: PlainInputs) -> torch.Tensor:
+        if view.ids.shape[0] > 4:
+            message = "no more than four"
+            raise ValueError(message)
+        return plain_step(view)
+
+    failing = DecodeRunner(PlainInputs, too_much, backend="cpu", buckets=[4, 8], progress=False)
+    with pytest.raises(CaptureError):
+        failing.capture()
+    (reason,) = why(failing)
+    assert "no more than four" in reason
+    assert why(failing, 4) == {""}
+
+
+def test_decisions_are_the_books() -> None:
+    """Steps, reasons, lowerings, waste and fill times are those of `stats`."""
+    runner = plain_runner("cpu")
+    for rows in (1, 3, 3, 8, 11):
+        runner(random_batch(rows, seed=rows))
+    found, stats = runner.explain(), runner.stats()
+    assert found.decisions.paths == stats["steps"] == {"graph": 4, "eager": 1}
+    assert [(reason.why, reason.steps, reason.live) for reason in found.decisions.reasons] == [("too_large", 1, 11)]
+    assert found.decisions.lowerings == stats["lowerings"]
+    for bucket in found.buckets:
+        counts, times = stats["buckets"][bucket.rows], stats["fills"]["buckets"]
+        assert bucket.use is not None
+        assert (bucket.use.steps, bucket.use.live, bucket.use.waste) == (
+            counts["steps"],
+            counts["live"],
+            counts["waste"],
+        )
+        assert (bucket.use.time is None) == (bucket.rows not in times or times[bucket.rows]["count"] == 0)
+    timed = [bucket.use.time for bucket in found.buckets if bucket.use and bucket.use.time]
+    assert timed, "the second fill of a runner is timed"
+    assert all(time.mean > 0 and time.p50 <= time.p99 for time in timed)
+    assert found.eager.own == runner.stats()["memory"]["eager"] > 0
+
+
+def test_memory_account_is_the_runners() -> None:
+    """Graphs' bytes add up to the account."""
+    runner = full_runner("cpu-capture")
+    runner.capture()
+    found = runner.explain()
+    assert found.memory.account == runner.graphs.memory()
+    assert sum(graph.nbytes for bucket in found.buckets for graph in bucket.graphs) == found.memory.account.graphs > 0
+    assert found.patterns == ((), ("hidden_states",))
+    assert found.seconds is not None
+    assert found.seconds > 0
+
+
+def test_plans_are_those_of_the_runner() -> None:
+    """Each bucket has the plan that the runner would say, and the largest is the declaration's."""
+    runner = full_runner(lowering="in_graph")
+    found = runner.explain()
+    for bucket in found.buckets:
+        assert bucket.fill.plan == runner.plan(bucket.rows)
+        assert bucket.fill.copied == bucket.fill.plan.nbytes
+        assert (
+            sum(step.nbytes or 0 for step in bucket.fill.steps if step.kind in ("copy", "kernel")) >= bucket.fill.copied
+        )
+    assert found.declaration.plan == runner.plan(8)
+    assert found.declaration.nbytes == found.buckets[-1].nbytes
+
+
+def test_eager_runner_before_and_after() -> None:
+    """Without a batch there is no memory; then the capacity that it grew to, without buckets, tails or graphs."""
+    runner = EagerRunner(
+        FullInputs, full_step, backend="cpu", sizes={axis: size for axis, size in SIZES.items() if axis.fixed}
+    )
+    before = runner.explain()
+    assert (before.memory.places, before.eager.fill, before.buckets) == ((), None, ())
+    runner(full_batch(5), **proxy(5))
+    after = runner.explain()
+    assert dict(after.eager.capacity)["TOKENS"] == 8
+    assert after.eager.fill is not None
+    assert after.eager.fill.resets == after.eager.fill.launches == 0
+    assert after.memory.account.inputs == after.eager.own == runner.nbytes
+    runner(full_batch(9), **proxy(9))
+    assert dict(runner.explain().eager.capacity)["TOKENS"] == 16
+    assert read_back(after) == after
+
+
+def test_explaining_changes_nothing() -> None:
+    """The view filled last still stands, and the books count nothing."""
+    runner = plain_runner("cpu-capture")
+    view = runner.fill(random_batch(3, seed=1))
+    before = runner.stats()
+    first, second = runner.explain(), runner.explain()
+    assert first == second
+    assert runner.stats() == before
+    assert runner.replay(view).shape[0] == 3
