@@ -1,0 +1,242 @@
+"""Metrics: Prometheus's own parser reads from the text what the runners' books say, zeros among it."""
+
+import gc
+import sys
+import threading
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from slotgraph.dataflow.capabilities import LADDER
+from slotgraph.dataflow.errors import ConfigError
+from slotgraph.dataflow.kinds import Detour
+from slotgraph.runners.decision import Why
+from slotgraph.runners.filltimes import BOUNDS, EVERY
+from slotgraph.runners.metrics import EDGES, Collector, exposition
+from slotgraph.runners.runner import Runner
+from slotgraph.runners.statistics import Statistics
+from tests.runners.counted import EVERY_KIND, Act, act, anew, counted, schedules
+from tests.runners.models import plain_runner, random_batch
+
+Parsed = dict[str, dict[tuple[str, ...], float]]
+STEPS = "slotgraph_steps_total"
+WAY = ("runner", "path", "bucket", "reason")
+LABELS = {
+    "slotgraph_steps_total": WAY,
+    "slotgraph_live_rows_total": WAY,
+    "slotgraph_padded_rows_total": WAY,
+    "slotgraph_fill_seconds_bucket": (*WAY, "le"),
+    "slotgraph_fill_seconds_count": WAY,
+    "slotgraph_fill_seconds_sum": WAY,
+    "slotgraph_fills_total": ("runner", "lowering"),
+    "slotgraph_detours_total": ("runner", "reason"),
+    "slotgraph_capture_seconds_total": ("runner",),
+    "slotgraph_memory_bytes": ("runner", "kind"),
+    "slotgraph_shared_memory_bytes": ("runner",),
+    "slotgraph_graphs": ("runner",),
+    "slotgraph_buckets": ("runner", "state"),
+}
+
+
+def parsed(text: str) -> Parsed:
+    """Samples by name and by the values of their labels, which are those that a name has."""
+    found: Parsed = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation.endswith(".")
+        for sample in family.samples:
+            assert sample.labels.keys() == set(LABELS[sample.name])
+            key = tuple(sample.labels[label] for label in LABELS[sample.name])
+            assert key not in found.setdefault(sample.name, {}), "said twice"
+            found[sample.name][key] = sample.value
+    return found
+
+
+def expected(label: str, path: str, captured: Sequence[int], stats: Statistics) -> Parsed:
+    """What must be told of a runner, from its books, but for the histogram's bins."""
+    steps: dict[tuple[str, ...], tuple[float, ...]] = {}
+    nothing = {"steps": 0, "live": 0, "padded": 0}
+    for size in {*captured, *stats["buckets"]}:
+        counts: Any = stats["buckets"].get(size, nothing)
+        steps[label, path, str(size), "fits"] = (counts["steps"], counts["live"], counts["padded"])
+    for why in typing.get_args(Why)[1:]:
+        counts = stats["eager"].get(why, nothing)
+        steps[label, "eager", "", why] = (counts["steps"], counts["live"], counts["live"])
+    detours: dict[tuple[str, ...], float] = {(label, why): 0 for why in typing.get_args(Detour)}
+    memory, capture = {**stats["memory"], "driver": stats["capture"]["driver"]}, stats["capture"]
+    del memory["total"], memory["shared"]
+    return {
+        "slotgraph_steps_total": {key: counts[0] for key, counts in steps.items()},
+        "slotgraph_live_rows_total": {key: counts[1] for key, counts in steps.items()},
+        "slotgraph_padded_rows_total": {key: counts[2] for key, counts in steps.items()},
+        "slotgraph_fills_total": {(label, name): stats["lowerings"].get(name, 0) for name in LADDER},
+        "slotgraph_detours_total": detours | {(label, why): count for why, count in stats["detours"].items()},
+        "slotgraph_capture_seconds_total": {(label,): capture["seconds"]},
+        "slotgraph_memory_bytes": {(label, kind): count for kind, count in memory.items()},
+        "slotgraph_shared_memory_bytes": {(label,): stats["memory"]["shared"]},
+        "slotgraph_graphs": {(label,): capture["graphs"]},
+        "slotgraph_buckets": {
+            (label, "captured"): len(capture["buckets"]),
+            (label, "failed"): len(capture["failed"]),
+        },
+    }
+
+
+def assert_histogram(label: str, stats: Statistics, found: Parsed) -> None:
+    """The histogram's counts are those of the books' bins up to each edge, its sum and count theirs."""
+    paths = [*stats["steps"]]
+    every = [(paths[0], str(size), "fits", times) for size, times in stats["fills"]["buckets"].items()]
+    every += [("eager", "", why, times) for why, times in stats["fills"]["eager"].items()]
+    for path, bucket, reason, times in every:
+        way = (label, path, bucket, reason)
+        assert found["slotgraph_fill_seconds_count"][way] == times["count"]
+        assert found["slotgraph_fill_seconds_sum"][way] == pytest.approx(times["total"] / 1e6)
+        bins = {key[4]: n for key, n in found["slotgraph_fill_seconds_bucket"].items() if key[:4] == way}
+        assert len(bins) == len(EDGES) + 1
+        for edge, count in bins.items():
+            reached = [n for bound, n in times["histogram"] if float(edge) * 1e6 >= (bound or 1e7) * 0.9999]
+            assert count == sum(reached), edge
+
+
+@pytest.mark.parametrize(("kind", "lowering"), EVERY_KIND)
+@given(schedule=schedules)
+@settings(max_examples=4)
+def test_text_is_what_the_books_say(cpu: str, kind: str, lowering: str, schedule: list[tuple[Act, int]]) -> None:
+    """Of every kind of runner after any steps, with a count of zero for what did not happen yet."""
+    one = counted(kind, cpu, lowering)
+    act(one, schedule)
+    text, stats = exposition(mine=one.runner), one.runner.stats()
+    found, path = parsed(text), next(iter(stats["steps"]))
+    assert found.keys() >= {"slotgraph_steps_total", "slotgraph_memory_bytes"}
+    wanted = expected("mine", path, stats["capture"]["buckets"], stats)
+    assert {name: samples for name, samples in found.items() if not name.startswith("slotgraph_fill_seconds")} == wanted
+    assert_histogram("mine", stats, found)
+
+
+def test_every_name_is_there_before_the_first_step(cpu: str) -> None:
+    """Counts begin at zero: of all buckets, reasons, lowerings and detours, and of the histograms of all buckets."""
+    found = parsed(exposition(plain_runner(cpu)))
+    assert found.keys() == LABELS.keys()
+    for name in ("steps_total", "live_rows_total", "padded_rows_total", "fills_total", "detours_total"):
+        assert set(found[f"slotgraph_{name}"].values()) == {0}
+    assert {key[2] for key in found["slotgraph_fill_seconds_bucket"]} == {"4", "8"}
+    assert found["slotgraph_buckets"]["DecodeRunner", "captured"] == 2
+
+
+def test_fill_times(cpu: str) -> None:
+    """A histogram of seconds: as many as were timed, and their sum a likely one."""
+    runner = plain_runner(cpu, lowering="foreach")
+    for number in range(2 * EVERY + 2):
+        runner(random_batch(3, seed=number))
+    found = parsed(exposition(runner))
+    way = ("DecodeRunner", "graph", "4", "fits")
+    assert found["slotgraph_fill_seconds_count"][way] == 3
+    assert 1e-6 < found["slotgraph_fill_seconds_sum"][way] < 1
+    assert_histogram("DecodeRunner", runner.stats(), found)
+
+
+def test_edges_are_bounds() -> None:
+    """No bin of the books lies on both sides of an edge of the histogram."""
+    assert {edge * 1000 for edge in EDGES} <= set(BOUNDS)
+    assert list(EDGES) == sorted(EDGES)
+
+
+def test_runners_of_one_name(cpu: str) -> None:
+    """Each runner has a label of its own: its keyword, or its kind, with a number from the second on."""
+    first, second, third = (plain_runner(cpu) for _ in range(3))
+    for rows, runner in ((3, first), (5, second), (5, second), (8, third)):
+        runner(random_batch(rows, seed=1))
+    found = parsed(exposition(first, second, draft=third))["slotgraph_live_rows_total"]
+    live = {key[0]: sum(n for other, n in found.items() if other[0] == key[0]) for key in found}
+    assert live == {"DecodeRunner": 3, "DecodeRunner-2": 10, "draft": 8}
+
+
+def test_labels_stay(cpu: str) -> None:
+    """A collector's label stays with its runner; another cannot have it while that one is there."""
+    collector = Collector()
+    first, second = plain_runner(cpu), plain_runner(cpu)
+    assert [collector.add(first), collector.add(second)] == ["DecodeRunner", "DecodeRunner-2"]
+    assert collector.add(first, "DecodeRunner") == "DecodeRunner"
+    with pytest.raises(ConfigError, match=r"^label 'DecodeRunner' is that of another runner: give each its own"):
+        collector.add(second, "DecodeRunner")
+    del first
+    gc.collect()
+    assert collector.add(plain_runner(cpu)) == "DecodeRunner-3"
+    assert collector.add(second, "DecodeRunner") == "DecodeRunner"
+
+
+def test_a_dropped_runner(cpu: str) -> None:
+    """A registry keeps no runner alive: what is gone is told of no more, and the others go on."""
+    registry, collector = CollectorRegistry(), Collector()
+    registry.register(collector)
+    kept, dropped = plain_runner(cpu), plain_runner(cpu)
+    collector.add(kept, "kept")
+    collector.add(dropped, "dropped")
+
+    def names() -> set[str]:
+        return {key[0] for key in parsed(generate_latest(registry).decode())[STEPS]}
+
+    assert names() == {"kept", "dropped"}
+    del dropped
+    gc.collect()
+    kept(random_batch(3, seed=1))
+    assert names() == {"kept"}
+    registry.unregister(collector)
+    assert generate_latest(registry) == b""
+
+
+def test_two_collectors_in_one_registry(cpu: str) -> None:
+    """A registry refuses a second collector, whose names are the same: one tells of all runners."""
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(Collector(plain_runner(cpu)))
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        registry.register(Collector(plain_runner(cpu)))
+
+
+def test_scraped_while_steps_run(cpu: str) -> None:
+    """Another thread may ask all the time; no count ever falls."""
+    runner = plain_runner(cpu, lowering="in_graph")
+    done, totals = threading.Event(), list[float]()
+
+    def scrape() -> None:
+        while not done.is_set():
+            totals.append(sum(parsed(exposition(runner))["slotgraph_steps_total"].values()))
+
+    scraper = threading.Thread(target=scrape)
+    scraper.start()
+    for number in range(300):
+        runner(random_batch(1 + number % 9, seed=number % 4))
+    done.set()
+    scraper.join()
+    assert totals == sorted(totals)
+    assert parsed(exposition(runner))["slotgraph_steps_total"]["DecodeRunner", "graph", "4", "fits"] > 100
+
+
+@given(edges=st.lists(st.sampled_from(EDGES), min_size=1))
+@settings(max_examples=20)
+def test_a_time_on_an_edge(edges: list[int]) -> None:
+    """What took just as long as an edge says is within it, as Prometheus has it."""
+    one = anew("eager", "cpu", "auto")
+    one.runner(one.batch(3))
+    times = one.runner.parts.tally.reasons["always_eager"].times
+    for edge in edges:
+        times.add(edge * 1000)
+    runner: Runner[Any] = one.runner
+    bins = parsed(exposition(mine=runner))["slotgraph_fill_seconds_bucket"]
+    for edge in EDGES:
+        assert bins["mine", "eager", "", "always_eager", str(edge / 1e6)] == sum(other <= edge for other in edges)
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
+    """Where prometheus-client is not installed, the command that installs it is named."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    for use in (exposition, Collector):
+        with pytest.raises(
+            ModuleNotFoundError, match=r"metrics need prometheus-client: pip install 'slotgraph\[metrics\]'"
+        ):
+            use(plain_runner(cpu))

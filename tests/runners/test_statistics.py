@@ -1,0 +1,272 @@
+"""The books of every kind of runner: what they count, what their fills took, and that they may be read at any time."""
+
+import json
+import threading
+import typing
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from slotgraph import DecodeRunner, EagerRunner, InputPool
+from slotgraph.dataflow.errors import ReplayError
+from slotgraph.runners.filltimes import BOUNDS, EVERY, FIRST, FillTimes, FillTimesData
+from slotgraph.runners.runner import Runner
+from slotgraph.runners.statistics import (
+    BucketData,
+    CaptureData,
+    EagerData,
+    FillsData,
+    Statistics,
+)
+from tests.runners.counted import EVERY_KIND, Act, Books, act, anew, counted, schedules
+from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
+
+each_kind = pytest.mark.parametrize(("kind", "lowering"), EVERY_KIND)
+MEMORY = {"inputs", "graphs", "outputs", "uploads", "shared", "eager", "total"}
+
+
+def assert_whole(stats: Statistics) -> None:
+    """Every key is there, on every level, and JSON bears it."""
+    assert stats.keys() == typing.get_type_hints(Statistics).keys()
+    assert stats["fills"].keys() == FillsData.__annotations__.keys()
+    assert stats["capture"].keys() == CaptureData.__annotations__.keys()
+    assert stats["memory"].keys() == MEMORY
+    assert (
+        sum(bytes_ for kind, bytes_ in stats["memory"].items() if kind not in ("shared", "total"))
+        == stats["memory"]["total"]
+    )
+    assert stats["buckets"].keys() == stats["fills"]["buckets"].keys()
+    assert stats["eager"].keys() == stats["fills"]["eager"].keys()
+    assert all(one.keys() == BucketData.__annotations__.keys() for one in stats["buckets"].values())
+    assert all(one.keys() == EagerData.__annotations__.keys() for one in stats["eager"].values())
+    for times in (*stats["fills"]["buckets"].values(), *stats["fills"]["eager"].values()):
+        assert times.keys() == FillTimesData.__annotations__.keys()
+        assert sum(count for _, count in times["histogram"]) == times["count"]
+    json.dumps(stats, allow_nan=False)
+
+
+@each_kind
+@given(schedule=schedules)
+@settings(max_examples=8)
+def test_every_step_is_counted(cpu: str, kind: str, lowering: str, schedule: list[tuple[Act, int]]) -> None:
+    """Of every kind of runner, by shortcut, watched or not: what was done is counted, and what was refused is not."""
+    one = counted(kind, cpu, lowering)
+    before, books = one.runner.stats(), Books.of(one.runner.stats())
+    act(one, schedule)
+    books.expect(one, schedule)
+    after = one.runner.stats()
+    assert Books.of(after) == books
+    assert sum(after["steps"].values()) == sum(count for (what, _), count in after_steps(books) if what == "steps")
+    assert after["capture"]["seconds"] >= before["capture"]["seconds"]
+    assert_whole(after)
+
+
+def after_steps(books: Books) -> list[tuple[tuple[str, Any], int]]:
+    """All that was counted."""
+    return [*books.buckets.items(), *books.eager.items()]
+
+
+@each_kind
+def test_fills_are_timed(cpu: str, kind: str, lowering: str) -> None:
+    """Of every kind of runner the second fill is timed, and then one in so many, for the bucket that it was of."""
+    one = anew(kind, cpu, lowering)
+    for _ in range(3 + EVERY):
+        one.runner(one.batch(2))
+    fills = one.runner.stats()["fills"]
+    (times,) = fills["buckets"].values() if one.buckets else fills["eager"].values()
+    assert times["count"] == 2
+    assert times["mean"] is not None
+    assert times["p50"] is not None
+    assert 0.5 < times["mean"] < 1e6  # of no fill in Python, on a machine that may be busy
+    assert fills["every"] == EVERY
+
+
+def test_no_bucket_is_left_out(cpu: str) -> None:
+    """Buckets that take turns are all timed, since one fill in a prime number is."""
+    runner = plain_runner(cpu, lowering="foreach")
+    for number in range(4 * EVERY):
+        runner(random_batch((3, 6)[number % 2], seed=number))
+    times = runner.stats()["fills"]["buckets"]
+    timed = [number for number in range(1, 4 * EVERY + 1) if number % EVERY == FIRST]
+    assert {size: one["count"] for size, one in times.items()} == {
+        4: sum(number % 2 for number in timed),
+        8: sum(1 - number % 2 for number in timed),
+    }
+
+
+def test_a_step_that_raises_is_none(cpu: str) -> None:
+    """A step that raises, by a graph, by a shortcut or eagerly, is not counted, however often it is tried."""
+
+    def step(view: PlainInputs) -> torch.Tensor:
+        if view.live.item() == 3 and raises:
+            message = "planted"
+            raise ValueError(message)
+        return plain_step(view)
+
+    raises = False
+    for lowering in ("in_graph", "foreach"):
+        runner = DecodeRunner(PlainInputs, step, buckets=[4], backend="cpu", lowering=lowering)
+        runner.capture()
+        for rows in (2, 3, 3, 3):
+            runner(random_batch(rows, seed=rows))
+        before, raises = runner.stats(), True
+        for _ in range(3):
+            with pytest.raises(ReplayError, match="planted"):
+                runner(random_batch(3, seed=3))
+        raises = False
+        after = runner.stats()
+        assert (after["steps"], after["buckets"]) == (before["steps"], before["buckets"])
+    eager = EagerRunner(PlainInputs, step, backend=cpu)
+    raises = True
+    with pytest.raises(ValueError, match="planted"):
+        eager(random_batch(3, seed=3))
+    assert eager.stats()["steps"] == {"graph": 0, "eager": 0}
+
+
+def test_books_before_capture(cpu: str) -> None:
+    """A runner that captured nothing yet has all its books, which say what its inputs take."""
+    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu)
+    stats = runner.stats()
+    assert_whole(stats)
+    assert (stats["steps"], stats["capture"]["buckets"]) == ({"graph": 0, "eager": 0}, [])
+    assert stats["memory"]["inputs"] == runner.graphs.buffers.nbytes > 0
+
+
+def test_captures_and_memory(cpu: str) -> None:
+    """Buckets, graphs, seconds and bytes are those of the report; larger buffers of eager steps are told apart."""
+    runner = plain_runner(cpu)
+    stats, report = runner.stats(), runner.report
+    assert report is not None
+    assert stats["capture"] == {
+        "buckets": [4, 8],
+        "failed": {},
+        "graphs": 2,
+        "seconds": report.seconds,
+        "driver": report.driver,
+    }
+    assert stats["memory"]["total"] == report.memory.total
+    assert stats["memory"]["eager"] == 0
+    runner(random_batch(30, seed=1))
+    grown = runner.stats()["memory"]
+    assert grown["eager"] > 0
+    assert grown["total"] == stats["memory"]["total"] + grown["eager"]
+
+
+def test_memory_of_a_pool(cpu: str) -> None:
+    """What a pool's runners share is told by each of them, and is in no one's total."""
+    pool = InputPool("first", "second")
+    runners = [
+        DecodeRunner(PlainInputs, plain_step, buckets=[8], backend=cpu, phase=pool[phase], sharing=True)
+        for phase in ("first", "second")
+    ]
+    for runner in runners:
+        runner.capture()
+        runner(random_batch(5, seed=1))
+    for stats in (runner.stats() for runner in runners):
+        assert_whole(stats)
+        assert stats["memory"]["shared"] > 0
+        assert stats["memory"]["inputs"] == 0
+        assert stats["buckets"][8]["live"] == 5
+
+
+@pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
+def test_read_while_steps_run(cpu: str, lowering: str) -> None:
+    """Another thread may read the books all the time: no count ever falls, and none is lost."""
+    runner = plain_runner(cpu, lowering=lowering)
+    seen: list[Statistics] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.append(runner.stats())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    sizes = [(1 + number * 7 % 9, number % 3) for number in range(300)]
+    for rows, number in sizes:
+        runner(random_batch(rows, seed=number))
+    done.set()
+    reader.join()
+    totals = [sum(stats["steps"].values()) for stats in (*seen, runner.stats())]
+    assert totals == sorted(totals)
+    assert len(set(totals)) > 2
+    assert totals[-1] == len(sizes)
+    lowered = [sum(stats["lowerings"].values()) for stats in (*seen, runner.stats())]
+    assert lowered == sorted(lowered)
+
+
+class Slow(dict[Any, Any]):
+    """A dictionary that another thread writes to while someone walks over it."""
+
+    def items(self) -> Any:
+        """Its entries, before each of which it has got one more."""
+        for key, value in super().items():
+            self[object()] = value
+            yield key, value
+
+    def values(self) -> Any:
+        """Of its entries."""
+        return (value for _, value in self.items())
+
+
+@pytest.mark.parametrize("where", ["repeated", "buckets", "reasons", "captured"])
+def test_read_while_more_becomes_known(cpu: str, where: str) -> None:
+    """Books are read off a copy that is made at once: a bucket, a reason or a graph more does not break a reading."""
+    runner = plain_runner(cpu, lowering="in_graph")
+    for rows in (3, 3, 30):
+        runner(random_batch(rows, seed=rows))
+    before = runner.stats()
+    holder, name = (runner.graphs, "_captured") if where == "captured" else (runner.parts.tally, where)
+    setattr(holder, name, Slow(getattr(holder, name)))
+    assert runner.stats() == before
+
+
+def test_one_event_with_all_books(cpu: str) -> None:
+    """Books are logged when someone asks for it, by the runner's name."""
+    for runner in (plain_runner(cpu), EagerRunner(PlainInputs, plain_step, backend=cpu)):
+        anyone: Runner[Any] = runner
+        anyone(random_batch(3, seed=1))
+        with capture_logs() as events:
+            anyone.log_stats()
+        assert events == [
+            {"event": "statistics", "log_level": "info", "runner": type(runner).__name__, **anyone.stats()}
+        ]
+
+
+@given(taken=st.lists(st.integers(1_001, 10**9) | st.integers(1_001, 50_000), min_size=1, max_size=300))
+def test_percentiles(taken: list[int]) -> None:
+    """Counts and sums are exact; a percentile is at most one bin, a seventh, from the time of that rank."""
+    times = FillTimes()
+    for one in taken:
+        times.add(one)
+    data, ranked = times.as_data(), sorted(taken)
+    assert (data["count"], data["total"]) == (len(taken), sum(taken) / 1000)
+    assert data["mean"] == sum(taken) / 1000 / len(taken)
+    for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        exact = ranked[max(0, -int(-share * len(ranked) // 1) - 1)] / 1000
+        estimate = data[name]  # type: ignore[literal-required] # one of its keys
+        assert exact / 1.143 <= estimate <= exact * 1.143, name
+
+
+@given(taken=st.integers(0, 3 * 10**9))
+def test_bins(taken: int) -> None:
+    """A time is in the one bin whose bounds it lies between, the upper one being in it."""
+    times = FillTimes()
+    times.add(taken)
+    ((bound, count),) = times.as_data()["histogram"]
+    lower = max((one for one in (0, *BOUNDS) if one < taken), default=0)
+    upper = min((one for one in BOUNDS if one >= taken), default=None)
+    assert count == 1
+    assert bound == (None if upper is None else upper / 1000)
+    assert upper is None or lower < upper <= max(1000, lower * 1.143)
+
+
+def test_nothing_timed() -> None:
+    """Without a time there is no mean and no percentile."""
+    data = FillTimes().as_data()
+    assert (data["count"], data["total"], data["histogram"]) == (0, 0.0, [])
+    assert {data["mean"], data["p50"], data["p90"], data["p99"]} == {None}
