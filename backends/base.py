@@ -68,6 +68,16 @@ class Graph(abc.ABC):
     def nbytes(self) -> int:
         """Bytes that this graph holds beside its inputs and outputs, as far as the device can tell."""
 
+    @property
+    def parts(self) -> int:
+        """Graphs that a replay launches one after the other; what interrupted the capture runs between them."""
+        return 1
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a replay repeats what was recorded, at its addresses; else it calls the step again."""
+        return True
+
     @abc.abstractmethod
     def replay(self) -> None:
         """Run the captured step again on whatever its inputs hold now. ReplayError where that cannot be."""

@@ -28,6 +28,11 @@ class CallableGraph(Graph):
         """Nothing is recorded, so nothing is held."""
         return 0
 
+    @property
+    def is_recorded(self) -> bool:
+        """No: the step itself is called."""
+        return False
+
     def replay(self) -> None:
         """Call the step again; ReplayError chained to what it raises, but for errors of this library."""
         try:

@@ -68,6 +68,11 @@ class CapturedGraph(Graph):
         """Bytes that the capture allocated and the graph holds, without its outputs' storages."""
         return self._nbytes
 
+    @property
+    def parts(self) -> int:
+        """Pieces with operators to replay, without what runs between them."""
+        return sum(bool(calls) for calls, _ in self._parts)
+
     def check_addresses(self) -> None:
         """Raise ReplayError if a tensor that the graph uses was moved or resized since; the first replay does it."""
         self._seal.check()

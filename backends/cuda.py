@@ -5,7 +5,8 @@ How it behaves, where that is not obvious:
 - All captures on a device share one stream and one pool, whichever runner makes them. A graph's outputs are therefore
   good until a graph that was captured before it on the same device is replayed; those of one runner last as ever.
 - Replays run on the current stream; runners let a step wait for the one before it where that was on another.
-- A host slot is pinned. A graph that copies from it reads it when the device gets there, not when replay returns.
+- A host slot is pinned. A graph that copies from it reads it when the device gets there, not when replay returns; a
+  runner's next fill waits for that.
 - Outputs are ordinary tensors, also of a capture inside inference mode.
 """
 

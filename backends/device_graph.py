@@ -45,6 +45,11 @@ class DeviceGraph(Graph):
         return len(self._parts) == 1
 
     @property
+    def parts(self) -> int:
+        """Graphs, without what runs between them."""
+        return sum(part.graph is not None for part in self._parts)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the pool grew by, without the outputs; nothing where the graph found room in the pool.
 

@@ -24,7 +24,10 @@ _PLAIN: Final[Any] = _C._disabled_torch_dispatch_impl  # noqa: SLF001 - a tensor
 _WHOLE: Final = frozenset({"aten::one_hot"})
 
 # Arguments that an operator writes although its schema does not say so.
-_UNDECLARED_WRITES: Final[Mapping[str, tuple[str, ...]]] = {"aten::native_batch_norm": ("running_mean", "running_var")}
+_NORMS: Final = ("native_batch_norm", "batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm")
+_UNDECLARED_WRITES: Final[Mapping[str, tuple[str, ...]]] = {
+    f"aten::{name}": ("running_mean", "running_var") for name in _NORMS
+}
 
 _ACTIVE: Final = threading.local()
 
@@ -146,11 +149,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def _record(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for tensor in tensors_in((args, kwargs)):
-            self.storages.read(tensor)
-        written = list(_written(operator, args, kwargs))
-        for tensor in written:
+            self.storages.read(tensor, operator.name())
+        changed = list(written(operator, args, kwargs))
+        for tensor in changed:
             self.storages.write(tensor)
-        places = Places(written)
+        places = Places(changed)
         recorded_args, recorded_kwargs = _aliases(args), _aliases(kwargs)
         result = operator(*args, **kwargs)
         places.check(operator)
@@ -158,9 +161,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         fixed = [(place, tensor.detach()) for place, tensor in enumerate(results) if self.storages.made(tensor)]
         if operator.name() == "aten::lift_fresh":
             self.storages.constant(result)
-        elif fixed or written or _has_effect(operator):
+        elif fixed or changed or _has_effect(operator):
             self.operations.append(
-                Operation(operator, recorded_args, recorded_kwargs, fixed, len(results), bool(written))
+                Operation(operator, recorded_args, recorded_kwargs, fixed, len(results), bool(changed))
             )
         return result
 
@@ -179,7 +182,8 @@ def _has_effect(operator: Any) -> bool:
     return not operator._schema.returns and operator.namespace != "profiler"  # noqa: SLF001
 
 
-def _written(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+def written(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an operator writes, as its schema says, and where it should say."""
     schema = operator._schema  # noqa: SLF001 - OpOverload has no other way to its schema
     undeclared = _UNDECLARED_WRITES.get(schema.name, ())
     for position, argument in enumerate(schema.arguments):

@@ -27,11 +27,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 @attrs.define
 class _Found:
-    """A storage that was there before the capture, and the tensors through which the step reached it."""
+    """A storage that was there before the capture, the operator that took it first, and the tensors that it was in."""
 
     storage: torch.UntypedStorage
     address: int
     nbytes: int
+    operator: str
     tensors: list[tuple[TensorWeakRef, int]] = attrs.field(factory=list)
     before: torch.UntypedStorage | None = None
 
@@ -46,12 +47,15 @@ class Seal:
         """Raise ReplayError if a storage, or a tensor over it that still lives, is not where it was at capture."""
         for found in self.found:
             if (found.storage.data_ptr(), found.storage.nbytes()) != (found.address, found.nbytes):
-                message = f"a storage of {found.nbytes} bytes that the graph uses was resized or moved: capture again"
+                message = (
+                    f"a storage of {found.nbytes} bytes that {found.operator} takes in the graph was resized or moved: "
+                    "capture again"
+                )
                 raise ReplayError(message)
             for reference, address in found.tensors:
                 tensor = reference()
                 if tensor is not None and tensor.data_ptr() != address:
-                    what = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, that the graph uses"
+                    what = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, that {found.operator} takes"
                     message = f"{what} has moved from {address:#x} to {tensor.data_ptr():#x}: capture again"
                     raise ReplayError(message)
 
@@ -68,13 +72,13 @@ class Storages:
         self._made: dict[int, torch.Tensor] = {}  # what operators returned, alive, so that no id is used twice
         self.constants: set[int] = set()
 
-    def read(self, tensor: torch.Tensor) -> None:
+    def read(self, tensor: torch.Tensor, operator: str) -> None:
         """Note a tensor that an operator takes."""
         key = storage_key(tensor)
         if key in self._owned or id(tensor) in self._made:
             return
         storage = tensor.untyped_storage()
-        found = self._found.setdefault(key, _Found(storage, storage.data_ptr(), storage.nbytes()))
+        found = self._found.setdefault(key, _Found(storage, storage.data_ptr(), storage.nbytes(), operator))
         self._made[id(tensor)] = tensor
         found.tensors.append((TensorWeakRef(tensor), tensor.data_ptr()))
 

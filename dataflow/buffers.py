@@ -17,6 +17,7 @@ from .declaration import Declaration
 from .roles import resolve_dtype
 from .slots import Slot
 from .tails import Pad
+from .turns import Tenancy
 from .values import initial_value, write_all
 
 NOT_BOUND: Final[Mapping[str, torch.Tensor]] = {}
@@ -32,7 +33,7 @@ class Buffer:
     """One slot's memory at full capacity.
 
     mark: how far rows may hold something else than the tail's value, along each varying dim (a high-water mark);
-    adopted: whether the memory was handed in.
+    adopted: whether the memory was handed in. pooled: whether it is a part of memory that others use in their turn.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Buffer:
     tensor: torch.Tensor
     mark: tuple[int, ...]
     adopted: bool = False
+    pooled: bool = False
     _views: dict[Box, torch.Tensor] = attrs.field(factory=dict, init=False)
 
     def view(self, sizes: Sizes) -> torch.Tensor:
@@ -74,20 +76,32 @@ class Buffer:
         """Bytes of the whole buffer."""
         return self.tensor.nbytes
 
+    @property
+    def reachable(self) -> tuple[int, int]:
+        """Where a tensor begins that reaches into it: inside, where the allocation is the fill's own.
+
+        Other memory is a part of something larger, of which a source may be another part.
+        """
+        low, high = span(self.tensor)
+        return (self.tensor.untyped_storage().data_ptr() if self.adopted or self.pooled else low, high)
+
 
 class Buffers:
     """The buffers of one declaration.
 
-    stamp: who filled them last, so that a repeated fill finds tails clean. unmarked: whether a kernel has written slots
-    since, which keeps no marks. handed_out: whether producers were given views, so that they may write any row.
+    ledger: tells which fill came last, so that a repeated one finds tails clean; mine: the last one to these buffers.
+    turn: what is to be known of others in the same memory. unmarked: whether a kernel has written slots since, which
+    keeps no marks. beside: memory that steps write too, and no fill.
     """
 
-    def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes) -> None:
+    def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, tenancy: Tenancy | None = None) -> None:
         self._buffers = dict(buffers)
         self.capacity = dict(capacity)
-        self.stamp: object | None = None
+        tenancy = Tenancy() if tenancy is None else tenancy
+        self.ledger, self.turn = tenancy.ledger, tenancy.turn
+        self.mine: object | None = None
         self.unmarked = False
-        self.handed_out = False
+        self.beside: tuple[torch.Tensor, ...] = ()
 
     def __getitem__(self, name: str) -> Buffer:
         """One slot's buffer."""
@@ -103,15 +117,25 @@ class Buffers:
 
     def distrust(self) -> None:
         """Forget what is known of tails: after a write that no plan made, or one that broke off."""
-        self.stamp, self.unmarked = None, False
+        self.ledger.stamp, self.mine, self.unmarked = None, None, False
         for buffer in self:
             buffer.distrust()
 
+    def take_turn(self) -> None:
+        """Forget what is known of tails where someone else's fill came between, to the same memory."""
+        if self.ledger.stamp is not self.mine:
+            self.distrust()
+
     @property
     def nbytes(self) -> int:
-        """Bytes allocated here, alignment included; adopted memory belongs to someone else."""
-        storages = [buffer.tensor.untyped_storage() for buffer in self if not buffer.adopted]
+        """Bytes allocated here, alignment included; memory of others and of a pool belongs to these."""
+        storages = [buffer.tensor.untyped_storage() for buffer in self if not (buffer.adopted or buffer.pooled)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    @functools.cached_property
+    def storages(self) -> frozenset[int]:
+        """Where the allocations begin that buffers are parts of."""
+        return frozenset(buffer.tensor.untyped_storage().data_ptr() for buffer in self if buffer.nbytes)
 
     @functools.cached_property
     def spans(self) -> list[tuple[int, int]]:
@@ -121,23 +145,12 @@ class Buffers:
     @functools.cached_property
     def near(self) -> list[tuple[int, int]]:
         """Ranges of addresses outside of which no tensor begins that reaches into a buffer; a few, in order."""
-        reach = self.reach_before
-        return merge(((low - reach, high) for low, high in self.spans), ALIGNMENT)
+        return merge((buffer.reachable for buffer in self if buffer.nbytes), ALIGNMENT)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether some of a tensor's elements lie in a buffer."""
         address = tensor.data_ptr()
         return any(low <= address < high for low, high in self.near) and overlaps(tensor, self.spans)
-
-    @property
-    def reach_before(self) -> int:
-        """Bytes before a buffer at which a tensor that reaches into it may begin.
-
-        0 where all memory was allocated here: what lies in it begins in it. Adopted memory is part of something
-        larger, of which a source may be another part.
-        """
-        storages = [buffer.tensor.untyped_storage().nbytes() for buffer in self if buffer.adopted]
-        return max(storages, default=0)
 
     @functools.cached_property
     def addresses(self) -> dict[str, int]:
@@ -155,29 +168,30 @@ def allocate(
     capabilities: Capabilities,
     empty: Allocate,
     bind: Mapping[str, torch.Tensor] = NOT_BOUND,
+    tenancy: Tenancy | None = None,
 ) -> Buffers:
     """Buffers for every slot at full capacity, those in `bind` adopted, each with its initial value.
 
-    Adopted memory is written too: a step is captured on what its inputs hold, which must be harmless.
+    tenancy: memory for some of them, which others use in their turn. Memory that was handed in is written too: a step
+    is captured on what its inputs hold, which must be harmless.
     Raises BindError where a tensor cannot be adopted, ComputeError where a value does not fit its dtype here.
     """
     check_bindings(declaration, capacity, capabilities, empty, bind)
+    pooled = NOT_BOUND if tenancy is None else tenancy.tensors
     rooms = [
         Room(name, extent(slot.shape, capacity), resolve_dtype(slot.dtype, capabilities), slot.placement)
         for name, slot in declaration.slots.items()
-        if name not in bind
+        if name not in bind and name not in pooled
     ]
-    tensors = {**(together if capabilities.arenas else separate)(rooms, empty), **bind}
-    buffers = Buffers(
-        {
-            name: Buffer(name, slot, tensors[name], tuple(0 for _ in slot.varying), name in bind)
-            for name, slot in declaration.slots.items()
-        },
-        capacity,
-    )
+    tensors = {**(together if capabilities.arenas else separate)(rooms, empty), **bind, **pooled}
+    made = {
+        name: Buffer(name, slot, tensors[name], tuple(0 for _ in slot.varying), name in bind, name in pooled)
+        for name, slot in declaration.slots.items()
+    }
+    buffers = Buffers(made, capacity, tenancy)
     _initialise(buffers, capabilities)
     for buffer in buffers:
-        if not _is_all_tail(buffer.slot):
+        if buffer.pooled or not _is_all_tail(buffer.slot):
             buffer.distrust()
     return buffers
 
@@ -199,12 +213,13 @@ def _initialise(buffers: Buffers, capabilities: Capabilities) -> None:
 def at_rest(buffers: Buffers, capabilities: Capabilities) -> Iterator[None]:
     """Have all slots hold their initial values for a while, on which a step does no harm; then what they held."""
     with torch.inference_mode(mode=False), torch.no_grad():
-        kept = [buffer.tensor.clone() for buffer in buffers]
+        tensors = [*(buffer.tensor for buffer in buffers), *buffers.beside]
+        kept = [tensor.clone() for tensor in tensors]
     try:
         _initialise(buffers, capabilities)
         yield
     finally:
         with torch.inference_mode(mode=False), torch.no_grad():
-            for buffer, before in zip(buffers, kept, strict=True):
-                buffer.tensor.copy_(before)
+            for tensor, before in zip(tensors, kept, strict=True):
+                tensor.copy_(before)
         buffers.distrust()

@@ -55,5 +55,29 @@ class StaleOutputError(SlotGraphError, RuntimeError):
     """An output was used after the replay that overwrote it."""
 
 
+class CheckError(SlotGraphError, RuntimeError):
+    """A check found a wrong step: the message names the slot, or what else the step depends on."""
+
+
+class FailedCheckError(CheckError, AssertionError):
+    """A check found a wrong step, where a test asserted that there is none."""
+
+
+class WrongBytesError(SlotGraphError, AssertionError):
+    """A fill left other bytes than the oracle, or a step returned others: the message names the slot and the row."""
+
+
+class RegressionError(SlotGraphError, AssertionError):
+    """A fill or a step takes longer than was allowed, held against the one by hand of the same run."""
+
+
 class ConfigError(SlotGraphError, ValueError):
     """A configuration has an unknown key or a value of the wrong kind."""
+
+
+class RecordingError(SlotGraphError, ValueError):
+    """A recorded file cannot be read, or is of another runner."""
+
+
+class LayoutError(SlotGraphError, RuntimeError):
+    """A layout of shared memory breaks a promise: the message names the slots that would meet."""

@@ -145,7 +145,7 @@ class Fill:
     def _write(self, ready: Ready, sources: Sources, batch: Any) -> None:
         buffers = self.buffers
         try:
-            if buffers.stamp is not ready or buffers.handed_out:
+            if buffers.ledger.stamp is not ready or buffers.ledger.handed_out:
                 self._reset(ready)
             for tail, number in ready.always:
                 tail.fill_(number)
@@ -163,15 +163,17 @@ class Fill:
 
     def _reset(self, ready: Ready) -> None:
         """Reset tails that an earlier fill may have left dirty, and note how far this one dirties them."""
-        if self.buffers.handed_out or (self._distrusts and self.buffers.unmarked):
-            self.buffers.distrust()
-        elif self.buffers.unmarked:  # a slot that is apart here may be a lane of another bucket's kernel
+        buffers = self.buffers
+        buffers.take_turn()
+        if buffers.ledger.handed_out or (self._distrusts and buffers.unmarked):
+            buffers.distrust()
+        elif buffers.unmarked:  # a slot that is apart here may be a lane of another bucket's kernel
             for buffer, _, _ in ready.marks:
                 buffer.distrust()
         if ready.exact:
             for buffer, reach, _ in ready.marks:
                 buffer.mark = tuple(map(max, buffer.mark, reach))
-            self.buffers.stamp = ready
+            buffers.ledger.stamp = buffers.mine = ready
             return
         zeros, others = ready.reset_from(tuple([buffer.mark for buffer, _, _ in ready.marks]))
         if zeros:
@@ -180,7 +182,7 @@ class Fill:
             tail.fill_(number)
         for buffer, reach, _ in ready.marks:
             buffer.mark = reach
-        self.buffers.stamp = ready
+        buffers.ledger.stamp = buffers.mine = ready
 
 
 def compute_on_device(ready: Ready, batch: Any = None) -> None:

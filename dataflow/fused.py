@@ -50,7 +50,7 @@ class FusedFill:
             fill.write(ready, sources, batch)
         if ready.packed or data:
             words = b"".join((words, *self.values(ready, batch), data))
-        buffers.stamp = ready
+        buffers.ledger.stamp = buffers.mine = ready
         buffers.unmarked = True
         self.feed.arm(words, kept)
         return ready

@@ -1,6 +1,6 @@
 """The dependency graph of a declaration as a mermaid diagram: from the batch over the slots to the captured step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from .compute import SETTINGS, STEP
@@ -18,9 +18,12 @@ _STYLES: Final = {
 """A colour for each kind of slot; a kind of the user's own is drawn without one."""
 
 
-def mermaid(explanation: Explanation) -> str:
-    """The diagram as text, for a Markdown block or mermaid's own tools; the same for equal explanations."""
-    nodes = list(dict.fromkeys(_nodes(explanation)))
+def mermaid(explanation: Explanation, step: Sequence[str] = ("captured step",)) -> str:
+    """The diagram as text, for a Markdown block or mermaid's own tools; the same for equal explanations.
+
+    step: what is written on the step, a line each.
+    """
+    nodes = [*dict.fromkeys(_nodes(explanation)), f"captured[[{_quoted('<br/>'.join(step))}]]"]
     edges = list(dict.fromkeys(_edges(explanation)))
     used = [kind for kind in _STYLES if any(f":::{kind}" in node for node in nodes)]
     styles = [f"classDef {kind} {_STYLES[kind]}" for kind in used]
@@ -36,7 +39,6 @@ def _nodes(explanation: Explanation) -> Iterator[str]:
         yield from (_needed(name) for name in slot.needs if not _is_slot(name, explanation))
     for slot in explanation.slots:
         yield f"{_id(slot.name)}[{_quoted(_label(slot))}]" + (f":::{slot.kind}" if slot.kind in _STYLES else "")
-    yield f"captured[[{_quoted('captured step')}]]"
 
 
 def _edges(explanation: Explanation) -> Iterator[str]:

@@ -50,7 +50,7 @@ def dtype_text(dtype: torch.dtype | Role) -> str:
 
 def dtype_from_text(text: str) -> torch.dtype:
     """The dtype of a short name; ValueError where torch has none."""
-    dtype = getattr(torch, text, None)
+    dtype = vars(torch).get(text)  # getattr would load modules of torch by their names
     if not isinstance(dtype, torch.dtype):
         message = f"torch has no dtype {text!r}"
         raise ValueError(message)  # noqa: TRY004 - the text's value is wrong, not its type

@@ -48,11 +48,25 @@ def plan_to_json(plan: FillPlan, indent: int | None = None) -> str:
 def plan_from_json(text: str) -> FillPlan:
     """The plan of a JSON text; ConfigError where it does not parse, and as `from_data`."""
     try:
-        data = json.loads(text)
+        data = json_data(text)
     except ValueError as error:
         message = f"no FillPlan: {error}"
         raise ConfigError(message) from error
     return from_data(data, FillPlan)
+
+
+def json_data(text: str) -> Any:
+    """What a JSON text says; ValueError for what is none, for NaN and infinity, and for what is nested too deeply."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        message = "it is nested too deeply"
+        raise ValueError(message) from error
+
+
+def _refuse(constant: str) -> float:
+    message = f"{constant} is no number in JSON"
+    raise ValueError(message)
 
 
 def _strict(kind: type) -> Callable[[Any, Any], Any]:

@@ -14,7 +14,7 @@ from .compute import Compute, compute_of
 from .roles import FillRole, Role, dtype_text
 from .sources import Path, Source, optional_source
 from .step import Step
-from .tails import Number, Once, Pad, PadValue, Tail, holds, tail_of
+from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, holds, tail_of
 
 When = str | Callable[[Any], bool]
 Value = Number | FillRole | Axis | Dim | Callable[[Step], Any]
@@ -69,6 +69,10 @@ class Slot(abc.ABC):
         """The largest value that host data for the slot may hold, or None where any will do."""
         return None
 
+    def bears(self) -> Poison | None:
+        """What checks may put into the tail, with no effect on live rows; None where its rule tells."""
+        return None
+
     @property
     def is_parameter(self) -> bool:
         """Whether graphs are handed the slot's value at each replay, where the device has host parameters."""
@@ -94,9 +98,10 @@ class Slot(abc.ABC):
         return frozenset(axis for size in (*self.shape, *sizes) for axis in size.axes)
 
     def _values(self) -> Iterator[Value]:
-        """What the slot holds where no step has written it: its initial value, and its tail's where that is another."""
-        initial, rule = self.initial(), self.rule()
+        """What the slot holds where no step has written it, first its initial value, and what its tail may be given."""
+        initial, rule, poison = self.initial(), self.rule(), self.bears()
         yield initial
+        yield from poison if isinstance(poison, tuple) else ()
         if isinstance(rule, Pad | Once) and rule.value is not initial:
             yield rule.value
 
@@ -115,11 +120,17 @@ class Slot(abc.ABC):
 class Padded(Slot):
     """A slot with a tail rule of its own: `pad`, a value, `keep("why")` or `once(value)`.
 
-    starts: what the whole buffer holds at first, where that is not the tail's value.
+    starts: what the whole buffer holds at first, where that is not the tail's value. poison: what checks may put into
+    the tail, values or "stale", where its rule does not tell; nothing, `()`, where padded rows need what it says.
     """
 
     pad: Tail | None = attrs.field(default=None, converter=tail_of)
     starts: PadValue | None = None
+    poison: Poison | None = None
+
+    def bears(self) -> Poison | None:
+        """As declared."""
+        return self.poison
 
     def rule(self) -> Tail | None:
         """The declared rule."""
@@ -138,6 +149,8 @@ class Padded(Slot):
             yield f"starts={self.starts!r} and pad=once(...) both say what it holds at first: say one of them"
         if self.varying and self.pad is None:
             yield "no tail rule: say pad=value, pad=keep('why no one reads the tail') or pad=once(value)"
+        if self.poison not in (None, STALE) and not isinstance(self.poison, tuple):
+            yield f"poison={self.poison!r}: say a tuple of the values that its tail bears, or 'stale'"
         if self.restored and isinstance(self.pad, Once):
             yield "it is restored, and its tail is set once: a step that raises would leave it spoilt; say pad=value"
 

@@ -11,7 +11,7 @@ from .capabilities import DEVICE, Placement
 from .roles import Role
 from .slots import Computed, Constant, Copied, HostParameter, Output, Slot, Staged, Value, When
 from .sources import Source
-from .tails import PadValue, Tail
+from .tails import PadValue, Poison, Tail
 
 SLOT: Final = "slotgraph.slot"
 Size = int | Axis | Dim
@@ -39,17 +39,16 @@ def copied(
     restored: bool = False,
     starts: PadValue | None = None,
     limit: Size | None = None,
+    poison: Poison | None = None,
     when: When | None = None,
     default: Any = attrs.NOTHING,
 ) -> Any:
     """A slot fed from the batch in each step; `default=None` makes it optional.
 
-    pad: what the tail holds, `keep("why")` or `once(value)`; needed where a dim varies by step.
-    source: the same name in the batch if not given; a dotted path; `side("name.path")`; or a function of the batch.
-    strided: take a source that is not contiguous. converts: source dtypes that the copy converts.
-    rewritten: the step writes it too. restored: it writes it, and the runner puts it back at the end of the step.
-    starts: what the buffer holds at first, where that is not the tail's value. limit: the largest value that host data
-    may hold, a number or a fixed axis. when: the setting that must be true for the slot to exist.
+    pad: what the tail holds. source: a path, `side("path")` or a function, where it is not of the slot's name. strided:
+    take one that is not contiguous. converts: dtypes that the copy converts. rewritten: the step writes it too.
+    restored: the runner then puts it back. starts: what the buffer holds at first, if not the tail's value. limit: the
+    largest value of host data. poison: what checks may put into the tail. when: the setting that the slot exists by.
     """
     kind = Copied(
         shape=shape,
@@ -63,6 +62,7 @@ def copied(
         restored=restored,
         starts=starts,
         limit=limit,
+        poison=poison,
         when=when,
         optional=default is None,
     )
@@ -79,6 +79,7 @@ def host_parameter(
     converts: tuple[torch.dtype, ...] = (),
     starts: PadValue | None = None,
     limit: Size | None = None,
+    poison: Poison | None = None,
     when: When | None = None,
     default: Any = attrs.NOTHING,
 ) -> Any:
@@ -97,6 +98,7 @@ def host_parameter(
         converts=converts,
         starts=starts,
         limit=limit,
+        poison=poison,
         when=when,
         optional=default is None,
     )
@@ -142,11 +144,12 @@ def staged(
     dtype: Dtype,
     pad: PadValue | Tail | None = None,
     placement: Placement = DEVICE,
+    poison: Poison | None = None,
     when: When | None = None,
     init: Literal[False] = False,
 ) -> Any:
     """A slot that a producer writes inside or beside the step; a fill only resets its tail, in each step."""
-    return slot(Staged(shape=shape, dtype=dtype, pad=pad, placement=placement, when=when), init=init)
+    return slot(Staged(shape=shape, dtype=dtype, pad=pad, placement=placement, poison=poison, when=when), init=init)
 
 
 def output(

@@ -57,7 +57,7 @@ def _cells(slot: SlotFacts) -> Iterator[str]:
     yield f"{slot.dtype} ({slot.role})" if slot.role else slot.dtype
     yield slot.placement
     yield slot.tail or "-"
-    yield _origin(slot)
+    yield origin(slot)
     if slot.padded is not None:
         yield f"[{', '.join(map(str, slot.padded))}]"
         yield f"{slot.nbytes:,}"
@@ -73,7 +73,7 @@ def _kind(slot: SlotFacts) -> Iterator[str]:
         yield f"when {slot.when}"
 
 
-def _origin(slot: SlotFacts) -> str:
+def origin(slot: SlotFacts) -> str:
     """Where the value comes from, in a word or two."""
     if slot.function is not None:
         return f"{slot.function}({', '.join(slot.needs)})"

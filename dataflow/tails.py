@@ -1,6 +1,7 @@
 """Tail rules: what happens to the rows beyond the live size."""
 
 import math
+from typing import Final, Literal
 
 import attrs
 import torch
@@ -47,6 +48,9 @@ class Once:
 
 
 Tail = Pad | Keep | Once
+Poison = tuple[PadValue, ...] | Literal["stale"]
+"""What a check may put into a tail: these values, or those that live rows had in one step or another."""
+STALE: Final = "stale"
 
 
 def keep(reason: str) -> Keep:

@@ -8,6 +8,7 @@ from torch import nn
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, Axis, Sizes
 from .config import Options, RunnerConfig
+from .pool import Phase
 from .stacked.capture import Boundary
 from .stacked.runner import StackRunner
 from .stacked.runs import StackRuns
@@ -25,7 +26,8 @@ class BreakableRunner(StackRunner[V]):
     graphs do not depend on the number of requests. Embeddings before, head and logits after the stack see the live
     view: token slots have a bucket's rows, all of which are executed, request slots the batch's, up to `max_batch`.
     output_rows: BATCH for one row a request, TOKENS to cut outputs to the live tokens, None to get them whole.
-    sizes, settings, absent, lend, carry: as of `DecodeRunner`. Options are those of `RunnerConfig`; buckets are tokens.
+    sizes, settings, absent, lend, carry, phase: as of `DecodeRunner`. Options are those of `RunnerConfig`; buckets are
+    tokens.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class BreakableRunner(StackRunner[V]):
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
         output_rows: Axis | None = BATCH,
+        phase: Phase | None = None,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
@@ -47,7 +50,9 @@ class BreakableRunner(StackRunner[V]):
         self.stage = stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend)
         boundary = Boundary(required_stack(step, stack), "breakable")
         name = type(self).__name__
-        self._runs = StackRuns(stage, boundary, config, name=name, absent=absent, carry=carry, output_rows=output_rows)
+        self._runs = StackRuns(
+            stage, boundary, config, name=name, absent=absent, carry=carry, output_rows=output_rows, phase=phase
+        )
 
     @property
     def runs(self) -> StackRuns[V]:

@@ -23,19 +23,21 @@ _LOG = structlog.get_logger("slotgraph")
 
 @attrs.frozen
 class MemoryAccount:
-    """Bytes that a runner holds: input buffers, graphs beside them, outputs, and what feeds the fused kernel.
+    """Bytes that a runner holds: buffers, graphs beside them, other outputs, and what feeds the fused kernel.
 
-    uploads: tables and packet on the device, and the host memory that uploads start from.
+    uploads: tables and packet on the device, and the host memory that uploads start from. shared: of its slots in a
+    pool's memory, which is no runner's own.
     """
 
     inputs: int
     graphs: int
     outputs: int
     uploads: int = 0
+    shared: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All that is its own."""
         return self.inputs + self.graphs + self.outputs + self.uploads
 
 
@@ -76,8 +78,8 @@ def frozen_garbage() -> Iterator[None]:
     """
     frozen = gc.get_freeze_count()
     gc.collect(1)
-    gc.freeze()
     try:
+        gc.freeze()
         yield
     finally:
         if frozen < _FROZEN_BY_PYTHON:  # else the program froze objects of its own, which must stay so

@@ -1,12 +1,11 @@
 """A runner's configuration: from Python, TOML or JSON, with every key and type checked."""
 
 import difflib
-import json
 import math
 import pathlib
 import tomllib
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
 import attrs
 import cattrs
@@ -15,7 +14,12 @@ from cattrs.v import format_exception
 
 from ..dataflow.capabilities import AUTO
 from ..dataflow.errors import ConfigError
+from ..dataflow.serial import json_data
 from .buckets import Buckets
+from .modes import Wanted, modes_of
+
+MOST: Final = 1 << 24
+"""Rows that a configuration may ask for: a runner has a table over as many, which a slip of the keyboard would fill."""
 
 
 class Options(TypedDict, total=False):
@@ -28,9 +32,9 @@ class Options(TypedDict, total=False):
     width: int
     warmups: int
     progress: bool
-    debug: bool
+    debug: Wanted
     no_copy: bool | None
-    sharing: bool
+    sharing: bool | None
     graphs: bool
     lowering: str
     lazy: bool
@@ -50,6 +54,13 @@ def _within(least: float, most: float = math.inf) -> Callable[[Any, Any, Any], N
     return check
 
 
+def _known_modes(_: Any, field: Any, value: Any) -> None:
+    """A validator for names of debug modes; what the environment says is looked at when a runner is made."""
+    del field
+    if value is not None:
+        modes_of(value)
+
+
 @attrs.frozen(kw_only=True)
 class RunnerConfig:
     """How a runner runs.
@@ -57,27 +68,27 @@ class RunnerConfig:
     backend: a backend's name, or "auto". buckets: padded request counts to capture; a default ladder up to
     `max_batch` where none are given; of a prefill runner token counts, up to `max_tokens`, for `max_batch` requests
     at most. max_waste: the largest share of padding worth a replay. width: tokens a request has in each step.
-    warmups: runs before each capture. progress: whether capture may show a bar (on a terminal only). debug: catch
-    stale outputs and moved addresses at each replay. no_copy: an eager runner hands the batch through; None asks
-    the environment, SLOTGRAPH_EAGER_NO_COPY=1. sharing: whether runners may share input buffers, where the backend
-    can (none does so yet in this release). graphs: whether steps are captured at all; without, nothing is, and all
-    run eagerly. lowering: how fills are run, one of the backend's `lowerings`, or "auto" for the first of them.
-    lazy: capture a bucket when the first batch comes for it. error_mode: the mode that captures run in, one of the
-    backend's `capture_error_modes`; None for its default.
+    warmups: runs before each capture. progress: whether capture may show a bar (on a terminal only). debug: modes of
+    debugging, by name, or True for those that run no step twice; None asks the environment, SLOTGRAPH_DEBUG. no_copy:
+    an eager runner hands the batch through; None asks the environment, SLOTGRAPH_EAGER_NO_COPY=1. sharing: whether a
+    runner shares input memory with others of its pool; None for what the backend's record says. graphs: whether steps
+    are captured at all; without, nothing is, and all run eagerly. lowering: how fills are run, one of the backend's
+    `lowerings`, or "auto" for the first of them. lazy: capture a bucket when the first batch comes for it. error_mode:
+    the mode that captures run in, one of the backend's `capture_error_modes`; None for its default.
     A runner takes them as keywords: `DecodeRunner(Inputs, step, **RunnerConfig.load("runner.toml").as_data())`.
     """
 
     backend: str = "auto"
-    buckets: tuple[int, ...] = attrs.field(default=(), validator=_within(1))
-    max_batch: int = attrs.field(default=32, validator=_within(1))
-    max_tokens: int = attrs.field(default=2048, validator=_within(1))
+    buckets: tuple[int, ...] = attrs.field(default=(), validator=_within(1, MOST))
+    max_batch: int = attrs.field(default=32, validator=_within(1, MOST))
+    max_tokens: int = attrs.field(default=2048, validator=_within(1, MOST))
     max_waste: float = attrs.field(default=1.0, validator=_within(0, 1))
-    width: int = attrs.field(default=1, validator=_within(1))
+    width: int = attrs.field(default=1, validator=_within(1, MOST))
     warmups: int = attrs.field(default=1, validator=_within(0))
     progress: bool = True
-    debug: bool = False
+    debug: bool | str | tuple[str, ...] | None = attrs.field(default=None, validator=_known_modes)
     no_copy: bool | None = None
-    sharing: bool = True
+    sharing: bool | None = None
     graphs: bool = True
     lowering: str = AUTO
     lazy: bool = False
@@ -89,7 +100,7 @@ class RunnerConfig:
         known = [field.name for field in attrs.fields(cls)]
         for key in options:
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
+                near = difflib.get_close_matches(str(key), known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
                 message = f"unknown option {key!r}: {hint}"
                 raise ConfigError(message)
@@ -100,15 +111,19 @@ class RunnerConfig:
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "RunnerConfig":
-        """Read a `.toml` or `.json` file. ConfigError where it does not parse or has unknown keys."""
+        """Read a `.toml` or `.json` file. ConfigError where it cannot be read, does not parse or has unknown keys."""
         file = pathlib.Path(path)
-        read = {".toml": tomllib.loads, ".json": json.loads}.get(file.suffix)
+        readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json_data}
+        read = readers.get(file.suffix)
         if read is None:
             message = f"{file.name}: configuration is a .toml or .json file"
             raise ConfigError(message)
         try:
             data = read(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except RecursionError as error:
+            message = f"{file.name}: it is nested too deeply"
+            raise ConfigError(message) from error
+        except (OSError, ValueError) as error:
             message = f"{file.name}: {error}"
             raise ConfigError(message) from error
         if not isinstance(data, dict):
@@ -120,6 +135,11 @@ class RunnerConfig:
         """Plain data that `of` reads back, for TOML or JSON."""
         data: dict[str, Any] = _CONVERTER.unstructure(self)
         return {key: value for key, value in data.items() if value is not None}
+
+    @property
+    def modes(self) -> frozenset[str]:
+        """The modes of debugging that are on. ConfigError where the environment names an unknown one."""
+        return modes_of(self.debug)
 
     def ladder(self) -> Buckets:
         """The buckets that were given, or the default ladder."""
@@ -156,7 +176,18 @@ def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
     for kind in (int, float, bool, str):
         converter.register_structure_hook(kind, _strict(kind))
+    converter.register_structure_hook(bool | str | tuple[str, ...] | None, _wanted)
     return converter
+
+
+def _wanted(value: Any, _: Any) -> Any:
+    """Debug modes as they were said, several as a tuple."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, list | tuple | set | frozenset) and all(isinstance(one, str) for one in value):
+        return tuple(sorted(value) if isinstance(value, set | frozenset) else value)
+    message = f"expected true, false or names of debug modes, got {value!r}"
+    raise ConfigError(message)
 
 
 _CONVERTER = _converter()

@@ -1,11 +1,15 @@
 """Decisions: which path a batch takes and why, and how often each was taken."""
 
 import collections
-from collections.abc import Mapping
-from typing import Any, Final, Literal
+import itertools
+import time
+from typing import Final, Literal
 
 import attrs
 import structlog
+
+from .filltimes import EVERY, FIRST, FillTimes
+from .statistics import BucketData, TallyData
 
 _LOG: Final = structlog.get_logger("slotgraph")
 Path = Literal["graph", "piecewise", "breakable", "eager"]
@@ -32,62 +36,109 @@ class Decision:
     reason: str
 
 
-@attrs.define
+@attrs.define(eq=False)
 class Counts:
-    """Steps, and their live rows."""
+    """Steps, their live rows, and the times of some of their fills."""
 
     steps: int = 0
     live: int = 0
+    times: FillTimes = attrs.field(factory=FillTimes)
 
-    def add(self, rows: int, times: int = 1) -> None:
-        """Count a step of `rows` live rows, or several."""
-        self.steps += times
-        self.live += rows * times
+
+@attrs.define(eq=False)
+class Repeated:
+    """Steps of one bucket with one number of live rows, which a shortcut counts here by one addition.
+
+    times: the bucket's.
+    """
+
+    bucket: int
+    rows: int
+    times: FillTimes
+    steps: int = 0
 
 
 class Tally:
-    """Counts decisions as they are carried out.
+    """Counts steps once they are done. Whoever reads it, from whatever thread, holds up no one.
 
-    path: the one that batches take which fit a bucket. buckets: steps by bucket. reasons: eager runs by reason.
+    path: the one that batches take which fit a bucket. buckets: steps by bucket, but for those of shortcuts, which are
+    in `repeated`, by bucket and live rows. reasons: eager steps by reason. turns: for each fill that begins, whether it
+    is to be timed; to ask costs less than to count.
     """
 
     def __init__(self, path: Path = "graph") -> None:
         self.path = path
         self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
+        self.repeated: dict[tuple[int, int], Repeated] = {}
         self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)
+        self.turns = itertools.cycle([number == FIRST for number in range(1, EVERY + 1)])
+        self._warned: set[Why] = set()
 
-    def replayed(self, bucket: int, rows: int, times: int = 1) -> None:
-        """A replay of `rows` live rows in a bucket, or several."""
-        self.buckets[bucket].add(rows, times)
+    def replayed(self, bucket: int, rows: int) -> None:
+        """A replay of `rows` live rows in a bucket."""
+        counts = self.buckets[bucket]
+        counts.steps += 1
+        counts.live += rows
 
-    def fell_back(self, decision: Decision, rows: int) -> bool:
-        """An eager run of `rows` live rows in a graph's place; whether it is the first for its reason."""
-        first = decision.why not in self.reasons
-        self.reasons[decision.why].add(rows)
-        return first
+    def repeats(self, bucket: int, rows: int) -> Repeated:
+        """Where a shortcut counts its steps."""
+        known = self.repeated.get((bucket, rows))
+        if known is None:
+            known = self.repeated[bucket, rows] = Repeated(bucket, rows, self.buckets[bucket].times)
+        return known
 
-    def note_fallback(self, decision: Decision, rows: int, runner: str) -> None:
-        """The same, with one warning the first time that a reason leads to it."""
-        if self.fell_back(decision, rows):
+    def fell_back(self, decision: Decision, rows: int) -> None:
+        """An eager run of `rows` live rows."""
+        counts = self.reasons[decision.why]
+        counts.steps += 1
+        counts.live += rows
+
+    def unfit(self, decision: Decision, runner: str, start: int) -> None:
+        """A batch that no graph takes is filled; start: see `timed`, 0 for a fill that is not.
+
+        The first time for a reason, one event says so.
+        """
+        if start:
+            self.timed(self.reasons[decision.why], start)
+        if decision.why not in self._warned:
+            self._warned.add(decision.why)
             _LOG.warning("fallback", runner=runner, why=decision.why, reason=decision.reason)
 
-    def as_data(self) -> Mapping[str, Any]:
-        """Plain data.
+    @staticmethod
+    def timed(counts: Counts, start: int) -> None:
+        """A fill that began at `start`, by `perf_counter_ns`, is done."""
+        counts.times.add(time.perf_counter_ns() - start)
 
-        steps: by path. buckets: path, steps, live and padded rows, and waste of each. eager: steps and live rows by the
-        reason that led to them.
-        """
-        buckets = {size: self._bucket(size, counts) for size, counts in sorted(self.buckets.items())}
-        eager = {why: attrs.asdict(counts) for why, counts in sorted(self.reasons.items())}
-        steps = {self.path: _steps(self.buckets), "eager": _steps(self.reasons)}
-        return {"steps": steps, "buckets": buckets, "eager": eager}
+    def by_shortcut(self) -> int:
+        """Steps that shortcuts did."""
+        return sum(one.steps for one in self.repeated.copy().values())
 
-    def _bucket(self, size: int, counts: Counts) -> dict[str, Any]:
+    def as_data(self) -> TallyData:
+        """Plain data: the keys of `buckets` and `eager` are those of which there were steps."""
+        counted, times = self._by_bucket(), self.buckets.copy()
+        reasons: dict[str, Counts] = {why: one for why, one in sorted(self.reasons.copy().items()) if one.steps}
+        buckets = {size: self._bucket(size, *counts) for size, counts in counted.items()}
+        graphs, eager = sum(one["steps"] for one in buckets.values()), sum(one.steps for one in reasons.values())
+        return {
+            "steps": {self.path: graphs, "eager": eager},
+            "buckets": buckets,
+            "eager": {why: {"steps": one.steps, "live": one.live} for why, one in reasons.items()},
+            "fills": {
+                "every": EVERY,
+                "buckets": {size: times[size].times.as_data() for size in counted},
+                "eager": {why: one.times.as_data() for why, one in reasons.items()},
+            },
+        }
+
+    def _by_bucket(self) -> dict[int, tuple[int, int]]:
+        """Steps and live rows of each bucket that had any."""
+        found = {size: (one.steps, one.live) for size, one in self.buckets.copy().items()}
+        for one in self.repeated.copy().values():
+            (steps, live), more = found.get(one.bucket, (0, 0)), one.steps
+            found[one.bucket] = steps + more, live + one.rows * more
+        return {size: counts for size, counts in sorted(found.items()) if counts[0]}
+
+    def _bucket(self, size: int, steps: int, live: int) -> BucketData:
         """One bucket's counts; waste is the share of padded rows that were padding."""
-        padded = size * counts.steps
-        waste = (padded - counts.live) / padded if padded else 0.0
-        return {"path": self.path, "steps": counts.steps, "live": counts.live, "padded": padded, "waste": waste}
-
-
-def _steps(counts: Mapping[Any, Counts]) -> int:
-    return sum(one.steps for one in counts.values())
+        padded = size * steps
+        return {"path": self.path, "steps": steps, "live": live, "padded": padded, "waste": (padded - live) / padded}

@@ -12,6 +12,7 @@ from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
 from .config import Options
 from .decode import DecodeRunner
+from .pool import Phase
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V
 from .standard.axes import STEPS, TOPK
 from .through import Through
@@ -67,6 +68,7 @@ class DraftRunner(Through[V]):
         absent: Sequence[Collection[str]] = NO_PATTERNS,
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
+        phase: Phase | None = None,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
@@ -89,6 +91,7 @@ class DraftRunner(Through[V]):
             carry=carry,
             output_rows=BATCH,
             one_width=True,
+            phase=phase,
             backend=backend,
             **options,
         )

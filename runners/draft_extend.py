@@ -10,6 +10,7 @@ from ..dataflow.axes import BATCH, Axis, Sizes
 from ..dataflow.errors import ConfigError
 from .config import Options
 from .decode import DecodeRunner
+from .pool import Phase
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V
 from .through import Through
 
@@ -35,6 +36,7 @@ class DraftExtendRunner(Through[V]):
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
         output_rows: Axis | None = BATCH,
+        phase: Phase | None = None,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
@@ -49,6 +51,7 @@ class DraftExtendRunner(Through[V]):
             lend=lend,
             carry=carry,
             output_rows=output_rows,
+            phase=phase,
             backend=backend,
             **options,
         )

@@ -1,6 +1,7 @@
 """The eager runner: the same declaration, never padded, buffers that grow on demand."""
 
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Unpack, final
 
@@ -16,7 +17,7 @@ from ..dataflow.caches import keep_newest
 from ..dataflow.capabilities import DEVICE
 from ..dataflow.cargo import most_cargo
 from ..dataflow.declaration import Declaration
-from ..dataflow.errors import BatchError
+from ..dataflow.errors import BatchError, ReplayError
 from ..dataflow.feed import Feeder
 from ..dataflow.fill import compute_on_device
 from ..dataflow.handover import hand_over
@@ -27,6 +28,8 @@ from ..dataflow.slots import Slot
 from ..dataflow.sources import Side, look_up
 from .config import Options, RunnerConfig
 from .decision import Decision, Tally
+from .gate import Gate
+from .hostreads import HostReads
 from .parts import Parts
 from .runner import Runner
 from .running import Running, under_way
@@ -77,9 +80,12 @@ class EagerRunner(Runner[V]):
         self._limits = Limits.of(self.stage.declaration, self.stage.sizes)
         self._rows_of = _leading(self.stage.declaration)
         self._capacity = dict.fromkeys(self.stage.declaration.axes, 0) | dict(self.stage.sizes)
+        self._reads: HostReads | None = None
         self._bucket = self._begin_with(buffers) if buffers is not None else None
         self._tally = Tally()
         self._watch = Watch()
+        self._gate = Gate(type(self).__name__)
+        self._filled: V | None = None
 
     @classmethod
     def beside(cls, stage: Stage[V], buffers: Buffers, carry: tuple[str, ...]) -> "EagerRunner[V]":
@@ -110,13 +116,20 @@ class EagerRunner(Runner[V]):
         return self._watch
 
     def _step(self, batch: Any, side: Side) -> Any:
-        return self.run(self._fill_view(batch, side))
+        with self._gate.open():
+            return self.run(self._fill(batch, side, self._size, self.stage.relations))
 
     def _fill_view(self, batch: Any, side: Side) -> V:
-        return self._fill(batch, side, self._size, self.stage.relations)
+        with self._gate.open():
+            view = self._filled = self._fill(batch, side, self._size, self.stage.relations)
+        return view
 
     def _replay_view(self, view: V) -> Any:
-        return self.run(view)
+        with self._gate.open():
+            if self._filled is not view:
+                message = "this view was not filled last: a later fill has overwritten its slots"
+                raise ReplayError(message)
+            return self.run(view)
 
     def fill_width(self, width: int, batch: Any, side: Side) -> V:
         """The same for a batch with `width` tokens a request, whatever relation of TOKENS the runner was given."""
@@ -129,12 +142,19 @@ class EagerRunner(Runner[V]):
 
     def _fill(self, batch: Any, side: Side, size: Sizer, relations: Mapping[Axis, Dim]) -> V:
         before = self._bucket, self._capacity
+        filled, self._filled = self._filled, None
+        start = time.perf_counter_ns() if next(self._tally.turns) else 0
         try:
-            return self._fill_sized(batch, side, size(batch, side), relations)
-        except BatchError as error:
-            self._bucket, self._capacity = before
-            size.explain(error)
+            view = self._fill_sized(batch, side, size(batch, side), relations)
+        except BaseException as error:
+            self._bucket, self._capacity = before  # as a growth that broke off may have left one of them
+            if isinstance(error, BatchError):
+                self._filled = filled  # nothing was written: the view filled last still stands
+                size.explain(error)
             raise
+        if start:
+            self._tally.timed(self._tally.reasons[_ALWAYS.why], start)
+        return view
 
     def _fill_sized(self, batch: Any, side: Side, live: tuple[int, ...], relations: Mapping[Axis, Dim]) -> V:
         if self._limits is not None:
@@ -142,34 +162,51 @@ class EagerRunner(Runner[V]):
         self._check_carried(batch, live)
         bucket = self._bucket_for(live)
         absent = self.stage.absent(batch, side)
+        hosts = self._hosts()
+        if hosts.possible:
+            hosts.wait()
         ready = hand_over(bucket, batch, live, absent, side) if self.no_copy else bucket.fill(batch, live, absent, side)
         compute_on_device(ready, batch)
         return self.stage.view(ready, batch, relations)
 
     def run(self, view: V) -> Any:
         """Run the step on a view, without gradients."""
-        self._tally.fell_back(_ALWAYS, self._rows_in(view))
         with torch.no_grad(), under_way(Running(view)):
+            outputs = self._watched_run(view)
+        self._tally.fell_back(_ALWAYS, self._rows_in(view))
+        return outputs
+
+    def _hosts(self) -> HostReads:
+        """What steps read of slots in host memory, of the present buffers."""
+        if self._reads is None or self._reads.buffers is not self.buffers:
+            self._reads = HostReads(self.stage.backend, self.buffers)
+        return self._reads
+
+    def _watched_run(self, view: V) -> Any:
+        """Run the step; the first time, see whether its operators read slots in host memory."""
+        hosts = self._hosts()
+        if not hosts.possible:
             return self.stage.run(view)
+        outputs = hosts.look(lambda: self.stage.run(view)) if hosts.wants() else self.stage.run(view)
+        hosts.note()
+        return outputs
 
     def decide(self, batch: Any, **side: Any) -> Decision:
         """Always eager."""
         del batch, side
         return _ALWAYS
 
-    def stats(self) -> Mapping[str, Any]:
-        """How many steps were run, and on how many live rows, as plain data."""
-        return self._tally.as_data()
-
     @property
     def buffers(self) -> Buffers | None:
         """The buffers at their present capacity; none before the first batch."""
-        return self._bucket.buffers if self._bucket else None
+        bucket = self._bucket  # read once: another thread may ask
+        return bucket.buffers if bucket else None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers at their present capacity."""
-        return self.buffers.nbytes if self.buffers else 0
+        buffers = self.buffers
+        return buffers.nbytes if buffers else 0
 
     def _rows_in(self, view: V) -> int:
         """Live rows of a view; none are known of one that no fill made."""

@@ -22,6 +22,8 @@ from ..dataflow.plan import FUSED
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from .capture import capture_step
+from .hostreads import HostReads
+from .modes import OFF, STREAMS
 from .stage import Stage, V
 
 
@@ -43,7 +45,8 @@ class Filling:
 class Filler(Generic[V]):
     """Fills a runner's buckets by one lowering, and by the next where a batch asks for it.
 
-    lowered: fills by each lowering. detours: why batches were filled by a later one than chosen.
+    modes: of debugging: order sources of other streams. lowered: fills by each lowering. detours: why batches were
+    filled by a later one than chosen.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class Filler(Generic[V]):
         lowering: str,
         buckets: "list[Sizes]",
         *,
-        debug: bool,
+        modes: frozenset[str] = OFF,
         error_mode: str | None = None,
     ) -> None:
         capabilities = stage.backend.capabilities
@@ -62,11 +65,12 @@ class Filler(Generic[V]):
         self.lowering: Lowering = chosen_lowering(capabilities, lowering)
         self.lowered: collections.Counter[str] = collections.Counter()
         self.detours: collections.Counter[str] = collections.Counter()
-        self._debug = debug
+        self._orders_sources = STREAMS in modes
         self._error_mode = error_mode
         self._tables = 0
         self.stream = stage.backend.stream_key()
-        self.last_stream = self.stream()
+        buffers.turn.stream = self.stream()
+        self.hosts = HostReads(stage.backend, buffers)
         self._fusion = self._fusion_of(stage) if self.lowering in FUSED else None
         self._feeder = Feeder(stage.backend.upload, self._most(buckets))
         if self._fusion is not None:
@@ -139,8 +143,11 @@ class Filler(Generic[V]):
             self._feeder.made.disarm()
 
     def order(self) -> None:
-        """Let a step that comes on another stream than the last one wait for it: both use the same buffers."""
-        self.last_stream = self.follow(self.last_stream)
+        """Let a step that comes on another stream than the last one wait for it: both use the same memory."""
+        turn = self.buffers.turn
+        turn.stream = self.follow(turn.stream)
+        for other in turn.neighbours:
+            self.follow(other.stream)
 
     def follow(self, last: int | None) -> int:
         """Let what comes now wait for what was handed to another stream, where there is one; the current stream."""
@@ -157,7 +164,9 @@ class Filler(Generic[V]):
         Raises MissingSourceError and BatchError before anything is written.
         """
         fused = filling.fused
-        if self._debug:
+        if self.hosts.possible:
+            self.hosts.wait()
+        if self._orders_sources:
             foreign = self._foreign(filling, batch, absent, side)
             if foreign:
                 return self._from_foreign(foreign, filling, batch, live, absent, side)

@@ -1,5 +1,6 @@
 """Captured buckets: each with its fill, its graph and its outputs."""
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic
@@ -12,7 +13,6 @@ from ..dataflow.binding import overlaps, span
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Buffers, at_rest
 from ..dataflow.errors import CaptureError, ReplayError
-from ..dataflow.fill import compute_on_device
 from ..dataflow.ready import Ready
 from ..dataflow.slots import Output
 from .capture import (
@@ -27,9 +27,11 @@ from .capture import (
 )
 from .captured import FORKS, Captured, Order, clock_of
 from .filler import Filler, Filling
+from .holdings import Holdings
+from .modes import ADDRESSES, GENERATIONS
 from .outputs import Stamped, check_rows, map_tensors, nbytes_of
-from .running import Running, under_way
 from .stage import Stage, V
+from .whole import WholeStep
 
 Key = tuple[int, Absent]
 Recipe = Callable[[Filling, Absent], Callable[[], Any]]
@@ -40,10 +42,11 @@ class GraphSet(Generic[V]):
     """The graphs of one runner over one set of buffers.
 
     rows_each: output rows for each row of the leading axis, or None where outputs are handed out whole.
-    debug: stamp outputs, and check addresses at each replay instead of the first only. recipe: makes what is captured
-    of a bucket; the whole step, where it is not given. parameters: slots whose values each replay hands to its graph,
-    by the operator's argument; all that are declared, where it is not given. fills, eager_runs: how often the buffers
-    were filled, and how often a step ran on them without a graph.
+    modes: of debugging: stamp outputs, and check addresses at each replay instead of the first only. recipe: makes what
+    is captured of a bucket; the whole step, where it is not given. holder: what reaches the tensors that graphs read
+    beside slots; the step, where no recipe is given. parameters: slots whose values each replay hands to its graph,
+    by the operator's argument; all that are declared, where it is not given. eager_runs: how often a step ran on the
+    buffers without a graph.
     """
 
     def __init__(
@@ -53,26 +56,32 @@ class GraphSet(Generic[V]):
         filler: Filler[V],
         *,
         rows_each: int | None,
-        debug: bool,
+        modes: frozenset[str],
         recipe: "Recipe | None" = None,
+        holder: Callable[..., Any] | None = None,
         parameters: Mapping[str, str] | None = None,
     ) -> None:
         self.stage = stage
         self.buffers = buffers
         self.filler = filler
         self.report: CaptureReport | None = None
-        self.fills = self.eager_runs = 0
+        self.eager_runs = 0
         self._pool = stage.backend.pool()
         self.clock = clock_of(self._pool)
-        self._inputs = [span(b.tensor) for b in buffers if b.nbytes and not isinstance(b.slot, Output)]
-        self._outputs = [span(b.tensor) for b in buffers if b.nbytes and isinstance(b.slot, Output)]
         self.rows_each = rows_each
-        self._debug = debug
+        self._stamps, self._verifies = GENERATIONS in modes, ADDRESSES in modes
+        self._holder = stage.step if recipe is None else holder
+        self.holdings = Holdings(self._holder)
         self._recipe = self._whole_step if recipe is None else recipe
         self._parameters = stage.declaration.parameters if parameters is None else parameters
         self._captured: dict[Key, Captured] = {}
         self._order: Order | None = None
         self._forks = FORKS.count
+
+    @property
+    def captured(self) -> Mapping[Key, Captured]:
+        """The graphs that there are, by bucket and pattern."""
+        return dict(self._captured)
 
     def has(self, bucket: int | None, absent: Absent) -> bool:
         """Whether one bucket and pattern was captured, or will be when a batch comes for it."""
@@ -99,13 +108,15 @@ class GraphSet(Generic[V]):
         )
         self._order, before = order, self.stage.backend.memory()
         buckets = [] if order.lazy else sorted(order.buckets, reverse=True)
-        with frozen_garbage():
+        with frozen_garbage(), self._at_rest(always=False):
             for rows in progress_over(buckets, self.stage.backend, show=order.progress):
                 try:
                     self._capture_bucket(rows, order)
                 except CaptureError as error:
                     failed[rows] = error
         self._forks = FORKS.count
+        if buckets:
+            self._note_holdings()
         reasons = {rows: str(error) for rows, error in failed.items()}
         self.report = self._reported(reasons, time.perf_counter() - start, before)
         log_capture(self.report, order.runner)
@@ -127,15 +138,27 @@ class GraphSet(Generic[V]):
             return None
         before = self.stage.backend.memory()
         reasons = dict(report.failed)
-        with frozen_garbage(), at_rest(self.buffers, self.stage.backend.capabilities):
+        with frozen_garbage(), self._at_rest(always=True):
             try:
                 self._capture_bucket(rows, order)
             except CaptureError as error:
                 reasons[rows] = str(error)
+        self._note_holdings()
         made = self._reported(reasons, report.seconds + time.perf_counter() - start, before)
         self.report = attrs.evolve(made, driver=made.driver + report.driver)
         log_capture(self.report, order.runner)
         return self._captured.get((rows, absent))
+
+    def _note_holdings(self) -> None:
+        """Remember where the tensors lie that graphs read beside slots, as far as they can be found."""
+        if self._holder is not None and all(one.graph.is_recorded for one in self._captured.values()):
+            self.holdings = self.holdings.joined(Holdings.of(self._holder))
+
+    def _at_rest(self, *, always: bool) -> contextlib.AbstractContextManager[None]:
+        """Initial values in the buffers, as at first, where a fill or another runner of a pool may have been since."""
+        self.filler.hosts.wait()
+        wanted = always or any(buffer.pooled for buffer in self.buffers)
+        return at_rest(self.buffers, self.stage.backend.capabilities) if wanted else contextlib.nullcontext()
 
     def _capture_bucket(self, rows: int, order: Order) -> None:
         """Capture one bucket for every pattern. CaptureError, with nothing of it kept."""
@@ -152,6 +175,8 @@ class GraphSet(Generic[V]):
         filling = filler.make(order.buckets[rows], absent)
         filler.rest()
         step = self._recipe(filling, absent)
+        if order.warmups:
+            self._look(step, absent)
         graph = capture_step(
             stage.backend,
             step,
@@ -168,6 +193,13 @@ class GraphSet(Generic[V]):
         _ = self.buffers.addresses
         return Captured(rows, filling, graph, step)
 
+    def _look(self, step: Callable[[], Any], absent: Absent) -> None:
+        """See what the whole step's operators read of slots in host memory, once for each pattern."""
+        hosts = self.filler.hosts
+        if hosts.wants(absent):
+            with contextlib.suppress(Exception), self.stage.backend.stream():  # a warm-up will say what is wrong
+                hosts.look(getattr(step, "whole", step), absent)
+
     def _parameters_of(self, filling: Filling, absent: Absent) -> dict[str, torch.Tensor]:
         """A bucket's host parameters, padded, where they lie; none for an optional one that is absent."""
         views = self._whole(filling, absent).views
@@ -175,11 +207,11 @@ class GraphSet(Generic[V]):
         return {argument: view for argument, view in named if view is not None}
 
     def _whole_step(self, filling: Filling, absent: Absent) -> Callable[[], Any]:
-        return _Step(self.stage, self.filler, filling, self._whole(filling, absent))
+        return WholeStep(self.stage, self.filler, filling, self._whole(filling, absent))
 
     def view(self, captured: Captured, absent: Absent) -> V:
         """A bucket's slots at their padded size, for producers who write them."""
-        self.buffers.handed_out = True
+        self.buffers.ledger.handed_out = True
         return self.stage.view(self._whole(captured.filling, absent), None)
 
     def _whole(self, filling: Filling, absent: Absent) -> Ready:
@@ -194,7 +226,7 @@ class GraphSet(Generic[V]):
 
     def replay(self, captured: Captured, rows: int) -> Any:
         """Replay a filled bucket and return its outputs for `rows` live rows of the leading axis."""
-        if not captured.verified or self._debug:
+        if not captured.verified or self._verifies:
             self._verify(captured.graph)
             captured.verified = True
         if self._forks != FORKS.count:
@@ -207,30 +239,40 @@ class GraphSet(Generic[V]):
             self.buffers.distrust()  # slots that the step would have put back
             raise
         self.clock.replays += 1
+        if self.filler.hosts.possible:
+            self.filler.hosts.note()
         outputs = self.outputs(captured, rows)
-        return map_tensors(outputs, self._stamp) if self._debug else outputs
+        return map_tensors(outputs, self._stamp) if self._stamps else outputs
 
     def outputs(self, captured: Captured, rows: int) -> Any:
         """What the last replay of a graph left, for `rows` live rows of the leading axis."""
         return captured.graph.outputs if self.rows_each is None else captured.live(rows * self.rows_each)
 
+    @property
+    def count(self) -> int:
+        """How many there are by now."""
+        return len(self._captured)
+
     def memory(self) -> MemoryAccount:
         """Bytes of inputs, graphs and outputs."""
-        graphs = [captured.graph for captured in self._captured.values()]
+        graphs = [captured.graph for captured in self._captured.copy().values()]
         return MemoryAccount(
             inputs=self.buffers.nbytes,
             graphs=sum(graph.nbytes for graph in graphs),
-            outputs=nbytes_of([graph.outputs for graph in graphs]),
+            outputs=nbytes_of([graph.outputs for graph in graphs], but=self.buffers.storages),
             uploads=self.filler.nbytes,
+            shared=sum(buffer.nbytes for buffer in self.buffers if buffer.pooled),
         )
 
     def _stamp(self, tensor: torch.Tensor) -> torch.Tensor:
         """In an input it lasts to the next fill, in an output slot to the next step, else to a replay in the pool."""
-        if tensor.numel() and overlaps(tensor, self._inputs):
-            return Stamped.stamp(tensor, lambda: self.fills)
-        if tensor.numel() and overlaps(tensor, self._outputs):
-            return Stamped.stamp(tensor, lambda: self.clock.replays + self.eager_runs)
-        return Stamped.stamp(tensor, lambda: self.clock.replays)
+        inside = next((b for b in self.buffers if b.nbytes and overlaps(tensor, [span(b.tensor)])), None)
+        if inside is None or not tensor.numel():
+            return Stamped.stamp(tensor, lambda: self.clock.replays)
+        name, turn = inside.name, self.buffers.turn
+        if isinstance(inside.slot, Output):
+            return Stamped.stamp(tensor, lambda: self.clock.replays + self.eager_runs + turn.overwritten(name))
+        return Stamped.stamp(tensor, lambda: turn.fills + turn.overwritten(name))
 
     def _verify(self, graph: Graph) -> None:
         graph.check_addresses()
@@ -239,27 +281,6 @@ class GraphSet(Generic[V]):
             names = ", ".join(map(repr, moved))
             message = f"the buffers of {names} moved since capture: a graph would read freed memory"
             raise ReplayError(message)
-
-
-class _Step(Generic[V]):
-    """What is captured, without gradients.
-
-    First the fused kernel, where it is the first node; then the device's computed slots, and the step on the view.
-    """
-
-    def __init__(self, stage: Stage[V], filler: Filler[V], filling: Filling, ready: Ready) -> None:
-        self._stage = stage
-        self._filler = filler
-        self._filling = filling
-        self._ready = ready
-
-    def __call__(self) -> Any:
-        with torch.no_grad():
-            self._filler.first_node(self._filling)
-            compute_on_device(self._ready)
-            view = self._stage.capture_view(self._ready)
-            with under_way(Running(view)):
-                return self._stage.run(view)
 
 
 def patterns_of(declared: Sequence[Collection[str]]) -> set[Absent]:

@@ -8,18 +8,18 @@ import torch
 
 from ..backends.base import Backend
 from ..backends.registry import choose
-from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes, extent
+from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
 from ..dataflow.capabilities import Capabilities
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError
-from ..dataflow.roles import resolve_dtype
 from ..dataflow.slots import Slot
 from ..dataflow.tails import Number, Once, Pad, resolve_value
-from ..dataflow.values import initial_value, write_all
+from ..dataflow.values import initial_value
 from ..dataflow.views import make_view
 from .config import Options, RunnerConfig
 from .decode import DecodeRunner
 from .draft_extend import check_width
+from .pool import Chain, Phase
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V, name_of, with_width
 from .through import Through
 
@@ -51,6 +51,7 @@ class MultiLayerDraftExtendRunner(Through[V]):
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
         output_rows: Axis | None = BATCH,
+        phase: Phase | None = None,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
@@ -61,22 +62,29 @@ class MultiLayerDraftExtendRunner(Through[V]):
         adapter, largest = choose(backend), config.ladder().largest
         capacity = {BATCH: largest, TOKENS: largest * width, **with_width(inputs, sizes, width)}
         chain = {name: declaration.slots[name] for name in chained if name in declaration.slots}
-        self.parents = {name: _parent(name, slot, len(steps), capacity, adapter) for name, slot in chain.items()}
+        _check_sizes(chain, capacity)
         tails = {name: _tail(name, slot, adapter.capabilities, capacity) for name, slot in chain.items()}
         self._decode = DecodeRunner(
             inputs,
-            _Chain(tuple(steps), self.parents, tails),
+            _Chain(tuple(steps), tails, lambda: self.parents),
             sizes=sizes,
             settings=settings,
-            bind={**bind, **{name: parent[0] for name, parent in self.parents.items()}},
+            bind={**bind, **dict.fromkeys(chain, Chain(len(steps)))},
             absent=absent,
             lend=lend,
             carry=carry,
             output_rows=output_rows,
+            phase=phase,
             backend=adapter,
             **options,
         )
         self._decode.name = type(self).__name__
+
+    @property
+    def parents(self) -> Mapping[str, torch.Tensor]:
+        """By chained slot, memory for every step's, [steps, capacity...]."""
+        _ = self._decode.graphs  # with which they are made
+        return self._decode.seat.parents
 
     @property
     def decode(self) -> DecodeRunner[V]:
@@ -88,12 +96,12 @@ class MultiLayerDraftExtendRunner(Through[V]):
 class _Chain(Generic[V]):
     """What is captured: every step on its own view.
 
-    tails: what the rows of later parts hold until a step writes them, by slot.
+    tails: what the rows of later parts hold until a step writes them, by slot. parents: tells their memory.
     """
 
     steps: Sequence[ChainedStep[V]]
-    parents: Mapping[str, torch.Tensor]
     tails: Mapping[str, Number]
+    parents: Callable[[], Mapping[str, torch.Tensor]]
 
     def __call__(self, view: V) -> tuple[Any, ...]:
         views = [view, *(_later(view, part) for part in self._parts(view))]
@@ -104,7 +112,7 @@ class _Chain(Generic[V]):
         """The chained slots of each later step, as large as the first one's, reset."""
         slots = view.__dict__
         found: list[dict[str, torch.Tensor]] = [{} for _ in self.steps[1:]]
-        for name, parent in self.parents.items():
+        for name, parent in self.parents().items():
             if slots[name] is None or not found:
                 continue
             later = _cut(parent[1:], slots[name].shape).fill_(self.tails[name])
@@ -126,19 +134,13 @@ def _cut(parts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return parts
 
 
-def _parent(name: str, slot: Slot, steps: int, capacity: Sizes, backend: Backend) -> torch.Tensor:
-    """Memory for a slot of every step, each part with the slot's initial value. ConfigError without a size."""
-    missing = sorted(axis.name for axis in slot.axes if axis not in capacity)
-    if missing:
-        message = f"slot {name!r} needs sizes= for {', '.join(missing)}"
-        raise ConfigError(message)
-    dtype = resolve_dtype(slot.dtype, backend.capabilities)
-    value = initial_value(name, slot, capacity, backend.capabilities)
-    with torch.inference_mode(mode=False), torch.no_grad():
-        parent = backend.empty((steps, *extent(slot.shape, capacity)), dtype, slot.placement)
-        for part in parent:
-            write_all(part, value, f"slot {name!r}")
-    return parent
+def _check_sizes(chain: Mapping[str, Slot], capacity: Sizes) -> None:
+    """ConfigError where a chained slot has an axis of no size."""
+    for name, slot in chain.items():
+        missing = sorted(axis.name for axis in slot.axes if axis not in capacity)
+        if missing:
+            message = f"slot {name!r} needs sizes= for {', '.join(missing)}"
+            raise ConfigError(message)
 
 
 def _tail(name: str, slot: Slot, capabilities: Capabilities, capacity: Sizes) -> Number:

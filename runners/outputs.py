@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import attrs
@@ -93,8 +93,8 @@ def live_rows(outputs: Any, rows: int) -> Any:
     return map_tensors(outputs, lambda tensor: tensor[:rows])
 
 
-def nbytes_of(outputs: Sequence[Any]) -> int:
-    """Bytes of all tensors in several structures, shared memory counted once."""
+def nbytes_of(outputs: Sequence[Any], but: Collection[int] = ()) -> int:
+    """Bytes of all tensors in several structures, shared memory counted once; but: storages that are no part of it."""
     sizes: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ def nbytes_of(outputs: Sequence[Any]) -> int:
 
     for one in outputs:
         map_tensors(one, note)
-    return sum(sizes.values())
+    return sum(size for storage, size in sizes.items() if storage not in but)
 
 
 class Stamped(torch.Tensor):

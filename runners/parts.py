@@ -11,6 +11,7 @@ from ..dataflow.sizing import Sizer
 from .config import RunnerConfig
 from .decision import Tally
 from .graphs import GraphSet
+from .pool import Seat
 from .stage import Stage, V
 from .watching import Watch
 
@@ -26,6 +27,7 @@ class Parts(Generic[V]):
     patterns: of absent slots, that graphs are captured for. graphs: the captured ones, with buffers and filler; None
     of a runner that captures nothing. eager: what runs the batches that no graph takes. size: tells a batch's live
     sizes, one for each varying axis, and at last those of the leading axis. tally: its books. watch: its watchers.
+    seat: where its buffers come from, which tells the layout of memory that it shares; None where they grow.
     """
 
     name: str
@@ -38,3 +40,4 @@ class Parts(Generic[V]):
     size: Sizer
     tally: Tally
     watch: Watch
+    seat: Seat[V] | None = None

@@ -8,6 +8,7 @@ from torch import nn
 from ..backends.base import Backend
 from ..dataflow.axes import TOKENS, Axis, Sizes
 from .config import Options, RunnerConfig
+from .pool import Phase
 from .stacked.capture import Boundary
 from .stacked.runner import StackRunner
 from .stacked.runs import StackRuns
@@ -26,7 +27,8 @@ class PrefillRunner(StackRunner[V]):
     where there is none. Token slots have a bucket's rows, all of which are executed; request slots have the batch's,
     up to `max_batch`, and may be read in splits, and outside of the stack.
     output_rows: TOKENS to cut outputs to the live tokens, BATCH for one row a request, None to get them whole.
-    sizes, settings, absent, lend, carry: as of `DecodeRunner`. Options are those of `RunnerConfig`; buckets are tokens.
+    sizes, settings, absent, lend, carry, phase: as of `DecodeRunner`. Options are those of `RunnerConfig`; buckets are
+    tokens.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class PrefillRunner(StackRunner[V]):
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
         output_rows: Axis | None = TOKENS,
+        phase: Phase | None = None,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
@@ -49,7 +52,9 @@ class PrefillRunner(StackRunner[V]):
         self.stage = stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend)
         boundary = Boundary(find_stack(step, stack), "piecewise", Splitter(splits))
         name = type(self).__name__
-        self._runs = StackRuns(stage, boundary, config, name=name, absent=absent, carry=carry, output_rows=output_rows)
+        self._runs = StackRuns(
+            stage, boundary, config, name=name, absent=absent, carry=carry, output_rows=output_rows, phase=phase
+        )
 
     @property
     def runs(self) -> StackRuns[V]:

@@ -1,14 +1,31 @@
 """The base of all runners: how a step is run, and what can be asked of any runner."""
 
 import abc
-from collections.abc import Mapping
-from typing import Any, Generic
+import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Final, Generic, Unpack
 
+import structlog
+
+from ..dataflow.capabilities import Lowering
+from ..dataflow.plan import FillPlan
 from ..dataflow.sources import Side
+from .capture import CaptureReport
 from .decision import Decision
+from .graphs import GraphSet
 from .parts import Parts
+from .recording.recorder import LAST, MAX_BYTES, Recording
 from .stage import V
+from .statistics import Statistics, statistics_of
 from .watching import Watch
+
+if TYPE_CHECKING:
+    from .explained.records import RunnerExplanation
+    from .proofs.cases import Batches
+    from .proofs.check import CheckOptions
+    from .proofs.report import CheckReport
+
+_LOG: Final = structlog.get_logger("slotgraph")
 
 
 class Runner(abc.ABC, Generic[V]):
@@ -67,6 +84,97 @@ class Runner(abc.ABC, Generic[V]):
     def decide(self, batch: Any, **side: Any) -> Decision:
         """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
 
+    def stats(self) -> Statistics:
+        """Its books as plain data: what was counted so far, and some of the times of its fills."""
+        return statistics_of(self.parts)
+
+    def record(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        last: int = LAST,
+        max_bytes: int = MAX_BYTES,
+        outputs: bool = False,
+        staged: Collection[str] = (),
+    ) -> Recording:
+        """Keep the last steps' inputs from now on, and write them to a `.safetensors` file when a step raises.
+
+        Also on `save()` and at the end of `with runner.record(...)`; `close()` ends it. max_bytes: of all that is kept;
+        a step that is larger by itself leaves its sizes. outputs: keep what the steps return, too. staged: slots that
+        producers write beside the step, whose contents are kept too. `slotgraph replay` runs the file's steps again.
+        ConfigError for another kind of file, or what makes no sense.
+        """
+        return Recording(self, path, last=last, max_bytes=max_bytes, outputs=outputs, staged=staged)
+
+    def check(self, batches: "Batches | None" = None, **options: "Unpack[CheckOptions]") -> "CheckReport":
+        """Hold a captured runner to what its declaration promises: see `proofs.check.check_runner`.
+
+        Each bucket is replayed with poison in its tails, beside the step as it is written, and over garbage. batches:
+        what to check with, or a function of rows and a generator that makes it; drawn, where nothing is said.
+        """
+        from .proofs.check import check_runner  # noqa: PLC0415 - checks know all kinds of runners, which this is
+
+        return check_runner(self, batches, **options)
+
+    def explain(self) -> "RunnerExplanation":
+        """What it declares, plans, captured, holds in memory and has decided, as data; for tables and pictures, too.
+
+        Nothing is run or captured. The memory of its pool is laid out, if that was not done before.
+        """
+        from .explained.explanation import explain_runner  # noqa: PLC0415 - it knows all kinds of runners
+
+        return explain_runner(self)
+
+    def log_stats(self) -> None:
+        """One event, `statistics`, with all of them."""
+        parts = self.parts
+        _LOG.info("statistics", runner=parts.name, **statistics_of(parts))
+
+
+class GraphRunner(Runner[V]):
+    """A runner that captures graphs. Subclasses are final, or abstract."""
+
+    @property
     @abc.abstractmethod
-    def stats(self) -> Mapping[str, Any]:
-        """Its books as plain data."""
+    def graphs(self) -> GraphSet[V]:
+        """The captured buckets, and the buffers that they read."""
+
+    @abc.abstractmethod
+    def capture(self) -> CaptureReport:
+        """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it.
+
+        Nothing is captured with `graphs` off. Raises CaptureError where buckets failed; the others are usable all the
+        same, and `report` names both.
+        """
+
+    def _prove(self) -> None:
+        """From now on, have the debug modes look at each step that are on and do so; once."""
+        modes = self.parts.config.modes
+        if modes:
+            from .debug import prove  # noqa: PLC0415 - it needs runners, and few need it
+
+            prove(self, modes)
+
+    @property
+    def report(self) -> CaptureReport | None:
+        """What the capture came to, or None before it."""
+        return self.graphs.report
+
+    @property
+    def lowering(self) -> Lowering:
+        """How fills are run."""
+        return self.graphs.filler.lowering
+
+    def plan(
+        self,
+        bucket: int,
+        absent: Collection[str] = (),
+        in_place: Collection[str] = (),
+        hosted: Collection[str] = (),
+    ) -> FillPlan:
+        """How one bucket is filled, for batches without some optional slots, or with some in place or on the host.
+
+        ConfigError where there is no such bucket or slot.
+        """
+        parts = self.parts
+        return parts.stage.plan(parts.sizes, bucket, self.lowering, absent, in_place, hosted)

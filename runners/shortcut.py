@@ -5,6 +5,7 @@ of them give the answers that they gave before, and what tells so is one guard o
 those answers, for one live size: whatever differs goes the general way, which is also the only one that refuses.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeAlias
 
@@ -20,6 +21,8 @@ from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import NO_SIDE
 from .captured import FORKS, Captured
+from .decision import Repeated, Tally
+from .filltimes import EVERY
 from .graphs import GraphSet
 from .stage import V
 
@@ -31,17 +34,16 @@ _POINTER: Final = torch.Tensor.data_ptr
 
 
 Run: TypeAlias = Callable[[Any], Any]
-Count: TypeAlias = Callable[[Captured, int, int], None]
 
 
 @attrs.define(eq=False)
 class Shortcut:
-    """One live size's whole step; `steps` are counted here, and go to the runner's books when someone asks."""
+    """One live size's whole step. counted: the runner's own count of such steps."""
 
     captured: Captured
     rows: int
     manifest: Manifest
-    steps: int = 0
+    counted: Repeated
 
 
 @attrs.frozen(eq=False)
@@ -72,17 +74,17 @@ def _values_of(fused: FusedFill, ready: Ready) -> Callable[[Any], bytes] | None:
 class Shortcuts(Generic[V]):
     """The shortcuts of one runner whose graphs begin with their fill.
 
-    count: takes note of steps that were done, given their graph, their live rows, and how many. holds: what must be
-    true of a batch beside its sources for its steps to go as those before.
+    tally: where they are counted. holds: what must be true of a batch beside its sources for its steps to go as those
+    before.
     """
 
     def __init__(
-        self, graphs: GraphSet[V], size: Sizer, count: Count, holds: Sequence[Callable[[Any], bool]] = ()
+        self, graphs: GraphSet[V], size: Sizer, tally: Tally, holds: Sequence[Callable[[Any], bool]] = ()
     ) -> None:
         self._holds = tuple(holds)
         self._graphs = graphs
         self._sizes = size.sizes
-        self._count = count
+        self._tally = tally
         self._known: dict[tuple[int, ...], Shortcut] = {}
         self._runs: dict[tuple[int, ...], Run] = {}
         self._last: Run = _never
@@ -106,31 +108,17 @@ class Shortcuts(Generic[V]):
         """Remember how a step was done, if it was by an upload and a replay."""
         fused = captured.filling.fused
         ready = fused.fill.ready(live) if fused is not None else None
-        if fused is None or ready is None or not ready.manifests:
+        if fused is None or ready is None or not ready.manifests or self._graphs.filler.hosts.notes:
             return
         manifest: Manifest = ready.manifests[0]
         sizes = self._sizes(batch, NO_SIDE)
         known = self._known.get(sizes)
         if known is not None and known.manifest is manifest:
             return
-        if known is not None:
-            self._settle(known)
-        elif len(self._known) >= KEPT:
-            self.settle()
-        made = Shortcut(captured, rows, manifest)
+        made = Shortcut(captured, rows, manifest, self._tally.repeats(captured.rows, rows))
         keep_newest(self._known, KEPT)[sizes] = made
         make = self._straight if manifest.is_plain and ready.plain else self._mixed
         self._last = keep_newest(self._runs, KEPT)[sizes] = make(made, fused, ready)
-
-    def settle(self) -> None:
-        """Hand over what was counted here."""
-        for one in self._known.values():
-            self._settle(one)
-
-    def _settle(self, one: Shortcut) -> None:
-        if one.steps:
-            self._count(one.captured, one.rows, one.steps)
-            one.steps = 0
 
     def _also(self, fused: FusedFill) -> Callable[[Any], bool] | None:
         """What is asked of a batch beside its sources: None where there is nothing, which is the fastest."""
@@ -145,18 +133,25 @@ class Shortcuts(Generic[V]):
 
     def _straight(self, made: Shortcut, fused: FusedFill, ready: Ready) -> Run:
         """The step with everything that it needs in local names."""
-        captured, clock, filler = made.captured, self._graphs.clock, self._graphs.filler
+        captured, clock, stream = made.captured, self._graphs.clock, self._graphs.filler.stream
         gather, feed, buffers = fused.fill.gather, fused.feed, self._graphs.buffers
+        ledger, turn, neighbours = buffers.ledger, buffers.turn, bool(buffers.turn.neighbours)
         guard, known, words_for = made.manifest.guard, made.manifest.known.get, made.manifest.words
-        stream, values = filler.stream, _values_of(fused, ready)
         replay, outputs, forks = captured.graph.replay, self._graphs.outputs, FORKS.count
-        rows, also = made.rows, self._also(fused)
+        rows, also, values, counted = made.rows, self._also(fused), _values_of(fused, ready), made.counted
+        now, note, due, start = time.perf_counter_ns, counted.times.add, counted.steps + 1, 0
 
         def run(batch: Any) -> Any:
+            nonlocal due, start
+            done = counted.steps
+            if done >= due:
+                start = now()
             if also is not None and not also(batch):
                 return MISS
             sources = gather(batch, NO_SIDE)
-            if not guard(*sources) or not stream() == filler.last_stream == clock.stream or forks != FORKS.count:
+            if not guard(*sources) or not stream() == turn.stream == clock.stream or forks != FORKS.count:
+                return MISS
+            if neighbours and not turn.follows(turn.stream):
                 return MISS
             pointers = tuple(map(_POINTER, sources))
             words = known(pointers) or words_for(pointers, sources)
@@ -164,42 +159,58 @@ class Shortcuts(Generic[V]):
                 return MISS
             if values is not None:
                 words += values(batch)
-            buffers.stamp = ready
+            turn.fills += neighbours
+            ledger.stamp = buffers.mine = ready
             buffers.unmarked = True
             feed.arm(words, sources)
+            if done >= due:
+                note(now() - start)
+                due = done + EVERY
             replay()
             clock.replays += 1
-            made.steps += 1
+            counted.steps = done + 1
             return outputs(captured, rows)
 
         return run
 
     def _mixed(self, made: Shortcut, fused: FusedFill, ready: Ready) -> Run:
         """The same where sources are host data, or strided, or some slots are filled apart."""
-        captured, clock, filler = made.captured, self._graphs.clock, self._graphs.filler
+        captured, clock, stream = made.captured, self._graphs.clock, self._graphs.filler.stream
         gather, feed, buffers = fused.fill.gather, fused.feed, self._graphs.buffers
-        pack, stream, values = made.manifest.pack, filler.stream, fused.values
+        ledger, turn, neighbours = buffers.ledger, buffers.turn, bool(buffers.turn.neighbours)
+        pack, values = made.manifest.pack, fused.values
         replay, outputs, forks = captured.graph.replay, self._graphs.outputs, FORKS.count
-        rows, also = made.rows, self._also(fused)
+        rows, also, counted = made.rows, self._also(fused), made.counted
+        now, note, due, start = time.perf_counter_ns, counted.times.add, counted.steps + 1, 0
         apart = None if ready.plain else fused.fill.write
 
         def run(batch: Any) -> Any:
+            nonlocal due, start
+            done = counted.steps
+            if done >= due:
+                start = now()
             if also is not None and not also(batch):
                 return MISS
             sources = gather(batch, NO_SIDE)
             packed = pack(sources)
-            if packed is None or not stream() == filler.last_stream == clock.stream or forks != FORKS.count:
+            if packed is None or not stream() == turn.stream == clock.stream or forks != FORKS.count:
+                return MISS
+            if neighbours and not turn.follows(turn.stream):
                 return MISS
             words, data, kept = packed
             if apart is not None:
                 apart(ready, sources, batch)
             words = b"".join((words, *values(ready, batch), data))
-            buffers.stamp = ready
+            turn.fills += neighbours
+            ledger.stamp = buffers.mine = ready
             buffers.unmarked = True
             feed.arm(words, kept)
+            if done >= due:
+                note(now() - start)
+                due = done + EVERY
             replay()
             clock.replays += 1
-            made.steps += 1
+            counted.steps = done + 1
             return outputs(captured, rows)
 
         return run

@@ -22,6 +22,7 @@ from ..dataflow.plan import FillPlan
 from ..dataflow.planner import plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
+from ..dataflow.turns import Tenancy
 from ..dataflow.views import ViewInfo, carried, make_view
 from .outputs import map_tensors
 
@@ -107,9 +108,11 @@ class Stage(Generic[V]):
         follow = dict(relations or {})
         return cls(inputs, declaration, choose(backend), step, dict(sizes), follow, optional, dict(lend), restored)
 
-    def allocate(self, capacity: Sizes, bind: Mapping[str, torch.Tensor] = NO_BINDINGS) -> Buffers:
-        """Buffers of a given capacity on the backend."""
-        return allocate(self.declaration, capacity, self.backend.capabilities, self.backend.empty, bind)
+    def allocate(
+        self, capacity: Sizes, bind: Mapping[str, torch.Tensor] = NO_BINDINGS, tenancy: Tenancy | None = None
+    ) -> Buffers:
+        """Buffers of a given capacity on the backend; tenancy: what a pool gives of them."""
+        return allocate(self.declaration, capacity, self.backend.capabilities, self.backend.empty, bind, tenancy)
 
     def padded(self, counts: Sizes, said: str) -> Sizes:
         """The padded size of every axis in a bucket, given those of BATCH and TOKENS, which the options `said` decide.

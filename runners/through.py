@@ -1,22 +1,21 @@
 """The base of runners that are a decode runner with a step, a width and outputs of their own."""
 
 import abc
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
-from ..dataflow.capabilities import Lowering
-from ..dataflow.plan import FillPlan
 from ..dataflow.sources import Side
 from .capture import CaptureReport
 from .decision import Decision
 from .decode import DecodeRunner
+from .graphs import GraphSet
 from .parts import Parts
-from .runner import Runner
+from .runner import GraphRunner
 from .stage import V
 from .watching import Watch
 
 
-class Through(Runner[V]):
+class Through(GraphRunner[V]):
     """Says what a decode runner says, of the one that it is made of."""
 
     @property
@@ -29,14 +28,9 @@ class Through(Runner[V]):
         return self.decode.capture()
 
     @property
-    def report(self) -> CaptureReport | None:
-        """What the capture came to, or None before it."""
-        return self.decode.report
-
-    @property
-    def lowering(self) -> Lowering:
-        """How fills are run."""
-        return self.decode.lowering
+    def graphs(self) -> GraphSet[V]:
+        """The captured buckets, and the buffers that they read."""
+        return self.decode.graphs
 
     @property
     def parts(self) -> Parts[V]:
@@ -56,10 +50,10 @@ class Through(Runner[V]):
         return self.decode(batch, **side)
 
     def _fill_view(self, batch: Any, side: Side) -> V:
-        return self.decode.fill(batch, **side)
+        return self.decode._fill_view(batch, side)  # noqa: SLF001 - its watchers are these, and were told
 
     def _replay_view(self, view: V) -> Any:
-        return self.decode.replay(view)
+        return self.decode._replay_view(view)  # noqa: SLF001 - likewise
 
     def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:
         """A bucket's slots, for a producer that writes them itself: see `DecodeRunner.inputs`."""
@@ -68,17 +62,3 @@ class Through(Runner[V]):
     def decide(self, batch: Any, **side: Any) -> Decision:
         """The path that a batch would take, its bucket, and why."""
         return self.decode.decide(batch, **side)
-
-    def plan(
-        self,
-        bucket: int,
-        absent: Collection[str] = (),
-        in_place: Collection[str] = (),
-        hosted: Collection[str] = (),
-    ) -> FillPlan:
-        """How one bucket is filled."""
-        return self.decode.plan(bucket, absent, in_place, hosted)
-
-    def stats(self) -> Mapping[str, Any]:
-        """Steps, buckets, reasons and lowerings as plain data: see `DecodeRunner.stats`."""
-        return self.decode.stats()

@@ -1,9 +1,8 @@
 """What all tests share: Hypothesis's profiles, quiet events, and the backends."""
 
-import importlib
 import os
 from collections.abc import Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import structlog
@@ -13,11 +12,6 @@ if TYPE_CHECKING:
     from slotgraph.backends.base import Backend
 
 collect_ignore = ["typing"]  # only type-checked
-
-BACKENDS = tuple(os.environ.get("SLOTGRAPH_TEST_BACKENDS", "cpu,cpu-capture,cuda,npu").split(","))
-"""The adapters that tests are run on, or those that the environment names; each skips where it cannot run."""
-
-_MARKS = {"cuda": pytest.mark.cuda, "npu": pytest.mark.npu, "accelerator": pytest.mark.accelerator}
 
 # Time says nothing on shared machines where torch's first calls are slow; and one backend for all examples is meant.
 _CALM = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -38,21 +32,13 @@ def _quiet_events() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-@pytest.fixture(params=[pytest.param(name, marks=_MARKS.get(name, ())) for name in BACKENDS])
-def backend_name(request: pytest.FixtureRequest) -> str:
-    """The name of each backend that can run here, one test after the other; skips with the reason where one cannot."""
-    name = cast("str", request.param)
-    backends = importlib.import_module("slotgraph.backends")
-    if name not in backends.names():
-        pytest.skip(f"this release has no adapter for {name!r}")
-    available = backends.load(name).is_available()
-    if not available:
-        pytest.skip(f"{name}: {available.reason}")
-    return name
+@pytest.fixture
+def backend(slotgraph_backend: "Backend") -> "Backend":
+    """Each backend that can run here, one test after the other: those of pyproject.toml, or SLOTGRAPH_TEST_BACKENDS."""
+    return slotgraph_backend
 
 
 @pytest.fixture
-def backend(backend_name: str) -> "Backend":
-    """Each backend that can run here."""
-    backends = importlib.import_module("slotgraph.backends")
-    return cast("Backend", backends.load(backend_name)())
+def backend_name(slotgraph_backend: "Backend") -> str:
+    """The name of each."""
+    return slotgraph_backend.name

@@ -115,8 +115,8 @@ def tails(draw: st.DrawFn, dtype: torch.dtype) -> Any:
 
 
 @st.composite
-def copied_slots(draw: st.DrawFn, name: str) -> Any:
-    """A copied slot of any dtype, shape, tail rule, source and placement."""
+def copied_slots(draw: st.DrawFn, name: str, *, called: bool = True) -> Any:
+    """A copied slot of any dtype, shape, tail rule, source and placement. called: a source may be a function."""
     dtype = draw(st.sampled_from(DTYPES))
     role = dtype == torch.int64 and draw(st.booleans())
     converts = draw(st.sampled_from([(), (torch.int64,), (torch.float32, torch.int32)])) if dtype != torch.bool else ()
@@ -127,7 +127,7 @@ def copied_slots(draw: st.DrawFn, name: str) -> Any:
         dtype=CACHE_LOC if role else dtype,
         pad=pad,
         starts=None if isinstance(pad, Once) else draw(st.none() | numbers(dtype)),
-        source=draw(st.sampled_from([None, None, f"nested.{name}", side(f"beside.{name}"), _Called(name)])),
+        source=draw(st.sampled_from([None, None, f"nested.{name}", side(f"beside.{name}"), *[_Called(name)] * called])),
         placement=draw(st.sampled_from(["device", "host"])),
         strided=draw(st.booleans()),
         converts=converts,
@@ -226,14 +226,14 @@ def _flipped(need: str, slot: Slot, *, out: bool) -> Any:
 
 
 @st.composite
-def declarations(draw: st.DrawFn) -> type[Inputs]:
-    """A random declaration that tells every axis, its slots in a random order."""
+def declarations(draw: st.DrawFn, *, called: bool = True) -> type[Inputs]:
+    """A random declaration that tells every axis, its slots in a random order. called: sources may be functions."""
     fields: dict[str, Any] = {
         f"rows_{axis.name.lower()}": copied(axis, dtype=torch.int64, pad=draw(tails(torch.int64))) for axis in AXES
     }
     for index in range(draw(st.integers(0, 5))):
         name = f"slot_{index}"
-        fields[name] = draw(st.one_of(copied_slots(name), other_slots(), parameters(name)))
+        fields[name] = draw(st.one_of(copied_slots(name, called=called), other_slots(), parameters(name)))
     for index in range(draw(st.integers(0, 3))):
         known = {name: field.metadata["slotgraph.slot"] for name, field in fields.items()}
         fields[f"computed_{9 - index}"] = draw(computed_slots(known))  # by name the other way round than by need

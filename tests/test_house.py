@@ -89,12 +89,21 @@ def test_links_resolve_and_are_relative(folder: str) -> None:
 
 
 def test_face_holds_nothing_but_the_face() -> None:
-    """The package's own folder has the face, its marker for type checkers and the three links, no code."""
+    """The package's own folder has the face, its marker for type checkers and the three links, no code.
+
+    The face has a second page, `slotgraph.testing`: who runs a model has no need of hypothesis, which it imports.
+    """
     found = {path.name for path in FACE.iterdir() if path.name != "__pycache__"}
-    assert found <= {"__init__.py", "__main__.py", "py.typed", *FOLDERS}
+    assert found <= {"__init__.py", "__main__.py", "testing.py", "py.typed", *FOLDERS}
 
 
-@pytest.mark.parametrize("name", ["__init__.py", "__main__.py"])
+def test_modules_outside_the_package_are_listed() -> None:
+    """The pytest plugin stands beside the package: every run of pytest loads it, and the package would bring torch."""
+    outside = sorted(path.stem for path in FACE.parent.glob("*.py"))
+    assert outside == PYPROJECT["tool"]["setuptools"]["py-modules"] == ["slotgraph_pytest"]
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "__main__.py", "testing.py"])
 def test_face_is_short(name: str) -> None:
     """The face is a list of names, not a place for code."""
     assert len((FACE / name).read_text(encoding="utf-8").splitlines()) < FACE_LINES

@@ -10,7 +10,9 @@ import typer
 
 from .backends import backends
 from .bench import bench
+from .check import check
 from .explain import explain
+from .replay import replay
 
 app = typer.Typer(
     name="slotgraph",
@@ -58,6 +60,8 @@ def slotgraph(
 app.command()(explain)
 app.command()(backends)
 app.command()(bench)
+app.command()(check)
+app.command()(replay)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
-"""Finding a declaration by `MODULE:CLASS`, or `file.py:CLASS`, with the nearest name where there is none."""
+"""Finding a declaration or a runner by `MODULE:NAME`, or `file.py:NAME`, with the nearest name where there is none."""
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -7,45 +8,155 @@ import pathlib
 import pkgutil
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, Final, NoReturn
 
 import typer
 
 from ...dataflow.errors import SlotGraphError
 from ...dataflow.inputs import Inputs
+from ..runner import GraphRunner, Runner
 from .failures import fail, nearest
 
-_HINT = "MODULE:CLASS"
+_NAME: Final = "MODULE:NAME"
+_RUNNER: Final = "MODULE:RUNNER"
 
 
-def find_declaration(target: str) -> type[Inputs]:
-    """The declaration class of a target; modules of the current directory are found.
+def find_explained(target: str) -> type[Inputs] | Runner[Any]:
+    """The declaration class of a target, or else a runner, as `find_runner` finds it.
 
-    Exits with 2 where there is no such module or class, with 1 where the module fails to import.
+    Modules of the current directory are found. Exits with 2 where there is no such module or name, with 1 where the
+    module fails to import, or a function to make a runner.
     """
+    with _about(_NAME):
+        module, place, name, found = _looked_up(target)
+        is_class = isinstance(found, type) and issubclass(found, Inputs) and found is not Inputs
+        if not (is_class or isinstance(found, Runner) or _makes(found)):
+            _no_class(module, place, name, found)
+        explained: type[Inputs] | Runner[Any] = found if is_class else _runner_in(module, place, name, found)
+        return explained
+
+
+def find_runner(target: str) -> Runner[Any]:
+    """The runner of a target, an attribute that is one or a function without required arguments that makes one.
+
+    It is as the module left it: `captured` sees to its graphs. Exits with 2 where there is no such module or runner,
+    with 1 where the module fails to import, or the function to make a runner.
+    """
+    with _about(_RUNNER):
+        return _runner_in(*_looked_up(target))
+
+
+def _runner_in(module: ModuleType, place: str, name: str, found: Any) -> Runner[Any]:
+    """What was found as a runner, or the one that it makes."""
+    if isinstance(found, Runner):
+        return found
+    if not _makes(found):
+        _no_runner(module, place, name, found)
+    try:
+        made = found()
+    except Exception as error:  # noqa: BLE001 - what a user's function raises can be anything
+        _broken(f"{place}:{name}", error, "failed to make a runner")
+    if not isinstance(made, Runner):
+        _unknown(f"{name!r} in {place} returned {type(made).__name__}, which is no runner")
+    return made
+
+
+def find_batches(target: str, name: str) -> Any:
+    """What a runner's module has under a name, to check it with: several batches, or a function that makes one.
+
+    Exits with 2 where there is no such thing.
+    """
+    place = target.rpartition(":")[0] or target
+    with _about("--batches"):
+        module = _loaded(place) or _module(place)
+        found = getattr(module, name, None)
+        if not (callable(found) or (isinstance(found, Iterable) and not isinstance(found, str))):
+            what = f"{place} has no {name!r}" if found is None else f"{name!r} in {place} is no batches"
+            known = [one for one, value in vars(module).items() if inspect.isfunction(value)]
+            _unknown(f"{what}: name several batches, or a function of rows and a generator{_near(name, known)}")
+        return found
+
+
+def captured(runner: Runner[Any]) -> Runner[Any]:
+    """The runner with its graphs captured, if it has any and they are not. CaptureError as `capture` raises it."""
+    if isinstance(runner, GraphRunner) and runner.report is None:
+        runner.capture()
+    return runner
+
+
+@contextlib.contextmanager
+def _about(argument: str) -> Iterator[None]:
+    """What is not understood in the block is this argument of a command."""
+    try:
+        yield
+    except typer.BadParameter as error:
+        error.param_hint = argument
+        raise
+
+
+def _looked_up(target: str) -> tuple[ModuleType, str, str, Any]:
+    """A target's module, the two parts of its text, and what is there, or None."""
     place, colon, name = target.rpartition(":")
     if not colon:
         place, name = target, ""
-    module = _from_file(pathlib.Path(place)) if place.endswith(".py") else _from_name(place)
+    module = _module(place)
     found: object = module
     for part in name.split("."):
         found = getattr(found, part, None)
-    if not (isinstance(found, type) and issubclass(found, Inputs) and found is not Inputs):
-        _no_class(module, place, name, found)
-    return found
+    return module, place, name, found
+
+
+def _module(place: str) -> ModuleType:
+    return _from_file(pathlib.Path(place)) if place.endswith(".py") else _from_name(place)
+
+
+def _loaded(place: str) -> ModuleType | None:
+    """The module of a file that was loaded before: to run it again would make other classes."""
+    modules = reversed(list(sys.modules.values()))
+    return next((module for module in modules if getattr(module, "__file__", None) == place), None)
+
+
+def _makes(found: object) -> bool:
+    """Whether it is a function that can be called without arguments."""
+    if not callable(found) or isinstance(found, type):
+        return False
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def _no_runner(module: ModuleType, place: str, name: str, found: object) -> NoReturn:
+    known = [n for n, value in vars(module).items() if isinstance(value, Runner)]
+    if not name:
+        _unknown(f"say which runner, as in {place}:{known[0] if known else 'make_runner'}{_near('', known)}")
+    if found is None:
+        _unknown(f"{place} has no {name!r}{_near(name, known)}")
+    wanted = "is no runner, nor a function without required arguments that makes one"
+    _unknown(f"{name!r} in {place} {wanted}{_near(name, known)}")
+
+
+def _near(name: str, known: list[str]) -> str:
+    return nearest(name, known) if known else ""
 
 
 def _no_class(module: ModuleType, place: str, name: str, found: object) -> NoReturn:
     known = [
         n for n, kind in inspect.getmembers(module, inspect.isclass) if issubclass(kind, Inputs) and kind is not Inputs
     ]
+    known += [n for n, value in vars(module).items() if isinstance(value, Runner)]
     if not known:
-        _unknown(f"{place} has no subclass of slotgraph.Inputs")
+        _unknown(f"{place} has no subclass of slotgraph.Inputs, and no runner")
     if not name:
-        _unknown(f"say which class, as in {place}:{known[0]}{nearest('', known)}")
-    what = f"{place} has no {name!r}" if found is None else f"{name!r} in {place} is no subclass of slotgraph.Inputs"
+        _unknown(f"say which one, as in {place}:{known[0]}{nearest('', known)}")
+    what = (
+        f"{place} has no {name!r}"
+        if found is None
+        else f"{name!r} in {place} is no subclass of slotgraph.Inputs, nor a runner"
+    )
     _unknown(f"{what}{nearest(name, known)}")
 
 
@@ -98,13 +209,13 @@ def _no_module(name: str, missing: str) -> NoReturn:
     _unknown(f"{what}{near}")
 
 
-def _broken(name: str, error: Exception) -> NoReturn:
-    """A module that fails to import: the library's own faults as ever, others with the place that raised."""
+def _broken(name: str, error: Exception, what: str = "cannot be imported") -> NoReturn:
+    """A user's module or function that raises: the library's own faults as ever, others with the place that raised."""
     if isinstance(error, SlotGraphError):
         raise error
     last = traceback.extract_tb(error.__traceback__)[-1]
-    fail(f"{name} cannot be imported: {type(error).__name__}: {error} ({last.filename}, line {last.lineno})")
+    fail(f"{name} {what}: {type(error).__name__}: {error} ({last.filename}, line {last.lineno})")
 
 
 def _unknown(message: str) -> NoReturn:
-    raise typer.BadParameter(message, param_hint=_HINT)
+    raise typer.BadParameter(message)

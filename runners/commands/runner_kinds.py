@@ -138,7 +138,7 @@ class Kind:
         seeded, sizes = torch.Generator().manual_seed(live + number), self.sizes(live)
         requests, tokens = sizes[BATCH], sizes[TOKENS]
         padded = live if self.leading in self.unpadded else self.padded
-        made = Batch(rows=live, padded=padded, requests=requests, tokens=tokens)
+        made = Batch(rows=live, padded=padded, lives=(requests, tokens))
         for name, slot in self.declaration.slots.items():
             if slot.reads(name) is not None:
                 shape, dtype = extent(slot.shape, sizes), resolve_dtype(slot.dtype, backend.capabilities)

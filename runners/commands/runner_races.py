@@ -1,6 +1,6 @@
 """A runner's fill and the same by hand: held to each other, byte for byte, before anything is timed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -8,11 +8,12 @@ import torch
 
 from ...backends.base import Backend
 from ...dataflow.capabilities import DEVICE
+from ...dataflow.errors import WrongBytesError
 from ...dataflow.slots import Output
 from .fill_by_hand import FillByHand
 from .runner_kinds import SERVING, Kind, Runner, Scale, kinds
 from .timing import Run
-from .verifying import WrongBytesError, same_bytes
+from .verifying import same_bytes
 from .workload import SETS, Batch
 
 
@@ -23,13 +24,13 @@ class Race:
     kind: Kind
     backend: Backend
     runner: Runner
-    by_hand: FillByHand
+    by_hand: Callable[[Batch], Any]
     batches: Sequence[Batch]
 
     @classmethod
     def of(cls, kind: Kind, backend: Backend) -> "Race":
         """A captured runner and buffers by hand. WrongBytesError where the two do not fill the same."""
-        race = cls(kind, backend, kind.make(kind, backend), FillByHand(kind, backend), kind.sets(backend))
+        race = cls(kind, backend, kind.make(kind, backend), FillByHand.of(kind, backend), kind.sets(backend))
         race.verify()
         return race
 

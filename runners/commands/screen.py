@@ -5,7 +5,7 @@ from typing import Final
 
 from rich.console import Console
 
-_WIDE: Final = 200
+WIDE: Final = 200
 """Columns in a pipe or file, where nothing needs to fit a screen and a folded name could not be searched for."""
 
 
@@ -14,4 +14,4 @@ def screen() -> Console:
     console = Console(highlight=False)
     if console.is_terminal or os.environ.get("COLUMNS"):
         return console
-    return Console(highlight=False, width=_WIDE)
+    return Console(highlight=False, width=WIDE)

@@ -11,14 +11,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import Any, Final, Protocol
 
 import attrs
 import torch
 
 from ...backends.base import Backend
-from .lowerings import Way
-from .workload import Batch
 
 QUEUED: Final = 20
 """Steps that the host may be ahead by. An upload's ring has 32 entries, of which one event guards 8: at 25 steps the
@@ -49,6 +47,15 @@ class Spread:
         return cls(statistics.median(samples), tenths[0], tenths[-1])
 
 
+class Sized(Protocol):
+    """One of several batches that take turns."""
+
+    @property
+    def rows(self) -> int:
+        """Its size, by which those that differ in it are told."""
+        raise NotImplementedError
+
+
 Times = tuple[Spread, Spread | None]
 """On the host, and on the device; None where that was not measured."""
 
@@ -57,15 +64,16 @@ Times = tuple[Spread, Spread | None]
 class Run:
     """One way to run batches that take turns, and what its steps took, in microseconds on host and device.
 
-    attempt: the first at which the host got ahead of the device.
+    attempt: the first at which the host got ahead of the device. prepare: called before each round, untimed.
     """
 
-    way: Way
-    batches: Sequence[Batch]
+    way: Callable[[Any], Any]
+    batches: Sequence[Sized]
     host: list[float] = attrs.field(factory=list)
     device: list[float] = attrs.field(factory=list)
     attempt: int = 0
-    _turns: Iterator[Batch] = attrs.field(init=False)
+    prepare: Callable[[], object] | None = attrs.field(default=None, kw_only=True)
+    _turns: Iterator[Sized] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         """Batches go on from round to round, rather than begin anew."""
@@ -74,6 +82,8 @@ class Run:
     def once(self, steps: int, wait: Callable[[], None]) -> None:
         """One round. The step before it, untimed, leaves tails as the round's last step does."""
         way, turns, note, clock = self.way, self._turns, self.host.append, time.perf_counter_ns
+        if self.prepare is not None:
+            self.prepare()
         for number in range(steps):
             if number % QUEUED == 0:
                 wait()

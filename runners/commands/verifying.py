@@ -5,17 +5,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ...dataflow.axes import BATCH, TOKENS
-from ...dataflow.errors import SlotGraphError
+from ...dataflow.errors import WrongBytesError
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.step import Step
 from .lowerings import BARE, Contestant
 from .workload import Batch, Workload, plus_one
 
 Slots = Mapping[str, torch.Tensor | None]
-
-
-class WrongBytesError(SlotGraphError, AssertionError):
-    """A contestant left other bytes than the oracle."""
 
 
 def verify(workload: Workload, contestants: Sequence[Contestant], batches: Sequence[Batch]) -> None:

@@ -62,6 +62,9 @@ _SETS: Final[dict[Sources, int]] = {"same": 1, "new": KEPT + SETS}
 class Batch(types.SimpleNamespace):
     """One batch: its sources as attributes, as an engine's own batch has them, with its live and padded rows."""
 
+    rows: int
+    padded: int
+
 
 def _live_tokens(step: Step) -> int:
     return step.live(TOKENS)

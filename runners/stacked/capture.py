@@ -64,6 +64,12 @@ class StackCapture(Generic[V]):
         self._buffers = buffers
         self._output_rows = output_rows
 
+    @property
+    def holder(self) -> Callable[..., Any] | None:
+        """What reaches the tensors that graphs read beside slots; None where splits read of them too."""
+        stack = self._boundary.stack
+        return None if stack is None or self._boundary.cut is not None else stack.module.forward
+
     def __call__(self, filling: Filling, absent: Absent) -> "Part[V]":
         """Run the step on a placeholder, and make a call of its stack, whose arguments stay where they are.
 
@@ -175,6 +181,11 @@ class Part(Generic[V]):
     stage: Stage[V]
     view: V
     call: StackCall
+
+    def whole(self) -> Any:
+        """Run the step around it as well, without graphs."""
+        with torch.no_grad(), under_way(Running(self.view)):
+            return self.stage.run(self.view)
 
     def __call__(self) -> Any:
         """Run it as it is captured, and as a backend without graphs replays it."""

@@ -1,23 +1,21 @@
 """What every runner offers of which only a part is captured, by tokens."""
 
 import abc
-from collections.abc import Collection, Mapping
 from typing import Any
 
-from ...dataflow.capabilities import Lowering
-from ...dataflow.plan import FillPlan
 from ...dataflow.sources import Side
 from ..buckets import Buckets
 from ..capture import CaptureReport
 from ..decision import Decision
+from ..graphs import GraphSet
 from ..parts import Parts
-from ..runner import Runner
+from ..runner import GraphRunner
 from ..stage import V
 from ..watching import Watch
 from .runs import StackRuns
 
 
-class StackRunner(Runner[V]):
+class StackRunner(GraphRunner[V]):
     """A runner whose graphs are those of a stack. Subclasses are final, and say what of a step is captured."""
 
     @property
@@ -32,7 +30,10 @@ class StackRunner(Runner[V]):
         hold for any number of requests. Nothing is captured with `graphs` off. Raises CaptureError where buckets
         failed; the others are usable all the same, and `report` names both.
         """
-        return self.runs.capture()
+        try:
+            return self.runs.capture()
+        finally:
+            self._prove()
 
     @property
     def buckets(self) -> Buckets:
@@ -40,14 +41,9 @@ class StackRunner(Runner[V]):
         return self.runs.buckets
 
     @property
-    def report(self) -> CaptureReport | None:
-        """What the capture came to, or None before it."""
-        return self.runs.graphs.report
-
-    @property
-    def lowering(self) -> Lowering:
-        """How fills are run; never inside a graph, because what runs before it reads the slots, too."""
-        return self.runs.lowering
+    def graphs(self) -> GraphSet[V]:
+        """The captured buckets; no fill is inside one, because what runs before it reads the slots, too."""
+        return self.runs.graphs
 
     @property
     def parts(self) -> Parts[V]:
@@ -72,17 +68,3 @@ class StackRunner(Runner[V]):
     def decide(self, batch: Any, **side: Any) -> Decision:
         """The path that a batch would take, its bucket, and why."""
         return self.runs.decide(batch, side)
-
-    def plan(
-        self,
-        bucket: int,
-        absent: Collection[str] = (),
-        in_place: Collection[str] = (),
-        hosted: Collection[str] = (),
-    ) -> FillPlan:
-        """How one bucket is filled, for batches without some optional slots, or with some in place or on the host."""
-        return self.runs.plan(bucket, absent, in_place, hosted)
-
-    def stats(self) -> Mapping[str, Any]:
-        """Plain data: steps by path, live and padded tokens and waste per bucket, eager steps by reason, lowerings."""
-        return self.runs.stats()

@@ -1,18 +1,18 @@
 """Runs of a step of which one part, the stack, is captured by tokens, while the rest runs eagerly around it."""
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+import time
+from collections.abc import Collection, Sequence
 from typing import Any, Generic
 
 import attrs
 import torch
 
 from ...dataflow.axes import BATCH, TOKENS, Axis
-from ...dataflow.capabilities import Lowering, chosen_lowering
+from ...dataflow.capabilities import chosen_lowering
 from ...dataflow.errors import BatchError, ConfigError, ReplayError
 from ...dataflow.fill import compute_on_device
 from ...dataflow.limits import Limits
-from ...dataflow.plan import FillPlan
 from ...dataflow.sizing import Sizer
 from ...dataflow.sources import Side
 from ...dataflow.views import carried
@@ -22,22 +22,25 @@ from ..config import RunnerConfig
 from ..decision import Decision, Tally
 from ..eager import EagerRunner
 from ..filler import Filler
+from ..gate import Gate
 from ..graphs import GraphSet, patterns_of
 from ..outputs import live_rows, map_tensors
 from ..parts import Parts
+from ..pool import Phase, Seat
 from ..router import Router
 from ..running import Running, under_way
-from ..stage import Stage, V
+from ..stage import NO_BINDINGS, Stage, V
 from ..watching import Watch
-from .capture import Boundary, Part, StackCapture, live_view
+from .answer import Answer, distrusting
+from .capture import Boundary, StackCapture, live_view
 
 
 @attrs.frozen(eq=False)
 class Filled(Generic[V]):
-    """A filled step: its view, the graphs that take it (None for an eager run), live tokens and requests."""
+    """A filled step: its view, the graphs that take it or why it is run eagerly, live tokens and requests."""
 
     view: V
-    captured: Captured | None
+    route: Captured | Decision
     tokens: int
     requests: int
 
@@ -59,6 +62,7 @@ class StackRuns(Generic[V]):
         absent: Sequence[Collection[str]],
         carry: tuple[str, ...],
         output_rows: Axis | None,
+        phase: Phase | None,
     ) -> None:
         self.stage = stage
         self.config = config
@@ -69,94 +73,97 @@ class StackRuns(Generic[V]):
         counts = ({TOKENS: tokens, BATCH: config.max_batch} for tokens in self.buckets.sizes)
         self._sizes = {one[TOKENS]: stage.padded(one, "max_batch= and buckets=") for one in counts}
         capacity = self._sizes[self.buckets.largest]
-        buffers = stage.allocate(capacity)
-        lowering = chosen_lowering(stage.backend.capabilities, config.lowering)
-        lowering = "fused" if lowering == "in_graph" else lowering  # what runs before the graphs reads the slots, too
-        sizes, mode = list(self._sizes.values()), config.error_mode
-        filler = Filler(stage, buffers, lowering, sizes, debug=config.debug, error_mode=mode)
-        capturing = StackCapture(stage, boundary, buffers, output_rows)
-        handed = _handed(stage)
-        self.graphs = GraphSet(
-            stage, buffers, filler, rows_each=None, debug=config.debug, recipe=capturing, parameters=handed
-        )
+        self._carry = carry
         self._patterns = patterns_of(absent)
         self._size = Sizer(stage.declaration, {}, capacity, TOKENS)
         self._limits = Limits.of(stage.declaration, capacity)
-        on, path, leading = config.graphs, boundary.path, (TOKENS,)
-        routed = stage.declaration, self.buckets, capacity, self.graphs
-        self._router = Router(*routed, enabled=on, leading=leading, path=path)
         self._requests = _place(stage, BATCH)
-        self._eager = EagerRunner.beside(stage, buffers, carry)
-        self._tally = Tally(path)
+        self._tally = Tally(boundary.path)
         self.watch = Watch()
+        self._gate = Gate(name)
         self._filled: Filled[V] | None = None
+        self._others = 0
+        self._seat = Seat(self, stage, capacity, NO_BINDINGS, phase, sharing=config.sharing)
+        if phase is None:
+            _ = self._router, self._eager  # what is wrong with them is said now
+
+    @functools.cached_property
+    def graphs(self) -> GraphSet[V]:
+        """The captured buckets, and the buffers that they read; those of a pool are laid out when first asked for."""
+        stage, config, buffers = self.stage, self.config, self._seat.buffers()
+        lowering = chosen_lowering(stage.backend.capabilities, config.lowering)
+        lowering = "fused" if lowering == "in_graph" else lowering  # what runs before the graphs reads the slots, too
+        sizes, mode = list(self._sizes.values()), config.error_mode
+        filler = Filler(stage, buffers, lowering, sizes, modes=config.modes, error_mode=mode)
+        capturing = StackCapture(stage, self._boundary, buffers, self._output_rows)
+        handed = _handed(stage)
+        return GraphSet(
+            stage,
+            buffers,
+            filler,
+            rows_each=None,
+            modes=config.modes,
+            recipe=capturing,
+            holder=capturing.holder,
+            parameters=handed,
+        )
+
+    @functools.cached_property
+    def _router(self) -> Router:
+        graphs, on, path = self.graphs, self.config.graphs, self._boundary.path
+        routed = self.stage.declaration, self.buckets, graphs.buffers.capacity, graphs
+        return Router(*routed, enabled=on, leading=(TOKENS,), path=path)
+
+    @functools.cached_property
+    def _eager(self) -> EagerRunner[V]:
+        return EagerRunner.beside(self.stage, self.graphs.buffers, self._carry)
 
     @property
     def parts(self) -> Parts[V]:
         """What they are made of."""
-        return Parts(
-            self.name,
-            self.config,
-            self.stage,
-            self._sizes,
-            self._patterns,
-            self.graphs,
-            self._eager,
-            self._size,
-            self._tally,
-            self.watch,
-        )
+        made = self.name, self.config, self.stage, self._sizes, self._patterns, self.graphs, self._eager
+        return Parts(*made, self._size, self._tally, self.watch, self._seat)
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it."""
         return self.graphs.capture(Order.of(self.config, self._sizes, self._patterns, self.name))
 
-    @property
-    def lowering(self) -> Lowering:
-        """How fills are run."""
-        return self.graphs.filler.lowering
-
     def decide(self, batch: Any, side: Side) -> Decision:
         """The path that a batch would take."""
         return self._router.decide(self._size(batch, side), self.stage.absent(batch, side), batch)
 
-    def plan(
-        self, bucket: int, absent: Collection[str], in_place: Collection[str], hosted: Collection[str]
-    ) -> FillPlan:
-        """How one bucket is filled."""
-        return self.stage.plan(self._sizes, bucket, self.lowering, absent, in_place, hosted)
-
-    def stats(self) -> Mapping[str, Any]:
-        """The books, as plain data."""
-        filler = self.graphs.filler
-        return {**self._tally.as_data(), "lowerings": dict(filler.lowered), "detours": dict(filler.detours)}
-
     def step(self, batch: Any, side: Side) -> Any:
         """Run one step. BatchError where the batch does not fit; nothing is written then."""
-        return self._run(self._fill(batch, side))
+        with self._gate.open():
+            return self._run(self._fill(batch, side))
 
     def fill(self, batch: Any, side: Side) -> V:
         """Fill from a batch, and return the view that the step's eager parts see."""
-        filled = self._filled = self._fill(batch, side)
+        with self._gate.open():
+            filled = self._filled = self._fill(batch, side)
+            self._others = self.graphs.buffers.turn.others
         return filled.view
 
     def replay(self, view: V) -> Any:
         """Run the step on the view that was filled last. ReplayError where it is another."""
-        filled = self._filled
-        if filled is None or filled.view is not view:
-            message = "this view was not filled last: a later fill has overwritten its slots"
-            raise ReplayError(message)
-        self.graphs.filler.order()
-        try:
-            return self._run(filled)
-        except BaseException:  # what the step writes on the way may not be as it was filled
-            self._filled = None
-            raise
+        with self._gate.open():
+            filled = self._filled
+            if filled is None or filled.view is not view:
+                message = "this view was not filled last: a later fill has overwritten its slots"
+                raise ReplayError(message)
+            self.graphs.buffers.turn.check_others(self._others)
+            try:
+                self.graphs.filler.order()
+                return self._run(filled)
+            except BaseException:  # what the step writes on the way may not be as it was filled
+                self._filled = None
+                raise
 
     def _fill(self, batch: Any, side: Side) -> Filled[V]:
         before, self._filled = self._filled, None
         graphs = self.graphs
-        graphs.fills += 1
+        start = time.perf_counter_ns() if next(self._tally.turns) else 0
+        graphs.buffers.turn.fills += 1
         graphs.filler.order()
         try:
             live = self._size(batch, side)
@@ -165,39 +172,44 @@ class StackRuns(Generic[V]):
             absent = self.stage.absent(batch, side)
             route = self._router.route(live, absent, batch)
             if isinstance(route, Decision):
-                return self._fill_eagerly(batch, route, side, live)
+                return self._fill_eagerly(batch, route, side, live, start)
             ready = graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=False)
         except BatchError as error:
             self._filled = before  # nothing was written: the view filled last still stands
-            graphs.fills -= 1
+            graphs.buffers.turn.fills -= 1
             self._size.explain(error)
             raise
         compute_on_device(ready, batch)
         view = live_view(self.stage, graphs.buffers, ready, carried(self.stage.declaration.fields, batch))
+        if start:
+            self._tally.timed(self._tally.buckets[route.rows], start)
         return Filled(view, route, live[-1], self._requests_in(live))
 
     def _requests_in(self, live: tuple[int, ...]) -> int:
         return 0 if self._requests is None else live[self._requests]
 
-    def _fill_eagerly(self, batch: Any, decision: Decision, side: Side, live: tuple[int, ...]) -> Filled[V]:
+    def _fill_eagerly(self, batch: Any, decision: Decision, side: Side, live: tuple[int, ...], start: int) -> Filled[V]:
         view = self._eager.fill(batch, **side)
-        self._tally.note_fallback(decision, live[-1], self.name)
-        return Filled(view, None, live[-1], self._requests_in(live))
+        self._tally.unfit(decision, self.name, start)
+        return Filled(view, decision, live[-1], self._requests_in(live))
 
     def _run(self, filled: Filled[V]) -> Any:
-        captured = filled.captured
-        if captured is None:
+        captured = filled.route
+        if isinstance(captured, Decision):
             self.graphs.eager_runs += 1
-            return self._eager.run(filled.view)
+            outputs = self._eager.run(filled.view)
+            self._tally.fell_back(captured, filled.tokens)
+            return outputs
         stack, stage = self._boundary.stack, self.stage
-        with torch.no_grad(), _distrusting(self.graphs), under_way(Running(filled.view, "replay")) as step:
-            answer = _Answer(self.graphs, captured, step)
+        with torch.no_grad(), distrusting(self.graphs), under_way(Running(filled.view, "replay")) as step:
+            answer = Answer(self.graphs, captured, step)
             if stack is None:
                 outputs = stage.run(filled.view, answer)
             else:
                 with stack.answered(answer):
                     outputs = stage.run(filled.view)
                 answer.check(stack.name)
+        self.graphs.filler.hosts.note()  # of what runs around the graphs, too
         self._tally.replayed(captured.rows, filled.tokens)
         return self._cut(outputs, captured.rows, filled)
 
@@ -210,53 +222,6 @@ class StackRuns(Generic[V]):
             return outputs
         _check_rows(outputs, padded, "tokens of the bucket", "BATCH, if its rows are requests")
         return live_rows(outputs, filled.tokens)
-
-
-class _Answer:
-    """What the stack does in a replay: it takes the arguments, and replays its graphs."""
-
-    def __init__(self, graphs: GraphSet[Any], captured: Captured, step: Running) -> None:
-        self._graphs = graphs
-        self._captured = captured
-        self._step = step
-        self._calls = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay, on these arguments; what the graphs returned."""
-        self._calls += 1
-        part: Part[Any] = self._captured.step  # type: ignore[assignment] # as StackCapture made it
-        step, call = self._step, part.call
-        step.now, step.shown = call.take(args, kwargs, step.view), call.view
-        clock = self._graphs.clock
-        before = clock.replays
-        try:
-            outputs = self._graphs.replay(self._captured, self._captured.rows)
-        finally:
-            step.shown = None
-        if clock.replays != before + 1:
-            message = (
-                "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
-                "later graphs read: run that runner before or after this one's step, or eagerly within the break"
-            )
-            raise ReplayError(message)
-        call.give_back(args, kwargs)
-        return outputs
-
-    def check(self, name: str) -> None:
-        """ReplayError where the stack was not called once, as at capture."""
-        if self._calls != 1:
-            message = f"the step called the stack, {name}, {self._calls} times, and once at capture"
-            raise ReplayError(message)
-
-
-@contextlib.contextmanager
-def _distrusting(graphs: GraphSet[Any]) -> Iterator[None]:
-    """A step that breaks off may leave slots as it has written them."""
-    try:
-        yield
-    except BaseException:
-        graphs.buffers.distrust()
-        raise
 
 
 def _checked_axis(output_rows: Axis | None, stage: Stage[Any]) -> Axis | None:

@@ -19,7 +19,9 @@ class DecodeInputs(Requests):
     next_token_logits: one allocation for all buckets, at an address that samplers and collectives know.
     """
 
-    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=keep("any id will do, its row's result is dropped"))
+    input_ids: torch.Tensor = copied(
+        TOKENS, dtype=torch.int64, pad=keep("any id will do, its row's result is dropped"), poison="stale"
+    )
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
     next_token_logits: torch.Tensor = output(TOKENS, VOCAB, dtype=torch.float32)

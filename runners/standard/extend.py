@@ -26,7 +26,9 @@ class DraftExtendInputs(Requests):
     next_token_logits: one row a request, that of select_index.
     """
 
-    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=keep("any id will do, its row's result is dropped"))
+    input_ids: torch.Tensor = copied(
+        TOKENS, dtype=torch.int64, pad=keep("any id will do, its row's result is dropped"), poison="stale"
+    )
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0, starts=1)
     hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0)

@@ -16,7 +16,7 @@ class SlidingWindow(Inputs):
     out_cache_loc_swa: lent to the KV pool while buckets are captured, so that graphs write there without a translation.
     """
 
-    out_cache_loc_swa: torch.Tensor = copied(TOKENS, dtype=torch.int32, pad=0)
+    out_cache_loc_swa: torch.Tensor = copied(TOKENS, dtype=torch.int32, pad=0, poison=())
 
 
 class Mrope(Inputs):
@@ -56,7 +56,7 @@ class Mamba(Inputs):
     mamba_track_seqlens: how many tokens a snapshot stands for.
     """
 
-    mamba_track_indices: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    mamba_track_indices: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, poison=())
     mamba_track_mask: torch.Tensor = copied(BATCH, dtype=torch.bool, pad=False)
     mamba_track_seqlens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0)
 
@@ -81,12 +81,14 @@ class NgramEmbedding(Inputs):
         BATCH,
         dtype=torch.int32,
         pad=keep("a stale start is one that a request had"),
+        poison="stale",
         source="ngram_embedding_info.column_starts",
     )
     ngram_req_lens: torch.Tensor = copied(
         BATCH,
         dtype=torch.int32,
         pad=keep("a stale length is one that a request had"),
+        poison="stale",
         starts=1,
         source="ngram_embedding_info.req_lens",
     )

@@ -40,7 +40,7 @@ class BreakableInputs(PrefillInputs, Requests, drop=["seq_lens_cpu"]):
     orig_seq_lens: lengths before anything was chunked, for rope scaling that hangs on them.
     """
 
-    extend_seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, converts=(torch.int64,))
+    extend_seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, poison=(), converts=(torch.int64,))
     extend_prefix_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, converts=(torch.int64,))
     extend_start_loc: torch.Tensor = computed(first_tokens, shape=BATCH, dtype=torch.int32)
     orig_seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, converts=(torch.int64,))

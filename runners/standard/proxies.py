@@ -35,7 +35,13 @@ class PipelineIndices(Inputs):
     """
 
     pp_topk_indices: torch.Tensor | None = copied(
-        TOKENS, INDEX_TOPK, dtype=torch.int32, pad=_KEPT, source=side("pp_proxy_tensors.topk_indices"), default=None
+        TOKENS,
+        INDEX_TOPK,
+        dtype=torch.int32,
+        pad=_KEPT,
+        poison="stale",
+        source=side("pp_proxy_tensors.topk_indices"),
+        default=None,
     )
 
 
@@ -47,10 +53,10 @@ class PrefillPipelineProxies(Inputs):
     """
 
     pp_hidden_states: torch.Tensor | None = copied(
-        TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, source=side("pp_proxy_tensors.hidden_states"), default=None
+        TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, poison=(), source=side("pp_proxy_tensors.hidden_states"), default=None
     )
     pp_residual: torch.Tensor | None = copied(
-        TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, source=side("pp_proxy_tensors.residual"), default=None
+        TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, poison=(), source=side("pp_proxy_tensors.residual"), default=None
     )
 
 

@@ -18,7 +18,7 @@ class Requests(Inputs):
     seq_lens_cpu: plans of attention are made on the host; reading seq_lens back would wait for the device.
     """
 
-    req_pool_indices: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    req_pool_indices: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, poison=())
     seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, converts=(torch.int64,))
     seq_lens_cpu: torch.Tensor | None = copied(
         BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, placement=HOST, converts=(torch.int64,), default=None

@@ -20,6 +20,7 @@ from slotgraph.runners.draft import DraftRunner
 from slotgraph.runners.draft_extend import DraftExtendRunner
 from slotgraph.runners.eager import EagerRunner
 from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
+from slotgraph.runners.pool import InputPool
 from slotgraph.runners.prefill import PrefillRunner
 from slotgraph.runners.running import current_view
 from slotgraph.runners.stacked.breaks import graph_break
@@ -29,7 +30,7 @@ __version__ = "0.1.0"
 # fmt: off
 __all__ = [
     "BATCH", "CACHE_LOC", "DEVICE", "HOST", "SEQ_LEN_FILL", "TOKENS", "WIDTH", "Axis", "BreakableRunner", "Buckets",
-    "DecodeRunner", "DraftExtendRunner", "DraftRunner", "EagerRunner", "FillRole", "Inputs",
+    "DecodeRunner", "DraftExtendRunner", "DraftRunner", "EagerRunner", "FillRole", "InputPool", "Inputs",
     "MultiLayerDraftExtendRunner", "PrefillRunner", "Role", "RunnerConfig", "Slot", "SlotGraphError", "Step",
     "computed", "constant", "copied", "current_view", "errors", "graph_break", "host_parameter", "keep", "once",
     "output", "side", "slot", "staged", "standard",

@@ -10,6 +10,8 @@ from slotgraph.backends import DEVICE, HOST, Availability, Backend, Event, Graph
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import CaptureError
 
+pytestmark = pytest.mark.slotgraph_backends("every")
+
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.bool, torch.uint8)
 PLACEMENTS: tuple[Placement, ...] = (DEVICE, HOST)
 

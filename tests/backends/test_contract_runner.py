@@ -8,6 +8,8 @@ import torch
 from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, computed, copied
 from slotgraph.backends import Backend
 
+pytestmark = pytest.mark.slotgraph_backends("every")
+
 ROWS = 64
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from slotgraph import DecodeRunner
+from slotgraph import DecodeRunner, InputPool
 from slotgraph.backends.ring import ENTRIES
-from tests.backends.flow import LONG, Drawn, Flow, Place, Wide, assert_answers, place_of
+from tests.backends.flow import BUCKETS, LONG, Drawn, Flow, Place, Wide, assert_answers, flow_step, place_of
 
 KINDS = pytest.mark.parametrize("kind", [Flow, Wide])
 MOST_GROWTH = 32 << 20
@@ -57,6 +57,28 @@ def test_two_runners_on_two_streams(place: Place, lowering: str, kind: type[Flow
             got.append(runners[index % 2](drawn.fresh()).clone())
     place.backend.synchronize()
     assert_answers(got, pool)
+
+
+@KINDS
+@pytest.mark.parametrize("graphs", [True, False])
+def test_two_phases_on_two_streams(place: Place, lowering: str, kind: type[Flow], graphs: bool) -> None:  # noqa: FBT001
+    """Runners that share input memory take turns from their fills on, though each is on a busy stream of its own."""
+    shared, pool, got = InputPool("first", "then"), place.pool(kind, 40, 8), list[torch.Tensor]()
+    options = {"backend": place.backend, "lowering": lowering, "graphs": graphs}
+    runners = [
+        DecodeRunner(kind, flow_step, buckets=BUCKETS, phase=shared[one], **options) for one in ("first", "then")
+    ]  # type: ignore[arg-type] # a dict of options
+    for runner in runners:
+        runner.capture()
+    assert shared.layout is not None
+    assert shared.layout.saved > 0
+    streams = [place.stream(), place.stream()]
+    for index, drawn in enumerate(pool):
+        with place.on(streams[index % 2]):
+            place.busy(LONG // 8 if index % 3 else 1)
+            got.append(runners[index % 2](drawn.fresh()).clone())
+    place.backend.synchronize()
+    assert_answers(got, pool, padded=graphs)
 
 
 @KINDS

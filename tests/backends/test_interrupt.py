@@ -15,6 +15,8 @@ from slotgraph.dataflow.errors import CaptureError, ReplayError
 from tests.backends.interruptions import Call, between
 from tests.backends.test_contract import captured, has_true_graphs, random_on
 
+pytestmark = pytest.mark.slotgraph_backends("every")
+
 
 def test_outside_of_a_capture(interrupting: Backend) -> None:
     """Where nothing is captured it is called once, for its answer, which comes back as it is."""

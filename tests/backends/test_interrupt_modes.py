@@ -11,6 +11,8 @@ from slotgraph.backends import Backend
 from tests.backends.interruptions import between
 from tests.backends.test_contract import captured, random_on
 
+pytestmark = pytest.mark.slotgraph_backends("every")
+
 
 @pytest.mark.parametrize("where", ["capture", "replay"])
 def test_inference_mode(interrupting: Backend, where: str) -> None:

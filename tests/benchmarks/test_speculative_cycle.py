@@ -20,6 +20,8 @@ from slotgraph.dataflow.planner import NONE
 from slotgraph.dataflow.roles import resolve_dtype
 from slotgraph.dataflow.tails import Number, Pad, resolve_value
 
+pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
+
 Batch = Mapping[str, torch.Tensor]
 TOPK, STEPS, NODES = 4, 5, 16
 LIVE, PADDED = 37, 48

@@ -6,6 +6,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from slotgraph.runners.commands.workload import BUCKETS, CASES, FLAT, MIXED, Sources
 from tests.benchmarks.races import BY_HAND, NAMES, field, one_after_another, timed, way_of
 
+pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
+
 each_row = pytest.mark.parametrize("row", [*BY_HAND, *NAMES, "bare"])
 
 

@@ -25,7 +25,8 @@ from slotgraph.dataflow.ready import Ready
 from slotgraph.dataflow.roles import resolve_dtype
 from slotgraph.dataflow.slots import Copied
 from slotgraph.dataflow.tails import Pad
-from tests.dataflow.test_lowerings import World, assert_same, scribble
+from slotgraph.runners.testing.bytes import scribble
+from tests.dataflow.test_lowerings import World, assert_same
 from tests.fused import Kernel, feed_for, kernel_of
 from tests.sources import HOST_DATA, IN_BUFFERS, KINDS, Given, Maker
 from tests.strategies import (
@@ -86,7 +87,7 @@ class FusedWorld(World):
         self.feed = self.feeder()
         self.exact = Bucket(self.slots, self.capacity, capabilities, self.mine, exact=True, feeder=self.feeder)
         self.kernels: dict[tuple[Any, ...], tuple[FusedFill, Kernel]] = {}
-        self.mine.handed_out = out
+        self.mine.ledger.handed_out = out
 
     def fused(self, turn: Round) -> tuple[FusedFill, Kernel]:
         """The fused fill of a turn's bucket and pattern, and its kernel."""
@@ -113,7 +114,7 @@ class FusedWorld(World):
     def state(self) -> list[Any]:
         """All that a misfit must leave alone."""
         tensors = [self.feed.upload.packet, *(buffer.tensor for buffer in self.mine)]
-        known = [self.mine.stamp, self.mine.unmarked, self.feed._data]
+        known = [self.mine.ledger.stamp, self.mine.unmarked, self.feed._data]
         marks = [buffer.mark for buffer in self.mine]
         return [*known, *marks, *(bytes(one.view(-1).view(torch.uint8).numpy()) for one in tensors)]
 
@@ -127,7 +128,7 @@ class FusedWorld(World):
 
     def step(self, turn: Turn) -> None:
         """Fill both, by one lowering and by the oracle, and compare."""
-        if turn.produced is not None and self.mine.handed_out:
+        if turn.produced is not None and self.mine.ledger.handed_out:
             self.produce(turn.produced)
         sizes, brought = turn.round, self.given(turn)
         batch, side = self._batch(turn, {name: one.value for name, one in brought.items()})
@@ -136,10 +137,10 @@ class FusedWorld(World):
         ready = self.fill(turn, brought, batch, live, side)
         step = Step(sizes.live, sizes.padded)
         right = fill_slot_by_slot(self.slots, self.right, self.capabilities, step, plain, beside)
-        assert_same(ready.views, right)
+        assert_same(ready.views, right, self.declaration, sizes.live)
         self.assert_untouched()
         for buffers in (self.mine, self.right):
-            scribble(self.declaration, buffers, sizes)
+            scribble(buffers, sizes.padded, torch.Generator().manual_seed(sizes.seed))
 
     def _batch(self, turn: Turn, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         return batch_of(self.declaration, self.capabilities, turn.round, values)

@@ -181,7 +181,7 @@ def test_slots_in_place(options: tuple[str, ...]) -> None:
         (("slotgraph.runner:DecodeInputs",), "no module 'slotgraph.runner'; did you mean 'runners'?"),
         (("explained_input.py:DecodeInputs",), "no file 'explained_input.py'; did you mean 'explained_inputs.py'?"),
         (("explained_inputs:decodeinput",), "has no 'decodeinput'; did you mean 'DecodeInputs'?"),
-        (("explained_inputs",), "say which class, as in explained_inputs:DecodeInputs"),
+        (("explained_inputs",), "say which one, as in explained_inputs:DecodeInputs"),
         (("explained_inputs:HIDDEN",), "'HIDDEN' in explained_inputs is no subclass of slotgraph.Inputs"),
         (("json:JSONDecoder",), "json has no subclass of slotgraph.Inputs"),
         (("what/is this:X",), "expected a module's name or a .py file"),

@@ -12,6 +12,7 @@ import torch
 import typer.testing
 
 from slotgraph.backends import Backend, choose
+from slotgraph.dataflow.errors import WrongBytesError
 from slotgraph.dataflow.roles import CACHE_LOC, resolve_dtype
 from slotgraph.runners.commands import bench, plot
 from slotgraph.runners.commands.app import app
@@ -22,7 +23,7 @@ from slotgraph.runners.commands.lowerings import BARE, ByHand, Contestant, captu
 from slotgraph.runners.commands.runner_kinds import kinds
 from slotgraph.runners.commands.screen import screen
 from slotgraph.runners.commands.timing import Spread
-from slotgraph.runners.commands.verifying import WrongBytesError, verify
+from slotgraph.runners.commands.verifying import verify
 from slotgraph.runners.commands.workload import (
     BUCKETS,
     CASES,

@@ -2,7 +2,7 @@
 
 import itertools
 import pathlib
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import pytest
@@ -11,6 +11,7 @@ import typer.testing
 
 from slotgraph import BATCH, TOKENS, BreakableRunner, PrefillRunner, standard
 from slotgraph.backends import choose
+from slotgraph.dataflow.errors import WrongBytesError
 from slotgraph.runners.commands import bench, plot
 from slotgraph.runners.commands.app import app
 from slotgraph.runners.commands.bench_tables import show
@@ -19,11 +20,9 @@ from slotgraph.runners.commands.runner_kinds import DRAFTS, FRONT, SERVING, TOPK
 from slotgraph.runners.commands.runner_races import Race, races
 from slotgraph.runners.commands.screen import screen
 from slotgraph.runners.commands.timing import Spread
-from slotgraph.runners.commands.verifying import WrongBytesError
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
-    from slotgraph.runners.commands.fill_by_hand import FillByHand
     from slotgraph.runners.commands.workload import Batch
 
 TINY = Scale(requests=(3, 4), tokens=(11, 16), prompts=2, most_prompts=3, hidden=5)
@@ -52,7 +51,7 @@ def wrong_in(race: Race, name: str) -> Race:
         setattr(view, name, changed)
         return view
 
-    return attrs.evolve(race, by_hand=cast("FillByHand", fill))
+    return attrs.evolve(race, by_hand=fill)
 
 
 def figure(kind: Kind, gpu: Spread | None = None) -> RunnerFigure:

@@ -184,7 +184,8 @@ def test_stats(cpu: str, lowering: str) -> None:
     assert runner.lowering == lowering
     for requests in (3, 4, 2, 8, 5, 1, 9, 30):
         runner(random_batch(requests, seed=requests))
-    assert runner.stats() == {
+    stats = dict(runner.stats())
+    assert {key: stats[key] for key in ("steps", "buckets", "eager", "lowerings", "detours")} == {
         "steps": {"graph": 5, "eager": 3},
         "buckets": {
             4: {"path": "graph", "steps": 3, "live": 9, "padded": 12, "waste": 0.25},

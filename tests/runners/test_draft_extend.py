@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from slotgraph import BATCH, WIDTH, DraftExtendRunner, standard
+from slotgraph import BATCH, WIDTH, DraftExtendRunner, Inputs, standard
 from slotgraph.backends import load
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
+from slotgraph.runners.watching import Watcher
 from tests.runners.models import Batch, same_batch, snapshot
 
 WORDS, WIDE = 20, 4
@@ -141,3 +142,23 @@ def test_a_row_a_token_is_no_row_a_request(cpu: str) -> None:
     batch = batch_of(3, 2, 1)
     assert torch.equal(runner(batch)[:6], batch["input_ids"] + 1)
     assert BATCH in runner.decode.stage.declaration.varying
+
+
+def test_watchers_are_told_once(cpu: str) -> None:
+    """The runner is made of another one with the same watchers, which hear of each fill and replay once."""
+    told: list[str] = []
+
+    class Telling(Watcher):
+        def filled(self, view: Inputs) -> None:
+            told.append(f"filled {type(view).__name__}")
+
+        def replayed(self, view: Inputs, outputs: Any) -> Any:
+            told.append(f"replayed {type(view).__name__}")
+            return outputs
+
+    runner, watcher = captured(cpu, 3), Telling()
+    runner.watch.add(watcher)
+    runner(batch_of(2, 3, 1))
+    runner.replay(runner.fill(batch_of(3, 3, 2)))
+    runner.watch.remove(watcher)
+    assert told == ["filled ExtendInputs", "replayed ExtendInputs"] * 2

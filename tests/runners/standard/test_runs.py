@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, WIDTH, DecodeRunner, EagerRunner, Inputs, Step, standard
-from slotgraph.backends import load
+from slotgraph.backends import Backend, load
 from slotgraph.dataflow.buffers import Buffers
 from slotgraph.dataflow.oracle import fill_slot_by_slot
+from slotgraph.testing import assert_fill_equals_oracle
 from tests.runners.standard.batches import batch_of, fixed_of, sizes_of
 from tests.strategies import poisoned, same_bytes
 
@@ -155,6 +156,16 @@ def test_decode_runner(
     game = world(inputs, backend_name, data.draw(st.sampled_from(lowerings)))
     for live, seed, absent in played:
         game.play(live, seed, absent=absent)
+
+
+@each_class
+def test_every_lowering(inputs: type[Inputs], slotgraph_backend: Backend) -> None:
+    """Fills of any size, absent slots and host data, over buffers full of random bytes, outside of any runner."""
+    follow = {TOKENS: BATCH * WIDTHS[inputs]}
+    sizes = {**fixed_of(inputs), **({WIDTH: WIDTHS[inputs]} if WIDTH in inputs.slotgraph.axes else {})}
+    assert_fill_equals_oracle(
+        inputs, sizes, backend=slotgraph_backend, settings=SHARDING, relations=follow, least=0, max_examples=5
+    )
 
 
 @each_class

@@ -1,0 +1,210 @@
+"""Debug modes that look at each step of a runner: they run it more often than asked, and raise where it goes wrong."""
+
+import abc
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Final
+
+import structlog
+import torch
+
+from ..dataflow.errors import CheckError, ConfigError
+from ..dataflow.inputs import Inputs
+from ..dataflow.sources import Side
+from .holdings import Change
+from .modes import ADDRESSES, PARITY, POISON, Wanted, modes_of
+from .proofs import poison
+from .proofs.addresses import readers
+from .proofs.comparison import Tolerance, seen
+from .proofs.eagerly import graph_of
+from .proofs.parity import BITWISE, Twin
+from .proofs.report import Case
+from .proofs.state import State, state_on
+from .runner import Runner
+from .watching import Watcher
+
+_LOG: Final = structlog.get_logger("slotgraph")
+
+
+class Prover(Watcher, abc.ABC):
+    """Looks at each step that a graph takes, with what the step changes outside of its slots kept.
+
+    runner: whose steps. state: what they change; found out on the first step of each bucket, where it is not given.
+    copies: of the state that are made at once. Where there is no room for them, or the step cannot be run under watch,
+    the mode is off, and one event says so.
+    """
+
+    mode: ClassVar[str]
+    copies: ClassVar[int]
+
+    def __init__(self, runner: Runner[Any], state: State | None = None) -> None:
+        self.runner = runner
+        self._given = state
+        self._found: dict[int, State] = {}
+        self.off = False
+        self.case: Case | None = None
+
+    def before_fill(self, batch: Any, side: Side) -> None:
+        """Keep the batch, to fill it anew where a look broke off."""
+        self.case = Case(batch, side)
+
+    def before_replay(self, view: Inputs) -> None:
+        """Look at a step before it runs."""
+        state = None if self.off else self._state_for(view)
+        if state is not None:
+            self.look(view, state)
+
+    @abc.abstractmethod
+    def look(self, view: Inputs, state: State) -> None:
+        """Look at a step that is about to run, and leave its slots and state as they are."""
+
+    def _state_for(self, view: Inputs) -> State | None:
+        """The state of a step; None where no graph takes it, and where there is no room for copies."""
+        graph = graph_of(self.runner.parts, view)
+        if graph is None:
+            return None
+        try:
+            state = self._given or self._found.get(id(graph))
+            if state is None:
+                state = self._found[id(graph)] = state_on(self.runner, view)
+            state.check_room(self.copies)
+        except Exception as error:  # noqa: BLE001 - a step may not bear to be looked at, which is no fault of its graph
+            reason = str(error) if isinstance(error, CheckError) else f"{type(error).__name__}: {error}"
+            self.off = True
+            _LOG.warning("debug_off", runner=self.runner.parts.name, mode=self.mode, reason=reason)
+            return None
+        return state
+
+    def refuse(self, message: str) -> None:
+        """CheckError; nothing is believed of the buffers any more."""
+        graphs = self.runner.parts.graphs
+        if graphs is not None:
+            graphs.buffers.distrust()
+        told = f"debug mode {self.mode}: {message}"
+        raise CheckError(told)
+
+
+class AddressProver(Prover):
+    """Looks whether what the step holds (closures, globals, attributes, weights) lies where it lay at capture."""
+
+    mode = ADDRESSES
+    copies = 1
+
+    def __init__(self, runner: Runner[Any], state: State | None = None) -> None:
+        super().__init__(runner, state)
+        self._unread: set[tuple[str, int]] = set()
+
+    def before_replay(self, view: Inputs) -> None:
+        """Look at the state only where something has moved, which is rare."""
+        changes = self._changes()
+        if changes:
+            super().before_replay(view)
+
+    def look(self, view: Inputs, state: State) -> None:
+        """CheckError that names the tensor, and the operator that reads it."""
+        changes = self._changes()
+        for message in readers(self.runner.parts, view, state, changes).values():
+            self.refuse(message)
+        self._unread.update(_key(one) for one in changes)
+
+    def _changes(self) -> list[Change]:
+        graphs = self.runner.parts.graphs
+        return [] if graphs is None else [one for one in graphs.holdings.changed() if _key(one) not in self._unread]
+
+
+def _key(change: Change) -> tuple[str, int]:
+    return change.holding.name, change.now.data_ptr()
+
+
+class PoisonProver(Prover):
+    """Replays each step with other values in its tails first: its live rows must not change."""
+
+    mode = POISON
+    copies = 1
+
+    def look(self, view: Inputs, state: State) -> None:
+        """CheckError that names the slot through whose tail a difference came."""
+        for finding in poison.check_step(self.runner, view, (), state, self.case):
+            self.refuse(finding.message)
+
+
+class ParityProver(Prover):
+    """Runs each step as it is written first: its replay must give the same, bit by bit, or within tolerances."""
+
+    mode = PARITY
+    copies = Twin.COPIES
+
+    def __init__(
+        self,
+        runner: Runner[Any],
+        state: State | None = None,
+        tolerance: Mapping[torch.dtype, Tolerance] = BITWISE,
+    ) -> None:
+        super().__init__(runner, state)
+        self._tolerance = tolerance
+        self._twin: Twin | None = None
+
+    def look(self, view: Inputs, state: State) -> None:
+        """Run the step; its replay is still to come."""
+        twin = Twin(self.runner.parts, state, self._tolerance)
+        try:
+            twin.before(view)
+        except Exception as error:  # noqa: BLE001 - whatever the step makes of its own view is a result
+            self.refuse(f"the step raised {type(error).__name__}: {error} where its graph is replayed")
+        self._twin = twin
+
+    def replayed(self, view: Inputs, outputs: Any) -> Any:
+        """CheckError where the replay did otherwise."""
+        twin, self._twin = self._twin, None
+        fault = None if twin is None else twin.fault(view, seen(view, outputs))
+        if fault is not None:
+            self.refuse(fault.message)
+        return outputs
+
+    def failed(self, error: BaseException) -> None:
+        """The replay raised: there is nothing to compare."""
+        del error
+        self._twin = None
+
+
+_PROVERS: Final[Mapping[str, Callable[[Runner[Any], State | None], Prover]]] = {
+    ADDRESSES: AddressProver,
+    POISON: PoisonProver,
+    PARITY: ParityProver,
+}
+
+
+def watch_in(runner: Runner[Any], modes: Collection[str], state: State | None = None) -> list[Prover]:
+    """Have those modes look at a runner's steps that do so; the watchers, to be removed again."""
+    made: list[Prover] = [prover(runner, state) for mode, prover in _PROVERS.items() if mode in modes]
+    for watcher in made:
+        runner.watch.add(watcher)
+    return made
+
+
+def prove(runner: Runner[Any], modes: Collection[str]) -> None:
+    """Have the modes that a runner was made with look at its steps, unless they do."""
+    if not any(isinstance(watcher, Prover) for watcher in runner.watch.watchers):
+        watch_in(runner, modes)
+
+
+@contextlib.contextmanager
+def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
+    """Have debug modes look at the steps of a captured runner for a while, whatever it was made with.
+
+    wanted: `poison`, `parity` and `addresses`, as of the option `debug`; of the latter what needs no option at capture.
+    state: tensors, or parts of them, that these steps change outside of their slots; found out where not given.
+    Raises ConfigError for the other modes, which are part of how a runner is made.
+    """
+    modes = modes_of(wanted)
+    others = sorted(modes - _PROVERS.keys())
+    if others:
+        message = f"debug mode {others[0]!r} is part of how a runner is made: give it debug={others[0]!r}"
+        raise ConfigError(message)
+    given = None if state is None else State.of(runner.parts.stage.backend, state)
+    made = watch_in(runner, modes, given)
+    try:
+        yield
+    finally:
+        for watcher in made:
+            runner.watch.remove(watcher)

@@ -1,0 +1,34 @@
+"""The gate of a runner: one step at a time, since a step in the middle of another would overwrite its slots."""
+
+import threading
+
+from ..dataflow.errors import ReplayError
+
+
+class Gate:
+    """Lets one step in, and refuses whoever comes while it is in there: another thread, or the step itself.
+
+    lock: to be held by the step, after a look whether someone holds it. Who looks at the same moment as another waits
+    for that one's step instead, which is as safe. A lock of C, because a signal that comes between a function's return
+    from taking something and the statement that sees to its return would leave it taken for good.
+    """
+
+    __slots__ = ("_runner", "lock")
+
+    def __init__(self, runner: str) -> None:
+        self._runner = runner
+        self.lock = threading.Lock()
+
+    def open(self) -> threading.Lock:
+        """The lock, to go in by. ReplayError where somebody is in."""
+        if self.lock.locked():
+            raise self.refusal()
+        return self.lock
+
+    def refusal(self) -> ReplayError:
+        """What is said to whoever comes while it is taken."""
+        message = (
+            f"this {self._runner} is in the middle of a step: another thread runs it, or its own step calls it; give "
+            "each thread a runner of its own, or take turns by a lock of yours"
+        )
+        return ReplayError(message)

@@ -1,0 +1,154 @@
+"""What a recorded file says of its steps, their values, the runner and its declaration: plain records."""
+
+from typing import Any, Final, Literal, TypeAlias
+
+import attrs
+
+FORMAT: Final = 1
+"""The number of this way to write files; a file of another number is refused."""
+
+ValueKind: TypeAlias = Literal["tensor", "array", "list", "tuple", "plain", "other"]
+Part: TypeAlias = Literal["slots", "fields", "staged", "outputs"]
+Where: TypeAlias = Literal["device", "host"]
+
+
+@attrs.frozen(kw_only=True)
+class Value:
+    """One value of a step.
+
+    kind: a tensor, an array, a list or a tuple of numbers, each with its elements in the file as a tensor of a dtype
+    and a shape; "plain" with its data in `value`; "other" for what is no data. where: a tensor's place. dense: whether
+    it lay in one piece. kept: whether the elements are in the file. why: why they are not, or what it is instead.
+    """
+
+    name: str
+    kind: ValueKind
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    where: Where = "host"
+    dense: bool = True
+    kept: bool = True
+    value: Any = None
+    why: str = ""
+
+    @property
+    def has_tensor(self) -> bool:
+        """Whether its elements are a tensor of the file."""
+        return self.kept and self.kind not in ("plain", "other")
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the file cannot tell what it was."""
+        return self.kind == "other" or not self.kept
+
+    def __str__(self) -> str:
+        """What it is, in a word or two."""
+        if self.kind == "other":
+            return self.why
+        if self.kind == "plain":
+            return "plain data" if self.kept else self.why
+        what = f"{self.dtype} [{', '.join(map(str, self.shape))}], {self.kind}"
+        return f"{what} on the device" if self.where == "device" else what
+
+
+@attrs.frozen(kw_only=True)
+class Raised:
+    """The error that ended a step."""
+
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class StepRecord:
+    """One step.
+
+    number: which of the recording's, from 0. path, bucket, reason: the runner's decision, or why it made none. live:
+    rows on each varying axis. slots: what the batch brought for each copied slot; absent: optional ones that it came
+    without. fields: its fields that are no slots. outputs: what the step returned, leaf by leaf, where asked for.
+    replays: how often it was run. notes: what is not in the file, and why.
+    """
+
+    number: int
+    path: str = ""
+    bucket: int | None = None
+    reason: str = ""
+    live: tuple[tuple[str, int], ...] = ()
+    slots: tuple[Value, ...] = ()
+    absent: tuple[str, ...] = ()
+    fields: tuple[Value, ...] = ()
+    staged: tuple[Value, ...] = ()
+    outputs: tuple[Value, ...] | None = None
+    replays: int = 0
+    raised: Raised | None = None
+    notes: tuple[str, ...] = ()
+
+    def parts(self) -> "list[tuple[Part, tuple[Value, ...]]]":
+        """The values of each part."""
+        return [
+            ("slots", self.slots),
+            ("fields", self.fields),
+            ("staged", self.staged),
+            ("outputs", self.outputs or ()),
+        ]
+
+    def values(self) -> "list[tuple[str, Value]]":
+        """Each value with the name that its elements have in the file."""
+        return [(key_of(self.number, part, one.name), one) for part, found in self.parts() for one in found]
+
+    def missing(self) -> list[str]:
+        """What the batch brought for slots and is not in the file, a line each: without it the step cannot be run."""
+        return [f"slot {one.name!r}: {one.why or one}" for one in (*self.slots, *self.staged) if one.is_lost]
+
+
+@attrs.frozen(kw_only=True)
+class SlotRecord:
+    """A slot as it is declared."""
+
+    name: str
+    kind: str
+    shape: tuple[str, ...]
+    dtype: str
+    placement: str
+    tail: str
+    source: str
+    optional: bool
+
+
+@attrs.frozen(kw_only=True)
+class RunnerRecord:
+    """The runner that was recorded.
+
+    kind: its name. inputs: its declaration's. config, settings: as far as they are plain data. sizes: of each fixed
+    axis, and capacities. buckets: padded sizes by rows. slots, fields, disabled: the declaration.
+    """
+
+    kind: str
+    inputs: str
+    backend: str
+    lowering: str
+    config: Any
+    settings: Any
+    sizes: tuple[tuple[str, int], ...]
+    buckets: tuple[int, ...]
+    slots: tuple[SlotRecord, ...]
+    fields: tuple[str, ...]
+    disabled: tuple[str, ...]
+    fixed: tuple[str, ...]
+
+
+@attrs.frozen(kw_only=True)
+class Header:
+    """All that a file says beside the elements of its values."""
+
+    format: int
+    versions: tuple[tuple[str, str], ...]
+    runner: RunnerRecord
+    steps: tuple[StepRecord, ...]
+    notes: tuple[str, ...] = ()
+
+
+def key_of(number: int, part: Part, name: str) -> str:
+    """The name of a value's elements in the file."""
+    return f"{number}.{part}.{name}"

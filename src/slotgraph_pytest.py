@@ -1,0 +1,152 @@
+"""The pytest plugin of slotgraph. It is loaded in every run, and so imports slotgraph, and torch, when a test asks."""
+
+import os
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+if TYPE_CHECKING:
+    from slotgraph.backends import Backend
+    from slotgraph.runners.testing.benchmarks import Baseline, FillBenchmark, RunnerBenchmark, Timer, WaysBenchmark
+
+BACKEND: Final = "slotgraph_backend"
+BACKENDS: Final = "slotgraph_backends"
+VARIABLE: Final = "SLOTGRAPH_TEST_BACKENDS"
+EVERY: Final = "every"
+FAIL: Final = "--slotgraph-compare-fail"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options, and the setting of a project."""
+    group = parser.getgroup("slotgraph")
+    group.addoption(
+        "--slotgraph-backends",
+        metavar="NAMES",
+        help="backends that slotgraph_backend stands for, by name with commas between; each that can run here if not "
+        f"given, nor in {VARIABLE} or the setting {BACKENDS}",
+    )
+    group.addoption(
+        FAIL,
+        metavar="PERCENT",
+        type=_part,
+        help="with --benchmark-compare: fail where slotgraph's time, as a ratio to a fill by hand in the same run, is "
+        "so much higher than it was",
+    )
+    parser.addini(BACKENDS, "backends that slotgraph_backend stands for", type="args", default=[])
+
+
+def _part(text: str) -> float:
+    """`25%` or `25` as 0.25."""
+    return float(text.removesuffix("%")) / 100
+
+
+@pytest.hookimpl(trylast=True)  # pytest-benchmark has its session by then
+def pytest_configure(config: pytest.Config) -> None:
+    """A ratio is held against a saved one, or against none."""
+    what = f"the backends that slotgraph_backend stands for in this test, or {EVERY!r} one that there is"
+    config.addinivalue_line("markers", f"{BACKENDS}(*names): {what}")
+    session = getattr(config, "_benchmarksession", None)
+    if config.getoption(FAIL) is not None and not getattr(session, "compare", None):
+        message = f"{FAIL} holds ratios against a saved run: name one with --benchmark-compare"
+        raise pytest.UsageError(message)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test a backend, for those that ask for `slotgraph_backend`.
+
+    A test is given the marker that has its backend's name, where the project has registered one.
+    """
+    if BACKEND in metafunc.fixturenames:
+        known = {line.partition(":")[0].strip() for line in metafunc.config.getini("markers")}
+        chosen = [
+            pytest.param(name, marks=(getattr(pytest.mark, name),) if name in known else ())
+            for name in _chosen(metafunc.config, metafunc.definition.get_closest_marker(BACKENDS))
+        ]
+        metafunc.parametrize(BACKEND, chosen, indirect=True)
+
+
+def _chosen(config: pytest.Config, marker: pytest.Mark | None) -> list[str]:
+    """The backends of one test: of the marker's, or of the project's, those that the run names, if it names any."""
+    run = _names(config.getoption(BACKENDS) or os.environ.get(VARIABLE) or "")
+    if marker is None:
+        return run or _names(" ".join(config.getini(BACKENDS))) or _available()
+    own = _every() if marker.args == (EVERY,) else list(marker.args)
+    return [name for name in own if name in run or not run]
+
+
+def _names(text: str) -> list[str]:
+    return text.replace(",", " ").split()
+
+
+def _every() -> list[str]:
+    from slotgraph.backends import names  # noqa: PLC0415 - a test has asked for it
+
+    return list(names())
+
+
+def _available() -> list[str]:
+    from slotgraph.backends import load  # noqa: PLC0415 - as above
+
+    return [name for name in _every() if load(name).is_available()]
+
+
+@pytest.fixture
+def slotgraph_backend(request: pytest.FixtureRequest) -> "Backend":
+    """Each backend of the run, one test after another; skips, with the reason, where a named one cannot run here."""
+    from slotgraph.backends import load, names  # noqa: PLC0415 - as above
+
+    name = str(request.param)
+    if name not in names():
+        pytest.skip(f"there is no backend {name!r} here, only {', '.join(names())}")
+    kind = load(name)
+    available = kind.is_available()
+    if not available:
+        pytest.skip(f"{name}: {available.reason}")
+    return kind()
+
+
+@pytest.fixture
+def benchmark_fill(request: pytest.FixtureRequest, slotgraph_backend: "Backend") -> "FillBenchmark":
+    """Times a declaration's fills on each backend: `benchmark_fill(MyInputs, padded={BATCH: 256}, most=1.0)`."""
+    timer = _timer(request)
+    from slotgraph.runners.testing.benchmarks import FillBenchmark  # noqa: PLC0415 - as above
+
+    return FillBenchmark(timer, slotgraph_backend)
+
+
+@pytest.fixture
+def benchmark_runner(request: pytest.FixtureRequest) -> "RunnerBenchmark":
+    """Times a captured runner's steps: `benchmark_runner(runner, batches, most=1.0)`."""
+    timer = _timer(request)
+    from slotgraph.runners.testing.benchmarks import RunnerBenchmark  # noqa: PLC0415 - as above
+
+    return RunnerBenchmark(timer)
+
+
+@pytest.fixture
+def benchmark_ways(request: pytest.FixtureRequest, slotgraph_backend: "Backend") -> "WaysBenchmark":
+    """Times ways of one's own in turn: `benchmark_ways({"by hand": fill, "ours": runner.fill}, batches, "fill")`."""
+    timer = _timer(request)
+    from slotgraph.runners.testing.benchmarks import WaysBenchmark  # noqa: PLC0415 - as above
+
+    return WaysBenchmark(timer, slotgraph_backend)
+
+
+def _timer(request: pytest.FixtureRequest) -> "Timer":
+    """What times by pytest-benchmark's own fixture; fails, with the command, where that is not installed."""
+    if not request.config.pluginmanager.hasplugin("benchmark"):
+        pytest.fail(
+            f"{request.fixturename} needs pytest-benchmark, which is not there: pip install 'slotgraph[testing]'"
+        )
+    from slotgraph.runners.testing.benchmarks import Timer  # noqa: PLC0415 - as above
+
+    return Timer(request.getfixturevalue("benchmark"), _baselines(request.config))
+
+
+def _baselines(config: pytest.Config) -> "list[Baseline]":
+    """The saved runs that --benchmark-compare names."""
+    from slotgraph.runners.testing.benchmarks import Baseline  # noqa: PLC0415 - as above
+
+    session: Any = getattr(config, "_benchmarksession", None)
+    saved = (session.compared_mapping or {}) if session is not None else {}
+    return [Baseline(str(path), tests, config.getoption(FAIL)) for path, tests in saved.items()]

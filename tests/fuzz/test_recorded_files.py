@@ -1,0 +1,298 @@
+"""Recorded files out of anything: what was recorded, or RecordingError that names what is wrong; nothing else."""
+
+import functools
+import itertools
+import json
+import os
+import pathlib
+import pickle
+import struct
+import tempfile
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import typer.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import EagerRunner
+from slotgraph.dataflow.errors import RecordingError, SlotGraphError
+from slotgraph.runners.commands.app import app
+from slotgraph.runners.recording.files import MOST_HEADER, RecordedFile
+from slotgraph.runners.recording.replaying import replay_file
+from tests.fuzz.hostile import NASTY_TEXTS, spoilt, values
+from tests.runners.recording.steps import Mixed, Scored, mixed_batch, mixed_side
+
+LENGTH = struct.Struct("<Q")
+
+
+def eager() -> EagerRunner[Mixed]:
+    """A runner that the file is of."""
+    return EagerRunner(Mixed, Scored(), backend="cpu")
+
+
+@functools.cache
+def recorded() -> bytes:
+    """A file of two steps with every kind of value."""
+    with tempfile.TemporaryDirectory() as folder:
+        runner = eager()
+        with runner.record(pathlib.Path(folder, "x.safetensors"), outputs=True) as recording:
+            for rows in (2, 1):
+                runner(mixed_batch(rows, rows), **mixed_side(rows, rows))
+        return recording.path.read_bytes()
+
+
+def taken_apart() -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """The file's own header without its metadata, the steps in it, and the elements."""
+    (length,) = LENGTH.unpack(recorded()[:8])
+    header = json.loads(recorded()[8 : 8 + length])
+    steps = json.loads(header.pop("__metadata__")["slotgraph"])
+    return header, steps, recorded()[8 + length :]
+
+
+def put_together(header: dict[str, Any], steps: Any, elements: bytes) -> bytes:
+    """A file of these."""
+    text = steps if isinstance(steps, str) else json.dumps(steps)
+    data = json.dumps({**header, "__metadata__": {"slotgraph": text}}).encode("utf-8", "surrogatepass")
+    return LENGTH.pack(len(data)) + data + elements
+
+
+@pytest.fixture(autouse=True)
+def _no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever would run code of a file fails."""
+
+    def never(*_: Any, **__: Any) -> NoReturn:
+        pytest.fail("something of a file is run")
+
+    for holder, name in ((pickle, "loads"), (pickle, "load"), (torch, "load"), (os, "system")):
+        monkeypatch.setattr(holder, name, never)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Where each example's file is written."""
+    return tmp_path_factory.mktemp("fuzz") / "x.safetensors"
+
+
+def check(file: pathlib.Path, content: bytes) -> bool:
+    """Whether a file can be read; where it cannot, it is refused with its name, and where it can, it can be run."""
+    file.write_bytes(content)
+    try:
+        read = RecordedFile.read(file)
+        for step in read.header.steps:
+            read.tensors(step)
+    except RecordingError as error:
+        assert str(error).startswith(f"{file.name}: ")  # noqa: PT017 - what is raised is allowed, not asked for
+        assert len(str(error)) < 5000  # noqa: PT017 - as above
+        return False
+    try:
+        replay_file(read, eager())
+    except SlotGraphError as error:
+        assert str(error).strip()  # noqa: PT017 - as above
+    return True
+
+
+def test_the_file_itself(file: pathlib.Path) -> None:
+    """The file that all others are made of is one, and so is what is put together of its parts."""
+    assert check(file, recorded())
+    assert check(file, put_together(*taken_apart()))
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_truncated(file: pathlib.Path, data: st.DataObject) -> None:
+    """Cut off anywhere, or with something behind it."""
+    assert not check(file, recorded()[: data.draw(st.integers(0, len(recorded()) - 1))])
+    assert not check(file, recorded() + data.draw(st.binary(min_size=1)))
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_corrupted(file: pathlib.Path, data: st.DataObject) -> None:
+    """One byte anywhere is another, also in the length, in the header and in the elements."""
+    content = bytearray(recorded())
+    (length,) = LENGTH.unpack(content[:8])
+    place = data.draw(st.one_of(st.integers(0, 7), st.integers(8, 7 + length), st.integers(0, len(content) - 1)))
+    content[place] = data.draw(st.integers(0, 255))
+    check(file, bytes(content))
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_spoilt_steps(file: pathlib.Path, data: st.DataObject) -> None:
+    """Steps of which some places hold something else, in an intact file."""
+    header, steps, elements = taken_apart()
+    check(file, put_together(header, data.draw(spoilt(steps)), elements))
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_spoilt_header(file: pathlib.Path, data: st.DataObject) -> None:
+    """A header that lies about offsets, dtypes and shapes, or names other tensors."""
+    header, steps, elements = taken_apart()
+    found = data.draw(spoilt(header))
+    check(file, put_together(found if isinstance(found, dict) else {"x": found}, steps, elements))
+
+
+@given(st.binary(max_size=200) | st.binary(max_size=64).map(lambda some: LENGTH.pack(len(some)) + some))
+def test_any_bytes(file: pathlib.Path, content: bytes) -> None:
+    """Random bytes, some behind their own length."""
+    assert not check(file, content)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_commands(file: pathlib.Path, data: st.DataObject) -> None:
+    """The command shows a spoilt file, or says what is wrong with it, and commands no terminal."""
+    header, steps, elements = taken_apart()
+    check(file, put_together(header, data.draw(spoilt(steps)), elements))
+    for form in ("table", "json"):
+        done = typer.testing.CliRunner().invoke(app, ["replay", str(file), "--format", form])
+        assert done.exit_code in (0, 2), done.exception
+        assert done.stdout or done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_texts_of_a_file_command_no_terminal(file: pathlib.Path) -> None:
+    """Escapes, half letters and the like in names, reasons and errors are shown as text."""
+    header, steps, elements = taken_apart()
+    evil = "\x1b[2J\x07\ud800"
+    raised = {"kind": evil, "message": evil, "traceback": evil}
+    steps["steps"][1].update(reason=evil, notes=[evil], raised=raised)
+    steps["notes"], steps["runner"]["inputs"] = [evil], evil
+    file.write_bytes(put_together(header, steps, elements))
+    for options in ([], ["--step", "1"]):
+        done = typer.testing.CliRunner().invoke(app, ["replay", str(file), *options])
+        assert done.exit_code == 0, done.output
+        assert "\\x1b[2J\\x07\\ud800" in done.stdout
+        assert not {"\x1b", "\x07"} & set(done.stdout)
+    file.write_bytes(put_together(header, json.dumps({**steps, evil: 1}), elements))
+    done = typer.testing.CliRunner().invoke(app, ["replay", str(file)])
+    assert done.exit_code == 2
+    assert not {"\x1b", "\x07"} & set(done.output)
+
+
+def changed(change: Callable[[Any], object]) -> bytes:
+    """The file with its header (h), or its steps (s), changed."""
+    header, steps, elements = taken_apart()
+    change(types.SimpleNamespace(h=header, s=steps))
+    return put_together(header, steps, elements)
+
+
+def first(steps: dict[str, Any], part: str = "slots") -> dict[str, Any]:
+    """The first value of the first step."""
+    found: dict[str, Any] = steps["steps"][0][part][0]
+    return found
+
+
+def nested(depth: int) -> Any:
+    """Lists in lists."""
+    return [nested(depth - 1)] if depth else 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda f: f.s.update(format=2), "format 2, and this version reads 1"),
+        (lambda f: f.s.update(format="1"), "format '1'"),
+        (lambda f: f.s.pop("runner"), "'runner' is missing"),
+        (lambda f: f.s.update(extra=1), "unknown key 'extra'"),
+        (lambda f: f.s.update(steps={"0": {}}), "expected a list"),
+        (lambda f: f.s["steps"].append(f.s["steps"][0]), "two of its steps have the same number"),
+        (lambda f: f.s["steps"][0]["slots"].append(first(f.s)), "two values of step 0 have the same name"),
+        (lambda f: f.s["steps"][0].update(number=1 << 80), "the elements of '1208925819614629174706176.slots.ids'"),
+        (lambda f: f.s["steps"].pop(), "a tensor '1.fields.tag'|a tensor '1.outputs.0' that no step names"),
+        (
+            lambda f: first(f.s).update(name="../../etc/passwd"),
+            r"elements of '0\.slots\.\.\./\.\./etc/passwd' are missing",
+        ),
+        (lambda f: first(f.s).update(name="\x1b[31m"), r"\\x1b\[31m"),
+        (lambda f: first(f.s).update(name="\ud800"), r"\\ud800"),
+        (lambda f: first(f.s).update(dtype="float32"), r"holds I64 \[2\], and its header says F32 \[2\]"),
+        (lambda f: first(f.s).update(dtype="complex64"), r"its header says U8 \[16\]"),
+        (lambda f: first(f.s).update(dtype="_dynamo"), "torch has no dtype '_dynamo'"),
+        (lambda f: first(f.s).update(dtype="qint8"), "holds I64"),
+        (lambda f: first(f.s).update(kind="array", dtype="bfloat16"), "(?i)bfloat16"),
+        (lambda f: first(f.s).update(kind="pickle"), "pickle"),
+        (lambda f: first(f.s).update(shape=[1 << 62, 1 << 62]), "and its header says I64"),
+        (lambda f: first(f.s).update(shape=[10**2000]), "a shape that no tensor has"),
+        (lambda f: first(f.s).update(shape=[1] * 100_000), "a shape that no tensor has"),
+        (lambda f: first(f.s).update(shape=[-2]), "a shape that no tensor has"),
+        (lambda f: first(f.s).update(kind="list", shape=[]), "is no list of numbers"),
+        (lambda f: first(f.s, "fields").update(value=nested(200)), "is no plain data"),
+        (lambda f: first(f.s, "fields").update(value={"__reduce__": ["os.system", "false"]}), "is no plain data"),
+        (lambda f: f.s["runner"].update(config=[1]), "config is no plain data by name"),
+        (lambda f: f.s["runner"].update(settings={"a": nested(200)}), "settings is no plain data"),
+        (lambda f: f.h.pop("0.slots.ids"), "no recording that can be read"),
+        (lambda f: f.h["0.slots.ids"].update(shape=[1 << 60]), "no recording that can be read"),
+        (lambda f: f.h["0.slots.ids"].update(data_offsets=[0, 1 << 60]), "no recording that can be read"),
+        (lambda f: f.h["0.slots.ids"].update(data_offsets=[8, 0]), "no recording that can be read"),
+        (lambda f: f.h["0.slots.ids"].update(dtype="F4"), "no recording that can be read"),
+        (lambda f: f.h.update({"../../x": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}), "tensor '../../x'"),
+    ],
+    ids=itertools.count(),
+)
+def test_nasty_steps(file: pathlib.Path, change: Callable[..., object], says: str) -> None:
+    """What has broken readers of such files before: each is refused, and says what is wrong, in letters that print."""
+    file.write_bytes(changed(change))
+    with pytest.raises(RecordingError, match=says) as caught:
+        RecordedFile.read(file)
+    assert all(letter.isprintable() for letter in str(caught.value))
+
+
+@pytest.mark.parametrize("text", NASTY_TEXTS, ids=range(len(NASTY_TEXTS)))
+def test_nasty_texts(file: pathlib.Path, text: str) -> None:
+    """Text that has broken readers before, where the steps should be."""
+    header, _, elements = taken_apart()
+    assert not check(file, put_together(header, text, elements))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "it is cut off, or no safetensors file: its header would be longer than all its 0 bytes"),
+        (b"1234567", "it is cut off"),
+        (LENGTH.pack(1 << 63) + b"{}", "longer than all its 10 bytes"),
+        (LENGTH.pack(0), "no recording that can be read"),
+        (LENGTH.pack(2) + b"{}", "no steps of slotgraph"),
+        (b"\x80\x04\x95" + pickle.dumps({"a": 1}), "it is cut off"),
+    ],
+    ids=range(6),
+)
+def test_nasty_files(file: pathlib.Path, content: bytes, says: str) -> None:
+    """What is no such file at all, a pickle among it."""
+    file.write_bytes(content)
+    with pytest.raises(RecordingError, match=says):
+        RecordedFile.read(file)
+
+
+def test_header_that_is_too_large(tmp_path: pathlib.Path) -> None:
+    """A header of more bytes than any of ours is refused by its length alone; nothing of it is read."""
+    file = tmp_path / "x.safetensors"
+    with file.open("wb") as opened:
+        opened.write(LENGTH.pack(MOST_HEADER + 1))
+        opened.truncate(MOST_HEADER + 100)
+    with pytest.raises(RecordingError, match="its header of 33,554,433 bytes is larger than any recording's"):
+        RecordedFile.read(file)
+
+
+def test_values_that_a_step_cannot_bear(file: pathlib.Path) -> None:
+    """Elements that a step cannot bear are an error of the step, not of the replay: rows that no table has."""
+    header, steps, elements = taken_apart()
+    start, stop = header["0.slots.ids"]["data_offsets"]
+    content = elements[:start] + b"\x7f" * (stop - start) + elements[stop:]
+    file.write_bytes(put_together(header, steps, content))
+    done = replay_file(RecordedFile.read(file), eager()).steps
+    assert [step.outcome for step in done] == ["raised", "equal"]
+    assert "IndexError" in done[0].lines[0]
+
+
+@given(values)
+def test_plain_fields(file: pathlib.Path, value: Any) -> None:
+    """A field of any JSON is handed to the step, or refused."""
+    header, steps, elements = taken_apart()
+    first(steps, "fields")["value"] = value
+    check(file, put_together(header, steps, elements))

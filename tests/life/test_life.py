@@ -1,0 +1,298 @@
+"""The life of runners of any declaration, in any order: declared, captured, run, refused, grown, replaced, dropped."""
+
+import gc
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import attrs
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs
+from slotgraph.backends import Backend
+from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
+from slotgraph.dataflow.slots import Copied
+from tests.life.reference import WIDE, Given, Reference, plain
+from tests.life.worlds import steps_of
+from tests.runners.models import bytes_of
+from tests.strategies import AXES, HIDDEN, PAGES, Round, Sizes, batch_of, declarations, same_bytes, source_for
+
+PAGES_MOST: Final = 3
+BUCKETS: Final = ((2, 6), (1, 4), (5,))
+EXAMPLES: Final = 200 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 8
+Batch = tuple[Any, dict[str, Any]]
+
+
+def whole_view(view: Any) -> dict[str, torch.Tensor]:
+    """A step that copies all that it sees on the device."""
+    slots = type(view).slotgraph.slots
+    seen = {name: view.__dict__[name] for name, slot in slots.items() if slot.placement == "device"}
+    return {name: value.clone() for name, value in seen.items() if value is not None}
+
+
+@attrs.define(eq=False)
+class Kept:
+    """The view that was filled last, of which batch, in a bucket of which sizes, and whether by a graph."""
+
+    view: Any
+    given: Given
+    padded: Sizes
+    by_graph: bool
+
+
+class Life(RuleBasedStateMachine):
+    """One runner at a time, and what plain Python knows of it."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self.backend = backend
+        self.runner: DecodeRunner[Any] | None = None
+        self.kept: Kept | None = None
+
+    @initialize(inputs=declarations(), data=st.data())
+    def declare(self, inputs: type[Inputs], data: st.DataObject) -> None:
+        """A declaration, and a first runner over it."""
+        self.inputs = inputs
+        self.reference = Reference(inputs, self.backend.capabilities)
+        optional = sorted(name for name, slot in inputs.slotgraph.slots.items() if slot.optional)
+        self.pattern = frozenset(data.draw(st.sets(st.sampled_from(optional)))) if optional else frozenset[str]()
+        self.patterns = {frozenset[str](), self.pattern}
+        self.width = data.draw(st.integers(1, 2))
+        self.make(data.draw(st.sampled_from(BUCKETS)), data.draw(st.sampled_from(self.lowerings())))
+
+    def lowerings(self) -> list[str]:
+        """All that the backend has."""
+        return list(self.backend.capabilities.lowerings)
+
+    def make(self, buckets: tuple[int, ...], lowering: str, *, lazy: bool = False, **bind: torch.Tensor) -> None:
+        """A runner that is not captured yet."""
+        self.buckets, self.lazy, self.steps = buckets, lazy, 0
+        sizes = {PAGES: PAGES_MOST, HIDDEN: WIDE}
+        self.runner = DecodeRunner(
+            self.inputs,
+            whole_view,
+            buckets=list(buckets),
+            width=self.width,
+            sizes={axis: size for axis, size in sizes.items() if axis in self.inputs.slotgraph.axes},
+            absent=[self.pattern],
+            output_rows=None,
+            backend=self.backend,
+            lowering=lowering,
+            lazy=lazy,
+            bind=bind,
+            progress=False,
+        )
+        self.is_captured, self.kept, self.is_bound = False, None, bool(bind)
+
+    def padded(self, rows: int) -> Sizes:
+        """A bucket's sizes."""
+        return {BATCH: rows, TOKENS: rows * self.width, PAGES: PAGES_MOST, HIDDEN: WIDE}
+
+    def batch(self, rows: int, pages: int, seed: int, *, absent: bool, usual: bool) -> tuple[Batch, Given]:
+        """A batch as engines have them, and the same as plain facts."""
+        live = {BATCH: rows, TOKENS: rows * self.width, PAGES: pages, HIDDEN: WIDE}
+        gone = self.pattern if absent else frozenset[str]()
+        turn = Round(live, live, gone, choices=seed, seed=seed - seed % 7 + (3 if usual else 4))
+        slots = self.inputs.slotgraph.slots
+        sources = {
+            name: source_for(slot, self.backend.capabilities, turn, seed >> index)
+            for index, (name, slot) in enumerate(slots.items())
+            if slot.reads(name) is not None and name not in gone
+        }
+        return batch_of(self.inputs, self.backend.capabilities, turn, sources), Given(sources, turn.seed % 7, live)
+
+    sized = st.tuples(st.integers(0, 8), st.integers(0, 4), st.integers(0, 1 << 20), st.booleans(), st.booleans())
+
+    @precondition(lambda self: self.runner is not None and not self.is_captured)
+    @rule(drawn=sized)
+    def capture(self, drawn: Any) -> None:
+        """Before it nothing runs."""
+        (batch, side), _ = self.drawn(drawn)
+        assert self.runner is not None
+        with pytest.raises(ReplayError, match="nothing is captured yet"):
+            self.runner(batch, **side)
+        report = self.runner.capture()
+        assert report.captured == (() if self.lazy else self.buckets)
+        assert report.failed == {}
+        self.is_captured = True
+
+    @precondition(lambda self: self.is_captured)
+    @rule()
+    def capture_again(self) -> None:
+        """A captured runner is not captured again: its addresses are sealed."""
+        assert self.runner is not None
+        with pytest.raises(CaptureError, match="make a new runner to capture again"):
+            self.runner.capture()
+
+    def drawn(self, drawn: tuple[int, int, int, bool, bool]) -> tuple[Batch, Given]:
+        """A batch of drawn sizes."""
+        rows, pages, seed, absent, usual = drawn
+        return self.batch(rows, pages, seed, absent=absent, usual=usual)
+
+    @precondition(lambda self: self.is_captured)
+    @rule(drawn=sized, split=st.booleans())
+    def run(self, drawn: Any, split: bool) -> None:  # noqa: FBT001 - drawn
+        """A step, at once or by halves: the outputs are what its view must hold, and it goes where plain rules say."""
+        assert self.runner is not None
+        (batch, side), given = self.drawn(drawn)
+        if split and self.fills(drawn):
+            self.replay()
+            return
+        if self.cannot_grow(batch, side, given):
+            return
+        padded, by_graph = self.expect(batch, side, given)
+        outputs = self.runner(batch, **side)
+        self.check(outputs, given, padded, by_graph=by_graph)
+        self.kept = None
+        self.steps += 1
+        assert steps_of(self.runner) == self.steps
+
+    def cannot_grow(self, batch: Any, side: dict[str, Any], given: Given) -> bool:
+        """A batch that is too large for memory that was adopted is refused, and changes nothing."""
+        assert self.runner is not None
+        capacity = self.padded(max(self.buckets))
+        refused = self.is_bound and any(given.live[axis] > capacity[axis] for axis in AXES)
+        if refused:
+            before = self.memory()
+            with pytest.raises(BatchError, match="bound to memory that cannot grow"):
+                self.runner(batch, **side)
+            assert self.memory() == before
+        return refused
+
+    def expect(self, batch: Any, side: dict[str, Any], given: Given) -> tuple[Sizes, bool]:
+        """The padded sizes that a batch is run with, and whether a graph does it."""
+        assert self.runner is not None
+        why = self.reference.path(given, self.buckets, self.padded(max(self.buckets)), self.patterns)
+        decision = self.runner.decide(batch, **side)
+        assert decision.why == why
+        if why != "fits":
+            return given.live, False
+        bucket = next(size for size in self.buckets if size >= given.live[BATCH])
+        assert decision.bucket == bucket
+        return self.padded(bucket), True
+
+    def check(self, found: Any, given: Given, padded: Sizes, *, by_graph: bool) -> None:
+        """Outputs, or a view, are what they must be; slots that an output leaves out are the view's alone."""
+        slots = self.inputs.slotgraph.slots
+        seen = {name: found.get(name) for name, slot in slots.items() if slot.placement == "device"}
+        unseen = {name: given.sources.get(name) for name in slots if name not in seen}  # others are computed from them
+        capacity = self.padded(max(self.buckets)) if by_graph else None
+        assert list(self.reference.faults({**unseen, **seen}, given, padded, capacity, unseen)) == []
+
+    @precondition(lambda self: self.is_captured)
+    @rule(drawn=sized)
+    def fill(self, drawn: Any) -> None:
+        """A fill alone."""
+        self.fills(drawn)
+
+    def fills(self, drawn: Any) -> bool:
+        """Whether a fill was possible: the view is what it must be, and the one before it is gone by."""
+        assert self.runner is not None
+        (batch, side), given = self.drawn(drawn)
+        if self.cannot_grow(batch, side, given):
+            return False
+        padded, by_graph = self.expect(batch, side, given)
+        before = self.kept
+        view = self.runner.fill(batch, **side)
+        if before is not None:
+            with pytest.raises(ReplayError, match="was not filled last"):
+                self.runner.replay(before.view)
+        self.kept = Kept(view, given, padded, by_graph)
+        if not by_graph:
+            self.whole(view, given, padded, None)
+        assert steps_of(self.runner) == self.steps
+        return True
+
+    def whole(self, view: Any, given: Given, padded: Sizes, capacity: Sizes | None) -> None:
+        """A view with all its slots is what it must be."""
+        assert list(self.reference.faults(view.__dict__, given, padded, capacity)) == []
+
+    @precondition(lambda self: self.kept is not None)
+    @rule()
+    def replay(self) -> None:
+        """The view that was filled last, again and again; after a graph's replay its computed slots are there too."""
+        assert self.runner is not None
+        assert self.kept is not None
+        kept = self.kept
+        outputs = self.runner.replay(kept.view)
+        self.check(outputs, kept.given, kept.padded, by_graph=kept.by_graph)
+        capacity = self.padded(max(self.buckets)) if kept.by_graph else None
+        self.whole(kept.view, kept.given, kept.padded, capacity)
+        self.steps += 1
+        assert steps_of(self.runner) == self.steps
+
+    @precondition(lambda self: self.is_captured)
+    @rule(drawn=sized, which=st.integers(0, 9), how=st.sampled_from(["missing", "dtype", "rank", "values"]))
+    def refuse(self, drawn: Any, which: int, how: str) -> None:
+        """A batch that does not fit is refused; every byte is as it was, and the view filled last still stands."""
+        assert self.runner is not None
+        (_, given) = self.drawn(drawn)
+        slots = self.inputs.slotgraph.slots
+        names = [n for n, slot in slots.items() if type(slot) is Copied and n in given.sources and not slot.optional]
+        name = names[which % len(names)]
+        one, sources = given.sources[name], {n: plain(source) for n, source in given.sources.items()}
+        spoil: dict[str, Callable[[], torch.Tensor | None]] = {
+            "missing": lambda: None,
+            "dtype": lambda: one.to(torch.complex64),
+            "rank": lambda: one[None, None],
+            "values": lambda: one.to("meta"),
+        }
+        turn = Round(given.live, given.live, frozenset(slots.keys() - sources.keys()), 2, given.tag)
+        batch, side = batch_of(self.inputs, self.backend.capabilities, turn, {**given.sources, name: spoil[how]()})
+        before = self.memory()
+        with pytest.raises(BatchError, match=f"{name!r}|bound to memory that cannot grow"):
+            self.runner(batch, **side)
+        assert self.memory() == before
+        assert all(same_bytes(plain(source), sources[n]) for n, source in given.sources.items())
+        assert steps_of(self.runner) == self.steps
+        if self.kept is not None:
+            self.replay()
+
+    def memory(self) -> dict[str, bytes]:
+        """Every byte of the buffers that graphs read."""
+        assert self.runner is not None
+        return {buffer.name: bytes_of(buffer.tensor) for buffer in self.runner.graphs.buffers}
+
+    @precondition(lambda self: self.is_captured)
+    @rule(buckets=st.sampled_from(BUCKETS), lazy=st.booleans(), data=st.data())
+    def replace(self, buckets: tuple[int, ...], lazy: bool, data: st.DataObject) -> None:  # noqa: FBT001 - drawn
+        """A new runner over the memory of the old one, which goes: the way to capture again."""
+        assert self.runner is not None
+        slots = self.inputs.slotgraph.slots
+        capacity, fits = self.padded(max(buckets)), max(buckets) <= max(self.buckets)
+        cut = {one.name: one.view(capacity) for one in self.runner.graphs.buffers if fits}
+        adopted = {name: one for name, one in cut.items() if type(slots[name]) is Copied and one.is_contiguous()}
+        self.kept = None
+        self.make(buckets, data.draw(st.sampled_from(self.lowerings())), lazy=lazy, **adopted)
+        places = {one.name: one.tensor.data_ptr() for one in self.runner.graphs.buffers}
+        assert all(places[name] == tensor.data_ptr() for name, tensor in adopted.items())
+
+    @precondition(lambda self: self.is_captured)
+    @rule(buckets=st.sampled_from(BUCKETS))
+    def drop(self, buckets: tuple[int, ...]) -> None:
+        """A runner that nobody holds takes its buffers and its graphs with it; another begins anew."""
+        assert self.runner is not None
+        graphs = self.runner.graphs
+        held: list[Callable[[], object]] = [weakref.ref(self.runner), weakref.ref(graphs)]
+        held += [weakref.ref(buffer.tensor) for buffer in graphs.buffers if not buffer.adopted]
+        del graphs
+        self.kept = self.runner = None
+        gc.collect()
+        assert [one() for one in held] == [None] * len(held)
+        self.make(buckets, self.lowerings()[0])
+
+
+def test_life(backend: Backend) -> None:
+    """Whatever comes after whatever, each step is what plain Python says, and nothing is left behind."""
+
+    class Here(Life):
+        def __init__(self) -> None:
+            super().__init__(backend)
+
+    phases = [phase for phase in Phase if phase not in {Phase.shrink, Phase.explain}]  # a step of it is short enough
+    run_state_machine_as_test(Here, settings=settings(max_examples=EXAMPLES, stateful_step_count=20, phases=phases))

@@ -1,0 +1,209 @@
+"""The pytest plugin, as it is used: by pytest in a process of its own, in a project that is not this one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import cast
+
+import attrs
+import pytest
+
+import slotgraph_pytest
+from slotgraph.backends import load, names
+
+INPUTS = """
+import os
+import time
+import types
+
+import torch
+
+from slotgraph import BATCH, DecodeRunner, Inputs, Step, computed, copied
+
+DTYPES = (torch.int64, torch.int32, torch.float32)
+
+
+def count(step: Step) -> int:
+    if "REGRESSION" in os.environ:
+        time.sleep(float(os.environ["REGRESSION"]))
+    return step.live(BATCH)
+
+
+def body(namespace):
+    names = [f"slot_{number}" for number in range(12)]
+    namespace["__annotations__"] = dict.fromkeys([*names, "count"], torch.Tensor)
+    for number, name in enumerate(names):
+        namespace[name] = copied(BATCH, dtype=DTYPES[number % 3], pad=number % 2)
+    namespace["count"] = computed(count, shape=1, dtype=torch.int32)
+
+
+Mine = types.new_class("Mine", (Inputs,), {}, body)
+"""
+SUITE = """
+from mine import BATCH, DTYPES, DecodeRunner, Mine, torch
+
+
+def test_fill(benchmark_fill):
+    benchmark_fill(Mine, {BATCH: 64}, rounds=5, steps=10)
+
+
+def test_runner(benchmark_runner, slotgraph_backend):
+    runner = DecodeRunner(Mine, lambda view: view.slot_0 + 1, buckets=[64], backend=slotgraph_backend, progress=False)
+    runner.capture()
+    batch = {f"slot_{number}": torch.ones(48, dtype=DTYPES[number % 3]) for number in range(12)}
+    benchmark_runner(runner, [batch, {**batch}], rounds=5, steps=10)
+"""
+BACKENDS = """
+import pytest
+
+
+def test_each(slotgraph_backend):
+    print("ran on", slotgraph_backend.name)
+
+
+@pytest.mark.slotgraph_backends("cpu-capture", "cpu")
+def test_own(slotgraph_backend):
+    print("own on", slotgraph_backend.name)
+
+
+@pytest.mark.slotgraph_backends("every")
+def test_every(slotgraph_backend):
+    print("every on", slotgraph_backend.name)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder of its own, with a strict pytest."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers -p no:cacheprovider\n")
+    return tmp_path
+
+
+def run(project: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run Python in a project."""
+    own = ("SLOTGRAPH_TEST_BACKENDS", "PYTEST_ADDOPTS")
+    kept = {name: value for name, value in os.environ.items() if name not in own}
+    environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project), **variables}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)  # noqa: S603 - ours
+
+
+def passed(project: Path, *arguments: str, **variables: str) -> str:
+    """What a run of pytest prints in which nothing fails."""
+    done = run(project, "-m", "pytest", *arguments, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_it_costs_nothing_where_no_one_asks(project: Path) -> None:
+    """Pytest in a folder of others loads the plugin, and by it neither torch nor slotgraph."""
+    (project / "test_else.py").write_text("def test_else(): pass\n")
+    done = run(project, "-X", "importtime", "-m", "pytest", "--collect-only", "--trace-config")
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "slotgraph_pytest.py" in done.stdout
+    assert "pytest_benchmark.storage" in loaded
+    assert loaded & {"torch", "slotgraph", "numpy"} == set()
+
+
+@attrs.frozen
+class Config:
+    """What pytest knows of a run."""
+
+    option: str | None = None
+    setting: tuple[str, ...] = ()
+
+    def getoption(self, name: str) -> str | None:
+        """Of the command line."""
+        assert name == "slotgraph_backends"
+        return self.option
+
+    def getini(self, name: str) -> tuple[str, ...]:
+        """Of the project."""
+        assert name == "slotgraph_backends"
+        return self.setting
+
+
+OWN = pytest.mark.slotgraph_backends("cuda", "cpu").mark
+EVERY = pytest.mark.slotgraph_backends("every").mark
+
+
+@pytest.mark.parametrize(
+    ("option", "variable", "setting", "marker", "chosen"),
+    [
+        ("cpu, cuda", "npu", ("warp",), None, ["cpu", "cuda"]),
+        (None, "npu,cpu", ("warp",), None, ["npu", "cpu"]),
+        (None, "", ("warp", "cpu"), None, ["warp", "cpu"]),
+        (None, "", ("warp",), OWN, ["cuda", "cpu"]),
+        ("npu cpu", "", ("warp",), OWN, ["cpu"]),
+        (None, "npu", (), OWN, []),
+        (None, "npu", (), EVERY, ["npu"]),
+        (None, "", (), EVERY, list(names())),
+        (None, "", (), None, [name for name in names() if load(name).is_available()]),
+    ],
+)
+def test_which_backends(
+    monkeypatch: pytest.MonkeyPatch,
+    option: str | None,
+    variable: str,
+    setting: tuple[str, ...],
+    marker: pytest.Mark | None,
+    chosen: list[str],
+) -> None:
+    """Those of the option, else of the variable, else a test's own or the project's, else each that can run here."""
+    monkeypatch.setenv("SLOTGRAPH_TEST_BACKENDS", variable)
+    assert slotgraph_pytest._chosen(cast("pytest.Config", Config(option, setting)), marker) == chosen
+
+
+def test_backends(project: Path) -> None:
+    """A test runs on each; one that is not there is skipped, and said; its marker, where there is one, is put on it."""
+    (project / "test_backends.py").write_text(BACKENDS)
+    (project / "pytest.ini").write_text("[pytest]\nmarkers =\n    cpu: the host\n    warp: a device\n")
+    said = passed(project, "-rs", "-s", "-m", "cpu or warp", SLOTGRAPH_TEST_BACKENDS="cpu,cpu-capture,warp")
+    assert "3 passed, 1 skipped, 3 deselected" in said
+    assert "ran on cpu\n" in said
+    assert "own on cpu\n" in said
+    assert "there is no backend 'warp' here, only cpu, cpu-capture" in said
+
+
+@pytest.mark.slow
+def test_a_regression_is_noticed(project: Path) -> None:
+    """A run that is saved, a second one that is as fast, and one in which a function is slow, which fails."""
+    (project / "mine.py").write_text(INPUTS)
+    (project / "test_mine.py").write_text(SUITE)
+    only = "--slotgraph-backends=cpu-capture"
+    compare = ("--benchmark-compare", "--slotgraph-compare-fail=60%")
+    passed(project, only, "--benchmark-autosave")
+    assert len(list((project / ".benchmarks").rglob("0001_*.json"))) == 1
+    assert "2 passed" in passed(project, only, *compare)
+    slow = run(project, "-m", "pytest", only, *compare, REGRESSION="0.001")
+    assert slow.returncode == 1
+    assert "2 failed" in slow.stdout
+    for title, ours in (("cpu-capture: fill of Mine", "foreach"), ("cpu-capture: step of Mine", "runner")):
+        assert f"RegressionError: {title}: {ours} takes " in slow.stdout
+    assert "where 60% is allowed (measured 3 times)" in slow.stdout
+
+
+def test_nothing_is_held_against_nothing(project: Path) -> None:
+    """A bound without a run to compare with is an error of usage; one that is no number, too."""
+    done = run(project, "-m", "pytest", "--slotgraph-compare-fail=20%")
+    assert done.returncode == 4
+    assert "holds ratios against a saved run: name one with --benchmark-compare" in done.stderr
+    assert run(project, "-m", "pytest", "--slotgraph-compare-fail=much").returncode == 4
+
+
+def test_without_pytest_benchmark(project: Path) -> None:
+    """The fixtures say what to install."""
+    (project / "mine.py").write_text(INPUTS)
+    (project / "test_mine.py").write_text(SUITE)
+    done = run(project, "-m", "pytest", "-p", "no:benchmark", "--slotgraph-backends=cpu")
+    assert done.returncode == 1
+    for name in ("benchmark_fill", "benchmark_runner"):
+        assert f"{name} needs pytest-benchmark, which is not there: pip install 'slotgraph[testing]'" in done.stdout
+
+
+def test_without_hypothesis(project: Path) -> None:
+    """So does slotgraph.testing; the face of slotgraph needs nothing of it."""
+    hidden = "import sys; sys.modules['hypothesis'] = None; import slotgraph; import slotgraph.testing"
+    said = run(project, "-c", hidden).stderr
+    assert "ModuleNotFoundError: slotgraph.testing needs hypothesis, which is not installed: pip install" in said

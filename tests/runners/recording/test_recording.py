@@ -1,0 +1,328 @@
+"""Recordings: what is kept of which steps, within which bounds, and what a step that raises leaves behind."""
+
+import json
+import pathlib
+import stat
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from slotgraph import BATCH, EagerRunner, Inputs, copied
+from slotgraph.backends import choose, load
+from slotgraph.dataflow.errors import BatchError, CheckError, ConfigError
+from slotgraph.runners.recording import recorder as recorder_module
+from slotgraph.runners.recording.files import RecordedFile
+from slotgraph.runners.recording.keeping import Copies, Kept
+from slotgraph.runners.recording.records import StepRecord, Value
+from slotgraph.runners.recording.replaying import Replayer, replay_file
+from tests.runners.models import memory_of
+from tests.runners.recording.steps import Flaw, mixed_batch, mixed_runner, mixed_side
+
+
+class Rows(Inputs):
+    """One slot of 8 bytes a row."""
+
+    rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+
+
+def eager(step: Any = None) -> EagerRunner[Rows]:
+    """A runner over one slot."""
+    return EagerRunner(Rows, step or (lambda view: view.rows * 2), backend="cpu")
+
+
+def rows(count: int, value: int = 1) -> dict[str, torch.Tensor]:
+    """A batch of one value."""
+    return {"rows": torch.full((count,), value)}
+
+
+def recorded(file: pathlib.Path) -> list[tuple[int, list[int] | None]]:
+    """Each step's number and its rows, None where only sizes are kept."""
+    read = RecordedFile.read(file)
+    found = []
+    for step in read.header.steps:
+        tensors = read.tensors(step)
+        found.append((step.number, tensors[f"{step.number}.slots.rows"].tolist() if tensors else None))
+    return found
+
+
+def test_last_steps(tmp_path: pathlib.Path) -> None:
+    """Of many steps the last are kept, as they were when they came."""
+    runner, file, batch = eager(), tmp_path / "last.safetensors", rows(2)
+    with runner.record(file, last=3):
+        for number in range(7):
+            batch["rows"].fill_(number)
+            runner(batch)
+        batch["rows"].fill_(99)
+    assert recorded(file) == [(4, [4, 4]), (5, [5, 5]), (6, [6, 6])]
+    runner(rows(1))
+    assert not runner.watch.watchers
+
+
+def test_bytes_are_bounded(tmp_path: pathlib.Path) -> None:
+    """The oldest steps go so that no more bytes are kept than allowed; a step above that leaves its sizes."""
+    runner, file = eager(), tmp_path / "bound.safetensors"
+    recording = runner.record(file, max_bytes=80)
+    for count in (2, 3, 4, 11, 5):
+        runner(rows(count, count))
+        assert recording.nbytes <= 80
+    recording.save()
+    assert recorded(file) == [(2, [4] * 4), (3, None), (4, [5] * 5)]
+    large = RecordedFile.read(file).header.steps[1]
+    assert large.slots[0].shape == (11,)
+    assert large.notes == ("only sizes are kept: 88 bytes are more than the 80 that max_bytes allows",)
+    assert large.missing() == ["slot 'rows': 88 bytes are more than the 80 that max_bytes allows"]
+    recording.close()
+
+
+def test_outputs_count(tmp_path: pathlib.Path) -> None:
+    """Outputs are kept where that is asked for, count as bytes, and are copies that the next step leaves alone."""
+    runner, file = eager(), tmp_path / "outputs.safetensors"
+    with runner.record(file, max_bytes=100, outputs=True) as recording:
+        runner(rows(3, 1))
+        runner(rows(3, 2))
+        runner(rows(3, 3))
+        assert recording.nbytes == 96
+        runner(rows(5, 4))
+        assert recording.nbytes == 80
+        runner(rows(7, 5))
+        assert recording.nbytes == 56
+    read = RecordedFile.read(file)
+    step = read.header.steps[-1]
+    assert step.outputs is not None
+    assert not step.outputs[0].kept
+    assert "112 bytes are more than the 100" in step.notes[0]
+    assert recorded(file) == [(4, [5] * 7)]
+
+
+def test_lists_are_bounded_before_they_are_read(tmp_path: pathlib.Path) -> None:
+    """A list that says that it is larger than all that may be kept is not even looked through."""
+    runner, file, huge = eager(), tmp_path / "list.safetensors", [[1]]
+    for _ in range(60):
+        huge = [huge, huge]  # type: ignore[list-item] # as wide as it is deep
+    with runner.record(file, max_bytes=1 << 20), pytest.raises(BatchError):
+        runner({"rows": torch.empty(1, dtype=torch.float32), "spare": huge})
+    with runner.record(file, max_bytes=1 << 20) as recording:
+        recording.before_fill({"rows": huge}, {})
+    step = RecordedFile.read(file).header.steps[0]
+    assert (step.slots[0].kept, step.slots[0].kind) == (False, "list")
+
+
+def test_debug_modes_leave_a_file(tmp_path: pathlib.Path) -> None:
+    """A wrong step that a debug mode finds is recorded like any other that raises."""
+    flaw, file = Flaw(), tmp_path / "wrong.safetensors"
+    runner = mixed_runner("cpu-capture", flaw, debug="parity")
+    flaw.frozen = 2.0
+    with runner.record(file), pytest.raises(CheckError, match="row 0") as caught:
+        runner(mixed_batch(3, 1), **mixed_side(3, 1))
+    assert "recorded in" in caught.value.__notes__[0]
+    (step,) = RecordedFile.read(file).header.steps
+    assert step.raised is not None
+    assert step.raised.kind == "CheckError"
+    again = mixed_runner("cpu-capture", flaw)
+    flaw.frozen = 3.0
+    assert replay_file(RecordedFile.read(file), again).steps[0].outcome == "different"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"path": "x.pt"}, r"\.safetensors file, got 'x\.pt'"),
+        ({"path": "nowhere/x.safetensors"}, "there is no folder 'nowhere'"),
+        ({"last": 0}, "last= is a whole number of at least 1, got 0"),
+        ({"last": True}, "got True"),
+        ({"max_bytes": 1.5}, "max_bytes= is a whole number"),
+    ],
+)
+def test_wrong_options(tmp_path: pathlib.Path, options: dict[str, Any], says: str) -> None:
+    """What makes no sense is refused at once, and nothing is watched."""
+    runner = eager()
+    given = {"path": tmp_path / "x.safetensors", **options}
+    with pytest.raises(ConfigError, match=says):
+        runner.record(given.pop("path"), **given)
+    assert not runner.watch.watchers
+
+
+def test_failing_step(backend_name: str, tmp_path: pathlib.Path) -> None:
+    """A step that raises leaves a file, and its error says where; the error, its sizes and its values are in it."""
+    device, flaw, file = load(backend_name)().device, Flaw(), tmp_path / "failing.safetensors"
+    runner = mixed_runner(backend_name, flaw)
+    with runner.record(file) as recording:
+        runner(mixed_batch(3, 1, device), **mixed_side(3, 1, device))
+        assert not file.exists()
+        flaw.error = ValueError("the cache is full")
+        with pytest.raises(ValueError, match="cache is full") as caught:
+            runner(mixed_batch(5, 2, device), **mixed_side(5, 2, device))
+        assert caught.value.__notes__ == [
+            f"slotgraph: the last steps are recorded in {file}; `slotgraph replay` runs them again"
+        ]
+        header = RecordedFile.read(file).header
+        recording.close()
+    good, bad = header.steps
+    assert (good.path, good.bucket, good.reason, good.replays) == ("graph", 4, "bucket 4 fits", 1)
+    assert (good.live, good.raised) == ((("BATCH", 3), ("TOKENS", 3)), None)
+    assert (bad.path, bad.bucket, bad.replays) == ("eager", None, 0)
+    assert bad.reason == "5 rows are more than the largest bucket, 4"
+    assert bad.raised is not None
+    assert (bad.raised.kind, bad.raised.message) == ("ValueError", "the cache is full")
+    assert "steps.py" in bad.raised.traceback
+    assert [one.name for one in bad.slots] == ["ids", "lengths", "weights", "mask", "bias"]
+    assert [one.kind for one in bad.slots] == ["tensor", "list", "array", "tensor", "tensor"]
+
+
+def test_refused_batch_changes_nothing(backend_name: str, tmp_path: pathlib.Path) -> None:
+    """A batch that is refused while steps are recorded leaves buffers, and the view filled before, as they were."""
+    runner = mixed_runner(backend_name)
+    device = runner.stage.backend.device
+    with runner.record(tmp_path / "refused.safetensors", outputs=True):
+        view = runner.fill(mixed_batch(3, 1, device), **mixed_side(3, 1, device))
+        before, memory = runner.replay(view).clone(), memory_of(runner)
+        bad = mixed_batch(3, 2, device)
+        bad.ids = [1.5, 2.5, 3.5]
+        with pytest.raises(BatchError, match="slot 'ids'") as caught:
+            runner(bad, **mixed_side(3, 2, device))
+        assert "recorded in" in caught.value.__notes__[0]
+        assert memory_of(runner) == memory
+        assert torch.equal(runner.replay(view), before)
+    steps = RecordedFile.read(tmp_path / "refused.safetensors").header.steps
+    assert [step.raised and step.raised.kind for step in steps] == [None, "BatchError"]
+
+
+def test_outputs_are_as_without(backend_name: str, tmp_path: pathlib.Path) -> None:
+    """Steps give the same while they are recorded, before and after, and sources are left as they were."""
+    runner = mixed_runner(backend_name)
+    device = runner.stage.backend.device
+
+    def run() -> list[torch.Tensor]:
+        steps = ((mixed_batch(rows, rows, device), mixed_side(rows, rows, device)) for rows in (3, 4, 7, 1))
+        return [runner(batch, **side).clone() for batch, side in steps]
+
+    wanted = run()
+    with runner.record(tmp_path / "same.safetensors", last=2, outputs=True):
+        found = run()
+    after = run()
+    assert all(torch.equal(one, two) for one, two in zip(wanted, found, strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(wanted, after, strict=True))
+
+
+def test_file_is_written_whole_or_not(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file cannot be written, the one before stays, nothing else is left, and the step's error says so."""
+    runner, file = eager(), tmp_path / "whole.safetensors"
+    recording = runner.record(file)
+    runner(rows(1, 7))
+    recording.save()
+    before = file.read_bytes()
+
+    def fails(*_: Any, **__: Any) -> None:
+        message = "no space left"
+        raise OSError(message)
+
+    monkeypatch.setattr("slotgraph.runners.recording.files.save_file", fails)
+    with pytest.raises(BatchError) as caught:
+        runner({"rows": "text"})
+    assert caught.value.__notes__ == ["slotgraph: step 1 could not be recorded: no space left"]
+    with pytest.raises(OSError, match="no space"):
+        recording.save()
+    assert [one.name for one in tmp_path.iterdir()] == ["whole.safetensors"]
+    assert file.read_bytes() == before
+
+
+def test_error_of_a_block_is_not_hidden(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a block ends by an error and its file cannot be written, that error comes out, with a note."""
+    monkeypatch.setattr(recorder_module, "write", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(KeyError) as caught, eager().record(tmp_path / "x.safetensors"):
+        raise KeyError
+    assert caught.value.__notes__ == ["slotgraph: the last steps could not be recorded: no space left"]
+    with pytest.raises(OSError, match="no space"), eager().record(tmp_path / "x.safetensors"):
+        assert True
+
+
+def test_file_is_its_owner_s(tmp_path: pathlib.Path) -> None:
+    """What users asked is in the file: no one else may read it. Anyone's safetensors opens it, and its JSON."""
+    runner, file = eager(), tmp_path / "own.safetensors"
+    with runner.record(file):
+        runner(rows(2, 3))
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    with safe_open(file, framework="pt") as opened:
+        assert opened.get_tensor("0.slots.rows").tolist() == [3, 3]
+        header = json.loads(opened.metadata()["slotgraph"])
+    assert header["runner"]["slots"][0]["tail"] == "pad=0"
+    assert dict(header["versions"])["torch"] == torch.__version__
+
+
+def test_batch_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
+    """Where a source raises, the runner's own error comes out, and the file says what could not be read."""
+
+    class Sourced(Inputs):
+        rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=lambda batch: batch["a"]["b"])
+
+    runner = EagerRunner(Sourced, lambda view: view.rows, backend="cpu")
+    with runner.record(tmp_path / "x.safetensors"), pytest.raises(KeyError, match="'a'"):
+        runner({})
+    step = RecordedFile.read(tmp_path / "x.safetensors").header.steps[0]
+    assert step.notes == ("the batch could not be read: KeyError: 'a'",)
+    assert step.reason == "KeyError: 'a'"
+
+
+def test_what_a_failed_device_did_not_copy() -> None:
+    """Copies that the device never made are given up; those before its failure are kept."""
+    device = Value(name="x", kind="tensor", where="device", dtype="int64", shape=(1,))
+    host = Value(name="y", kind="list", dtype="int64", shape=(1,))
+    for arrived, kept in ((1, True), (0, False)):
+        flag = torch.tensor([arrived], dtype=torch.uint8)
+        copies = Copies([Kept(device, torch.ones(1)), Kept(host, torch.ones(1))], 8, flag)
+        copies.give_up("gone")
+        assert [one.value.kept for one in copies.kept] == [kept, True]
+        assert [one.tensor is not None for one in copies.kept] == [kept, True]
+
+
+def test_failed_device(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a device has failed, the file of that failure is the last word: later errors do not write over it."""
+    runner, file = eager(), tmp_path / "failed.safetensors"
+    with runner.record(file) as recording:
+        runner(rows(2, 5))
+
+        def dead(_: Any) -> Copies:
+            message = "device-side assert"
+            raise RuntimeError(message)
+
+        monkeypatch.setattr(recording._window.keeper, "keep", dead)
+        for _ in range(3):
+            with pytest.raises(BatchError):
+                runner({"rows": "text"})
+        runner(rows(1))
+    header = RecordedFile.read(file).header
+    assert header.notes == ("the device failed: RuntimeError: device-side assert",)
+    assert [step.number for step in header.steps] == [0, 1]
+    assert recorded(file)[0] == (0, [5, 5])
+
+
+def test_copies_wait_for_no_one(backend_name: str, tmp_path: pathlib.Path) -> None:
+    """Sources are copied in the stream's order, though they are overwritten before a device gets to the copies."""
+    backend = load(backend_name)()
+    runner = EagerRunner(Rows, lambda view: view.rows * 2, backend=backend)
+    source = torch.full((1 << 16,), 3, device=backend.device)
+    with runner.record(tmp_path / "x.safetensors") as recording:
+        for number in range(4):
+            source.fill_(number)
+            if backend_name == "cuda":
+                torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call] # torch's own tests wait so
+            runner({"rows": source})
+        source.fill_(99)
+        recording.save()
+    read = RecordedFile.read(tmp_path / "x.safetensors")
+    for step in read.header.steps:
+        assert step.slots[0].where == "device"
+        assert torch.equal(read.tensors(step)[f"{step.number}.slots.rows"], torch.full((1 << 16,), step.number))
+
+
+def test_replay_needs_the_data(tmp_path: pathlib.Path) -> None:
+    """A step of which only sizes are kept is left out, and it is said why."""
+    step = StepRecord(number=3, slots=(Value(name="rows", kind="tensor", kept=False, why="too large"),))
+    done = Replayer(eager()).run(step, {})
+    assert (done.outcome, done.lines) == ("left out", ("slot 'rows': too large",))
+    with eager().record(tmp_path / "x.safetensors", outputs=True) as recording:
+        choose("cpu").synchronize()
+        recording.before_fill(rows(2), {})
+    assert replay_file(RecordedFile.read(tmp_path / "x.safetensors"), eager()).steps[0].outcome == "equal"

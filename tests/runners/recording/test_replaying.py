@@ -1,0 +1,436 @@
+"""Replays: recorded steps of every runner are run again, and what differs is shown by slot and row."""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import typer.testing
+
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied, staged
+from slotgraph.backends import load
+from slotgraph.dataflow.errors import ConfigError, RecordingError
+from slotgraph.dataflow.sources import Source
+from slotgraph.runners.commands.app import app
+from slotgraph.runners.commands.replay import printable
+from slotgraph.runners.recording.files import RecordedFile
+from slotgraph.runners.recording.fingerprint import differences, runner_record
+from slotgraph.runners.recording.rebuilding import RecordedBatch, rebuilt
+from slotgraph.runners.recording.replaying import ReplayReport, replay_file
+from tests.runners import prefilled
+from tests.runners import test_draft as drafting
+from tests.runners.recording.steps import Flaw, Mixed, Scored, mixed_batch, mixed_runner, mixed_side
+
+MODULE = """
+import torch
+from slotgraph import TOKENS, DecodeRunner, Inputs, copied, output
+
+class DecodeInputs(Inputs):
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    window: torch.Tensor = copied(1, dtype=torch.int64, pad=0, source=lambda batch: batch["limits"]["window"])
+    logits: torch.Tensor = output(TOKENS, 2, dtype=torch.float32)
+
+class Model:
+    window = 4                                    # a host value, which a graph freezes
+
+    def __call__(self, view):
+        far = (view.input_ids >= self.window).float()
+        view.logits.copy_(torch.stack([far, view.input_ids.float()], 1))
+        return view.logits
+
+model = Model()
+
+def decode():
+    runner = DecodeRunner(DecodeInputs, model, buckets=[4], backend="cpu-capture", progress=False)
+    runner.capture()
+    model.window = 7                              # too late for the graph
+    return runner
+
+def right():
+    return DecodeRunner(DecodeInputs, model, buckets=[4], backend="cpu-capture", progress=False)
+
+def late():
+    model.window = 7                              # in time for the graph, and not what was recorded
+    return right()
+
+nothing = 3
+"""
+
+
+def report_of(file: pathlib.Path, runner: Any, only: int | None = None) -> ReplayReport:
+    """A file's steps on a runner."""
+    return replay_file(RecordedFile.read(file), runner, only)
+
+
+@pytest.mark.parametrize("outputs", [True, False])
+def test_decode(backend_name: str, tmp_path: pathlib.Path, outputs: bool) -> None:  # noqa: FBT001 - a parameter
+    """Padded, full, absent and too large batches, of every kind of value, are equal where nothing is wrong."""
+    runner, device = mixed_runner(backend_name), load(backend_name)().device
+    with runner.record(tmp_path / "x.safetensors", outputs=outputs):
+        for rows, bias in ((3, True), (4, True), (1, False), (6, True)):
+            runner(mixed_batch(rows, rows, device, bias=bias), **mixed_side(rows, rows, device))
+    report = report_of(tmp_path / "x.safetensors", mixed_runner(backend_name))
+    assert [step.outcome for step in report.steps] == ["equal"] * 4
+    assert [step.bucket for step in report.steps] == [4, 4, 2, None]
+    assert report.notes == ()
+    assert report.ok
+
+
+def test_frozen_value(backend_name: str, tmp_path: pathlib.Path) -> None:
+    """A number that the graph froze is shown by slot and row; against the recording, too."""
+    if backend_name == "cpu":
+        pytest.skip("cpu runs the step again, which freezes nothing")
+    device, flaw = load(backend_name)().device, Flaw()
+    healthy, frozen = mixed_runner(backend_name), mixed_runner(backend_name, flaw)
+    flaw.frozen = 2.0
+    with healthy.record(tmp_path / "x.safetensors", outputs=True):
+        healthy(mixed_batch(3, 7, device), **mixed_side(3, 7, device))
+    found = report_of(tmp_path / "x.safetensors", frozen).steps[0]
+    assert found.outcome == "different"
+    (one,) = found.differences
+    assert (one.between, one.where, one.row) == (("graph", "eager"), "slot 'scores'", 0)
+    assert one.text.startswith("slot 'scores' row 0, at [0, 0]: graph ")
+    other = mixed_runner(backend_name, flaw)
+    apart = report_of(tmp_path / "x.safetensors", other).steps[0].differences
+    assert [one.between for one in apart] == [("here", "recorded")]
+
+
+def test_tail_that_reaches_live_rows(backend_name: str, tmp_path: pathlib.Path) -> None:
+    """Where padding changes live rows, graph and eager agree on the padded slots and not without padding."""
+
+    class Summed(Inputs):
+        values: torch.Tensor = copied(TOKENS, dtype=torch.float32, pad=100.0)
+
+    device = load(backend_name)().device
+    runner = DecodeRunner(Summed, lambda v: v.values + v.values.sum(), buckets=[4], backend=backend_name)
+    runner.capture()
+    with runner.record(tmp_path / "x.safetensors"):
+        runner({"values": torch.tensor([1.0, 2.0, 3.0], device=device)})
+        runner({"values": torch.tensor([1.0, 2.0, 3.0, 4.0], device=device)})
+    padded, full = report_of(tmp_path / "x.safetensors", runner).steps
+    assert full.outcome == "equal"
+    assert padded.differences[0].between == ("graph", "eager without padding")
+    assert padded.differences[0].values == (107.0, 7.0)
+
+
+def test_state_goes_on_from_step_to_step(backend_name: str, tmp_path: pathlib.Path) -> None:
+    """A cache that steps write is put back between the runs of one step, and left to the next step."""
+
+    class Cached(Inputs):
+        values: torch.Tensor = copied(TOKENS, dtype=torch.float32, pad=0)
+
+    def made() -> tuple[DecodeRunner[Cached], torch.Tensor]:
+        cache = torch.zeros(1, device=load(backend_name)().device)
+
+        def step(view: Cached) -> torch.Tensor:
+            cache.add_(view.values.sum())
+            return view.values + cache
+
+        runner = DecodeRunner(Cached, step, buckets=[4], backend=backend_name)
+        runner.capture()
+        cache.zero_()
+        return runner, cache
+
+    runner, _ = made()
+    device = runner.stage.backend.device
+    with runner.record(tmp_path / "x.safetensors", outputs=True):
+        for value in (1.0, 2.0, 3.0):
+            runner({"values": torch.full((3,), value, device=device)})
+    again, cache = made()
+    assert [step.outcome for step in report_of(tmp_path / "x.safetensors", again).steps] == ["equal"] * 3
+    assert cache.item() == 18.0
+
+
+def test_eager(backend_name: str, tmp_path: pathlib.Path) -> None:
+    """An eager runner's steps are held to the recording."""
+    device = load(backend_name)().device
+    runner = EagerRunner(Mixed, Scored(device), backend=backend_name)
+    with runner.record(tmp_path / "x.safetensors", outputs=True):
+        runner(mixed_batch(3, 1, device, bias=False), **mixed_side(3, 1, device))
+    flaw = Flaw()
+    assert report_of(tmp_path / "x.safetensors", EagerRunner(Mixed, Scored(device, flaw), backend=backend_name)).ok
+    flaw.frozen = 3.0
+    found = report_of(tmp_path / "x.safetensors", EagerRunner(Mixed, Scored(device, flaw), backend=backend_name))
+    assert [one.between for one in found.steps[0].differences] == [("here", "recorded")]
+
+
+@pytest.mark.parametrize("kind", prefilled.KINDS)
+def test_prefill(backend_name: str, tmp_path: pathlib.Path, kind: str) -> None:
+    """Prefill runners' steps, whose requests differ in length, with a field that breaks read."""
+    runner, device = prefilled.captured(kind, backend_name)[0], load(backend_name)().device
+    with runner.record(tmp_path / "x.safetensors", outputs=True):
+        for lengths in ([3], [2, 4, 1]):
+            runner(prefilled.batch_of(lengths, 5, device))
+    steps = report_of(tmp_path / "x.safetensors", runner).steps
+    assert [(step.outcome, step.path) for step in steps] == [("equal", kind)] * 2
+    assert [step.fields[0].value for step in RecordedFile.read(tmp_path / "x.safetensors").header.steps] == [3, 3]
+
+
+def test_draft(backend_name: str, tmp_path: pathlib.Path) -> None:
+    """A draft runner's steps, with outputs that are an attrs class."""
+    runner, device = drafting.made(backend_name, 2, 3), load(backend_name)().device
+    runner.capture()
+    with runner.record(tmp_path / "x.safetensors", outputs=True):
+        runner(drafting.batch_of(3, 2, 3, 1, device))
+    assert [step.outcome for step in report_of(tmp_path / "x.safetensors", runner).steps] == ["equal"]
+
+
+def test_replay_again_and_carry(backend_name: str, tmp_path: pathlib.Path) -> None:
+    """Replays of one fill are counted; what a batch has computed itself, for eager steps, is recorded as a field."""
+
+    class Counted(Inputs):
+        ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+        count: torch.Tensor = copied(1, dtype=torch.int32, pad=0)
+        tag: Any = 1
+
+    device = load(backend_name)().device
+    runner = DecodeRunner(Counted, lambda v: v.ids * v.count, buckets=[2], carry=("count",), backend=backend_name)
+    runner.capture()
+    ids, count = torch.tensor([5, 6], device=device), torch.tensor([3], dtype=torch.int32, device=device)
+    with runner.record(tmp_path / "x.safetensors"):
+        view = runner.fill({"ids": ids, "count": count})
+        runner.replay(view)
+        runner.replay(view)
+        runner({"ids": ids.repeat(3), "count": count, "tag": object()})
+    first, second = RecordedFile.read(tmp_path / "x.safetensors").header.steps
+    assert first.replays == 2
+    assert [(one.name, one.kind) for one in second.fields] == [("tag", "other")]
+    assert second.fields[0].why == "builtins.object"
+    done = report_of(tmp_path / "x.safetensors", runner)
+    assert [step.outcome for step in done.steps] == ["equal", "equal"]
+    assert done.steps[1].lines == ("field 'tag' is not in the file: builtins.object",)
+
+
+def test_staged_slots(backend_name: str, tmp_path: pathlib.Path) -> None:
+    """What a producer writes beside the step is recorded where that is asked for, and staged again at home."""
+
+    class Masked(Inputs):
+        ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+        mask: torch.Tensor = staged(TOKENS, 2, dtype=torch.float32, pad=0)
+
+    device = load(backend_name)().device
+    runner = DecodeRunner(Masked, lambda v: v.ids[:, None] * v.mask, buckets=[2, 4], backend=backend_name)
+    runner.capture()
+    with runner.record(tmp_path / "x.safetensors", outputs=True, staged=["mask"]):
+        for rows in (3, 5):
+            view = runner.fill({"ids": torch.arange(1, rows + 1, device=device)})
+            view.mask[:rows] = torch.arange(2 * rows, device=device).view(rows, 2) + 0.5
+            runner.replay(view)
+    first, second = RecordedFile.read(tmp_path / "x.safetensors").header.steps
+    assert [one.shape for one in (*first.staged, *second.staged)] == [(3, 2), (5, 2)]
+    again = DecodeRunner(Masked, lambda v: v.ids[:, None] * v.mask, buckets=[4], backend=backend_name)
+    again.capture()
+    assert [step.outcome for step in report_of(tmp_path / "x.safetensors", again).steps] == ["equal"] * 2
+
+    class Renamed(Masked, drop=("mask",)):
+        cover: torch.Tensor = staged(TOKENS, 2, dtype=torch.float32, pad=0)
+
+    other = EagerRunner(Renamed, lambda v: v.cover, backend=backend_name)
+    assert "slot 'mask': the file has float32 [3, 2], tensor" in str(report_of(tmp_path / "x.safetensors", other).steps)
+    with pytest.raises(ConfigError, match="staged= names 'ids', which is no staged slot of Masked"):
+        runner.record(tmp_path / "y.safetensors", staged=["ids"])
+    assert not runner.watch.watchers
+
+
+def test_one_step_alone(backend_name: str, tmp_path: pathlib.Path) -> None:
+    """One step is run by its number; a number that is not there is answered with those that are."""
+    runner, device = mixed_runner(backend_name), load(backend_name)().device
+    with runner.record(tmp_path / "x.safetensors", last=2):
+        for rows in (1, 2, 3):
+            runner(mixed_batch(rows, rows, device), **mixed_side(rows, rows, device))
+    assert [step.number for step in report_of(tmp_path / "x.safetensors", runner, 2).steps] == [2]
+    with pytest.raises(RecordingError, match="no step 0: it has 1, 2"):
+        report_of(tmp_path / "x.safetensors", runner, 0)
+    with runner.record(tmp_path / "none.safetensors"):
+        pass
+    with pytest.raises(RecordingError, match="no steps: none was run"):
+        report_of(tmp_path / "none.safetensors", runner)
+
+
+class Other(Mixed):
+    """The same slots, each declared in another way."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int32, pad=1)
+    lengths: torch.Tensor = copied(BATCH, 2, dtype=torch.int32, pad=1, source="lengths")
+    more: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    perhaps: torch.Tensor | None = copied(TOKENS, dtype=torch.int64, pad=0, default=None)
+
+
+def test_every_difference_is_named(tmp_path: pathlib.Path) -> None:
+    """A runner of another declaration is refused with each slot, what the file has and what the runner has."""
+    runner = mixed_runner("cpu")
+    with runner.record(tmp_path / "x.safetensors"):
+        runner(mixed_batch(1, 1), **mixed_side(1, 1))
+    other = EagerRunner(Other, Scored(), backend="cpu")
+    with pytest.raises(RecordingError) as caught:
+        report_of(tmp_path / "x.safetensors", other)
+    assert str(caught.value) == (
+        "x.safetensors does not fit the runner: slot 'ids': dtype: the file has int64, the runner int32; "
+        "slot 'lengths': shape: the file has [BATCH], the runner [BATCH, 2]; "
+        "slot 'more': the file has no such slot, the runner copied int64 [TOKENS]"
+    )
+    noted = differences(runner_record(runner.parts), other.parts).noted
+    assert "kind: the file has DecodeRunner, the runner EagerRunner" in noted
+    assert "slot 'ids': tail: the file has pad=0, the runner pad=1" in noted
+    assert "slot 'lengths': source: the file has lengths_of(batch), the runner batch.lengths" in noted
+    assert "slot 'perhaps': the file has no such slot, the runner copied int64 [TOKENS]" in noted
+    assert "buckets: the file has 2, 4, the runner none" in noted
+
+
+def test_what_does_not_keep_a_step_from_running_is_noted(tmp_path: pathlib.Path) -> None:
+    """A repaired tail, other buckets, and a fixed axis of another size: noted, noted, and refused."""
+    hidden = Axis("HIDDEN", fixed=True)
+
+    class Sized(Inputs):
+        ids: torch.Tensor = copied(TOKENS, hidden, dtype=torch.int64, pad=0)
+
+    def made(size: int, *buckets: int) -> DecodeRunner[Sized]:
+        runner = DecodeRunner(Sized, lambda v: v.ids + 1, sizes={hidden: size}, buckets=buckets, backend="cpu")
+        runner.capture()
+        return runner
+
+    runner = made(2, 4)
+    with runner.record(tmp_path / "x.safetensors"):
+        runner({"ids": [[1, 2]]})
+    assert report_of(tmp_path / "x.safetensors", made(2, 8)).notes == (
+        "buckets: the file has 4, the runner 8",
+        "config 'buckets': the file has [4], the runner [8]",
+    )
+    with pytest.raises(RecordingError, match="size of HIDDEN: the file has 2, the runner 3"):
+        report_of(tmp_path / "x.safetensors", made(3, 4))
+
+
+@attrs.frozen
+class Own(Source):
+    """A source of a user's own class."""
+
+    def read(self, batch: Any, side: Any) -> Any:
+        """What the batch hides."""
+        del side
+        return batch.hidden
+
+
+def test_sources_that_cannot_be_stood_in_for() -> None:
+    """A source of another class, or two that exclude one another, is refused by name."""
+
+    class Hidden(Inputs):
+        a: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, source=Own())
+
+    class Nested(Inputs):
+        a: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, source="x")
+        b: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, source="x.real")
+
+    with pytest.raises(RecordingError, match="slot 'a': its source is a Own, which"):
+        rebuilt(Hidden.slotgraph, {"a": torch.ones(1)}, {})
+    with pytest.raises(RecordingError, match="slot 'b': 'x' holds another source"):
+        rebuilt(Nested.slotgraph, {"a": torch.ones(1), "b": torch.ones(1)}, {})
+    fields = {"x": {"kept": 1}}
+    batch, _ = rebuilt(Nested.slotgraph, {"b": 2}, fields)
+    assert (dict(batch), len(batch), fields) == ({"x": {"kept": 1, "real": 2}}, 1, {"x": {"kept": 1}})
+    assert isinstance(batch, RecordedBatch)
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """A current directory with a user's module; what it brings to sys is taken back."""
+    (tmp_path / "replayed_runners.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "replayed_runners", raising=False)
+    return tmp_path
+
+
+def command(*arguments: str) -> Any:
+    """One command, in this process."""
+    return typer.testing.CliRunner().invoke(app, ["replay", *arguments])
+
+
+def ran(folder: pathlib.Path, *lines: str) -> str:
+    """What a program in a folder with the user's module wrote to stderr."""
+    program = "\n".join(["import replayed_runners as r", *lines])
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stderr  # noqa: S603 - ours
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Files as a server leaves them, from a process of its own: of a step that raised, and of one that did not."""
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "replayed_runners.py").write_text(MODULE, encoding="utf-8")
+    errors = ran(
+        folder,
+        "runner = r.right()",
+        "runner.capture()",
+        "with runner.record('fine.safetensors'):",
+        "    runner({'input_ids': [2, 5], 'limits': {'window': [7]}})",
+        "runner = r.decode()",
+        "runner.record('home.safetensors', outputs=True)",
+        "runner({'input_ids': [2, 5, 9], 'limits': {'window': [7]}})",
+        "runner({'input_ids': [2.5], 'limits': {'window': [7]}})",
+    )
+    assert "`slotgraph replay` runs them again" in errors
+    return folder
+
+
+@pytest.fixture
+def taken_home(folder: pathlib.Path, server: pathlib.Path) -> pathlib.Path:
+    """A folder with the server's files."""
+    for name in ("fine", "home"):
+        shutil.copy(server / f"{name}.safetensors", folder)
+    return folder
+
+
+@pytest.mark.usefixtures("taken_home")
+def test_as_a_new_user() -> None:
+    """A server's file, on another machine: what it holds, where graph and eager part, and a runner without the flaw."""
+    shown = command("home.safetensors")
+    assert shown.exit_code == 0, shown.output
+    assert "DecodeRunner over DecodeInputs on cpu-capture" in shown.stdout
+    assert "it raised BatchError: slot 'input_ids': expected int64" in shown.stdout
+    found = command("home.safetensors", "replayed_runners:decode")
+    assert found.exit_code == 1
+    assert "step 0: slot 'logits' row 1, at [1, 0]: graph 1.0, eager 0.0; outputs row 1" in found.stdout
+    assert "step 1: it raises BatchError: slot 'input_ids'" in found.stdout
+    done = command("home.safetensors", "replayed_runners.py:late", "--step", "0", "--format", "json")
+    assert done.exit_code == 1
+    (apart,) = json.loads(done.stdout)["steps"][0]["differences"]
+    assert (apart["between"], apart["where"], apart["row"]) == (["here", "recorded"], "outputs", 1)
+
+
+@pytest.mark.usefixtures("taken_home")
+def test_equal_steps_exit_with_0() -> None:
+    """Where all is the same, the command says so with its status, too."""
+    done = command("fine.safetensors", "replayed_runners:right")
+    assert done.exit_code == 0, done.output
+    assert "equal" in done.stdout
+    assert json.loads(command("fine.safetensors", "--format", "json").stdout)["format"] == 1
+    assert "input_ids" in command("fine.safetensors", "--step", "0").stdout
+
+
+@pytest.mark.usefixtures("taken_home")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere.safetensors"], "No such file"),
+        (["replayed_runners.py"], "replayed_runners.py: "),
+        (["home.safetensors", "replayed_runners:decod"], "has no 'decod'"),
+        (["home.safetensors", "replayed_runners:nothing"], "nothing"),
+        (["home.safetensors", "replayed_runners:decode", "--step", "7"], "no step 7: it has 0, 1"),
+        (["home.safetensors", "--step", "7"], "no step 7: it has 0, 1"),
+    ],
+)
+def test_not_understood(arguments: list[str], says: str) -> None:
+    """What is not understood exits with 2, and says why."""
+    done = command(*arguments)
+    assert done.exit_code == 2, done.output
+    assert says in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_printable() -> None:
+    """Text of a file commands no terminal, and can be printed."""
+    assert printable("a\x1b[31mé\ud800\nb\x07") == "a\\x1b[31mé\\ud800\nb\\x07"

@@ -1,0 +1,186 @@
+"""What is replayed is what was brought: every kind of value, through a file, byte for byte."""
+
+import math
+import pathlib
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, EagerRunner, Inputs, copied
+from slotgraph.dataflow.capabilities import Capabilities
+from slotgraph.dataflow.errors import RecordingError, SlotGraphError
+from slotgraph.runners.recording.files import RecordedFile
+from slotgraph.runners.recording.keeping import Keeper
+from slotgraph.runners.recording.plain import NotPlainError, plain_from_data, plain_to_data
+from slotgraph.runners.recording.rebuilding import batch_of
+from slotgraph.runners.stage import Stage
+from tests.strategies import HIDDEN, Round, declarations, rounds, same_bytes
+from tests.strategies import batch_of as drawn_batch
+
+KINDS = ("tensor", "array", "list", "tuple")
+
+
+def brought(file: pathlib.Path, stage: Stage[Any], number: int) -> tuple[Any, Any]:
+    """The batch and side arguments of a file's step, made as a replay makes them."""
+    read = RecordedFile.read(file)
+    step = read.header.steps[number]
+    return batch_of(step, read.tensors(step), stage)
+
+
+def as_kind(value: torch.Tensor, kind: str) -> Any:
+    """A tensor's values in another kind of box; the tensor itself where that kind does not hold its dtype."""
+    if kind == "array" and value.dtype != torch.bfloat16:
+        return value.numpy()
+    if kind in ("list", "tuple") and value.dtype in (torch.int64, torch.float64, torch.bool) and value.dim():
+        return value.tolist() if kind == "list" else tuple(value.tolist())
+    return value
+
+
+def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, with the strides that their shape has by itself."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values are of the same kind and hold the same bytes."""
+    if isinstance(one, torch.Tensor):
+        dense = one.is_contiguous() == other.is_contiguous() or one.numel() < 2
+        return isinstance(other, torch.Tensor) and dense and same_bytes(in_one_piece(one), in_one_piece(other))
+    if isinstance(one, np.ndarray):
+        facts = [(array.dtype, array.shape, array.tobytes()) for array in (one, np.asarray(other))]
+        return isinstance(other, np.ndarray) and facts[0] == facts[1]
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_declaration(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """Random declarations and batches of any size, absent slots, layouts and holders come back as they were brought."""
+    file = tmp_path_factory.getbasetemp() / "any.safetensors"
+    inputs: type[Inputs] = data.draw(declarations())
+    capacity = {axis: data.draw(st.integers(0, 5)) for axis in inputs.slotgraph.varying} | {HIDDEN: 4}
+    turn: Round = data.draw(rounds(inputs, capacity))
+    batch, side = drawn_batch(inputs, Capabilities(), turn)
+    copied_slots = {n: s for n, slot in inputs.slotgraph.slots.items() if (s := slot.reads(n)) is not None}
+    plain = {n: s.read(batch, side) for n, s in copied_slots.items() if n not in turn.absent}
+    changed = {n: as_kind(value, data.draw(st.sampled_from(KINDS))) for n, value in plain.items()}
+    batch, side = drawn_batch(inputs, Capabilities(), turn, changed)
+    fixed = {HIDDEN: 4} if HIDDEN in inputs.slotgraph.axes else {}
+    runner = EagerRunner(inputs, lambda view: vars(view)["tag"], backend="cpu", sizes=fixed)
+    with runner.record(file, last=1):
+        try:
+            runner(batch, **side)
+        except SlotGraphError:  # no number of an axis that the drawn slots bear: recorded as it was refused
+            assert RecordedFile.read(file).header.steps[0].raised is not None
+    found, beside = brought(file, runner.stage, 0)
+    for name, source in copied_slots.items():
+        wanted = None if name in turn.absent else source.read(batch, side)
+        assert same_value(wanted, source.read(found, beside)), name
+    assert RecordedFile.read(file).header.steps[0].absent == tuple(n for n in copied_slots if n in turn.absent)
+    assert found["tag"] == turn.seed % 7
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.uint32],
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 3)], ids=str)
+def test_dtypes(tmp_path: pathlib.Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Every dtype of a batch comes back, of no rows and of no dims too; whether a slot can hold it or not."""
+
+    class Any1(Inputs):
+        rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        value: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0)
+
+    value = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+    value = (value % 2).bool()[..., 0] if dtype == torch.bool else value.view(dtype)[..., 0].contiguous()
+    runner = EagerRunner(Any1, lambda view: view.rows, backend="cpu")
+    with runner.record(tmp_path / "one.safetensors"), pytest.raises(SlotGraphError):
+        runner({"rows": [1], "value": value})
+    found, _ = brought(tmp_path / "one.safetensors", runner.stage, 0)
+    assert same_bytes(found["value"], value)
+
+
+plain_leaves = (
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8)
+)
+plain_values = st.recursive(
+    plain_leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(st.text(), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(plain_values)
+def test_plain_data(value: object) -> None:
+    """Plain data comes back equal and of the same types, tuples and infinity among it."""
+    try:
+        data = plain_to_data(value)
+    except NotPlainError as error:  # letters that no file can hold
+        assert "half a letter" in str(error)  # noqa: PT017 - what is raised is allowed, not asked for
+        return
+    assert repr(plain_from_data(data)) == repr(value)
+
+
+def test_plain_nan() -> None:
+    """NaN, which equals nothing, comes back too."""
+    assert math.isnan(plain_from_data(plain_to_data([math.nan]))[0])
+
+
+def nested(depth: int) -> Any:
+    """Lists in lists."""
+    return [nested(depth - 1)] if depth else "end"
+
+
+def doubled(times: int) -> Any:
+    """A list that holds itself many times over, and little memory."""
+    value: Any = ["end"]
+    for _ in range(times):
+        value = [value, value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (object(), "builtins.object"),
+        (types.SimpleNamespace(a=1), "SimpleNamespace"),
+        ({1: 2}, "a key that is int"),
+        ({1, 2}, "builtins.set"),
+        (b"bytes", "builtins.bytes"),
+        (1j, "complex"),
+        (nested(40), "more than 32 levels"),
+        (doubled(16), "more than 20,000 values"),
+        ("x" * 100_000, "text of 100,000 letters"),
+        (1 << 9000, "too many digits"),
+        ("\ud800", "half a letter"),
+        (torch.float32, "torch.dtype"),
+        (np.array(["text"]), "an array of <U4"),
+        (np.array([1], dtype=">i4"), "an array of >i4"),
+        (torch.empty(2, device="meta"), "a meta tensor of shape [2]"),
+        (torch.eye(2).to_sparse(), "a torch.sparse_coo tensor"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 50 else "",
+)
+def test_what_cannot_be_kept(backend_cpu: Keeper, value: object, why: str) -> None:
+    """What is no data is left out, and the record says what it was; nothing raises."""
+    found = backend_cpu.find("x", value)
+    assert found.value.kind == "other"
+    assert found.value.name == "x"
+    assert why in found.value.why
+    assert (found.nbytes, found.copy) == (0, None)
+
+
+@pytest.mark.parametrize("data", [{}, {"float": "1"}, {"tuple": 3}, {"dict": [[1, 2]]}, {"dict": {}}, {"eval": "x"}])
+def test_words_that_are_unknown(data: object) -> None:
+    """Words that no recording writes are refused."""
+    with pytest.raises(RecordingError, match="plain data"):
+        plain_from_data([data])

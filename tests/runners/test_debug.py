@@ -1,0 +1,379 @@
+"""Debug modes: each finds its planted bug by itself, and names it; no sound runner is accused; off is nothing."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+import torch
+
+from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, Inputs, copied, keep
+from slotgraph.dataflow.errors import CaptureError, CheckError, ConfigError, ReplayError, StaleOutputError
+from slotgraph.runners.debug import debugged
+from slotgraph.runners.modes import CHEAP, MODES, VARIABLE, modes_of
+from slotgraph.runners.outputs import Stamped
+from slotgraph.runners.proofs.replays import named
+from slotgraph.runners.watching import Watcher
+from tests.runners import prefilled, test_draft, test_draft_extend, test_multi_layer
+from tests.runners.models import (
+    TABLE,
+    PlainInputs,
+    assert_right,
+    expected,
+    memory_of,
+    plain_runner,
+    plain_step,
+    random_batch,
+)
+from tests.runners.proofs.sound import KINDS, Found
+
+if TYPE_CHECKING:
+    from slotgraph.backends import Backend
+
+CAPTURES = "cpu-capture"
+KEEPING: Any = (prefilled, test_draft, test_draft_extend, test_multi_layer)
+"""Modules that keep the runners that they make."""
+LOWERINGS = ("foreach", "in_graph", "fused", "slot_by_slot")
+
+
+@pytest.fixture(autouse=True)
+def _no_word_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the environment says is a test's own affair."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def runner_of(step: Callable[[Any], Any], inputs: type[Inputs] = PlainInputs, **options: Any) -> Any:
+    """A captured runner on the CPU with a device's semantics."""
+    runner = DecodeRunner(inputs, step, buckets=[4, 8], backend=CAPTURES, **options)
+    runner.capture()
+    return runner
+
+
+def play(runner: Any) -> None:
+    """Steps of all kinds, by calls, fills and repeated replays, each of which is right."""
+    for seed, rows in enumerate((1, 3, 4, 6, 8, 9, 0, 2)):
+        batch = random_batch(rows, seed)
+        assert_right(runner(batch).clone(), batch)
+        batch = random_batch(rows, 50 + seed)
+        view = runner.fill(batch)
+        assert_right(runner.replay(view).clone(), batch)
+        assert_right(runner.replay(view).clone(), batch)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("mode", [*MODES, True, ",".join(MODES), MODES])
+def test_sound_steps(cpu: str, mode: Any, lowering: str) -> None:
+    """Every mode by itself, and all together: outputs are right, and stay so until the next step."""
+    play(plain_runner(cpu, debug=mode, lowering=lowering))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_kind_of_runner(
+    backend: "Backend", kind: "Callable[[Backend], Found]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made under the environment's word, each looks at its steps and accuses none, and gives what it gives without."""
+    monkeypatch.setenv(VARIABLE, ",".join(MODES))
+    careful, make = _anew(kind, backend)
+    monkeypatch.delenv(VARIABLE)
+    plain, _ = _anew(kind, backend)
+    assert len(careful.watch.watchers) == 3
+    assert plain.watch.watchers == ()
+    for seed, rows in enumerate((1, 3, 4)):
+        batch = make(rows, torch.Generator().manual_seed(seed))
+        one, other = _plain(careful(batch)), _plain(plain(batch))
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def _anew(kind: "Callable[[Backend], Found]", backend: "Backend") -> Any:
+    """A runner that no other test has, now or later."""
+    for module in KEEPING:
+        module.captured.cache_clear()
+    try:
+        return kind(backend)
+    finally:
+        for module in KEEPING:
+            module.captured.cache_clear()
+
+
+def _plain(outputs: Any) -> dict[str, torch.Tensor]:
+    return {place: torch.as_tensor(tensor.clone()) for place, tensor in named(outputs)}
+
+
+def test_parity_names_what_is_frozen() -> None:
+    """A host value that changed; the step before it and the step after it, with the old value, go well."""
+    host = {"scale": 2.0}
+    runner = runner_of(lambda view: plain_step(view) * host["scale"], debug="parity")
+    batch = random_batch(3, 1)
+    runner(batch)
+    host["scale"] = 3.0
+    with pytest.raises(
+        CheckError, match=r"debug mode parity: outputs row 0, at \[0, 0\]: graph .* \(bucket 4\); all slots"
+    ):
+        runner(batch)
+    host["scale"] = 2.0
+    torch.testing.assert_close(runner(batch), expected(batch) * 2)
+
+
+def test_poison_names_the_slot() -> None:
+    """A sum over the tail: the slot and the row; a full bucket has no tail, and goes well."""
+    runner = runner_of(lambda view: plain_step(view) + view.weights.sum(), debug="poison")
+    with pytest.raises(CheckError, match=r"debug mode poison: .* row 3, in the tail of slot 'weights', held nan"):
+        runner(random_batch(3, 1))
+    full = random_batch(4, 1)
+    torch.testing.assert_close(runner(full), expected(full) + full["weights"].sum())
+
+
+def test_poison_names_the_slot_that_makes_a_step_raise() -> None:
+    """Where a tail holds an index that no table has."""
+
+    class Kept(PlainInputs):
+        kept: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("nobody reads it"))
+
+    runner = runner_of(lambda view: plain_step(view) + TABLE[view.kept], Kept, debug="poison")
+    good = {**random_batch(3, 1), "kept": torch.tensor([1, 2, 3])}
+    with pytest.raises(CheckError, match=r"the step raised IndexError: .* row 3, in the tail of slot 'kept', held"):
+        runner(good)
+    full = {**random_batch(4, 1), "kept": torch.tensor([1, 2, 3, 4])}
+    torch.testing.assert_close(runner(full), expected(full) + TABLE[full["kept"]])
+
+
+class Model:
+    """A step with a table of its own."""
+
+    def __init__(self) -> None:
+        self.table = TABLE.clone()
+
+    def step(self, view: Any) -> torch.Tensor:
+        """Rows of it."""
+        return self.table[view.rows]
+
+
+@pytest.mark.parametrize("mode", ["addresses", True])
+def test_addresses_name_the_tensor(mode: Any) -> None:
+    """A table that was exchanged; one that the step does not read may be, and is looked at once."""
+    model = Model()
+    runner = runner_of(model.step, debug=mode)
+    runner(random_batch(3, 1))
+    kept, model.table = model.table, model.table.clone()
+    with pytest.raises(
+        CheckError, match=r"debug mode addresses: aten::index reads self\.table, and it is other memory"
+    ):
+        runner(random_batch(3, 1))
+    model.table = kept
+    runner(random_batch(3, 2))
+
+
+def test_addresses_are_checked_at_each_replay() -> None:
+    """A slot's buffer that moves after the first replay is found by this mode, and not without it."""
+    for mode in ("addresses", "generations"):
+        runner = plain_runner(CAPTURES, debug=mode)
+        runner(random_batch(3, 1))
+        buffer = runner.graphs.buffers["pairs"]
+        buffer.tensor = buffer.tensor.clone()
+        if mode == "addresses":
+            with pytest.raises(ReplayError, match="the buffers of 'pairs' moved since capture"):
+                runner(random_batch(3, 1))
+        else:
+            runner(random_batch(3, 1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generations_alone_stamp(mode: str) -> None:
+    """Stale outputs are caught by this mode only; `streams` alone orders sources."""
+    runner = plain_runner(CAPTURES, debug=mode)
+    first = runner(random_batch(3, 1))
+    runner(random_batch(3, 2))
+    assert isinstance(first, Stamped) == (mode == "generations")
+    assert runner.graphs.filler._orders_sources == (mode == "streams")
+    if mode == "generations":
+        with pytest.raises(StaleOutputError):
+            _ = first + 1
+
+
+def test_poison_leaves_outputs_fresh() -> None:
+    """Its replays come before the step's own, so that no output is stale when it is handed out."""
+    runner = plain_runner(CAPTURES, debug="generations,poison,parity")
+    batch = random_batch(3, 1)
+    assert_right(runner(batch) + 0, batch)
+
+
+class Cached(Inputs):
+    """Places of a cache, and what is written there."""
+
+    places: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=0)
+    values: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0)
+
+
+def counting(cache: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    """A step that adds to a cache, and would do so twice where it is run twice."""
+
+    def step(view: Any) -> torch.Tensor:
+        cache.index_add_(0, view.places, view.values)
+        return cache[view.places]
+
+    return step
+
+
+@pytest.mark.parametrize("mode", ["poison", "parity", "poison,parity,addresses"])
+def test_state_is_kept(mode: str) -> None:
+    """A step that adds to a cache does so once, however often it is run to be looked at."""
+    cache, once = torch.zeros(16), torch.zeros(16)
+    runner = runner_of(counting(cache), Cached, debug=mode)
+    cache.zero_()
+    for seed in range(6):
+        draw = torch.Generator().manual_seed(seed)
+        rows = 1 + seed
+        places = 1 + torch.randperm(15, generator=draw)[:rows]
+        values = torch.rand(rows, generator=draw)
+        once.index_add_(0, places, values)
+        torch.testing.assert_close(runner({"places": places, "values": values}), once[places])
+    torch.testing.assert_close(cache, once)
+
+
+def test_mode_is_off_where_the_state_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One event says why, steps go on as they are, and a state that is given is kept instead."""
+    monkeypatch.setattr("slotgraph.runners.proofs.state._free_on", lambda *_: 100)
+    cache = torch.zeros(64)
+    runner = runner_of(counting(cache), Cached, debug="parity,poison")
+    batch = {"places": torch.tensor([3, 5]), "values": torch.tensor([1.0, 2.0])}
+    with structlog.testing.capture_logs() as events:
+        for _ in range(3):
+            runner(batch)
+    told = [(event["event"], event["mode"], event["runner"]) for event in events]
+    assert told == [("debug_off", "poison", "DecodeRunner"), ("debug_off", "parity", "DecodeRunner")]
+    assert "the step changes 256 B on cpu outside of its slots" in events[0]["reason"]
+    with structlog.testing.capture_logs() as events, debugged(runner, "parity", [cache[3:6]]):
+        runner(batch)
+    assert events == []
+
+
+def test_for_a_while() -> None:
+    """A runner that was made without looks at the steps of a block; then its shortcuts are back."""
+    host = {"scale": 2.0}
+    runner = runner_of(lambda view: plain_step(view) * host["scale"], lowering="in_graph")
+    batch = random_batch(3, 1)
+    runner(batch)
+    assert runner._shortcuts is not None
+    host["scale"] = 3.0
+    runner(batch)
+    with debugged(runner, "parity,poison,addresses"):
+        assert runner._shortcuts is None
+        with pytest.raises(CheckError, match="parity"):
+            runner(batch)
+    assert runner._shortcuts is not None
+    runner(batch)
+    with pytest.raises(ConfigError, match="'generations' is part of how a runner is made: give it debug='generations'"):
+        debugged(runner, "parity,generations").__enter__()
+    assert runner.watch.watchers == ()
+
+
+def test_runner_goes_on_after_a_finding(cpu: str) -> None:
+    """Whatever a check raised, nothing is believed of the tails, and the next steps are right."""
+    bad = {"now": False}
+
+    def step(view: Any) -> torch.Tensor:
+        return plain_step(view) + (view.weights.sum() if bad["now"] else 0)
+
+    bad["now"] = True
+    runner = DecodeRunner(PlainInputs, step, buckets=[4, 8], backend="cpu", debug="poison")
+    runner.capture()
+    with pytest.raises(CheckError):
+        runner(random_batch(3, 1))
+    bad["now"] = False
+    play(runner)
+    assert memory_of(runner)
+    del cpu
+
+
+def test_step_that_cannot_be_watched() -> None:
+    """Where the first look raises, the mode is off, one event says why, and the graph goes on."""
+    wrong = {"now": False}
+
+    def step(view: Any) -> torch.Tensor:
+        if wrong["now"]:
+            message = "not like this"
+            raise RuntimeError(message)
+        return plain_step(view)
+
+    runner = runner_of(step, debug="parity")
+    wrong["now"] = True
+    with structlog.testing.capture_logs() as events:
+        play_captured(runner)
+    assert [(event["event"], event["reason"]) for event in events] == [("debug_off", "RuntimeError: not like this")]
+
+
+def play_captured(runner: Any) -> None:
+    """Steps that a graph takes."""
+    for rows in (3, 8):
+        batch = random_batch(rows, rows)
+        assert_right(runner(batch), batch)
+
+
+def test_step_that_raises(cpu: str) -> None:
+    """A step that raises beside its graph is told, and the runner goes on."""
+    wrong = {"now": False}
+
+    def step(view: Any) -> torch.Tensor:
+        if wrong["now"]:
+            message = "broken"
+            raise RuntimeError(message)
+        return plain_step(view)
+
+    runner = DecodeRunner(PlainInputs, step, buckets=[4, 8], backend=cpu, debug="parity")
+    runner.capture()
+    runner(random_batch(3, 1))
+    wrong["now"] = True
+    with pytest.raises(CheckError, match="parity: the step raised RuntimeError: broken where its graph is replayed"):
+        runner(random_batch(3, 1))
+    wrong["now"] = False
+    play(runner)
+
+
+def test_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bool, names in one text or several, or else the environment; the nearest name where one is unknown."""
+    assert modes_of(None) == modes_of(wanted=False) == modes_of("") == modes_of(()) == frozenset()
+    assert modes_of(wanted=True) == CHEAP == {"generations", "addresses", "streams"}
+    assert modes_of("poison, parity") == modes_of(["parity", "poison"]) == {"parity", "poison"}
+    for said, modes in {"1": CHEAP, "True": CHEAP, "0": set(), "": set(), "streams": {"streams"}}.items():
+        monkeypatch.setenv(VARIABLE, said)
+        assert modes_of(None) == modes
+        assert modes_of(wanted=False) == frozenset()
+    monkeypatch.setenv(VARIABLE, "poisen")
+    with pytest.raises(ConfigError, match=r"SLOTGRAPH_DEBUG: unknown debug mode 'poisen': did you mean 'poison'\?"):
+        plain_runner("cpu")
+    assert_right(plain_runner("cpu", debug=False)(random_batch(2, 1)), random_batch(2, 1))
+    with pytest.raises(ConfigError, match=r"option 'debug': unknown debug mode 'paritty': did you mean 'parity'\?"):
+        plain_runner("cpu", debug="paritty")
+
+
+def test_off_is_nothing() -> None:
+    """Without a mode no one watches, shortcuts are taken, and no state was looked for."""
+    runner = plain_runner(CAPTURES, lowering="in_graph")
+    runner(random_batch(3, 1))
+    assert runner.watch.watchers == ()
+    assert runner._shortcuts is not None
+    assert runner._shortcuts._known
+
+
+def test_others_may_watch() -> None:
+    """Whoever watches already goes on, and a second capture, which is refused, adds nobody."""
+    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4], backend=CAPTURES, debug="parity")
+    other = Watcher()
+    runner.watch.add(other)
+    runner.capture()
+    with pytest.raises(CaptureError):
+        runner.capture()
+    assert [type(one).__name__ for one in runner.watch.watchers] == ["Watcher", "ParityProver"]
+
+
+def test_eager_runner_takes_the_option() -> None:
+    """There are no graphs and no tails, so that there is nothing for a mode to look at."""
+    runner = EagerRunner(PlainInputs, plain_step, backend="cpu", debug=",".join(MODES))
+    batch = random_batch(3, 1)
+    assert_right(runner(batch), batch)
+    assert runner.watch.watchers == ()
+
+
+def test_lazy_captures(cpu: str) -> None:
+    """A bucket that is captured by its first batch is looked at from that step on."""
+    play(plain_runner(cpu, debug=",".join(MODES), lazy=True))

@@ -1,0 +1,497 @@
+"""Runners that share input memory give what they give alone, whatever the order of their phases."""
+
+import functools
+import gc
+import weakref
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, Final
+
+import attrs
+import pytest
+import structlog.testing
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import (
+    BATCH,
+    HOST,
+    TOKENS,
+    WIDTH,
+    Axis,
+    DecodeRunner,
+    InputPool,
+    Inputs,
+    MultiLayerDraftExtendRunner,
+    Step,
+    computed,
+    constant,
+    copied,
+    keep,
+    once,
+    output,
+    staged,
+)
+from slotgraph.backends import Backend
+from slotgraph.dataflow.errors import BatchError, BindError, ConfigError, ReplayError, StaleOutputError
+
+VOCABULARY: Final = Axis("VOCABULARY", fixed=True)
+HIDDEN: Final = Axis("HIDDEN", fixed=True)
+SIZES: Final = {VOCABULARY: 24, HIDDEN: 6}
+BUCKETS: Final = [2, 5]
+PHASES: Final = ("draft", "verify", "extend")
+
+
+@functools.cache
+def head(device: torch.device) -> torch.Tensor:
+    """[HIDDEN, VOCABULARY] floats, where a captured step may read them."""
+    return torch.randn(6, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(device)
+
+
+def live_requests(step: Step) -> int:
+    """Computed on the host."""
+    return step.live(BATCH) + 100
+
+
+def doubled(ids: torch.Tensor) -> torch.Tensor:
+    """Computed on the device."""
+    return ids * 2
+
+
+class DraftInputs(Inputs):
+    """Small, of many kinds, with a nested source."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
+    weights: torch.Tensor = copied(BATCH, dtype=torch.float64, pad=once(1.5), source="ngram.weights")
+    hidden: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0.25, source="proxy.hidden")
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("its tail is not read"))
+    requests: torch.Tensor = computed(live_requests, shape=1, dtype=torch.int64)
+    rows: torch.Tensor = computed(doubled, shape=TOKENS, dtype=torch.int64)
+    widths: torch.Tensor = constant(WIDTH, shape=(BATCH,), dtype=torch.int64)
+    logits: torch.Tensor = output(TOKENS, VOCABULARY, dtype=torch.float64)
+
+
+class VerifyInputs(DraftInputs):
+    """Larger; its mask is written by a producer, its hidden states by the step."""
+
+    mask: torch.Tensor = staged(BATCH, 40, dtype=torch.bool, pad=True)
+    next_hidden: torch.Tensor = output(TOKENS, HIDDEN, dtype=torch.float64)
+    positions: torch.Tensor | None = copied(TOKENS, dtype=torch.int64, pad=11, default=None)
+
+
+class ExtendInputs(DraftInputs, drop=("lens",)):
+    """Other slots at other places."""
+
+    accepted: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-1)
+    on_host: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=2, placement=HOST)
+
+
+DECLARATIONS: Final[Mapping[str, type[DraftInputs]]] = {
+    "draft": DraftInputs,
+    "verify": VerifyInputs,
+    "extend": ExtendInputs,
+}
+
+
+def step(view: DraftInputs) -> torch.Tensor:
+    """Every live row hangs on every slot that its own row of the view has, and on nothing else."""
+    slots = view.__dict__
+    rows = slots["hidden"] + slots["rows"][:, None] + slots["requests"] + slots["widths"][:, None]
+    rows = rows * slots["weights"][:, None]
+    for name in ("lens", "accepted", "positions"):
+        if slots.get(name) is not None:
+            rows = rows + slots[name][:, None]
+    if "mask" in slots:
+        rows = rows + slots["mask"].sum(1, keepdim=True)
+        slots["next_hidden"].copy_(rows)
+    slots["logits"].copy_(rows @ head(rows.device))
+    return slots["logits"] if isinstance(slots["logits"], torch.Tensor) else rows
+
+
+def batch_of(phase: str, requests: int, seed: int) -> SimpleNamespace:
+    """A batch of one token a request."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def integers() -> torch.Tensor:
+        return torch.randint(1, 50, (requests,), generator=draw)
+
+    batch = SimpleNamespace(
+        ids=integers(),
+        ngram={"weights": torch.rand(requests, generator=draw, dtype=torch.float64)},
+        proxy=_Proxy(torch.randn(requests, 6, generator=draw, dtype=torch.float64)),
+        lens=integers(),
+        accepted=integers().int(),
+        on_host=integers(),
+    )
+    if phase == "verify" and seed % 2:
+        batch.positions = integers()
+    return batch
+
+
+@attrs.frozen
+class _Proxy:
+    hidden: torch.Tensor
+
+
+Runners = dict[str, DecodeRunner[Any]]
+
+
+def runners_of(backend: Backend, lowering: str, pool: InputPool | None, **options: Any) -> Runners:
+    """A runner for each phase, captured, of one pool or each by itself."""
+    made = {
+        phase: DecodeRunner(
+            DECLARATIONS[phase],
+            step,
+            buckets=BUCKETS,
+            sizes=SIZES,
+            absent=[{"positions"}] if phase == "verify" else [],
+            backend=backend,
+            lowering=lowering,
+            phase=None if pool is None else pool[phase],
+            **options,
+        )
+        for phase in PHASES
+    }
+    for runner in made.values():
+        runner.capture()
+    return made
+
+
+def produce(runners: Runners, phase: str, requests: int, seed: int) -> None:
+    """Write the mask, as its producer does in the verify phase."""
+    if phase == "verify":
+        mask = runners[phase].graphs.buffers["mask"].tensor
+        drawn = torch.randint(0, 2, (requests, 40), generator=torch.Generator().manual_seed(seed + 1)).bool()
+        mask[:requests].copy_(drawn)
+
+
+def run(runners: Runners, phase: str, requests: int, seed: int) -> torch.Tensor:
+    """One step of one phase; verify has no more requests than it has a mask for."""
+    requests = min(requests, max(BUCKETS)) if phase == "verify" else requests
+    produce(runners, phase, requests, seed)
+    outputs: torch.Tensor = runners[phase](batch_of(phase, requests, seed)).clone()
+    return outputs
+
+
+def filled(runners: Runners, phase: str, requests: int, seed: int) -> dict[str, list[Any]]:
+    """The slots after a fill, tails and all, of those that have a rule for them."""
+    requests = min(requests, max(BUCKETS)) if phase == "verify" else requests
+    produce(runners, phase, requests, seed)
+    view = runners[phase].fill(batch_of(phase, requests, seed)).__dict__
+    named = ("ids", "hidden", "requests", "widths", "mask", "positions", "accepted", "on_host")
+    return {name: view[name].tolist() for name in named if isinstance(view.get(name), torch.Tensor)}
+
+
+turns = st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 7), st.integers(0, 2**31)), min_size=4, max_size=16)
+
+
+def lowerings_of(backend: Backend) -> tuple[str, ...]:
+    """All that the backend has."""
+    return backend.capabilities.lowerings
+
+
+@given(turns=turns, data=st.data())
+@settings(max_examples=10)
+def test_shared_memory_changes_no_output(
+    backend: Backend, turns: list[tuple[str, int, int]], data: st.DataObject
+) -> None:
+    """Phases in any order, any sizes, eager ones too: outputs are those of runners with memory of their own."""
+    lowering = data.draw(st.sampled_from(lowerings_of(backend)))
+    pool = InputPool(*PHASES)
+    shared, alone = runners_of(backend, lowering, pool, sharing=True), runners_of(backend, lowering, None)
+    assert pool.layout is not None
+    assert pool.layout.saved > 0
+    for phase, requests, seed in turns:
+        if seed % 3:
+            assert torch.equal(run(shared, phase, requests, seed), run(alone, phase, requests, seed))
+        else:
+            assert filled(shared, phase, requests, seed) == filled(alone, phase, requests, seed)
+
+
+@given(turns=turns)
+@settings(max_examples=10)
+def test_interleaved_phases_that_may_overlap(backend: Backend, turns: list[tuple[str, int, int]]) -> None:
+    """A step that is filled while another phase is under way is run later, and neither notices."""
+    pool = InputPool(*PHASES, overlaps=[("draft", "verify"), ("verify", "extend")])
+    shared, alone = runners_of(backend, "auto", pool, sharing=True), runners_of(backend, "auto", None)
+    waiting: list[tuple[str, Any, torch.Tensor]] = []
+    for phase, requests, seed in [*turns, *((phase, 2, 9) for phase in PHASES)]:
+        produce(shared, phase, min(requests, 5), seed)
+        produce(alone, phase, min(requests, 5), seed)
+        batch = batch_of(phase, min(requests, 5), seed)
+        expected = alone[phase](batch).clone()
+        for other, view, wanted in waiting:  # filled one step before, in a phase that may overlap with this one
+            overlapping = {other, phase} in ({"draft", "verify"}, {"verify", "extend"})
+            if overlapping:
+                filled = shared[phase].fill(batch)
+                assert torch.equal(shared[other].replay(view), wanted)
+                assert torch.equal(shared[phase].replay(filled), expected)
+        waiting = [(phase, shared[phase].fill(batch), expected)]
+
+
+def test_carried_value_is_read_where_it_was_written(backend: Backend) -> None:
+    """What one runner's step leaves is the next one's source, in place: not a byte of it is copied."""
+    pool = InputPool(*PHASES)
+    pool.carry("next_hidden", "verify", "extend", into="hidden")
+    shared, alone = runners_of(backend, "auto", pool, sharing=True), runners_of(backend, "auto", None)
+    for requests, seed in ((3, 1), (5, 2), (1, 4), (4, 7)):
+        for runners in (shared, alone):
+            run(runners, "verify", requests, seed)
+        batch = batch_of("extend", requests, seed)
+        batch.proxy = {"hidden": alone["verify"].graphs.buffers["next_hidden"].tensor[:requests]}
+        expected = alone["extend"](batch).clone()
+        left = shared["verify"].graphs.buffers["next_hidden"].tensor
+        assert left.data_ptr() == shared["extend"].graphs.buffers["hidden"].tensor.data_ptr()
+        batch.proxy = {"hidden": left[:requests]}
+        assert torch.equal(shared["extend"](batch), expected)
+
+
+def test_constants_and_set_once_are_established_for_each(backend: Backend) -> None:
+    """Equal constants are one memory; what is set once is nobody else's; both hold after steps of all."""
+    pool = InputPool(*PHASES)
+    shared = runners_of(backend, "auto", pool, sharing=True)
+    for seed, phase in enumerate((*PHASES, *PHASES)):
+        run(shared, phase, 1 + seed % 4, seed)
+    buffers = {phase: runner.graphs.buffers for phase, runner in shared.items()}
+    assert len({one["widths"].tensor.data_ptr() for one in buffers.values()}) == 1
+    assert all(one["widths"].tensor.eq(1).all() for one in buffers.values())
+    assert len({one["weights"].tensor.data_ptr() for one in buffers.values()}) == len(PHASES)
+    assert all(one["weights"].tensor[4].item() == 1.5 for one in buffers.values())
+
+
+class WiderInputs(DraftInputs):
+    """A constant of the same name with other values."""
+
+    widths: torch.Tensor = constant(7, shape=(BATCH,), dtype=torch.int64)
+
+
+def test_constants_that_differ_are_two(backend: Backend) -> None:
+    """Values that depend on a parameter are part of what must match."""
+    pool = InputPool("draft", "verify")
+    made = [
+        DecodeRunner(kind, step, buckets=BUCKETS, sizes=SIZES, backend=backend, sharing=True, phase=pool[phase])
+        for kind, phase in ((DraftInputs, "draft"), (WiderInputs, "verify"))
+    ]
+    for runner in made:
+        runner.capture()
+    assert [runner.graphs.buffers["widths"].tensor[0].item() for runner in made] == [1, 7]
+
+
+def test_a_runner_that_joins_late_has_its_own(backend: Backend) -> None:
+    """Nothing is moved for it: the pool's memory stays as it was, and an event says so."""
+    pool = InputPool(*PHASES)
+    shared = runners_of(backend, "auto", pool, sharing=True)
+    before = {phase: runner.graphs.buffers.addresses for phase, runner in shared.items()}
+    with structlog.testing.capture_logs() as events:
+        late = DecodeRunner(
+            DraftInputs, step, buckets=BUCKETS, sizes=SIZES, backend=backend, sharing=True, phase=pool["draft"]
+        )
+        late.capture()
+    assert [event["phase"] for event in events if event["event"] == "joined_late"] == ["draft"]
+    assert not any(buffer.pooled for buffer in late.graphs.buffers)
+    assert before == {
+        phase: {buffer.name: buffer.tensor.data_ptr() for buffer in runner.graphs.buffers}
+        for phase, runner in shared.items()
+    }
+
+
+def test_record_of_the_backend_decides(backend: Backend) -> None:
+    """Where a backend pools no inputs nothing is shared unless one is told to; where it does, one may decline."""
+    pool = InputPool(*PHASES)
+    shared = runners_of(backend, "auto", pool)
+    pools = backend.capabilities.pools_inputs
+    assert any(b.pooled for b in shared["draft"].graphs.buffers) is pools
+    other = InputPool(*PHASES)
+    declined = runners_of(backend, "auto", other, sharing=False)
+    assert other.layout is None
+    assert not any(b.pooled for b in declined["draft"].graphs.buffers)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inside_and_outside_of_inference_mode(backend: Backend, first: bool) -> None:  # noqa: FBT001 - a parameter
+    """A pool that was laid out in one mode serves steps in the other."""
+    pool = InputPool(*PHASES)
+    with torch.inference_mode(first):
+        shared = runners_of(backend, "auto", pool, sharing=True)
+    alone = runners_of(backend, "auto", None)
+    for seed, phase in enumerate((*PHASES, *PHASES)):
+        with torch.inference_mode(not first):
+            assert torch.equal(run(shared, phase, 3, seed), run(alone, phase, 3, seed))
+
+
+def test_an_output_is_stale_when_another_phase_has_begun(backend: Backend) -> None:
+    """In debug mode an output in shared memory is caught that is read after another phase's fill."""
+    pool = InputPool(*PHASES)
+    shared = runners_of(backend, "auto", pool, sharing=True, debug=True)
+    produce(shared, "verify", 3, 1)
+    outputs = shared["verify"](batch_of("verify", 3, 1))
+    assert outputs.sum().isfinite()
+    run(shared, "extend", 3, 2)
+    with pytest.raises(StaleOutputError, match="overwritten"):
+        outputs.sum()
+
+
+def test_memory_goes_with_the_last_runner(backend: Backend) -> None:
+    """A pool keeps no runner alive, nor a runner the others."""
+    pool = InputPool(*PHASES)
+    shared = runners_of(backend, "auto", pool, sharing=True)
+    gone = weakref.ref(shared.pop("draft"))
+    gc.collect()
+    assert gone() is None
+    alone = runners_of(backend, "auto", None)
+    assert torch.equal(run(shared, "verify", 2, 3), run(alone, "verify", 2, 3))
+
+
+def test_account_tells_shared_from_own(backend: Backend) -> None:
+    """Bytes of a pool are no runner's own."""
+    pool = InputPool(*PHASES)
+    shared = runners_of(backend, "auto", pool, sharing=True)
+    memory = shared["verify"].graphs.memory()
+    assert memory.inputs == 0
+    assert memory.shared == sum(buffer.nbytes for buffer in shared["verify"].graphs.buffers)
+
+
+def test_faults_are_said_at_once() -> None:
+    """Unknown phases, carried slots that nobody has, tensors that cannot be adopted: refused where they are said."""
+    pool = InputPool("draft", "verify")
+    with pytest.raises(ConfigError, match="no phase 'extend'"):
+        pool["extend"]
+    with pytest.raises(ConfigError, match="no phase 'extend'"):
+        pool.carry("hidden", "draft", "extend")
+    bound = {"ids": torch.zeros(3, dtype=torch.int64)}
+    with pytest.raises(BindError, match="slot 'ids': expected shape"):
+        DecodeRunner(DraftInputs, step, buckets=BUCKETS, sizes=SIZES, backend="cpu", bind=bound, phase=pool["draft"])
+    pool.carry("next_hidden", "verify", "draft", into="hidden")
+    runner = DecodeRunner(DraftInputs, step, buckets=BUCKETS, sizes=SIZES, backend="cpu", phase=pool["draft"])
+    with pytest.raises(ConfigError, match="expected one runner of phase 'verify' with that slot"):
+        runner.capture()
+    with pytest.raises(ConfigError, match="expected one runner"):  # the pool is as it was, not half laid out
+        runner.capture()
+    DecodeRunner(VerifyInputs, step, buckets=BUCKETS, sizes=SIZES, backend="cpu", phase=pool["verify"])
+    runner.capture()
+    with pytest.raises(ConfigError, match="laid out"):
+        pool.carry("ids", "draft", "verify")
+
+
+class ChainInputs(Inputs):
+    """What each of several steps reads for itself."""
+
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=2)
+    hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0.5)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1)
+
+
+def chained(view: ChainInputs, following: ChainInputs | None) -> torch.Tensor:
+    """One row a request; writes what the next step reads."""
+    rows = view.hidden_states + view.input_ids[:, None] * view.lens.repeat_interleave(2)[:, None]
+    if following is not None:
+        following.hidden_states.copy_(rows + 1)
+        following.input_ids.copy_(view.input_ids * 2)
+    return rows[::2]
+
+
+def test_parents_of_chained_slots_are_shared_too(backend: Backend) -> None:
+    """A runner of several steps has all parts of its chained slots in the pool, and is right after others' phases."""
+    pool = InputPool("verify", "extend")
+    options: dict[str, Any] = {"sizes": {HIDDEN: 6}, "width": 2, "buckets": BUCKETS, "backend": backend}
+    alone = MultiLayerDraftExtendRunner(ChainInputs, [chained] * 3, **options)
+    mine = MultiLayerDraftExtendRunner(ChainInputs, [chained] * 3, **options, sharing=True, phase=pool["extend"])
+    other = DecodeRunner(
+        VerifyInputs, step, buckets=BUCKETS, sizes=SIZES, backend=backend, sharing=True, phase=pool["verify"]
+    )
+    for runner in (alone, mine, other):
+        runner.capture()
+    shared = other.graphs.buffers["logits"].tensor.untyped_storage().data_ptr()
+    if backend.capabilities.arenas:
+        assert mine.parents["hidden_states"].untyped_storage().data_ptr() == shared
+    for seed, requests in enumerate((3, 1, 5, 2)):
+        run({"verify": other}, "verify", 5, seed)
+        draw = torch.Generator().manual_seed(seed)
+        batch = {
+            "input_ids": torch.randint(1, 9, (2 * requests,), generator=draw),
+            "hidden_states": torch.randn(2 * requests, 6, generator=draw, dtype=torch.float64),
+            "lens": torch.randint(1, 9, (requests,), generator=draw),
+        }
+        expected = [one.clone() for one in alone(batch)]
+        assert all(torch.equal(one, wanted) for one, wanted in zip(mine(batch), expected, strict=True))
+    with pytest.raises(BatchError, match="cannot grow"):
+        mine({"input_ids": [1] * 64, "hidden_states": torch.rand(64, 6, dtype=torch.float64), "lens": [1] * 32})
+
+
+def test_a_step_of_another_ends_a_view(backend: Backend) -> None:
+    """A view that was filled before another phase's step is refused, however that step was done."""
+    for lowering in lowerings_of(backend):
+        pool = InputPool(*PHASES)
+        shared = runners_of(backend, lowering, pool, sharing=True)
+        batch = batch_of("draft", 3, 2)
+        for _ in range(3):
+            shared["draft"](batch)  # by a shortcut, where there is one
+        view = shared["extend"].fill(batch_of("extend", 2, 3))
+        shared["draft"](batch)
+        with pytest.raises(ReplayError, match="another runner of this one's pool was filled since"):
+            shared["extend"].replay(view)
+
+
+def test_a_late_capture_leaves_others_alone(backend: Backend) -> None:
+    """A runner that is captured, or asked about, between another's fill and its replay changes neither of them."""
+    pool, alone = InputPool(*PHASES), runners_of(backend, "foreach", None)
+    options: dict[str, Any] = {"buckets": BUCKETS, "backend": backend, "sharing": True, "lowering": "foreach"}
+    first = DecodeRunner(VerifyInputs, step, sizes=SIZES, absent=[{"positions"}], **options, phase=pool["verify"])
+    second = DecodeRunner(ExtendInputs, step, sizes=SIZES, **options, phase=pool["extend"])
+    third = MultiLayerDraftExtendRunner(
+        ChainInputs, [chained] * 3, sizes={HIDDEN: 6}, width=2, **options, phase=pool["draft"]
+    )
+    first.capture()
+    runners = {"verify": first}
+    for seed, late in enumerate((lambda: second.parts, second.capture, third.capture)):
+        produce(runners, "verify", 3, seed)
+        produce(alone, "verify", 3, seed)
+        batch = batch_of("verify", 3, seed)
+        view = first.fill(batch)
+        late()
+        assert torch.equal(first.replay(view), alone["verify"](batch))
+        assert filled(runners, "verify", 3, seed) == filled(alone, "verify", 3, seed)
+
+
+def test_producers_of_another_are_known(backend: Backend) -> None:
+    """Rows that a producer wrote for a step that never came are no row of anyone's tail."""
+    pool, alone = InputPool(*PHASES), runners_of(backend, "foreach", None)
+    shared = runners_of(backend, "foreach", pool, sharing=True)
+    draft = batch_of("draft", 1, 4)
+    for _ in range(2):
+        shared["draft"](draft)
+    produced = shared["extend"].inputs(5)
+    for value in (-3, -5):
+        for slot in (produced.ids, produced.hidden, produced.logits):
+            slot.fill_(value)
+        assert filled(shared, "draft", 1, 4) == filled(alone, "draft", 1, 4)
+
+
+def test_kept_slots_share_with_nobody(backend: Backend) -> None:
+    """A producer that writes only what changed finds the rest as it was, whatever steps came between."""
+    pool = InputPool(*PHASES)
+    options: dict[str, Any] = {"buckets": BUCKETS, "sizes": SIZES, "backend": backend, "sharing": True}
+    verify = DecodeRunner(VerifyInputs, step, **options, phase=pool["verify"].keeping("mask"))
+    extend = DecodeRunner(ExtendInputs, step, **options, phase=pool["extend"])
+    verify.capture()
+    mask = verify.graphs.buffers["mask"].tensor
+    before = torch.randint(0, 2, mask.shape, generator=torch.Generator().manual_seed(3)).bool()
+    mask.copy_(before)
+    extend.capture()
+    for seed in range(3):
+        run({"extend": extend}, "extend", 5, seed)
+    assert torch.equal(mask.cpu(), before)
+
+
+def test_a_value_of_a_runner_apart_is_copied() -> None:
+    """What is carried to a runner that shares nothing is copied from the batch, as without a pool."""
+    pool = InputPool(*PHASES)
+    pool.carry("next_hidden", "verify", "extend", into="hidden")
+    options: dict[str, Any] = {"buckets": BUCKETS, "sizes": SIZES, "backend": "cpu"}
+    verify = DecodeRunner(VerifyInputs, step, **options, phase=pool["verify"])
+    extend = DecodeRunner(ExtendInputs, step, **options, sharing=False, phase=pool["extend"])
+    verify.capture()
+    extend.capture()
+    assert pool.layout is not None
+    assert extend.seat.layout is None

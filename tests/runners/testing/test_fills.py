@@ -1,0 +1,126 @@
+"""`assert_fill_equals_oracle`: passes on what is right, and names the slot of each bug that is planted."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+from slotgraph import BATCH, TOKENS, Inputs, computed, copied, standard
+from slotgraph.backends import Backend
+from slotgraph.dataflow import fill, oracle
+from slotgraph.dataflow.errors import ConfigError, WrongBytesError
+from slotgraph.runners.testing.fills import assert_fill_equals_oracle
+from tests.packing import PackingBackend
+from tests.runners.testing.declared import HIDDEN, Mixed
+from tests.strategies import declarations
+
+FEW = 12
+
+
+def test_every_backend(slotgraph_backend: Backend) -> None:
+    """Each lowering of each backend leaves the oracle's bytes."""
+    assert_fill_equals_oracle(Mixed, {HIDDEN: 5}, backend=slotgraph_backend, least=0, max_examples=FEW)
+
+
+def test_packed_uploads() -> None:
+    """So does one whose host data goes up in packets."""
+    assert_fill_equals_oracle(Mixed, backend=PackingBackend(), max_examples=FEW)
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.nested_given])
+@given(declaration=declarations(called=False))
+def test_random_declarations(declaration: type[Inputs]) -> None:
+    """Whatever is declared, but for sources that are functions."""
+    assert_fill_equals_oracle(declaration, backend="cpu", least=0, max_examples=3)
+
+
+def found(inputs: type[Inputs] = Mixed, *, shrunk: bool = False, **said: Any) -> str:
+    """What is said of a planted bug. shrunk: of the smallest example that Hypothesis comes to."""
+    usual = settings.get_current_profile_name()
+    settings.register_profile("unshrunk", settings(phases=[Phase.generate]))
+    settings.load_profile(usual if shrunk else "unshrunk")
+    try:
+        with pytest.raises(WrongBytesError) as caught:
+            assert_fill_equals_oracle(inputs, backend="cpu", **{"max_examples": 60, **said})
+    finally:
+        settings.load_profile(usual)
+    assert isinstance(caught.value, AssertionError)
+    return str(caught.value)
+
+
+def test_a_tail_that_no_one_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the first step, whose tails hold random bytes; lowering, step and sizes are named."""
+    monkeypatch.setattr(fill.Fill, "_reset", lambda *_: None)
+    message = found(lowerings=("foreach",))
+    assert "Mixed filled by 'foreach', step 1 of " in message
+    assert "(its tail): it holds" in message
+
+
+def test_a_slot_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that does not happen is found in a live row."""
+    monkeypatch.setattr(fill, "copy_all", lambda *_: None)
+    assert "(a live row): it holds" in found(lowerings=("foreach",))
+
+
+def test_a_row_of_another_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fill that writes over its bucket, into rows that tails keep, is found too."""
+    plain = fill.Fill.write
+
+    def wide(self: fill.Fill, *given: Any) -> None:
+        plain(self, *given)
+        self.buffers["temperatures"].tensor[-1] = 7.0
+
+    monkeypatch.setattr(fill.Fill, "write", wide)
+    assert "slot 'temperatures', row " in (message := found(lowerings=("foreach",)))
+    assert "written, though no rule has a fill write it" in message or "(its tail)" in message
+
+
+def test_a_function_that_remembers() -> None:
+    """A computed slot that depends on more than it names differs from itself."""
+    numbers = itertools.count()
+
+    class Forgetless(Inputs):
+        rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        number: torch.Tensor = computed(lambda step: next(numbers) + step.live(BATCH), shape=1, dtype=torch.int64)
+
+    message = found(Forgetless)
+    assert "slot 'number', row 0" in message
+
+
+def test_it_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails at four tokens of five or more is shown with one of five, in one step."""
+
+    class Small(Inputs):
+        ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+        lens: torch.Tensor | None = copied(BATCH, dtype=torch.int32, pad=1, default=None)
+
+    plain = oracle._reset_tail
+
+    def wrong(slot: Any, view: torch.Tensor, step: Any, *rest: Any, absent: bool) -> None:
+        plain(slot, view, step, *rest, absent=absent)
+        if step.padded(TOKENS) >= 5 and slot is Small.slotgraph.slots["ids"] and step.live(TOKENS) < 5:
+            view[4] = 99
+
+    monkeypatch.setattr(oracle, "_reset_tail", wrong)
+    message = found(Small, lowerings=("foreach",), shrunk=True)
+    assert "step 1 of 1, Turn(BATCH=1/1, TOKENS=1/5)" in message
+    assert "slot 'ids', row 4 (its tail): it holds 0, and the oracle's 99" in message
+
+
+def test_what_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot whose view is there where it ought to be absent."""
+    monkeypatch.setattr(oracle, "_value", lambda name, *rest: None if name == "flags" else VALUE(name, *rest))
+    assert "slot 'flags' is there, and the oracle's is not" in found(lowerings=("foreach",))
+
+
+VALUE = oracle._value
+
+
+def test_sizes_that_do_not_fit() -> None:
+    """An axis that no slot has, or that follows from another, is said."""
+    with pytest.raises(ConfigError, match="max_sizes names HIDDEN, an axis that no slot has"):
+        assert_fill_equals_oracle(standard.DecodeInputs, {HIDDEN: 3}, settings=standard.Sharding())
+    with pytest.raises(ConfigError, match="max_sizes names TOKENS, which follows from others by relations="):
+        assert_fill_equals_oracle(Mixed, {TOKENS: 3}, relations={TOKENS: BATCH * 2})
