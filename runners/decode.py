@@ -80,8 +80,7 @@ class DecodeRunner(GraphRunner[V]):
         self._limits = Limits.of(self.stage.declaration, capacity)
         self._widths = Widths(self.stage.declaration, config.width, self.stage.sizes, only=one_width)
         self._tally = Tally()
-        self._watch = Watch(self._watched)
-        self._gate = Gate(type(self).__name__)
+        self._watch, self._gate = Watch(self._watched), Gate(type(self).__name__)
         self._shortcuts: Shortcuts[V] | None = None
         self._filled: tuple[V | None, Captured | Decision, int] | None = None
         self._others = 0
@@ -90,7 +89,7 @@ class DecodeRunner(GraphRunner[V]):
             _ = self._router, self._eager  # what is wrong with them is said now
 
     @functools.cached_property
-    def graphs(self) -> GraphSet[V]:
+    def graphs(self) -> GraphSet[V]:  # pyright: ignore[reportIncompatibleMethodOverride] - a property that is kept
         """The captured buckets, and the buffers that they read; those of a pool are laid out when first asked for."""
         stage, config, buffers = self.stage, self.config, self.seat.buffers()
         sizes, mode = list(self._sizes.values()), config.error_mode

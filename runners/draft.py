@@ -74,11 +74,8 @@ class DraftRunner(Through[V]):
     ) -> None:
         _check_counts(topk, steps, options.get("width", topk))
         options["width"] = topk
-        declaration = inputs.slotgraph
-        if advances is None:
-            advances = [name for name in POSITIONS if name in declaration.slots]
-        _check_declared(declaration, advances)
-        known = {axis: size for axis, size in ((TOPK, topk), (STEPS, steps)) if axis in declaration.axes}
+        advances = _checked_advances(inputs.slotgraph, advances)
+        known = {axis: size for axis, size in ((TOPK, topk), (STEPS, steps)) if axis in inputs.slotgraph.axes}
         self.topk, self.steps = topk, steps
         self._decode = DecodeRunner(
             inputs,
@@ -180,9 +177,10 @@ def _check_counts(topk: int, steps: int, width: int) -> None:
         raise ConfigError(message)
 
 
-def _check_declared(declaration: Declaration, advances: Sequence[str]) -> None:
-    """ConfigError where a slot that the runner itself reads or writes is missing or of another kind."""
+def _checked_advances(declaration: Declaration, wanted: Sequence[str] | None) -> Sequence[str]:
+    """The slots that advance. ConfigError where one that the runner reads or writes is missing or of another kind."""
     slots = declaration.slots
+    advances = [name for name in POSITIONS if name in slots] if wanted is None else wanted
     for name in _FIRST:
         if name not in slots or slots[name].shape != (Dim.of(BATCH), Dim.of(TOPK)):
             message = (
@@ -196,6 +194,7 @@ def _check_declared(declaration: Declaration, advances: Sequence[str]) -> None:
         if name not in slots or not slots[name].restored:
             message = f"{declaration.name} needs a slot {name!r} with restored=True: each draft step adds one to it"
             raise ConfigError(message)
+    return advances
 
 
 def _joined(sizes: Sizes, known: Sizes) -> Sizes:

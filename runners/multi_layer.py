@@ -62,8 +62,7 @@ class MultiLayerDraftExtendRunner(Through[V]):
         adapter, largest = choose(backend), config.ladder().largest
         capacity = {BATCH: largest, TOKENS: largest * width, **with_width(inputs, sizes, width)}
         chain = {name: declaration.slots[name] for name in chained if name in declaration.slots}
-        _check_sizes(chain, capacity)
-        tails = {name: _tail(name, slot, adapter.capabilities, capacity) for name, slot in chain.items()}
+        tails = _tails(chain, adapter.capabilities, capacity)
         self._decode = DecodeRunner(
             inputs,
             _Chain(tuple(steps), tails, lambda: self.parents),
@@ -134,13 +133,14 @@ def _cut(parts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return parts
 
 
-def _check_sizes(chain: Mapping[str, Slot], capacity: Sizes) -> None:
-    """ConfigError where a chained slot has an axis of no size."""
+def _tails(chain: Mapping[str, Slot], capabilities: Capabilities, capacity: Sizes) -> dict[str, Number]:
+    """What padded rows of chained slots hold. ConfigError where one has an axis of no size."""
     for name, slot in chain.items():
         missing = sorted(axis.name for axis in slot.axes if axis not in capacity)
         if missing:
             message = f"slot {name!r} needs sizes= for {', '.join(missing)}"
             raise ConfigError(message)
+    return {name: _tail(name, slot, capabilities, capacity) for name, slot in chain.items()}
 
 
 def _tail(name: str, slot: Slot, capabilities: Capabilities, capacity: Sizes) -> Number:

@@ -28,9 +28,7 @@ _LOG: Final = structlog.get_logger("slotgraph")
 class Named(Protocol):
     """A runner, as far as its pool must know it."""
 
-    @property
-    def name(self) -> str:
-        """Its name, in events."""
+    name: str
 
 
 @attrs.frozen(eq=False)

@@ -127,6 +127,9 @@ class Shortcuts(Generic[V]):
         asked: list[Callable[[Any], bool]] = [*self._holds]
         if missing:
             asked.append(_Absent(Gather(missing)))
+        turn = self._graphs.buffers.turn
+        if turn.neighbours:
+            asked.append(lambda _: turn.follows(turn.stream))
         if len(asked) > 1:
             return lambda batch: all(holds(batch) for holds in asked)
         return asked[0] if asked else None
@@ -150,8 +153,6 @@ class Shortcuts(Generic[V]):
                 return MISS
             sources = gather(batch, NO_SIDE)
             if not guard(*sources) or not stream() == turn.stream == clock.stream or forks != FORKS.count:
-                return MISS
-            if neighbours and not turn.follows(turn.stream):
                 return MISS
             pointers = tuple(map(_POINTER, sources))
             words = known(pointers) or words_for(pointers, sources)
@@ -194,8 +195,6 @@ class Shortcuts(Generic[V]):
             sources = gather(batch, NO_SIDE)
             packed = pack(sources)
             if packed is None or not stream() == turn.stream == clock.stream or forks != FORKS.count:
-                return MISS
-            if neighbours and not turn.follows(turn.stream):
                 return MISS
             words, data, kept = packed
             if apart is not None:

@@ -86,7 +86,8 @@ class FillByHand:
         sources = {name: source for name, slot in slots if (source := slot.reads(name)) is not None}
         rows, self._boxes = _sorted(self._part(name, declaration.slots[name]) for name in sources)
         self._rows = [part[1:] for part in rows]
-        self._gather = Gather([sources[part.name] for part in (*rows, *self._boxes)])
+        names = [part.name for part in rows] + [box.name for box in self._boxes]
+        self._gather = Gather([sources[name] for name in names])
         staged = [self._part(name, slot) for name, slot in slots if slot.rewritten and name not in sources]
         self._reset = [part for part in staged if part.pad is not None]
         viewed, self._box_views = _sorted(self._part(name, slot) for name, slot in slots if slot.varying)

@@ -64,10 +64,10 @@ def test_two_runners_on_two_streams(place: Place, lowering: str, kind: type[Flow
 def test_two_phases_on_two_streams(place: Place, lowering: str, kind: type[Flow], graphs: bool) -> None:  # noqa: FBT001
     """Runners that share input memory take turns from their fills on, though each is on a busy stream of its own."""
     shared, pool, got = InputPool("first", "then"), place.pool(kind, 40, 8), list[torch.Tensor]()
-    options = {"backend": place.backend, "lowering": lowering, "graphs": graphs}
+    options: dict[str, Any] = {"backend": place.backend, "lowering": lowering, "graphs": graphs}
     runners = [
         DecodeRunner(kind, flow_step, buckets=BUCKETS, phase=shared[one], **options) for one in ("first", "then")
-    ]  # type: ignore[arg-type] # a dict of options
+    ]
     for runner in runners:
         runner.capture()
     assert shared.layout is not None

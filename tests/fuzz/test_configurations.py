@@ -38,7 +38,7 @@ def load(file: pathlib.Path) -> None:
         assert str(error).strip()  # noqa: PT017 - as above
 
 
-@settings(max_examples=200)
+@settings(max_examples=4 * settings().max_examples)
 @given(st.dictionaries(keys, values | numbers | st.lists(numbers, max_size=4), max_size=4))
 def test_any_keys_and_values(options: dict[str, Any]) -> None:
     """Random keys, those of the configuration among them, with random values."""
@@ -51,7 +51,7 @@ def test_keys_that_are_no_text(options: dict[Any, Any]) -> None:
     check(options)
 
 
-@settings(max_examples=150)
+@settings(max_examples=2 * settings().max_examples)
 @given(text=st.text() | st.binary(), suffix=st.sampled_from([".toml", ".json"]))
 def test_any_file(tmp_path_factory: pytest.TempPathFactory, text: str | bytes, suffix: str) -> None:
     """Random bytes in a file."""

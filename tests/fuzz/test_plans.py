@@ -41,7 +41,7 @@ def check(text: str) -> None:
     assert str(plan)
 
 
-@settings(max_examples=300)
+@settings(max_examples=4 * settings().max_examples)
 @given(st.data())
 def test_spoilt_plans(data: st.DataObject) -> None:
     """A plan of which some places hold something else."""

@@ -27,6 +27,7 @@ from tests.fuzz.hostile import NASTY_TEXTS, spoilt, values
 from tests.runners.recording.steps import Mixed, Scored, mixed_batch, mixed_side
 
 LENGTH = struct.Struct("<Q")
+MANY = 2 * settings().max_examples  # of a profile: 100, or 2,000 where one is thorough
 
 
 def eager() -> EagerRunner[Mixed]:
@@ -101,7 +102,6 @@ def test_the_file_itself(file: pathlib.Path) -> None:
     assert check(file, put_together(*taken_apart()))
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_truncated(file: pathlib.Path, data: st.DataObject) -> None:
     """Cut off anywhere, or with something behind it."""
@@ -109,7 +109,7 @@ def test_truncated(file: pathlib.Path, data: st.DataObject) -> None:
     assert not check(file, recorded() + data.draw(st.binary(min_size=1)))
 
 
-@settings(max_examples=300)
+@settings(max_examples=MANY)
 @given(st.data())
 def test_corrupted(file: pathlib.Path, data: st.DataObject) -> None:
     """One byte anywhere is another, also in the length, in the header and in the elements."""
@@ -120,7 +120,7 @@ def test_corrupted(file: pathlib.Path, data: st.DataObject) -> None:
     check(file, bytes(content))
 
 
-@settings(max_examples=300)
+@settings(max_examples=MANY)
 @given(st.data())
 def test_spoilt_steps(file: pathlib.Path, data: st.DataObject) -> None:
     """Steps of which some places hold something else, in an intact file."""
@@ -128,7 +128,7 @@ def test_spoilt_steps(file: pathlib.Path, data: st.DataObject) -> None:
     check(file, put_together(header, data.draw(spoilt(steps)), elements))
 
 
-@settings(max_examples=150)
+@settings(max_examples=MANY)
 @given(st.data())
 def test_spoilt_header(file: pathlib.Path, data: st.DataObject) -> None:
     """A header that lies about offsets, dtypes and shapes, or names other tensors."""
@@ -143,7 +143,7 @@ def test_any_bytes(file: pathlib.Path, content: bytes) -> None:
     assert not check(file, content)
 
 
-@settings(max_examples=60)
+@settings(max_examples=MANY // 4)
 @given(st.data())
 def test_commands(file: pathlib.Path, data: st.DataObject) -> None:
     """The command shows a spoilt file, or says what is wrong with it, and commands no terminal."""

@@ -1,6 +1,7 @@
 """Exceptions at each point of a step: the batch is as it was, and what comes next is right, and counted right."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -127,12 +128,13 @@ def test_capture_broken_off(backend: Backend, *, lazy: bool) -> None:
     world = made()
     with Injection(more=MORE) as counting:
         capture(world)
-    reached = 0
+    reached, frozen = 0, gc.get_freeze_count()
     for at, error in points(counting.seen):
         world = made()
         with Injection(at, error, MORE) as injection, contextlib.suppress(CaptureError):
             capture(world)
         reached += bool(injection.where)
+        assert gc.get_freeze_count() == frozen  # nothing is kept from the garbage collector for good
         graphs = world.runner.parts.graphs
         if graphs is not None and graphs.report is None:
             world.runner.capture()  # type: ignore[attr-defined] # as above

@@ -160,7 +160,7 @@ def drafting(backend: Backend, **options: Any) -> World:
     def batch(size: int, seed: int) -> Batch:
         return test_draft.batch_of(size, 2, 3, seed, backend.device)
 
-    return World(runner, batch, assert_right, (2, 4, 1, 5), assert_view)
+    return World(runner, batch, assert_right, (3, 4, 1, 5), assert_view)
 
 
 WORLDS: Final[Mapping[str, Callable[[Backend], World]]] = {

@@ -65,9 +65,10 @@ def test_numbers_shrink() -> None:
 
 
 def test_patterns_shrink() -> None:
-    """The shortest schedule that leaves a slot out is one step of one row, and leaves out no other."""
+    """The shortest schedule that leaves a slot out is one step of one row, of tensors."""
     least: Any = find(schedules(Mixed), lambda turns: any("flags" in turn.absent for turn in turns), settings=QUICK)
-    assert repr(least) == "[Turn(BATCH=1/1, HIDDEN=3/3, PAGES=1/1, TOKENS=1/1, absent=['flags'])]"
+    assert repr(least).startswith("[Turn(BATCH=1/1, HIDDEN=3/3, PAGES=1/1, TOKENS=1/1, absent=['flags'")
+    assert "as_lists" not in repr(least)
 
 
 def test_slots_of_one_source_are_absent_together() -> None:
