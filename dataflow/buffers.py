@@ -129,8 +129,10 @@ class Buffers:
     @property
     def nbytes(self) -> int:
         """Bytes allocated here, alignment included; memory of others and of a pool belongs to these."""
-        storages = [buffer.tensor.untyped_storage() for buffer in self if not (buffer.adopted or buffer.pooled)]
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        own = [buffer.tensor for buffer in self if not (buffer.adopted or buffer.pooled)]
+        shared = {buffer.tensor.untyped_storage().data_ptr() for buffer in self if buffer.pooled}
+        storages = [tensor.untyped_storage() for tensor in (*own, *self.beside)]
+        return sum({one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in shared}.values())
 
     @functools.cached_property
     def storages(self) -> frozenset[int]:

@@ -27,7 +27,7 @@ class ViewInfo:
 
     whole: slots that must not be cut, since a replay hands all of each to every operator of its graph. captured:
     whether the view is for a capture, in which no function on the host can be called for a micro-batch: each replay
-    would see what it returned then.
+    would see what it returned then. exact: whether it has live rows only, as steps without a graph do.
     """
 
     step: Step
@@ -35,6 +35,7 @@ class ViewInfo:
     declaration: Declaration
     whole: frozenset[str] = frozenset()
     captured: bool = False
+    exact: bool = False
 
 
 def make_view(cls: type[T], tensors: Views, fields: Mapping[str, Any], info: ViewInfo) -> T:

@@ -17,7 +17,7 @@ from .proofs import poison
 from .proofs.addresses import readers
 from .proofs.comparison import Tolerance, seen
 from .proofs.eagerly import graph_of
-from .proofs.parity import BITWISE, Twin
+from .proofs.parity import BITWISE, Twin, written_slots_kept
 from .proofs.report import Case
 from .proofs.state import State, state_on
 from .runner import Runner
@@ -60,13 +60,15 @@ class Prover(Watcher, abc.ABC):
 
     def _state_for(self, view: Inputs) -> State | None:
         """The state of a step; None where no graph takes it, and where there is no room for copies."""
-        graph = graph_of(self.runner.parts, view)
-        if graph is None:
+        parts = self.runner.parts
+        graph = graph_of(parts, view)
+        if graph is None or parts.graphs is None:
             return None
         try:
             state = self._given or self._found.get(id(graph))
             if state is None:
-                state = self._found[id(graph)] = state_on(self.runner, view)
+                with written_slots_kept(parts.graphs.buffers):
+                    state = self._found[id(graph)] = state_on(self.runner, view)
             state.check_room(self.copies)
         except Exception as error:  # noqa: BLE001 - a step may not bear to be looked at, which is no fault of its graph
             reason = str(error) if isinstance(error, CheckError) else f"{type(error).__name__}: {error}"
@@ -92,28 +94,28 @@ class AddressProver(Prover):
 
     def __init__(self, runner: Runner[Any], state: State | None = None) -> None:
         super().__init__(runner, state)
-        self._unread: set[tuple[str, int]] = set()
+        self._unread: set[tuple[int, str, int]] = set()
 
     def before_replay(self, view: Inputs) -> None:
         """Look at the state only where something has moved, which is rare."""
-        changes = self._changes()
-        if changes:
+        if self._changes(view):
             super().before_replay(view)
 
     def look(self, view: Inputs, state: State) -> None:
         """CheckError that names the tensor, and the operator that reads it."""
-        changes = self._changes()
+        changes = self._changes(view)
         for message in readers(self.runner.parts, view, state, changes).values():
             self.refuse(message)
-        self._unread.update(_key(one) for one in changes)
+        self._unread.update(self._key(one, view) for one in changes)
 
-    def _changes(self) -> list[Change]:
+    def _changes(self, view: Inputs) -> list[Change]:
+        """What has moved, but for what the graph of this step was found not to read."""
         graphs = self.runner.parts.graphs
-        return [] if graphs is None else [one for one in graphs.holdings.changed() if _key(one) not in self._unread]
+        changes = [] if graphs is None else graphs.holdings.changed()
+        return [one for one in changes if self._key(one, view) not in self._unread]
 
-
-def _key(change: Change) -> tuple[str, int]:
-    return change.holding.name, change.now.data_ptr()
+    def _key(self, change: Change, view: Inputs) -> tuple[int, str, int]:
+        return id(graph_of(self.runner.parts, view)), change.holding.name, change.now.data_ptr()
 
 
 class PoisonProver(Prover):

@@ -214,7 +214,7 @@ class DecodeRunner(GraphRunner[V]):
             route = self._router.route(live, absent, batch)
             if isinstance(route, Decision):
                 view = self._eager.fill(batch, **side)
-                self._tally.unfit(route, self.name, start)
+                self._tally.unfit(route, self.name, start if start > graphs.filler.late else 0)
                 return view, route, live[-1]
             ready = graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=whole)
         except BatchError as error:
@@ -226,7 +226,7 @@ class DecodeRunner(GraphRunner[V]):
                 graphs.buffers.turn.fills -= 1
                 raise
         shown = None if whole else self.stage.view(ready, batch)
-        if start:
+        if start > graphs.filler.late:
             self._tally.timed(self._tally.buckets[route.rows], start)
         return shown, route, live[-1]
 

@@ -183,11 +183,14 @@ class EagerRunner(Runner[V]):
         return self._reads
 
     def _watched_run(self, view: V) -> Any:
-        """Run the step; the first time, see whether its operators read slots in host memory."""
+        """Run the step; the first time without some slots, see whether its operators read others in host memory."""
         hosts = self._hosts()
         if not hosts.possible:
             return self.stage.run(view)
-        outputs = hosts.look(lambda: self.stage.run(view)) if hosts.wants() else self.stage.run(view)
+        values = view.__dict__
+        absent = frozenset(name for name, _ in self.stage.declaration.optional if values[name] is None)
+        look = hosts.wants(absent)
+        outputs = hosts.look(lambda: self.stage.run(view), absent) if look else self.stage.run(view)
         hosts.note()
         return outputs
 

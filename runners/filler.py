@@ -1,6 +1,7 @@
 """The filler: how one runner's buckets are filled, lowering by lowering, and which took each batch."""
 
 import collections
+import time
 from typing import Any, Generic
 
 import attrs
@@ -46,7 +47,8 @@ class Filler(Generic[V]):
     """Fills a runner's buckets by one lowering, and by the next where a batch asks for it.
 
     modes: of debugging: order sources of other streams. lowered: fills by each lowering. detours: why batches were
-    filled by a later one than chosen.
+    filled by a later one than chosen. late: when something was last captured in the middle of a fill, whose time then
+    says nothing of fills, by `perf_counter_ns`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Filler(Generic[V]):
         self.lowering: Lowering = chosen_lowering(capabilities, lowering)
         self.lowered: collections.Counter[str] = collections.Counter()
         self.detours: collections.Counter[str] = collections.Counter()
+        self.late = 0
         self._orders_sources = STREAMS in modes
         self._error_mode = error_mode
         self._tables = 0
@@ -132,6 +135,10 @@ class Filler(Generic[V]):
         pool, mode = stage.backend.pool(), self._error_mode
         filling.alone = capture_step(stage.backend, alone, self.buffers, warmups=warmups, pool=pool, error_mode=mode)
 
+    def captured_late(self) -> None:
+        """Something was captured that had been put off."""
+        self.late = time.perf_counter_ns()
+
     def first_node(self, filling: Filling) -> None:
         """Run what a step's graph begins with."""
         if self.lowering == "in_graph":
@@ -188,6 +195,7 @@ class Filler(Generic[V]):
         self.lowered["fused"] += 1
         if filling.alone is None:  # the first time: a graph that does it itself has no need of this before
             self.capture_alone(filling)
+            self.captured_late()
         if filling.alone is not None:
             filling.alone.replay()
         if self.lowering == "in_graph" and self._feeder.made is not None:

@@ -147,6 +147,7 @@ class GraphSet(Generic[V]):
         made = self._reported(reasons, report.seconds + time.perf_counter() - start, before)
         self.report = attrs.evolve(made, driver=made.driver + report.driver)
         log_capture(self.report, order.runner)
+        self.filler.captured_late()
         return self._captured.get((rows, absent))
 
     def _note_holdings(self) -> None:

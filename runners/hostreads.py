@@ -48,11 +48,11 @@ class HostReads:
     @property
     def notes(self) -> bool:
         """Whether steps are followed by an event: operators read host slots, or nobody could tell."""
-        return bool(self.slots) or self._unsure or self.wants()
+        return bool(self.slots) or self._unsure or (self.possible and not self._looked)
 
     def look(self, run: Callable[[], Any], absent: Absent = NONE) -> Any:
         """Run a step, and see which host slots its operators read; what it returned."""
-        self._looked |= {absent, NONE}
+        self._looked.add(absent)
         try:
             with seen_by(Traffic(done=self._note)):
                 return run()

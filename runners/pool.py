@@ -17,7 +17,7 @@ from ..dataflow.layout_planner import lay_out
 from ..dataflow.lifetimes import Carry, Member
 from ..dataflow.phases import Pair, Schedule
 from ..dataflow.roles import resolve_dtype
-from ..dataflow.tenants import ALIKE
+from ..dataflow.tenants import ALIKE, CARRIED
 from ..dataflow.turns import Ledger, Tenancy, Turn
 from ..dataflow.values import initial_value, write_all
 from .stage import Stage, V
@@ -104,6 +104,8 @@ class Seat(Generic[V]):
         """The buffers, each with its initial value. A pool that was not sealed is sealed now."""
         if self.phase is not None and self.shares:
             self.phase.pool.seal()
+        if self.phase is not None:
+            self.phase.pool.check_carried(self)
         return self._allocated() if self._made is None else self._made
 
     def settle(self, tenancy: Tenancy) -> None:
@@ -202,6 +204,20 @@ class InputPool:
             seat.settle(tenancy)
         _LOG.info("sealed", runners=[*members], nbytes=layout.nbytes, saved=layout.saved)
         return layout
+
+    def check_carried(self, seat: Seat[Any]) -> None:
+        """ConfigError where a value is to be carried to a slot that shares nothing, and that no batch brings either."""
+        slots = seat.stage.declaration.slots
+        for slot, writer, reader, into in self._carries:
+            name = into or slot
+            if seat.phase is None or seat.phase.name != reader or name not in slots or slots[name].reads(name):
+                continue
+            if seat.layout is None or seat.layout.place(seat.name, name).tie != CARRIED:
+                message = (
+                    f"slot {slot!r} of phase {writer!r} would never get to slot {name!r} of {seat.runner} in "
+                    f"{reader!r}, which no batch brings: one of both has memory of its own; share, or declare it copied"
+                )
+                raise ConfigError(message)
 
     def _carried(self, members: Mapping[str, Member]) -> Iterator[Carry]:
         """Values that carry over between members. One to or from a runner with memory of its own is copied, as ever."""

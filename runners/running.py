@@ -1,6 +1,7 @@
 """The step under way: which view its eager parts see, and what stands for what in them."""
 
 import contextvars
+import weakref
 from collections.abc import Mapping
 from typing import Any, Final, Literal, TypeVar
 
@@ -11,7 +12,9 @@ from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.inputs import Inputs
 
 V = TypeVar("V", bound=Inputs)
-_RUNNING: Final[contextvars.ContextVar["Running | None"]] = contextvars.ContextVar("slotgraph_running", default=None)
+_RUNNING: Final[contextvars.ContextVar["weakref.ref[under_way] | None"]] = contextvars.ContextVar(
+    "slotgraph_running", default=None
+)
 _NOTHING: Final[Mapping[int, Any]] = {}
 Phase = Literal["capture", "replay", "eager"]
 
@@ -38,21 +41,23 @@ class Running:
 
 def running() -> Running | None:
     """The step that this thread runs."""
-    return _RUNNING.get()
+    reference = _RUNNING.get()
+    context = None if reference is None else reference()
+    return None if context is None else context.step
 
 
 class under_way:  # noqa: N801 - a context, which a generator would make three times as slow
-    """While a step runs."""
+    """While a step runs: as long as the `with` statement holds this, so that no interrupt leaves a step behind."""
 
-    __slots__ = ("_step", "_token")
+    __slots__ = ("__weakref__", "_token", "step")
 
     def __init__(self, step: Running) -> None:
-        self._step = step
+        self.step = step
 
     def __enter__(self) -> Running:
         """It runs."""
-        self._token = _RUNNING.set(self._step)
-        return self._step
+        self._token = _RUNNING.set(weakref.ref(self))
+        return self.step
 
     def __exit__(self, *_: object) -> None:
         """What ran before it does."""
@@ -66,7 +71,7 @@ def current_view(inputs: type[V]) -> V:
     ReplayError where no step runs, or one of another declaration; CaptureError where an operator asks inside a graph,
     which would hold for the values of its capture.
     """
-    step = _RUNNING.get()
+    step = running()
     if step is None:
         message = "no step is running: current_view() is for what a runner's step calls"
         raise ReplayError(message)

@@ -197,10 +197,10 @@ class Shortcuts(Generic[V]):
             if packed is None or not stream() == turn.stream == clock.stream or forks != FORKS.count:
                 return MISS
             words, data, kept = packed
+            turn.fills += neighbours  # before the first write: what follows may raise in the middle
             if apart is not None:
                 apart(ready, sources, batch)
             words = b"".join((words, *values(ready, batch), data))
-            turn.fills += neighbours
             ledger.stamp = buffers.mine = ready
             buffers.unmarked = True
             feed.arm(words, kept)

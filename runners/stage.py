@@ -161,7 +161,7 @@ class Stage(Generic[V]):
         info = ready.notes.get("info")
         if info is None:
             follow = self.relations if relations is None else relations
-            info = ready.notes["info"] = ViewInfo(ready.step, follow, self.declaration)
+            info = ready.notes["info"] = ViewInfo(ready.step, follow, self.declaration, exact=ready.exact)
         fields = carried(self.declaration.fields, batch) if self.declaration.fields else _NO_FIELDS
         return make_view(self.inputs, ready.views, fields, info)
 

@@ -139,7 +139,9 @@ class _Explaining:
         if buffers is None:
             return MemoryFacts(phases=phases_of(plan), allocations=(), places=(), account=account)
         sharers = ALONE if self.pool is None else sharers_of(self.pool)
-        layout = Layout.of(buffers, stage.declaration, plan, whole=self._is_whole, sharers=sharers)
+        phase = self.parts.seat.phase if self.parts.seat is not None and self.pool is not None else None
+        kept = phase.kept if phase is not None else ()
+        layout = Layout.of(buffers, stage.declaration, plan, whole=self._is_whole, sharers=sharers, kept=kept)
         return MemoryFacts(
             phases=phases_of(plan), allocations=layout.allocations, places=layout.places, account=account
         )

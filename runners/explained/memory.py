@@ -1,6 +1,6 @@
 """The memory layout: where each slot lies, when its value counts, what alignment costs, and who has the same bytes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -44,27 +44,34 @@ class Layout:
         *,
         whole: bool,
         sharers: Sharers = ALONE,
+        kept: Collection[str] = (),
     ) -> "Layout":
         """Read it off the buffers themselves.
 
         plan: of a bucket, which tells when slots are written. whole: whether graphs compute what the device does.
-        sharers: of memory that runners share.
+        sharers: of memory that runners share. kept: slots that were asked to be kept there.
         """
-        lives = _Lives(declaration, plan, whole)
+        lives = _Lives(declaration, plan, whole, kept)
         pieces = list(_pieces(buffers))
-        made = [_Piece(name, members, lives, sharers) for name, members in _named(pieces)]
+        chained = {tensor.untyped_storage().data_ptr() for tensor in buffers.beside}
+        made = [_Piece(name, members, lives, sharers, chained) for name, members in _named(pieces)]
         allocations = tuple(piece.allocation() for piece in made)
         return cls(allocations, tuple(place for piece in made for place in piece.places()))
 
 
 def _pieces(buffers: Buffers) -> Iterator[list[Buffer]]:
-    """Buffers that lie in one storage, in the order of their addresses; those without bytes each by itself."""
+    """Buffers that lie in one storage, in the order of their offsets; storages without bytes each by itself."""
     found: dict[tuple[int, str], list[Buffer]] = {}
     for buffer in buffers:
-        start = buffer.tensor.untyped_storage().data_ptr()
-        found.setdefault((start, "" if buffer.nbytes else buffer.name), []).append(buffer)
+        storage = buffer.tensor.untyped_storage()
+        found.setdefault((storage.data_ptr(), "" if storage.nbytes() else buffer.name), []).append(buffer)
     for members in found.values():
-        yield sorted(members, key=lambda buffer: (buffer.tensor.data_ptr(), buffer.nbytes, buffer.name))
+        yield sorted(members, key=lambda buffer: (_offset(buffer), buffer.nbytes, buffer.name))
+
+
+def _offset(buffer: Buffer) -> int:
+    """Its first byte within its storage; a tensor without elements has no address that would tell."""
+    return int(buffer.tensor.storage_offset()) * buffer.tensor.itemsize
 
 
 def _named(pieces: Sequence[list[Buffer]]) -> Iterator[tuple[str, list[Buffer]]]:
@@ -87,12 +94,18 @@ def _kind(buffer: Buffer) -> str:
 
 @attrs.frozen(eq=False)
 class _Piece:
-    """One storage and the slots in it, in order of their addresses."""
+    """One storage and the slots in it, in order of their addresses; chained: storages with all parts of some slots."""
 
     name: str
     members: list[Buffer]
     lives: "_Lives"
     sharers: Sharers
+    chained: Collection[int]
+
+    @property
+    def _is_handed_in(self) -> bool:
+        """Whether it is someone else's: parts of chained slots are adopted, too, but from the runner itself."""
+        return self.members[0].adopted and self._storage.data_ptr() not in self.chained
 
     @property
     def _storage(self) -> torch.UntypedStorage:
@@ -106,7 +119,7 @@ class _Piece:
             name=self.name,
             placement=first.slot.placement,
             nbytes=nbytes,
-            adopted=first.adopted,
+            adopted=self._is_handed_in,
             unused=nbytes - used,
         )
 
@@ -126,16 +139,16 @@ class _Piece:
                 nbytes=buffer.nbytes,
                 gap=0 if buffer.adopted or buffer.pooled else max(0, following - end),
                 shape=tuple(buffer.tensor.shape),
-                adopted=buffer.adopted,
+                adopted=self._is_handed_in,
                 since=since,
                 until=until,
-                lasting=lasting(buffer.slot, buffer.name),
+                lasting=self.lives.lasting(buffer.name),
                 shares=self.sharers.get(buffer.name, ()),
             )
 
     def _span(self, buffer: Buffer) -> tuple[int, int]:
         """First and one past the last byte within the storage."""
-        start = buffer.tensor.data_ptr() - self._storage.data_ptr() if buffer.nbytes else 0
+        start = _offset(buffer)
         return start, start + buffer.nbytes
 
 
@@ -155,11 +168,16 @@ class _Lives:
     declaration: Declaration
     plan: FillPlan | None
     whole: bool
+    kept: Collection[str]
+
+    def lasting(self, name: str) -> str | None:
+        """Why a slot's bytes must hold between steps, too."""
+        return lasting(self.declaration.slots[name], name, self.kept)
 
     def of(self, name: str) -> tuple[Phase, Phase]:
         """The first and the last of them."""
         slot, phases = self.declaration.slots[name], phases_of(self.plan)
-        if lasting(slot, name) is not None:
+        if self.lasting(name) is not None:
             return phases[0], phases[-1]
         if isinstance(slot, Output):
             return "replay", "outputs"

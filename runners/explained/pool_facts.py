@@ -1,5 +1,6 @@
 """Shared memory: where all runners of a pool have their slots, who shares with whom, and why that is safe, as data."""
 
+import itertools
 from collections.abc import Mapping
 
 import attrs
@@ -75,7 +76,7 @@ def pool_facts(layout: Layout, member: str) -> PoolFacts:
     return PoolFacts(
         member=member,
         phases=schedule.phases,
-        overlaps=schedule.overlaps,
+        overlaps=tuple(pair for pair in itertools.combinations(schedule.phases, 2) if schedule.meet(*pair)),
         members=tuple(layout.phases.items()),
         blocks=tuple(
             PoolBlock(device=one.device, placement=one.placement, nbytes=one.nbytes, pooled=one.pooled)

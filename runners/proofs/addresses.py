@@ -13,7 +13,7 @@ from ..runner import Runner
 from ..running import running
 from ..traffic import Traffic, seen_by
 from .eagerly import ran_eagerly
-from .parity import written_slots_kept
+from .parity import buffers_in, written_slots_kept
 from .report import Case, Finding
 from .state import State
 
@@ -73,7 +73,6 @@ def readers(parts: Parts[Any], view: Inputs, state: State, changes: Sequence[Cha
                 "write into the tensor of the capture (copy_), or capture again",
             )
 
-    buffers = None if parts.graphs is None else parts.graphs.buffers
-    with state.kept(), written_slots_kept(buffers), seen_by(Traffic(reads=note)):
+    with state.kept(), written_slots_kept(buffers_in(parts)), seen_by(Traffic(reads=note)):
         ran_eagerly(parts, view)
     return told

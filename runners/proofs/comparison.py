@@ -153,8 +153,7 @@ def _leaf(
     names: tuple[str, str],
 ) -> Mismatch | None:
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        same = one is other or (type(one) is type(other) and bool(one == other))
-        return None if same else Mismatch(where, None, None, (_told(one), _told(other)), names)
+        return None if _same(one, other) else Mismatch(where, None, None, (_told(one), _told(other)), names)
     if one.dtype != other.dtype or not _may_differ(one, other, step):
         return Mismatch(where, None, None, (_told(one), _told(other)), names)
     for dim in range(one.dim()):
@@ -164,6 +163,15 @@ def _leaf(
     if index is None:
         return None
     return Mismatch(where, None, index, (one[index].item(), other[index].item()), names, count)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values that are no tensors are equal, where their type can tell; NaN equals itself."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if type(one).__eq__ is object.__eq__:  # what tensors they hold is compared by itself
+        return True
+    return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - as NaN is told
 
 
 def _may_differ(one: torch.Tensor, other: torch.Tensor, step: Step) -> bool:

@@ -15,9 +15,9 @@ from ..running import Running, under_way
 
 
 def graph_of(parts: Parts[Any], view: Inputs) -> Captured | None:
-    """The graph of the bucket whose padded rows a filled view has; None where there is none."""
+    """The graph of the bucket whose padded rows a filled view has; None where there is none, or it runs eagerly."""
     info, graphs, declaration = view._slotgraph_view, parts.graphs, parts.stage.declaration  # noqa: SLF001 - for runners
-    if info is None or graphs is None:
+    if info is None or info.exact or graphs is None:
         return None
     told = [axis for axis in declaration.varying if axis != BATCH or parts.tally.path == "graph"]
     absent = absent_in(parts, view)

@@ -8,8 +8,10 @@ import attrs
 import torch
 
 from ...dataflow.buffers import Buffers
+from ...dataflow.errors import MissingSourceError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Output
+from ..eager import EagerRunner
 from ..parts import Parts
 from ..runner import Runner
 from .comparison import (
@@ -24,12 +26,14 @@ from .comparison import (
     seen,
 )
 from .eagerly import graph_of, ran_eagerly
+from .otherwise import other_tails
 from .report import Case, Finding
 from .state import Copies, State
 
 NAME: Final = "parity"
 BITWISE: Final[Mapping[torch.dtype, Tolerance]] = {}
 _AGAIN: Final = ("eager", "eager again")
+Written = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def check(
@@ -64,7 +68,7 @@ def _check(
     unpadded: Mapping[torch.dtype, Tolerance],
 ) -> Iterator[Finding]:
     """What is wrong with one batch: of the first kind, since the second follows from it."""
-    with state.kept():
+    with state.kept(), written_slots_kept(buffers_in(runner.parts)):
         exact = _without_padding(runner.parts, case)
     view = runner.fill(case.batch, **case.side)
     with state.kept():
@@ -75,16 +79,26 @@ def _check(
     if fault is not None:
         yield Finding(NAME, fault.slot, fault.message)
     elif isinstance(exact, str):
-        yield Finding(NAME, None, exact)
+        if runner.parts.size(case.batch, case.side)[
+            -1
+        ]:  # an empty batch is padded in each step, and nothing of it comes out
+            yield Finding(NAME, None, exact)
     else:
         yield from _unpadded_fault(replayed, exact, unpadded)
 
 
 def _without_padding(parts: Parts[Any], case: Case) -> Seen | str:
     """What the step does with a batch where nothing is padded; a sentence where it raises there."""
-    view = parts.eager.fill(case.batch, **case.side)
+    eager, graphs = parts.eager, parts.graphs
     try:
-        return seen(view, parts.eager.run(view))
+        view = eager.fill(case.batch, **case.side)
+    except MissingSourceError:
+        if graphs is None:
+            raise
+        eager = EagerRunner.beside(parts.stage, graphs.buffers, ())  # which computes what batches may carry
+        view = eager.fill(case.batch, **case.side)
+    try:
+        return seen(view, eager.run(view))
     except Exception as error:  # noqa: BLE001 - whatever a step makes of other sizes is a result
         return f"the step raised on the batch without padding: {type(error).__name__}: {error}"
 
@@ -123,18 +137,20 @@ class Twin:
         self._state = state
         self._tolerance = tolerance
         self._begin: Copies | None = None
+        self._slots: Written = ()
         self._eager: Seen | None = None
         self._left: Copies | None = None
 
     def before(self, view: Inputs) -> None:
         """Run the step on a view that is about to be replayed; then slots and state are as they were."""
-        self._begin = self._state.copy()
+        self._begin, self._slots = self._state.copy(), _written_slots(buffers_in(self._parts))
         self._eager, self._left = self._run(view)
 
     def _run(self, view: Inputs) -> tuple[Seen, Copies]:
         """What the step does, and leaves in the state."""
         begin = self._state.copy() if self._begin is None else self._begin
-        with written_slots_kept(self._parts.graphs.buffers if self._parts.graphs is not None else None):
+        with written_slots_kept(buffers_in(self._parts)):
+            _put_back(self._slots)
             try:
                 found = seen(view, ran_eagerly(self._parts, view))
                 return found, self._state.copy()
@@ -157,14 +173,20 @@ class Twin:
         after = self._state.copy()
         self._state.restore(begin)
         again, left_again = self._run(view)
+        besides = [left_again, *(self._left_with_other_tails(view, seed) for seed in range(2))] if pieces else []
         self._state.restore(after)
         if next(differences(eager, again, tolerance=BITWISE, names=_AGAIN), None) is not None:
             tolerance = USUAL  # the step is not the same twice, so no more can be asked of its graph
             found = next(differences(graph, eager, tolerance=tolerance, names=GRAPH_AND_EAGER), None)
         if found is not None:
             return _frozen(found, self._parts, view)
-        steady = [told for told in pieces if told not in self._state.apart(left, left_again)]
+        steady = self._state.differing(left, besides) if besides else []
         return _left_otherwise(steady[0]) if steady else None
+
+    def _left_with_other_tails(self, view: Inputs, seed: int) -> Copies:
+        """What the step leaves in the state where its tails hold something else."""
+        with other_tails(self._parts, view, seed):
+            return self._run(view)[1]
 
 
 def _frozen(found: Mismatch, parts: Parts[Any], view: Inputs) -> Fault:
@@ -185,12 +207,26 @@ def _left_otherwise(told: str) -> Fault:
 @contextlib.contextmanager
 def written_slots_kept(buffers: Buffers | None) -> Iterator[None]:
     """Afterwards the slots that a step may write hold what they held before."""
-    written = [] if buffers is None else [b for b in buffers if b.slot.rewritten or isinstance(b.slot, Output)]
-    with torch.no_grad():
-        kept = [buffer.tensor.clone() for buffer in written]
+    written = _written_slots(buffers)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, before in zip(written, kept, strict=True):
-                buffer.tensor.copy_(before)
+        _put_back(written)
+
+
+def buffers_in(parts: Parts[Any]) -> Buffers | None:
+    """The memory of a runner's slots, as far as it has any yet."""
+    return parts.eager.buffers if parts.graphs is None else parts.graphs.buffers
+
+
+def _written_slots(buffers: Buffers | None) -> Written:
+    """The memory of slots that a step may write, and what it holds."""
+    written = [] if buffers is None else [b for b in buffers if b.slot.rewritten or isinstance(b.slot, Output)]
+    with torch.no_grad():
+        return [(buffer.tensor, buffer.tensor.clone()) for buffer in written]
+
+
+def _put_back(written: Written) -> None:
+    with torch.no_grad():
+        for tensor, before in written:
+            tensor.copy_(before)

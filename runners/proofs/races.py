@@ -16,6 +16,7 @@ from ...dataflow.capabilities import HOST
 from ...dataflow.slots import Output
 from ..runner import Runner
 from ..stacked.watch import tensors_within
+from .parity import buffers_in, written_slots_kept
 from .replays import Leaves, difference, named, step_of, unwatched
 from .report import Case, Finding
 from .state import State
@@ -76,7 +77,7 @@ def _alone(runner: Runner[Any], cases: Sequence[Case], state: State, asked: int 
     asked: the step of which slots are looked at; then all are filled by themselves.
     """
     backend, runs = runner.parts.stage.backend, []
-    with state.kept():
+    with state.kept(), written_slots_kept(buffers_in(runner.parts)):
         for number, case in enumerate(cases):
             runs.append(_run(runner, case.batch, case.side, number, asked))
             backend.synchronize()
@@ -87,7 +88,7 @@ def _in_flight(runner: Runner[Any], cases: Sequence[Case], state: State, asked: 
     """All steps one behind the other, likewise."""
     backend, runs = runner.parts.stage.backend, []
     batches = [(_fresh(case.batch), _fresh(case.side)) for case in cases]
-    with state.kept():
+    with state.kept(), written_slots_kept(buffers_in(runner.parts)):
         backend.synchronize()
         _keep_busy(backend)
         for number, (batch, side) in enumerate(batches):

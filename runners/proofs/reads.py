@@ -1,9 +1,11 @@
 """Reads: which slots of a view the operators of a step take, by the addresses of what they are given."""
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ...dataflow.binding import overlaps, span
 from ...dataflow.compute import OUT
@@ -12,8 +14,10 @@ from ...dataflow.inputs import Inputs
 from ..parts import Parts
 from ..traffic import Traffic, seen_by
 from .eagerly import ran_eagerly
+from .replays import named
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - schemas by name have no public way
+_BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 
 def read_slots(parts: Parts[Any], view: Inputs) -> frozenset[str]:
@@ -31,9 +35,28 @@ def read_slots(parts: Parts[Any], view: Inputs) -> frozenset[str]:
         if tensor.numel() and not _only_looks(operator):
             seen.update(name for name, place in spans.items() if overlaps(tensor, [place]))
 
-    with seen_by(Traffic(reads=note)):
-        ran_eagerly(parts, view)
+    with _HostReads(note), seen_by(Traffic(reads=note)):
+        outputs = ran_eagerly(parts, view)
+    for place, tensor in named(outputs):
+        note(tensor, place)
     return frozenset(seen)
+
+
+class _HostReads(TorchFunctionMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Tells of tensors that the host takes as numbers, which is no operator's work where they are on the CPU."""
+
+    def __init__(self, note: Callable[[torch.Tensor, str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._note = note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Tell of one, and call it."""
+        del types
+        if getattr(func, "__name__", "") in _BY_HOST:
+            self._note(args[0], "")
+        return func(*args, **(kwargs or {}))
 
 
 def needed_slots(declaration: Declaration) -> set[str]:
@@ -45,7 +68,7 @@ def needed_slots(declaration: Declaration) -> set[str]:
 @functools.cache
 def _only_looks(operator: str) -> bool:
     """Whether an operator hands out a part of its argument's memory, and does nothing else."""
-    schemas = _C._jit_get_schemas_for_operator(operator)  # noqa: SLF001 - as above
+    schemas = _C._jit_get_schemas_for_operator(operator) if "::" in operator else ()  # noqa: SLF001 - as above
     return bool(schemas) and all(_is_view(schema) for schema in schemas)
 
 

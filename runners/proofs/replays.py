@@ -3,10 +3,11 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Generic
+from typing import Any, Final, Generic
 
 import attrs
 import torch
+from torch.nn import Module
 
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.inputs import Inputs
@@ -19,6 +20,8 @@ from ..watching import Watch
 from .report import Case
 from .state import State
 
+DEPTH: Final = 5
+"""Objects within objects in which outputs are looked for."""
 Leaves = Mapping[str, torch.Tensor]
 """Outputs by where they stand in what a step returns, live rows alone, in memory of their own."""
 
@@ -160,16 +163,22 @@ def named(outputs: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         fields = getattr(outputs, "_fields", None)
         for index, value in enumerate(outputs):
             yield from named(value, f"{place}[{index}]" if fields is None else f"{place}.{fields[index]}")
-    elif not isinstance(outputs, Inputs | type):
+    elif not isinstance(outputs, Inputs | type | Module) and place.count(".") < DEPTH:
         for name in _fields_of(outputs):
             yield from named(getattr(outputs, name), f"{place}.{name}")
 
 
 def _fields_of(value: Any) -> list[str]:
-    """The fields of an attrs or data class; of anything else none."""
+    """The fields of an attrs or data class; of anything else its attributes, as far as it keeps them."""
     if dataclasses.is_dataclass(value):
         return [field.name for field in dataclasses.fields(value)]
-    return [field.name for field in attrs.fields(type(value))] if attrs.has(type(value)) else []
+    return (
+        [field.name for field in attrs.fields(type(value))]
+        if attrs.has(type(value))
+        else list(vars(value))
+        if hasattr(value, "__dict__")
+        else []
+    )
 
 
 def difference(before: Leaves, after: Leaves) -> Difference | None:
@@ -195,4 +204,5 @@ def first_difference(one: torch.Tensor, other: torch.Tensor) -> tuple[int, ...] 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of each element, in a row of their own."""
-    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).unsqueeze(-1).view(torch.uint8)  # one row may have any stride, and its last dim may not

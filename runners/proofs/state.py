@@ -23,6 +23,8 @@ from .report import Case
 
 SHARE: Final = 0.5
 """Of a device's free memory, what copies of a state may take at most."""
+WORD: Final = 16
+"""Bytes of the largest element, a complex number's."""
 Spans = Sequence[tuple[int, int]]
 Room = Callable[[torch.device], int]
 
@@ -114,13 +116,11 @@ class State:
                 piece.memory.copy_(before)
         _restore_random(copies.random)
 
-    def differing(self, copies: Copies) -> list[str]:
-        """What is said of the memory that is not what it was."""
-        return _apart(self.pieces, [piece.memory for piece in self.pieces], copies.pieces)
-
-    def apart(self, one: Copies, other: Copies) -> list[str]:
-        """What is said of the memory in which two copies differ."""
-        return _apart(self.pieces, one.pieces, other.pieces)
+    def differing(self, copies: Copies, besides: Sequence[Copies] = ()) -> list[str]:
+        """What is said of the memory that is not what it was, but for words in which `besides` differ from that."""
+        others = zip(*(one.pieces for one in besides), strict=True) if besides else ((),) * len(self.pieces)
+        triples = zip(self.pieces, copies.pieces, others, strict=True)
+        return [piece.told for piece, was, apart in triples if _is_apart(piece.memory, was, apart)]
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -209,13 +209,23 @@ def _without(tensor: torch.Tensor, slots: Spans) -> list[torch.Tensor]:
         return [piece for piece in pieces if piece.numel()]
 
 
-def _apart(pieces: Sequence[Piece], ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[str]:
-    triples = zip(pieces, ones, others, strict=True)
-    return [piece.told for piece, one, other in triples if not torch.equal(_bytes(one), _bytes(other))]
+def _is_apart(now: torch.Tensor, was: torch.Tensor, besides: Sequence[torch.Tensor]) -> bool:
+    """Whether two copies differ in a word in which none of several others differs from the second."""
+    wrong = _unlike(now, was)
+    for other in besides:
+        wrong &= ~_unlike(other, was)
+    return bool(wrong.any())
+
+
+def _unlike(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Which words of two pieces of memory differ, a word being as long as any element."""
+    bits = _bytes(one) != _bytes(other)
+    spare = -bits.numel() % WORD
+    return torch.nn.functional.pad(bits.reshape(-1), (0, spare)).view(-1, WORD).any(1)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.contiguous().reshape(-1).unsqueeze(-1).view(torch.uint8)  # a single element may have any stride
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -111,5 +111,6 @@ def spread(values: tuple[Number, ...], like: torch.Tensor, generator: torch.Gene
     """Values drawn over a shape, as a tensor on the CPU; the first of all is the first of them."""
     order = torch.randint(0, len(values), (like.numel(),), generator=generator)
     order[:1] = 0
-    exact = torch.float64 if like.dtype.is_floating_point or like.dtype.is_complex else like.dtype
+    exact = torch.float64 if like.dtype.is_floating_point else like.dtype
+    exact = torch.complex128 if like.dtype.is_complex else exact
     return torch.tensor(values, dtype=exact)[order].to(like.dtype).reshape(like.shape)

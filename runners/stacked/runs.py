@@ -181,7 +181,7 @@ class StackRuns(Generic[V]):
             raise
         compute_on_device(ready, batch)
         view = live_view(self.stage, graphs.buffers, ready, carried(self.stage.declaration.fields, batch))
-        if start:
+        if start > graphs.filler.late:
             self._tally.timed(self._tally.buckets[route.rows], start)
         return Filled(view, route, live[-1], self._requests_in(live))
 
@@ -190,7 +190,7 @@ class StackRuns(Generic[V]):
 
     def _fill_eagerly(self, batch: Any, decision: Decision, side: Side, live: tuple[int, ...], start: int) -> Filled[V]:
         view = self._eager.fill(batch, **side)
-        self._tally.unfit(decision, self.name, start)
+        self._tally.unfit(decision, self.name, start if start > self.graphs.filler.late else 0)
         return Filled(view, decision, live[-1], self._requests_in(live))
 
     def _run(self, filled: Filled[V]) -> Any:

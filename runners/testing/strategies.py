@@ -161,8 +161,8 @@ def _maker(tensor: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 @st.composite
 def schedules_on(draw: st.DrawFn, ground: Ground, values: Values, least: int, turns: int) -> list[Turn]:
-    """Steps over at most three buckets, so that each is filled several times."""
-    buckets = draw(st.lists(sizes_on(ground, least), min_size=1, max_size=3))
+    """Steps over at most three buckets, so that each is filled several times; no bucket is empty."""
+    buckets = draw(st.lists(sizes_on(ground, max(least, 1)), min_size=1, max_size=3))
     made = []
     for _ in range(draw(st.integers(1, turns))):
         padded = draw(st.sampled_from(buckets))

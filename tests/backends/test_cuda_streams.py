@@ -185,7 +185,7 @@ def test_debugging_orders_foreign_streams(place: Place, lowering: str) -> None:
 
 def test_debugging_leaves_its_own_stream_alone(place: Place, lowering: str) -> None:
     """With debug, sources of the issuing stream go the runner's own way, and are counted as nothing else."""
-    runner, pool = place.runner(Flow, lowering, debug=True), place.pool(Flow, 12, 7)
+    runner, pool = place.runner(Flow, lowering, debug="streams"), place.pool(Flow, 12, 7)
     with place.elsewhere():
         got = [torch.as_tensor(runner(drawn.fresh())).clone() for drawn in pool]
     place.backend.synchronize()

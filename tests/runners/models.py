@@ -1,6 +1,7 @@
 """What the runners' tests share: a declaration, its step, random batches, and the answers in plain code."""
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,12 @@ Batch = dict[str, Any]
 WORDS = 50
 WIDTH = 4
 TABLE = torch.randn(2 * WORDS, WIDTH, generator=torch.Generator().manual_seed(11))
+
+
+@functools.cache
+def table_on(device: torch.device) -> torch.Tensor:
+    """The table where a captured step may read it."""
+    return TABLE.to(device)
 
 
 def live_requests(step: Step) -> int:
@@ -42,7 +49,7 @@ class PlainInputs(Inputs):
 def plain_step(view: PlainInputs) -> torch.Tensor:
     """[TOKENS, WIDTH] floats; each row hangs on its own slots and on the number of live requests."""
     scale = view.weights + view.pairs[:, 0] * view.pairs[:, 1]
-    return TABLE[view.rows] * scale[:, None] + view.live + view.places[:, None]
+    return table_on(view.rows.device)[view.rows] * scale[:, None] + view.live + view.places[:, None]
 
 
 def random_batch(requests: int, seed: int) -> Batch:

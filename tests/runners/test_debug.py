@@ -377,3 +377,74 @@ def test_eager_runner_takes_the_option() -> None:
 def test_lazy_captures(cpu: str) -> None:
     """A bucket that is captured by its first batch is looked at from that step on."""
     play(plain_runner(cpu, debug=",".join(MODES), lazy=True))
+
+
+class Moved(Inputs):
+    """A slot that is filled, and that the step moves on."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, rewritten=True)
+
+
+@pytest.mark.parametrize("mode", ["poison", "parity", "poison,parity,addresses"])
+def test_first_step_that_moves_its_slots(mode: str) -> None:
+    """The look for state, on the first step of each bucket, leaves slots that the step writes as they were filled."""
+
+    def step(view: Moved) -> torch.Tensor:
+        view.ids.add_(1)
+        return view.ids * 10
+
+    runner = runner_of(step, Moved, debug=mode)
+    for rows in (3, 3, 7):
+        assert runner({"ids": torch.arange(rows)}).tolist() == [10 * row + 10 for row in range(rows)]
+
+
+def test_parity_where_the_step_moves_its_slots() -> None:
+    """A write to the wrong place is found, though the step run again on moved slots would write other bytes, too."""
+    cache, host = torch.zeros(4, dtype=torch.int64), {"row": 1}
+
+    def step(view: Moved) -> torch.Tensor:
+        view.ids.add_(1)
+        cache[host["row"]] = view.ids.sum()
+        return torch.ones_like(view.ids)
+
+    runner = runner_of(step, Moved, debug="parity")
+    runner({"ids": torch.arange(3)})
+    host["row"] = 2
+    with pytest.raises(CheckError, match="a replay leaves other bytes than the step"):
+        runner({"ids": torch.arange(3)})
+
+
+def test_addresses_that_one_bucket_alone_reads() -> None:
+    """What one bucket's graph does not read is looked at again when another bucket's turn comes."""
+    held = {"small": torch.arange(9), "large": torch.arange(9)}
+
+    def step(view: Any) -> torch.Tensor:
+        return plain_step(view) + held["small" if len(view.ids) == 4 else "large"][0]
+
+    runner = runner_of(step, debug="addresses")
+    held["large"] = torch.arange(9) + 1
+    batch = random_batch(3, 1)
+    assert_right(runner(batch), batch)
+    with pytest.raises(CheckError, match=r"reads held\['large'\], and it is other memory than at capture"):
+        runner(random_batch(7, 2))
+
+
+def test_eager_steps_of_a_buckets_size() -> None:
+    """A step that no graph takes reads what the step now holds, and is not accused of what graphs read."""
+
+    class Fielded(PlainInputs):
+        mode: int = 0
+
+    held = {"bias": torch.zeros(1)}
+    runner = runner_of(lambda view: plain_step(view) + held["bias"] + view.mode, Fielded, debug="addresses,parity")
+    held["bias"] = torch.ones(1)
+    batch = random_batch(4, 1)
+    torch.testing.assert_close(runner({**batch, "mode": 1}), expected(batch) + 2)
+
+
+@pytest.mark.parametrize("mode", ["poison", "parity"])
+def test_one_row_of_strided_outputs(mode: str) -> None:
+    """A single row may have any stride, which is no hindrance to a look at its bytes."""
+    runner = runner_of(lambda view: (plain_step(view) * 2)[:, 1], debug=mode)
+    batch = random_batch(1, 1)
+    torch.testing.assert_close(runner(batch), expected(batch)[:, 1] * 2)

@@ -495,3 +495,94 @@ def test_a_value_of_a_runner_apart_is_copied() -> None:
     extend.capture()
     assert pool.layout is not None
     assert extend.seat.layout is None
+
+
+PAGES: Final = Axis("PAGES")
+COUNTED: Final[dict[str, Any]] = {}
+
+
+def counted(step: Step) -> int:
+    """Computed on the host, or not at all."""
+    if COUNTED:
+        raise ValueError(COUNTED["why"])
+    return step.live(BATCH)
+
+
+class PagedInputs(Inputs):
+    """A table that no kernel writes, as two of its dims vary, and a number that the host computes behind it."""
+
+    table: torch.Tensor = copied(BATCH, PAGES, dtype=torch.float64, pad=0.25)
+    count: torch.Tensor = computed(counted, shape=1, dtype=torch.int64)
+
+
+class WideInputs(Inputs):
+    """As large as the table."""
+
+    rows: torch.Tensor = copied(BATCH, 40, dtype=torch.float64, pad=0.5)
+
+
+def test_a_step_that_broke_off_ends_the_view_of_another(backend: Backend) -> None:
+    """What a step has written before it raises may be another's slot, whose view is refused then, by whatever way."""
+    for lowering in lowerings_of(backend):
+        pool = InputPool("wide", "paged")
+        options: dict[str, Any] = {"buckets": [4], "backend": backend, "lowering": lowering, "sharing": True}
+        wide = DecodeRunner(WideInputs, lambda view: view.rows.sum(1), phase=pool["wide"], **options)
+        paged = DecodeRunner(
+            PagedInputs, lambda view: view.table.sum(1) + view.count, sizes={PAGES: 40}, phase=pool["paged"], **options
+        )
+        for runner in (wide, paged):
+            runner.capture()
+        assert pool.layout is not None
+        assert pool.layout.place("DecodeRunner", "rows").touches(pool.layout.place("DecodeRunner 2", "table"))
+        table = torch.rand(3, 30, dtype=torch.float64)
+        for _ in range(4):
+            paged({"table": table})
+        view = wide.fill({"rows": torch.rand(3, 40, dtype=torch.float64)})
+        COUNTED["why"] = "nothing to count"
+        try:
+            with pytest.raises(ValueError, match="nothing to count"):
+                paged({"table": table})
+        finally:
+            COUNTED.clear()
+        with pytest.raises(ReplayError, match="another runner of this one's pool was filled since"):
+            wide.replay(view)
+
+
+class WrittenInputs(Inputs):
+    """Hidden states that the step before leaves there, and no batch brings."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
+    hidden: torch.Tensor = staged(TOKENS, HIDDEN, dtype=torch.float64, pad=0.25)
+
+
+@pytest.mark.parametrize(("writes", "reads"), [(False, True), (True, False), (False, False)])
+def test_a_value_that_no_batch_brings_needs_shared_memory(writes: bool, reads: bool) -> None:  # noqa: FBT001 - parameters
+    """Where one of both runners shares nothing, what is carried to a staged slot would never get there: refused."""
+    pool = InputPool("verify", "extend")
+    pool.carry("next_hidden", "verify", "extend", into="hidden")
+    options: dict[str, Any] = {"buckets": BUCKETS, "backend": "cpu"}
+    verify = DecodeRunner(VerifyInputs, step, sizes=SIZES, sharing=writes, phase=pool["verify"], **options)
+    extend = DecodeRunner(
+        WrittenInputs, lambda view: view.hidden, sizes={HIDDEN: 6}, sharing=reads, phase=pool["extend"], **options
+    )
+    verify.capture()
+    with pytest.raises(ConfigError, match="slot 'next_hidden' of phase 'verify' would never get to slot 'hidden'"):
+        extend.capture()
+
+
+def test_a_value_that_no_batch_brings_is_where_it_was_written(backend: Backend) -> None:
+    """A staged slot that a value is carried to holds it, in every live row."""
+    pool = InputPool("verify", "extend")
+    pool.carry("next_hidden", "verify", "extend", into="hidden")
+    options: dict[str, Any] = {"buckets": BUCKETS, "backend": backend, "sharing": True}
+    verify = DecodeRunner(VerifyInputs, step, sizes=SIZES, absent=[{"positions"}], phase=pool["verify"], **options)
+    extend = DecodeRunner(
+        WrittenInputs, lambda view: view.hidden + view.ids[:, None], sizes={HIDDEN: 6}, phase=pool["extend"], **options
+    )
+    for runner in (verify, extend):
+        runner.capture()
+    for seed, requests in enumerate((3, 5, 1, 4)):
+        run({"verify": verify}, "verify", requests, seed)
+        left = verify.graphs.buffers["next_hidden"].tensor[:requests].clone()
+        ids = torch.arange(requests) + seed
+        assert torch.equal(extend({"ids": ids}), left + ids.to(left.device)[:, None])

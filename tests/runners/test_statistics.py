@@ -270,3 +270,17 @@ def test_nothing_timed() -> None:
     data = FillTimes().as_data()
     assert (data["count"], data["total"], data["histogram"]) == (0, 0.0, [])
     assert {data["mean"], data["p50"], data["p90"], data["p99"]} == {None}
+
+
+@pytest.mark.parametrize("lowering", ["foreach", "in_graph"])
+def test_captures_in_a_fill_are_no_time_of_fills(cpu: str, lowering: str) -> None:
+    """A bucket that is captured when its first batch comes, or what fills it by itself, takes none of a fill's time."""
+    runner = plain_runner(cpu, lazy=True, lowering=lowering)
+    for _ in range(FIRST - 1):
+        runner(random_batch(3, 1))
+    runner.fill(random_batch(7, 2))
+    runner(random_batch(7, 3))
+    assert runner.stats()["fills"]["buckets"][8]["count"] == 0
+    for seed in range(EVERY):
+        runner.replay(runner.fill(random_batch(7, seed)))
+    assert runner.stats()["fills"]["buckets"][8]["count"] == 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, MultiLayerDraftExtendRunner, copied
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.capabilities import Capabilities
@@ -23,6 +23,7 @@ from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_r
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 from tests.runners.prefilled import KINDS, Model, runner_of
 
+NOTHING = Axis("NOTHING", fixed=True)
 SMALL = Scale(requests=(3, 4), tokens=(10, 16), prompts=2, most_prompts=4, hidden=8)
 
 
@@ -340,3 +341,63 @@ def test_explaining_changes_nothing() -> None:
     assert first == second
     assert runner.stats() == before
     assert runner.replay(view).shape[0] == 3
+
+
+class EmptyInputs(Inputs):
+    """A slot without a byte among others."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
+    nothing: torch.Tensor = copied(TOKENS, NOTHING, dtype=torch.float32, pad=0.5)
+    last: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
+
+
+def test_a_slot_without_bytes(backend: Backend) -> None:
+    """It lies where its place is, and no memory is told twice for its sake."""
+    runner = DecodeRunner(EmptyInputs, lambda view: view.ids + 1, sizes={NOTHING: 0}, buckets=[4], backend=backend)
+    found = runner.explain()
+    assert sum(one.nbytes for one in found.memory.allocations) == found.memory.account.inputs
+    if backend.capabilities.arenas:
+        assert len({place.allocation for place in found.memory.places}) == 1
+        assert len({place.offset for place in found.memory.places}) == len(found.memory.places)
+
+
+def test_what_a_phase_keeps() -> None:
+    """A slot that was asked to be kept counts throughout a step, and says why; phases at any time may meet all."""
+    pool = InputPool("draft", "verify", anytime=["encode"])
+    options: dict[str, Any] = {"backend": "cpu", "buckets": [8]}
+    runner = DecodeRunner(PlainInputs, plain_step, phase=pool["draft"].keeping("ids"), **options)
+    found = runner.explain()
+    ids, weights = places(found)["ids"], places(found)["weights"]
+    assert (ids.lasting, ids.since, ids.until) == ("it is kept, because that was asked for", "fill", "outputs")
+    assert weights.lasting is None
+    assert found.pool is not None
+    assert found.pool.overlaps == (("draft", "encode"), ("verify", "encode"))
+    late = DecodeRunner(PlainInputs, plain_step, phase=pool["draft"].keeping("ids"), **options).explain()
+    assert late.pool is None
+    assert places(late)["ids"].lasting is None
+
+
+class ChainInputs(Inputs):
+    """What each of several steps reads for itself."""
+
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=2)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_parts_of_chained_slots_are_the_runners_own(shared: bool) -> None:  # noqa: FBT001 - a parameter
+    """Nobody handed them in: they count as the runner's inputs, or as the pool's memory."""
+    phase = InputPool("extend")["extend"] if shared else None
+    runner = MultiLayerDraftExtendRunner(
+        ChainInputs,
+        [lambda view, _: view.input_ids[::2] + view.lens] * 3,
+        chained=["input_ids"],
+        width=2,
+        buckets=[64],
+        backend="cpu",
+        phase=phase,
+    )
+    found = runner.explain()
+    assert not any(one.adopted for one in found.memory.allocations)
+    assert not any(place.adopted for place in found.memory.places)
+    assert found.memory.account.inputs == (0 if shared else 3 * 128 * 8 + 64 * 8)

@@ -74,7 +74,9 @@ def runner_of(step: Callable[[Any], Any], backend: Any, inputs: type[Inputs] = S
 class Planted:
     """A bug: what it is called, the runner that has it, the check that finds it, the slot and the words.
 
-    slot: None where no slot is to blame. fatal: whether it stops a device for good.
+    slot: None where no slot is to blame. fatal: whether it stops a device for good. lowering: the one that it is a bug
+    under, where another writes every tail in each step. noted: where a device may run more than operators tell, the
+    same is a note.
     """
 
     what: str
@@ -84,10 +86,12 @@ class Planted:
     step: Callable[[Any], Any] = sound
     inputs: type[Inputs] = Sound
     fatal: bool = False
+    lowering: str = "auto"
+    noted: str | None = None
 
     def report(self, backend: Any, **options: Any) -> CheckReport:
         """What all checks say of a runner that has it, or those that are asked for."""
-        runner = runner_of(self.step, backend, self.inputs)
+        runner = runner_of(self.step, backend, self.inputs, lowering=self.lowering)
         report: CheckReport = runner.check(progress=False, rounds=4, **options)
         return report
 
@@ -237,6 +241,7 @@ OURS: list[Planted] = [
         "positions",
         r"slot 'positions' kept what lay in its tail: row \d holds 1 after a fill that must leave 0",
         _advances,
+        lowering="foreach",
     ),
     Planted(
         "an output is added to what the step before left there",
@@ -276,6 +281,7 @@ OURS: list[Planted] = [
         r"nothing reads slot 'extra': no operator of the step takes it",
         sound,
         Unread,
+        noted="no operator of the step reads slot 'extra': a kernel that is launched by itself may",
     ),
 ]
 """Bugs that poison and coverage find."""

@@ -1,6 +1,7 @@
 """Checking a runner: which batches, what is left as it was, what is refused, and what the report says."""
 
 import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, DecodeRunner, Inputs, copied, errors
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, errors, once, staged
 from slotgraph.runners.proofs.cases import cases_of
 from slotgraph.runners.proofs.report import CheckReport, Finding
 from slotgraph.runners.watching import Watcher
@@ -184,3 +185,81 @@ def test_sound_is_sound() -> None:
         "Once",
         "NoneType",
     }
+
+
+class Advanced(Inputs):
+    """A slot that a producer stages, and that each step moves on."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, limit=9)
+    place: torch.Tensor = staged(TOKENS, dtype=torch.int64, pad=0)
+
+
+def advancing(view: Advanced) -> torch.Tensor:
+    """Reads the slot, then moves it on."""
+    made = view.ids * 10 + view.place
+    view.place.add_(1)
+    return made
+
+
+class Pairs(Inputs):
+    """Rows of several numbers."""
+
+    pairs: torch.Tensor = copied(BATCH, 4, dtype=torch.float32, pad=0)
+
+
+class Waves(Inputs):
+    """Complex numbers, of which a tail keeps earlier ones, and another bears what live rows have."""
+
+    waves: torch.Tensor = copied(TOKENS, dtype=torch.complex64, pad=once(1))
+    others: torch.Tensor = copied(TOKENS, dtype=torch.complex64, pad=0, poison="stale")
+
+
+class Plain:
+    """What no one knows to be made of fields."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows, self.name = rows, "rows"
+
+
+SOUND: list[tuple[type[Inputs], Callable[[Any], Any], dict[str, Any]]] = [
+    (Advanced, advancing, {}),
+    (Pairs, lambda view: (view.pairs * 2)[:, 1], {}),
+    (Pairs, lambda view: view.pairs[:, ::2], {}),
+    (Waves, lambda view: (view.waves * view.others).conj(), {}),
+    (Waves, lambda view: (view.waves * view.others).conj().imag, {}),
+    (PlainInputs, lambda view: Plain(plain_step(view)), {"output_rows": None}),
+    (PlainInputs, plain_step, {"carry": ("live",)}),
+]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "step", "options"), SOUND, ids=["advanced", "column", "slot", "conj", "imag", "object", "carry"]
+)
+def test_sound_steps_of_odd_kinds(
+    cpu: str, inputs: type[Inputs], step: Callable[[Any], Any], options: dict[str, Any]
+) -> None:
+    """Slots that steps move on, one row of strided outputs, complex numbers, plain objects, and what batches carry."""
+    report = runner_of(step, cpu, inputs, **options).check(progress=False)
+    assert report.ok, str(report)
+
+
+def test_outputs_in_plain_objects(cpu: str) -> None:
+    """A tail that reaches a live row is found where that is an attribute of an object, handed out whole."""
+
+    def step(view: PlainInputs) -> Plain:
+        return Plain(plain_step(view) + view.weights.sum())
+
+    report = runner_of(step, cpu, PlainInputs, output_rows=None).check(progress=False, only=QUICK)
+    assert [(finding.check, finding.slot) for finding in report.findings] == [("poison", "weights")]
+    assert "live row 0 of the output.rows changed" in str(report)
+
+
+def test_empty_batches(cpu: str) -> None:
+    """A step that cannot do without a row is sound, since an empty batch is padded; one row is another matter."""
+
+    def step(view: Pairs) -> torch.Tensor:
+        return view.pairs * 2 if len(view.pairs) else view.pairs[1:].amax(0)
+
+    runner = runner_of(step, cpu, Pairs)
+    report = runner.check([{"pairs": torch.ones(rows, 4)} for rows in (0, 3)], progress=False)
+    assert report.ok, str(report)

@@ -1,5 +1,6 @@
 """Coverage: garbage that shows what is not written, and slots that nothing reads, where that can be known."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -174,3 +175,26 @@ def test_every_kind_of_slot_is_looked_at() -> None:
     report = runner_of(sound, choose("cpu"), Sound).check(only=COVERAGE, progress=False)
     assert report.ok
     assert not report.notes
+
+
+class Lengths(Inputs):
+    """Two slots."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    lens: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda view: view.ids + torch.tensor(view.lens.tolist()),
+        lambda view: view.ids + torch.as_tensor(view.lens.numpy() * 2),
+        lambda view: (view.ids * 2, view.lens),
+        lambda view: torch.cond(view.ids.sum() > 3, torch.mul, torch.add, (view.ids, view.lens)),
+    ],
+    ids=["list", "array", "handed out", "operator of functions"],
+)
+def test_reads_that_are_no_plain_operators(step: Callable[[Any], Any]) -> None:
+    """What the host takes as numbers, what the step hands out, and what an operator of functions takes, is read."""
+    report = runner_of(step, "cpu", Lengths).check(progress=False, only=COVERAGE)
+    assert report.ok, str(report)

@@ -283,3 +283,23 @@ def test_differences_in_kind() -> None:
     assert told(torch.tensor([0.0]), torch.tensor([-0.0]), tolerance={}) == "outputs row 0: graph 0.0, eager -0.0"
     assert told(torch.tensor([1.0]), torch.tensor([1.000001])) == "None"
     assert EXACT.rtol == EXACT.atol == 0
+
+
+@pytest.mark.parametrize(("whose", "told"), [("padded", 0), ("live", 1)])
+def test_what_padded_rows_leave_is_no_fault(backend: "Backend", whose: str, told: int) -> None:
+    """They all write one reserved row, and which of them comes last may hang on anything; live rows write their own."""
+    cache, host = torch.zeros(1000, dtype=torch.float64, device=backend.device), {"scale": 1.0}
+
+    def step(view: PlainInputs) -> torch.Tensor:
+        rows = torch.arange(view.weights.shape[0], device=backend.device)
+        scaled = (rows >= view.live) if whose == "padded" else (rows < view.live)
+        cache[view.places.long()] = view.weights.double() * torch.where(scaled, host["scale"], 1.0)
+        return view.weights * 2
+
+    runner = DecodeRunner(PlainInputs, step, buckets=[4, 8], output_rows=BATCH, backend=backend)
+    runner.capture()
+    host["scale"] = 3.0  # frozen in graphs
+    cases = [Case(random_batch(rows, seed)) for seed, rows in enumerate((3, 6))]
+    found = parity.check(runner, cases, state_of(runner, cases))
+    assert len(found) == (told if runner.parts.stage.backend.name != "cpu" else 0)
+    assert all("leaves other bytes than the step" in one.message for one in found)

@@ -238,6 +238,22 @@ def test_patterns_are_looked_at() -> None:
     assert found == [{}, {"lens": "aten::clone"}]
 
 
+def test_patterns_of_eager_steps_are_looked_at(cpu: str) -> None:
+    """An eager runner whose first batch comes without the host slot that later ones are read from."""
+
+    class Perhaps(PlainInputs):
+        lens: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, placement="host", default=None)
+
+    runner = EagerRunner(
+        Perhaps, lambda view: plain_step(view) if view.lens is None else hosted_step(view), backend=cpu
+    )
+    runner(random_batch(3, 1))
+    assert (runner._hosts().slots, runner._hosts().notes) == ({}, False)
+    runner(hosted_batch(3, 2))
+    assert runner._hosts().slots == {"lens": "aten::clone"}
+    assert runner._hosts().notes
+
+
 def test_batches_are_copied_and_spoilt() -> None:
     """Every kind of source is copied before it is overwritten, and left as it was in the case."""
     given_batch: Any = {

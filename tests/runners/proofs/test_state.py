@@ -180,7 +180,7 @@ def test_states_of_several_runs_are_joined() -> None:
     begin = both.copy()
     other.add_(1)
     assert both.differing(begin) == [second.pieces[1].told]
-    assert both.apart(begin, both.copy()) == both.differing(begin)
+    assert both.differing(begin, [both.copy()]) == []
 
 
 def test_state_of_a_runner(cpu: str) -> None:
@@ -248,3 +248,13 @@ def test_any_program(program: list[tuple[str, int, int, int]], seed: int) -> Non
         changed = {one.data_ptr() for one, kept in zip(held, before, strict=True) if bytes_of(one) != kept}
     assert changed <= {piece.memory.data_ptr() for piece in found.pieces}
     assert [bytes_of(one) for one in held] == before
+
+
+def test_one_element_with_a_stride(cpu: str) -> None:
+    """A given part of a tensor, of one element and of whatever stride, is compared as any other."""
+    cache = torch.rand(3, 4)
+    state = State.of(choose(cpu), [cache[1:2, 0]])
+    before = state.copy()
+    assert state.differing(before) == []
+    cache[1, 0] += 1
+    assert state.differing(before) == ["the given float32 tensor of shape [1]"]
