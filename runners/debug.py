@@ -42,15 +42,27 @@ class Prover(Watcher, abc.ABC):
         self._given = state
         self._found: dict[int, State] = {}
         self.off = False
+        self._skipped: set[str] = set()
         self.case: Case | None = None
+        self._filled: tuple[Inputs, int] | None = None
 
     def before_fill(self, batch: Any, side: Side) -> None:
         """Keep the batch, to fill it anew where a look broke off."""
         self.case = Case(batch, side)
 
+    def filled(self, view: Inputs) -> None:
+        """Keep the view, beside which the runner refuses all others."""
+        self._filled = view, self._others
+
+    @property
+    def _others(self) -> int:
+        graphs = self.runner.parts.graphs
+        return 0 if graphs is None else graphs.buffers.turn.others
+
     def before_replay(self, view: Inputs) -> None:
-        """Look at a step before it runs."""
-        state = None if self.off else self._state_for(view)
+        """Look at a step before it runs, unless the runner is about to refuse it."""
+        refused = self._filled is not None and (view is not self._filled[0] or self._others != self._filled[1])
+        state = None if self.off or refused else self._state_for(view)
         if state is not None:
             self.look(view, state)
 
@@ -67,15 +79,23 @@ class Prover(Watcher, abc.ABC):
         try:
             state = self._given or self._found.get(id(graph))
             if state is None:
-                with written_slots_kept(parts.graphs.buffers):
+                with written_slots_kept(parts.graphs.buffers, every=True):
                     state = self._found[id(graph)] = state_on(self.runner, view)
             state.check_room(self.copies)
-        except Exception as error:  # noqa: BLE001 - a step may not bear to be looked at, which is no fault of its graph
-            reason = str(error) if isinstance(error, CheckError) else f"{type(error).__name__}: {error}"
+        except CheckError as error:
             self.off = True
-            _LOG.warning("debug_off", runner=self.runner.parts.name, mode=self.mode, reason=reason)
+            _LOG.warning("debug_off", runner=self.runner.parts.name, mode=self.mode, reason=str(error))
+            return None
+        except Exception as error:  # noqa: BLE001 - a step may not bear to be looked at, which is no fault of its graph
+            self._skip(f"{type(error).__name__}: {error}")
             return None
         return state
+
+    def _skip(self, reason: str) -> None:
+        """Let a step pass that cannot be looked at, which may be a fault of its batch; one event for each reason."""
+        if reason not in self._skipped:
+            self._skipped.add(reason)
+            _LOG.warning("debug_skipped", runner=self.runner.parts.name, mode=self.mode, reason=reason)
 
     def refuse(self, message: str) -> None:
         """CheckError; nothing is believed of the buffers any more."""

@@ -143,24 +143,24 @@ class DecodeRunner(GraphRunner[V]):
         """
         shortcuts = self._shortcuts
         if shortcuts is None or side:
-            return super().__call__(batch, **side)
+            return super().__call__(batch, **side) if self._watch.watchers else self._step(batch, side)
         lock = self._gate.lock
         if lock.locked():
             raise self._gate.refusal()
         with lock:
-            return self._shortly(shortcuts, batch)
+            try:
+                outputs = shortcuts.run(batch)
+            except BaseException:  # in the middle of a step, which nobody may believe to be filled
+                self._filled = None
+                self.graphs.buffers.distrust()
+                raise
+            if outputs is not MISS:
+                self._filled = None
+                return outputs
+            return self._learnt(shortcuts, batch)
 
-    def _shortly(self, shortcuts: Shortcuts[V], batch: Any) -> Any:
-        """A whole step, by a shortcut or so that the next one like it is one."""
-        try:
-            outputs = shortcuts.run(batch)
-        except BaseException:  # in the middle of a step, which nobody may believe to be filled
-            self._filled = None
-            self.graphs.buffers.distrust()
-            raise
-        if outputs is not MISS:
-            self._filled = None
-            return outputs
+    def _learnt(self, shortcuts: Shortcuts[V], batch: Any) -> Any:
+        """A whole step, so that the next one like it is a shortcut."""
         view, route, rows = self._fill(batch, NO_SIDE, whole=True)
         outputs = self._run(view, route, rows)
         if isinstance(route, Captured):
@@ -226,7 +226,7 @@ class DecodeRunner(GraphRunner[V]):
                 graphs.buffers.turn.fills -= 1
                 raise
         shown = None if whole else self.stage.view(ready, batch)
-        if start > graphs.filler.late:
+        if start and start > graphs.filler.late:
             self._tally.timed(self._tally.buckets[route.rows], start)
         return shown, route, live[-1]
 

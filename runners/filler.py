@@ -151,10 +151,12 @@ class Filler(Generic[V]):
 
     def order(self) -> None:
         """Let a step that comes on another stream than the last one wait for it: both use the same memory."""
-        turn = self.buffers.turn
-        turn.stream = self.follow(turn.stream)
+        turn, stream = self.buffers.turn, self.stream()  # asked once: it takes longer than all that follows
+        if turn.stream != stream:
+            turn.stream = self.follow(turn.stream)
         for other in turn.neighbours:
-            self.follow(other.stream)
+            if other.stream != stream:
+                self.follow(other.stream)
 
     def follow(self, last: int | None) -> int:
         """Let what comes now wait for what was handed to another stream, where there is one; the current stream."""

@@ -158,6 +158,7 @@ class GraphSet(Generic[V]):
     def _at_rest(self, *, always: bool) -> contextlib.AbstractContextManager[None]:
         """Initial values in the buffers, as at first, where a fill or another runner of a pool may have been since."""
         self.filler.hosts.wait()
+        self.filler.order()  # others may have been there on another stream
         wanted = always or any(buffer.pooled for buffer in self.buffers)
         return at_rest(self.buffers, self.stage.backend.capabilities) if wanted else contextlib.nullcontext()
 

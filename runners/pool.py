@@ -12,12 +12,12 @@ from ..dataflow.axes import Sizes, extent
 from ..dataflow.binding import check_bindings
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import ConfigError
-from ..dataflow.layout import Layout, Place
-from ..dataflow.layout_planner import lay_out
-from ..dataflow.lifetimes import Carry, Member
-from ..dataflow.phases import Pair, Schedule
 from ..dataflow.roles import resolve_dtype
-from ..dataflow.tenants import ALIKE, CARRIED
+from ..dataflow.sharing.layout import Layout, Place
+from ..dataflow.sharing.lifetimes import Carry, Member
+from ..dataflow.sharing.phases import Pair, Schedule
+from ..dataflow.sharing.planner import lay_out
+from ..dataflow.sharing.tenants import ALIKE, CARRIED
 from ..dataflow.turns import Ledger, Tenancy, Turn
 from ..dataflow.values import initial_value, write_all
 from .stage import Stage, V

@@ -160,7 +160,8 @@ class Shortcuts(Generic[V]):
                 return MISS
             if values is not None:
                 words += values(batch)
-            turn.fills += neighbours
+            if neighbours:
+                turn.fills += 1
             ledger.stamp = buffers.mine = ready
             buffers.unmarked = True
             feed.arm(words, sources)
@@ -197,7 +198,8 @@ class Shortcuts(Generic[V]):
             if packed is None or not stream() == turn.stream == clock.stream or forks != FORKS.count:
                 return MISS
             words, data, kept = packed
-            turn.fills += neighbours  # before the first write: what follows may raise in the middle
+            if neighbours:  # before the first write: what follows may raise in the middle
+                turn.fills += 1
             if apart is not None:
                 apart(ready, sources, batch)
             words = b"".join((words, *values(ready, batch), data))

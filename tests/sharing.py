@@ -16,10 +16,10 @@ from slotgraph import BATCH, TOKENS, Inputs, copied
 from slotgraph.dataflow.axes import WIDTH
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.layout import Layout
-from slotgraph.dataflow.layout_planner import lay_out
-from slotgraph.dataflow.lifetimes import Carry, Member, is_constant
-from slotgraph.dataflow.phases import Schedule
+from slotgraph.dataflow.sharing.layout import Layout
+from slotgraph.dataflow.sharing.lifetimes import Carry, Member, is_constant
+from slotgraph.dataflow.sharing.phases import Schedule
+from slotgraph.dataflow.sharing.planner import lay_out
 from slotgraph.dataflow.slots import Slot
 from slotgraph.dataflow.tails import Keep, Once
 from slotgraph.dataflow.values import initial_value

@@ -9,9 +9,9 @@ import torch
 from ...dataflow.buffers import Buffer, Buffers
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.declaration import Declaration
-from ...dataflow.lifetimes import lasting
 from ...dataflow.plan import FUSED, FillPlan
 from ...dataflow.roles import dtype_text
+from ...dataflow.sharing.lifetimes import lasting
 from ...dataflow.slots import Output
 from .records import Allocation, Phase, Place
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import attrs
 
 from ...dataflow.capabilities import Placement
-from ...dataflow.layout import Layout
 from ...dataflow.roles import dtype_text
+from ...dataflow.sharing.layout import Layout
 
 
 @attrs.frozen(kw_only=True)

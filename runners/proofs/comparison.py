@@ -169,7 +169,7 @@ def _same(one: Any, other: Any) -> bool:
     """Whether two values that are no tensors are equal, where their type can tell; NaN equals itself."""
     if one is other or type(one) is not type(other):
         return one is other
-    if type(one).__eq__ is object.__eq__:  # what tensors they hold is compared by itself
+    if getattr(type(one), "__eq__", None) is object.__eq__:  # what tensors they hold is compared by itself
         return True
     return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - as NaN is told
 

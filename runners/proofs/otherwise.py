@@ -25,7 +25,7 @@ def other_tails(parts: Parts[Any], view: Inputs, seed: int) -> Iterator[None]:
     generator, kept = torch.Generator().manual_seed(seed), list[tuple[torch.Tensor, torch.Tensor]]()
     with torch.no_grad():
         for name, slot in parts.stage.declaration.slots.items():
-            tensor = vars(view)[name]
+            tensor: torch.Tensor = vars(view)[name]
             poison = poison_of(slot, tensor, step, capabilities) if tensor is not None and _is_safe(slot) else None
             values = () if poison is None else (poison.first, poison.second)[seed % 2]
             for part in tails_of(slot, tensor, step) if values else ():

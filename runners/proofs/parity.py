@@ -10,7 +10,7 @@ import torch
 from ...dataflow.buffers import Buffers
 from ...dataflow.errors import MissingSourceError
 from ...dataflow.inputs import Inputs
-from ...dataflow.slots import Output
+from ...dataflow.slots import Constant, Output
 from ..eager import EagerRunner
 from ..parts import Parts
 from ..runner import Runner
@@ -205,9 +205,9 @@ def _left_otherwise(told: str) -> Fault:
 
 
 @contextlib.contextmanager
-def written_slots_kept(buffers: Buffers | None) -> Iterator[None]:
-    """Afterwards the slots that a step may write hold what they held before."""
-    written = _written_slots(buffers)
+def written_slots_kept(buffers: Buffers | None, *, every: bool = False) -> Iterator[None]:
+    """Afterwards the slots that a step may write hold what they held before; every: those that it may not, too."""
+    written = _written_slots(buffers, every=every)
     try:
         yield
     finally:
@@ -219,9 +219,10 @@ def buffers_in(parts: Parts[Any]) -> Buffers | None:
     return parts.eager.buffers if parts.graphs is None else parts.graphs.buffers
 
 
-def _written_slots(buffers: Buffers | None) -> Written:
-    """The memory of slots that a step may write, and what it holds."""
-    written = [] if buffers is None else [b for b in buffers if b.slot.rewritten or isinstance(b.slot, Output)]
+def _written_slots(buffers: Buffers | None, *, every: bool = False) -> Written:
+    """The memory of slots that a step may write, or of all but constants, and what it holds."""
+    written = [b for b in buffers or () if b.slot.rewritten or isinstance(b.slot, Output)]
+    written = [b for b in buffers or () if not isinstance(b.slot, Constant)] if every else written
     with torch.no_grad():
         return [(buffer.tensor, buffer.tensor.clone()) for buffer in written]
 

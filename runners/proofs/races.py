@@ -9,13 +9,14 @@ from typing import Any, Final
 import attrs
 import numpy as np
 import torch
+from torch import nn
 
 from ...backends.base import Backend
 from ...backends.ring import ENTRIES, SEGMENT
 from ...dataflow.capabilities import HOST
 from ...dataflow.slots import Output
 from ..runner import Runner
-from ..stacked.watch import tensors_within
+from ..stacked.watch import parts_of, tensors_within
 from .parity import buffers_in, written_slots_kept
 from .replays import Leaves, difference, named, step_of, unwatched
 from .report import Case, Finding
@@ -27,6 +28,7 @@ STEPS: Final = ENTRIES + SEGMENT
 """Steps in flight: more than a ring has entries."""
 SHARE: Final = 0.25
 """Of the device's free memory, what the outputs of all these steps may take."""
+_DATA: Final = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type)
 _BUSY, _SIDE = 100, 2048
 """Products of square matrices that a device is given first, so that the host runs ahead: some tens of milliseconds."""
 
@@ -145,12 +147,36 @@ def _of_host_slots(runner: Runner[Any], what: str) -> Finding:
 
 
 def _fresh(batch: Any) -> Any:
-    """A copy of a batch in memory of its own, of the same kind."""
-    made: dict[int, Any] = {}
+    """A copy of a batch in memory of its own, of the same kind; modules in it, and what cannot be copied, stay."""
+    made: dict[int, Any] = {id(one): one for one in _uncopied(batch)}
     for tensor in tensors_within(batch):
         copied = tensor.detach().clone()
         made[id(tensor)] = copied.pin_memory() if tensor.is_pinned() else copied
     return copy.deepcopy(batch, made)
+
+
+def _uncopied(batch: Any) -> Iterator[Any]:
+    """What of a batch is no data: modules, and what no copy can be made of, such as locks."""
+    seen, todo = set[int](), [batch]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, _DATA):
+            continue
+        seen.add(id(one))
+        parts = [] if isinstance(one, nn.Module) else list(parts_of(one))
+        todo += parts
+        if not parts and not _can_be_copied(one):
+            yield one
+
+
+def _can_be_copied(one: Any) -> bool:
+    if isinstance(one, nn.Module):
+        return False
+    try:
+        copy.deepcopy(one)
+    except Exception:  # noqa: BLE001 - each kind of object has reasons of its own
+        return False
+    return True
 
 
 def _spoil(batch: Any) -> None:

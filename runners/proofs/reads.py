@@ -42,11 +42,11 @@ def read_slots(parts: Parts[Any], view: Inputs) -> frozenset[str]:
     return frozenset(seen)
 
 
-class _HostReads(TorchFunctionMode):  # type: ignore[no-untyped-call]  # torch's own hook
+class _HostReads(TorchFunctionMode):
     """Tells of tensors that the host takes as numbers, which is no operator's work where they are on the CPU."""
 
     def __init__(self, note: Callable[[torch.Tensor, str], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._note = note
 
     def __torch_function__(

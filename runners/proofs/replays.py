@@ -20,7 +20,7 @@ from ..watching import Watch
 from .report import Case
 from .state import State
 
-DEPTH: Final = 5
+DEPTH: Final = 4
 """Objects within objects in which outputs are looked for."""
 Leaves = Mapping[str, torch.Tensor]
 """Outputs by where they stand in what a step returns, live rows alone, in memory of their own."""
@@ -152,33 +152,36 @@ class Replays(Generic[V]):
         return graphs is not None and graphs.rows_each is None
 
 
-def named(outputs: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of what a step returned, each with where it stands in it, as one writes it."""
-    if isinstance(outputs, torch.Tensor):
-        yield place, outputs
-    elif isinstance(outputs, Mapping):
-        for key, value in outputs.items():
-            yield from named(value, f"{place}[{key!r}]")
-    elif isinstance(outputs, list | tuple):
-        fields = getattr(outputs, "_fields", None)
-        for index, value in enumerate(outputs):
-            yield from named(value, f"{place}[{index}]" if fields is None else f"{place}.{fields[index]}")
-    elif not isinstance(outputs, Inputs | type | Module) and place.count(".") < DEPTH:
-        for name in _fields_of(outputs):
-            yield from named(getattr(outputs, name), f"{place}.{name}")
+    yield from _named(outputs, "", DEPTH, set())
+
+
+def _named(value: Any, place: str, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same further in. seen: objects that were looked into, some of which may hold themselves."""
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _named(inner, f"{place}[{key!r}]", depth, seen)
+    elif isinstance(value, list | tuple):
+        fields = getattr(value, "_fields", None)
+        for index, inner in enumerate(value):
+            where = f"{place}[{index}]" if fields is None else f"{place}.{fields[index]}"
+            yield from _named(inner, where, depth, seen)
+    elif depth and id(value) not in seen and not isinstance(value, Inputs | type | Module):
+        seen.add(id(value))
+        for name in _fields_of(value):
+            yield from _named(getattr(value, name), f"{place}.{name}", depth - 1, seen)
 
 
 def _fields_of(value: Any) -> list[str]:
     """The fields of an attrs or data class; of anything else its attributes, as far as it keeps them."""
     if dataclasses.is_dataclass(value):
         return [field.name for field in dataclasses.fields(value)]
-    return (
-        [field.name for field in attrs.fields(type(value))]
-        if attrs.has(type(value))
-        else list(vars(value))
-        if hasattr(value, "__dict__")
-        else []
-    )
+    if attrs.has(type(value)):
+        return [field.name for field in attrs.fields(type(value))]
+    return list(getattr(value, "__dict__", ()))
 
 
 def difference(before: Leaves, after: Leaves) -> Difference | None:

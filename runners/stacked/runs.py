@@ -181,7 +181,7 @@ class StackRuns(Generic[V]):
             raise
         compute_on_device(ready, batch)
         view = live_view(self.stage, graphs.buffers, ready, carried(self.stage.declaration.fields, batch))
-        if start > graphs.filler.late:
+        if start and start > graphs.filler.late:
             self._tally.timed(self._tally.buckets[route.rows], start)
         return Filled(view, route, live[-1], self._requests_in(live))
 

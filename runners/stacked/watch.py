@@ -166,10 +166,11 @@ def tensors_within(holder: Any) -> Iterator[torch.Tensor]:
         if isinstance(one, torch.Tensor):
             yield one
         elif depth < _DEPTH:
-            todo += [(inner, depth + 1) for inner in _parts_of(one)]
+            todo += [(inner, depth + 1) for inner in parts_of(one)]
 
 
-def _parts_of(holder: Any) -> Iterator[Any]:
+def parts_of(holder: Any) -> Iterator[Any]:
+    """What an object holds, one level down."""
     if isinstance(holder, Mapping):
         yield from holder.values()
     elif isinstance(holder, list | tuple | set):

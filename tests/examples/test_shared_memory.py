@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.layout_tables import layout_tables
+from slotgraph.dataflow.sharing.tables import layout_tables
 from tests.examples.demo import Module
 
 FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "shared_memory"

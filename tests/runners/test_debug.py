@@ -7,7 +7,7 @@ import pytest
 import structlog
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, Inputs, copied, keep
+from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, InputPool, Inputs, copied, keep
 from slotgraph.dataflow.errors import CaptureError, CheckError, ConfigError, ReplayError, StaleOutputError
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.modes import CHEAP, MODES, VARIABLE, modes_of
@@ -299,7 +299,7 @@ def test_step_that_cannot_be_watched() -> None:
     wrong["now"] = True
     with structlog.testing.capture_logs() as events:
         play_captured(runner)
-    assert [(event["event"], event["reason"]) for event in events] == [("debug_off", "RuntimeError: not like this")]
+    assert [(event["event"], event["reason"]) for event in events] == [("debug_skipped", "RuntimeError: not like this")]
 
 
 def play_captured(runner: Any) -> None:
@@ -398,6 +398,23 @@ def test_first_step_that_moves_its_slots(mode: str) -> None:
         assert runner({"ids": torch.arange(rows)}).tolist() == [10 * row + 10 for row in range(rows)]
 
 
+def test_first_step_that_writes_what_it_should_not() -> None:
+    """Where nothing is found, the looks have changed nothing: what a step gives is what it gives without."""
+
+    class Flagged(Inputs):
+        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        flags: torch.Tensor = copied(BATCH, dtype=torch.bool, pad=False, poison=())
+
+    def step(view: Flagged) -> torch.Tensor:
+        view.ids.add_(view.flags.any().long())  # of which no warm-up saw anything
+        return view.ids * 10
+
+    runner = runner_of(step, Flagged, debug="poison")
+    for rows in (3, 3, 4):
+        batch = {"ids": torch.arange(rows), "flags": torch.ones(rows, dtype=torch.bool)}
+        assert runner(batch).tolist() == [10 * row + 10 for row in range(rows)]
+
+
 def test_parity_where_the_step_moves_its_slots() -> None:
     """A write to the wrong place is found, though the step run again on moved slots would write other bytes, too."""
     cache, host = torch.zeros(4, dtype=torch.int64), {"row": 1}
@@ -448,3 +465,31 @@ def test_one_row_of_strided_outputs(mode: str) -> None:
     runner = runner_of(lambda view: (plain_step(view) * 2)[:, 1], debug=mode)
     batch = random_batch(1, 1)
     torch.testing.assert_close(runner(batch), expected(batch)[:, 1] * 2)
+
+
+@pytest.mark.parametrize("mode", ["", "poison", "parity", "addresses"])
+def test_views_that_a_fill_has_overwritten(mode: str) -> None:
+    """They are refused in every mode as without, and the view that stands is still good."""
+    runner = runner_of(plain_step, debug=mode)
+    batch = random_batch(2, 2)
+    stale, view = runner.fill(random_batch(3, 1)), runner.fill(batch)
+    with pytest.raises(ReplayError, match="this view was not filled last"):
+        runner.replay(stale)
+    assert_right(runner.replay(view), batch)
+
+
+def test_views_that_another_runner_has_overwritten() -> None:
+    """In a pool, too, what lies there now is nothing to look at."""
+    pool = InputPool("one", "two")
+    given: dict[str, Any] = {"buckets": [4], "backend": CAPTURES, "sharing": True, "debug": "poison,parity"}
+    one, two = (DecodeRunner(PlainInputs, plain_step, phase=pool[phase], **given) for phase in ("one", "two"))
+    for runner in (one, two):
+        runner.capture()
+    view, batch = one.fill(random_batch(3, 1)), random_batch(3, 2)
+    two.fill({**batch, "ids": batch["ids"] + 1000})  # of which no table has a row
+    with (
+        structlog.testing.capture_logs() as logs,
+        pytest.raises(ReplayError, match="another runner of this one's pool"),
+    ):
+        one.replay(view)
+    assert logs == []

@@ -586,3 +586,18 @@ def test_a_value_that_no_batch_brings_is_where_it_was_written(backend: Backend) 
         left = verify.graphs.buffers["next_hidden"].tensor[:requests].clone()
         ids = torch.arange(requests) + seed
         assert torch.equal(extend({"ids": ids}), left + ids.to(left.device)[:, None])
+
+
+def test_a_capture_waits_for_steps_on_other_streams(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a capture writes to shared memory comes after another runner's step there, on whatever stream that is."""
+    pool = InputPool("draft", "extend")
+    options: dict[str, Any] = {"buckets": BUCKETS, "sizes": SIZES, "backend": backend, "sharing": True}
+    draft = DecodeRunner(DraftInputs, step, phase=pool["draft"], **options)
+    extend = DecodeRunner(ExtendInputs, step, phase=pool["extend"], **options)
+    draft.capture()
+    run({"draft": draft}, "draft", 3, 1)
+    waits: list[tuple[int, int]] = []
+    monkeypatch.setattr(type(backend), "order", lambda _, first, then: waits.append((first, then)))
+    draft.graphs.buffers.turn.stream = 77
+    extend.capture()
+    assert waits[0] == (77, extend.graphs.filler.stream())

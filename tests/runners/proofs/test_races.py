@@ -1,5 +1,7 @@
 """Steps in flight: a broken ring, and a host slot that is overwritten too early, are found; what is sound is not."""
 
+import threading
+import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -272,6 +274,20 @@ def test_batches_are_copied_and_spoilt() -> None:
     assert fresh["deep"]["weights"].tolist() == [0, 0, 0]
     assert fresh["deep"]["flags"].tolist() == [False, False]
     assert not torch.equal(fresh["floats"], given_batch["floats"])
+
+
+def test_batches_that_hold_more_than_data(cpu: str) -> None:
+    """A lock, which cannot be copied, and a module, whose weights are none of the batch's, stay what they are."""
+    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4], backend=cpu)
+    runner.capture()
+    model = torch.nn.Linear(2, 2)
+    weights = model.weight.detach().clone()
+    batch = types.SimpleNamespace(**random_batch(3, 1), lock=threading.Lock(), owner=types.SimpleNamespace(model=model))
+    fresh = races._fresh(batch)
+    assert fresh.owner is not batch.owner
+    assert (fresh.lock, fresh.owner.model) == (batch.lock, model)
+    assert runner.check([batch], progress=False).ok
+    assert torch.equal(model.weight, weights)
 
 
 def test_sound_runners(backend: "Backend") -> None:

@@ -6,10 +6,10 @@ import attrs
 
 from slotgraph import BATCH, TOKENS, WIDTH, Axis, Inputs, standard
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.layout import Layout
-from slotgraph.dataflow.layout_planner import lay_out
-from slotgraph.dataflow.lifetimes import Member
-from slotgraph.dataflow.phases import Schedule
+from slotgraph.dataflow.sharing.layout import Layout
+from slotgraph.dataflow.sharing.lifetimes import Member
+from slotgraph.dataflow.sharing.phases import Schedule
+from slotgraph.dataflow.sharing.planner import lay_out
 
 
 @attrs.frozen(kw_only=True)

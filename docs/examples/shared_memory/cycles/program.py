@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cycles.members import Cycle, Scale, cycles
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.layout_tables import layout_tables
+from slotgraph.dataflow.sharing.tables import layout_tables
 
 MB = 1e6
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 import torch
 
-from .capabilities import Placement
-from .errors import ConfigError
+from ..capabilities import Placement
+from ..errors import ConfigError
 from .lifetimes import Lifetime
 from .phases import Schedule
 from .tenants import CARRIED, EQUAL, Tie

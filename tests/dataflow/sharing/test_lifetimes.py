@@ -26,9 +26,9 @@ from slotgraph import (
 from slotgraph.dataflow.axes import WIDTH
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.layout_planner import lay_out
-from slotgraph.dataflow.lifetimes import Carry, Member, lifetime_of
-from slotgraph.dataflow.phases import Schedule
+from slotgraph.dataflow.sharing.lifetimes import Carry, Member, lifetime_of
+from slotgraph.dataflow.sharing.phases import Schedule
+from slotgraph.dataflow.sharing.planner import lay_out
 from slotgraph.dataflow.slots import Constant, Copied, Slot
 from slotgraph.dataflow.specifiers import slot
 from tests.sharing import member_of, schedules

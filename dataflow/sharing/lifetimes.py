@@ -8,15 +8,15 @@ from typing import Final
 import attrs
 import torch
 
-from .arena import Room
-from .axes import Sizes, extent
-from .capabilities import HOST, Capabilities, Placement
-from .declaration import Declaration
-from .errors import ConfigError
+from ..arena import Room
+from ..axes import Sizes, extent
+from ..capabilities import HOST, Capabilities, Placement
+from ..declaration import Declaration
+from ..errors import ConfigError
+from ..roles import resolve_dtype
+from ..slots import Constant, Output, Slot, Staged
+from ..tails import Keep, Once, Pad
 from .phases import Schedule
-from .roles import resolve_dtype
-from .slots import Constant, Output, Slot, Staged
-from .tails import Keep, Once, Pad
 
 Name = tuple[str, str]
 """A slot of a member: the member's name, the slot's."""

@@ -6,10 +6,10 @@ from typing import Any, Final, Literal
 import attrs
 import torch
 
-from .errors import ConfigError
+from ..errors import ConfigError
+from ..values import initial_value, write_all
 from .lifetimes import CONSTANT, KEPT_TAIL, Home, Lifetime, Member, Name, lifetime_of
 from .phases import Schedule
-from .values import initial_value, write_all
 
 Grouping = Callable[["Company", Sequence[Name]], list[list[Name]]]
 Tie = Literal["alone", "carried", "equal", "alike"]

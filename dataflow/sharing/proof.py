@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
-from .arena import ALIGNMENT
-from .errors import LayoutError
+from ..arena import ALIGNMENT
+from ..errors import LayoutError
 from .layout import Block, Layout, Place
 from .lifetimes import Carry, Member, Name, lasting
 from .tenants import Company, are_alike, are_equal

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 Pair = tuple[str, str]
 

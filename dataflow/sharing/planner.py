@@ -7,9 +7,9 @@ import attrs
 from .arrangement import Arrangement, Neighbours, arranged, blocks_by_name, fullest, live_bytes
 from .carries import carried
 from .layout import Block, Layout, Place
-from .layout_proof import check_layout
 from .lifetimes import Carry, Home, Member
 from .phases import Schedule
+from .proof import check_layout
 from .tenants import Company, Tenant, alone, tenants
 
 

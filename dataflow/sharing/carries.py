@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from .errors import ConfigError
+from ..errors import ConfigError
+from ..roles import dtype_text
 from .lifetimes import Carry, Lifetime, Name, is_constant, name_text
-from .roles import dtype_text
 from .tenants import Company, rows_match
 
 Group = tuple[Sequence[Name], Lifetime]

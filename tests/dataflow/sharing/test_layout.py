@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, TOKENS, WIDTH, Axis, Step, constant, copied, keep, once, output, standard
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError, LayoutError
-from slotgraph.dataflow.layout import Layout
-from slotgraph.dataflow.layout_planner import lay_out
-from slotgraph.dataflow.layout_proof import check_layout
-from slotgraph.dataflow.lifetimes import Carry, Lifetime, Member
-from slotgraph.dataflow.phases import Schedule
 from slotgraph.dataflow.serial import from_data, to_data
+from slotgraph.dataflow.sharing.layout import Layout
+from slotgraph.dataflow.sharing.lifetimes import Carry, Lifetime, Member
+from slotgraph.dataflow.sharing.phases import Schedule
+from slotgraph.dataflow.sharing.planner import lay_out
+from slotgraph.dataflow.sharing.proof import check_layout
 from tests.sharing import Loop, Shared, member_of, plain_declarations, shared
 from tests.strategies import HIDDEN, PAGES
 
