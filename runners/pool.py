@@ -96,6 +96,11 @@ class Seat(Generic[V]):
         return self._runner.name
 
     @property
+    def phase_name(self) -> str:
+        """The name of its phase; nothing where it has none."""
+        return "" if self.phase is None else self.phase.name
+
+    @property
     def layout(self) -> Layout | None:
         """The layout of the memory that it shares; None where it has its own."""
         return self.phase.pool.layout if self.phase is not None and self.tenancy is not None else None
@@ -175,12 +180,11 @@ class InputPool:
     def join(self, seat: Seat[Any]) -> None:
         """Take a runner in, or tell it that it comes too late."""
         if self.layout is not None:
-            phase = seat.phase.name if seat.phase is not None else ""
-            _LOG.info("joined_late", runner=seat.runner, phase=phase)
+            _LOG.info("joined_late", runner=seat.runner, phase=seat.phase_name)
         elif seat.shares:
             self._seats.append(seat)
-        elif seat.phase is not None:
-            self._apart.add(seat.phase.name)
+        else:
+            self._apart.add(seat.phase_name)
 
     def seal(self) -> Layout:
         """Lay out and allocate the memory of all runners that have joined so far, unless that was done before."""
@@ -194,10 +198,9 @@ class InputPool:
         return self.layout
 
     def _sealed(self, seats: list[Seat[Any]]) -> Layout:
-        for number, seat in enumerate(seats):
-            taken = {other.name for other in seats[:number]}
-            names = (f"{seat.runner}{'' if n == 1 else f' {n}'}" for n in range(1, len(seats) + 1))
-            seat.name = next(name for name in names if name not in taken)
+        for number, seat in enumerate(seats):  # a phase's second runner is "verify 2"
+            before = sum(other.phase_name == seat.phase_name for other in seats[:number])
+            seat.name = f"{seat.phase_name} {before + 1}" if before else seat.phase_name
         members = {seat.name: _member(seat) for seat in seats}
         layout = lay_out([*members.values()], self.schedule, [*self._carried(members)])
         for seat, tenancy in zip(seats, _tenancies(layout, seats), strict=True):
@@ -230,7 +233,7 @@ def _member(seat: Seat[Any]) -> Member:
     stage = seat.stage
     return Member(
         name=seat.name,
-        phase=seat.phase.name if seat.phase is not None else "",
+        phase=seat.phase_name,
         declaration=stage.declaration,
         capacity=seat.capacity,
         capabilities=stage.backend.capabilities,

@@ -533,7 +533,7 @@ def test_a_step_that_broke_off_ends_the_view_of_another(backend: Backend) -> Non
         for runner in (wide, paged):
             runner.capture()
         assert pool.layout is not None
-        assert pool.layout.place("DecodeRunner", "rows").touches(pool.layout.place("DecodeRunner 2", "table"))
+        assert pool.layout.place("wide", "rows").touches(pool.layout.place("paged", "table"))
         table = torch.rand(3, 30, dtype=torch.float64)
         for _ in range(4):
             paged({"table": table})
