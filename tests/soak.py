@@ -1,6 +1,6 @@
 """A soak: very many random steps, several in flight, held to the oracle by samples; no test, but a program.
 
-    python tests/soak.py --steps 1000000 --backend cuda
+    python -m tests.soak --steps 1000000 --backend cuda
 
 Batches come from a pool that is prepared beforehand, with the answers that a runner gives that fills slot by slot, so
 that the host spends little more than the steps themselves take. Sources are tensors of all makes, lists and arrays;
@@ -12,7 +12,6 @@ or where memory grows.
 
 import argparse
 import random
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ import torch
 from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends import Backend, load
 from slotgraph.dataflow.errors import BatchError
+from tests.memory import resident
 
 BUCKETS: Final = (1, 2, 4, 8, 16, 32)
 POOL: Final = 256
@@ -223,10 +223,10 @@ class Soak:
                 stack.enter_context(torch.cuda.stream(self.streams[self.stream - 1]))
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that are held on the device, and the most that the process held on the host so far."""
+        """Bytes that are held on the device, and those that the process holds on the host."""
         self.backend.synchronize()
         held = torch.cuda.memory_allocated(self.backend.device) if self.is_cuda else 0
-        return held, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return held, resident()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import resource
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from slotgraph import DecodeRunner, InputPool
 from slotgraph.backends.ring import ENTRIES
 from tests.backends.flow import BUCKETS, LONG, Drawn, Flow, Place, Wide, assert_answers, flow_step, place_of
+from tests.memory import resident
 
 KINDS = pytest.mark.parametrize("kind", [Flow, Wide])
 MOST_GROWTH = 32 << 20
@@ -257,7 +257,7 @@ def test_nothing_grows(place: Place, lowering: str) -> None:
         place.backend.synchronize()
         gc.collect()
         held = torch.cuda.memory_allocated(place.backend.device) if place.has_streams else 0
-        return held, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return held, resident()
 
     before = steps(many // 5)
     after = steps(many)
