@@ -50,6 +50,8 @@ def test_every_kind_of_runner(kind: Kind) -> None:
 
 def test_facts_read_back(backend: Backend) -> None:
     """On each backend and by each lowering, what is told of a slot of every kind comes back from JSON."""
+    if backend.capabilities.host_parameters:
+        pytest.skip(f"{backend.name} hands host parameters to operators, and the step of this house calls none")
     for lowering in backend.capabilities.lowerings:
         runner = full_runner(backend, lowering=lowering)
         assert read_back(runner.explain()) == runner.explain()

@@ -288,12 +288,12 @@ def test_differences_in_kind() -> None:
 @pytest.mark.parametrize(("whose", "told"), [("padded", 0), ("live", 1)])
 def test_what_padded_rows_leave_is_no_fault(backend: "Backend", whose: str, told: int) -> None:
     """They all write one reserved row, and which of them comes last may hang on anything; live rows write their own."""
-    cache, host = torch.zeros(1000, dtype=torch.float64, device=backend.device), {"scale": 1.0}
+    cache, host = torch.zeros(1000, device=backend.device), {"scale": 1.0}
 
     def step(view: PlainInputs) -> torch.Tensor:
         rows = torch.arange(view.weights.shape[0], device=backend.device)
         scaled = (rows >= view.live) if whose == "padded" else (rows < view.live)
-        cache[view.places.long()] = view.weights.double() * torch.where(scaled, host["scale"], 1.0)
+        cache[view.places.long()] = view.weights * torch.where(scaled, host["scale"], 1.0)
         return view.weights * 2
 
     runner = DecodeRunner(PlainInputs, step, buckets=[4, 8], output_rows=BATCH, backend=backend)
