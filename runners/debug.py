@@ -30,8 +30,8 @@ class Prover(Watcher, abc.ABC):
     """Looks at each step that a graph takes, with what the step changes outside of its slots kept.
 
     runner: whose steps. state: what they change; found out on the first step of each bucket, where it is not given.
-    copies: of the state that are made at once. Where there is no room for them, or the step cannot be run under watch,
-    the mode is off, and one event says so.
+    copies: of the state that are made at once. Where there is no room for them the mode is off, and one event says so;
+    a step that cannot be run under watch is passed over, with an event for each reason.
     """
 
     mode: ClassVar[str]

@@ -81,7 +81,7 @@ class GraphSet(Generic[V]):
     @property
     def captured(self) -> Mapping[Key, Captured]:
         """The graphs that there are, by bucket and pattern."""
-        return dict(self._captured)
+        return self._captured.copy()
 
     def has(self, bucket: int | None, absent: Absent) -> bool:
         """Whether one bucket and pattern was captured, or will be when a batch comes for it."""
@@ -250,14 +250,9 @@ class GraphSet(Generic[V]):
         """What the last replay of a graph left, for `rows` live rows of the leading axis."""
         return captured.graph.outputs if self.rows_each is None else captured.live(rows * self.rows_each)
 
-    @property
-    def count(self) -> int:
-        """How many there are by now."""
-        return len(self._captured)
-
     def memory(self) -> MemoryAccount:
         """Bytes of inputs, graphs and outputs."""
-        graphs = [captured.graph for captured in self._captured.copy().values()]
+        graphs = [captured.graph for captured in self.captured.values()]
         return MemoryAccount(
             inputs=self.buffers.nbytes,
             graphs=sum(graph.nbytes for graph in graphs),

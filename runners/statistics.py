@@ -106,7 +106,7 @@ def _capture(parts: "Parts[Any]") -> CaptureData:
     return {
         "buckets": list(report.captured),
         "failed": dict(report.failed),
-        "graphs": graphs.count,
+        "graphs": len(graphs.captured),
         "seconds": report.seconds,
         "driver": report.driver,
     }

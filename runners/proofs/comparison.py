@@ -9,7 +9,8 @@ import torch
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Output, Slot
 from ...dataflow.step import Step
-from .replays import bits, named, step_of
+from ..bits import bits
+from .replays import named, step_of
 from .tails import live_part
 
 Slots = Mapping[str, torch.Tensor | None]

@@ -8,11 +8,12 @@ import torch
 from ...dataflow.capabilities import HOST
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Once
+from ..bits import bits
 from ..runner import Runner
 from ..stage import V
 from .fills import garbage, is_filled, over_garbage
 from .reads import read_slots
-from .replays import Leaves, Replays, bits
+from .replays import Leaves, Replays
 from .report import Case, Finding
 from .state import State
 from .tails import live_part

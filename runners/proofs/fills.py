@@ -12,10 +12,11 @@ from ...dataflow.capabilities import DEVICE
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.step import Step
+from ..bits import first_unequal
 from ..runner import Runner
 from ..stacked.runner import StackRunner
 from ..stage import V
-from .replays import first_difference, step_of
+from .replays import step_of
 from .report import Case, Finding
 from .state import State
 from .tails import written_parts
@@ -138,7 +139,7 @@ class FillProof(Generic[V]):
             if tensor is None or isinstance(slots[name], Output):
                 continue
             expected = right[name].view(step.padded_sizes)
-            place = first_difference(expected, tensor)
+            place = first_unequal(expected, tensor)
             if place is not None:
                 values = tensor[place].item(), expected[place].item()
                 found.append(Finding(POISON, name, _told(name, slots[name], place, values, step)))

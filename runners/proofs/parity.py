@@ -79,9 +79,8 @@ def _check(
     if fault is not None:
         yield Finding(NAME, fault.slot, fault.message)
     elif isinstance(exact, str):
-        if runner.parts.size(case.batch, case.side)[
-            -1
-        ]:  # an empty batch is padded in each step, and nothing of it comes out
+        live = runner.parts.size(case.batch, case.side)[-1]
+        if live:  # an empty batch is padded in each step, and nothing of it comes out
             yield Finding(NAME, None, exact)
     else:
         yield from _unpadded_fault(replayed, exact, unpadded)

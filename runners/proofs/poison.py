@@ -9,10 +9,11 @@ import torch
 from ...dataflow.errors import ReplayError
 from ...dataflow.slots import Output, Slot
 from ...dataflow.tails import Keep, Pad
+from ..bits import first_unequal
 from ..runner import Runner
 from ..stage import V
 from .fills import FillProof
-from .replays import Difference, Leaves, Replays, difference, first_difference, named, unwatched
+from .replays import Difference, Leaves, Replays, difference, named, unwatched
 from .report import Case, Finding
 from .state import State
 from .tails import Poison, poison_of, spread, tail_rows, tails_of
@@ -125,7 +126,7 @@ class Poisoning(Generic[V]):
             parts = [tensor] if isinstance(slot, Output) else tails_of(slot, tensor, self._replays.step)
             for part in parts:
                 part.copy_(spread(values, part, self._generator))
-            if first_difference(filled, tensor) is not None:
+            if first_unequal(filled, tensor) is not None:
                 made[name] = tensor
         return made
 
@@ -181,7 +182,7 @@ class Poisoning(Generic[V]):
         for (row, one), (_, other) in itertools.islice(rows, ROWS):
             only = filled.clone()
             next(part for label, part in tail_rows(slot, only, replays.step) if label == row).copy_(one)
-            alone = self._try(usual, {name: only}) if first_difference(one, other) is not None else None
+            alone = self._try(usual, {name: only}) if first_unequal(one, other) is not None else None
             if alone is not None:
                 place, now, before, change = f"{row}, in the tail of slot {name!r},", one, other, alone
                 break
@@ -209,7 +210,7 @@ def _error(error: BaseException) -> str:
 
 def _values(now: torch.Tensor, before: torch.Tensor) -> str:
     """The first value that differs, and what it stands in place of."""
-    place = first_difference(before, now)
+    place = first_unequal(before, now)
     return "other values" if place is None else f"{now[place].item()} instead of {before[place].item()}"
 
 

@@ -13,6 +13,7 @@ from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Constant, Slot
 from ...dataflow.step import Step
+from ..bits import first_unequal
 from ..runner import Runner
 from ..stacked.runner import StackRunner
 from ..stage import V
@@ -190,22 +191,7 @@ def difference(before: Leaves, after: Leaves) -> Difference | None:
         other = after.get(name)
         if other is None or other.shape != one.shape or other.dtype != one.dtype:
             return Difference(name, None, list(one.shape), None if other is None else list(other.shape))
-        place = first_difference(one, other)
+        place = first_unequal(one, other)
         if place is not None:
             return Difference(name, place[0] if place else None, one[place].item(), other[place].item())
     return None
-
-
-def first_difference(one: torch.Tensor, other: torch.Tensor) -> tuple[int, ...] | None:
-    """Where two tensors of one shape differ first, by a bit; None where they do not."""
-    differs = bits(one) != bits(other)
-    if not differs.any():
-        return None
-    first = int(differs.any(-1).nonzero()[0])
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(first), one.shape))
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element, in a row of their own."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).unsqueeze(-1).view(torch.uint8)  # one row may have any stride, and its last dim may not

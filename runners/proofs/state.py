@@ -15,6 +15,7 @@ from ...backends.base import Backend
 from ...backends.registry import choose
 from ...dataflow.binding import span
 from ...dataflow.errors import CheckError
+from ..bits import bits
 from ..capture import human_bytes
 from ..runner import Runner
 from ..traffic import Traffic, seen_by
@@ -219,13 +220,9 @@ def _is_apart(now: torch.Tensor, was: torch.Tensor, besides: Sequence[torch.Tens
 
 def _unlike(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Which words of two pieces of memory differ, a word being as long as any element."""
-    bits = _bytes(one) != _bytes(other)
-    spare = -bits.numel() % WORD
-    return torch.nn.functional.pad(bits.reshape(-1), (0, spare)).view(-1, WORD).any(1)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).unsqueeze(-1).view(torch.uint8)  # a single element may have any stride
+    unlike = bits(one) != bits(other)
+    spare = -unlike.numel() % WORD
+    return torch.nn.functional.pad(unlike.reshape(-1), (0, spare)).view(-1, WORD).any(1)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

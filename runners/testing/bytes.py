@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator, Mapping
 
-import numpy as np
 import torch
 
 from ...dataflow.axes import Sizes, extent
 from ...dataflow.buffers import Buffer, Buffers
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Keep, Once
+from ..bits import first_unequal
 
 Slots = Mapping[str, torch.Tensor | None]
 _SPREAD = 100
@@ -41,13 +41,7 @@ def scribble(buffers: Buffers, padded: Sizes, generator: torch.Generator) -> Non
 
 def difference(mine: torch.Tensor, right: torch.Tensor) -> tuple[int, ...] | None:
     """Where two tensors of one shape and dtype first differ in a byte; None where they do not."""
-    if mine.numel() == 0:
-        return None
-    rows = [one.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for one in (mine, right)]
-    unequal = (rows[0] != rows[1]).view(mine.numel(), -1).any(1).nonzero()
-    if not len(unequal):
-        return None
-    return tuple(int(index) for index in np.unravel_index(int(unequal[0]), tuple(mine.shape)))
+    return first_unequal(mine.detach().cpu(), right.detach().cpu())
 
 
 def differences(

@@ -286,7 +286,7 @@ def test_runner_goes_on_after_a_finding(cpu: str) -> None:
 
 
 def test_step_that_cannot_be_watched() -> None:
-    """Where the first look raises, the mode is off, one event says why, and the graph goes on."""
+    """A step that cannot be looked at is passed over, one event says why, and the graph goes on."""
     wrong = {"now": False}
 
     def step(view: Any) -> torch.Tensor:

@@ -14,9 +14,10 @@ from slotgraph.backends import choose
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationErrors
 from slotgraph.dataflow.tails import Number
+from slotgraph.runners.bits import bits, first_unequal
 from slotgraph.runners.proofs.fills import FillProof
 from slotgraph.runners.proofs.poison import Poisoning, check_step
-from slotgraph.runners.proofs.replays import Replays, bits, difference, first_difference, named
+from slotgraph.runners.proofs.replays import Replays, difference, named
 from slotgraph.runners.proofs.report import Case
 from slotgraph.runners.proofs.state import State
 from slotgraph.runners.proofs.tails import Poison, live_part, poison_of, spread, tail_rows, tails_of
@@ -112,21 +113,21 @@ def test_tails_are_all_but_live_rows(shape: Any) -> None:
 
 
 @given(seed=st.integers(0, 999), size=st.integers(1, 9), at=st.integers(0, 8))
-def test_first_difference(seed: int, size: int, at: int) -> None:
+def test_first_unequal(seed: int, size: int, at: int) -> None:
     """The index of the first element with another bit; NaN equals itself, and -0.0 is not 0.0."""
     one = noise((size, 2), torch.float32, seed)
     one[0, 1] = math.nan
     other, row = one.clone(), at % size
-    assert first_difference(one, other) is None
+    assert first_unequal(one, other) is None
     one[row, 0], other[row, 0] = 0.0, -0.0
     other[size - 1, 1] = 9
-    place = first_difference(one, other)
+    place = first_unequal(one, other)
     assert place == (row, 0)
     assert bits(one).shape == (2 * size, 4)
     told = difference({".x": one}, {".x": other})
     assert told is not None
     assert (told.row, str(told)) == (row, f"live row {row} of the output.x")
-    assert first_difference(torch.tensor(1), torch.tensor(2)) == ()
+    assert first_unequal(torch.tensor(1), torch.tensor(2)) == ()
 
 
 @settings(max_examples=20)
