@@ -147,6 +147,12 @@ class Model(nn.Module):
         """What the layers' caches hold, but for the row that padding is written to."""
         return torch.stack([layer.cache[1:] for layer in self.inner.layers.children() if isinstance(layer, Layer)])
 
+    def clear(self) -> None:
+        """Empty those caches."""
+        for layer in self.inner.layers.children():
+            if isinstance(layer, Layer):
+                layer.cache.zero_()
+
 
 class Inner(nn.Module):
     """A stack that is a function."""
@@ -230,6 +236,14 @@ def captured(kind: str, backend: str) -> tuple[Runner, EagerRunner[Prefill]]:
     runner = runner_of(kind, twins[0], backend)
     runner.capture()
     return runner, EagerRunner(Prefill, twins[1], backend=backend)
+
+
+def clear(*runners: Runner | EagerRunner[Prefill]) -> None:
+    """Empty the caches of models: tests share them, and some run one of two twins alone."""
+    for runner in runners:
+        model = runner.stage.step
+        assert isinstance(model, Model)
+        model.clear()
 
 
 def caches_of(runner: Runner | EagerRunner[Prefill]) -> torch.Tensor:

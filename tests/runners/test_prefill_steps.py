@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from slotgraph import TOKENS
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
-from tests.runners.prefilled import KINDS, VOCAB, Model, batch_of, caches_of, captured, poison, runner_of
+from tests.runners.prefilled import KINDS, VOCAB, Model, batch_of, caches_of, captured, clear, poison, runner_of
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -22,6 +22,7 @@ schedules = st.lists(st.tuples(requests, st.integers(1, 5), st.booleans(), st.bo
 def test_any_schedule(backend: Backend, kind: str, schedule: list[tuple[list[int], int, bool, bool]]) -> None:
     """Any requests in any order, from none to too many, give what eager steps give, caches included."""
     runner, eager = captured(kind, backend.name)
+    clear(runner, eager)
     for lengths, scale, poisoned, inference in schedule:
         batch = batch_of(lengths, sum(lengths), backend.device, scale)
         if poisoned:
