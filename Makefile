@@ -7,6 +7,7 @@ ARGS ?=
 BIN := .venv/bin
 NPU := .venv-npu
 NPU_LACKS := $(shell tests/npu/run lacks)
+PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 PIP := python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
@@ -18,7 +19,7 @@ demo: .venv/.have-models  ## generate text through captured steps, compared with
 	@$(BIN)/python docs/examples/generate $(ARGS)
 
 test: .venv/.have-test  ## all tests, the documentation's blocks, and each benchmark once
-	@$(BIN)/pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-cuda: .venv/.have-test  ## the tests for a CUDA device; where there is none they skip, and say why
 	@$(BIN)/pytest -m cuda $(ARGS)
@@ -27,14 +28,14 @@ test-npu: $(if $(NPU_LACKS),,$(NPU)/.have-npu)  ## the tests for an NPU: the rea
 	@$(if $(NPU_LACKS),echo "slotgraph: skipped: $(NPU_LACKS)",tests/npu/run $(NPU)/bin/python -- $(ARGS))
 
 test-slow: .venv/.have-test  ## the Hypothesis suite at 1,000 examples a test
-	@HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -m hypothesis --durations=5 tests $(ARGS)
+	@HYPOTHESIS_PROFILE=thorough $(PYTEST) -m hypothesis --durations=5 tests $(ARGS)
 
 bench: .venv/.have-test  ## the pytest-benchmark suites, then the table of `slotgraph bench`
 	@$(BIN)/pytest tests/benchmarks --benchmark-enable --benchmark-only
 	@$(BIN)/slotgraph bench $(ARGS)
 
 coverage: .venv/.have-test  ## branch coverage of dataflow/, at least 95 %
-	@$(BIN)/pytest -q --cov --cov-report= --cov-fail-under=0 src tests/dataflow tests/runners tests/backends
+	@$(PYTEST) -q --cov --cov-report= --cov-fail-under=0 src tests/dataflow tests/runners tests/backends
 	@$(BIN)/coverage report
 	@$(BIN)/coverage json -q -o - | $(BIN)/python -c "import json, sys; \
 	found = json.load(sys.stdin)['totals']; share = 100 * found['covered_branches'] / max(1, found['num_branches']); \

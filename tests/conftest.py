@@ -1,5 +1,6 @@
 """What all tests share: Hypothesis's profiles, quiet events, and the backends."""
 
+import gc
 import os
 from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +18,7 @@ collect_ignore = ["typing"]  # only type-checked
 _CALM = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("quick", max_examples=50, deadline=None, suppress_health_check=_CALM)
 settings.register_profile("thorough", max_examples=1000, deadline=None, suppress_health_check=_CALM)
+os.environ.pop("COLUMNS", None)  # tests tell how wide a table may be; workers of pytest-xdist are told 80
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
@@ -30,6 +32,14 @@ def _quiet_events() -> Iterator[None]:
     structlog.configure(processors=[_drop], cache_logger_on_first_use=False)
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture
+def _quick_collections() -> Iterator[None]:
+    """For tests that collect garbage often: what was there before them is passed over."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import itertools
+import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -29,8 +31,9 @@ STEPS: Final = ENTRIES + SEGMENT
 SHARE: Final = 0.25
 """Of the device's free memory, what the outputs of all these steps may take."""
 _DATA: Final = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type)
-_BUSY, _SIDE = 100, 2048
-"""Products of square matrices that a device is given first, so that the host runs ahead: some tens of milliseconds."""
+_BUSY, _MOST, _SIDE = 0.03, 500, 1024
+"""Seconds of products of square matrices that a device is given first, so that the host runs ahead; how many at most
+(a queue has an end, too), and their rows."""
 
 
 def check(runner: Runner[Any], cases: Sequence[Case], state: State) -> list[Finding]:
@@ -209,7 +212,13 @@ def _host_data(batch: Any, depth: int = 5) -> Iterator[Any]:
 
 def _keep_busy(backend: Backend) -> None:
     """Give the device something to do first, so that steps stand in a queue behind it."""
-    if backend.device.type != "cpu":
-        block = torch.full((_SIDE, _SIDE), 1 / _SIDE, device=backend.device)  # no random numbers, which steps may draw
-        for _ in range(_BUSY):
-            block = block @ block
+    if backend.device.type == "cpu":
+        return
+    block = torch.full((_SIDE, _SIDE), 1 / _SIDE, device=backend.device)  # no random numbers, which steps may draw
+    block = block @ block  # the first may load a library
+    backend.synchronize()
+    begun = time.perf_counter()
+    block = block @ block
+    backend.synchronize()
+    for _ in range(min(_MOST, math.ceil(_BUSY / (time.perf_counter() - begun)))):
+        block = block @ block

@@ -14,8 +14,7 @@ MASK = " * pages[:, :, None]"
 
 def suite(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run the suite in a folder, on the CPU alone, in a process of its own."""
-    own = ("SLOTGRAPH_TEST_BACKENDS", "PYTEST_ADDOPTS")
-    kept = {name: value for name, value in os.environ.items() if name not in own}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLOTGRAPH_", "PYTEST_"))}
     command = [sys.executable, "-m", "pytest", str(folder), "-p", "no:cacheprovider", *arguments]
     return subprocess.run(  # noqa: S603 - ours
         command, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False

@@ -95,6 +95,7 @@ class Pausing:
 
 def decoding(backend: Backend, lowering: str) -> Pausing:
     """A captured decode runner."""
+    worlds.skip_without(backend, lowering)
     options: dict[str, Any] = {"buckets": worlds.BUCKETS, "lowering": lowering, "progress": False}
     runner = DecodeRunner(PausedInputs, worlds.step, backend=backend, **options)
     runner.capture()

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import attrs
+import pytest
 import torch
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, computed, copied
@@ -103,9 +104,16 @@ class World:
         assert steps_of(self.runner) == before + 2 * len(self.sizes)
 
 
+def skip_without(backend: Backend, lowering: str) -> None:
+    """Skip the test on a backend without that lowering."""
+    if lowering not in backend.capabilities.lowerings:
+        pytest.skip(f"{backend.name} has no lowering {lowering!r}")
+
+
 def decoding(backend: Backend, *, captured: bool = True, **options: Any) -> World:
     """A decode runner; batches of more than 16 run eagerly."""
     given: dict[str, Any] = {"buckets": BUCKETS, "progress": False, **options}
+    skip_without(backend, given.get("lowering", "foreach"))
     runner = DecodeRunner(LifeInputs, step, backend=backend, **given)
     if captured:
         runner.capture()

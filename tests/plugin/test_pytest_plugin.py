@@ -82,8 +82,7 @@ def project(tmp_path: Path) -> Path:
 
 def run(project: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     """Run Python in a project."""
-    own = ("SLOTGRAPH_TEST_BACKENDS", "PYTEST_ADDOPTS")
-    kept = {name: value for name, value in os.environ.items() if name not in own}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLOTGRAPH_", "PYTEST_"))}
     environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(project), **variables}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, check=False)  # noqa: S603 - ours

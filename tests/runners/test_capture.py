@@ -179,14 +179,22 @@ def test_garbage_is_unfrozen_on_error(cpu: str, error: type[BaseException]) -> N
 
 
 def test_a_program_keeps_what_it_froze(cpu: str) -> None:
-    """A server that froze its own objects at its start finds them frozen after a capture."""
+    """A server that froze its own objects at its start finds them frozen after a capture, and no others with them."""
+    counts: list[int] = []
+
+    def step(view: PlainInputs) -> torch.Tensor:
+        counts.append(gc.get_freeze_count())
+        return plain_step(view)
+
+    runner = DecodeRunner(PlainInputs, step, buckets=[2, 4], backend=cpu)
     gc.freeze()
     try:
         before = gc.get_freeze_count()
-        plain_runner(cpu)
-        assert gc.get_freeze_count() >= before
+        runner.capture()
+        assert all(before - 100 < count <= before for count in (*counts, gc.get_freeze_count()))
     finally:
         gc.unfreeze()
+    assert len(counts) > 1
 
 
 def test_capture_twice(runner: DecodeRunner[PlainInputs]) -> None:

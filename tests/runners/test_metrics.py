@@ -198,6 +198,7 @@ def test_two_collectors_in_one_registry(cpu: str) -> None:
         registry.register(Collector(plain_runner(cpu)))
 
 
+@pytest.mark.usefixtures("_brisk_threads")
 def test_scraped_while_steps_run(cpu: str) -> None:
     """Another thread may ask all the time; no count ever falls."""
     runner = plain_runner(cpu, lowering="in_graph")

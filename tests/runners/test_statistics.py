@@ -173,6 +173,7 @@ def test_memory_of_a_pool(cpu: str) -> None:
         assert stats["buckets"][8]["live"] == 5
 
 
+@pytest.mark.usefixtures("_brisk_threads")
 @pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
 def test_read_while_steps_run(cpu: str, lowering: str) -> None:
     """Another thread may read the books all the time: no count ever falls, and none is lost."""

@@ -23,8 +23,6 @@ OTHERS_READ = ("req_pool_indices", "seq_lens", "out_cache_loc", "num_correct_dra
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind(backend: "Backend", kind: "Callable[[Backend], Found]") -> None:
     """Each runner on batches of its own."""
-    if backend.name in ("npu", "accelerator") and kind.__name__ in ("breakable", "piecewise"):
-        pytest.skip("many replays of graphs in parts take minutes on the stand-in, behind those of other tests")
     runner, batches = kind(backend)
     outside = [name for name in OTHERS_READ if name in runner.parts.stage.declaration.slots]
     report = runner.check(batches, read_outside=outside, progress=False)
