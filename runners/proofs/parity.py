@@ -1,8 +1,8 @@
 """Parity: a step's graph against the step as it is written, on the same padded view and on a batch without padding."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import attrs
 import torch
@@ -28,11 +28,12 @@ from .comparison import (
 from .eagerly import graph_of, ran_eagerly
 from .otherwise import other_tails
 from .report import Case, Finding
-from .state import Copies, State
+from .state import Apart, Copies, State
 
 NAME: Final = "parity"
 BITWISE: Final[Mapping[torch.dtype, Tolerance]] = {}
 _AGAIN: Final = ("eager", "eager again")
+T = TypeVar("T")
 Written = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -51,7 +52,7 @@ def check(
     over. Raises CheckError where there is no room for copies of the state.
     """
     found: dict[tuple[str, ...], Finding] = {}
-    state.check_room(Twin.COPIES)
+    state.check_room(1 + Twin.COPIES)
     for case in cases:
         if runner.parts.graphs is None or runner.decide(case.batch, **case.side).path == "eager":
             continue
@@ -130,6 +131,7 @@ class Twin:
     """The step as it is written beside one replay of its graph, from the same slots and state."""
 
     COPIES: Final = 3
+    """Of the state, at most at once: at the beginning, as the step left it, and as the replay did."""
 
     def __init__(self, parts: Parts[Any], state: State, tolerance: Mapping[torch.dtype, Tolerance] = BITWISE) -> None:
         self._parts = parts
@@ -143,16 +145,14 @@ class Twin:
     def before(self, view: Inputs) -> None:
         """Run the step on a view that is about to be replayed; then slots and state are as they were."""
         self._begin, self._slots = self._state.copy(), _written_slots(buffers_in(self._parts))
-        self._eager, self._left = self._run(view)
+        self._eager, self._left = self._run(view, self._begin, self._state.copy)
 
-    def _run(self, view: Inputs) -> tuple[Seen, Copies]:
-        """What the step does, and leaves in the state."""
-        begin = self._state.copy() if self._begin is None else self._begin
+    def _run(self, view: Inputs, begin: Copies, look: Callable[[], T]) -> tuple[Seen, T]:
+        """What the step does, and what is seen of the state that it leaves; then slots and state are as they were."""
         with written_slots_kept(buffers_in(self._parts)):
             _put_back(self._slots)
             try:
-                found = seen(view, ran_eagerly(self._parts, view))
-                return found, self._state.copy()
+                return seen(view, ran_eagerly(self._parts, view)), look()
             finally:
                 self._state.restore(begin)
 
@@ -166,26 +166,34 @@ class Twin:
             return None
         tolerance = self._tolerance
         found = next(differences(graph, eager, tolerance=tolerance, names=GRAPH_AND_EAGER), None)
-        pieces = self._state.differing(left)
-        if found is None and not pieces:
+        apart = self._state.apart(left)
+        told = self._state.told(apart)
+        if found is None and not told:
             return None
         after = self._state.copy()
         self._state.restore(begin)
-        again, left_again = self._run(view)
-        besides = [left_again, *(self._left_with_other_tails(view, seed) for seed in range(2))] if pieces else []
+        again, besides = self._once_more(view, begin, left, tails=2 if told else 0)
         self._state.restore(after)
         if next(differences(eager, again, tolerance=BITWISE, names=_AGAIN), None) is not None:
             tolerance = USUAL  # the step is not the same twice, so no more can be asked of its graph
             found = next(differences(graph, eager, tolerance=tolerance, names=GRAPH_AND_EAGER), None)
         if found is not None:
             return _frozen(found, self._parts, view)
-        steady = self._state.differing(left, besides) if besides else []
+        steady = self._state.told(apart, besides)
         return _left_otherwise(steady[0]) if steady else None
 
-    def _left_with_other_tails(self, view: Inputs, seed: int) -> Copies:
-        """What the step leaves in the state where its tails hold something else."""
-        with other_tails(self._parts, view, seed):
-            return self._run(view)[1]
+    def _once_more(self, view: Inputs, begin: Copies, left: Copies, tails: int) -> tuple[Seen, list[Apart]]:
+        """What the step does a second time, and what it leaves otherwise: as it is, and with other tails."""
+
+        def look() -> Apart:
+            return self._state.apart(left)
+
+        again, apart = self._run(view, begin, look)
+        besides = [apart]
+        for seed in range(tails):
+            with other_tails(self._parts, view, seed):
+                besides.append(self._run(view, begin, look)[1])
+        return again, besides
 
 
 def _frozen(found: Mismatch, parts: Parts[Any], view: Inputs) -> Fault:

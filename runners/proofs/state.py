@@ -27,6 +27,7 @@ SHARE: Final = 0.5
 WORD: Final = 16
 """Bytes of the largest element, a complex number's."""
 Spans = Sequence[tuple[int, int]]
+Apart = Sequence[torch.Tensor]
 Room = Callable[[torch.device], int]
 
 
@@ -98,9 +99,9 @@ class State:
         rooms: dict[torch.device, int] = {}
         for piece in self.pieces:
             device = piece.memory.device
-            rooms[device] = rooms.get(device, 0) + copies * piece.memory.nbytes
-        for device, wanted in rooms.items():
-            _check_room(wanted, device, _free_on(self.backend, device))
+            rooms[device] = rooms.get(device, 0) + piece.memory.nbytes
+        for device, nbytes in rooms.items():
+            _check_room(nbytes, device, _free_on(self.backend, device), copies)
 
     def copy(self) -> Copies:
         """What it is now. CheckError where someone has made its memory smaller."""
@@ -117,11 +118,15 @@ class State:
                 piece.memory.copy_(before)
         _restore_random(copies.random)
 
-    def differing(self, copies: Copies, besides: Sequence[Copies] = ()) -> list[str]:
-        """What is said of the memory that is not what it was, but for words in which `besides` differ from that."""
-        others = zip(*(one.pieces for one in besides), strict=True) if besides else ((),) * len(self.pieces)
-        triples = zip(self.pieces, copies.pieces, others, strict=True)
-        return [piece.told for piece, was, apart in triples if _is_apart(piece.memory, was, apart)]
+    def apart(self, copies: Copies) -> Apart:
+        """In which words of each piece it is not what it was: some hundredths of a copy's memory."""
+        return [_unlike(piece.memory, was) for piece, was in zip(self.pieces, copies.pieces, strict=True)]
+
+    def told(self, apart: Apart, besides: Sequence[Apart] = ()) -> list[str]:
+        """What is said of the pieces with such words, but for words that are among `besides`."""
+        others = zip(*besides, strict=True) if besides else ((),) * len(self.pieces)
+        triples = zip(self.pieces, apart, others, strict=True)
+        return [piece.told for piece, words, known in triples if _left_over(words, known)]
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -210,12 +215,11 @@ def _without(tensor: torch.Tensor, slots: Spans) -> list[torch.Tensor]:
         return [piece for piece in pieces if piece.numel()]
 
 
-def _is_apart(now: torch.Tensor, was: torch.Tensor, besides: Sequence[torch.Tensor]) -> bool:
-    """Whether two copies differ in a word in which none of several others differs from the second."""
-    wrong = _unlike(now, was)
-    for other in besides:
-        wrong &= ~_unlike(other, was)
-    return bool(wrong.any())
+def _left_over(words: torch.Tensor, known: Sequence[torch.Tensor]) -> bool:
+    """Whether one of these words is not known."""
+    for other in known:
+        words = words & ~other
+    return bool(words.any())
 
 
 def _unlike(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -247,10 +251,11 @@ def _check_size(piece: Piece) -> None:
         raise CheckError(message)
 
 
-def _check_room(wanted: int, device: torch.device, free: int) -> None:
-    if wanted > SHARE * free:
+def _check_room(nbytes: int, device: torch.device, free: int, copies: int = 1) -> None:
+    if copies * nbytes > SHARE * free:
+        them = "a copy" if copies == 1 else f"{copies} copies"
         message = (
-            f"the step changes {human_bytes(wanted)} on {device} outside of its slots, of which a copy would take more "
+            f"the step changes {human_bytes(nbytes)} on {device} outside of its slots, of which {them} would take more "
             f"than {SHARE:.0%} of the {human_bytes(free)} that are free: give state= with those tensors, or parts of "
             "them, that the checked steps change"
         )

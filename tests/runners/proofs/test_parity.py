@@ -200,7 +200,7 @@ def test_no_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = plain_runner(CAPTURES)
     state = State.of(runner.stage.backend, [torch.zeros(1000)])
     monkeypatch.setattr("slotgraph.runners.proofs.state._free_on", lambda *_: 16000)
-    with pytest.raises(CheckError, match=r"changes 11\.7 KiB"):
+    with pytest.raises(CheckError, match=r"changes 3\.9 KiB .* 4 copies"):
         parity.check(runner, CASES, state)
 
 

@@ -157,7 +157,7 @@ def test_too_large_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPat
         large.zero_()
     assert torch.equal(large[:100], kept[1][:100])
     fits.check_room(5)
-    with pytest.raises(CheckError, match="2\\.3 KiB"):
+    with pytest.raises(CheckError, match="changes 400 B .* 6 copies"):
         fits.check_room(6)
 
 
@@ -179,8 +179,8 @@ def test_states_of_several_runs_are_joined() -> None:
     assert [piece.memory.data_ptr() for piece in both.pieces] == [one.data_ptr(), other.data_ptr()]
     begin = both.copy()
     other.add_(1)
-    assert both.differing(begin) == [second.pieces[1].told]
-    assert both.differing(begin, [both.copy()]) == []
+    assert both.told(both.apart(begin)) == [second.pieces[1].told]
+    assert both.told(both.apart(begin), [both.apart(begin)]) == []
 
 
 def test_state_of_a_runner(cpu: str) -> None:
@@ -255,6 +255,6 @@ def test_one_element_with_a_stride(cpu: str) -> None:
     cache = torch.rand(3, 4)
     state = State.of(choose(cpu), [cache[1:2, 0]])
     before = state.copy()
-    assert state.differing(before) == []
+    assert state.told(state.apart(before)) == []
     cache[1, 0] += 1
-    assert state.differing(before) == ["the given float32 tensor of shape [1]"]
+    assert state.told(state.apart(before)) == ["the given float32 tensor of shape [1]"]
