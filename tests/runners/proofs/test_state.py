@@ -157,7 +157,7 @@ def test_too_large_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPat
         large.zero_()
     assert torch.equal(large[:100], kept[1][:100])
     fits.check_room(5)
-    with pytest.raises(CheckError, match="changes 400 B .* 6 copies"):
+    with pytest.raises(CheckError, match=r"changes 400 B .* 6 copies"):
         fits.check_room(6)
 
 
