@@ -1,5 +1,6 @@
 """One bucket's fills: a plan for each pattern of absent slots, host data, slots in place and dtypes of its batches."""
 
+import contextlib
 from typing import Any, Final
 
 import attrs
@@ -91,6 +92,12 @@ class Bucket:
             keep_newest(self._last, KEPT)[absent] = fill
         fill.write(ready, sources, batch)
         return ready
+
+    def admit(self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE) -> None:
+        """Raise as a fill of the batch would; nothing is written, and no host data is moved."""
+        fill = self._last.get(absent) or self._first(self._last, absent)
+        with contextlib.suppress(OtherSources):  # others than the last ones, and good all the same
+            fill.check(batch, side, live)
 
     def fill_slot_by_slot(
         self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE

@@ -8,6 +8,7 @@ import attrs
 
 STEP: Final = "step"
 SETTINGS: Final = "settings"
+RANKS: Final = "ranks"
 OUT: Final = "out"
 _NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -16,7 +17,8 @@ _NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYW
 class Compute:
     """A function and the names that it needs, as pytest fixtures have them.
 
-    needs: parameters in order: slots, fields of the batch, `step` for the step's sizes, `settings` for the runner's.
+    needs: parameters in order: slots, fields of the batch, `step` for the step's sizes, `settings` for the runner's,
+    `ranks` for those that run the step together.
     writes_out: whether it takes `out`, the slot's own buffer, and fills it instead of returning a value.
     """
 

@@ -11,10 +11,11 @@ import attrs
 from . import graph
 from .axes import Axis
 from .capabilities import Placement
-from .compute import SETTINGS
+from .compute import RANKS, SETTINGS, STEP
 from .errors import CycleError, DeclarationError, DeclarationErrors
 from .slots import Slot
 from .sources import Source, look_up
+from .step import Step
 
 
 @attrs.frozen(eq=False)
@@ -23,7 +24,7 @@ class Declaration:
 
     fields: names that are no slots, carried from the batch into the view, with their defaults (attrs.NOTHING where
     there is none). disabled: slots that the runner's settings switched off. settings: those settings, which functions
-    of computed slots may ask for; None before there is a runner.
+    of computed slots may ask for; None before there is a runner. ranks: those of the runner, likewise.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Declaration:
     fields: Mapping[str, Any]
     disabled: tuple[str, ...] = ()
     settings: object = None
+    ranks: Any = None
 
     @functools.cached_property
     def order(self) -> tuple[str, ...]:
@@ -63,16 +65,23 @@ class Declaration:
         """Where a computed slot's function runs."""
         return graph.side_of(self.slots[name], self.slots)
 
-    def under(self, settings: object, carry: Sequence[str] = ()) -> "Declaration":
+    def given(self, step: Step) -> dict[str, Any]:
+        """What functions of computed slots are given by name, beside slots and fields."""
+        return {STEP: step, SETTINGS: self.settings, RANKS: self.ranks}
+
+    def under(self, settings: object, carry: Sequence[str] = (), ranks: Any = None) -> "Declaration":
         """The declaration with only those slots that the settings enable, and some carried: see `carrying`.
 
-        Raises DeclarationError where a slot asks for a setting, or for settings at all, that are not there.
+        Raises DeclarationError where a slot asks for a setting, for settings at all, or for ranks, that are not there.
         """
         on = {name: slot for name, slot in self.slots.items() if _enabled(name, slot, settings)}
         off = tuple(name for name in self.slots if name not in on)
-        made = attrs.evolve(self, slots=MappingProxyType(on), disabled=off, settings=settings).carrying(carry)
-        if settings is None:
-            _need_no_settings(made)
+        made = attrs.evolve(self, slots=MappingProxyType(on), disabled=off, settings=settings, ranks=ranks).carrying(
+            carry
+        )
+        for name, value in ((SETTINGS, settings), (RANKS, ranks)):
+            if value is None:
+                _need_none(made, name)
         return made
 
     def carrying(self, names: Sequence[str]) -> "Declaration":
@@ -150,11 +159,12 @@ def _axes(slots: Mapping[str, Slot]) -> tuple[Axis, ...]:
     return tuple(sorted({axis for slot in slots.values() for axis in slot.axes}))
 
 
-def _need_no_settings(declaration: Declaration) -> None:
+def _need_none(declaration: Declaration, given: str) -> None:
+    """DeclarationError where a function asks for what the runner was not given."""
     for name, slot in declaration.slots.items():
         compute = slot.computes()
-        if compute is not None and SETTINGS in compute.needs:
-            message = f"slot {name!r}: its function {compute.name} asks for `settings`: give the runner settings="
+        if compute is not None and given in compute.needs:
+            message = f"slot {name!r}: its function {compute.name} asks for `{given}`: give the runner {given}="
             raise DeclarationError(message)
 
 

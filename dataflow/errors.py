@@ -81,3 +81,7 @@ class RecordingError(SlotGraphError, ValueError):
 
 class LayoutError(SlotGraphError, RuntimeError):
     """A layout of shared memory breaks a promise: the message names the slots that would meet."""
+
+
+class RankError(SlotGraphError, RuntimeError):
+    """Ranks that run their steps together do not: one refused its batch, is elsewhere, or did not come; it is named."""

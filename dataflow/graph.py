@@ -6,14 +6,16 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from .capabilities import DEVICE, HOST, Placement
-from .compute import OUT, SETTINGS, STEP
+from .compute import OUT, RANKS, SETTINGS, STEP
 from .slots import Output, Slot
 
-RESERVED: Final = frozenset({STEP, SETTINGS, OUT, "narrow", "placeholder"})
+RESERVED: Final = frozenset({STEP, SETTINGS, RANKS, OUT, "narrow", "placeholder"})
+
+_GIVEN: Final = (STEP, SETTINGS, RANKS)
 
 
 def needs_of(slot: Slot) -> tuple[str, ...]:
-    """Names that a slot needs, `step` and `settings` among them; none for a slot that is not computed."""
+    """Names that a slot needs, `step`, `settings` and `ranks` among them; none for a slot that is not computed."""
     compute = slot.computes()
     return compute.needs if compute else ()
 
@@ -53,13 +55,13 @@ def _need_faults(need: str, slots: Mapping[str, Slot], fields: Collection[str]) 
     if need in slots:
         if isinstance(slots[need], Output):
             yield f"it needs {need!r}, an output, which the step has not written yet when inputs are computed"
-    elif need in (STEP, SETTINGS):
+    elif need in _GIVEN:
         if need in fields:
             yield f"it needs {need!r}, which has a meaning of its own in slotgraph, but is a field, too: rename that"
     elif need not in fields:
-        near = difflib.get_close_matches(need, [*slots, *fields, STEP, SETTINGS], n=1)
+        near = difflib.get_close_matches(need, [*slots, *fields, *_GIVEN], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        yield f"it needs {need!r}, which is neither slot nor field of the declaration, nor `step` or `settings`{hint}"
+        yield f"it needs {need!r}, which is neither slot nor field of the declaration, nor `step`, `settings` or `ranks`{hint}"
 
 
 def _side_faults(slot: Slot, slots: Mapping[str, Slot]) -> Iterator[str]:

@@ -6,7 +6,6 @@ import attrs
 import torch
 
 from .bucket import Bucket
-from .compute import SETTINGS, STEP
 from .ready import Ready, Views
 from .sources import NO_SIDE, Side
 
@@ -25,7 +24,7 @@ def hand_over(
     own = {name: value.clone() if slots[name].rewritten or slots[name].restored else value for name, value in named}
     views: Views = {**ready.views, **own}
     declaration = bucket.declaration
-    known, fields = {STEP: ready.step, SETTINGS: declaration.settings, **views}, declaration.fields
+    known, fields = {**declaration.given(ready.step), **views}, declaration.fields
     host = [computation.on(known, fields) for computation in ready.host]
     with torch.no_grad():
         for computation in host:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from .compute import SETTINGS, STEP
+from .compute import RANKS, SETTINGS, STEP
 from .explain import Explanation, SlotFacts
 
 _STYLES: Final = {
@@ -74,7 +74,9 @@ def _argument(slot: SlotFacts) -> str:
 
 
 def _needed(name: str) -> str:
-    label = {STEP: "sizes of the step", SETTINGS: "settings of the runner"}.get(name, f"field {name}")
+    label = {STEP: "sizes of the step", SETTINGS: "settings of the runner", RANKS: "ranks of the runner"}.get(
+        name, f"field {name}"
+    )
     return f"given_{name}([{_quoted(label)}]):::outside"
 
 

@@ -9,7 +9,7 @@ from .axes import Sizes
 from .buffers import Buffers
 from .capabilities import Capabilities
 from .computation import field_of
-from .compute import OUT, SETTINGS, STEP
+from .compute import OUT
 from .declaration import Declaration
 from .hostdata import tensor_of
 from .ready import Views
@@ -80,7 +80,7 @@ def _compute(name: str, declaration: Declaration, buffers: Buffers, views: Views
     if compute is None:
         return
     target = buffers[name].view(step.padded_sizes)
-    known = {STEP: step, SETTINGS: declaration.settings, OUT: target, **views}
+    known = {**declaration.given(step), OUT: target, **views}
     given = {n: known[n] if n in known else field_of(batch, n, declaration.fields[n]) for n in compute.needs}
     if compute.writes_out:
         compute.function(**given, out=target)

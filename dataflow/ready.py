@@ -14,7 +14,6 @@ from .caches import keep_newest
 from .capabilities import DEVICE, HOST, Placement
 from .cargo import UNIT, Cargo
 from .computation import Computation
-from .compute import SETTINGS, STEP
 from .copies import Groups, Singles, grouped
 from .declaration import Declaration
 from .errors import BatchError
@@ -202,7 +201,7 @@ class Preparer:
     def _computation(self, planned: ComputeStep, step: Step, views: Views) -> Computation:
         compute = self._computes[planned.slot]
         target = self.buffers[planned.slot].view(step.padded_sizes)
-        known = {STEP: step, SETTINGS: self.declaration.settings, **views}
+        known = {**self.declaration.given(step), **views}
         return Computation.bind(planned.slot, compute, known, self.declaration.fields, target)
 
     def _value(self, planned: ComputeStep, step: Step, views: Views, unit: int = WORD) -> PackedValue:

@@ -9,7 +9,7 @@ import torch
 from .axes import BATCH, TOKENS, Axis, Dim, Sizes, extent
 from .capabilities import DEVICE
 from .computation import Computation, field_of
-from .compute import SETTINGS, STEP
+from .compute import STEP
 from .declaration import Declaration
 from .errors import BatchError
 from .graph import needs_of
@@ -160,7 +160,7 @@ class _Cut:
             return torch.as_tensor(before)
         with torch.inference_mode(mode=False):
             target = torch.empty(extent(slot.shape, step.padded_sizes), dtype=before.dtype, device=before.device)
-        known = {**dict.fromkeys(declaration.fields), **values, STEP: step, SETTINGS: declaration.settings}
+        known = {**dict.fromkeys(declaration.fields), **values, **declaration.given(step)}
         with torch.no_grad():
             Computation.bind(name, compute, known, {}, target).run(None)
         return target

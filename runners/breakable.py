@@ -9,6 +9,7 @@ from ..backends.base import Backend
 from ..dataflow.axes import BATCH, Axis, Sizes
 from .config import Options, RunnerConfig
 from .pool import Phase
+from .ranks.group import Ranks
 from .stacked.capture import Boundary
 from .stacked.runner import StackRunner
 from .stacked.runs import StackRuns
@@ -26,8 +27,8 @@ class BreakableRunner(StackRunner[V]):
     graphs do not depend on the number of requests. Embeddings before, head and logits after the stack see the live
     view: token slots have a bucket's rows, all of which are executed, request slots the batch's, up to `max_batch`.
     output_rows: BATCH for one row a request, TOKENS to cut outputs to the live tokens, None to get them whole.
-    sizes, settings, absent, lend, carry, phase: as of `DecodeRunner`. Options are those of `RunnerConfig`; buckets are
-    tokens.
+    sizes, settings, absent, lend, carry, phase, ranks: as of `DecodeRunner`. Options are those of `RunnerConfig`;
+    buckets are tokens.
     """
 
     def __init__(
@@ -43,15 +44,24 @@ class BreakableRunner(StackRunner[V]):
         carry: tuple[str, ...] = (),
         output_rows: Axis | None = BATCH,
         phase: Phase | None = None,
+        ranks: Ranks | None = None,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
         self.config = config = RunnerConfig.of({"backend": name_of(backend), **options})
-        self.stage = stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend)
+        self.stage = stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend, ranks=ranks)
         boundary = Boundary(required_stack(step, stack), "breakable")
         name = type(self).__name__
         self._runs = StackRuns(
-            stage, boundary, config, name=name, absent=absent, carry=carry, output_rows=output_rows, phase=phase
+            stage,
+            boundary,
+            config,
+            name=name,
+            absent=absent,
+            carry=carry,
+            output_rows=output_rows,
+            phase=phase,
+            ranks=ranks,
         )
 
     @property

@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
@@ -17,6 +17,11 @@ from .config import RunnerConfig
 from .filler import Filling
 from .outputs import live_rows
 
+if TYPE_CHECKING:
+    from .ranks.agreement import Agreement
+
+Meet = Callable[[str, Exception | None], tuple[int, str] | None]
+"""Waits until all ranks are done with something, as named; the first that failed in it, and what it says."""
 KEPT: Final = 1024
 """Live sizes whose outputs one graph remembers, cut."""
 
@@ -49,9 +54,14 @@ class Captured:
         return outputs
 
 
+def by_itself(what: str, error: Exception | None) -> None:
+    """There are no other ranks."""
+    del what, error
+
+
 @attrs.frozen
 class Order:
-    """What is to be captured: buckets and their sizes, patterns of absent slots, and how."""
+    """What is to be captured: buckets and their sizes, patterns of absent slots, and how; meet: with other ranks."""
 
     buckets: Mapping[int, Sizes]
     patterns: Collection[Absent]
@@ -60,14 +70,22 @@ class Order:
     progress: bool
     lazy: bool
     runner: str
+    meet: Meet
 
     @classmethod
     def of(
-        cls, config: RunnerConfig, buckets: Mapping[int, Sizes], patterns: Collection[Absent], runner: str
+        cls,
+        config: RunnerConfig,
+        buckets: Mapping[int, Sizes],
+        patterns: Collection[Absent],
+        runner: str,
+        agreement: "Agreement | None" = None,
     ) -> "Order":
-        """What a configuration asks for: no bucket at all where its graphs are off."""
+        """What a configuration asks for: none where its graphs are off. Of several ranks one shows a bar."""
         wanted = buckets if config.graphs else {}
-        return cls(wanted, patterns, config.warmups, config.error_mode, config.progress, config.lazy, runner)
+        shown = config.progress and (agreement is None or agreement.ranks.rank == 0)
+        meet = by_itself if agreement is None else agreement.meet
+        return cls(wanted, patterns, config.warmups, config.error_mode, shown, config.lazy, runner, meet)
 
 
 @attrs.define(eq=False)

@@ -23,6 +23,9 @@ from .graphs import GraphSet, patterns_of
 from .outputs import rows_each
 from .parts import Parts
 from .pool import Bindings, Phase, Seat
+from .ranks.agreement import agreement_of
+from .ranks.group import Ranks
+from .ranks.routing import Joint
 from .router import Router
 from .runner import GraphRunner
 from .shortcut import MISS, Shortcuts
@@ -43,7 +46,8 @@ class DecodeRunner(GraphRunner[V]):
     as a KV cache, is part of what is captured. carry: slots that the batch has computed right where a step runs
     eagerly, such as counts of padded rows; a replay has its own. output_rows: the axis that the rows of outputs follow,
     TOKENS or BATCH, or None to get outputs whole. one_width: whether the step can be run for `width` alone, so that
-    batches of another are refused, not run eagerly. phase: of a pool, whose memory others use in theirs.
+    batches of another are refused, not run eagerly. phase: of a pool, whose memory others use in theirs. ranks: those
+    that run each step together, in one bucket.
     Options are those of `RunnerConfig`.
     """
 
@@ -61,6 +65,7 @@ class DecodeRunner(GraphRunner[V]):
         output_rows: Axis | None = TOKENS,
         one_width: bool = False,
         phase: Phase | None = None,
+        ranks: Ranks | None = None,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
@@ -68,19 +73,17 @@ class DecodeRunner(GraphRunner[V]):
         self.name = type(self).__name__  # in events; a runner that is made of this one gives it its own
         relations = {TOKENS: BATCH * config.width}
         sizes = with_width(inputs, sizes, config.width)
-        self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, lend=lend)
-        self.buckets = config.ladder()
+        self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, lend=lend, ranks=ranks)
+        self.buckets, self._rows_each = config.ladder(), rows_each(output_rows, config.width)
         counts = ({BATCH: rows, TOKENS: rows * config.width} for rows in self.buckets.sizes)
         self._sizes = {one[BATCH]: self.stage.padded(one, "buckets= and width=") for one in counts}
         capacity = self._sizes[self.buckets.largest]
-        self._rows_each = rows_each(output_rows, config.width)
-        self._carry = carry
-        self._patterns = patterns_of(absent)
+        self._carry, self._patterns = carry, patterns_of(absent)
         self._size = Sizer(self.stage.declaration, relations, capacity, BATCH)
         self._limits = Limits.of(self.stage.declaration, capacity)
         self._widths = Widths(self.stage.declaration, config.width, self.stage.sizes, only=one_width)
-        self._tally = Tally()
-        self._watch, self._gate = Watch(self._watched), Gate(type(self).__name__)
+        self.agreement = agreement_of(ranks, self.name, config, self._sizes, self.stage.declaration, BATCH)
+        self._tally, self._watch, self._gate = Tally(), Watch(self._watched), Gate(type(self).__name__)
         self._shortcuts: Shortcuts[V] | None = None
         self._filled: tuple[V | None, Captured | Decision, int] | None = None
         self._others = 0
@@ -97,9 +100,10 @@ class DecodeRunner(GraphRunner[V]):
         return GraphSet(stage, buffers, filler, rows_each=self._rows_each, modes=config.modes)
 
     @functools.cached_property
-    def _router(self) -> Router:
+    def _router(self) -> Router | Joint:
         graphs, declaration = self.graphs, self.stage.declaration
-        return Router(declaration, self.buckets, graphs.buffers.capacity, graphs, enabled=self.config.graphs)
+        own = Router(declaration, self.buckets, graphs.buffers.capacity, graphs, enabled=self.config.graphs)
+        return own if self.agreement is None else Joint(own, graphs, self._eager, self.agreement)
 
     @functools.cached_property
     def _eager(self) -> EagerRunner[V]:
@@ -108,7 +112,7 @@ class DecodeRunner(GraphRunner[V]):
     def capture(self) -> CaptureReport:
         """Capture every bucket: see `GraphRunner.capture`."""
         try:
-            return self.graphs.capture(Order.of(self.config, self._sizes, self._patterns, self.name))
+            return self.graphs.capture(Order.of(self.config, self._sizes, self._patterns, self.name, self.agreement))
         finally:
             self._prove()
             self._watched(bool(self._watch.watchers))
@@ -117,7 +121,7 @@ class DecodeRunner(GraphRunner[V]):
     def parts(self) -> Parts[V]:
         """What it is made of, for tools that look at runners."""
         made = self.name, self.config, self.stage, self._sizes, self._patterns, self.graphs, self._eager
-        return Parts(*made, self._size, self._tally, self._watch, self.seat)
+        return Parts(*made, self._size, self._tally, self._watch, self.seat, self.agreement)
 
     @property
     def watch(self) -> Watch:
@@ -130,7 +134,8 @@ class DecodeRunner(GraphRunner[V]):
 
     def _may_shorten(self) -> Shortcuts[V] | None:
         """Shortcuts, where fills are part of graphs, and required sources tell all sizes."""
-        if "graphs" not in vars(self) or self.lowering != "in_graph" or self.config.modes or not self._size.required:
+        made = "graphs" in vars(self) and self.agreement is None
+        if not made or self.lowering != "in_graph" or self.config.modes or not self._size.required:
             return None
         holds = [self._router.same_fields] if self._router.decides_by_fields else []
         holds += [self._limits.allow] if self._limits is not None else []
@@ -203,15 +208,13 @@ class DecodeRunner(GraphRunner[V]):
         """
         before, self._filled = self._filled, None
         graphs = self.graphs
-        start = time.perf_counter_ns() if next(self._tally.turns) else 0
-        graphs.buffers.turn.fills += 1
-        graphs.filler.order()
+        start, router = self._begin(side), self._router
         try:
             live = self._size(batch, side)
             if self._limits is not None:
                 self._limits.check(batch, side)
             absent = self.stage.absent(batch, side) if self.stage.optional else NONE
-            route = self._router.route(live, absent, batch)
+            route = router.route(live, absent, batch)
             if isinstance(route, Decision):
                 view = self._eager.fill(batch, **side)
                 self._tally.unfit(route, self.name, start if start > graphs.filler.late else 0)
@@ -221,7 +224,8 @@ class DecodeRunner(GraphRunner[V]):
             self._size.explain(error)
             try:
                 return self._fill_other_width(batch, side, error, start)
-            except BatchError:
+            except BatchError as refused:
+                router.refuse(refused)
                 self._filled = before  # nothing was written: the view filled last still stands
                 graphs.buffers.turn.fills -= 1
                 raise
@@ -229,6 +233,14 @@ class DecodeRunner(GraphRunner[V]):
         if start and start > graphs.filler.late:
             self._tally.timed(self._tally.buckets[route.rows], start)
         return shown, route, live[-1]
+
+    def _begin(self, side: Side) -> int:
+        """A fill begins; when, if it is to be timed, else 0."""
+        start = time.perf_counter_ns() if next(self._tally.turns) else 0
+        self.graphs.buffers.turn.fills += 1
+        self.graphs.filler.order()
+        self._router.begin(side)
+        return start
 
     def _fill_other_width(self, batch: Any, side: Side, refused: BatchError, start: int) -> tuple[V, Decision, int]:
         """Fill eagerly what was refused, where its requests have another width than was captured and all else fits.
@@ -238,16 +250,17 @@ class DecodeRunner(GraphRunner[V]):
         other = self._widths.of(batch, side)
         if other is None:
             raise refused
-        width, requests = other
-        decision = self._widths.decision(width)
+        width, live = other
+        eager, own = self._eager, self._widths.decision(width)
         try:
-            view = self._eager.fill_width(width, batch, side)
+            decision = self._router.settle(own, live, lambda: eager.admit_width(width, batch, side))
+            view = eager.fill_width(width, batch, side)
         except MissingSourceError:  # of any width, and the plainer thing to say
             raise
         except BatchError:
             raise refused from None
         self._tally.unfit(decision, self.name, start)
-        return view, decision, requests
+        return view, decision, live[-1]
 
     def _replay_view(self, view: V) -> Any:
         with self._gate.open():
@@ -264,6 +277,12 @@ class DecodeRunner(GraphRunner[V]):
                 raise
 
     def _run(self, view: V | None, route: Captured | Decision, rows: int) -> Any:
+        if self.agreement is None:
+            return self._run_here(view, route, rows)
+        with self.agreement.told():
+            return self._run_here(view, route, rows)
+
+    def _run_here(self, view: V | None, route: Captured | Decision, rows: int) -> Any:
         if isinstance(route, Decision):
             self.graphs.eager_runs += 1
             outputs = self._eager.run(view)  # type: ignore[arg-type] # an eager run has its view

@@ -10,9 +10,8 @@ from ..backends.base import Backend
 from ..dataflow.axes import BATCH, Dim, Sizes
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
-from .config import Options
 from .decode import DecodeRunner
-from .pool import Phase
+from .shared_options import SharedOptions
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V
 from .standard.axes import STEPS, TOPK
 from .through import Through
@@ -68,9 +67,8 @@ class DraftRunner(Through[V]):
         absent: Sequence[Collection[str]] = NO_PATTERNS,
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
-        phase: Phase | None = None,
         backend: str | Backend = "auto",
-        **options: Unpack[Options],
+        **options: Unpack[SharedOptions],
     ) -> None:
         _check_counts(topk, steps, options.get("width", topk))
         options["width"] = topk
@@ -88,7 +86,6 @@ class DraftRunner(Through[V]):
             carry=carry,
             output_rows=BATCH,
             one_width=True,
-            phase=phase,
             backend=backend,
             **options,
         )

@@ -8,9 +8,8 @@ import torch
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, Axis, Sizes
 from ..dataflow.errors import ConfigError
-from .config import Options
 from .decode import DecodeRunner
-from .pool import Phase
+from .shared_options import SharedOptions
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V
 from .through import Through
 
@@ -36,9 +35,8 @@ class DraftExtendRunner(Through[V]):
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
         output_rows: Axis | None = BATCH,
-        phase: Phase | None = None,
         backend: str | Backend = "auto",
-        **options: Unpack[Options],
+        **options: Unpack[SharedOptions],
     ) -> None:
         check_width(type(self).__name__, options)
         self._decode = DecodeRunner(
@@ -51,7 +49,6 @@ class DraftExtendRunner(Through[V]):
             lend=lend,
             carry=carry,
             output_rows=output_rows,
-            phase=phase,
             backend=backend,
             **options,
         )
@@ -63,7 +60,7 @@ class DraftExtendRunner(Through[V]):
         return self._decode
 
 
-def check_width(runner: str, options: Options) -> int:
+def check_width(runner: str, options: SharedOptions) -> int:
     """The width among a runner's options. ConfigError where there is none."""
     if "width" not in options:
         message = f"{runner} needs width=: how many tokens each request has in a step"

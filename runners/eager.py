@@ -1,5 +1,6 @@
 """The eager runner: the same declaration, never padded, buffers that grow on demand."""
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -11,14 +12,11 @@ import torch
 from ..backends.base import Backend
 from ..dataflow.admission import Wanted, check_source
 from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes, extent
-from ..dataflow.bucket import Bucket
 from ..dataflow.buffers import Buffers
 from ..dataflow.caches import keep_newest
 from ..dataflow.capabilities import DEVICE
-from ..dataflow.cargo import most_cargo
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import BatchError, ReplayError
-from ..dataflow.feed import Feeder
 from ..dataflow.fill import compute_on_device
 from ..dataflow.handover import hand_over
 from ..dataflow.limits import Limits
@@ -29,8 +27,11 @@ from ..dataflow.sources import Side, look_up
 from .config import Options, RunnerConfig
 from .decision import Decision, Tally
 from .gate import Gate
+from .growing import Growing
 from .hostreads import HostReads
 from .parts import Parts
+from .ranks.agreement import agreement_of
+from .ranks.group import Ranks
 from .runner import Runner
 from .running import Running, under_way
 from .stage import NO_LOANS, NO_SIZES, Lend, Stage, V, name_of
@@ -50,7 +51,7 @@ class EagerRunner(Runner[V]):
     Buffers grow to the next power of two on each axis when a batch asks for more. With `no_copy` nothing is copied:
     the step sees the batch's own tensors, checked as ever. carry: slots that the batch has already computed right.
     buffers: another runner's, to be used as long as they are large enough. lend: by slot, a call that gets its view
-    before the step's code runs, and None after it.
+    before the step's code runs, and None after it. ranks: that run each step together, which tell each other sizes.
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class EagerRunner(Runner[V]):
         relations: Mapping[Axis, Dim] | None = None,
         buffers: Buffers | None = None,
         lend: Mapping[str, Lend] = NO_LOANS,
+        ranks: Ranks | None = None,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
         self.config = config = RunnerConfig.of({"backend": name_of(backend), **options})
-        self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, carry=carry, lend=lend)
+        self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, carry=carry, lend=lend, ranks=ranks)
         self.no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
         capabilities, slots = self.stage.backend.capabilities, inputs.slotgraph.slots
         self._carried = [
@@ -79,9 +81,10 @@ class EagerRunner(Runner[V]):
         self._other_sizes: dict[int, Sizer] = {}
         self._limits = Limits.of(self.stage.declaration, self.stage.sizes)
         self._rows_of = _leading(self.stage.declaration)
-        self._capacity = dict.fromkeys(self.stage.declaration.axes, 0) | dict(self.stage.sizes)
         self._reads: HostReads | None = None
-        self._bucket = self._begin_with(buffers) if buffers is not None else None
+        self._memory = Growing(self.stage, type(self).__name__, buffers)
+        alone = buffers is not None  # beside another runner, which agrees with other ranks before it comes here
+        self.agreement = None if alone else agreement_of(ranks, type(self).__name__, config, {}, self.stage.declaration)
         self._tally = Tally()
         self._watch = Watch()
         self._gate = Gate(type(self).__name__)
@@ -95,6 +98,7 @@ class EagerRunner(Runner[V]):
             stage.step,
             sizes=stage.sizes,
             settings=stage.declaration.settings,
+            ranks=stage.declaration.ranks,
             carry=carry,
             relations=stage.relations,
             buffers=buffers,
@@ -106,9 +110,8 @@ class EagerRunner(Runner[V]):
     @property
     def parts(self) -> Parts[V]:
         """What it is made of, for tools that look at runners."""
-        return Parts(
-            type(self).__name__, self.config, self.stage, {}, (), None, self, self._size, self._tally, self._watch
-        )
+        books = self._size, self._tally, self._watch
+        return Parts(type(self).__name__, self.config, self.stage, {}, (), None, self, *books, agreement=self.agreement)
 
     @property
     def watch(self) -> Watch:
@@ -133,21 +136,35 @@ class EagerRunner(Runner[V]):
 
     def fill_width(self, width: int, batch: Any, side: Side) -> V:
         """The same for a batch with `width` tokens a request, whatever relation of TOKENS the runner was given."""
+        size, relations = self._sized(width)
+        return self._fill(batch, side, size, relations)
+
+    def admit_width(self, width: int, batch: Any, side: Side) -> None:
+        """Raise as such a fill would."""
+        size, _ = self._sized(width)
+        self.admit(batch, size(batch, side), self.stage.absent(batch, side), side)
+
+    def _sized(self, width: int) -> tuple[Sizer, Mapping[Axis, Dim]]:
+        """What tells the sizes of batches with so many tokens a request."""
         relations = {**self.stage.relations, TOKENS: BATCH * width}
         size = self._other_sizes.get(width)
         if size is None:
             size = Sizer(self.stage.declaration, relations, self.stage.sizes)
             keep_newest(self._other_sizes, KEPT)[width] = size
-        return self._fill(batch, side, size, relations)
+        return size, relations
 
     def _fill(self, batch: Any, side: Side, size: Sizer, relations: Mapping[Axis, Dim]) -> V:
-        before = self._bucket, self._capacity
+        before = self._memory.held
         filled, self._filled = self._filled, None
-        start = time.perf_counter_ns() if next(self._tally.turns) else 0
+        start, settled = time.perf_counter_ns() if next(self._tally.turns) else 0, False
         try:
-            view = self._fill_sized(batch, side, size(batch, side), relations)
+            live = size(batch, side)
+            settled = self._settle(batch, live, side)
+            view = self._fill_sized(batch, side, live, relations)
         except BaseException as error:
-            self._bucket, self._capacity = before  # as a growth that broke off may have left one of them
+            if self.agreement is not None and not settled and isinstance(error, BatchError):
+                self.agreement.refuse(error)
+            self._memory.held = before  # what grew for this batch goes again
             if isinstance(error, BatchError):
                 self._filled = filled  # nothing was written: the view filled last still stands
                 size.explain(error)
@@ -156,11 +173,22 @@ class EagerRunner(Runner[V]):
             self._tally.timed(self._tally.reasons[_ALWAYS.why], start)
         return view
 
+    def _settle(self, batch: Any, live: tuple[int, ...], side: Side) -> bool:
+        """Have other ranks know the sizes of a batch that is good; whether there are any."""
+        if self.agreement is None:
+            return False
+        if not self.agreement.ranks.quiet:
+            if self._limits is not None:
+                self._limits.check(batch, side)
+            self.admit(batch, live, self.stage.absent(batch, side), side)
+        self.agreement.settle(_ALWAYS, live)
+        return True
+
     def _fill_sized(self, batch: Any, side: Side, live: tuple[int, ...], relations: Mapping[Axis, Dim]) -> V:
         if self._limits is not None:
             self._limits.check(batch, side)
         self._check_carried(batch, live)
-        bucket = self._bucket_for(live)
+        bucket = self._memory.bucket(live)
         absent = self.stage.absent(batch, side)
         hosts = self._hosts()
         if hosts.possible:
@@ -169,9 +197,15 @@ class EagerRunner(Runner[V]):
         compute_on_device(ready, batch)
         return self.stage.view(ready, batch, relations)
 
+    def admit(self, batch: Any, live: tuple[int, ...], absent: frozenset[str], side: Side) -> None:
+        """Raise as a fill of the batch would, but for its sizes; memory grows as for a fill."""
+        self._check_carried(batch, live)
+        self._memory.bucket(live).admit(batch, live, absent, side)
+
     def run(self, view: V) -> Any:
         """Run the step on a view, without gradients."""
-        with torch.no_grad(), under_way(Running(view)):
+        told = contextlib.nullcontext() if self.agreement is None else self.agreement.told()
+        with told, torch.no_grad(), under_way(Running(view)):
             outputs = self._watched_run(view)
         self._tally.fell_back(_ALWAYS, self._rows_in(view))
         return outputs
@@ -202,7 +236,7 @@ class EagerRunner(Runner[V]):
     @property
     def buffers(self) -> Buffers | None:
         """The buffers at their present capacity; none before the first batch."""
-        bucket = self._bucket  # read once: another thread may ask
+        bucket = self._memory.held  # read once: another thread may ask
         return bucket.buffers if bucket else None
 
     @property
@@ -228,43 +262,8 @@ class EagerRunner(Runner[V]):
     def _home(self, slot: Slot) -> torch.device:
         return self.stage.backend.device if slot.placement == DEVICE else torch.device("cpu")
 
-    def _bucket_for(self, live: tuple[int, ...]) -> Bucket:
-        axes = self.stage.declaration.varying
-        short = {axis: rows for axis, rows in zip(axes, live, strict=True) if rows > self._capacity[axis]}
-        if self._bucket is None or short:
-            self._bucket = self._grow({axis: _power_of_two(rows) for axis, rows in short.items()})
-        return self._bucket
-
-    def _grow(self, more: Sizes) -> Bucket:
-        stage, bound = self.stage, self._bound()
-        if bound:
-            most = ", ".join(f"{axis} {rows}" for axis, rows in self._capacity.items() if axis in more)
-            message = f"slot {bound[0]!r} is bound to memory that cannot grow, and the batch has more rows than {most}"
-            raise BatchError(message)
-        capacity = {**self._capacity, **more}
-        buffers = stage.allocate(capacity)
-        sizes = {axis.name: size for axis, size in capacity.items()}
-        name = stage.declaration.name
-        _LOG.debug("grown", runner=type(self).__name__, declaration=name, nbytes=buffers.nbytes, sizes=sizes)
-        return self._begin_with(buffers)
-
-    def _bound(self) -> list[str]:
-        return [buffer.name for buffer in self.buffers if buffer.adopted] if self.buffers else []
-
-    def _begin_with(self, buffers: Buffers) -> Bucket:
-        self._capacity = dict(buffers.capacity)
-        declaration, backend = self.stage.declaration, self.stage.backend
-        capabilities, feeder = backend.capabilities, None
-        if capabilities.packed_uploads:
-            feeder = Feeder(backend.upload, most_cargo(declaration, buffers.capacity, capabilities))
-        return Bucket(declaration, buffers.capacity, capabilities, buffers, exact=True, feeder=feeder)
-
 
 def _leading(declaration: Declaration) -> Axis | None:
     """The axis that rows are counted on: requests where there are any, else tokens, else what varies."""
     varying = declaration.varying
     return next((axis for axis in (BATCH, TOKENS, *varying) if axis in varying), None)
-
-
-def _power_of_two(rows: int) -> int:
-    return 1 << max(rows - 1, 0).bit_length()

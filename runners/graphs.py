@@ -106,6 +106,7 @@ class GraphSet(Generic[V]):
         warn_of_many(
             len(order.buckets) * len(order.patterns), self.stage.backend.capabilities.graphs_hint, order.runner
         )
+        order.meet(f"captures begin, of buckets {', '.join(map(str, order.buckets)) or 'none'}", None)
         self._order, before = order, self.stage.backend.memory()
         buckets = [] if order.lazy else sorted(order.buckets, reverse=True)
         with frozen_garbage(), self._at_rest(always=False):
@@ -163,14 +164,24 @@ class GraphSet(Generic[V]):
         return at_rest(self.buffers, self.stage.backend.capabilities) if wanted else contextlib.nullcontext()
 
     def _capture_bucket(self, rows: int, order: Order) -> None:
-        """Capture one bucket for every pattern. CaptureError, with nothing of it kept."""
+        """Capture one bucket for every pattern. CaptureError, with nothing of it kept, also of another rank."""
         try:
             for absent in sorted(order.patterns, key=sorted):
                 self._captured[rows, absent] = self._capture(rows, absent, order)
-        except CaptureError:
-            self._captured = {key: one for key, one in self._captured.items() if key[0] != rows}
-            self.buffers.distrust()
+            failed = order.meet(f"captured bucket {rows}", None)
+        except CaptureError as error:
+            order.meet(f"captured bucket {rows}", error)
+            self._drop(rows)
             raise
+        if failed is not None:
+            self._drop(rows)
+            message = f"rank {failed[0]}: {failed[1]}"
+            raise CaptureError(message)
+
+    def _drop(self, rows: int) -> None:
+        """Keep nothing of a bucket."""
+        self._captured = {key: one for key, one in self._captured.items() if key[0] != rows}
+        self.buffers.distrust()
 
     def _capture(self, rows: int, absent: Absent, order: Order) -> Captured:
         stage, filler = self.stage, self.filler

@@ -16,10 +16,11 @@ from ..dataflow.slots import Slot
 from ..dataflow.tails import Number, Once, Pad, resolve_value
 from ..dataflow.values import initial_value
 from ..dataflow.views import make_view
-from .config import Options, RunnerConfig
+from .config import RunnerConfig
 from .decode import DecodeRunner
 from .draft_extend import check_width
-from .pool import Chain, Phase
+from .pool import Chain
+from .shared_options import SharedOptions, of_config
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V, name_of, with_width
 from .through import Through
 
@@ -51,13 +52,12 @@ class MultiLayerDraftExtendRunner(Through[V]):
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
         output_rows: Axis | None = BATCH,
-        phase: Phase | None = None,
         backend: str | Backend = "auto",
-        **options: Unpack[Options],
+        **options: Unpack[SharedOptions],
     ) -> None:
         width = check_width(type(self).__name__, options)
-        config = RunnerConfig.of({"backend": name_of(backend), **options})
-        declaration = inputs.slotgraph.under(settings)
+        config = RunnerConfig.of({"backend": name_of(backend), **of_config(options)})
+        declaration = inputs.slotgraph.under(settings, ranks=options.get("ranks"))
         _check(inputs.slotgraph, steps, chained, bind)
         adapter, largest = choose(backend), config.ladder().largest
         capacity = {BATCH: largest, TOKENS: largest * width, **with_width(inputs, sizes, width)}
@@ -73,7 +73,6 @@ class MultiLayerDraftExtendRunner(Through[V]):
             lend=lend,
             carry=carry,
             output_rows=output_rows,
-            phase=phase,
             backend=adapter,
             **options,
         )

@@ -17,6 +17,7 @@ from .watching import Watch
 
 if TYPE_CHECKING:
     from .eager import EagerRunner
+    from .ranks.agreement import Agreement
 
 
 @attrs.frozen(eq=False)
@@ -28,6 +29,7 @@ class Parts(Generic[V]):
     of a runner that captures nothing. eager: what runs the batches that no graph takes. size: tells a batch's live
     sizes, one for each varying axis, and at last those of the leading axis. tally: its books. watch: its watchers.
     seat: where its buffers come from, which tells the layout of memory that it shares; None where they grow.
+    agreement: with the same runner of other ranks; None where there are none.
     """
 
     name: str
@@ -41,3 +43,4 @@ class Parts(Generic[V]):
     tally: Tally
     watch: Watch
     seat: Seat[V] | None = None
+    agreement: "Agreement | None" = None

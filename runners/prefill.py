@@ -9,6 +9,7 @@ from ..backends.base import Backend
 from ..dataflow.axes import TOKENS, Axis, Sizes
 from .config import Options, RunnerConfig
 from .pool import Phase
+from .ranks.group import Ranks
 from .stacked.capture import Boundary
 from .stacked.runner import StackRunner
 from .stacked.runs import StackRuns
@@ -27,8 +28,8 @@ class PrefillRunner(StackRunner[V]):
     where there is none. Token slots have a bucket's rows, all of which are executed; request slots have the batch's,
     up to `max_batch`, and may be read in splits, and outside of the stack.
     output_rows: TOKENS to cut outputs to the live tokens, BATCH for one row a request, None to get them whole.
-    sizes, settings, absent, lend, carry, phase: as of `DecodeRunner`. Options are those of `RunnerConfig`; buckets are
-    tokens.
+    sizes, settings, absent, lend, carry, phase, ranks: as of `DecodeRunner`. Options are those of `RunnerConfig`;
+    buckets are tokens.
     """
 
     def __init__(
@@ -45,15 +46,24 @@ class PrefillRunner(StackRunner[V]):
         carry: tuple[str, ...] = (),
         output_rows: Axis | None = TOKENS,
         phase: Phase | None = None,
+        ranks: Ranks | None = None,
         backend: str | Backend = "auto",
         **options: Unpack[Options],
     ) -> None:
         self.config = config = RunnerConfig.of({"backend": name_of(backend), **options})
-        self.stage = stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend)
+        self.stage = stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend, ranks=ranks)
         boundary = Boundary(find_stack(step, stack), "piecewise", Splitter(splits))
         name = type(self).__name__
         self._runs = StackRuns(
-            stage, boundary, config, name=name, absent=absent, carry=carry, output_rows=output_rows, phase=phase
+            stage,
+            boundary,
+            config,
+            name=name,
+            absent=absent,
+            carry=carry,
+            output_rows=output_rows,
+            phase=phase,
+            ranks=ranks,
         )
 
     @property

@@ -1,7 +1,7 @@
 """Routing: which bucket a batch goes to, or why it runs eagerly."""
 
 import reprlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 import attrs
@@ -12,7 +12,7 @@ from ..dataflow.caches import keep_newest
 from ..dataflow.computation import field_of
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ReplayError
-from ..dataflow.sources import look_up
+from ..dataflow.sources import Side, look_up
 from .buckets import Buckets
 from .captured import Captured
 from .decision import Decision, Path, Why
@@ -67,6 +67,17 @@ class Router:
         if not self._fixed_fields:  # else each batch decides anew
             keep_newest(self._routes, KEPT)[live, absent] = captured
         return captured
+
+    def begin(self, side: Side) -> None:
+        """A fill begins: nobody else is to know."""
+
+    def settle(self, own: Decision, live: tuple[int, ...], admit: Callable[[], None]) -> Decision:
+        """What is done where this runner would do `own`: just that; the fill to come admits the batch."""
+        del live, admit
+        return own
+
+    def refuse(self, error: Exception) -> None:
+        """A batch is refused: nobody else is to know."""
 
     def decide(self, live: tuple[int, ...], absent: Absent, batch: Any) -> Decision:
         """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""

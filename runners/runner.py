@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .proofs.cases import Batches
     from .proofs.check import CheckOptions
     from .proofs.report import CheckReport
+    from .ranks.agreement import Agreed
 
 _LOG: Final = structlog.get_logger("slotgraph")
 
@@ -83,6 +84,32 @@ class Runner(abc.ABC, Generic[V]):
     @abc.abstractmethod
     def decide(self, batch: Any, **side: Any) -> Decision:
         """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
+
+    @property
+    def agreed(self) -> "Agreed | None":
+        """What all ranks did in the last step that they agreed on, and which rank forced it; None where none did."""
+        agreement = self.parts.agreement
+        return None if agreement is None else agreement.agreed
+
+    def agree_ahead(self, batch: Any, **side: Any) -> None:
+        """Tell the other ranks the sizes of the next step's batch, while this step still runs.
+
+        The next call then finds what they told. Its batch must have these sizes, and be one that fills admit: the
+        others go by it. Without other ranks, or where all get the same batches, nothing is done. Raises as `decide`.
+        """
+        agreement = self.parts.agreement
+        if agreement is not None:
+            agreement.ahead(self.decide(batch, **side), self.parts.size(batch, side))
+
+    def idle(self) -> Any:
+        """Take part in the others' step without a request: zero live rows; the outputs for none.
+
+        Raises as a call does; ConfigError where a slot's declaration does not tell how an empty batch looks.
+        """
+        from .ranks.idle import empty_batch  # noqa: PLC0415 - it draws what it knows of batches from checks' own rules
+
+        empty = empty_batch(self.parts)
+        return self(empty.batch, **empty.side)
 
     def stats(self) -> Statistics:
         """Its books as plain data: what was counted so far, and some of the times of its fills."""

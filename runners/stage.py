@@ -80,12 +80,13 @@ class Stage(Generic[V]):
         *,
         carry: tuple[str, ...] = (),
         lend: Mapping[str, Lend] = NO_LOANS,
+        ranks: Any = None,
     ) -> "Stage[V]":
         """Check what a runner is given.
 
         Raises DeclarationError, ConfigError or BackendUnavailableError, which say what does not fit.
         """
-        declaration = inputs.slotgraph.under(settings, carry)
+        declaration = inputs.slotgraph.under(settings, carry, ranks)
         known = {axis for name in carry for axis in inputs.slotgraph.slots[name].axes}.union(declaration.axes)
         unknown = sorted(axis.name for axis in set(sizes) - known)
         if unknown:

@@ -58,6 +58,15 @@ class CaptureData(TypedDict):
     driver: int
 
 
+class RanksData(TypedDict):
+    """Which rank this is, of how many; the exchanges of its `Ranks`; steps by the rank that forced them, and why."""
+
+    rank: int
+    size: int
+    exchanges: int
+    forced: dict[int, dict[str, int]]
+
+
 class Statistics(TallyData):
     """All of it. Every runner has every key; the counts never fall.
 
@@ -70,11 +79,12 @@ class Statistics(TallyData):
     detours: dict[str, int]
     memory: dict[str, int]
     capture: CaptureData
+    ranks: RanksData
 
 
 def statistics_of(parts: "Parts[Any]") -> Statistics:
     """The books of a runner. They are read as they are, while steps may be under way in another thread."""
-    graphs, tally = parts.graphs, parts.tally
+    graphs, tally, agreement = parts.graphs, parts.tally, parts.agreement
     lowerings, detours = (graphs.filler.lowered, graphs.filler.detours) if graphs is not None else ({}, {})
     lowered = dict(lowerings)
     if tally.by_shortcut():
@@ -85,6 +95,7 @@ def statistics_of(parts: "Parts[Any]") -> Statistics:
         "detours": dict(detours),
         "memory": _memory(parts),
         "capture": _capture(parts),
+        "ranks": {"rank": 0, "size": 1, "exchanges": 0, "forced": {}} if agreement is None else agreement.as_data(),
     }
 
 

@@ -26,8 +26,8 @@ class Widths:
         self._size = _apart(declaration, fixed)
         self._tokens = declaration.varying.index(TOKENS) if self._size is not None else 0
 
-    def of(self, batch: Any, side: Side) -> tuple[int, int] | None:
-        """The width and the requests of a batch, each with as many tokens, but not as many as captured; else None."""
+    def of(self, batch: Any, side: Side) -> tuple[int, tuple[int, ...]] | None:
+        """The width and live sizes of a batch whose requests have as many tokens each, but not as captured; or None."""
         if self._size is None:
             return None
         try:
@@ -37,7 +37,7 @@ class Widths:
         tokens, requests = live[self._tokens], live[-1]
         if not tokens or not requests or tokens % requests or tokens == requests * self._width:
             return None
-        return tokens // requests, requests
+        return tokens // requests, live
 
     def decision(self, width: int) -> Decision:
         """Eager, for a batch of this width. BatchError where the step, or slots, would be of another than the batch."""

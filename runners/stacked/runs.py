@@ -1,5 +1,6 @@
 """Runs of a step of which one part, the stack, is captured by tokens, while the rest runs eagerly around it."""
 
+import contextlib
 import functools
 import time
 from collections.abc import Collection, Sequence
@@ -27,6 +28,9 @@ from ..graphs import GraphSet, patterns_of
 from ..outputs import live_rows, map_tensors
 from ..parts import Parts
 from ..pool import Phase, Seat
+from ..ranks.agreement import agreement_of
+from ..ranks.group import Ranks
+from ..ranks.routing import Joint
 from ..router import Router
 from ..running import Running, under_way
 from ..stage import NO_BINDINGS, Stage, V
@@ -48,8 +52,8 @@ class Filled(Generic[V]):
 class StackRuns(Generic[V]):
     """What the prefill runners have in common: fills, decisions, replays and books.
 
-    name: the runner's, in events. output_rows: the axis that the rows of the step's outputs follow. watch: who is told
-    of each step.
+    name: the runner's, in events. output_rows: the axis that the rows of the step's outputs follow. agreement: with the
+    same runner of other ranks. watch: who is told of each step.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class StackRuns(Generic[V]):
         carry: tuple[str, ...],
         output_rows: Axis | None,
         phase: Phase | None,
+        ranks: Ranks | None,
     ) -> None:
         self.stage = stage
         self.config = config
@@ -78,6 +83,7 @@ class StackRuns(Generic[V]):
         self._size = Sizer(stage.declaration, {}, capacity, TOKENS)
         self._limits = Limits.of(stage.declaration, capacity)
         self._requests = _place(stage, BATCH)
+        self.agreement = agreement_of(ranks, name, config, self._sizes, stage.declaration, TOKENS)
         self._tally = Tally(boundary.path)
         self.watch = Watch()
         self._gate = Gate(name)
@@ -109,10 +115,11 @@ class StackRuns(Generic[V]):
         )
 
     @functools.cached_property
-    def _router(self) -> Router:
+    def _router(self) -> Router | Joint:
         graphs, on, path = self.graphs, self.config.graphs, self._boundary.path
         routed = self.stage.declaration, self.buckets, graphs.buffers.capacity, graphs
-        return Router(*routed, enabled=on, leading=(TOKENS,), path=path)
+        own = Router(*routed, enabled=on, leading=(TOKENS,), path=path)
+        return own if self.agreement is None else Joint(own, graphs, self._eager, self.agreement)
 
     @functools.cached_property
     def _eager(self) -> EagerRunner[V]:
@@ -122,11 +129,11 @@ class StackRuns(Generic[V]):
     def parts(self) -> Parts[V]:
         """What they are made of."""
         made = self.name, self.config, self.stage, self._sizes, self._patterns, self.graphs, self._eager
-        return Parts(*made, self._size, self._tally, self.watch, self._seat)
+        return Parts(*made, self._size, self._tally, self.watch, self._seat, self.agreement)
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it."""
-        return self.graphs.capture(Order.of(self.config, self._sizes, self._patterns, self.name))
+        return self.graphs.capture(Order.of(self.config, self._sizes, self._patterns, self.name, self.agreement))
 
     def decide(self, batch: Any, side: Side) -> Decision:
         """The path that a batch would take."""
@@ -165,6 +172,7 @@ class StackRuns(Generic[V]):
         start = time.perf_counter_ns() if next(self._tally.turns) else 0
         graphs.buffers.turn.fills += 1
         graphs.filler.order()
+        self._router.begin(side)
         try:
             live = self._size(batch, side)
             if self._limits is not None:
@@ -175,6 +183,7 @@ class StackRuns(Generic[V]):
                 return self._fill_eagerly(batch, route, side, live, start)
             ready = graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=False)
         except BatchError as error:
+            self._router.refuse(error)
             self._filled = before  # nothing was written: the view filled last still stands
             graphs.buffers.turn.fills -= 1
             self._size.explain(error)
@@ -194,6 +203,10 @@ class StackRuns(Generic[V]):
         return Filled(view, decision, live[-1], self._requests_in(live))
 
     def _run(self, filled: Filled[V]) -> Any:
+        with contextlib.nullcontext() if self.agreement is None else self.agreement.told():
+            return self._run_here(filled)
+
+    def _run_here(self, filled: Filled[V]) -> Any:
         captured = filled.route
         if isinstance(captured, Decision):
             self.graphs.eager_runs += 1

@@ -131,8 +131,8 @@ def test_plan_keeps_to_the_record(backend: Backend) -> None:
     outputs = runner(batch)
     backend.synchronize()
     assert torch.equal(outputs.cpu(), answer(table, batch))
-    assert runner._bucket is not None
-    groups = runner._bucket.fill_for().plan.copies
+    assert runner._memory.held is not None
+    groups = runner._memory.held.fill_for().plan.copies
     assert sorted(name for group in groups for name in group.slots) == sorted(batch)
     for group in groups:
         allowed = record.foreach_device if group.placement == "device" else record.foreach_host

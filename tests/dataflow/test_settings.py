@@ -163,7 +163,7 @@ def test_name_is_taken() -> None:
 
     said = [str(fault) for fault in refused.value.exceptions]
     assert any("slot 'settings': the name has a meaning of its own" in one for one in said)
-    assert any("nor `step` or `settings`; did you mean 'settings'?" in one for one in said)
+    assert any("nor `step`, `settings` or `ranks`; did you mean 'settings'?" in one for one in said)
     with pytest.raises(DeclarationErrors, match="1 rule") as refused:
 
         class Field(Inputs):

@@ -90,10 +90,11 @@ def test_capacity_that_is_given(cpu: str) -> None:
     """A capacity given for a varying axis is where growth begins, not where it ends."""
     runner = EagerRunner(PrefillInputs, as_seen, backend=cpu, sizes={WIDTH: 3, PAGES: 100})
     runner(prefill(2, 2, 70))
-    assert runner._capacity[PAGES] == 100
+    assert runner.buffers is not None
+    assert runner.buffers.capacity[PAGES] == 100
     batch = prefill(2, 2, 101)
     assert torch.equal(runner(batch)["pages"], batch["pages"])
-    assert runner._capacity[PAGES] == 128
+    assert runner.buffers.capacity[PAGES] == 128
 
 
 def test_batch_is_copied(cpu: str) -> None:

@@ -1,0 +1,213 @@
+"""Agreement: one path and one bucket for all ranks, and why, from what each of them would have done alone."""
+
+import collections
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, get_args
+
+import attrs
+
+from ...dataflow.axes import TOKENS, Axis, Sizes
+from ...dataflow.declaration import Declaration
+from ...dataflow.errors import ConfigError, RankError
+from ...dataflow.sampling import Sample
+from ..config import RunnerConfig
+from ..decision import Decision, Why
+from ..statistics import RanksData
+from .exchange import Exchange
+from .group import Ranks
+from .message import AXES, EAGER, FAILED, FITS, REFUSED, Message
+
+_WHYS: Final[tuple[Why, ...]] = get_args(Why)
+
+
+@attrs.frozen
+class Agreed:
+    """What all ranks do in a step, and the rank that forced it: the first to run eagerly, or of the largest bucket."""
+
+    decision: Decision
+    rank: int
+
+
+@attrs.frozen
+class Place:
+    """Where in its program a rank is, which must be the same for all. told: in words."""
+
+    told: str
+    digest: int
+
+    @classmethod
+    def of(cls, told: str) -> "Place":
+        """A place, by its words."""
+        raw = hashlib.blake2b(told.encode(), digest_size=8).digest()
+        return cls(told, int.from_bytes(raw, "little", signed=True))
+
+
+class Agreement:
+    """Has one runner's steps agree with those of the same runner on other ranks.
+
+    axes: of the live sizes that a batch tells, the one that buckets are chosen by last. agreed: the last of them.
+    forced: steps by the rank that forced them and why. empty: an idle rank's batch, once there was one.
+    """
+
+    def __init__(self, ranks: Ranks, runner: str, buckets: Sequence[int], axes: Sequence[Axis]) -> None:
+        if len(axes) > AXES:
+            message = f"ranks tell each other the sizes of {AXES} axes at most, and batches vary on {len(axes)}"
+            raise ConfigError(message)
+        self.ranks = ranks
+        self.axes = tuple(axes)
+        self.agreed: Agreed | None = None
+        self.forced: collections.Counter[tuple[int, Why]] = collections.Counter()
+        self.empty: Sample | None = None
+        self._ahead: tuple[Decision, tuple[int, ...], Exchange] | None = None
+        self._runner = runner
+        self._step = Place.of(f"a step of {runner} with buckets {', '.join(map(str, sorted(buckets))) or 'none'}")
+
+    def settle(self, own: Decision, live: tuple[int, ...]) -> Decision:
+        """What all ranks do, where this one would do `own`, with live sizes by axis; one exchange, or none if quiet.
+
+        Raises RankError where a rank refused its batch, is elsewhere in its program, or does not come.
+        """
+        ranks = self.ranks
+        if ranks.quiet:
+            self.alone(live)
+            return own
+        messages = self._exchange(self._said(own, live), self._step, ranks.timeout, self._taken(own, live))
+        refused = _first(messages, REFUSED)
+        if refused is not None:
+            message = f"rank {refused} refused its batch, so that no rank runs the step: {messages[refused].text}"
+            raise RankError(message)
+        ranks.brought({axis: tuple(one.live[i] for one in messages) for i, axis in enumerate(self.axes)})
+        return self._noted(_agree(own, messages))
+
+    def ahead(self, own: Decision, live: tuple[int, ...]) -> None:
+        """Tell the others now what `settle` will be asked for next; it then only waits for what they told."""
+        if self.ranks.quiet:
+            return
+        if self._ahead is not None:
+            message = "the step that was agreed on ahead has not been run: one at a time"
+            raise RankError(message)
+        self._ahead = own, live, self.ranks.begin(self._said(own, live), self._step.told)
+
+    def _said(self, own: Decision, live: tuple[int, ...]) -> Message:
+        verdict, text = (EAGER, own.reason) if own.bucket is None else (FITS, "")
+        return Message(self._step.digest, verdict, own.bucket or 0, _WHYS.index(own.why), live, text)
+
+    def _taken(self, own: Decision, live: tuple[int, ...]) -> Exchange | None:
+        """The exchange that was begun ahead, if one was. RankError where it was of another batch."""
+        if self._ahead is None:
+            return None
+        (told, sizes, exchange), self._ahead = self._ahead, None
+        if (told, sizes) != (own, live):
+            self.ranks.end(exchange, self.ranks.timeout)
+            here = f"sizes {live} of {', '.join(axis.name for axis in self.axes)}: {own.reason}"
+            error = RankError(f"this is not the batch that was agreed on ahead, with sizes {sizes}; it has {here}")
+            self.ranks.broke_off(error)
+            raise error
+        return exchange
+
+    def alone(self, live: tuple[int, ...]) -> None:
+        """A step of quiet ranks: all of them bring the same."""
+        size = self.ranks.size
+        self.ranks.brought({axis: (rows,) * size for axis, rows in zip(self.axes, live, strict=True)})
+
+    def refuse(self, error: Exception) -> None:
+        """Tell the others that this rank's batch is refused, for which they wait. RankError as `settle` raises it."""
+        if self._ahead is not None:  # the others run the step: this rank has vouched for its batch
+            ranks, (_, _, exchange), self._ahead = self.ranks, self._ahead, None
+            ranks.end(exchange, ranks.timeout)
+            ranks.broke_off(error)
+        elif not self.ranks.quiet:
+            said = Message(self._step.digest, REFUSED, live=(0,) * len(self.axes), text=str(error))
+            self._exchange(said, self._step, self.ranks.timeout)
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """While a step runs that all ranks run: one that is broken off here is told to those who wait for this rank."""
+        try:
+            yield
+        except BaseException as error:
+            self.ranks.broke_off(error)
+            raise
+
+    def meet(self, what: str, error: Exception | None = None) -> tuple[int, str] | None:
+        """Have all ranks be done with the same thing; the first that failed in it, and what it says, if any did."""
+        ranks = self.ranks
+        if ranks.size == 1:
+            return None if error is None else (ranks.rank, str(error))
+        place = Place.of(f"{self._runner}: {what}")
+        said = Message(place.digest, FITS if error is None else FAILED, text="" if error is None else str(error))
+        messages = self._exchange(said, place, ranks.capture_timeout)
+        failed = _first(messages, FAILED)
+        return None if failed is None else (failed, messages[failed].text)
+
+    def as_data(self) -> RanksData:
+        """The books, as plain data."""
+        forced: dict[int, dict[str, int]] = {}
+        for (rank, why), steps in sorted(self.forced.copy().items()):
+            forced.setdefault(rank, {})[why] = steps
+        ranks = self.ranks
+        return {"rank": ranks.rank, "size": ranks.size, "exchanges": ranks.exchanges, "forced": forced}
+
+    def _exchange(self, said: Message, place: Place, timeout: float, begun: Exchange | None = None) -> list[Message]:
+        """What all say at one place. RankError where some are at another: each then tells where it is."""
+        ranks = self.ranks
+        messages = ranks.end(ranks.begin(said, place.told) if begun is None else begun, timeout)
+        if all(one.place == place.digest for one in messages):
+            return messages
+        named = ranks.end(ranks.begin(Message(0, text=place.told), place.told), timeout)
+        where = "; ".join(f"rank {rank} is at {one.text}" for rank, one in enumerate(named))
+        message = f"ranks do not run the same steps: {where}"
+        raise RankError(message)
+
+    def _noted(self, agreed: Agreed) -> Decision:
+        self.agreed = agreed
+        self.forced[agreed.rank, agreed.decision.why] += 1
+        return agreed.decision
+
+
+def agreement_of(
+    ranks: Ranks | None,
+    runner: str,
+    config: RunnerConfig,
+    sizes: Mapping[int, Sizes],
+    declaration: Declaration,
+    *leading: Axis,
+) -> Agreement | None:
+    """How a runner's steps agree with those of other ranks; None of a runner without ranks.
+
+    sizes: each bucket's padded sizes. leading: the axis that buckets are chosen by, where there are any.
+    ConfigError where a bucket's tokens do not divide among the shards, or where captures are put off.
+    """
+    if ranks is None:
+        return None
+    for bucket, padded in sizes.items():
+        tokens = padded.get(TOKENS, bucket)
+        if tokens % ranks.shards:
+            message = (
+                f"bucket {bucket} has {tokens} tokens, which do not divide among {ranks.shards} shards: choose buckets "
+                f"whose tokens are multiples of {ranks.shards}"
+            )
+            raise ConfigError(message)
+    if config.lazy and ranks.size > 1:
+        message = "lazy=True puts captures off to each rank's own first batch: ranks capture together, so leave it out"
+        raise ConfigError(message)
+    return Agreement(ranks, runner, tuple(sizes), (*declaration.varying, *leading))
+
+
+def _first(messages: Sequence[Message], verdict: int) -> int | None:
+    """The first rank that said so."""
+    return next((rank for rank, one in enumerate(messages) if one.verdict == verdict), None)
+
+
+def _agree(own: Decision, messages: Sequence[Message]) -> Agreed:
+    """The path of all: eager where one must, else the largest bucket that one needs."""
+    eager = _first(messages, EAGER)
+    if eager is not None:
+        one = messages[eager]
+        return Agreed(Decision("eager", None, _WHYS[one.why], f"rank {eager}: {one.text}"), eager)
+    bucket = max(one.bucket for one in messages)
+    rank = next(rank for rank, one in enumerate(messages) if one.bucket == bucket)
+    reason = f"bucket {bucket} fits the {messages[rank].live[-1]} rows of rank {rank}, the most of all"
+    return Agreed(Decision(own.path, bucket, "fits", reason), rank)

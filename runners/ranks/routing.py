@@ -1,0 +1,74 @@
+"""Routing as all ranks agree: each says what it would do alone, and each goes where all go."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from ...dataflow.bucket import Absent
+from ...dataflow.errors import RankError
+from ...dataflow.sources import NO_SIDE, Side
+from ..captured import Captured
+from ..decision import Decision
+from ..eager import EagerRunner
+from ..graphs import GraphSet
+from ..router import Router
+from .agreement import Agreement
+
+Live = tuple[int, ...]
+
+
+class Joint:
+    """The routes of one runner: its own router's, agreed upon with the same runner of other ranks."""
+
+    def __init__(self, router: Router, graphs: GraphSet[Any], eager: EagerRunner[Any], agreement: Agreement) -> None:
+        self.decide: Final = router.decide
+        self.decides_by_fields: Final = router.decides_by_fields
+        self.same_fields: Final = router.same_fields
+        self._router = router
+        self._graphs = graphs
+        self._eager = eager
+        self._agreement = agreement
+        self._settled, self._side = False, NO_SIDE
+
+    def begin(self, side: Side) -> None:
+        """A fill begins."""
+        self._settled, self._side = False, side
+
+    def route(self, live: Live, absent: Absent, batch: Any) -> Captured | Decision:
+        """The graph that takes a batch, or why none does, as `Router.route`; the same on all ranks. RankError."""
+        if self._agreement.ranks.quiet:
+            self._agreement.alone(live)
+            return self._router.route(live, absent, batch)
+        own = self.decide(live, absent, batch)
+        decision = self.settle(own, live, lambda: self._admit(own, live, absent, batch))
+        if decision.bucket is None:
+            return decision
+        captured = self._graphs.get(decision.bucket, absent)
+        if captured is None:
+            missing = ", ".join(map(repr, sorted(absent)))
+            message = f"ranks agreed on bucket {decision.bucket}, of which this one has no graph without {missing}"
+            raise RankError(message)
+        return captured
+
+    def _admit(self, own: Decision, live: Live, absent: Absent, batch: Any) -> None:
+        """BatchError where the fill would raise it."""
+        captured = self._graphs.get(own.bucket, absent)
+        if captured is None:
+            self._eager.admit(batch, live[:-1], absent, self._side)
+        else:
+            captured.filling.bucket.admit(batch, live[:-1], absent, self._side)
+
+    def settle(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
+        """What all ranks do, where this one would do `own`. RankError as `Agreement.settle`.
+
+        admit: raises what the fill to come would raise of the batch, now that the others can be told.
+        """
+        if not self._agreement.ranks.quiet:
+            admit()
+        self._settled = True
+        return self._agreement.settle(own, live)
+
+    def refuse(self, error: Exception) -> None:
+        """This rank's batch is refused: the others are told, unless they have agreed with it before."""
+        if not self._settled:
+            self._settled = True
+            self._agreement.refuse(error)
