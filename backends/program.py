@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .collectives import again, is_collective
 from .storages import tensors_in
 
 Call = Callable[[], object]
@@ -78,6 +79,8 @@ def parts_of(operations: Sequence[Operation | Pause]) -> list[Part]:
 
 def _call(operation: Operation) -> Call | None:
     name = operation.operator._schema.name  # noqa: SLF001 - OpOverload has no other way to its schema
+    if is_collective(operation.operator):
+        return again(operation.operator, operation.args, operation.kwargs)
     if not operation.fixed:
         return _shortest(operation.operator, operation.args, operation.kwargs)
     if operation.results == 1 and not operation.mutates and name.startswith("aten::"):

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dataflow.errors import CaptureError
 from .base import NO_PARAMETERS, Interruption
+from .collectives import is_collective
 from .program import Operation, Pause
 from .refusals import NO_GRADIENTS, HostReads, check, refuse
 from .storages import Places, Storages, tensors_in
@@ -184,6 +185,9 @@ def _has_effect(operator: Any) -> bool:
 
 def written(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that an operator writes, as its schema says, and where it should say."""
+    if is_collective(operator):
+        yield from tensors_in((args, kwargs))
+        return
     schema = operator._schema  # noqa: SLF001 - OpOverload has no other way to its schema
     undeclared = _UNDECLARED_WRITES.get(schema.name, ())
     for position, argument in enumerate(schema.arguments):

@@ -16,7 +16,7 @@ from tests.ranks.stepping import Gathered, Held
 from tests.runners import prefilled
 
 
-@pytest.mark.parametrize("backend", ["cpu"])
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
 def test_the_largest_bucket_is_everyones(two: Processes, backend: str) -> None:
     """Also an idle rank's; each rank is told who needed it."""
     assert two.run(stepping.make, backend) == [stepping.BUCKETS] * 2

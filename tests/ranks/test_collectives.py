@@ -1,0 +1,109 @@
+"""Collectives in a recorded step: done again in each replay, in the memory that the step gave them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from slotgraph.backends import choose
+from slotgraph.dataflow.errors import CaptureError
+from tests.ranks.processes import Processes
+
+SIZE = 5
+
+
+def reduced(values: torch.Tensor) -> torch.Tensor:
+    """Summed over ranks, in place."""
+    own = values * 2
+    dist.all_reduce(own)
+    return own + 1
+
+
+def reduced_later(values: torch.Tensor) -> torch.Tensor:
+    """Waited for after something else."""
+    own = values * 2
+    work = dist.all_reduce(own, op=dist.ReduceOp.MAX, async_op=True)
+    other = values + 5
+    assert work is not None
+    work.wait()
+    return own + other
+
+
+def gathered(values: torch.Tensor) -> torch.Tensor:
+    """Side by side, in tensors of a list."""
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, values * 3)
+    return torch.cat(parts)
+
+
+def gathered_into_one(values: torch.Tensor) -> torch.Tensor:
+    """The same in one tensor."""
+    out = torch.empty(dist.get_world_size() * values.numel())
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, values * 3)
+    return out - 1
+
+
+def from_the_first(values: torch.Tensor) -> torch.Tensor:
+    """What rank 0 has."""
+    own = values * 7
+    dist.broadcast(own, 0)
+    return own
+
+
+def swapped(values: torch.Tensor) -> torch.Tensor:
+    """Sent to the other rank."""
+    own, theirs = values * 2, torch.empty_like(values)
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.send(own, 1)
+        dist.recv(theirs, 1)
+    else:
+        dist.recv(theirs, 0)
+        dist.send(own, 0)
+    return theirs - own
+
+
+STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    step.__name__: step for step in (reduced, reduced_later, gathered, gathered_into_one, from_the_first, swapped)
+}
+
+
+def replayed(rank: int, name: str) -> list[bool]:
+    """Whether replays over other values are what the step gives when it is run."""
+    step, values = STEPS[name], torch.zeros(SIZE)
+    draw = torch.Generator().manual_seed(rank + 1)
+    values.copy_(torch.rand(SIZE, generator=draw))
+    graph = choose("cpu-capture").capture(lambda: step(values))
+    found = []
+    for _ in range(4):
+        values.copy_(torch.rand(SIZE, generator=draw))
+        graph.replay()
+        outputs = graph.outputs.clone()
+        found.append(torch.equal(outputs, step(values)))
+    return found
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_replays_do_them_again(two: Processes, name: str) -> None:
+    """With what other ranks have by then."""
+    assert two.run(replayed, name) == [[True] * 4] * 2
+
+
+def functional_one(rank: int) -> str:
+    """One whose result is new memory each time."""
+    del rank
+    values, everyone = torch.rand(SIZE), dist.distributed_c10d._get_default_group()
+    with pytest.raises(CaptureError) as raised:
+        choose("cpu-capture").capture(lambda: functional.all_reduce(values, "sum", everyone) + 1)
+    return str(raised.value)
+
+
+def test_functional_ones_are_refused(two: Processes) -> None:
+    """With what to use instead."""
+    for told in two.run(functional_one):
+        assert "cannot use _c10d_functional::all_reduce, a functional collective" in told
+        assert "use the one of torch.distributed that writes into a tensor of yours" in told
