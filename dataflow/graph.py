@@ -61,7 +61,8 @@ def _need_faults(need: str, slots: Mapping[str, Slot], fields: Collection[str]) 
     elif need not in fields:
         near = difflib.get_close_matches(need, [*slots, *fields, *_GIVEN], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        yield f"it needs {need!r}, which is neither slot nor field of the declaration, nor `step`, `settings` or `ranks`{hint}"
+        known = "slot nor field of the declaration, nor `step`, `settings` or `ranks`"
+        yield f"it needs {need!r}, which is neither {known}{hint}"
 
 
 def _side_faults(slot: Slot, slots: Mapping[str, Slot]) -> Iterator[str]:

@@ -1,57 +1,23 @@
 """One exchange: every rank's message to every rank, by one all-gather, with an end however others fare."""
 
-import datetime as dt
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import attrs
-import torch
-import torch.distributed as dist
 
 from ...dataflow.errors import RankError
-from .message import NBYTES, Message
+from .message import Message
 from .rollcall import RollCall
+from .wire import Wire
 
 PATIENCE: Final = 1.0
 """Seconds after which a rank that waits says in the store that it is there: as many as no good step takes."""
-
-
-def all_gather(out: torch.Tensor, own: torch.Tensor, group: "dist.ProcessGroup") -> "dist.Work":
-    """Begin to gather every rank's tensor of [NBYTES]; torch has had two names for it."""
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work = gather(out, own, group=group, async_op=True)
-    return work
-
-
-@attrs.frozen(eq=False)
-class Lines:
-    """Memory of one exchange: a message of NBYTES bytes, and those of all ranks."""
-
-    own: torch.Tensor
-    all: torch.Tensor
-    writable: memoryview
-    readable: Sequence[memoryview]
-
-    @classmethod
-    def of(cls, size: int) -> "Lines":
-        """Memory for so many ranks."""
-        with torch.inference_mode(mode=False):
-            own, every = torch.zeros(NBYTES, dtype=torch.uint8), torch.zeros(size * NBYTES, dtype=torch.uint8)
-        whole = every.numpy().data
-        parts = [whole[rank * NBYTES : (rank + 1) * NBYTES] for rank in range(size)]
-        return cls(own, every, own.numpy().data, parts)
-
-    def messages(self) -> list[Message]:
-        """What the ranks said."""
-        return [Message.read(one) for one in self.readable]
 
 
 @attrs.frozen(eq=False)
 class Exchange:
     """An exchange under way. told: what is said of it in an error."""
 
-    work: "dist.Work"
-    lines: Lines
+    wire: Wire
     number: int
     roll: RollCall
     told: str
@@ -64,19 +30,16 @@ class Exchange:
             if not self._comes(seconds - first):
                 lost = self._loss(f"within {seconds:g} s")
                 raise lost
-        return self.lines.messages()
+        return [Message.read(one) for one in self.wire.readable]
 
     def _comes(self, seconds: float) -> bool:
         """Whether it ends in time. RankError where it cannot any more."""
         try:
-            self.work.wait(dt.timedelta(seconds=max(seconds, 0.001)))
+            return self.wire.comes(seconds)
         except RuntimeError as error:
-            if not self.work.is_completed():
-                return False
             self.roll.here(self.number)
             lost = self._loss("before its connection was lost")
             raise lost from error
-        return True
 
     def _loss(self, how: str) -> RankError:
         missing = self.roll.missing(self.number)

@@ -5,14 +5,18 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, Final, final
 
+import torch
 import torch.distributed as dist
 
 from ...dataflow.axes import Axis
 from ...dataflow.errors import ConfigError, RankError
-from .exchange import Exchange, Lines, all_gather
+from .device_wire import DeviceWire
+from .exchange import Exchange
 from .message import Message
 from .rollcall import RollCall
+from .wire import HostWire, Wire
 
+HOST: Final = "host"
 _COUNT: Final = itertools.count()
 
 
@@ -25,7 +29,8 @@ class Ranks:
     tokens are spread, by which every bucket must divide. timeout: seconds that a rank waits for the others before a
     step. capture_timeout: while graphs are captured, which some ranks may take longer for.
 
-    Sizes are exchanged in host memory, over a group of gloo that is made here, by all ranks of the group at once.
+    on: where sizes are exchanged: in "host" memory, over a group of gloo, or by the name of a device's kind, such as
+    "cuda", over a group of that kind's own backend, on the current device. Either is made here, by all ranks at once.
     Runners share one of these where they run on the same ranks. Raises ConfigError where there is no group, or a number
     makes no sense.
     """
@@ -34,6 +39,7 @@ class Ranks:
         self,
         group: "dist.ProcessGroup | None" = None,
         *,
+        on: str = HOST,
         equal: bool = False,
         shards: int = 1,
         timeout: float = 60.0,
@@ -50,19 +56,21 @@ class Ranks:
         self.shards = shards
         self.timeout = timeout
         self.capture_timeout = capture_timeout
+        self.on = on
         self.exchanges = 0
         self._broken: RankError | None = None
         self._live: Mapping[Axis, tuple[int, ...]] = {}
         if self.size > 1:
-            self._host, self._roll = self._connected()
-            self._free = [Lines.of(self.size)]
+            self._connection, self._roll = self._connected()
+            self._free = [self._wire()]
 
     def _connected(self) -> "tuple[dist.ProcessGroup, RollCall]":
         """The group on the host, and the store that its ranks are called in."""
         members, number = dist.get_process_group_ranks(self.group), next(_COUNT)
         limit = dt.timedelta(seconds=2 * max(self.timeout, self.capture_timeout))  # beyond both, which come first
+        backend = "gloo" if self.on == HOST else dist.get_default_backend_for_device(self.on)
         made: Any = dist.new_group(
-            members, timeout=limit, backend="gloo", use_local_synchronization=True, group_desc="slotgraph"
+            members, timeout=limit, backend=backend, use_local_synchronization=True, group_desc="slotgraph"
         )
         from torch.distributed.distributed_c10d import (  # noqa: PLC0415 - some builds of torch have none of it
             PrefixStore,
@@ -71,6 +79,13 @@ class Ranks:
 
         store = _get_process_group_store(made)
         return made, RollCall(PrefixStore(f"slotgraph{number}", store), self.rank, self.size)
+
+    def _wire(self) -> Wire:
+        """Memory for one more exchange at a time."""
+        if self.on == HOST:
+            return HostWire(self._connection, self.size)
+        device = torch.device(self.on, torch.get_device_module(self.on).current_device())
+        return DeviceWire(self._connection, self.size, device)
 
     @property
     def quiet(self) -> bool:
@@ -96,10 +111,10 @@ class Ranks:
             message_now = f"{told}: these ranks are lost to each other: {self._broken}"
             raise RankError(message_now)
         self.exchanges += 1
-        lines = self._free.pop() if self._free else Lines.of(self.size)
-        message.write(lines.writable)
-        work = all_gather(lines.all, lines.own, self._host)
-        return Exchange(work, lines, self.exchanges, self._roll, told)
+        wire = self._free.pop() if self._free else self._wire()
+        message.write(wire.writable)
+        wire.begin()
+        return Exchange(wire, self.exchanges, self._roll, told)
 
     def end(self, exchange: Exchange, timeout: float) -> list[Message]:
         """What all ranks told, in their order.
@@ -112,7 +127,7 @@ class Ranks:
             told = str(error) if isinstance(error, RankError) else f"{exchange.told} was broken off"
             self._broken = RankError(told)
             raise
-        self._free.append(exchange.lines)
+        self._free.append(exchange.wire)
         return found
 
 

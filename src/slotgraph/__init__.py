@@ -22,6 +22,7 @@ from slotgraph.runners.eager import EagerRunner
 from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
 from slotgraph.runners.pool import InputPool
 from slotgraph.runners.prefill import PrefillRunner
+from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.running import current_view
 from slotgraph.runners.stacked.breaks import graph_break
 
@@ -31,7 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BATCH", "CACHE_LOC", "DEVICE", "HOST", "SEQ_LEN_FILL", "TOKENS", "WIDTH", "Axis", "BreakableRunner", "Buckets",
     "DecodeRunner", "DraftExtendRunner", "DraftRunner", "EagerRunner", "FillRole", "InputPool", "Inputs",
-    "MultiLayerDraftExtendRunner", "PrefillRunner", "Role", "RunnerConfig", "Slot", "SlotGraphError", "Step",
+    "MultiLayerDraftExtendRunner", "PrefillRunner", "Ranks", "Role", "RunnerConfig", "Slot", "SlotGraphError", "Step",
     "computed", "constant", "copied", "current_view", "errors", "graph_break", "host_parameter", "keep", "once",
     "output", "side", "slot", "staged", "standard",
 ]

@@ -77,11 +77,13 @@ class Processes:
 
 
 @contextlib.contextmanager
-def ranks(size: int, folder: pathlib.Path, *, timeout: float = PATIENCE) -> Iterator[Processes]:
-    """So many ranks, whose default group is gloo's, as long as the block runs. folder: theirs alone."""
+def ranks(size: int, folder: pathlib.Path, *, timeout: float = PATIENCE, backend: str = "gloo") -> Iterator[Processes]:
+    """So many ranks of one default group, as long as the block runs. folder: theirs alone."""
     ends = [_CONTEXT.Pipe() for _ in range(size)]
     started = [
-        _CONTEXT.Process(target=_serve, args=(rank, size, str(folder / "store"), timeout, ends[rank][1]), daemon=True)
+        _CONTEXT.Process(
+            target=_serve, args=(rank, size, str(folder / "store"), timeout, backend, ends[rank][1]), daemon=True
+        )
         for rank in range(size)
     ]
     for process, (_, theirs) in zip(started, ends, strict=True):
@@ -94,11 +96,15 @@ def ranks(size: int, folder: pathlib.Path, *, timeout: float = PATIENCE) -> Iter
         made.stop()
 
 
-def _serve(rank: int, size: int, store: str, timeout: float, pipe: multiprocessing.connection.Connection) -> None:
+def _serve(
+    rank: int, size: int, store: str, timeout: float, backend: str, pipe: multiprocessing.connection.Connection
+) -> None:
     """One rank's life: functions in turn, until the other end is gone."""
     torch.set_num_threads(1)
+    if "cuda" in backend:
+        torch.cuda.set_device(rank)
     limit = dt.timedelta(seconds=timeout)
-    dist.init_process_group("gloo", store=FileStore(store, size), rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(backend, store=FileStore(store, size), rank=rank, world_size=size, timeout=limit)
     while True:
         try:
             function, args = pipe.recv()
