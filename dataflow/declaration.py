@@ -160,7 +160,9 @@ def _axes(slots: Mapping[str, Slot]) -> tuple[Axis, ...]:
 
 
 def _need_none(declaration: Declaration, given: str) -> None:
-    """DeclarationError where a function asks for what the runner was not given."""
+    """DeclarationError where a function asks for what the runner was not given, and what is no slot."""
+    if given in declaration.slots:
+        return
     for name, slot in declaration.slots.items():
         compute = slot.computes()
         if compute is not None and given in compute.needs:

@@ -9,7 +9,7 @@ from .capabilities import DEVICE, HOST, Placement
 from .compute import OUT, RANKS, SETTINGS, STEP
 from .slots import Output, Slot
 
-RESERVED: Final = frozenset({STEP, SETTINGS, RANKS, OUT, "narrow", "placeholder"})
+RESERVED: Final = frozenset({STEP, SETTINGS, OUT, "narrow", "placeholder"})
 
 _GIVEN: Final = (STEP, SETTINGS, RANKS)
 

@@ -23,6 +23,7 @@ from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
 from slotgraph.runners.pool import InputPool
 from slotgraph.runners.prefill import PrefillRunner
 from slotgraph.runners.ranks.group import Ranks
+from slotgraph.runners.ranks.pipeline import PipelineStage
 from slotgraph.runners.running import current_view
 from slotgraph.runners.stacked.breaks import graph_break
 
@@ -32,8 +33,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BATCH", "CACHE_LOC", "DEVICE", "HOST", "SEQ_LEN_FILL", "TOKENS", "WIDTH", "Axis", "BreakableRunner", "Buckets",
     "DecodeRunner", "DraftExtendRunner", "DraftRunner", "EagerRunner", "FillRole", "InputPool", "Inputs",
-    "MultiLayerDraftExtendRunner", "PrefillRunner", "Ranks", "Role", "RunnerConfig", "Slot", "SlotGraphError", "Step",
-    "computed", "constant", "copied", "current_view", "errors", "graph_break", "host_parameter", "keep", "once",
-    "output", "side", "slot", "staged", "standard",
+    "MultiLayerDraftExtendRunner", "PipelineStage", "PrefillRunner", "Ranks", "Role", "RunnerConfig", "Slot",
+    "SlotGraphError", "Step", "computed", "constant", "copied", "current_view", "errors", "graph_break",
+    "host_parameter", "keep", "once", "output", "side", "slot", "staged", "standard",
 ]
 # fmt: on

@@ -18,7 +18,7 @@ from slotgraph.runners.ranks.group import HOST, Ranks
 from tests.benchmarks.shown import show, table_of
 from tests.ranks.processes import ranks
 
-WAYS: Final = ("known to be equal", "agreed", "agreed ahead", "agreed on the device", "both")
+WAYS: Final[tuple[str, ...]] = ("known to be equal", "agreed", "agreed ahead", "agreed on the device", "both")
 LIVE, BUCKET = 29, 32
 
 
@@ -61,12 +61,12 @@ def timed(rank: int, backend: str, layers: int, hidden: int, rounds: int, steps:
     """Microseconds of a step whose outputs the host waits for, by way: one number a round, ways in turn."""
     device = torch.device("cuda", rank) if backend == "cuda" else torch.device("cpu")
     model = Half(layers, hidden, device, torch.bfloat16 if backend == "cuda" else torch.float32)
-    places, ways, runners = dict.fromkeys(WAYS[3:], "cuda"), WAYS if backend == "cuda" else WAYS[:3], {}
+    on_device, ways, runners = WAYS[3:], WAYS if backend == "cuda" else WAYS[:3], {}
     for way in ways:
         given: dict[str, Any] = {
             "backend": backend,
             "progress": False,
-            "ranks": Ranks(equal=way == WAYS[0], on=places.get(way, HOST)),
+            "ranks": Ranks(equal=way == WAYS[0], on="cuda" if way in on_device else HOST),
         }
         runners[way] = DecodeRunner(Decode, model, buckets=[BUCKET], **given)
         runners[way].capture()

@@ -14,6 +14,7 @@ from serving.request import Request
 EXACT = "float32"
 FLOAT32_TOLERANCE = 1e-3
 MARGIN = 2
+TIES = 2
 ULPS = 4
 TOGETHER = 8
 
@@ -46,7 +47,7 @@ def bounds_for(options: Options, language: Language, requests: Sequence[Request]
     largest = max(float(answer.logits.abs().max()) for answer in answers)
     measured = max(MARGIN * noise, ULPS * torch.finfo(options.torch_dtype).eps * largest)
     logits = measured if options.tolerance is None else options.tolerance
-    return Bounds(logits=logits, tie=2 * logits, noise=noise)
+    return Bounds(logits=logits, tie=TIES * logits, noise=noise)
 
 
 def noise_of(language: Language, requests: Sequence[Request], answers: Sequence[Answer]) -> float:

@@ -1,7 +1,7 @@
 """The comparison: every token and every logit of the engine against the reference, and the first that differs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 import torch
@@ -61,6 +61,21 @@ class Comparison:
     spread: float
     largest: float
     difference: Difference | None
+
+    @classmethod
+    def together(cls, parts: "Sequence[Comparison]") -> "Comparison":
+        """Of several ranks' requests within the same bounds; spread: the mean square of theirs, by their tokens."""
+        tokens = sum(part.tokens for part in parts)
+        return cls(
+            tokens=tokens,
+            ties=sum(part.ties for part in parts),
+            gap=max(part.gap for part in parts),
+            apart=sum(part.apart for part in parts),
+            bounds=parts[0].bounds,
+            spread=math.sqrt(sum(part.tokens * part.spread**2 for part in parts) / tokens),
+            largest=max(part.largest for part in parts),
+            difference=earliest(part.difference for part in parts if part.difference is not None),
+        )
 
 
 @attrs.frozen(eq=False)
@@ -129,8 +144,13 @@ def compare(requests: Sequence[Request], answers: Sequence[Answer], bounds: Boun
         bounds=bounds,
         spread=float(torch.cat([answer.logits for answer in answers]).std()),
         largest=max(float(one.apart.max()) for one in held),
-        difference=min(differences, key=lambda found: math.inf if found.step is None else found.step, default=None),
+        difference=earliest(differences),
     )
+
+
+def earliest(differences: Iterable[Difference]) -> Difference | None:
+    """The one that an engine step made first, if there is any."""
+    return min(differences, key=lambda found: math.inf if found.step is None else found.step, default=None)
 
 
 def _at(numbers: Sequence[int], place: int) -> int | None:

@@ -1,7 +1,9 @@
 """The engine: prompts by the path that is asked for, decode steps through captured buckets, until all are done."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import attrs
 import torch
@@ -41,12 +43,26 @@ class Work:
     fills: list[float] = attrs.field(factory=list)
     prefills: Prefills = attrs.field(factory=Prefills)
 
+    @classmethod
+    def together(cls, works: "Sequence[Work]") -> "Work":
+        """What several engines have done side by side."""
+        return cls(
+            steps=max(work.steps for work in works),
+            decoded=sum(work.decoded for work in works),
+            done=sum(work.done for work in works),
+            seconds=max(work.seconds for work in works),
+            fills=[seconds for work in works for seconds in work.fills],
+            prefills=Prefills.together([work.prefills for work in works]),
+        )
+
 
 class Engine:
     """Serves a set of requests on one model, whose attention must be `paged` meanwhile.
 
     declaration, prompts: what a decode step and what a prefill step reads; subclasses of DecodeInputs and PrefillInputs
     may add to these or override them. prepare: has the last look at each decode batch before the runner gets it.
+    among: what both runners are told of other ranks that step when they do, by keyword; nothing where ranks need not
+    agree on a path, because each has the same batch, or runs all by itself.
     """
 
     def __init__(
@@ -58,6 +74,7 @@ class Engine:
         declaration: type[DecodeInputs] = DecodeInputs,
         prompts: type[PrefillInputs] = PrefillInputs,
         prepare: Prepare = unchanged,
+        among: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         needs = sorted((request.pages_needed(options.page_size) for request in requests), reverse=True)
         pages = 1 + sum(needs[: options.max_batch])
@@ -65,10 +82,9 @@ class Engine:
         self.steps = Steps.over(language.model, PagedCache.empty(language.model, pages, options.page_size))
         limits = options.max_batch, options.max_prefill_tokens
         self.scheduler = Scheduler(requests, PageAllocator(pages), options.page_size, *limits)
-        self.prefill = prefill_runner(prompts, self.steps, options)
-        self.decode = DecodeRunner(
-            declaration, self.steps.decode, buckets=options.ladder, backend=options.backend, sizes={PAGES: needs[0]}
-        )
+        self.prefill = prefill_runner(prompts, self.steps, options, among)
+        graphs: Any = {"buckets": options.ladder, "backend": options.backend, "sizes": {PAGES: needs[0]}, **among}
+        self.decode = DecodeRunner(declaration, self.steps.decode, **graphs)
         self._eos = language.eos
         self._page_size = options.page_size
         self._device = language.model.device

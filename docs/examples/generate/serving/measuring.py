@@ -12,6 +12,7 @@ from serving.compiled import WARMUPS, compiled_step, graphs_skipped
 from serving.engine import Engine
 from serving.inputs import DecodeInputs
 from serving.options import Options
+from serving.ranks import as_first_says
 from serving.request import Request
 from serving.steady import Size, Steady
 from serving.steps import Steps
@@ -136,7 +137,8 @@ def race_of(effort: Effort, contestants: Sequence[Contestant], wait: Wait) -> Ra
     Two rounds: the first warms all contestants up.
     """
     _, whole, *_ = Race(2, FEWEST, wait, each=True).run(contestants)
-    return Race(effort.rounds, max(FEWEST, min(MOST, round(1e6 * effort.turn / whole[-1]))), wait)
+    steps = max(FEWEST, min(MOST, round(1e6 * effort.turn / whole[-1])))
+    return Race(effort.rounds, as_first_says(steps), wait)
 
 
 def _add_compiled(contestants: list[Contestant], engine: Engine, batches: Sequence[DecodeInputs], race: Race) -> str:

@@ -40,6 +40,14 @@ class Language:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
+def config_of(options: Options) -> Any:
+    """The configuration of the model that the options ask for, without its weights; OptionsError where there is none.
+
+    Also where its attention or positions are of a kind that this engine does not know.
+    """
+    return _seeded_config() if options.model is None else _checkpoint_config(options.model)
+
+
 def load_language(options: Options, device: torch.device) -> Language:
     """The model that the options ask for, ready to run on `device`; OptionsError where there is none."""
     language = _seeded(options.seed) if options.model is None else _checkpoint(options.model, options.torch_dtype)
@@ -48,8 +56,8 @@ def load_language(options: Options, device: torch.device) -> Language:
     return language
 
 
-def _seeded(seed: int) -> Language:
-    config = LlamaConfig(
+def _seeded_config() -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=BYTES + 2,
         hidden_size=128,
         intermediate_size=256,
@@ -60,7 +68,10 @@ def _seeded(seed: int) -> Language:
         bos_token_id=BOS,
         eos_token_id=EOS,
     )
-    model = LlamaForCausalLM(config)
+
+
+def _seeded(seed: int) -> Language:
+    model = LlamaForCausalLM(_seeded_config())
     _scale(model, torch.Generator().manual_seed(seed))
     return Language(f"seeded Llama, seed {seed}", model, ByteTokens(bos=BOS), frozenset({EOS}))
 
@@ -92,12 +103,17 @@ def _deviation(name: str, fan_in: int) -> float:
     return gains.get(name.split(".")[-2], 2.0) / math.sqrt(fan_in)
 
 
-def _checkpoint(folder: Path, dtype: torch.dtype) -> Language:
+def _checkpoint_config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         message = f"--model {folder}: there is no config.json: give a folder that save_pretrained() wrote"
         raise OptionsError(message)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     _refuse_what_is_no_llama(config)
+    return config
+
+
+def _checkpoint(folder: Path, dtype: torch.dtype) -> Language:
+    config = _checkpoint_config(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
     return Language(folder.name, model, checkpoint_tokens(folder, config), _ends(model))
 

@@ -131,6 +131,23 @@ class Options:
             metavar="X",
         ),
     )
+    tp: int = attrs.field(
+        default=1,
+        metadata=_says(
+            "processes that run each request together, a share of the model's heads and columns each; torchrun "
+            "starts them",
+            type=_count,
+            metavar="N",
+        ),
+    )
+    dp: int = attrs.field(
+        default=1,
+        metadata=_says(
+            "processes that serve a share of the requests each, with the whole model; torchrun starts them",
+            type=_count,
+            metavar="N",
+        ),
+    )
     rounds: int | None = attrs.field(
         default=None,
         metadata=_says(

@@ -1,7 +1,7 @@
 """Prefill: the runner of each path that prompts may take, and what has become of its steps."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -16,16 +16,22 @@ from slotgraph.runners.decision import Decision
 Runner: TypeAlias = "EagerRunner[PrefillInputs] | BreakableRunner[PrefillInputs] | PrefillRunner[PrefillInputs]"
 
 
-def prefill_runner(declaration: type[PrefillInputs], steps: Steps, options: Options) -> Runner:
-    """A runner of prompts by the path that the options name. Its graphs are for so many tokens of any requests."""
+def prefill_runner(
+    declaration: type[PrefillInputs], steps: Steps, options: Options, among: Mapping[str, Any]
+) -> Runner:
+    """A runner of prompts by the path that the options name. Its graphs are for so many tokens of any requests.
+
+    among: what it is told of other ranks, by keyword.
+    """
     if options.prefill == "eager":
-        return EagerRunner(declaration, steps.prefill(attend_within_requests), backend=options.backend)
+        return EagerRunner(declaration, steps.prefill(attend_within_requests), backend=options.backend, **among)
     graphs: Any = {
         "stack": steps.layers,
         "max_tokens": options.max_prefill_tokens,
         "max_batch": options.max_batch,
         "output_rows": BATCH,
         "backend": options.backend,
+        **among,
     }
     if options.prefill == "breakable":
         return BreakableRunner(declaration, steps.prefill(between_graphs), **graphs)
@@ -43,6 +49,16 @@ class Prefills:
     tokens: int = 0
     most: int = 0
     decisions: list[Decision] = attrs.field(factory=list)
+
+    @classmethod
+    def together(cls, parts: "Sequence[Prefills]") -> "Prefills":
+        """The prefill steps of several engines; seconds: of the one that took longest."""
+        return cls(
+            seconds=max(part.seconds for part in parts),
+            tokens=sum(part.tokens for part in parts),
+            most=max(part.most for part in parts),
+            decisions=[decision for part in parts for decision in part.decisions],
+        )
 
     @property
     def steps(self) -> int:

@@ -1,9 +1,10 @@
 """The program: the reference, the engine, the comparison and the report, one after the other."""
 
 import logging
+import os
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import attrs
 import structlog
@@ -12,20 +13,22 @@ from rich.console import Console
 from rich.progress import Progress
 
 from serving.attention import paged
-from serving.bounds import Bounds, bounds_for
-from serving.comparison import Comparison, compare
 from serving.engine import Engine, Prepare, unchanged
-from serving.forcing import answer_to
 from serving.inputs import DecodeInputs, PrefillInputs
+from serving.judge import Judge
 from serving.measuring import measure
-from serving.model import Language, load_language
+from serving.model import Language, config_of, load_language
 from serving.options import Options, OptionsError, parse
+from serving.parts import Part, run_of
 from serving.prefill_times import prefill_times
 from serving.prompts import read_requests
-from serving.reference import Answer, reference_answers
+from serving.ranks import World, joined
+from serving.reference import Answer
 from serving.report import Report, write_json
 from serving.request import Request
-from serving.summary import Run, summarise
+from serving.served import Served
+from serving.sharded import check_even, sharded
+from serving.summary import summarise
 from serving.tables import show
 from slotgraph import backends
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
@@ -43,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return generate(options)
     except (OptionsError, BackendUnavailableError, CaptureError) as error:
-        Console(stderr=True).print(f"generate: {error}", style="red", markup=False, soft_wrap=True)
+        rank = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""  # who fails first has the others killed
+        Console(stderr=True).print(f"generate: {rank}{error}", style="red", markup=False, soft_wrap=True)
         return 2
 
 
@@ -56,28 +60,46 @@ def generate(
 ) -> int:
     """Run the demo and print its report; 0 if all tokens and logits count as equal to the reference, else 1.
 
-    declaration, prompts, prepare: see Engine.
+    declaration, prompts, prepare: see Engine. Over several ranks each does its part, and the first one prints.
     """
     if options.json is not None and not options.json.parent.is_dir():
         message = f"--json {options.json}: there is no folder {options.json.parent}"
         raise OptionsError(message)
-    language = load_language(options, backends.choose(options.backend).device)
-    requests = read_requests(options, language)
-    begin = time.perf_counter()
-    answers = _ask(language, requests)
-    seconds = time.perf_counter() - begin
-    bounds = bounds_for(options, language, requests, answers)
-    engine = Engine(language, requests, options, declaration=declaration, prompts=prompts, prepare=prepare)
-    with paged(language.model):
-        captured = _serve(engine, len(requests))
-    comparison = _judge(language, requests, answers, bounds)
-    report = summarise(Run(options, language, requests, engine, captured, comparison, seconds))
-    if report.passed:  # what a wrong step takes is of no interest
-        report = _timed(report, engine, options, requests)
-    show(report, Console())
-    if options.json is not None:
-        write_json(report, options.json)
+    if options.tp > 1:
+        check_even(config_of(options), options.tp)
+    with joined(options) as world:
+        report = _report(options, world, {"declaration": declaration, "prompts": prompts, "prepare": prepare})
+    if world.first:
+        show(report, Console())
+        if options.json is not None:
+            write_json(report, options.json)
     return 0 if report.passed else 1
+
+
+def _report(options: Options, world: World, seams: dict[str, Any]) -> Report:
+    """Answer, serve, compare, and time; the same report in every rank."""
+    language = whole = load_language(options, backends.choose(options.backend).device)
+    requests = world.share(read_requests(options, whole))
+    alone = None
+    if world.tensor_parallel:
+        language = sharded(whole, world)
+        alone = _ask(options, world, whole, requests)
+    judge = _ask(options, world, language, requests)
+    judge = judge.within(world.gathered(judge.bounds))
+    engine = Engine(language, requests, options, **seams)
+    with paged(language.model):
+        captured = _serve(engine, len(requests), world)
+    part = Part(
+        requests=requests,
+        served=Served.by(engine, captured),
+        comparison=judge.compare(requests),
+        alone=None if alone is None else alone.beside(judge).compare(requests),
+        reference_seconds=judge.seconds,
+    )
+    report = summarise(run_of(options, world, whole, part))
+    if report.passed and not world.data_parallel:  # what a wrong step takes is of no interest
+        report = _timed(report, engine, options, requests, world)
+    return report
 
 
 def _hear_events(level: int) -> None:
@@ -88,39 +110,35 @@ def _hear_events(level: int) -> None:
     )
 
 
-def _ask(language: Language, requests: Sequence[Request]) -> list[Answer]:
-    """The reference comes first: whatever the engine might do to the weights does not reach it."""
-    with _bar() as progress:
-        answers = reference_answers(language, requests)
-        return list(progress.track(answers, len(requests), description="generate(), one at a time"))
+def _ask(options: Options, world: World, language: Language, requests: Sequence[Request]) -> Judge:
+    with _bar(world) as progress:
+
+        def watch(answers: Iterator[Answer], count: int) -> Iterable[Answer]:
+            return progress.track(answers, count, description="generate(), one at a time")
+
+        return Judge.asked(options, language, requests, watch)
 
 
-def _serve(engine: Engine, count: int) -> CaptureReport:
+def _serve(engine: Engine, count: int, world: World) -> CaptureReport:
     """Capture, then run until every request is done."""
     captured = engine.capture()
-    with _bar() as progress:
+    with _bar(world) as progress:
         task = progress.add_task("serving, in batches", total=count)
         for work in engine.run():
             progress.update(task, completed=work.done)
     return captured
 
 
-def _judge(language: Language, requests: Sequence[Request], answers: Sequence[Answer], bounds: Bounds) -> Comparison:
-    """Compare with generate(), and after a near-tie with what the reference makes of the request's own text."""
-    if bounds.tie:
-        pairs = zip(requests, answers, strict=True)
-        answers = [answer_to(language, request, answer) for request, answer in pairs]
-    return compare(requests, answers, bounds)
-
-
-def _timed(report: Report, engine: Engine, options: Options, requests: Sequence[Request]) -> Report:
-    with _bar() as progress:
+def _timed(report: Report, engine: Engine, options: Options, requests: Sequence[Request], world: World) -> Report:
+    """Ranks that run each request together are timed together; transformers' own compiled step is for one process."""
+    options = attrs.evolve(options, compare=False) if world.size > 1 else options
+    with _bar(world) as progress:
         progress.add_task("timing steps", total=None)
         prefill = prefill_times(engine, options, requests)
         return attrs.evolve(report, prefill_times=prefill, measured=measure(engine, options, requests))
 
 
-def _bar() -> Progress:
-    """A progress bar, on a terminal only."""
+def _bar(world: World) -> Progress:
+    """A progress bar, on a terminal only, and of one rank."""
     console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
+    return Progress(console=console, transient=True, disable=not (world.first and console.is_terminal))

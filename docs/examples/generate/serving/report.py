@@ -89,12 +89,34 @@ class TextMade:
 
 
 @attrs.frozen(kw_only=True)
+class RanksUse:
+    """How a run was shared out among processes.
+
+    way: "tp" or "dp". requests: of each rank. differing: ranks that made other tokens than rank 0 of the same requests.
+    alone: with tensor parallelism what all came to beside one process with the whole model; the report's comparison
+    is with the same shares run eagerly.
+    """
+
+    way: str
+    size: int
+    requests: list[int]
+    differing: list[int]
+    alone: Comparison | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether all ranks agree, with one another and with one process."""
+        return not self.differing and (self.alone is None or self.alone.difference is None)
+
+
+@attrs.frozen(kw_only=True)
 class Report:
     """One run of the demo.
 
     decoded, counted: live tokens of all decode steps, counted by the host and by the device inside the step.
     eager_steps: decode steps that no bucket could take. reference_tokens_per_second: transformers' own, one prompt at a
-    time. measured, prefill_times: what decode and prefill steps take, None where they were not timed.
+    time. measured, prefill_times: what decode and prefill steps take, None where they were not timed. ranks: None where
+    there was one process; with data parallelism all else is of all ranks, with tensor parallelism of rank 0.
     """
 
     model: str
@@ -118,13 +140,15 @@ class Report:
     memory: MemoryUse
     comparison: Comparison
     texts: list[TextMade]
+    ranks: RanksUse | None = None
     measured: Measured | None = None
     prefill_times: PrefillTimes | None = None
 
     @property
     def passed(self) -> bool:
         """Whether all tokens and logits count as equal to the reference, and the device counted what the host did."""
-        return self.comparison.difference is None and self.counted == self.decoded
+        equal = self.comparison.difference is None and self.counted == self.decoded
+        return equal and (self.ranks is None or self.ranks.passed)
 
 
 def write_json(report: Report, path: Path) -> None:

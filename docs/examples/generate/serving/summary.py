@@ -1,67 +1,70 @@
-"""The summary: what the engine, its runners and the comparison have to say, put into one report."""
+"""The summary: what the engines, their runners and the comparison have to say, put into one report."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import attrs
 
 from serving.comparison import Comparison
-from serving.engine import Engine
+from serving.engine import Work
 from serving.model import Language
 from serving.options import Options
-from serving.prefill import Runner
-from serving.report import BucketUse, FillTime, MemoryUse, PrefillUse, Report, TextMade
+from serving.report import FillTime, PrefillUse, RanksUse, Report, TextMade
 from serving.request import Request
-from slotgraph import EagerRunner
-from slotgraph.runners.capture import CaptureReport
+from serving.served import Served, buckets_of, memory_of, waste_of
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, kw_only=True)
 class Run:
-    """A run that is over, and what it came to. reference_seconds: what generate() took for all prompts."""
+    """A run that is over, and what it came to.
+
+    requests: all that were served. served: by which engines. reference_seconds: what generate() took for all prompts.
+    ranks: how it was shared out, None where it was not.
+    """
 
     options: Options
     language: Language
     requests: Sequence[Request]
-    engine: Engine
-    captured: CaptureReport
+    served: Sequence[Served]
     comparison: Comparison
     reference_seconds: float
+    ranks: RanksUse | None
 
 
 def summarise(run: Run) -> Report:
     """The report of a run."""
-    stats, work = run.engine.decode.stats(), run.engine.work
-    buckets = _buckets(stats)
+    stats = [one.decode for one in run.served]
+    work = Work.together([one.work for one in run.served])
+    buckets = buckets_of(stats)
     tokens = sum(len(request.generated) for request in run.requests)
     return Report(
         model=run.language.name,
         parameters=run.language.parameters,
-        backend=run.engine.decode.stage.backend.name,
+        backend=run.served[0].backend,
         dtype=run.options.dtype,
         requests=len(run.requests),
         steps=work.steps,
-        prefill=_prefill(run),
+        prefill=_prefill(run, work),
         decode_steps=len(work.fills),
-        eager_steps=stats["steps"]["eager"],
+        eager_steps=sum(one["steps"]["eager"] for one in stats),
         decoded=work.decoded,
-        counted=int(run.engine.steps.counted),
+        counted=sum(one.counted for one in run.served),
         tokens=tokens,
         tokens_per_second=tokens / work.seconds,
         reference_tokens_per_second=run.comparison.tokens / run.reference_seconds,
-        capture_seconds=run.captured.seconds,
-        padding_waste=_waste(buckets),
+        capture_seconds=max(one.captured.seconds for one in run.served),
+        padding_waste=waste_of(buckets),
         buckets=buckets,
         fill=FillTime.of(work.fills),
-        memory=_memory(run.engine, run.captured),
+        memory=memory_of(run.served),
         comparison=run.comparison,
         texts=[_text(request, run.language) for request in run.requests],
+        ranks=run.ranks,
     )
 
 
-def _prefill(run: Run) -> PrefillUse:
-    runner, work = run.engine.prefill, run.engine.work
-    prefills, buckets, captured = work.prefills, _buckets(runner.stats()), _captured(runner)
+def _prefill(run: Run, work: Work) -> PrefillUse:
+    prefills, buckets = work.prefills, buckets_of([one.prompts for one in run.served])
+    captured = [one.captured_prompts for one in run.served if one.captured_prompts is not None]
     return PrefillUse(
         asked=run.options.prefill,
         steps=prefills.steps,
@@ -69,31 +72,11 @@ def _prefill(run: Run) -> PrefillUse:
         reasons=dict(prefills.reasons),
         tokens=prefills.tokens,
         most=prefills.most,
-        share=prefills.seconds / work.seconds,
-        capture_seconds=captured.seconds if captured else 0.0,
-        padding_waste=_waste(buckets),
+        share=sum(one.work.prefills.seconds for one in run.served) / sum(one.work.seconds for one in run.served),
+        capture_seconds=max((report.seconds for report in captured), default=0.0),
+        padding_waste=waste_of(buckets),
         buckets=buckets,
-        memory=captured.memory.total if captured else 0,
-    )
-
-
-def _captured(runner: Runner) -> CaptureReport | None:
-    return None if isinstance(runner, EagerRunner) else runner.report
-
-
-def _buckets(stats: Mapping[str, Any]) -> list[BucketUse]:
-    return [BucketUse(bucket=bucket, **use) for bucket, use in stats["buckets"].items()]
-
-
-def _waste(buckets: Sequence[BucketUse]) -> float:
-    """The share of all replayed rows that were padding."""
-    return 1 - sum(use.live for use in buckets) / max(1, sum(use.padded for use in buckets)) if buckets else 0.0
-
-
-def _memory(engine: Engine, captured: CaptureReport) -> MemoryUse:
-    account = captured.memory
-    return MemoryUse(
-        inputs=account.inputs, graphs=account.graphs, outputs=account.outputs, kv_cache=engine.steps.cache.nbytes
+        memory=sum(report.memory.total for report in captured),
     )
 
 

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from serving.comparison import Comparison
+from serving.ranks import WAYS
 from serving.report import BucketUse, PrefillUse, Report
 from serving.times import prefill_sentence, show_times
 from slotgraph.runners.capture import human_bytes
@@ -41,6 +42,8 @@ def _run(report: Report) -> Table:
 def _work(report: Report) -> Iterable[tuple[str, str]]:
     steps = report.prefill.steps, report.decode_steps, report.eager_steps
     yield "backend", report.backend
+    if report.ranks is not None:
+        yield "ranks", f"{report.ranks.size}, {WAYS[report.ranks.way]}"
     yield "requests", f"{report.requests}"
     yield "steps: prefill / decode / decode, eagerly", _slashed(*steps)
     yield "prefill steps by path", _by_path(report.prefill)
@@ -87,14 +90,26 @@ def _texts(report: Report) -> Table:
 
 
 def _verdict(report: Report) -> Text:
-    comparison = report.comparison
-    if comparison.difference is not None:
-        apart = f"differences in {comparison.apart} of {report.requests} requests; {_logits(comparison)}"
-        return Text(f"DIFFERENT from generate(): {comparison.difference}\n{apart}", style="bold red")
-    if not report.passed:
+    """One line or two, green or red: the comparison, and over ranks with tensor parallelism that with one process."""
+    ranks = report.ranks
+    if ranks is not None and ranks.differing:
+        others = ", ".join(map(str, ranks.differing))
+        return Text(f"DIFFERENT texts in rank {others} and rank 0, of the same requests", style="bold red")
+    if report.comparison.difference is None and report.counted != report.decoded:
         counts = f"{report.decoded} rows were decoded, the graphs counted {report.counted}"
         return Text(f"WRONG COUNT of live rows: {counts}", style="bold red")
-    return Text(f"{_equal(comparison, report.requests)}; {_logits(comparison)}", style="green")
+    if ranks is None or ranks.alone is None:
+        return _compared(report.comparison, report.requests)
+    eager = Text("beside the same ranks, eagerly: ").append_text(_compared(report.comparison, report.requests))
+    alone = Text("beside one process: ").append_text(_compared(ranks.alone, report.requests))
+    return Text("\n").join([eager, alone])
+
+
+def _compared(comparison: Comparison, requests: int) -> Text:
+    if comparison.difference is not None:
+        apart = f"differences in {comparison.apart} of {requests} requests; {_logits(comparison)}"
+        return Text(f"DIFFERENT from generate(): {comparison.difference}\n{apart}", style="bold red")
+    return Text(f"{_equal(comparison, requests)}; {_logits(comparison)}", style="green")
 
 
 def _equal(comparison: Comparison, requests: int) -> str:

@@ -1,0 +1,121 @@
+"""Tensor parallelism: each rank has a share of the attention's heads, of the MLP's columns and of the vocabulary.
+
+Where shares are added up or put together, the step calls torch.distributed. It does so within operators of its own, so
+that whatever records or traces a step sees one operator, to be run again whole; a device's graph holds what is inside.
+"""
+
+import copy
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch.nn.functional import linear
+
+from serving.model import Language
+from serving.options import OptionsError
+from serving.ranks import World
+
+EVEN = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""What of a configuration is shared out."""
+COLUMNS, ROWS = "colwise", "rowwise"
+WHOLE = ("replicated_with_grad_allreduce",)
+"""Words of transformers' own plans: an output's columns, an input's rows, and what every rank has whole."""
+
+
+@torch.library.custom_op("serving::add_up", mutates_args=("share",))
+def add_up(share: torch.Tensor) -> None:
+    """Sum over all ranks, in place."""
+    dist.all_reduce(share)
+
+
+@torch.library.custom_op("serving::put_together", mutates_args=())
+def put_together(share: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The columns of all ranks beside one another, [..., ranks * columns]."""
+    shares = [torch.empty_like(share) for _ in range(ranks)]
+    dist.all_gather(shares, share)
+    return torch.cat(shares, dim=-1)
+
+
+@put_together.register_fake
+def _(share: torch.Tensor, ranks: int) -> torch.Tensor:
+    return share.new_empty(*share.shape[:-1], ranks * share.shape[-1])
+
+
+class Columns(torch.nn.Module):
+    """A rank's share of a linear layer's outputs; of all of them where they are put together."""
+
+    def __init__(self, layer: torch.nn.Linear, world: World, *, together: bool = False) -> None:
+        super().__init__()
+        self.weight = _share(layer.weight, 0, world)
+        self.bias = None if layer.bias is None else _share(layer.bias, 0, world)
+        self._ranks = world.size if together else 1
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """From the whole input, [..., inputs], to a share of the outputs, or all of them."""
+        share = linear(hidden, self.weight, self.bias)
+        return put_together(share, self._ranks) if self._ranks > 1 else share
+
+
+class Rows(torch.nn.Module):
+    """A linear layer of which each rank has the rows that belong to its share of the inputs."""
+
+    def __init__(self, layer: torch.nn.Linear, world: World) -> None:
+        super().__init__()
+        self.weight = _share(layer.weight, 1, world)
+        self.bias = layer.bias
+
+    def forward(self, share: torch.Tensor) -> torch.Tensor:
+        """From a share of the input to the whole output, the same in every rank; the bias is added once."""
+        out = linear(share, self.weight)
+        add_up(out)
+        return out if self.bias is None else out + self.bias
+
+
+def check_even(config: Any, ranks: int) -> None:
+    """OptionsError for a model that cannot be shared out among so many ranks."""
+    plan = _plan(config)
+    other = sorted({f"{name} is {word}" for name, word in plan.items() if word not in {COLUMNS, ROWS, *WHOLE}})
+    if other or not plan:
+        why = f", where {', '.join(other)}" if other else ""
+        message = f"--tp {ranks}: {type(config).__name__} has no plan that this program knows{why}: take a Llama"
+        raise OptionsError(message)
+    uneven = [f"{name} {getattr(config, name)}" for name in EVEN if getattr(config, name) % ranks]
+    if uneven:
+        message = f"--tp {ranks} cannot share out the model's {', '.join(uneven)} evenly: take a divisor"
+        raise OptionsError(message)
+
+
+def sharded(language: Language, world: World) -> Language:
+    """This rank's share of a model, which is left as it is; by the plan that transformers has for its kind.
+
+    Its configuration tells of so many heads as the rank has. The head is shared out if the vocabulary is even.
+    """
+    model = copy.deepcopy(language.model)
+    base, plan = model.base_model, _plan(model.config)
+    layers: list[tuple[str, Any]] = list(base.named_modules())
+    for name, layer in layers:
+        word = plan.get(re.sub(r"\.\d+\.", ".*.", name))
+        if word in {COLUMNS, ROWS}:
+            base.set_submodule(name, (Columns if word == COLUMNS else Rows)(layer, world))
+    head: Any = model.get_output_embeddings()
+    if head.weight.shape[0] % world.size == 0:
+        model.set_output_embeddings(Columns(head, world, together=True))
+    _tell_share(model.config, world.size)
+    return attrs.evolve(language, model=model)
+
+
+def _plan(config: Any) -> Mapping[str, str]:
+    return getattr(config, "base_model_tp_plan", None) or {}
+
+
+def _tell_share(config: Any, ranks: int) -> None:
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name in EVEN:
+        setattr(config, name, getattr(config, name) // ranks)
+
+
+def _share(weight: torch.Tensor, dim: int, world: World) -> torch.nn.Parameter:
+    return torch.nn.Parameter(weight.chunk(world.size, dim)[world.rank].clone(), requires_grad=False)

@@ -1,0 +1,276 @@
+"""The demo over two processes of gloo: the tokens of one, whichever way work is shared out; and what is refused."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.examples.demo import FOLDER, NEEDS, PROMPTS, Generate, Module, Result
+
+pytest.importorskip("transformers", reason=NEEDS)
+
+PATIENCE = 180
+"""Seconds after which a launch has failed, that no test ever waits for a rank in vain."""
+SHORT = ("--max-new-tokens", "12", "--max-prefill-tokens", "64", "--max-batch", "3", "--rounds", "0")
+FEW = ("--max-new-tokens", "6", "--arrival-gap", "0", "--prefill", "eager", "--rounds", "0")
+ODD = {
+    "vocab_size": 301,  # no two ranks can share these out
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 256,
+    "bos_token_id": 256,
+    "eos_token_id": [257],
+}
+
+
+def launch(*command: str) -> "subprocess.CompletedProcess[str]":
+    """Two ranks of a program, by torch's own launcher."""
+    path = [str(FOLDER), *sys.path]
+    return subprocess.run(  # noqa: S603 - this interpreter and this project's own programs
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command],
+        capture_output=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1"},
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of prompts, an odd number of them."""
+    file: Path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    file.write_text("\n".join([*PROMPTS, "0 1 1 2 3 5 8 13", "a"]), encoding="utf-8")
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The first two of them."""
+    file: Path = tmp_path_factory.mktemp("prompts") / "two.txt"
+    file.write_text("\n".join(PROMPTS[:2]), encoding="utf-8")
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def single(generate: Generate, lines: str) -> Result:
+    """One process."""
+    return generate("--prompts", lines, *SHORT)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model with biases and tied weights, whose vocabulary is odd."""
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**ODD))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name:
+                weight.normal_(std=0.3, generator=generator)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory, two: str, checkpoint: str) -> dict[str, Any]:
+    """Reports of several runs, in the same two processes one after another."""
+    folder = tmp_path_factory.mktemp("reports")
+    cases = {
+        "replayed": (["--tp", "2", "--backend", "cpu"], ""),
+        "checkpoint": (["--tp", "2", "--model", checkpoint, "--prefill", "breakable", "--rounds", "2"], ""),
+        "bfloat16": (["--tp", "2", "--dtype", "bfloat16"], ""),
+        "shifted": (["--tp", "2"], "shifted"),
+        "forgotten": (["--tp", "2"], "forgotten"),
+        "apart": (["--dp", "2"], "shifted"),
+    }
+    runs = [
+        (["--prompts", two, *FEW, *argv, "--json", str(folder / name)], plant) for name, (argv, plant) in cases.items()
+    ]
+    done = launch(str(Path(__file__).with_name("several_runs.py")), json.dumps(runs))
+    assert done.returncode == 0, done.stderr
+    return {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in cases}
+
+
+def texts_of(report: Any) -> list[list[int]]:
+    """The tokens of each request."""
+    return [text["tokens"] for text in report["texts"]]
+
+
+@pytest.mark.slow
+def test_tensor_parallel(tmp_path: Path, lines: str, single: Result) -> None:
+    """`torchrun docs/examples/generate --tp 2` makes one process's tokens, under capture rules, and says so once."""
+    file = tmp_path / "report.json"
+    done = launch(str(FOLDER), "--tp", "2", "--prompts", lines, *SHORT, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text(encoding="utf-8"))
+    ranks, alone = report["ranks"], report["ranks"]["alone"]
+    assert texts_of(report) == texts_of(single[1])
+    assert (report["backend"], report["comparison"]["difference"], report["comparison"]["ties"]) == (
+        "cpu-capture",
+        None,
+        0,
+    )
+    assert (ranks["way"], ranks["size"], ranks["requests"], ranks["differing"]) == ("tp", 2, [5, 5], [])
+    assert (alone["difference"], alone["apart"], 0 < alone["largest"] < 1e-3) == (None, 0, True)
+    assert report["prefill"]["paths"]["breakable"] > 0
+    assert report["parameters"] == single[1]["parameters"]
+    assert 2 * report["memory"]["kv_cache"] == single[1]["memory"]["kv_cache"], "a rank has half of the heads"
+    said = " ".join(done.stdout.split())
+    assert said.count("decode steps by bucket") == 1
+    assert said.count("2, tensor parallel") == 1
+    assert "beside the same ranks, eagerly: equal to generate(): all" in said
+    assert "beside one process: equal" in said
+
+
+@pytest.mark.slow
+def test_data_parallel(tmp_path: Path, lines: str, single: Result) -> None:
+    """`--dp 2` shares out the prompts, and the first rank prints all texts in their order."""
+    file = tmp_path / "report.json"
+    done = launch(str(FOLDER), "--dp", "2", "--prompts", lines, *SHORT, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert [text["request"] for text in report["texts"]] == list(range(5))
+    assert texts_of(report) == texts_of(single[1])
+    assert [text["prompt"] for text in report["texts"]] == [text["prompt"] for text in single[1]["texts"]]
+    assert report["ranks"] == {"way": "dp", "size": 2, "requests": [3, 2], "differing": [], "alone": None}
+    assert report["comparison"]["tokens"] == report["tokens"] == single[1]["tokens"]
+    assert report["counted"] == report["decoded"] == single[1]["decoded"]
+    assert report["prefill"]["tokens"] == single[1]["prefill"]["tokens"]
+    said = " ".join(done.stdout.split())
+    assert said.count("2, data parallel") == said.count("of 5 requests") == 1
+
+
+@pytest.mark.slow
+def test_steps_that_are_run_again(several: dict[str, Any], single: Result) -> None:
+    """A backend whose graph is the step itself makes the same tokens."""
+    report = several["replayed"]
+    longer = texts_of(single[1])[:2]
+    assert (report["passed"], report["backend"]) == (True, "cpu")
+    assert texts_of(report) == [text[:6] for text in longer]
+
+
+@pytest.mark.slow
+def test_checkpoint_of_an_odd_vocabulary(
+    several: dict[str, Any], generate: Generate, checkpoint: str, two: str
+) -> None:
+    """Biases are added once, tied embeddings stay whole, and so does a head that cannot be shared out."""
+    report = several["checkpoint"]
+    alone = generate("--model", checkpoint, "--prompts", two, *FEW)[1]
+    assert (report["passed"], texts_of(report)) == (True, texts_of(alone))
+
+
+@pytest.mark.slow
+def test_timed_together(several: dict[str, Any]) -> None:
+    """How many steps are timed is a clock's decision, and the same in all ranks: they meet in each of them."""
+    report = several["checkpoint"]
+    [times] = report["measured"]["times"]
+    assert (times["live"], times["bucket"], times["compiled"]) == (2, 2, None)
+    assert all(times[way]["median"] > 0 for way in ("replay", "whole", "eager"))
+    assert report["prefill_times"]["path"] == "breakable"
+
+
+@pytest.mark.slow
+def test_low_precision(several: dict[str, Any]) -> None:
+    """Shares round once more each: the bounds beside one process are those of both models together."""
+    report = several["bfloat16"]
+    bounds, alone = report["comparison"]["bounds"], report["ranks"]["alone"]
+    assert report["passed"]
+    assert alone["largest"] <= alone["bounds"]["logits"]
+    assert bounds["logits"] < alone["bounds"]["logits"] < 3 * bounds["logits"]
+
+
+@pytest.mark.slow
+def test_bugs_are_found(several: dict[str, Any]) -> None:
+    """A wrong position differs from the same ranks without it; a forgotten sum only from one process."""
+    shifted, forgotten = several["shifted"], several["forgotten"]
+    assert (shifted["passed"], forgotten["passed"]) == (False, False)
+    assert shifted["comparison"]["difference"] is not None
+    assert forgotten["comparison"]["difference"] is None
+    assert forgotten["ranks"]["alone"]["difference"] is not None
+
+
+@pytest.mark.slow
+def test_bugs_of_any_rank_are_found(several: dict[str, Any]) -> None:
+    """With data parallelism the first rank tells of requests that others served."""
+    report = several["apart"]
+    assert (report["passed"], report["comparison"]["apart"], report["ranks"]["requests"]) == (False, 2, [1, 1])
+    assert report["comparison"]["difference"]["token"] > 0
+
+
+def test_ranks_that_part_ways(serving: Module) -> None:
+    """With tensor parallelism all ranks must have made the same texts; it is told which did not."""
+    parts, ranks = serving("parts"), serving("ranks")
+    ends = {"number": 0, "prompt": "", "prompt_ids": [1], "arrival": 0, "limit": 2}
+    requests = [serving("request").Request(**ends, generated=[5, last]) for last in (6, 6, 7)]
+    nothing = {"served": None, "comparison": None, "alone": None, "reference_seconds": 0.0}
+    made = [parts.Part(requests=[request], **nothing) for request in requests]
+    use = parts._ranks(ranks.World("tp", 0, 3), made)
+    assert (use.differing, use.passed) == ([2], False)
+    assert "DIFFERENT texts in rank 2" in serving("tables")._verdict(SimpleNamespace(ranks=use)).plain
+    assert parts._ranks(ranks.World("dp", 0, 3), made).passed
+
+
+@pytest.mark.parametrize(
+    ("argv", "present", "message"),
+    [
+        (["--tp", "2"], None, "torchrun --nproc-per-node 2 docs/examples/generate --tp 2"),
+        (["--dp", "4"], None, "torchrun --nproc-per-node 4 docs/examples/generate --dp 4"),
+        (["--tp", "2"], 3, "--tp 2 is for 2 processes, and here are 3"),
+        (["--tp", "2", "--dp", "2"], 4, "--tp 2 --dp 2: one at a time"),
+        ([], 2, "say --tp 2 or --dp 2"),
+        (["--dp", "2", "--prompts", "-"], 2, "give a file"),
+        (["--tp", "4"], 4, "num_key_value_heads 2"),
+        (["--tp", "3"], 3, "num_attention_heads 4, num_key_value_heads 2, intermediate_size 256"),
+    ],
+)
+def test_what_cannot_be_shared_out(
+    serving: Module,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    argv: Sequence[str],
+    present: int | None,
+    message: str,
+) -> None:
+    """Processes that do not fit the options are refused, with what to run instead, before they wait for each other."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(present)}.items():
+        monkeypatch.delenv(name, raising=False)
+        if present is not None:
+            monkeypatch.setenv(name, value)
+    assert serving("program").main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_models_that_cannot_be_shared_out(serving: Module, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A model with another plan is refused by its configuration alone: there are no weights to load."""
+    transformers = importlib.import_module("transformers")
+    transformers.Phi3Config(pad_token_id=0).save_pretrained(tmp_path)
+    assert serving("program").main(["--model", str(tmp_path), "--tp", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "Phi3Config has no plan that this program knows" in said
+    assert "layers.*.self_attn.qkv_proj" in said
+
+
+def test_ranks_without_work(serving: Module) -> None:
+    """Each rank needs a prompt at least; the first ones take one more where they do not come out even."""
+    ranks = serving("ranks")
+    worlds = [ranks.World("dp", rank, 3) for rank in range(3)]
+    assert [world.share("abcd") for world in worlds] == [["a", "d"], ["b"], ["c"]]
+    assert ranks.World("tp", 1, 3).share("ab") == ["a", "b"]
+    with pytest.raises(serving("options").OptionsError, match="give at least 3"):
+        worlds[0].share("ab")
