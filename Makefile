@@ -13,7 +13,7 @@ PIP := python -m pip install --quiet --disable-pip-version-check --constraint co
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-cuda test-npu bench docs lint types test-slow coverage help clean distclean
+.PHONY: demo test test-cuda test-cuda-2 test-npu bench docs lint types test-slow coverage help clean distclean
 
 demo: .venv/.have-models  ## generate text through captured steps, compared with the model's own library
 	@$(BIN)/python docs/examples/generate $(ARGS)
@@ -23,6 +23,9 @@ test: .venv/.have-test  ## all tests, the documentation's blocks, and each bench
 
 test-cuda: .venv/.have-test  ## the tests for a CUDA device; where there is none they skip, and say why
 	@$(BIN)/pytest -m cuda $(ARGS)
+
+test-cuda-2: .venv/.have-test  ## the tests for two CUDA devices, each of a rank of its own, and what agreeing costs there
+	@$(BIN)/pytest -m cuda tests/ranks tests/benchmarks/test_ranks.py $(ARGS)
 
 test-npu: $(if $(NPU_LACKS),,$(NPU)/.have-npu)  ## the tests for an NPU: the real torch_npu on a stand-in for Ascend's runtime
 	@$(if $(NPU_LACKS),echo "slotgraph: skipped: $(NPU_LACKS)",tests/npu/run $(NPU)/bin/python -- $(ARGS))
@@ -54,7 +57,7 @@ types: .venv/.have-lint .venv/.have-test  ## mypy (strict) and pyright
 	@$(BIN)/pyright
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 clean:  ## remove what was built and cached; .venv and .venv-npu stay
 	@rm -rf build dist docs/_build htmlcov .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

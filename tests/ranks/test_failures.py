@@ -105,7 +105,7 @@ def raises_in_step(rank: int) -> None:
             raise ValueError(message)
         return view.ids * 2
 
-    runner = stepping.runner_over(step, timeout=1.5)
+    runner = stepping.runner_over(step, timeout=4.0)
     runner.capture()
     batch = stepping.batch_of(9, rank)
     if rank == 1:
@@ -124,17 +124,17 @@ def test_one_raises_in_a_step(tmp_path: pathlib.Path) -> None:
     assert second.kind is None
     assert first is not None
     assert first.kind == "RankError"
-    assert "rank 1 did not come within 1.5 s: it broke off a step before: ValueError: lost a page" in first.message
+    assert "rank 1 did not come within 4 s: it broke off a step before: ValueError: lost a page" in first.message
 
 
 def steps_until_told(rank: int, stalls: bool) -> tuple[str, float]:  # noqa: FBT001 - sent as it is
     """Step until an error says that others are lost; rank 2 stops after some steps, for good or for long."""
-    stepping.make(rank, timeout=2.0)
+    stepping.make(rank, timeout=4.0)
     for number in range(1000):
         if rank == 2 and number == 5:
             if not stalls:
                 os.kill(os.getpid(), 9)
-            time.sleep(12)
+            time.sleep(14)
             return "slept", 0.0
         begin = time.monotonic()
         try:
@@ -155,7 +155,7 @@ def test_a_rank_is_lost(tmp_path: pathlib.Path, stalls: bool) -> None:  # noqa: 
         assert message.startswith("RankError: a step of DecodeRunner with buckets 2, 4, 8: rank 2 did not come ")
         assert "rank 0" not in message
         assert "rank 1" not in message
-        assert seconds < 15
+        assert seconds < 20
 
 
 def test_a_lost_group_stays_lost(tmp_path: pathlib.Path) -> None:
