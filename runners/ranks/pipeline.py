@@ -43,7 +43,7 @@ class PipelineStage:
     def __init__(
         self,
         runner: Runner[Any],
-        group: dist.ProcessGroup | None = None,
+        group: "dist.ProcessGroup | None" = None,
         *,
         proxies: str = "pp_proxy_tensors",
         timeout: float = 60.0,
@@ -139,7 +139,7 @@ class PipelineStage:
                 except RankError as other:
                     error.add_note(str(other))
 
-    def _check(self, group: dist.ProcessGroup | None) -> None:
+    def _check(self, group: "dist.ProcessGroup | None") -> None:
         if self.first and self._proxies.required:
             keys = ", ".join(map(repr, self._proxies.required))
             message = f"the first stage receives nothing, but its slots require {keys} of {self._proxies.argument}"
@@ -158,7 +158,7 @@ class PipelineStage:
             message = f"the group moves tensors by {ways}, not those on {kind} between two ranks: make one that does"
             raise ConfigError(message)
 
-    def _connect(self, group: dist.ProcessGroup | None, timeout: float) -> None:
+    def _connect(self, group: "dist.ProcessGroup | None", timeout: float) -> None:
         """Make a group for each neighbour, since gloo gives up all of a group where one message is late.
 
         Those of stages 0 and 1, 2 and 3, ... come first, then those of 1 and 2, ...; a stage without a partner makes
@@ -190,7 +190,7 @@ def _raise(message: str) -> NoReturn:
     raise RankError(message)
 
 
-def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def _place(group: "dist.ProcessGroup | None") -> tuple[int, int]:
     """This process' rank and the size of the group; ConfigError where it is not in it."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1

@@ -35,8 +35,8 @@ class Wire:
     broken: why there is nothing to say any more.
     """
 
-    host: dist.ProcessGroup
-    group: dist.ProcessGroup
+    host: "dist.ProcessGroup"
+    group: "dist.ProcessGroup"
     host_place: int
     place: int
     me: str

@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -198,3 +200,18 @@ def refusals(rank: int) -> None:
         stepping.runner_over(stepping.step, buckets=(2, 3), shards=2)
     with pytest.raises(ConfigError, match="lazy=True puts captures off"):
         stepping.runner_over(stepping.step, lazy=True)
+
+
+def test_a_torch_without_process_groups() -> None:
+    """Some builds have none: slotgraph is imported all the same, and ranks say what is missing."""
+    code = (
+        "import torch.distributed as dist\n"
+        "for name in ('ProcessGroup', 'new_group', 'Work', 'isend', 'group', 'get_rank'): delattr(dist, name)\n"
+        "dist.is_available = lambda: False\n"
+        "import slotgraph\n"
+        "slotgraph.Ranks()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603 - ours
+    assert done.stderr.splitlines()[-1].startswith(
+        "slotgraph.dataflow.errors.ConfigError: ranks need a process group: call torch.distributed.init_process_group"
+    )
