@@ -48,7 +48,7 @@ def batch_of(rows: int, seed: int, device: torch.device) -> dict[str, torch.Tens
 
 
 def tensor_parallel(rank: int) -> tuple[int, int, float]:
-    """A layer of which each rank has half: captured steps that are the eager ones' bit for bit, of how many."""
+    """A layer of which each rank has half: captured steps that are as the eager ones, of how many."""
     device = torch.device("cuda", rank)
     draw = torch.Generator().manual_seed(1)
     table, up, down = (
