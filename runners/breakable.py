@@ -53,15 +53,7 @@ class BreakableRunner(StackRunner[V]):
         boundary = Boundary(required_stack(step, stack), "breakable")
         name = type(self).__name__
         self._runs = StackRuns(
-            stage,
-            boundary,
-            config,
-            name=name,
-            absent=absent,
-            carry=carry,
-            output_rows=output_rows,
-            phase=phase,
-            ranks=ranks,
+            stage, boundary, config, name=name, absent=absent, carry=carry, output_rows=output_rows, phase=phase
         )
 
     @property

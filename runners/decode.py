@@ -47,8 +47,7 @@ class DecodeRunner(GraphRunner[V]):
     eagerly, such as counts of padded rows; a replay has its own. output_rows: the axis that the rows of outputs follow,
     TOKENS or BATCH, or None to get outputs whole. one_width: whether the step can be run for `width` alone, so that
     batches of another are refused, not run eagerly. phase: of a pool, whose memory others use in theirs. ranks: those
-    that run each step together, in one bucket.
-    Options are those of `RunnerConfig`.
+    that run each step together, in one bucket. Options are those of `RunnerConfig`.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class DecodeRunner(GraphRunner[V]):
         self._size = Sizer(self.stage.declaration, relations, capacity, BATCH)
         self._limits = Limits.of(self.stage.declaration, capacity)
         self._widths = Widths(self.stage.declaration, config.width, self.stage.sizes, only=one_width)
-        self.agreement = agreement_of(ranks, self.name, config, self._sizes, self.stage.declaration, BATCH)
+        self.agreement = agreement_of(self.stage.declaration, self.name, config, self._sizes, BATCH)
         self._tally, self._watch, self._gate = Tally(), Watch(self._watched), Gate(type(self).__name__)
         self._shortcuts: Shortcuts[V] | None = None
         self._filled: tuple[V | None, Captured | Decision, int] | None = None
@@ -134,10 +133,11 @@ class DecodeRunner(GraphRunner[V]):
 
     def _may_shorten(self) -> Shortcuts[V] | None:
         """Shortcuts, where fills are part of graphs, and required sources tell all sizes."""
-        made = "graphs" in vars(self) and self.agreement is None
-        if not made or self.lowering != "in_graph" or self.config.modes or not self._size.required:
+        if "graphs" not in vars(self) or isinstance(router := self._router, Joint) or self.lowering != "in_graph":
             return None
-        holds = [self._router.same_fields] if self._router.decides_by_fields else []
+        if self.config.modes or not self._size.required:
+            return None
+        holds = [router.same_fields] if router.decides_by_fields else []
         holds += [self._limits.allow] if self._limits is not None else []
         return Shortcuts(self.graphs, self._size, self._tally, holds)
 

@@ -84,7 +84,7 @@ class EagerRunner(Runner[V]):
         self._reads: HostReads | None = None
         self._memory = Growing(self.stage, type(self).__name__, buffers)
         alone = buffers is not None  # beside another runner, which agrees with other ranks before it comes here
-        self.agreement = None if alone else agreement_of(ranks, type(self).__name__, config, {}, self.stage.declaration)
+        self.agreement = None if alone else agreement_of(self.stage.declaration, type(self).__name__, config, {})
         self._tally = Tally()
         self._watch = Watch()
         self._gate = Gate(type(self).__name__)
@@ -156,13 +156,16 @@ class EagerRunner(Runner[V]):
     def _fill(self, batch: Any, side: Side, size: Sizer, relations: Mapping[Axis, Dim]) -> V:
         before = self._memory.held
         filled, self._filled = self._filled, None
-        start, settled = time.perf_counter_ns() if next(self._tally.turns) else 0, False
+        start = time.perf_counter_ns() if next(self._tally.turns) else 0
+        if self.agreement is not None:
+            self.agreement.begin()
         try:
             live = size(batch, side)
-            settled = self._settle(batch, live, side)
+            if self.agreement is not None:
+                self.agreement.settle(_ALWAYS, live, lambda: self._admit_within_limits(batch, live, side))
             view = self._fill_sized(batch, side, live, relations)
         except BaseException as error:
-            if self.agreement is not None and not settled and isinstance(error, BatchError):
+            if self.agreement is not None and isinstance(error, BatchError):
                 self.agreement.refuse(error)
             self._memory.held = before  # what grew for this batch goes again
             if isinstance(error, BatchError):
@@ -173,16 +176,10 @@ class EagerRunner(Runner[V]):
             self._tally.timed(self._tally.reasons[_ALWAYS.why], start)
         return view
 
-    def _settle(self, batch: Any, live: tuple[int, ...], side: Side) -> bool:
-        """Have other ranks know the sizes of a batch that is good; whether there are any."""
-        if self.agreement is None:
-            return False
-        if not self.agreement.ranks.quiet:
-            if self._limits is not None:
-                self._limits.check(batch, side)
-            self.admit(batch, live, self.stage.absent(batch, side), side)
-        self.agreement.settle(_ALWAYS, live)
-        return True
+    def _admit_within_limits(self, batch: Any, live: tuple[int, ...], side: Side) -> None:
+        if self._limits is not None:
+            self._limits.check(batch, side)
+        self.admit(batch, live, self.stage.absent(batch, side), side)
 
     def _fill_sized(self, batch: Any, side: Side, live: tuple[int, ...], relations: Mapping[Axis, Dim]) -> V:
         if self._limits is not None:

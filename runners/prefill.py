@@ -55,15 +55,7 @@ class PrefillRunner(StackRunner[V]):
         boundary = Boundary(find_stack(step, stack), "piecewise", Splitter(splits))
         name = type(self).__name__
         self._runs = StackRuns(
-            stage,
-            boundary,
-            config,
-            name=name,
-            absent=absent,
-            carry=carry,
-            output_rows=output_rows,
-            phase=phase,
-            ranks=ranks,
+            stage, boundary, config, name=name, absent=absent, carry=carry, output_rows=output_rows, phase=phase
         )
 
     @property

@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, get_args
 
 import attrs
@@ -61,18 +61,26 @@ class Agreement:
         self.forced: collections.Counter[tuple[int, Why]] = collections.Counter()
         self.empty: Sample | None = None
         self._ahead: tuple[Decision, tuple[int, ...], Exchange] | None = None
+        self._settled = False
         self._runner = runner
         self._step = Place.of(f"a step of {runner} with buckets {', '.join(map(str, sorted(buckets))) or 'none'}")
 
-    def settle(self, own: Decision, live: tuple[int, ...]) -> Decision:
+    def begin(self) -> None:
+        """A fill begins."""
+        self._settled = False
+
+    def settle(self, own: Decision, live: tuple[int, ...], admit: Callable[[], None]) -> Decision:
         """What all ranks do, where this one would do `own`, with live sizes by axis; one exchange, or none if quiet.
 
+        admit: raises what the fill to come would raise of the batch, while the others can be told.
         Raises RankError where a rank refused its batch, is elsewhere in its program, or does not come.
         """
         ranks = self.ranks
         if ranks.quiet:
             self.alone(live)
             return own
+        admit()
+        self._settled = True
         messages = self._exchange(self._said(own, live), self._step, ranks.timeout, self._taken(own, live))
         refused = _first(messages, REFUSED)
         if refused is not None:
@@ -113,7 +121,10 @@ class Agreement:
         self.ranks.brought({axis: (rows,) * size for axis, rows in zip(self.axes, live, strict=True)})
 
     def refuse(self, error: Exception) -> None:
-        """Tell the others that this rank's batch is refused, for which they wait. RankError as `settle` raises it."""
+        """This rank's batch is refused: tell the others, who wait, unless it had its say. RankError as of `settle`."""
+        if self._settled:
+            return
+        self._settled = True
         if self._ahead is not None:  # the others run the step: this rank has vouched for its batch
             ranks, (_, _, exchange), self._ahead = self.ranks, self._ahead, None
             ranks.end(exchange, ranks.timeout)
@@ -168,18 +179,14 @@ class Agreement:
 
 
 def agreement_of(
-    ranks: Ranks | None,
-    runner: str,
-    config: RunnerConfig,
-    sizes: Mapping[int, Sizes],
-    declaration: Declaration,
-    *leading: Axis,
+    declaration: Declaration, runner: str, config: RunnerConfig, sizes: Mapping[int, Sizes], *leading: Axis
 ) -> Agreement | None:
-    """How a runner's steps agree with those of other ranks; None of a runner without ranks.
+    """How a runner's steps agree with those of its declaration's other ranks; None of a runner without ranks.
 
     sizes: each bucket's padded sizes. leading: the axis that buckets are chosen by, where there are any.
     ConfigError where a bucket's tokens do not divide among the shards, or where captures are put off.
     """
+    ranks: Ranks | None = declaration.ranks
     if ranks is None:
         return None
     for bucket, padded in sizes.items():

@@ -45,7 +45,7 @@ class Ranks:
         timeout: float = 60.0,
         capture_timeout: float = 1800.0,
     ) -> None:
-        self.group = _checked(group)
+        self.group = checked_group(group)
         self.rank: int = dist.get_rank(self.group)
         self.size: int = dist.get_world_size(self.group)
         for name, number in (("shards", shards), ("timeout", timeout), ("capture_timeout", capture_timeout)):
@@ -131,7 +131,7 @@ class Ranks:
         return found
 
 
-def _checked(group: "dist.ProcessGroup | None") -> "dist.ProcessGroup":
+def checked_group(group: "dist.ProcessGroup | None") -> "dist.ProcessGroup":
     """The group, or the default one. ConfigError where this process is not in it."""
     if not dist.is_available() or not dist.is_initialized():
         message = "ranks need a process group: call torch.distributed.init_process_group first, as under torchrun"

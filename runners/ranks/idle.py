@@ -15,7 +15,7 @@ def empty_batch(parts: Parts[V]) -> Sample:
     agreement, stage = parts.agreement, parts.stage
     known = None if agreement is None else agreement.empty
     if known is None:
-        live = {axis: parts.stage.sizes[axis] if axis.fixed else 0 for axis in stage.declaration.axes}
+        live = {axis: stage.sizes[axis] if axis.fixed else 0 for axis in stage.declaration.axes}
         device, capabilities = stage.backend.device, stage.backend.capabilities
         known = sample_batch(stage.declaration, capabilities, live, torch.Generator(), device=device)
         if agreement is not None:

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from ...dataflow.errors import ConfigError, RankError
 from ...dataflow.sources import Side
 from ..runner import Runner
+from .group import checked_group
 from .pipeline_letter import Letter, Spec, told
 from .pipeline_proxies import Proxies, flattened, nested
-from .pipeline_wire import Downstream, Upstream, Wire
+from .pipeline_wire import Downstream, Neighbour, Upstream
 
 _HEADSTART: Final = 1.0
 """Seconds that each stage is more patient than the one before, whose error so comes first and names who is lost."""
@@ -105,14 +106,14 @@ class PipelineStage:
 
     def _received(self, before: Upstream, batch: Any, side: Side) -> dict[str, Any]:
         """All side arguments. Whatever is wrong with the step, its tensors are received: the next ones come after."""
-        letter, wire = before.take(), before.wire
+        letter, near = before.take(), before.neighbour
         if letter.error:
             before.accept(letter, {})
-            _raise(f"step {letter.step}: {wire.other} has nothing for {wire.me}: {letter.error}")
+            _raise(f"step {letter.step}: {near.other} has nothing for {near.me}: {letter.error}")
         try:
             if letter.step != self._steps:
-                _raise(f"{wire.other} is at step {letter.step} of the pipeline, {wire.me} at step {self._steps}")
-            targets = self._proxies.places(letter, batch, self._given(side), (wire.me, wire.other))
+                _raise(f"{near.other} is at step {letter.step} of the pipeline, {near.me} at step {self._steps}")
+            targets = self._proxies.places(letter, batch, self._given(side), (near.me, near.other))
         except BaseException as error:
             before.refuse(letter, error, self.runner.parts.stage.backend.device)
             raise
@@ -133,7 +134,7 @@ class PipelineStage:
             return
         letter = Letter(self._steps, error=told(error))
         for say in (after.settle, lambda: after.send(letter, {}), after.settle):
-            if after.wire.broken is None and isinstance(error, Exception):
+            if after.neighbour.broken is None and isinstance(error, Exception):
                 try:
                     say()
                 except RankError as other:
@@ -179,11 +180,12 @@ class PipelineStage:
                 raise RankError(message) from error
             if other == me:
                 continue
-            wire = Wire(host, found, dist.get_group_rank(host, other), place, f"rank {me}", f"rank {other}", patience)
+            places = dist.get_group_rank(host, other), place
+            neighbour = Neighbour(host, found, *places, f"rank {me}", f"rank {other}", patience)
             if place < self.rank:
-                self._before = Upstream(wire)
+                self._before = Upstream(neighbour)
             else:
-                self._after = Downstream(wire)
+                self._after = Downstream(neighbour)
 
 
 def _raise(message: str) -> NoReturn:
@@ -194,8 +196,5 @@ def _place(group: "dist.ProcessGroup | None") -> tuple[int, int]:
     """This process' rank and the size of the group; ConfigError where it is not in it."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1
-    rank = dist.get_rank(group)
-    if rank < 0:
-        message = f"group: expected a process group that this process is in, got {group!r}"
-        raise ConfigError(message)
-    return rank, dist.get_world_size(group)
+    found = checked_group(group)
+    return dist.get_rank(found), dist.get_world_size(found)

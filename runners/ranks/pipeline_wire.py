@@ -4,7 +4,7 @@ import contextlib
 import datetime as dt
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
@@ -13,21 +13,16 @@ import torch.distributed as dist
 from ...dataflow.errors import RankError
 from .pipeline_letter import Letter, told
 
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
 LETTERS, REPLIES, TENSORS = 1, 2, 3
 """Tags of messages between hosts."""
 _SOON: Final = 0.99
 
 
-class Work(Protocol):
-    """What torch.distributed hands out for a message under way."""
-
-    def wait(self, timeout: dt.timedelta | None = None) -> bool:
-        """Wait for its end: on the host, or, for a device's tensors, on its present stream, which takes no timeout."""
-        ...
-
-
 @attrs.define(eq=False)
-class Wire:
+class Neighbour:
     """A neighbour in the pipeline.
 
     host: the group that letters and tensors on the host travel in, `group`: those on devices. host_place, place: the
@@ -44,15 +39,15 @@ class Wire:
     patience: float
     broken: RankError | None = None
 
-    def send(self, tensor: torch.Tensor, tag: int) -> Work:
+    def send(self, tensor: torch.Tensor, tag: int) -> "Work":
         """Begin to send a tensor, which must stay as it is until that is done. RankError where the other is gone."""
         return self._begin(dist.isend, "group_dst", tensor, tag)
 
-    def receive(self, tensor: torch.Tensor, tag: int) -> Work:
+    def receive(self, tensor: torch.Tensor, tag: int) -> "Work":
         """Begin to receive into a contiguous tensor. RankError where the other is gone."""
         return self._begin(dist.irecv, "group_src", tensor, tag)
 
-    def _begin(self, call: Callable[..., Any], end: str, tensor: torch.Tensor, tag: int) -> Work:
+    def _begin(self, call: Callable[..., Any], end: str, tensor: torch.Tensor, tag: int) -> "Work":
         if self.broken is not None:
             message = str(self.broken)
             raise RankError(message)
@@ -64,7 +59,7 @@ class Wire:
             raise lost from error
         return work
 
-    def wait(self, work: Work) -> None:
+    def wait(self, work: "Work") -> None:
         """Wait for a message between hosts. RankError, which names the other, where it does not come in time."""
         start = time.monotonic()
         try:
@@ -78,7 +73,7 @@ class Wire:
             )
             raise lost from error
 
-    def finish(self, work: Work, tensor: torch.Tensor) -> None:
+    def finish(self, work: "Work", tensor: torch.Tensor) -> None:
         """Wait for a tensor's message: on the host, or in stream order."""
         if tensor.is_cpu:
             self.wait(work)
@@ -104,13 +99,13 @@ class Wire:
 class Upstream:
     """The stage before, which proxies come from."""
 
-    wire: Wire
+    neighbour: Neighbour
 
     def take(self) -> Letter:
         """What it tells of its step. RankError where it does not come."""
         blank = Letter.blank()
-        with self.wire.unbroken():
-            self.wire.wait(self.wire.receive(blank, LETTERS))
+        with self.neighbour.unbroken():
+            self.neighbour.wait(self.neighbour.receive(blank, LETTERS))
             return Letter.read(blank)
 
     def accept(self, letter: Letter, targets: Mapping[str, torch.Tensor]) -> None:
@@ -123,14 +118,14 @@ class Upstream:
         self._receive(dropped, Letter(letter.step, error=told(error)))
 
     def _receive(self, targets: Mapping[str, torch.Tensor], reply: Letter) -> None:
-        wire = self.wire
-        with wire.unbroken():
+        neighbour = self.neighbour
+        with neighbour.unbroken():
             answer = reply.tensor()
-            answered = wire.send(answer, REPLIES)
-            works = [(wire.receive(one, TENSORS), one) for one in targets.values() if one.numel()]
+            answered = neighbour.send(answer, REPLIES)
+            works = [(neighbour.receive(one, TENSORS), one) for one in targets.values() if one.numel()]
             for work, tensor in works:
-                wire.finish(work, tensor)
-            wire.wait(answered)
+                neighbour.finish(work, tensor)
+            neighbour.wait(answered)
 
 
 @attrs.define(eq=False)
@@ -139,16 +134,16 @@ class _Sent:
 
     letter: torch.Tensor
     tensors: list[torch.Tensor]
-    works: list[tuple[Work, torch.Tensor]]
+    works: "list[tuple[Work, torch.Tensor]]"
     reply: torch.Tensor
-    replied: Work
+    replied: "Work"
 
 
 @attrs.define(eq=False)
 class Downstream:
     """The stage after, which proxies go to."""
 
-    wire: Wire
+    neighbour: Neighbour
     _sent: _Sent | None = None
 
     def send(self, letter: Letter, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -157,31 +152,31 @@ class Downstream:
         Tensors on the host are copied. Those on a device are read in stream order: what the present stream does next
         comes after that.
         """
-        wire, written, reply = self.wire, letter.tensor(), Letter.blank()
+        neighbour, written, reply = self.neighbour, letter.tensor(), Letter.blank()
         kept = [_steady(tensor) for tensor in tensors.values() if tensor.numel()]
-        with wire.unbroken():
-            works = [(wire.send(written, LETTERS), written)]
+        with neighbour.unbroken():
+            works = [(neighbour.send(written, LETTERS), written)]
             for tensor in kept:
-                work = wire.send(tensor, TENSORS)
+                work = neighbour.send(tensor, TENSORS)
                 if tensor.is_cpu:
                     works.append((work, tensor))
                 else:
                     work.wait()
-            self._sent = _Sent(written, kept, works, reply, wire.receive(reply, REPLIES))
+            self._sent = _Sent(written, kept, works, reply, neighbour.receive(reply, REPLIES))
 
     def settle(self) -> None:
         """Wait until the other has taken the step sent last. RankError where it refused it, or does not come."""
         sent, self._sent = self._sent, None
         if sent is None:
             return
-        wire = self.wire
-        with wire.unbroken():
-            wire.wait(sent.replied)
+        neighbour = self.neighbour
+        with neighbour.unbroken():
+            neighbour.wait(sent.replied)
             for work, tensor in sent.works:
-                wire.finish(work, tensor)
+                neighbour.finish(work, tensor)
         reply = Letter.read(sent.reply)
         if reply.error:
-            message = f"{wire.other} refused what {wire.me} sent in step {reply.step}: {reply.error}"
+            message = f"{neighbour.other} refused what {neighbour.me} sent in step {reply.step}: {reply.error}"
             raise RankError(message)
 
 

@@ -21,17 +21,16 @@ class Joint:
 
     def __init__(self, router: Router, graphs: GraphSet[Any], eager: EagerRunner[Any], agreement: Agreement) -> None:
         self.decide: Final = router.decide
-        self.decides_by_fields: Final = router.decides_by_fields
-        self.same_fields: Final = router.same_fields
         self._router = router
         self._graphs = graphs
         self._eager = eager
         self._agreement = agreement
-        self._settled, self._side = False, NO_SIDE
+        self._side = NO_SIDE
 
     def begin(self, side: Side) -> None:
         """A fill begins."""
-        self._settled, self._side = False, side
+        self._side = side
+        self._agreement.begin()
 
     def route(self, live: Live, absent: Absent, batch: Any) -> Captured | Decision:
         """The graph that takes a batch, or why none does, as `Router.route`; the same on all ranks. RankError."""
@@ -58,17 +57,9 @@ class Joint:
             captured.filling.bucket.admit(batch, live[:-1], absent, self._side)
 
     def settle(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
-        """What all ranks do, where this one would do `own`. RankError as `Agreement.settle`.
-
-        admit: raises what the fill to come would raise of the batch, now that the others can be told.
-        """
-        if not self._agreement.ranks.quiet:
-            admit()
-        self._settled = True
-        return self._agreement.settle(own, live)
+        """What all ranks do, where this one would do `own`: see `Agreement.settle`."""
+        return self._agreement.settle(own, live, admit)
 
     def refuse(self, error: Exception) -> None:
-        """This rank's batch is refused: the others are told, unless they have agreed with it before."""
-        if not self._settled:
-            self._settled = True
-            self._agreement.refuse(error)
+        """This rank's batch is refused: see `Agreement.refuse`."""
+        self._agreement.refuse(error)

@@ -29,7 +29,6 @@ from ..outputs import live_rows, map_tensors
 from ..parts import Parts
 from ..pool import Phase, Seat
 from ..ranks.agreement import agreement_of
-from ..ranks.group import Ranks
 from ..ranks.routing import Joint
 from ..router import Router
 from ..running import Running, under_way
@@ -67,7 +66,6 @@ class StackRuns(Generic[V]):
         carry: tuple[str, ...],
         output_rows: Axis | None,
         phase: Phase | None,
-        ranks: Ranks | None,
     ) -> None:
         self.stage = stage
         self.config = config
@@ -83,7 +81,7 @@ class StackRuns(Generic[V]):
         self._size = Sizer(stage.declaration, {}, capacity, TOKENS)
         self._limits = Limits.of(stage.declaration, capacity)
         self._requests = _place(stage, BATCH)
-        self.agreement = agreement_of(ranks, name, config, self._sizes, stage.declaration, TOKENS)
+        self.agreement = agreement_of(stage.declaration, name, config, self._sizes, TOKENS)
         self._tally = Tally(boundary.path)
         self.watch = Watch()
         self._gate = Gate(name)

@@ -112,13 +112,17 @@ def texts_of(report: Any) -> list[list[int]]:
     return [text["tokens"] for text in report["texts"]]
 
 
+def reported(file: Path, *arguments: str) -> tuple[Any, str]:
+    """The report of the program over two processes, which goes to a file, and all that it prints."""
+    done = launch(str(FOLDER), *arguments, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text(encoding="utf-8")), done.stdout
+
+
 @pytest.mark.slow
 def test_tensor_parallel(tmp_path: Path, lines: str, single: Result) -> None:
     """`torchrun docs/examples/generate --tp 2` makes one process's tokens, under capture rules, and says so once."""
-    file = tmp_path / "report.json"
-    done = launch(str(FOLDER), "--tp", "2", "--prompts", lines, *SHORT, "--json", str(file))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(file.read_text(encoding="utf-8"))
+    report, printed = reported(tmp_path / "report.json", "--tp", "2", "--prompts", lines, *SHORT)
     ranks, alone = report["ranks"], report["ranks"]["alone"]
     assert texts_of(report) == texts_of(single[1])
     assert (report["backend"], report["comparison"]["difference"], report["comparison"]["ties"]) == (
@@ -131,7 +135,7 @@ def test_tensor_parallel(tmp_path: Path, lines: str, single: Result) -> None:
     assert report["prefill"]["paths"]["breakable"] > 0
     assert report["parameters"] == single[1]["parameters"]
     assert 2 * report["memory"]["kv_cache"] == single[1]["memory"]["kv_cache"], "a rank has half of the heads"
-    said = " ".join(done.stdout.split())
+    said = " ".join(printed.split())
     assert said.count("decode steps by bucket") == 1
     assert said.count("2, tensor parallel") == 1
     assert "beside the same ranks, eagerly: equal to generate(): all" in said
@@ -141,10 +145,7 @@ def test_tensor_parallel(tmp_path: Path, lines: str, single: Result) -> None:
 @pytest.mark.slow
 def test_data_parallel(tmp_path: Path, lines: str, single: Result) -> None:
     """`--dp 2` shares out the prompts, and the first rank prints all texts in their order."""
-    file = tmp_path / "report.json"
-    done = launch(str(FOLDER), "--dp", "2", "--prompts", lines, *SHORT, "--json", str(file))
-    assert done.returncode == 0, done.stderr
-    report = json.loads(file.read_text(encoding="utf-8"))
+    report, printed = reported(tmp_path / "report.json", "--dp", "2", "--prompts", lines, *SHORT)
     assert [text["request"] for text in report["texts"]] == list(range(5))
     assert texts_of(report) == texts_of(single[1])
     assert [text["prompt"] for text in report["texts"]] == [text["prompt"] for text in single[1]["texts"]]
@@ -152,7 +153,7 @@ def test_data_parallel(tmp_path: Path, lines: str, single: Result) -> None:
     assert report["comparison"]["tokens"] == report["tokens"] == single[1]["tokens"]
     assert report["counted"] == report["decoded"] == single[1]["decoded"]
     assert report["prefill"]["tokens"] == single[1]["prefill"]["tokens"]
-    said = " ".join(done.stdout.split())
+    said = " ".join(printed.split())
     assert said.count("2, data parallel") == said.count("of 5 requests") == 1
 
 

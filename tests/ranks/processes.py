@@ -76,6 +76,12 @@ class Processes:
             process.join(PATIENCE)
 
 
+def all_gather(out: torch.Tensor, own: torch.Tensor) -> None:
+    """Into one tensor, under the name that this torch has for it."""
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(out, own)
+
+
 @contextlib.contextmanager
 def ranks(size: int, folder: pathlib.Path, *, timeout: float = PATIENCE, backend: str = "gloo") -> Iterator[Processes]:
     """So many ranks of one default group, as long as the block runs. folder: theirs alone."""

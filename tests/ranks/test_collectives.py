@@ -1,7 +1,6 @@
 """Collectives in a recorded step: done again in each replay, in the memory that the step gave them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import torch.distributed._functional_collectives as functional
 
 from slotgraph.backends import choose
 from slotgraph.dataflow.errors import CaptureError
-from tests.ranks.processes import Processes
+from tests.ranks.processes import Processes, all_gather
 
 SIZE = 5
 
@@ -42,8 +41,7 @@ def gathered(values: torch.Tensor) -> torch.Tensor:
 def gathered_into_one(values: torch.Tensor) -> torch.Tensor:
     """The same in one tensor."""
     out = torch.empty(dist.get_world_size() * values.numel())
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, values * 3)
+    all_gather(out, values * 3)
     return out - 1
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, computed, copied
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.axes import DP
-from tests.ranks.processes import Processes, ranks
+from tests.ranks.processes import Processes, all_gather, ranks
 
 HIDDEN: Final = 64
 pytestmark = [
@@ -32,12 +32,6 @@ class Tokens(Inputs):
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=7)
     weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=-3)
     global_num_tokens: torch.Tensor = computed(lambda ranks: list(ranks.live(TOKENS)), shape=DP, dtype=torch.int32)
-
-
-def all_gather(out: torch.Tensor, own: torch.Tensor) -> None:
-    """Under the name that this torch has for it."""
-    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, own)
 
 
 def batch_of(rows: int, seed: int, device: torch.device) -> dict[str, torch.Tensor]:
