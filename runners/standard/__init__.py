@@ -6,7 +6,15 @@ from .draft import DraftInputs, DraftSampling
 from .dtypes import MODEL_DTYPE, model_dtype
 from .extend import DraftExtendInputs, MultiLayerDraftExtendInputs
 from .mixins import DraftMrope, EncoderDecoder, InputEmbeds, Mamba, Mrope, NgramEmbedding, SlidingWindow
-from .parallel import DataParallelCarried, DataParallelGathered, DataParallelGatheredExtend, ExpertParallel
+from .parallel import (
+    DataParallelAgreed,
+    DataParallelAgreedExtend,
+    DataParallelCarried,
+    DataParallelGathered,
+    DataParallelGatheredExtend,
+    ExpertParallel,
+    ExpertParallelSharded,
+)
 from .prefill import BreakableInputs, DraftPrefillInputs, PrefillInputs
 from .proxies import PipelineIndices, PipelineProxies, PrefillPipelineIndices, PrefillPipelineProxies
 from .requests import BoundedContext, ContextLengths, HostLengths, Requests
@@ -26,6 +34,8 @@ __all__ = [
     "BoundedContext",
     "BreakableInputs",
     "ContextLengths",
+    "DataParallelAgreed",
+    "DataParallelAgreedExtend",
     "DataParallelCarried",
     "DataParallelGathered",
     "DataParallelGatheredExtend",
@@ -38,6 +48,7 @@ __all__ = [
     "EagerInputs",
     "EncoderDecoder",
     "ExpertParallel",
+    "ExpertParallelSharded",
     "HostLengths",
     "InputEmbeds",
     "Mamba",

@@ -2,31 +2,76 @@
 
 import torch
 
-from ...dataflow.axes import BATCH, TOKENS, WIDTH
-from ...dataflow.errors import ComputeError
+from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis
+from ...dataflow.errors import ComputeError, ConfigError
 from ...dataflow.step import Step
+from ..ranks.group import Ranks
 from .axes import DP
-from .settings import Sharding
+from .settings import Sharding, batches_of
 
 
 def num_token_non_padded(step: Step, settings: object) -> int:
-    """Live tokens among those that this rank holds: clamp(live - chunk * rank, 0, chunk), chunk = padded / ranks.
+    """Live tokens among those that this rank holds, where the runner's settings say which: see `Sharding`.
 
-    Where tokens are not scattered, each rank holds all of them. ComputeError where the padded tokens do not divide
-    among the ranks; ConfigError where the settings do not say how they do (see `Sharding`).
+    ComputeError where the padded tokens do not divide among the ranks; ConfigError where the settings do not say.
     """
-    live, sharding = step.live(TOKENS), Sharding.of(settings)
+    return _live_part(step, Sharding.of(settings))
+
+
+def own_tokens(step: Step, ranks: Ranks) -> int:
+    """Live tokens among those that this rank holds, where the runner's `Ranks(shards=)` says which.
+
+    ComputeError where the padded tokens do not divide among the shards; ConfigError where the ranks do not.
+    """
+    return _live_part(step, Sharding.over(ranks))
+
+
+def _live_part(step: Step, sharding: Sharding) -> int:
+    """Live tokens of a rank's part: clamp(live - chunk * rank, 0, chunk), chunk = padded / ranks.
+
+    Where tokens are not scattered, each rank holds all of them. ComputeError where they do not divide.
+    """
+    live, padded, size = step.live(TOKENS), step.padded(TOKENS), sharding.attn_tp_size
     if not sharding.scattered:
         return live
-    padded, ranks = step.padded(TOKENS), sharding.attn_tp_size
-    chunk, rest = divmod(padded, ranks)
+    chunk, rest = divmod(padded, size)
     if rest:
         message = (
-            f"slot 'num_token_non_padded': {padded} padded tokens do not divide among {ranks} attention-TP ranks, over "
-            f"which they are scattered: choose buckets whose tokens are a multiple of {ranks}"
+            f"slot 'num_token_non_padded': {padded} padded tokens do not divide among {size} attention-TP ranks, over "
+            f"which they are scattered: choose buckets whose tokens are a multiple of {size}; for steps that run "
+            "eagerly pad the batch, or name the slot in carry= and bring its count"
         )
         raise ComputeError(message)
     return min(max(live - chunk * sharding.attn_tp_rank, 0), chunk)
+
+
+def agreed_tokens(step: Step, ranks: Ranks) -> list[int]:
+    """Live tokens of each batch that the ranks bring to this very step: ConfigError as of `_of_batches`."""
+    return _of_batches(TOKENS, step, ranks)
+
+
+def agreed_requests(step: Step, ranks: Ranks) -> list[int]:
+    """Live requests of each batch that the ranks bring to this very step: ConfigError as of `_of_batches`."""
+    return _of_batches(BATCH, step, ranks)
+
+
+def _of_batches(axis: Axis, step: Step, ranks: Ranks) -> list[int]:
+    """Live rows that the first rank of each batch told; the others that share the batch told the same.
+
+    In a micro-batch they are the whole step's, since no rank knows where others cut theirs. ConfigError where the ranks
+    do not divide among batches, where DP is another number than theirs, or where no slot has ranks tell the axis.
+    """
+    batches, asked = batches_of(ranks), step.padded(DP)
+    if asked != batches:
+        message = (
+            f"sizes has {DP} = {asked}, and {ranks.size} ranks, of which each {ranks.shards} in a row share a batch, "
+            f"bring {batches}: give DP the size {batches}, or Ranks(shards=) the number of ranks that share one"
+        )
+        raise ConfigError(message)
+    if ranks.axes and axis not in ranks.axes:
+        message = f"ranks do not tell each other their live rows on {axis}: declare a copied slot that has this axis"
+        raise ConfigError(message)
+    return list(ranks.live(axis)[:: ranks.shards])
 
 
 def padded_tokens(step: Step) -> list[int]:

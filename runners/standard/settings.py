@@ -1,4 +1,4 @@
-"""What the counts ask of a runner's settings: how its tokens are sharded."""
+"""What the counts ask of a runner's settings, or of its ranks: how its tokens are sharded."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import attrs
 
 from ...dataflow.errors import ConfigError
 from ...dataflow.sources import look_up
+from ..ranks.group import Ranks
 
 
 @attrs.frozen(kw_only=True)
@@ -34,6 +35,27 @@ class Sharding:
     def of(cls, settings: object) -> "Sharding":
         """What a runner's settings say. ConfigError where they lack a name, or where the rank is none."""
         return settings if isinstance(settings, cls) else cls(**{name: _asked(settings, name) for name in _NAMES})
+
+    @classmethod
+    def over(cls, ranks: Ranks) -> "Sharding":
+        """This rank's place where each `Ranks(shards=)` ranks in a row share a batch, a part of its tokens each.
+
+        ConfigError where the ranks do not divide so.
+        """
+        batches_of(ranks)
+        return cls(attn_tp_size=ranks.shards, attn_tp_rank=ranks.rank % ranks.shards, scattered=ranks.shards > 1)
+
+
+def batches_of(ranks: Ranks) -> int:
+    """How many batches ranks bring. ConfigError where they do not divide so that `shards` of them share each."""
+    if not ranks.batches:
+        message = (
+            f"{ranks.size} ranks do not divide so that each {ranks.shards} of them share a batch, as Ranks(shards=) "
+            "says: make it of the group of all ranks that do, or take the slots that settings and batches give, "
+            "standard.ExpertParallel and standard.DataParallelCarried"
+        )
+        raise ConfigError(message)
+    return ranks.batches
 
 
 _NAMES = tuple(field.name for field in attrs.fields(Sharding))

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import torch
 
-from slotgraph import BATCH, TOKENS, WIDTH, Axis, Inputs, standard
+from slotgraph import BATCH, TOKENS, WIDTH, Axis, Inputs, Ranks, standard
 from slotgraph.dataflow.axes import extent
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.declaration import Declaration
@@ -32,6 +32,15 @@ CLASSES: Final[dict[str, type[Inputs]]] = {
     if isinstance(found := getattr(standard, name), type) and issubclass(found, Inputs)
 }
 """Every class that the package exports."""
+
+
+def ranked(rank: int, size: int, shards: int, batches: list[Sizes]) -> Ranks:
+    """One of so many ranks, without their processes, after all have told their batches, each of `shards` in a row."""
+    made = Ranks.__new__(Ranks)
+    made.rank, made.size, made.shards = rank, size, shards
+    each = [one for one in batches for _ in range(shards)]
+    made.brought({axis: tuple(one[axis] for one in each) for axis in batches[0]})
+    return made
 
 
 def fixed_of(inputs: type[Inputs]) -> Sizes:

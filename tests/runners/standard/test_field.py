@@ -77,6 +77,9 @@ FIELD: Final[dict[type[Inputs], list[Row]]] = {
     standard.ExpertParallel: [("num_token_non_padded", "1", "int32", "device", "", "computed host")],
     standard.DataParallelGathered: counts("computed host"),
     standard.DataParallelGatheredExtend: counts("computed host"),
+    standard.ExpertParallelSharded: [("num_token_non_padded", "1", "int32", "device", "", "computed host")],
+    standard.DataParallelAgreed: counts("computed host"),
+    standard.DataParallelAgreedExtend: counts("computed host"),
     standard.DataParallelCarried: counts("copied"),
     standard.NgramEmbedding: [
         ("ngram_column_starts", "BATCH", "int32", "device", "keep (", "copied nested"),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, copied, standard
+from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied, standard
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.errors import BatchError, DeclarationError, DeclarationErrors
@@ -17,7 +17,7 @@ from slotgraph.dataflow.fill import compute_on_device
 from slotgraph.dataflow.limits import Limits
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.step import Step
-from tests.runners.standard.batches import NPU, batch_of, sizes_of
+from tests.runners.standard.batches import NPU, batch_of, ranked, sizes_of
 from tests.strategies import empty, same_bytes
 
 BASES = (
@@ -38,25 +38,36 @@ MIXINS = (
     standard.NgramEmbedding,
     standard.PipelineProxies,
     standard.PipelineIndices,
-    standard.ExpertParallel,
-    standard.DataParallelGathered,
     standard.DraftSampling,
     standard.BoundedContext,
     standard.HostLengths,
     standard.ContextLengths,
 )
+EXPERTS = (standard.ExpertParallel, standard.ExpertParallelSharded)
+COUNTS = (standard.DataParallelGathered, standard.DataParallelAgreed, standard.DataParallelAgreedExtend)
+"""At most one of each."""
 
 
-@given(base=st.sampled_from(BASES), chosen=st.sets(st.sampled_from(MIXINS)), data=st.data())
+@given(
+    base=st.sampled_from(BASES),
+    chosen=st.sets(st.sampled_from(MIXINS)),
+    counted=st.tuples(*[st.sampled_from([None, *ways]) for ways in (EXPERTS, COUNTS)]),
+    data=st.data(),
+)
 @settings(max_examples=25)
-def test_any_base_with_any_mixins(base: type[Inputs], chosen: set[type[Inputs]], data: st.DataObject) -> None:
+def test_any_base_with_any_mixins(
+    *, base: type[Inputs], chosen: set[type[Inputs]], counted: tuple[type[Inputs] | None, ...], data: st.DataObject
+) -> None:
     """Whatever the order, the class has every slot of its bases, and is filled as the oracle fills it."""
-    bases = data.draw(st.permutations([base, *sorted(chosen, key=lambda one: one.__name__)]))
+    mixins = sorted(chosen.union(filter(None, counted)), key=lambda one: one.__name__)
+    bases = data.draw(st.permutations([base, *mixins]))
     made: Any = types.new_class("Mixed", tuple(bases), {})
     names = {name for one in bases for name in one.slotgraph.slots} - {"seq_lens_cpu"}
     assert set(made.slotgraph.slots) - {"seq_lens_cpu"} == names
     live, padded = sizes_of(made, 2, 3), sizes_of(made, 4, 3)
-    declaration = made.slotgraph.under(standard.Sharding(attn_tp_size=3, attn_tp_rank=1, scattered=True))
+    ranks = ranked(4, 6, 3, [{BATCH: 1, TOKENS: 3}, {BATCH: 2, TOKENS: 6}])
+    sharding = standard.Sharding(attn_tp_size=3, attn_tp_rank=1, scattered=True)
+    declaration = made.slotgraph.under(sharding, ranks=ranks)
     batch, beside = batch_of(declaration, live, 5)
     buffers = [allocate(declaration, padded, NPU, empty) for _ in range(2)]
     ready = Bucket(declaration, padded, NPU, buffers[0]).fill(
@@ -92,9 +103,12 @@ def test_override_and_drop() -> None:
 
 
 def test_mixins_that_say_different_things_are_refused() -> None:
-    """Counts are computed or carried, tails of proxies kept or reset: not both."""
+    """Counts are of buckets, told by ranks or carried, tails of proxies kept or reset: not both."""
     for bases in (
         (standard.DataParallelGathered, standard.DataParallelCarried),
+        (standard.DataParallelGathered, standard.DataParallelAgreed),
+        (standard.DataParallelCarried, standard.DataParallelAgreedExtend),
+        (standard.ExpertParallel, standard.ExpertParallelSharded),
         (standard.PipelineProxies, standard.PrefillPipelineProxies),
         (standard.DecodeInputs, standard.PrefillInputs),
     ):

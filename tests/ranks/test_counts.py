@@ -1,0 +1,410 @@
+"""Counts of all ranks in their steps: each view is held to what everybody's schedule says, in every kind of step."""
+
+import collections
+import pathlib
+import random
+from typing import Any, Final
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+
+from slotgraph import BATCH, DecodeRunner, EagerRunner, Ranks, copied, standard
+from slotgraph.dataflow.errors import ComputeError, ConfigError, RankError
+from tests.ranks import stepping
+from tests.ranks.processes import Processes, all_gather, ranks
+from tests.runners import prefilled
+from tests.strategies import noise
+
+ROOM: Final = 64
+"""More tokens than any rank brings."""
+
+
+class Shared(stepping.Counted, standard.DataParallelAgreed, standard.ExpertParallelSharded):
+    """Decode: a row of logits a token."""
+
+
+class Extended(stepping.Counted, standard.ExpertParallelSharded, standard.DataParallelAgreedExtend):
+    """Draft-extend: a row of logits a request."""
+
+
+DP: Final = standard.DP
+COUNTS: Final[tuple[str, ...]] = ("global_num_tokens", "global_num_tokens_for_logprob", "num_token_non_padded")
+
+
+@attrs.frozen
+class World:
+    """Ranks, of which each `shards` in a row share a batch, and the runner that they step with."""
+
+    size: int
+    shards: int = 1
+    kind: str = "decode"
+    backend: str = "cpu"
+    lowering: str = "in_graph"
+    equal: bool = False
+
+    @property
+    def width(self) -> int:
+        """Tokens of each request."""
+        return 3 if self.kind == "extend" else 1
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Of requests; their tokens divide among shards."""
+        return tuple(rows * self.shards for rows in (1, 2, 3))
+
+    def runner(self, inputs: type[Any], step: Any) -> Any:
+        """One that is ready to step."""
+        of_ranks = Ranks(shards=self.shards, equal=self.equal, timeout=20, capture_timeout=20)
+        given: dict[str, Any] = {"sizes": {DP: self.size // self.shards}, "ranks": of_ranks}
+        given |= {"backend": self.backend, "progress": False}
+        if self.kind == "eager":
+            return EagerRunner(inputs, step, **given)
+        options: dict[str, Any] = {"buckets": self.buckets, "width": self.width, "lowering": self.lowering}
+        runner: DecodeRunner[Any] = DecodeRunner(inputs, step, output_rows=None, **options, **given)
+        runner.capture()
+        return runner
+
+    def drawn(self, draw: random.Random) -> list[int]:
+        """Requests of each batch in one step: idle ones among them, and now and then one too large for a graph."""
+        batches, most = self.size // self.shards, self.buckets[-1]
+        if self.kind == "eager" or draw.random() < 0.25:  # nothing is padded: tokens themselves divide among shards
+            found = [self.shards * draw.randint(0, 5) for _ in range(batches)]
+            found[draw.randrange(batches)] = draw.choice([0, most + self.shards])
+        else:
+            found = [draw.choice([0, draw.randint(1, most), draw.randint(1, most)]) for _ in range(batches)]
+        return [found[0]] * batches if self.equal else found
+
+    def bucket(self, rows: list[int]) -> int | None:
+        """The one that all run; None where they run eagerly."""
+        fitting = [] if self.kind == "eager" else [size for size in self.buckets if size >= max(rows)]
+        return fitting[0] if fitting else None
+
+    def batch(self, number: int, rows: int, seed: int) -> dict[str, Any]:
+        """What all ranks that share a batch bring."""
+        draw = torch.Generator().manual_seed(seed * 16 + number)
+        ids = torch.randint(1, 99, (rows * self.width,), generator=draw)
+        return {"ids": ids, "weights": torch.randint(1, 9, (rows,), generator=draw).float()}
+
+    def wanted(self, rank: int, rows: list[int], seed: int) -> dict[str, list[Any]]:
+        """A rank's view, and what its step gives, in plain Python."""
+        own, place = rows[rank // self.shards], rank % self.shards
+        bucket = self.bucket(rows)
+        padded = own if bucket is None else bucket
+        tokens, chunk = [count * self.width for count in rows], padded * self.width // self.shards
+        part = range(chunk * place, chunk * (place + 1))
+        batch = self.batch(rank // self.shards, own, seed)
+        everyone = [self.batch(number, count, seed)["ids"].sum().item() for number, count in enumerate(rows)]
+        return {
+            "ids": batch["ids"].tolist() + [-5] * ((padded - own) * self.width),
+            "weights": batch["weights"].tolist() + [-3] * (padded - own),
+            "global_num_tokens": tokens,
+            "global_num_tokens_for_logprob": rows if self.kind == "extend" else tokens,
+            "num_token_non_padded": [sum(row < own * self.width for row in part)],
+            "gathered": [sum(everyone)],
+        }
+
+
+def gathering(shards: int) -> Any:
+    """A step that gathers the padded rows of all ranks, and adds up those that counts say are live, each batch once."""
+
+    def step(view: Any) -> tuple[torch.Tensor, ...]:
+        own = torch.full((ROOM,), 1000)
+        own[: view.ids.shape[0]] = view.ids
+        everyone = torch.empty(dist.get_world_size() * ROOM, dtype=torch.int64)
+        all_gather(everyone, own)
+        live = torch.arange(ROOM) < view.global_num_tokens[:, None]
+        gathered = (everyone.view(-1, shards, ROOM)[:, 0] * live).sum()
+        return (*(getattr(view, name) + 0 for name in COUNTS), gathered.reshape(1))
+
+    return step
+
+
+def poison(runner: Any, seed: int) -> None:
+    """Put random numbers wherever the next fill does not write."""
+    if isinstance(runner, EagerRunner):  # whose views have no row that is not live
+        return
+    buffers = runner.graphs.buffers
+    for number, buffer in enumerate(buffers):
+        buffer.tensor.copy_(noise(tuple(buffer.tensor.shape), buffer.tensor.dtype, seed * 8 + number))
+    buffers.distrust()
+
+
+@attrs.frozen
+class Rank:
+    """One rank's part in a schedule. wrong: what differed from plain Python. steps: how many there were, by kind."""
+
+    world: World
+    rank: int
+    runner: Any
+    wrong: list[Any] = attrs.field(factory=list)
+    steps: collections.Counter[str] = attrs.field(factory=collections.Counter)
+
+    def play(self, rows: list[int], seed: int, *, ahead: bool) -> None:
+        """One step of so many requests by batch; without any, a rank is idle, or brings an empty batch, in turn."""
+        right, number = self.world.wanted(self.rank, rows, seed), self.rank // self.world.shards
+        batch = self.world.batch(number, rows[number], seed)
+        poison(self.runner, seed)
+        if not rows[number] and seed % 2:
+            self.steps["idle"] += 1
+            outputs = self.runner.idle()
+        else:
+            if ahead:
+                self.runner.agree_ahead(batch)
+            view = self.runner.fill(batch)
+            self.compare("view", right, {name: getattr(view, name).tolist() for name in right if name != "gathered"})
+            self.steps["eager" if self.world.bucket(rows) is None else "graph"] += 1
+            outputs = self.runner.replay(view)
+        if outputs is None:  # nobody had a request, and all said so
+            self.compare("rows", {"all": sum(rows)}, {"all": 0})
+        else:
+            named = zip((*COUNTS, "gathered"), (one.tolist() for one in outputs), strict=True)
+            self.compare("outputs", right, dict(named))
+
+    def compare(self, what: str, right: dict[str, Any], found: dict[str, Any]) -> None:
+        """Note what differs."""
+        self.wrong.extend((what, name, got, right[name]) for name, got in found.items() if got != right[name])
+
+
+def scheduled(rank: int, world: World, steps: int) -> tuple[list[Any], dict[str, int]]:
+    """So many steps of random sizes, the same for all who draw them: what was wrong here, and what there was."""
+    one = Rank(world, rank, world.runner(Extended if world.kind == "extend" else Shared, gathering(world.shards)))
+    ranks: Ranks = one.runner.stage.declaration.ranks
+    draw, before = random.Random(5), ranks.exchanges  # noqa: S311 - sizes, no secrets
+    for seed in range(steps):
+        one.play(world.drawn(draw), seed, ahead=draw.random() < 0.3)
+    return one.wrong, {**one.steps, "exchanged": ranks.exchanges - before}
+
+
+def assert_right(processes: Processes, world: World, steps: int = 120) -> None:
+    """No rank saw a wrong count, in steps of every kind, and none exchanged more than once a step."""
+    found = processes.run(scheduled, world, steps)
+    assert [wrong for wrong, _ in found] == [[]] * world.size
+    for _, told in found:
+        assert told["exchanged"] == (0 if world.equal else steps)
+        assert told["eager"] > 5
+        assert told["idle"] > 0
+        assert (told.get("graph", 0) > 30) == (world.kind != "eager")
+
+
+WAYS: Final = [
+    ("decode", "cpu", "in_graph"),
+    ("decode", "cpu-capture", "in_graph"),
+    ("decode", "cpu-capture", "foreach"),
+    ("decode", "cpu", "slot_by_slot"),
+    ("extend", "cpu-capture", "fused"),
+    ("eager", "cpu", "foreach"),
+]
+each_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
+
+
+@each_way
+@pytest.mark.parametrize("shards", [1, 2])
+def test_two_ranks(two: Processes, shards: int, way: tuple[str, str, str]) -> None:
+    """Of a batch each, and of one that they share."""
+    assert_right(two, World(2, shards, *way))
+
+
+@each_way
+@pytest.mark.parametrize("shards", [1, 2])
+def test_four_ranks(four: Processes, shards: int, way: tuple[str, str, str]) -> None:
+    """The same; two batches of two ranks each are both at once."""
+    assert_right(four, World(4, shards, *way))
+
+
+def test_four_ranks_of_one_batch(four: Processes) -> None:
+    """Each with a quarter of the tokens."""
+    assert_right(four, World(4, 4, "extend", "cpu-capture"))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_ranks_that_bring_the_same(two: Processes, shards: int) -> None:
+    """They exchange nothing, and each knows what all bring; so does a rank alone."""
+    for way in WAYS:
+        assert_right(two, World(2, shards, *way, equal=True), 80)
+
+
+def test_one_rank(tmp_path: pathlib.Path) -> None:
+    """Alone."""
+    with ranks(1, tmp_path) as one:
+        for way in WAYS:
+            assert_right(one, World(1, 1, *way, equal=True), 80)
+
+
+def run_torn(rank: int, one: Rank, how: str) -> None:
+    """A step of two batches of two ranks each, where rank 3 brings another size than rank 2."""
+    batch = one.world.batch(rank // 2, 4 if rank == 3 else 2, 5)
+    if how == "idle" and rank == 3:
+        one.runner.idle()
+        return
+    if how == "ahead":
+        one.runner.agree_ahead(batch)
+    one.runner(batch)
+
+
+def torn(rank: int, kind: str, how: str) -> tuple[str, bool, list[Any]]:
+    """What is raised of it, whether nothing was written, and what was wrong in the steps before and after."""
+    world = World(4, 2, kind)
+    one = Rank(world, rank, world.runner(Shared, gathering(2)))
+    one.play([4, 2], 1, ahead=False)
+    view = one.runner.fill(world.batch(rank // 2, 4, 1))
+    one.runner.replay(view)
+    slots = [getattr(view, name) for name in ("ids", "weights", *COUNTS)]
+    before = [slot.clone() for slot in slots]
+    with pytest.raises(RankError) as raised:
+        run_torn(rank, one, how)
+    same = all(torch.equal(old, slot) for old, slot in zip(before, slots, strict=True))
+    for seed in range(2, 6):
+        one.play([2, 4], seed, ahead=how == "ahead")
+    return str(raised.value), same, one.wrong
+
+
+@pytest.mark.parametrize("kind", ["decode", "eager"])
+@pytest.mark.parametrize("how", ["plain", "ahead", "idle"])
+def test_ranks_that_share_a_batch_bring_the_same_sizes(four: Processes, kind: str, how: str) -> None:
+    """Where they do not, no rank runs the step, whoever's batch it is; all are told who brings what."""
+    sizes = "0 BATCH, 0 TOKENS" if how == "idle" else "4 BATCH, 4 TOKENS"
+    said = "each 2 ranks in a row share a batch, so that no rank runs the step: rank 2 brings 2 BATCH, 2 TOKENS; "
+    assert four.run(torn, kind, how) == [(f"{said}rank 3 brings {sizes}", True, [])] * 4
+
+
+class Bare(standard.DataParallelAgreed):
+    """Nothing of the batch has tokens."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=3)
+
+
+def refused(rank: int, case: str) -> str:
+    """What a first step raises where ranks and declarations do not fit."""
+    inputs: type[Any] = Bare if case == "axis" else Shared
+    shards, batches = {"undivided": (3, 1), "sizes": (2, 4), "axis": (1, 4), "part": (4, 1)}[case]
+    halves: list[Any] = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+    group = halves[rank % 2] if case == "part" else None
+    of_ranks = Ranks(group, shards=shards, timeout=20, capture_timeout=20)
+    given: dict[str, Any] = {"sizes": {DP: batches}, "ranks": of_ranks, "backend": "cpu", "progress": False}
+    runner = DecodeRunner(inputs, lambda view: view.ids + 1, buckets=[12], **given)
+    runner.capture()
+    with pytest.raises(ConfigError) as raised:
+        runner(stepping.batch_of(1 + rank // 2, rank))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("undivided", "4 ranks do not divide so that each 3 of them share a batch"),
+        ("part", "2 ranks do not divide so that each 4 of them share a batch"),
+        ("sizes", "sizes has DP = 4, and 4 ranks, of which each 2 in a row share a batch, bring 2: give DP the size 2"),
+        ("axis", "ranks do not tell each other their live rows on TOKENS"),
+    ],
+)
+def test_ranks_that_do_not_fit(four: Processes, case: str, said: str) -> None:
+    """All are told alike, with the numbers."""
+    assert all(told.startswith(said) for told in four.run(refused, case))
+
+
+def undivided(rank: int) -> tuple[str, list[Any]]:
+    """Two ranks share a batch of seven tokens, which no graph takes: what is raised, and what is wrong after it."""
+    world = World(2, 2)
+    one = Rank(world, rank, world.runner(Shared, gathering(2)))
+    batch = world.batch(0, 7, 3)
+    with pytest.raises(ComputeError) as raised:
+        one.runner(batch)
+    one.play([5], 4, ahead=False)
+    given: dict[str, Any] = {"sizes": {DP: 1}, "ranks": one.runner.stage.declaration.ranks, "progress": False}
+    runner = DecodeRunner(Shared, lambda view: view.ids + 1, buckets=[2], carry=COUNTS[2:], backend="cpu", **given)
+    runner.capture()
+    view = runner.fill({**batch, "num_token_non_padded": torch.tensor([4 - rank], dtype=torch.int32)})
+    right = {COUNTS[0]: [7], COUNTS[1]: [7], COUNTS[2]: [4 - rank]}
+    one.compare("carried", right, {name: getattr(view, name).tolist() for name in COUNTS})
+    runner.replay(view)
+    return str(raised.value), one.wrong
+
+
+def test_a_step_without_padding_whose_tokens_do_not_divide(two: Processes) -> None:
+    """Nobody knows who has which: it is refused, with the way out; counts of what ranks bring need none."""
+    for told, wrong in two.run(undivided):
+        assert told.startswith("slot 'num_token_non_padded': 7 padded tokens do not divide among 2 attention-TP ranks")
+        assert "for steps that run eagerly pad the batch, or name the slot in carry=" in told
+        assert wrong == []
+
+
+def of_another_width(rank: int) -> list[list[int]]:
+    """Requests of three tokens and of two, in graphs for two: counts by step."""
+    given: dict[str, Any] = {"sizes": {DP: 2}, "ranks": Ranks(timeout=20), "backend": "cpu", "progress": False}
+    runner = DecodeRunner(Extended, lambda view: view.ids + 1, buckets=[4], width=2, **given)
+    runner.capture()
+    found = []
+    for widths in ((3, 2), (2, 2), (2, 3)):
+        rows, width = 3 - rank, widths[rank]
+        batch = {"ids": torch.arange(rows * width) + 5, "weights": torch.ones(rows)}
+        view = runner.fill(batch)
+        found.append([count for name in COUNTS for count in getattr(view, name).tolist()])
+        runner.replay(view)
+    return found
+
+
+def test_a_step_of_another_width(two: Processes) -> None:
+    """Live tokens are what each rank's own requests have, whatever graphs were captured for."""
+    first, second = two.run(of_another_width)
+    assert first == [[9, 4, 3, 2, 9], [6, 4, 3, 2, 6], [6, 6, 3, 2, 6]]
+    assert second == [[9, 4, 3, 2, 4], [6, 4, 3, 2, 4], [6, 6, 3, 2, 6]]
+
+
+def halves(rank: int) -> list[list[list[int]]]:
+    """Counts of both halves of a bucket of eight tokens, six of which are live."""
+    del rank
+    given: dict[str, Any] = {"sizes": {DP: 1}, "ranks": Ranks(shards=2, timeout=20), "backend": "cpu"}
+    runner = DecodeRunner(Shared, lambda view: view.ids + 1, buckets=[8], progress=False, **given)
+    runner.capture()
+    view = runner.fill(stepping.batch_of(6, 3))
+    parts = [view.narrow(BATCH, *rows) for rows in ((0, 4), (4, 8))]
+    runner.replay(view)
+    return [[getattr(part, name).tolist() for name in (COUNTS[0], COUNTS[2])] for part in parts]
+
+
+def test_micro_batches(two: Processes) -> None:
+    """They have the whole step's global counts, and this rank's part of their own tokens."""
+    assert two.run(halves) == [[[[6], [2]], [[6], [2]]], [[[6], [2]], [[6], [0]]]]
+
+
+class Prefills(prefilled.Prefill, standard.DataParallelAgreed, standard.ExpertParallelSharded):
+    """Tokens of several requests, in pieces."""
+
+
+PREFILLS: Final[tuple[tuple[list[int], list[int]], ...]] = (
+    ([3], [2, 4, 1]),
+    ([], [16]),
+    ([9, 8, 1], [4]),
+    ([1] * 6, [2]),
+    ([2, 2], []),
+    ([16], [1] * 4),
+)
+"""Lengths by batch: of steps that graphs take, one of too many tokens, and one of too many requests."""
+
+
+def prefills(rank: int, kind: str) -> list[Any]:
+    """What is wrong in steps of two batches of two ranks each."""
+    ranks, model = Ranks(shards=2, timeout=20, capture_timeout=20), prefilled.Model(named=kind == "piecewise")
+    runner = prefilled.runner_of(kind, model, "cpu", inputs=Prefills, sizes={DP: 2}, ranks=ranks)
+    runner.capture()
+    one = Rank(World(4, 2), rank, runner)
+    for seed, lengths in enumerate(PREFILLS):
+        batch = prefilled.batch_of(lengths[rank // 2], seed)
+        prefilled.poison(runner)
+        view = runner.fill(batch)
+        tokens, own = [sum(one) for one in lengths], sum(lengths[rank // 2])
+        chunk = view.input_ids.shape[0] // 2
+        right = {COUNTS[0]: tokens, COUNTS[1]: tokens}
+        right[COUNTS[2]] = [sum(row < own for row in range(chunk * (rank % 2), chunk * (rank % 2 + 1)))]
+        one.compare(f"step {seed}", right, {name: getattr(view, name).tolist() for name in COUNTS})
+        outputs = runner.replay(view)
+        assert outputs.shape[0] == len(lengths[rank // 2])
+    return one.wrong
+
+
+@pytest.mark.parametrize("kind", prefilled.KINDS)
+def test_prefill(four: Processes, kind: str) -> None:
+    """By tokens, eager steps and idle batches among them."""
+    assert four.run(prefills, kind) == [[]] * 4
