@@ -11,15 +11,17 @@ import torch
 from ..dataflow.errors import CheckError, ConfigError
 from ..dataflow.inputs import Inputs
 from ..dataflow.sources import Side
+from .captured import Captured
 from .holdings import Change
 from .modes import ADDRESSES, PARITY, POISON, Wanted, modes_of
 from .proofs import poison
 from .proofs.addresses import readers
 from .proofs.comparison import Tolerance, seen
 from .proofs.eagerly import graph_of
-from .proofs.parity import BITWISE, Twin, written_slots_kept
+from .proofs.parity import BITWISE, Twin, buffers_in, written_slots_kept
 from .proofs.report import Case
 from .proofs.state import State, state_on
+from .proofs.together import Together
 from .runner import Runner
 from .watching import Watcher
 
@@ -43,6 +45,7 @@ class Prover(Watcher, abc.ABC):
         self._found: dict[int, State] = {}
         self.off = False
         self._skipped: set[str] = set()
+        self.together = Together(runner.parts)
         self.case: Case | None = None
         self._filled: tuple[Inputs, int] | None = None
 
@@ -60,9 +63,12 @@ class Prover(Watcher, abc.ABC):
         return 0 if graphs is None else graphs.buffers.turn.others
 
     def before_replay(self, view: Inputs) -> None:
-        """Look at a step before it runs, unless the runner is about to refuse it."""
+        """Look at a step before it runs, unless the runner is about to refuse it; all ranks do, or none."""
         refused = self._filled is not None and (view is not self._filled[0] or self._others != self._filled[1])
-        state = None if self.off or refused else self._state_for(view)
+        graph = None if self.off or refused else graph_of(self.runner.parts, view)
+        if self.together.any(graph is None):
+            return
+        state = self._state_for(view, graph)
         if state is not None:
             self.look(view, state)
 
@@ -70,26 +76,24 @@ class Prover(Watcher, abc.ABC):
     def look(self, view: Inputs, state: State) -> None:
         """Look at a step that is about to run, and leave its slots and state as they are."""
 
-    def _state_for(self, view: Inputs) -> State | None:
-        """The state of a step; None where no graph takes it, and where there is no room for copies."""
-        parts = self.runner.parts
-        graph = graph_of(parts, view)
-        if graph is None or parts.graphs is None:
-            return None
+    def _state_for(self, view: Inputs, graph: Captured | None) -> State | None:
+        """The state of a step; None where there is no room for copies, on some rank."""
+        state = self._given or self._found.get(id(graph))
+        is_sought = self.together.any(state is None)
         try:
-            state = self._given or self._found.get(id(graph))
-            if state is None:
-                with written_slots_kept(parts.graphs.buffers, every=True):
-                    state = self._found[id(graph)] = state_on(self.runner, view)
-            state.check_room(self.copies)
+            if is_sought:
+                with written_slots_kept(buffers_in(self.runner.parts), every=True):
+                    found = state_on(self.runner, view)
+                state = self._found[id(graph)] = state or found
+            if state is not None:
+                state.check_room(self.copies)
         except CheckError as error:
-            self.off = True
+            self.off, state = True, None
             _LOG.warning("debug_off", runner=self.runner.parts.name, mode=self.mode, reason=str(error))
-            return None
         except Exception as error:  # noqa: BLE001 - a step may not bear to be looked at, which is no fault of its graph
+            state = None
             self._skip(f"{type(error).__name__}: {error}")
-            return None
-        return state
+        return None if self.together.any(state is None) else state
 
     def _skip(self, reason: str) -> None:
         """Let a step pass that cannot be looked at, which may be a fault of its batch; one event for each reason."""
@@ -97,7 +101,15 @@ class Prover(Watcher, abc.ABC):
             self._skipped.add(reason)
             _LOG.warning("debug_skipped", runner=self.runner.parts.name, mode=self.mode, reason=reason)
 
-    def refuse(self, message: str) -> None:
+    def judge(self, message: str) -> None:
+        """CheckError, on all ranks, where a look found something on one of them: on this one, if there is a message."""
+        first = self.together.first(message)
+        if message:
+            self._refuse(message)
+        if first is not None:
+            self._refuse(f"rank {first[0]} found: {first[1]}")
+
+    def _refuse(self, message: str) -> None:
         """CheckError; nothing is believed of the buffers any more."""
         graphs = self.runner.parts.graphs
         if graphs is not None:
@@ -117,15 +129,14 @@ class AddressProver(Prover):
         self._unread: set[tuple[int, str, int]] = set()
 
     def before_replay(self, view: Inputs) -> None:
-        """Look at the state only where something has moved, which is rare."""
-        if self._changes(view):
+        """Look at the state only where something has moved, on some rank, which is rare."""
+        if self.together.any(bool(self._changes(view))):
             super().before_replay(view)
 
     def look(self, view: Inputs, state: State) -> None:
         """CheckError that names the tensor, and the operator that reads it."""
         changes = self._changes(view)
-        for message in readers(self.runner.parts, view, state, changes).values():
-            self.refuse(message)
+        self.judge(next(iter(readers(self.runner.parts, view, state, changes).values()), ""))
         self._unread.update(self._key(one, view) for one in changes)
 
     def _changes(self, view: Inputs) -> list[Change]:
@@ -146,8 +157,8 @@ class PoisonProver(Prover):
 
     def look(self, view: Inputs, state: State) -> None:
         """CheckError that names the slot through whose tail a difference came."""
-        for finding in poison.check_step(self.runner, view, (), state, self.case):
-            self.refuse(finding.message)
+        found = poison.check_step(self.runner, view, (), state, self.case)
+        self.judge(next((one.message for one in found), ""))
 
 
 class ParityProver(Prover):
@@ -168,19 +179,20 @@ class ParityProver(Prover):
 
     def look(self, view: Inputs, state: State) -> None:
         """Run the step; its replay is still to come."""
-        twin = Twin(self.runner.parts, state, self._tolerance)
+        twin, message = Twin(self.runner.parts, state, self._tolerance), ""
         try:
             twin.before(view)
         except Exception as error:  # noqa: BLE001 - whatever the step makes of its own view is a result
-            self.refuse(f"the step raised {type(error).__name__}: {error} where its graph is replayed")
+            message = f"the step raised {type(error).__name__}: {error} where its graph is replayed"
+        self.judge(message)
         self._twin = twin
 
     def replayed(self, view: Inputs, outputs: Any) -> Any:
         """CheckError where the replay did otherwise."""
         twin, self._twin = self._twin, None
-        fault = None if twin is None else twin.fault(view, seen(view, outputs))
-        if fault is not None:
-            self.refuse(fault.message)
+        if twin is not None:
+            fault = twin.fault(view, seen(view, outputs))
+            self.judge("" if fault is None else fault.message)
         return outputs
 
     def failed(self, error: BaseException) -> None:

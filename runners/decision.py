@@ -28,12 +28,16 @@ Why = Literal[
 
 @attrs.frozen
 class Decision:
-    """The path of one batch: one with its bucket, or `eager`, with the reason in one word and in one sentence."""
+    """The path of one batch: one with its bucket, or `eager`, with the reason in one word and in one sentence.
+
+    rank: the one that forced it, where ranks agreed on it.
+    """
 
     path: Path
     bucket: int | None
     why: Why
     reason: str
+    rank: int | None = attrs.field(default=None, repr=False)
 
 
 @attrs.define(eq=False)
@@ -72,7 +76,7 @@ class Tally:
         self.repeated: dict[tuple[int, int], Repeated] = {}
         self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)
         self.turns = itertools.cycle([number == FIRST for number in range(1, EVERY + 1)])
-        self._warned: set[Why] = set()
+        self._warned: set[tuple[Why, int | None]] = set()
 
     def replayed(self, bucket: int, rows: int) -> None:
         """A replay of `rows` live rows in a bucket."""
@@ -96,13 +100,14 @@ class Tally:
     def unfit(self, decision: Decision, runner: str, start: int) -> None:
         """A batch that no graph takes is filled; start: see `timed`, 0 for a fill that is not.
 
-        The first time for a reason, one event says so.
+        The first time for a reason, and for a rank that forces it, one event says so.
         """
         if start:
             self.timed(self.reasons[decision.why], start)
-        if decision.why not in self._warned:
-            self._warned.add(decision.why)
-            _LOG.warning("fallback", runner=runner, why=decision.why, reason=decision.reason)
+        if (decision.why, decision.rank) not in self._warned:
+            self._warned.add((decision.why, decision.rank))
+            ranks = {} if decision.rank is None else {"rank": decision.rank}
+            _LOG.warning("fallback", runner=runner, why=decision.why, reason=decision.reason, **ranks)
 
     @staticmethod
     def timed(counts: Counts, start: int) -> None:

@@ -12,7 +12,7 @@ from ..dataflow.kinds import Detour
 from .decision import Why
 from .filltimes import EVERY, FillTimes, FillTimesData
 from .runner import Runner
-from .statistics import EagerData, Statistics
+from .statistics import EagerData, RanksData, Statistics
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -111,6 +111,7 @@ def _metrics(books: Mapping[str, Statistics]) -> "Iterator[Metric]":
         (core.CounterMetricFamily, "fills", "Fills of buckets.", "lowering", _lowerings),
         (core.CounterMetricFamily, "detours", "Fills by a later lowering than the runner's.", "reason", _detours),
         (core.CounterMetricFamily, "capture_seconds", "Time that captures took.", "", _capture_seconds),
+        (core.CounterMetricFamily, "exchanges", "Exchanges of the runner's ranks.", "", _exchanges),
         (core.GaugeMetricFamily, "memory_bytes", "Memory of its own.", "kind", _memory),
         (core.GaugeMetricFamily, "shared_memory_bytes", "Memory of a pool that is used.", "", _shared),
         (core.GaugeMetricFamily, "graphs", "Graphs that were captured.", "", _graphs),
@@ -122,6 +123,24 @@ def _metrics(books: Mapping[str, Statistics]) -> "Iterator[Metric]":
             for value, number in values(stats).items():
                 made.add_metric([runner, value] if label else [runner], number)
         yield made
+    yield _forced(core, books)
+
+
+def _forced(core: Any, books: Mapping[str, Statistics]) -> "Metric":
+    """Steps by the rank that forced them and why: each rank and reason, where ranks agree on steps at all."""
+    what = "Steps that all ranks ran as one of them had to."
+    made = core.CounterMetricFamily("slotgraph_forced_steps", what, labels=["runner", "rank", "reason"])
+    for runner, stats in books.items():
+        for rank, why, steps in _forcing(stats["ranks"]):
+            made.add_metric([runner, str(rank), why], steps)
+    metric: Metric = made
+    return metric
+
+
+def _forcing(ranks: RanksData) -> Iterator[tuple[int, str, int]]:
+    for rank in range(0 if ranks["quiet"] else ranks["size"]):
+        counts = ranks["forced"].get(rank, {})
+        yield from ((rank, why, counts.get(why, 0)) for why in get_args(Why))
 
 
 def _of_steps(core: Any, ways: Sequence[_Way]) -> "Iterator[Metric]":
@@ -174,6 +193,10 @@ def _detours(stats: Statistics) -> Mapping[str, float]:
 
 def _capture_seconds(stats: Statistics) -> Mapping[str, float]:
     return {"": stats["capture"]["seconds"]}
+
+
+def _exchanges(stats: Statistics) -> Mapping[str, float]:
+    return {"": stats["ranks"]["exchanges"]}
 
 
 def _memory(stats: Statistics) -> Mapping[str, float]:

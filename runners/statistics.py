@@ -59,10 +59,14 @@ class CaptureData(TypedDict):
 
 
 class RanksData(TypedDict):
-    """Which rank this is, of how many; the exchanges of its `Ranks`; steps by the rank that forced them, and why."""
+    """Which rank this is, of how many; the exchanges of its `Ranks`; steps by the rank that forced them, and why.
+
+    quiet: whether nothing is exchanged before a step, so that no rank forces any.
+    """
 
     rank: int
     size: int
+    quiet: bool
     exchanges: int
     forced: dict[int, dict[str, int]]
 
@@ -95,8 +99,12 @@ def statistics_of(parts: "Parts[Any]") -> Statistics:
         "detours": dict(detours),
         "memory": _memory(parts),
         "capture": _capture(parts),
-        "ranks": {"rank": 0, "size": 1, "exchanges": 0, "forced": {}} if agreement is None else agreement.as_data(),
+        "ranks": _alone() if agreement is None else agreement.as_data(),
     }
+
+
+def _alone() -> RanksData:
+    return {"rank": 0, "size": 1, "quiet": True, "exchanges": 0, "forced": {}}
 
 
 def _memory(parts: "Parts[Any]") -> dict[str, int]:

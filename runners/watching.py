@@ -17,7 +17,7 @@ class Watcher:
         """A batch has come; nothing was read or written."""
 
     def filled(self, view: Inputs) -> None:
-        """The slots are filled, and the view is what the caller gets."""
+        """The slots are filled, and the view is what the caller gets; `runner.agreed` has what ranks agreed on."""
 
     def before_replay(self, view: Inputs) -> None:
         """The step is about to run on this view, by a graph or eagerly."""

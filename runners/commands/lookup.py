@@ -8,7 +8,7 @@ import pathlib
 import pkgutil
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final, NoReturn
 
@@ -21,6 +21,7 @@ from .failures import fail, nearest
 
 _NAME: Final = "MODULE:NAME"
 _RUNNER: Final = "MODULE:RUNNER"
+_NOTHING: Final[Mapping[str, Any]] = {}
 
 
 def find_explained(target: str) -> type[Inputs] | Runner[Any]:
@@ -38,24 +39,27 @@ def find_explained(target: str) -> type[Inputs] | Runner[Any]:
         return explained
 
 
-def find_runner(target: str) -> Runner[Any]:
+def find_runner(target: str, **given: Any) -> Runner[Any]:
     """The runner of a target, an attribute that is one or a function without required arguments that makes one.
 
-    It is as the module left it: `captured` sees to its graphs. Exits with 2 where there is no such module or runner,
+    given: what such a function is called with, where it takes arguments of these names. The runner is as the module
+    left it: `captured` sees to its graphs. Exits with 2 where there is no such module or runner,
     with 1 where the module fails to import, or the function to make a runner.
     """
     with _about(_RUNNER):
-        return _runner_in(*_looked_up(target))
+        return _runner_in(*_looked_up(target), given)
 
 
-def _runner_in(module: ModuleType, place: str, name: str, found: Any) -> Runner[Any]:
+def _runner_in(
+    module: ModuleType, place: str, name: str, found: Any, given: Mapping[str, Any] = _NOTHING
+) -> Runner[Any]:
     """What was found as a runner, or the one that it makes."""
     if isinstance(found, Runner):
         return found
-    if not _makes(found):
+    if not _makes(found, given):
         _no_runner(module, place, name, found)
     try:
-        made = found()
+        made = found(**{one: given[one] for one in inspect.signature(found).parameters if one in given})
     except Exception as error:  # noqa: BLE001 - what a user's function raises can be anything
         _broken(f"{place}:{name}", error, "failed to make a runner")
     if not isinstance(made, Runner):
@@ -118,15 +122,16 @@ def _loaded(place: str) -> ModuleType | None:
     return next((module for module in modules if getattr(module, "__file__", None) == place), None)
 
 
-def _makes(found: object) -> bool:
-    """Whether it is a function that can be called without arguments."""
+def _makes(found: object, given: Collection[str] = ()) -> bool:
+    """Whether it is a function that can be called without arguments, but for those that are given."""
     if not callable(found) or isinstance(found, type):
         return False
     try:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError):
         return False
-    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(p.default is not p.empty or p.kind in variadic or p.name in given for p in parameters)
 
 
 def _no_runner(module: ModuleType, place: str, name: str, found: object) -> NoReturn:

@@ -17,7 +17,7 @@ from ...dataflow.capabilities import Lowering
 from ...dataflow.plan import FUSED
 from ...dataflow.planner import NONE
 from ...dataflow.tails import Number, Pad, resolve_value
-from ..capture import capture_step
+from ..capture import capture_step, warm_up
 from ..decode import DecodeRunner
 from .workload import COUNT, Batch, Workload, plus_one
 
@@ -193,8 +193,9 @@ class ByHand:
         return view
 
     def _captured(self, workload: Workload, padded: int) -> Graph:
-        backend, step = workload.backend, functools.partial(plus_one, self._view(padded))
-        return capture_step(backend, torch.no_grad()(step), self.buffers, warmups=1, pool=backend.pool())
+        backend, step = workload.backend, torch.no_grad()(functools.partial(plus_one, self._view(padded)))
+        warm_up(backend, step, self.buffers, 1)
+        return capture_step(backend, step, pool=backend.pool())
 
 
 def _tensor(source: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -15,6 +15,7 @@ from rich.text import Text
 from ...dataflow.errors import RecordingError
 from ...dataflow.serial import to_data
 from ..recording.files import RecordedFile
+from ..recording.ranks import RecordedRanks
 from ..recording.records import Header, StepRecord
 from ..recording.replaying import Replayed, ReplayReport, replay_file
 from .failures import FAILED, reported
@@ -58,12 +59,18 @@ def replay(file: _File, target: _Target = None, *, step: _Step = None, form: _Fo
             if target is None:
                 found = read.header if step is None else _only(read, step)
             else:
-                found = replay_file(read, captured(find_runner(target)), step)
+                found = replay_file(read, captured(find_runner(target, **_given(read))), step)
         except RecordingError as error:
             raise typer.BadParameter(printable(str(error))) from error
     _show(found, form, file)
     if isinstance(found, ReplayReport) and not found.ok:
         raise typer.Exit(FAILED)
+
+
+def _given(read: RecordedFile) -> dict[str, Any]:
+    """What a function that makes the runner gets, where it takes it: `ranks`, those of the file."""
+    ranks = read.header.runner.ranks
+    return {} if ranks is None else {"ranks": RecordedRanks(ranks)}
 
 
 def printable(text: str) -> str:
@@ -104,7 +111,8 @@ def _table(*names: str) -> Table:
 
 def _holds(header: Header, file: pathlib.Path) -> Iterator[RenderableType]:
     runner = header.runner
-    yield _text(f"{file.name}: {runner.kind} over {runner.inputs} on {runner.backend}", style="bold")
+    rank = "" if runner.ranks is None else f", rank {runner.ranks.rank} of {runner.ranks.size}"
+    yield _text(f"{file.name}: {runner.kind} over {runner.inputs} on {runner.backend}{rank}", style="bold")
     yield _text("recorded with ", ", ".join(f"{name} {version}" for name, version in header.versions))
     yield from (_text(note) for note in header.notes)
     table = _table("step", "path", "bucket", "live", "absent", "values", "outputs", "replays", "raised")
@@ -143,6 +151,9 @@ def _step(step: StepRecord) -> Iterator[RenderableType]:
         for value in values:
             table.add_row(_text(kind, value.name), _text(value, "" if value.kept else f"; not kept: {value.why}"))
     yield table
+    if step.ranks is not None:
+        brought = "; ".join(f"{axis} {', '.join(map(str, rows))}" for axis, rows in step.ranks.live)
+        yield _text(f"ranks brought {brought}; alone, this one: {step.ranks.alone}")
     yield from (_text(note) for note in step.notes)
     if step.raised is not None:
         yield _text(f"it raised {step.raised.kind}: {step.raised.message}")

@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 
 import attrs
 
-from ...dataflow.compute import SETTINGS, STEP
+from ...dataflow.compute import RANKS, SETTINGS, STEP
 from ...dataflow.explain import Explanation, SlotFacts
 from .markup import node
 from .svg import NORMAL, SMALL, Picture, box, clipped, coloured, dot, hint, letters, line, tip, width_of
@@ -26,7 +26,7 @@ BATCH: Final = "batch"
 PRODUCER: Final = "producer"
 _MOST_NAME: Final = 230.0
 _MOST_SAID: Final = 150.0
-_GIVEN: Final[Mapping[str, str]] = {STEP: "sizes of the step", SETTINGS: "settings"}
+_GIVEN: Final[Mapping[str, str]] = {STEP: "sizes of the step", SETTINGS: "settings", RANKS: "ranks"}
 
 
 @attrs.frozen

@@ -15,7 +15,7 @@ def mermaid(explanation: RunnerExplanation) -> str:
 
 
 def step_lines(explanation: RunnerExplanation) -> list[str]:
-    """The runner in a few short lines: its kind, its graphs, and how it is filled."""
+    """The runner in a few short lines: its kind, its graphs, how it is filled, and which rank it is, if it is one."""
     rows = [bucket.rows for bucket in explanation.buckets if any(not graph.why for graph in bucket.graphs)]
     if explanation.path == "eager":
         graphs = "without graphs"
@@ -24,4 +24,6 @@ def step_lines(explanation: RunnerExplanation) -> list[str]:
     else:
         named = ", ".join(map(str, rows)) if len(rows) <= _MOST else f"{rows[0]} to {rows[-1]}"
         graphs = f"{len(rows)} buckets: {named}" if len(rows) > 1 else f"bucket {named}"
-    return [explanation.kind, graphs, f"filled {explanation.lowering}"]
+    ranks = explanation.ranks
+    together = [] if ranks is None else [f"rank {ranks.rank} of {ranks.size}"]
+    return [explanation.kind, graphs, f"filled {explanation.lowering}", *together]

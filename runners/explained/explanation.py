@@ -11,6 +11,7 @@ from ...dataflow.bucket import Absent
 from ...dataflow.explain import NOT_SIZED, Explanation, explain
 from ...dataflow.plan import FillPlan
 from ...dataflow.planner import plan_fill, slot_bytes
+from ...dataflow.sources import NO_SIDE, Side
 from ..capture import MemoryAccount
 from ..graphs import GraphSet
 from ..outputs import nbytes_of
@@ -20,22 +21,25 @@ from ..statistics import Statistics
 from .decisions import decisions_of, use_of
 from .memory import ALONE, Layout, phases_of
 from .pool_facts import PoolFacts, pool_facts, sharers_of
-from .records import BucketFacts, EagerFacts, Fill, GraphFacts, MemoryFacts, RunnerExplanation
+from .rank_facts import decision_facts, rank_facts
+from .records import BucketFacts, DecisionFacts, EagerFacts, Fill, GraphFacts, MemoryFacts, RunnerExplanation
 from .steps import fill_of
 
 _WHOLE: Final = "graph"
 """The path of a runner whose graphs hold the whole step."""
 
 
-def explain_runner(runner: Runner[Any]) -> RunnerExplanation:
+def explain_runner(runner: Runner[Any], batch: Any = None, side: Side = NO_SIDE) -> RunnerExplanation:
     """What a runner is and has come to, as data; nothing of it is run or captured.
 
+    batch: one whose way is to be told, too, as this runner would decide by itself. Raises as `decide` does for it.
     The memory of a pool that is not laid out yet is laid out now, since there is no telling before where slots lie.
     """
     parts = runner.parts
     layout = parts.seat.layout if parts.seat is not None else None
     pool = pool_facts(layout, parts.seat.name) if parts.seat is not None and layout is not None else None
-    return _Explaining(runner, parts, runner.stats(), pool).explanation()
+    asked = None if batch is None else decision_facts(parts, runner.decide(batch, **side))
+    return _Explaining(runner, parts, runner.stats(), pool, asked).explanation()
 
 
 @attrs.frozen(eq=False)
@@ -46,6 +50,7 @@ class _Explaining:
     parts: Parts[Any]
     stats: Statistics
     pool: PoolFacts | None
+    asked: DecisionFacts | None
 
     def explanation(self) -> RunnerExplanation:
         parts, stage, graphs = self.parts, self.parts.stage, self.parts.graphs
@@ -67,6 +72,8 @@ class _Explaining:
             decisions=decisions_of(self.stats),
             seconds=report.seconds if report is not None else None,
             driver=report.driver if report is not None else None,
+            ranks=rank_facts(parts),
+            asked=self.asked,
         )
 
     def _lowering(self) -> str:

@@ -22,6 +22,7 @@ from .facts import (
 from .fill_picture import rows_of
 from .markup import Child, node, page_text
 from .pictures import pictures
+from .rank_facts import decision_text, forced_rows, rank_rows
 from .records import RunnerExplanation
 from .style import KINDS, PAGE
 from .svg import Picture
@@ -52,6 +53,11 @@ _POOL: Final = (
     "bytes at different times; this runner's have colours, others are grey."
 )
 
+_RANKS: Final = (
+    "The processes that run each step together, on one path and in one bucket: that of the rank that needs the "
+    "largest, or eagerly, where one must."
+)
+
 
 def html(explanation: RunnerExplanation) -> str:
     """The page."""
@@ -75,6 +81,7 @@ class _Page:
             self._memory(),
             self._shared(),
             self._decisions(),
+            self._ranks(),
             self._configuration(),
         ]
         found = [section for section in sections if section is not None]
@@ -172,7 +179,17 @@ class _Page:
         reasons = reason_rows(decisions)
         told = "What was decided so far: the path of steps, how fills were run, and why some took another way."
         eager = (node("h3", "Why steps ran eagerly"), _table(reasons)) if reasons else None
-        return _section("Decisions", told, _table(decision_rows(decisions)), eager)
+        asked = self._explained.asked
+        this = node("p", f"This batch: {decision_text(asked)}.") if asked is not None else None
+        return _section("Decisions", told, this, _table(decision_rows(decisions)), eager)
+
+    def _ranks(self) -> ET.Element | None:
+        ranks = self._explained.ranks
+        if ranks is None:
+            return None
+        forced = forced_rows(ranks)
+        by = (node("h3", "Steps that one rank forced on all"), _table(forced)) if forced else None
+        return _section("Ranks", _RANKS, _table(rank_rows(ranks)), by)
 
     def _configuration(self) -> ET.Element:
         one = self._explained

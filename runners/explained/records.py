@@ -189,6 +189,51 @@ class Decisions:
 
 
 @attrs.frozen(kw_only=True)
+class DecisionFacts:
+    """A decision. rank: the one that forced it on all; None of one that this runner made by itself.
+
+    alone: whether others, who were not asked, may have it be another.
+    """
+
+    path: str
+    bucket: int | None
+    why: str
+    reason: str
+    rank: int | None = None
+    alone: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class Forced:
+    """Steps that one rank forced on all, for one reason."""
+
+    rank: int
+    why: str
+    steps: int
+
+
+@attrs.frozen(kw_only=True)
+class RankFacts:
+    """The ranks that run each step together.
+
+    rank, size: which one this is, of how many. on: where they exchange before a step, "host" or a device's kind; None
+    where they do not. equal: whether all are known to get the same batches. shards: over how many a bucket's tokens are
+    spread. asked: computed slots that ask for them. exchanges: so far. agreed: on what, in the last step. forced: steps
+    by the rank that forced them.
+    """
+
+    rank: int
+    size: int
+    on: str | None
+    equal: bool
+    shards: int
+    asked: tuple[str, ...]
+    exchanges: int
+    agreed: DecisionFacts | None
+    forced: tuple[Forced, ...]
+
+
+@attrs.frozen(kw_only=True)
 class RunnerExplanation:
     """A runner as data.
 
@@ -196,7 +241,8 @@ class RunnerExplanation:
     `RunnerConfig.of` reads back. sizes: fixed axes, and capacities of further varying ones, as they were given.
     declaration: explained for the largest bucket, or the present capacity. patterns: of absent slots, that graphs are
     wanted for. pool: the memory that it shares with other runners; None where it has its own. seconds, driver: what
-    the capture took, and the device's bytes that it took beside the account; None before it.
+    the capture took, and the device's bytes that it took beside the account; None before it. ranks: those that run each
+    step together; None where there are none. asked: what it would do with the batch that was given, if one was.
     """
 
     kind: str
@@ -215,3 +261,5 @@ class RunnerExplanation:
     decisions: Decisions
     seconds: float | None
     driver: int | None
+    ranks: RankFacts | None = None
+    asked: DecisionFacts | None = None

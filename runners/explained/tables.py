@@ -22,6 +22,7 @@ from .facts import (
     step_rows,
 )
 from .fill_picture import rows_of
+from .rank_facts import decision_text, forced_rows, rank_rows
 from .records import RunnerExplanation
 
 
@@ -34,6 +35,8 @@ def _parts(explanation: RunnerExplanation) -> Iterator[RenderableType]:
     yield Text(f"{explanation.kind} on {explanation.backend} ({explanation.device})", style="bold")
     yield Text(f"path {explanation.path}, lowering {explanation.lowering}")
     yield Text(", ".join(f"{name}={option_text(value)}" for name, value in explanation.configuration.items()))
+    if explanation.asked is not None:
+        yield Text(f"this batch: {decision_text(explanation.asked)}")
     yield from _titled(f"slots of {explanation.declaration.declaration}", slot_rows(explanation.declaration))
     for row in rows_of(explanation):
         yield from _titled(f"steps of a fill, {row.label}", step_rows(row.fill))
@@ -47,6 +50,9 @@ def _parts(explanation: RunnerExplanation) -> Iterator[RenderableType]:
     yield from _titled("bytes held", account_rows(explanation))
     yield from _titled("decisions", decision_rows(explanation.decisions))
     yield from _titled("eager steps", reason_rows(explanation.decisions))
+    if explanation.ranks is not None:
+        yield from _titled("ranks", rank_rows(explanation.ranks))
+    yield from _titled("steps that one rank forced on all", forced_rows(explanation.ranks))
 
 
 def _titled(title: str, rows: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:

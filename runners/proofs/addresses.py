@@ -16,6 +16,7 @@ from .eagerly import ran_eagerly
 from .parity import buffers_in, written_slots_kept
 from .report import Case, Finding
 from .state import State
+from .together import Together
 
 NAME: Final = "addresses"
 
@@ -32,7 +33,7 @@ def check(runner: Runner[Any], cases: Sequence[Case], state: State) -> list[Find
     found = [Finding(NAME, name, _moved(name)) for name in parts.graphs.buffers.moved()]
     found += _of_graphs(parts)
     changes = parts.graphs.holdings.changed()
-    for case in cases if changes else ():
+    for case in cases if Together(parts).any(bool(changes)) else ():
         view = runner.fill(case.batch, **case.side)
         told = readers(parts, view, state, changes)
         found += [Finding(NAME, None, message) for message in told.values()]

@@ -1,6 +1,7 @@
 """Checking a runner: every bucket and pattern, on random batches or on given ones, by one proof after the other."""
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypedDict, overload
@@ -21,6 +22,7 @@ from .fills import buffers_of
 from .replays import unwatched
 from .report import CHECKS, Case, CheckReport, Finding
 from .state import State, state_of
+from .together import Together
 
 OTHER_SHAPES: Final[Mapping[torch.dtype, Tolerance]] = {
     **USUAL,
@@ -62,18 +64,22 @@ def check_runner(
     state: tensors that the step changes beside its slots; found by a run of it, where nothing is said. only: some of
     the checks. rounds: batches of random rows for each bucket and pattern, beside the largest and smallest. values: for
     batches that are drawn, see `sample_batch`. read_outside: slots that are read between fill and replay.
-    ReplayError before `capture`, ConfigError for a check that is none, CheckError where the state is too large to keep.
+    Of several ranks all call it at once, with batches for the same buckets; what one finds is in the report of each.
+    RankError, which names them, where others do not come, or check something else. ReplayError before `capture`,
+    ConfigError for a check that is none, CheckError where the state is too large to keep.
     """
     wanted, start, parts = _wanted(only), time.perf_counter(), runner.parts
     if parts.graphs is None:
         note = "it captures nothing: there are no tails, and nothing is replayed"
         return CheckReport(runner=parts.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
     _check_ready(runner, read_outside)
+    together = Together(parts)
     cases = cases_of(runner, batches, rounds=rounds, seed=seed, values=values)
-    with unwatched(runner.watch):
+    with unwatched(runner.watch), together.told():
+        together.begin(lambda: _begun(runner, wanted, cases, is_known=state is not None))
         checks = _Checks(runner, cases, state_of(runner, cases.pattern_samples, state), seed, tuple(read_outside))
         taken = checks.count()
-        findings = checks.run(wanted, progress=progress)
+        findings = checks.run(wanted, progress=progress and together.is_first)
     seconds = time.perf_counter() - start
     steps, notes = dict.fromkeys(wanted, taken), tuple(checks.notes)
     return CheckReport(runner=parts.name, findings=findings, steps=steps, notes=notes, seconds=seconds)
@@ -108,13 +114,24 @@ class _Checks:
         backend, buffers = self.runner.parts.stage.backend, buffers_of(self.runner)
         try:
             for name, cases in _shown(wanted, self.cases, show=progress):
-                findings += self._run(name, cases)
-                if not _answers(backend):
+                findings += self._with_others(name, self._run(name, cases))
+                if Together(self.runner.parts).any(not _answers(backend)):
                     self.notes["the device has stopped for good, and what was left to check was not checked"] = None
                     break
         finally:
             buffers.distrust()
         return tuple(findings)
+
+    def _with_others(self, name: str, found: list[Finding]) -> list[Finding]:
+        """The findings, or, of a rank that has none, the first one of another rank."""
+        slots = [None, *self.runner.parts.stage.declaration.slots]
+        own = next(iter(found), None)
+        said = ("", 0) if own is None else (own.message, slots.index(own.slot))
+        first = Together(self.runner.parts).first(*said)
+        if found or first is None:
+            return found
+        rank, message, slot = first
+        return [Finding(name, slots[slot], f"rank {rank} found: {message}")]
 
     def _run(self, name: str, cases: Sequence[Case]) -> list[Finding]:
         runner, state = self.runner, self.state
@@ -138,6 +155,15 @@ def _wanted(only: Collection[str]) -> list[str]:
             message = f"there is no check {name!r}: checks are {', '.join(CHECKS)}"
             raise ConfigError(message)
     return [name for name in CHECKS if name in only or not only]
+
+
+def _begun(runner: Runner[Any], wanted: Sequence[str], cases: Cases, *, is_known: bool) -> str:
+    """A check in words, which are the same on ranks whose checks take the same steps."""
+    taken = [runner.decide(case.batch, **case.side).bucket for case in cases]
+    groups = ((bucket, len(list(group))) for bucket, group in itertools.groupby(taken))
+    buckets = ", ".join(f"{count} for {'none' if bucket is None else bucket}" for bucket, count in groups)
+    state = "known" if is_known else f"looked for on {len(cases.pattern_samples)} batches"
+    return f"a check of {', '.join(wanted)}, on batches by buckets: {buckets}; its state {state}"
 
 
 def _answers(backend: Backend) -> bool:

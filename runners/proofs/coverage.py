@@ -17,6 +17,7 @@ from .replays import Leaves, Replays
 from .report import Case, Finding
 from .state import State
 from .tails import live_part
+from .together import Together
 
 COVERAGE: Final = "coverage"
 _NAMED: Final = 4
@@ -43,13 +44,14 @@ def check(
     found: dict[str | None, Finding] = {}
     read: set[str] = set(read_outside)
     present: set[str] = set()
+    together = Together(runner.parts)
     for index, case in enumerate(cases):
         if runner.decide(case.batch, **case.side).bucket is None:
             continue
         proof = _Coverage(runner, case, state, seed + index)
         for finding in proof.findings():
             found.setdefault(finding.slot, finding)
-        if found:  # what lies in slots that no one writes is nothing to run a step on
+        if together.any(bool(found)):  # what lies in slots that no one writes is nothing to run a step on
             continue
         present.update(name for name, value in vars(proof.filled()).items() if value is not None)
         with state.kept():
@@ -106,6 +108,7 @@ class _Coverage(Generic[V]):
         self._state = state
         self._seed = seed
         self._declared = runner.parts.stage.declaration.slots
+        self._together = Together(runner.parts)
 
     def filled(self) -> V:
         """The view of a fill."""
@@ -113,7 +116,8 @@ class _Coverage(Generic[V]):
 
     def findings(self) -> Iterator[Finding]:
         """Slots that a fill leaves unwritten; where there are none, those that the step leaves so."""
-        yield from self._by_fill() or self._by_step()
+        found = self._by_fill()
+        yield from found if self._together.any(bool(found)) else self._by_step()
 
     def _by_fill(self) -> list[Finding]:
         """What a fill must write, it writes: nothing of it hangs on the garbage that was there."""

@@ -29,6 +29,7 @@ from .eagerly import graph_of, ran_eagerly
 from .otherwise import other_tails
 from .report import Case, Finding
 from .state import Apart, Copies, State
+from .together import Together
 
 NAME: Final = "parity"
 BITWISE: Final[Mapping[torch.dtype, Tolerance]] = {}
@@ -69,12 +70,15 @@ def _check(
     unpadded: Mapping[torch.dtype, Tolerance],
 ) -> Iterator[Finding]:
     """What is wrong with one batch: of the first kind, since the second follows from it."""
+    if runner.parts.agreement is not None:
+        runner.fill(case.batch, **case.side)  # by which ranks know what all bring, as computed slots may ask
     with state.kept(), written_slots_kept(buffers_in(runner.parts)):
         exact = _without_padding(runner.parts, case)
     view = runner.fill(case.batch, **case.side)
     with state.kept():
         twin = Twin(runner.parts, state, tolerance)
-        twin.before(view)
+        with Together(runner.parts).raising("the step as it is written"):
+            twin.before(view)
         replayed = seen(view, runner.replay(view))
         fault = twin.fault(view, replayed)
     if fault is not None:
@@ -167,12 +171,12 @@ class Twin:
         tolerance = self._tolerance
         found = next(differences(graph, eager, tolerance=tolerance, names=GRAPH_AND_EAGER), None)
         apart = self._state.apart(left)
-        told = self._state.told(apart)
-        if found is None and not told:
+        told, together = self._state.told(apart), Together(self._parts)
+        if not together.any(found is not None or bool(told)):
             return None
         after = self._state.copy()
         self._state.restore(begin)
-        again, besides = self._once_more(view, begin, left, tails=2 if told else 0)
+        again, besides = self._once_more(view, begin, left, tails=2 if together.any(bool(told)) else 0)
         self._state.restore(after)
         if next(differences(eager, again, tolerance=BITWISE, names=_AGAIN), None) is not None:
             tolerance = USUAL  # the step is not the same twice, so no more can be asked of its graph

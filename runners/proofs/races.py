@@ -24,6 +24,7 @@ from .replays import Leaves, difference, named, step_of, unwatched
 from .report import Case, Finding
 from .state import State
 from .tails import live_part
+from .together import Together
 
 NAME: Final = "races"
 STEPS: Final = ENTRIES + SEGMENT
@@ -47,12 +48,22 @@ def check(runner: Runner[Any], cases: Sequence[Case], state: State) -> list[Find
         if not wanted:
             return []
         alone, flight = _alone(runner, wanted, state), _in_flight(runner, wanted, state)
-        for number, (one, other) in enumerate(zip(alone, flight, strict=True)):
-            apart = difference(one.outputs, other.outputs)
-            if apart is not None:
-                told = f"output{apart.output}{'' if apart.row is None else f' row {apart.row}'}"
-                return [_named(runner, wanted, state, number, f"{told}: alone {apart.before}, in flight {apart.after}")]
-    return []
+        apart = _first_apart(alone, flight)
+        if not Together(runner.parts).any(apart is not None):
+            return []
+        number, told = (0, "") if apart is None else apart
+        finding = _named(runner, wanted, state, number, told)
+        return [] if apart is None else [finding]
+
+
+def _first_apart(alone: "Sequence[Run]", flight: "Sequence[Run]") -> tuple[int, str] | None:
+    """The first step that differs, and how; None where none does."""
+    for number, (one, other) in enumerate(zip(alone, flight, strict=True)):
+        apart = difference(one.outputs, other.outputs)
+        if apart is not None:
+            told = f"output{apart.output}{'' if apart.row is None else f' row {apart.row}'}"
+            return number, f"{told}: alone {apart.before}, in flight {apart.after}"
+    return None
 
 
 @attrs.frozen
@@ -73,7 +84,8 @@ def _sequence(runner: Runner[Any], cases: Sequence[Case], state: State) -> list[
         nbytes = sum(t.nbytes for _, t in named(runner(first.batch, **first.side)))
     free = runner.parts.stage.backend.memory().free
     most = int(SHARE * free / (2 * nbytes)) if nbytes else STEPS
-    return list(itertools.islice(itertools.cycle(by_graph), max(2, min(STEPS, most))))
+    most = Together(runner.parts).least(min(STEPS, most))
+    return list(itertools.islice(itertools.cycle(by_graph), max(2, most)))
 
 
 def _alone(runner: Runner[Any], cases: Sequence[Case], state: State, asked: int | None = None) -> list[Run]:

@@ -20,6 +20,7 @@ from ..stage import V
 from ..watching import Watch
 from .report import Case
 from .state import State
+from .together import Together
 
 DEPTH: Final = 4
 """Objects within objects in which outputs are looked for."""
@@ -78,6 +79,7 @@ class Replays(Generic[V]):
         self.declared: Mapping[str, Slot] = runner.parts.stage.declaration.slots
         self.case = case
         self.lost = False
+        self._together = Together(runner.parts)
         self._state = state
         self._sync = runner.parts.stage.backend.synchronize
         self.slots = self._present()
@@ -109,15 +111,18 @@ class Replays(Generic[V]):
         if change is not None:
             with torch.no_grad():
                 change()
+        found: Leaves | Exception
         try:
             with self._state.kept():
-                leaves = look(self.runner.replay(self.view))
+                found = look(self.runner.replay(self.view))
                 self._sync()
         except Exception as error:  # noqa: BLE001 - whatever a step makes of a poison is a result
+            found = error
+        if self._together.any(isinstance(found, Exception)):
             self.lost = not self._fill_again()
-            return error
-        self.restore()
-        return leaves
+        else:
+            self.restore()
+        return found
 
     def _fill_again(self) -> bool:
         """Have all slots as they were, and a view that the runner believes after a step that raised; whether so."""

@@ -21,6 +21,7 @@ from ..runner import Runner
 from ..traffic import Traffic, seen_by
 from .eagerly import ran_eagerly, slot_spans
 from .report import Case
+from .together import Together
 
 SHARE: Final = 0.5
 """Of a device's free memory, what copies of a state may take at most."""
@@ -147,9 +148,11 @@ def state_of(runner: Runner[Any], cases: Iterable[Case], tensors: Iterable[torch
     parts = runner.parts
     if tensors is not None:
         return State.of(parts.stage.backend, tensors)
-    found = State(parts.stage.backend)
+    found, together = State(parts.stage.backend), Together(parts)
     for case in cases:
-        found = found.joined(state_on(runner, runner.fill(case.batch, **case.side)))
+        view = runner.fill(case.batch, **case.side)
+        with together.raising("the look at what a step changes"):
+            found = found.joined(state_on(runner, view))
     return found
 
 

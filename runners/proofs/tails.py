@@ -1,7 +1,7 @@
 """Tails as checks see them: which parts of a padded slot they are, and what may be put there."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import attrs
@@ -26,11 +26,12 @@ def tails_of(slot: Slot, tensor: torch.Tensor, step: Step) -> Iterator[torch.Ten
             yield tensor.narrow(dim, live, tensor.shape[dim] - live)
 
 
-def tail_rows(slot: Slot, tensor: torch.Tensor, step: Step) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same a row at a time, each with what it is called."""
+def tail_rows(slot: Slot, step: Step, least: Callable[[int], int]) -> Iterator[tuple[str, int, int]]:
+    """Their rows, each with what it is called, its dim and its number there; least: where to begin, from live rows."""
     for dim in slot.varying:
-        for row in range(slot.shape[dim].at(step.live_sizes), tensor.shape[dim]):
-            yield f"row {row}" if dim == 0 else f"row {row} along dim {dim}", tensor.select(dim, row)
+        live, padded = (slot.shape[dim].at(sizes) for sizes in (step.live_sizes, step.padded_sizes))
+        for row in range(least(live), padded):
+            yield f"row {row}" if dim == 0 else f"row {row} along dim {dim}", dim, row
 
 
 def live_part(slot: Slot, tensor: torch.Tensor, step: Step) -> torch.Tensor:

@@ -12,7 +12,8 @@ from ...dataflow.roles import Role, dtype_text
 from ...dataflow.slots import Slot
 from ..parts import Parts
 from .plain import NotPlainError, plain_to_data
-from .records import RunnerRecord, SlotRecord
+from .ranks import ranks_record
+from .records import RanksRecord, RunnerRecord, SlotRecord
 
 _NEEDED = ("shape", "dtype", "placement")
 """What of a copied slot must be as it was, for its recorded value to fit."""
@@ -52,6 +53,7 @@ def runner_record(parts: Parts[Any]) -> RunnerRecord:
         fields=tuple(declaration.fields),
         disabled=declaration.disabled,
         fixed=tuple(axis.name for axis in declaration.axes if axis.fixed),
+        ranks=ranks_record(declaration.ranks),
     )
 
 
@@ -105,7 +107,7 @@ class Differences:
 def differences(theirs: RunnerRecord, parts: Parts[Any]) -> Differences:
     """Each difference of two runners in a line that says what the file has, and what the runner has."""
     ours = runner_record(parts)
-    refused, noted = [*_sizes(theirs, ours)], [*_runners(theirs, ours)]
+    refused, noted = [*_sizes(theirs, ours), *_ranks(theirs.ranks, ours.ranks)], [*_runners(theirs, ours)]
     known = {slot.name: slot for slot in ours.slots}
     recorded = {slot.name: slot for slot in theirs.slots}
     copied = {name for name, slot in parts.stage.declaration.slots.items() if slot.reads(name) is not None}
@@ -140,6 +142,21 @@ def _sizes(theirs: RunnerRecord, ours: RunnerRecord) -> Iterator[str]:
     for axis, size in theirs.sizes:
         if axis in ours.fixed and axis in theirs.fixed and now.get(axis, size) != size:
             yield f"size of {axis}: the file has {size}, the runner {now[axis]}"
+
+
+def _ranks(theirs: RanksRecord | None, ours: RanksRecord | None) -> Iterator[str]:
+    """Other ranks, by which all that is computed from them, and what they agree on, differs."""
+    if theirs == ours or (theirs is None and ours is not None and ours.size == 1):
+        return
+    way_out = "" if theirs is None else "; make it of ranks=RecordedRanks.of(file), without a process group"
+    yield f"ranks: the file has {_rank(theirs)}, the runner {_rank(ours)}{way_out}"
+
+
+def _rank(one: RanksRecord | None) -> str:
+    if one is None:
+        return "none"
+    shards = f", {one.shards} shards" if one.shards > 1 else ""
+    return f"rank {one.rank} of {one.size}{shards}{', known to get the same batches' if one.equal else ''}"
 
 
 def _runners(theirs: RunnerRecord, ours: RunnerRecord) -> Iterator[str]:

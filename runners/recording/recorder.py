@@ -21,6 +21,7 @@ from ..watching import Watcher
 from .files import write
 from .fingerprint import runner_record, versions
 from .keeping import Copies
+from .ranks import together
 from .records import FORMAT, Header, Raised, StepRecord, key_of
 from .window import LONGEST, Step, Window
 
@@ -62,6 +63,7 @@ class Recording(Watcher):
         self._window = Window(parts.stage.backend, last, max_bytes)
         self._sources, self._fields, self._size = _sources_of(parts), _fields_of(parts), parts.size
         self._axes = [axis.name for axis in parts.stage.declaration.varying]
+        self._agreement, self._agreed = parts.agreement, runner.agreed
         self._count = 0
         self._is_last_word = False
         runner.watch.add(self)
@@ -76,8 +78,14 @@ class Recording(Watcher):
         if not self._window.fault:
             step = Step(StepRecord(number=self._count))
             self._count += 1
+            self._agreed = self._runner.agreed
             self._look(step, batch, side)
             self._window.steps.append(step)
+
+    def filled(self, view: Inputs) -> None:
+        """Keep what ranks agreed on."""
+        del view
+        self._note_ranks()
 
     def before_replay(self, view: Inputs) -> None:
         """Copy what producers have written."""
@@ -104,6 +112,8 @@ class Recording(Watcher):
         if not self._window.steps or self._is_last_word:
             return
         step = self._window.steps[-1]
+        if self._runner.agreed is not self._agreed:  # it came so far
+            self._note_ranks()
         step.record = attrs.evolve(step.record, raised=_raised(error))
         try:
             self.save()
@@ -153,6 +163,19 @@ class Recording(Watcher):
             if error is None:
                 raise
             error.add_note(f"slotgraph: the last steps could not be recorded: {fault}")
+
+    def _note_ranks(self) -> None:
+        """Fill in what ranks told of the step, and what they agreed on in its decision's place."""
+        if self._agreement is None or not self._window.steps or self._window.fault:
+            return
+        step, agreed = self._window.steps[-1], None if self._agreement.ranks.quiet else self._runner.agreed
+        if step.record.ranks is not None:
+            return
+        told = together(self._agreement, agreed, step.record.reason)
+        step.record = attrs.evolve(step.record, ranks=told)
+        if agreed is not None:
+            one = agreed.decision
+            step.record = attrs.evolve(step.record, path=one.path, bucket=one.bucket, reason=one.reason)
 
     def _look(self, step: Step, batch: Any, side: Side) -> None:
         """Fill in a step's record from its batch. Never raises: the step itself says what is wrong with a batch."""

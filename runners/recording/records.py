@@ -61,13 +61,39 @@ class Raised:
 
 
 @attrs.frozen(kw_only=True)
+class RanksRecord:
+    """The ranks that ran each step together: which one this is, of how many; equal, shards: as of `Ranks`."""
+
+    rank: int
+    size: int
+    equal: bool
+    shards: int
+
+
+@attrs.frozen(kw_only=True)
+class Together:
+    """What ranks told of a step.
+
+    live: on each varying axis, the rows of each rank. forced: the rank whose need is the step's path and bucket, None
+    where nothing was exchanged; why: in one word. alone: what this rank would have done by itself, in a sentence.
+    """
+
+    live: tuple[tuple[str, tuple[int, ...]], ...]
+    forced: int | None = None
+    why: str = "fits"
+    alone: str = ""
+
+
+@attrs.frozen(kw_only=True)
 class StepRecord:
     """One step.
 
-    number: which of the recording's, from 0. path, bucket, reason: the runner's decision, or why it made none. live:
-    rows on each varying axis. slots: what the batch brought for each copied slot; absent: optional ones that it came
-    without. fields: its fields that are no slots. outputs: what the step returned, leaf by leaf, where asked for.
-    replays: how often it was run. notes: what is not in the file, and why.
+    number: which of the recording's, from 0. path, bucket, reason: the runner's decision, or why it made none; that of
+    all ranks, where there are some. live: rows on each varying axis. slots: what the batch brought for each copied
+    slot; absent: optional ones that it came without. fields: its fields that are no slots. outputs: what the step
+    returned, leaf by leaf, where asked for.
+    replays: how often it was run. notes: what is not in the file, and why. ranks: what they told; None where there are
+    none, or the step ended before.
     """
 
     number: int
@@ -83,6 +109,7 @@ class StepRecord:
     replays: int = 0
     raised: Raised | None = None
     notes: tuple[str, ...] = ()
+    ranks: Together | None = None
 
     def parts(self) -> "list[tuple[Part, tuple[Value, ...]]]":
         """The values of each part."""
@@ -121,7 +148,8 @@ class RunnerRecord:
     """The runner that was recorded.
 
     kind: its name. inputs: its declaration's. config, settings: as far as they are plain data. sizes: of each fixed
-    axis, and capacities. buckets: padded sizes by rows. slots, fields, disabled: the declaration.
+    axis, and capacities. buckets: padded sizes by rows. slots, fields, disabled: the declaration. ranks: those that ran
+    each step together, if any did.
     """
 
     kind: str
@@ -136,6 +164,7 @@ class RunnerRecord:
     fields: tuple[str, ...]
     disabled: tuple[str, ...]
     fixed: tuple[str, ...]
+    ranks: RanksRecord | None = None
 
 
 @attrs.frozen(kw_only=True)

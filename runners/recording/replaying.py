@@ -10,6 +10,7 @@ import torch
 
 from ...dataflow.errors import CheckError, RecordingError
 from ...dataflow.inputs import Inputs
+from ..decision import Decision
 from ..proofs.comparison import GRAPH_AND_EAGER, USUAL, Mismatch, Seen, computed_apart, first_difference, seen
 from ..proofs.comparison import differences as differences_of
 from ..proofs.eagerly import graph_of, ran_eagerly
@@ -17,9 +18,11 @@ from ..proofs.parity import BITWISE, written_slots_kept
 from ..proofs.replays import step_of
 from ..proofs.state import state_on
 from ..proofs.tails import live_part
+from ..ranks.agreement import Agreed
 from ..runner import Runner
 from .files import RecordedFile
 from .fingerprint import Differences, differences
+from .ranks import RecordedRanks
 from .rebuilding import batch_of
 from .records import StepRecord, key_of
 
@@ -59,7 +62,8 @@ class Difference:
 class Replayed:
     """What became of one recorded step.
 
-    path, bucket, reason: this runner's own decision. lines: all there is to say of it.
+    path, bucket, reason: this runner's own decision, that of all ranks where there are some. lines: all there is to say
+    of it.
     """
 
     number: int
@@ -142,16 +146,32 @@ class Replayer:
             lines.append(f"at home it raised {step.raised.kind}: {step.raised.message}")
         done = Replayed(number=step.number, outcome="raised")
         batch, side = batch_of(step, tensors, self._parts.stage)
+        before = self._runner.agreed
         try:
-            decision = self._runner.decide(batch, **side)
-            done = attrs.evolve(done, path=decision.path, bucket=decision.bucket, reason=decision.reason)
-            found = self._compared(step, tensors, lines)
+            done = _by(done, self._runner.decide(batch, **side))
+            with self._among_ranks(step, lines):
+                found = self._compared(step, tensors, lines)
         except Exception as error:  # noqa: BLE001 - what a step raises is a result
             lines.append(f"it raises {type(error).__name__}: {error}")
-            return attrs.evolve(done, lines=tuple(lines))
+            return attrs.evolve(self._agreed(done, before), lines=tuple(lines))
+        done = self._agreed(done, before)
         outcome: Outcome = "different" if found else "equal"
         lines += [one.text for one in found]
         return attrs.evolve(done, outcome=outcome, differences=tuple(found), lines=tuple(lines))
+
+    def _among_ranks(self, step: StepRecord, lines: list[str]) -> AbstractContextManager[None]:
+        """The other ranks of the step, where it had some."""
+        agreement, ranks = self._parts.agreement, self._parts.stage.declaration.ranks
+        if agreement is None or not isinstance(ranks, RecordedRanks):
+            return contextlib.nullcontext()
+        if step.ranks is None:
+            lines.append("what the other ranks told is not in the file: they are taken to bring what this one brings")
+        return ranks.telling(step, agreement.axes)
+
+    def _agreed(self, done: Replayed, before: Agreed | None) -> Replayed:
+        """With what ranks agreed on, if they have since."""
+        agreed = self._runner.agreed
+        return done if agreed is None or agreed is before else _by(done, agreed.decision)
 
     def _compared(self, step: StepRecord, tensors: Mapping[str, torch.Tensor], lines: list[str]) -> list[Difference]:
         """Run it in every way. Raises what it raises."""
@@ -212,6 +232,10 @@ class Replayer:
             return attrs.evolve(here, outputs={"outputs": f"{len(elements)} tensors"})
         known = {name: one for name, one in zip(names, elements, strict=True) if one is not None}
         return attrs.evolve(here, outputs={**here.outputs, **known})
+
+
+def _by(done: Replayed, decision: Decision) -> Replayed:
+    return attrs.evolve(done, path=decision.path, bucket=decision.bucket, reason=decision.reason)
 
 
 def _first(graph: Seen, eager: Seen, plain: Seen) -> Difference | None:

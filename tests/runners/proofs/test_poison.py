@@ -106,10 +106,12 @@ def test_tails_are_all_but_live_rows(shape: Any) -> None:
         part.fill_(1)
     live_part(slot, tensor, SIZES).sub_(1)
     assert set(tensor.flatten().tolist()) == {-1, 1}
-    rows = dict(tail_rows(slot, tensor, SIZES))
+    rows = {label: tensor.select(dim, row) for label, dim, row in tail_rows(slot, SIZES, lambda live: live)}
     assert len(rows) == sum(tensor.shape[dim] - slot.shape[dim].at(SIZES.live_sizes) for dim in slot.varying)
     assert all((row > 0).any() for row in rows.values())
     assert ("row 4 along dim 1" in rows) == (shape == (3, TOKENS))
+    also_live = [row for _, dim, row in tail_rows(slot, SIZES, lambda live: live - 1)]
+    assert len(also_live) == len(rows) + len(slot.varying)
 
 
 @given(seed=st.integers(0, 999), size=st.integers(1, 9), at=st.integers(0, 8))

@@ -1,0 +1,133 @@
+"""Recorded ranks: what the others told in a recorded step, and ranks that tell it again on one process at home."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, final, get_args
+
+import attrs
+import torch
+
+from ...backends.base import Event
+from ...dataflow.axes import Axis
+from ...dataflow.errors import RecordingError
+from ..decision import Why
+from ..ranks.exchange import Exchange
+from ..ranks.group import HOST, Ranks
+from ..ranks.message import EAGER, FITS, Message
+from .records import RanksRecord, StepRecord, Together
+
+if TYPE_CHECKING:
+    from ..ranks.agreement import Agreed, Agreement
+
+MOST: Final = 1 << 20
+"""Ranks that a file may tell of."""
+
+
+@final
+class RecordedRanks(Ranks):
+    """The ranks of a recorded runner, to make it of at home: one process, and no process group.
+
+    While a recorded step is replayed, the others tell what they told then, so that the same is agreed on. At any other
+    time, as when graphs are captured, they tell what this one tells.
+    """
+
+    def __init__(self, record: RanksRecord) -> None:  # no group is asked, as those of the base are
+        self.group: Any = None
+        self.rank, self.size = record.rank, record.size
+        self.equal, self.shards = record.equal, record.shards
+        self.timeout = self.capture_timeout = math.inf  # nobody is waited for
+        self.on = HOST
+        self.exchanges = 0
+        self._live = {}
+        self._others: Sequence[Message] | None = None
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> "RecordedRanks":
+        """Those of a file's runner. RecordingError where it is none that can be read, or its runner had no ranks."""
+        from .files import RecordedFile  # noqa: PLC0415 - which checks what the file says of ranks
+
+        file = RecordedFile.read(path)
+        if file.header.runner.ranks is None:
+            message = f"{file.path.name}: its runner had no ranks"
+            raise RecordingError(message)
+        return cls(file.header.runner.ranks)
+
+    @contextlib.contextmanager
+    def telling(self, step: StepRecord, axes: Sequence[Axis]) -> Iterator[None]:
+        """While a step is replayed: the others tell what they did in it. axes: whose rows are told, in that order."""
+        self._others = None if step.ranks is None else _messages(step, step.ranks, axes, self.size)
+        try:
+            yield
+        finally:
+            self._others = None
+
+    def begin(self, message: Message, told: str) -> Exchange:
+        """All have told what they have to tell."""
+        self.exchanges += 1
+        others = self._others
+        said = [message] * self.size if others is None else [attrs.evolve(one, place=message.place) for one in others]
+        said[self.rank] = message
+        nobody: Any = None  # no wire, and nobody to be called
+        return Exchange(nobody, self.exchanges, nobody, told, said)
+
+    def wait(self, event: Event, device: torch.device) -> None:
+        """Wait until the device is past an event: no collective of it waits for another rank."""
+        del device
+        event.synchronize()
+
+    def broke_off(self, error: BaseException) -> None:
+        """Nobody waits for this rank."""
+
+
+def ranks_record(ranks: Ranks | None) -> RanksRecord | None:
+    """Ranks as a file remembers them."""
+    if ranks is None:
+        return None
+    return RanksRecord(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
+
+
+def together(agreement: "Agreement", agreed: "Agreed | None", alone: str) -> Together:
+    """What ranks told of the step that was agreed on last. alone: why this one would do what, by itself."""
+    ranks = agreement.ranks
+    live = tuple((axis.name, ranks.live(axis)) for axis in dict.fromkeys(agreement.axes))
+    if agreed is None:
+        return Together(live=live, alone=alone)
+    return Together(live=live, forced=agreed.rank, why=agreed.decision.why, alone=alone)
+
+
+def faults(ranks: RanksRecord | None, steps: Sequence[StepRecord]) -> Iterator[str]:
+    """What makes no sense in what a file says of ranks."""
+    if ranks is not None and not (0 <= ranks.rank < ranks.size <= MOST and ranks.shards > 0):
+        yield f"there is no rank {ranks.rank} of {ranks.size}, with {ranks.shards} shards, as which its runner ran"
+        return
+    for step in steps:
+        told = step.ranks
+        if told is None:
+            continue
+        sized = ranks is not None and all(_is_told(rows, ranks.size) for _, rows in told.live)
+        forced = told.forced is None or (ranks is not None and 0 <= told.forced < ranks.size)
+        if not sized or not forced or told.why not in get_args(Why):
+            yield f"what ranks told of step {step.number} is not what {ranks.size if ranks else 0} ranks tell"
+
+
+def _is_told(rows: Sequence[int], size: int) -> bool:
+    return len(rows) == size and all(one >= 0 for one in rows)
+
+
+def _messages(step: StepRecord, told: Together, axes: Sequence[Axis], size: int) -> list[Message]:
+    """What each rank told of a step: its rows, and, of the one that forced it, what it needs."""
+    rows: Mapping[str, Sequence[int]] = dict(told.live)
+    missing = [axis.name for axis in axes if axis.name not in rows]
+    if missing:
+        message = f"step {step.number}: the file does not have what ranks brought on {missing[0]}"
+        raise RecordingError(message)
+    found = [Message(0, FITS, live=tuple(rows[axis.name][rank] for axis in axes)) for rank in range(size)]
+    forced = told.forced
+    if forced is not None and step.bucket is not None:
+        found[forced] = attrs.evolve(found[forced], bucket=step.bucket)
+    elif forced is not None:
+        why, text = get_args(Why).index(told.why), step.reason.removeprefix(f"rank {forced}: ")
+        found[forced] = attrs.evolve(found[forced], verdict=EAGER, why=why, text=text)
+    return found

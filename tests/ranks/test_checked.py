@@ -1,0 +1,429 @@
+"""Checks and debug modes of runners with ranks: all run the same steps, and what one rank finds, all are told."""
+
+import pathlib
+import random
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slotgraph import BATCH, DecodeRunner, Step, computed, copied, keep
+from slotgraph.dataflow.errors import CheckError, RankError, StaleOutputError
+from slotgraph.runners.debug import debugged
+from slotgraph.runners.proofs.report import CHECKS
+from slotgraph.runners.ranks.group import Ranks
+from slotgraph.runners.standard.axes import DP
+from tests.ranks import stepping
+from tests.ranks.processes import Processes, ranks
+from tests.ranks.stepping import Counted, tokens_of_ranks
+from tests.runners import prefilled
+
+MODES: Final = ("generations", "addresses", "streams", "poison", "parity")
+BACKENDS: Final = ("cpu", "cpu-capture")
+
+
+def live_rows(step: Step) -> int:
+    """Of this rank."""
+    return step.live(BATCH)
+
+
+def row_of_ranks(ranks: Ranks) -> list[int]:
+    """Rows of all ranks before this one's, and of all."""
+    rows = ranks.live(BATCH)
+    return [sum(rows[: ranks.rank]), sum(rows)]
+
+
+class Shared(Counted):
+    """Counted among others, with indices that nobody may read in padded rows."""
+
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("only live rows are counted"))
+    live: torch.Tensor = computed(live_rows, shape=1, dtype=torch.int64)
+    rows: torch.Tensor = computed(row_of_ranks, shape=2, dtype=torch.int64)
+    global_num_tokens: torch.Tensor = computed(tokens_of_ranks, shape=DP, dtype=torch.int32)
+
+
+def batch_of(rows: int, seed: int) -> dict[str, Any]:
+    """Random, with lengths."""
+    draw = torch.Generator().manual_seed(seed + 99)
+    return {**stepping.batch_of(rows, seed), "lens": torch.randint(1, 50, (rows,), generator=draw)}
+
+
+class Model:
+    """A step with a cache, a collective before and one after what a fault may do; its fault, on one rank or on all."""
+
+    def __init__(self, fault: str = "", rank: int = 0) -> None:
+        self.fault = fault if dist.get_rank() == rank or rank < 0 else ""
+        self.cache = torch.zeros(16)
+        self.table = torch.arange(100.0)
+        self.scale = 2.0
+
+    def __call__(self, view: Shared) -> torch.Tensor:
+        """[BATCH, 2]: each row's own, and what all ranks' live rows sum up to."""
+        is_live = torch.arange(view.ids.shape[0]) < view.live
+        sums = torch.where(is_live, view.weights * view.lens.clamp(0, 99), 0.0).sum()[None]
+        if self.fault == "leak":  # of padded rows, to the others
+            sums = sums + view.weights.sum()
+        dist.all_reduce(sums)
+        self.cache[: view.ids.shape[0]] += torch.where(is_live, view.weights, 0.0)
+        own = self.table[view.ids % 100] * self.scale + view.rows.sum() + view.global_num_tokens.sum()
+        if self.fault == "mean":
+            own = own + view.weights.mean()
+        if self.fault == "index":
+            own = own + self.table[view.lens]
+        last = torch.ones(1)
+        dist.all_reduce(last)
+        return torch.stack([own * last, sums.expand_as(own)], 1)
+
+
+def runner_of(step: Callable[[Shared], torch.Tensor], backend: str = "cpu", **options: Any) -> DecodeRunner[Shared]:
+    """Captured, over the default group."""
+    made = Ranks(timeout=options.pop("timeout", 20.0), equal=options.pop("equal", False))
+    given: dict[str, Any] = {"sizes": {DP: made.size}, "ranks": made, "backend": backend, "progress": False, **options}
+    runner = DecodeRunner(Shared, step, buckets=[2, 4, 8], **given)
+    runner.capture()
+    return runner
+
+
+def checked(rank: int, backend: str, fault: str, guilty: int, options: dict[str, Any]) -> tuple[Any, int, bool]:
+    """The findings by check, slot and message; steps of each check; and whether a step afterwards is right."""
+    model = Model("" if fault == "scale" else fault, guilty)
+    runner = runner_of(model, backend, equal=options.pop("equal", False))
+    if fault == "scale" and rank == guilty:
+        model.scale = 3.0
+    if fault == "table" and rank == guilty:
+        model.table = model.table.clone()
+    if options.pop("given", False):  # other rows by rank, in the same buckets
+        draw = random.Random(rank)  # noqa: S311 - sizes, no secrets
+        rows = [draw.randint(bucket // 2 + 1, bucket) for bucket in (8, 4, 8, 2, 4)]
+        options["batches"] = [batch_of(count, 17 * rank + seed) for seed, count in enumerate([*rows, 9])]
+    before = model.cache.clone()
+    report = runner.check(progress=False, rounds=1, values={"lens": (1, 50), "ids": (1, 99)}, **options)
+    assert torch.equal(model.cache, before)
+    (steps,) = set(report.steps.values())
+    assert set(report.steps) == set(options.get("only", CHECKS))
+    own = batch_of(3, rank)
+    outputs = runner(own)
+    right = bool((outputs[:, 0] > 0).all())
+    return [(one.check, one.slot, one.message) for one in report.findings], steps, right
+
+
+def on_both(two: Processes, backend: str, fault: str = "", guilty: int = 0, **options: Any) -> list[Any]:
+    """What both ranks found, whose checks took as many steps and which step as before."""
+    found = two.run(checked, backend, fault, guilty, options)
+    assert len({steps for _, steps, _ in found}) == 1
+    assert all(right for _, _, right in found)
+    assert found[0][1] > 0
+    return [findings for findings, _, _ in found]
+
+
+@pytest.mark.parametrize("options", [{}, {"given": True}, {"equal": True}], ids=["drawn", "given", "equal"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_sound_step(two: Processes, backend: str, options: dict[str, Any]) -> None:
+    """Every check of a step with collectives and counts of ranks, also with other rows on each rank, finds nothing."""
+    assert on_both(two, backend, **options) == [[], []]
+
+
+def sound(rank: int, kind: str) -> tuple[bool, dict[str, int], str]:
+    """A prefill runner, whose requests are as long on all ranks, of other tokens."""
+    runner = prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu", ranks=Ranks(timeout=20.0))
+    runner.capture()
+
+    def make(tokens: int, generator: torch.Generator) -> dict[str, Any]:
+        first = int(torch.randint(1, tokens + 1, (), generator=generator))
+        return prefilled.batch_of([first, *[tokens - first][: tokens - first]], 3 + rank)
+
+    report = runner.check(make, read_outside=["out_cache_loc"], progress=False)
+    return report.ok, dict(report.steps), str(report)
+
+
+@pytest.mark.parametrize("kind", prefilled.KINDS)
+def test_prefill(two: Processes, kind: str) -> None:
+    """Runners of which only layers are captured, with breaks between."""
+    for ok, steps, text in two.run(sound, kind):
+        assert ok, text
+        assert steps["poison"] == steps["races"] > 4
+
+
+def test_four_ranks(four: Processes) -> None:
+    """What the third one finds, all are told."""
+    found = four.run(checked, "cpu", "mean", 2, {"only": ["poison"]})
+    for rank, ((_, slot, message), *_) in enumerate(findings for findings, _, _ in found):
+        assert slot == "weights"
+        assert message.startswith("live row 0 " if rank == 2 else "rank 2 found: live row 0 ")
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_reaches_live_rows_on_one_rank(two: Processes, backend: str, guilty: int) -> None:
+    """The slot and its row are named on that rank, and on the other one which rank found it."""
+    found = on_both(two, backend, "mean", guilty, only=["poison"])
+    ((check, slot, message),) = found[guilty]
+    assert (check, slot) == ("poison", "weights")
+    assert message.startswith("live row 0 of the output changed, from ")
+    assert "in the tail of slot 'weights', held " in message
+    ((check, slot, told),) = found[1 - guilty]
+    assert (check, slot) == ("poison", "weights")
+    assert told.startswith(f"rank {guilty} found: live row 0 of the output changed, from ")
+
+
+def test_padding_reaches_live_rows_of_the_others(two: Processes) -> None:
+    """A collective over padded rows: also where the guilty rank's buckets are full, and the other one's are not."""
+    for findings in on_both(two, "cpu", "leak", -1, only=["poison"], given=True):
+        ((_, slot, message),) = findings
+        assert slot == "weights"
+        assert "in the tail of slot 'weights'" in message
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_that_raises_on_poison(two: Processes, backend: str) -> None:
+    """Before a collective, on all ranks alike: none waits there for another."""
+    for findings in on_both(two, backend, "index", -1, only=["poison"]):
+        ((_, slot, message),) = findings
+        assert slot == "lens"
+        assert message.startswith("the step raised IndexError: index ")
+        assert "in the tail of slot 'lens', held " in message
+
+
+def raises_alone(rank: int, backend: str) -> tuple[list[tuple[str | None, str]], list[str]]:
+    """A step without a collective that indexes a table by what nobody may read, on rank 1: checked, and debugged."""
+    table = torch.arange(100)
+
+    def step(view: Shared) -> torch.Tensor:
+        return view.ids + table[view.lens] if rank == 1 else view.ids * 2
+
+    runner = runner_of(step, backend)
+    report = runner.check(only=["poison"], rounds=1, values={"lens": (1, 50)}, progress=False)
+    told = []
+    with debugged(runner, "poison"):
+        for rows in (3, 5, 2):  # in buckets 4, 8 and 2, of which the last has no tail
+            try:
+                runner(batch_of(rows, rank))
+            except CheckError as error:
+                told.append(str(error))
+    runner(batch_of(1 + rank, 3))
+    return [(one.slot, one.message) for one in report.findings], told
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_that_raises_on_one_rank(two: Processes, backend: str) -> None:
+    """Is filled again by all, and goes on: it is told with its slot on that rank, and as its finding on the other."""
+    (first, told_first), (second, told_second) = two.run(raises_alone, backend)
+    ((slot, message),) = second
+    assert slot == "lens"
+    assert message.startswith("the step raised IndexError: index ")
+    ((slot, told),) = first
+    assert slot == "lens"
+    assert told.startswith("rank 1 found: the step raised IndexError: index ")
+    assert len(told_first) == len(told_second) == 2
+    assert all("in the tail of slot 'lens', held " in one for one in told_second)
+    assert all(one.startswith("debug mode poison: rank 1 found: the step raised IndexError") for one in told_first)
+
+
+def elsewhere(rank: int) -> list[str]:
+    """Rank 0's padded rows reach rank 1's live rows alone: it drops what came of them itself."""
+
+    def step(view: Shared) -> torch.Tensor:
+        sums = view.weights.sum()[None].clone()
+        dist.all_reduce(sums)
+        own = view.ids * 2.0
+        return own + sums if rank == 1 else own
+
+    runner = runner_of(step)
+    batches = [batch_of(5 if rank == 0 else 8, 7)]
+    report = runner.check(batches, only=["poison"], progress=False, read_outside=["lens"])
+    return [one.message for one in report.findings]
+
+
+def test_a_change_on_another_rank(two: Processes) -> None:
+    """Is told with that rank, by the one whose tail it is."""
+    (first,), (second,) = two.run(elsewhere)
+    assert first.startswith("on rank 1 live row 0 of the output changed, from ")
+    assert "when row 5, in the tail of slot 'weights', held nan instead of -3.0" in first
+    assert second.startswith("rank 0 found: on rank 1 live row 0 of the output changed")
+
+
+def test_a_frozen_number_on_one_rank(two: Processes) -> None:
+    """Parity finds it there, and the other rank is told."""
+    found = on_both(two, "cpu-capture", "scale", 1, only=["parity"])
+    assert found[1][0][2].startswith("outputs row 0, at [0, 0]: graph ")
+    assert found[0][0][2].startswith("rank 1 found: outputs row 0, at [0, 0]: graph ")
+
+
+def test_a_tensor_exchanged_on_one_rank(two: Processes) -> None:
+    """So do addresses."""
+    found = on_both(two, "cpu-capture", "table", 0, only=["addresses"])
+    assert "aten::index reads table, and it is other memory than at capture" in found[0][0][2]
+    assert found[1][0][2].startswith("rank 0 found: ")
+
+
+def alone(rank: int) -> str:
+    """Rank 0 alone calls it."""
+    runner = runner_of(Model(), timeout=2.0)
+    if rank == 1:
+        return ""
+    with pytest.raises(RankError) as raised:
+        runner.check(progress=False)
+    return str(raised.value)
+
+
+def test_one_rank_alone(tmp_path: pathlib.Path) -> None:
+    """Is told which one did not come."""
+    with ranks(2, tmp_path) as made:
+        message, _ = made.run(alone)
+    assert message.startswith("DecodeRunner: a check of poison, parity, addresses, coverage, races, on batches by ")
+    assert "rank 1 did not come within 2 s: it is dead, stuck, or does something else" in message
+
+
+def apart(rank: int, how: str) -> str:
+    """The ranks do not check the same."""
+    runner = runner_of(Model())
+    given = [batch_of(3 + 2 * rank, 1)] if how == "buckets" else None
+    only = ["parity" if how == "checks" and rank == 1 else "poison"]
+    with pytest.raises(RankError) as raised:  # noqa: PT012 - on one rank a step, on the other a check
+        if how == "step" and rank == 1:
+            runner(batch_of(3, 1))
+        else:
+            runner.check(given, only=only, progress=False)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("step", "rank 1 is at a step of DecodeRunner with buckets 2, 4, 8"),
+        (
+            "buckets",
+            "rank 1 is at DecodeRunner: a check of poison, on batches by buckets: 1 for 8; its state looked for",
+        ),
+        ("checks", "rank 1 is at DecodeRunner: a check of parity, on batches by buckets: "),
+    ],
+)
+def test_something_else(two: Processes, how: str, told: str) -> None:
+    """Each is told where all are, at once."""
+    for message in two.run(apart, how):
+        assert message.startswith("ranks do not run the same steps: rank 0 is at DecodeRunner: a check of ")
+        assert told in message
+
+
+def raises_eagerly(rank: int) -> tuple[str, bool]:
+    """A step that rank 1 cannot run as it is written, once it is captured; then all go on."""
+    broken: list[str] = []
+
+    def step(view: Shared) -> torch.Tensor:
+        if broken:
+            raise ValueError(broken[0])
+        return view.ids * 2 + view.rows.sum()
+
+    runner = runner_of(step, "cpu-capture")
+    broken += ["lost a page"] if rank == 1 else []
+    with pytest.raises(ValueError if rank == 1 else RankError) as raised:
+        runner.check(progress=False)
+    batch = batch_of(3, rank)
+    return str(raised.value), torch.equal(runner(batch) + 0, batch["ids"] * 2 + 6 + 3 * rank)
+
+
+def test_a_check_that_breaks_off_on_one_rank(two: Processes) -> None:
+    """The others are told at once what it raised, and the next step is as good as any."""
+    first, second = two.run(raises_eagerly)
+    assert first == ("the look at what a step changes raised on rank 1: ValueError: lost a page", True)
+    assert second == ("lost a page", True)
+
+
+def one_debugs(rank: int) -> str:
+    """Rank 0 alone looks at its steps, which have no collectives."""
+    runner = runner_of(lambda view: view.ids * 2, **({"debug": "poison"} if rank == 0 else {}))
+    if rank == 1:
+        runner(batch_of(3, 1))
+    with pytest.raises(RankError) as raised:
+        runner(batch_of(3, 2 - rank))
+    return str(raised.value)
+
+
+def test_a_mode_on_one_rank_alone(two: Processes) -> None:
+    """Is told on both."""
+    for message in two.run(one_debugs):
+        assert "; rank 1 is at a step of DecodeRunner with buckets 2, 4, 8" in message
+        assert "rank 0 is at DecodeRunner: a look at a step, of a check or a debug mode; " in message
+
+
+def debugging(rank: int, mode: str, backend: str, steps: int) -> int:
+    """Random steps, empty ones and eager ones among them, of which so many are right, and leave a right cache."""
+    model, right = Model(), 0
+    runner = runner_of(model, backend, debug=mode)
+    model.cache.zero_()  # of what captures ran
+    draw, cache = random.Random(3), torch.zeros(16)  # noqa: S311 - sizes, no secrets
+    for seed in range(steps):
+        rows = [draw.choice([0, 1, 2, 3, 5, 7, 8, 9]) for _ in range(2)]
+        both = [batch_of(count, seed + 31 * other) for other, count in enumerate(rows)]
+        batch = both[rank]
+        outputs = runner(batch) + 0
+        own = model.table[batch["ids"]] * 2 + sum(rows[:rank]) + 2 * sum(rows)
+        total = sum(float((one["weights"] * one["lens"]).sum()) for one in both)
+        cache[: rows[rank]] += batch["weights"]
+        wanted = torch.stack([own * 2, torch.full_like(own, total)], 1)
+        right += torch.allclose(outputs, wanted) and torch.equal(model.cache, cache)
+    return right
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_debug_modes(two: Processes, backend: str, mode: str) -> None:
+    """Steps give what they give without, whatever each rank brings; no rank waits for one that looks."""
+    assert two.run(debugging, mode, backend, 30) == [30, 30]
+
+
+def planted(rank: int, mode: str, fault: str, steps: int) -> tuple[list[str], int]:
+    """A bug on rank 1 alone: what is raised in random steps, and how many were let pass."""
+    model = Model("mean" if fault == "mean" else "", 1)
+    runner = runner_of(model, "cpu-capture")
+    if fault == "scale" and rank == 1:
+        model.scale = 3.0
+    if fault == "table" and rank == 1:
+        model.table = model.table.clone()
+    draw, told, passed = random.Random(4), [], 0  # noqa: S311 - sizes, no secrets
+    with debugged(runner, mode):
+        for seed in range(steps):
+            rows = [draw.choice([1, 3, 5, 7, 8]) for _ in range(2)]
+            try:
+                runner(batch_of(rows[rank], seed + 31 * rank))
+            except CheckError as error:
+                told.append(str(error))
+            else:
+                passed += 1
+    outputs = runner(batch_of(2, 5))
+    assert bool((outputs[:, 0] > 0).all())
+    return told, passed
+
+
+@pytest.mark.parametrize(
+    ("mode", "fault", "wanted"),
+    [
+        ("poison", "mean", "in the tail of slot 'weights', held "),
+        ("parity", "scale", "all slots agree: the step reads something that is no slot"),
+        ("addresses", "table", "reads table, and it is other memory than at capture"),
+    ],
+)
+def test_a_planted_bug(two: Processes, mode: str, fault: str, wanted: str) -> None:
+    """Is raised on both ranks in the same steps, by the one that has it and with its rank on the other one."""
+    (first, passed), (second, others) = two.run(planted, mode, fault, 30)
+    assert passed == others
+    assert len(first) == len(second) == 30 - passed > 15
+    assert all(one.startswith(f"debug mode {mode}: ") and wanted in one for one in second)
+    assert all(one.startswith(f"debug mode {mode}: rank 1 found: ") for one in first)
+
+
+def stale(rank: int) -> str:
+    """Outputs that a later step has overwritten."""
+    runner = runner_of(Model(), debug="generations")
+    outputs = runner(batch_of(2 + rank, 1))
+    runner(batch_of(3, 2))
+    with pytest.raises(StaleOutputError) as raised:
+        _ = outputs + 1
+    return str(raised.value)
+
+
+def test_stale_outputs(two: Processes) -> None:
+    """Are each rank's own business."""
+    assert all("generation 1" in one for one in two.run(stale))

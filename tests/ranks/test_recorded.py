@@ -1,0 +1,425 @@
+"""Steps of ranks taken home: one process, without a process group, and the bytes of every slot are the same."""
+
+import json
+import pathlib
+import random
+from collections.abc import Callable
+from typing import Any, Final
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+import typer.testing
+from safetensors.torch import save_file
+
+from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, computed, output
+from slotgraph.dataflow.errors import RecordingError
+from slotgraph.dataflow.serial import from_data, to_data
+from slotgraph.runners.commands.app import app
+from slotgraph.runners.ranks.group import Ranks
+from slotgraph.runners.recording.files import RecordedFile, write
+from slotgraph.runners.recording.ranks import RecordedRanks
+from slotgraph.runners.recording.records import Header
+from slotgraph.runners.recording.replaying import Replayer, replay_file
+from slotgraph.runners.runner import Runner
+from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.watching import Watcher
+from tests.ranks import stepping
+from tests.ranks.processes import Processes
+from tests.ranks.stepping import Counted, tokens_of_ranks
+from tests.runners import prefilled
+
+STEPS: Final = 24
+BACKENDS: Final = ("cpu", "cpu-capture")
+KINDS: Final = (*BACKENDS, "eager", "quiet")
+Bytes = dict[str, bytes]
+
+
+def place_of(ranks: Ranks) -> list[int]:
+    """Where this rank's rows begin among those of all, which rank it is, of how many, of how many shards."""
+    before = sum(ranks.live(BATCH)[: ranks.rank])
+    return [before, ranks.rank, ranks.size, ranks.shards]
+
+
+class Placed(Counted):
+    """Counted, among what the others bring."""
+
+    global_num_tokens: torch.Tensor = computed(tokens_of_ranks, shape=DP, dtype=torch.int32)
+    place: torch.Tensor = computed(place_of, shape=4, dtype=torch.int64)
+    sums: torch.Tensor = output(TOKENS, dtype=torch.int64)
+
+
+def step(view: Placed) -> torch.Tensor:
+    """Of all that a rank is told; no collective, so that one process can run it."""
+    view.sums.copy_(view.ids + view.global_num_tokens.sum() + view.place[0])
+    return view.sums * view.weights.long()
+
+
+class Slots(Watcher):
+    """The bytes of every slot after each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[Bytes] = []
+
+    def replayed(self, view: Inputs, outputs: Any) -> Any:
+        """A step is done."""
+        slots = {name: one for name, one in vars(view).items() if isinstance(one, torch.Tensor)}
+        self.steps.append({name: one.numpy().tobytes() for name, one in slots.items()})
+        return outputs
+
+
+def runner_of(kind: str, ranks: Ranks) -> Runner[Placed]:
+    """A runner over ranks, captured if it can be."""
+    sizes = {DP: ranks.size}
+    if kind == "eager":
+        return EagerRunner(Placed, step, sizes=sizes, ranks=ranks, backend="cpu")
+    backend = "cpu" if kind == "quiet" else kind
+    runner = DecodeRunner(Placed, step, buckets=[2, 4, 8], sizes=sizes, ranks=ranks, backend=backend, progress=False)
+    runner.capture()
+    return runner
+
+
+@attrs.frozen
+class Home:
+    """What a rank brings home: the file, its slots' bytes by step, and the decisions of all."""
+
+    file: str
+    slots: list[Bytes]
+    agreed: list[Any]
+
+
+def recorded(rank: int, folder: str, kind: str) -> Home:
+    """Random steps, some of them idle ones, one beyond all buckets of one rank or another."""
+    ranks = Ranks(timeout=20.0, equal=kind == "quiet", shards=2 if kind == "quiet" else 1)
+    runner, slots, draw = runner_of(kind, ranks), Slots(), random.Random(5)  # noqa: S311 - sizes, no secrets
+    path, agreed = pathlib.Path(folder, f"{kind}-{rank}.safetensors"), []
+    with runner.record(path, last=STEPS, outputs=True):
+        runner.watch.add(slots)
+        for seed in range(STEPS):
+            rows = [draw.choice([0, 1, 2, 3, 5, 8, 8, 9]) for _ in range(ranks.size)]
+            own = rows[0] if kind == "quiet" else rows[rank]
+            batch = stepping.batch_of(own, seed if kind == "quiet" else 7 * seed + rank)
+            if seed % 3 == 0 and own:
+                runner.agree_ahead(batch)
+            if own or rank == 0 or kind == "quiet":
+                runner(batch)
+            else:
+                runner.idle()
+            agreed.append(runner.agreed)
+    return Home(str(path), slots.steps, agreed)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def homes(request: pytest.FixtureRequest, two: Processes, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """Both ranks' files, and what they must come to."""
+    return request.param, two.run(recorded, str(tmp_path_factory.mktemp("home")), request.param)
+
+
+def test_every_slot_has_the_same_bytes(homes: tuple[str, list[Home]]) -> None:
+    """Padded rows and counts of ranks among them, in the bucket or on the path that all took, and by the same rank."""
+    kind, found = homes
+    assert not dist.is_initialized()
+    forced = 0
+    for rank, home in enumerate(found):
+        file, ranks = RecordedFile.read(home.file), RecordedRanks.of(home.file)
+        assert (ranks.rank, ranks.size, ranks.equal) == (rank, 2, kind == "quiet")
+        runner, slots = runner_of(kind, ranks), Slots()
+        runner.watch.add(slots)
+        replayer = Replayer(runner)
+        for number, (record, bytes_then) in enumerate(zip(file.header.steps, home.slots, strict=True)):
+            done = replayer.run(record, file.tensors(record))
+            assert (done.outcome, done.lines) == ("equal", ())
+            assert slots.steps[-1] == bytes_then, (number, record.ranks)
+            assert runner.agreed == home.agreed[number]
+            assert (done.path, done.bucket, done.reason) == (record.path, record.bucket, record.reason)
+            assert record.ranks is not None
+            forced += record.ranks.alone != record.reason
+    assert forced == {"quiet": 0, "eager": 2 * STEPS}.get(kind, forced) >= 0
+    assert kind not in BACKENDS or forced > STEPS
+
+
+def test_the_whole_file(homes: tuple[str, list[Home]]) -> None:
+    """`replay_file` runs all of it; what the file says is on the screen."""
+    kind, found = homes
+    report = replay_file(RecordedFile.read(found[1].file), runner_of(kind, RecordedRanks.of(found[1].file)))
+    assert report.ok
+    assert (len(report.steps), report.notes) == (STEPS, ())
+    text = typer.testing.CliRunner().invoke(app, ["replay", found[1].file]).stdout
+    assert ", rank 1 of 2" in text
+    assert "ranks brought " in text
+
+
+def replayed_together(rank: int, files: list[str]) -> tuple[list[str], list[Any]]:
+    """Each rank's own file, on the same runner over the same ranks."""
+    ranks = Ranks(timeout=20.0)
+    runner, outcomes, agreed = runner_of("cpu", ranks), list[str](), list[Any]()
+    file = RecordedFile.read(files[rank])
+    replayer = Replayer(runner)
+    for record in file.header.steps:
+        outcomes.append(replayer.run(record, file.tensors(record)).outcome)
+        agreed.append(runner.agreed)
+    return outcomes, agreed
+
+
+def test_on_the_same_ranks(two: Processes, tmp_path: pathlib.Path) -> None:
+    """All of them replay at once: what the others told is told anew."""
+    homes = two.run(recorded, str(tmp_path), "cpu")
+    for (outcomes, agreed), home in zip(two.run(replayed_together, [one.file for one in homes]), homes, strict=True):
+        assert set(outcomes) == {"equal"}
+        assert agreed == home.agreed
+
+
+def test_other_values_of_ranks_are_seen(two: Processes, tmp_path: pathlib.Path) -> None:
+    """A file in which a rank brought something else comes to other slots, so that the bytes above are no accident."""
+    home = two.run(recorded, str(tmp_path), "cpu")[0]
+    file = RecordedFile.read(home.file)
+    runner, slots = runner_of("cpu", RecordedRanks.of(home.file)), Slots()
+    runner.watch.add(slots)
+    number, record = next((n, one) for n, one in enumerate(file.header.steps) if one.bucket == 8)
+    assert record.ranks is not None
+    other = tuple((axis, (rows[0], rows[1] + 1)) for axis, rows in record.ranks.live)
+    spoilt = attrs.evolve(record, ranks=attrs.evolve(record.ranks, live=other))
+    done = Replayer(runner).run(spoilt, file.tensors(record))
+    assert done.outcome == "different"
+    changed = {name for name, one in slots.steps[-1].items() if one != home.slots[number][name]}
+    assert changed == {"global_num_tokens", "sums"}
+
+
+def raising(rank: int, folder: str) -> str:
+    """A step that rank 1 cannot fill: its function raises once ranks have agreed on rank 0's bucket."""
+
+    def counted(ranks: Ranks) -> list[int]:
+        if ranks.rank == 1 and ranks.live(BATCH)[0] == 7:
+            message = "too many for me"
+            raise ValueError(message)
+        return list(ranks.live(TOKENS))
+
+    class Raising(Counted):
+        counts: torch.Tensor = computed(counted, shape=DP, dtype=torch.int32)
+
+    ranks = Ranks(timeout=4.0)
+    given: dict[str, Any] = {"sizes": {DP: 2}, "ranks": ranks, "backend": "cpu", "progress": False}
+    runner = DecodeRunner(Raising, lambda view: view.ids * 2, buckets=[4, 8], **given)
+    runner.capture()
+    path = pathlib.Path(folder, f"raising-{rank}.safetensors")
+    with runner.record(path):
+        runner(stepping.batch_of(2, 1))
+        if rank == 0:
+            runner(stepping.batch_of(7, 1))
+        else:
+            with pytest.raises(ValueError, match="too many for me"):
+                runner(stepping.batch_of(3, 1))
+    return str(path)
+
+
+def test_a_step_that_raised(two: Processes, tmp_path: pathlib.Path) -> None:
+    """What all had agreed on before is in its record."""
+    file = RecordedFile.read(two.run(raising, str(tmp_path))[1])
+    last = file.header.steps[-1]
+    assert last.raised is not None
+    assert (last.bucket, last.reason) == (8, "bucket 8 fits the 7 rows of rank 0, the most of all")
+    assert last.ranks is not None
+    assert last.ranks.alone == "bucket 4 fits"
+    assert dict(last.ranks.live) == {"BATCH": (7, 3), "TOKENS": (7, 3)}
+
+
+def refused(rank: int, folder: str) -> str:
+    """Rank 1 refuses its batch, so that nothing is agreed on."""
+    runner = runner_of("cpu", Ranks(timeout=20.0))
+    path = pathlib.Path(folder, f"refused-{rank}.safetensors")
+    with runner.record(path):
+        runner(stepping.batch_of(2, 1))
+        batch = stepping.batch_of(3, 1) | ({"weights": None} if rank == 1 else {})
+        with pytest.raises(Exception, match="weights"):
+            runner(batch)
+    return str(path)
+
+
+def test_a_step_that_was_refused(two: Processes, tmp_path: pathlib.Path) -> None:
+    """Rank 0's own batch is in its file, which says that the others' part is not."""
+    path = two.run(refused, str(tmp_path))[0]
+    file = RecordedFile.read(path)
+    assert [one.ranks is None for one in file.header.steps] == [False, True]
+    first, last = replay_file(file, runner_of("cpu", RecordedRanks.of(path))).steps
+    assert first.outcome == last.outcome == "equal"
+    assert "what the other ranks told is not in the file: they are taken to bring what this one brings" in last.lines
+
+
+ENGINE: Final = """
+import torch
+from slotgraph import DecodeRunner, Ranks
+from slotgraph.runners.standard.axes import DP
+from tests.ranks.test_recorded import Placed, step
+
+def decode(ranks=None):
+    ranks = Ranks() if ranks is None else ranks
+    return DecodeRunner(Placed, step, buckets=[2, 4, 8], sizes={DP: ranks.size}, ranks=ranks, backend="cpu",
+                        progress=False)
+
+def needs(ranks):
+    return decode(ranks)
+"""
+
+
+@pytest.mark.parametrize("name", ["decode", "needs"])
+def test_the_command(two: Processes, tmp_path: pathlib.Path, name: str) -> None:
+    """A function that takes `ranks` gets those of the file."""
+    home = two.run(recorded, str(tmp_path), "cpu")[1]
+    engine = tmp_path / f"engine_{name}.py"
+    engine.write_text(ENGINE)
+    done = typer.testing.CliRunner().invoke(app, ["replay", home.file, f"{engine}:{name}", "--format", "json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert {one["outcome"] for one in report["steps"]} == {"equal"}
+    assert any("rank 0" in one["reason"] for one in report["steps"])
+
+
+def test_what_does_not_fit_is_refused(two: Processes, tmp_path: pathlib.Path) -> None:
+    """Other ranks, or none; and files of runners that had none."""
+    home = two.run(recorded, str(tmp_path), "cpu")[1]
+    file = RecordedFile.read(home.file)
+    record = file.header.runner.ranks
+    assert record is not None
+    with pytest.raises(RecordingError, match=r"ranks: the file has rank 1 of 2, the runner rank 0 of 2; make it of"):
+        replay_file(file, runner_of("cpu", RecordedRanks(attrs.evolve(record, rank=0))))
+    plain = EagerRunner(Counted, lambda view: view.ids * 2, backend="cpu")
+    with pytest.raises(RecordingError, match=r"ranks: the file has rank 1 of 2, the runner none; make it of"):
+        replay_file(file, plain)
+    with plain.record(tmp_path / "plain.safetensors"):
+        plain(stepping.batch_of(3, 1))
+    with pytest.raises(RecordingError, match=r"plain.safetensors: its runner had no ranks"):
+        RecordedRanks.of(tmp_path / "plain.safetensors")
+    old = RecordedFile.read(tmp_path / "plain.safetensors")
+    runner = EagerRunner(Counted, lambda view: view.ids * 2, ranks=RecordedRanks(record), backend="cpu")
+    with pytest.raises(RecordingError, match=r"ranks: the file has none, the runner rank 1 of 2"):
+        replay_file(old, runner)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_runner_at_home_is_one_as_any(home: Home, backend: str) -> None:
+    """It is checked, debugged, explained, run and waited for: beside recorded steps all bring what it brings."""
+    ranks = RecordedRanks.of(home.file)
+    given: dict[str, Any] = {"sizes": {DP: 2}, "ranks": ranks, "backend": backend, "progress": False}
+    runner = DecodeRunner(Placed, step, buckets=[2, 4, 8], debug="poison,parity", **given)
+    runner.capture()
+    report = runner.check(progress=False)
+    assert report.ok, str(report)
+    assert report.steps["races"] > 4
+    batch = stepping.batch_of(3, 1)
+    runner.agree_ahead(batch)
+    outputs = runner(batch)
+    assert torch.equal(outputs, (batch["ids"] + 6 + 3) * batch["weights"].long())
+    assert ranks.live(BATCH) == (3, 3)
+    told = runner.explain().ranks
+    assert told is not None
+    assert (told.rank, told.size) == (1, 2)
+    runner.wait()
+
+
+def without_ranks(record: dict[str, Any]) -> dict[str, Any]:
+    """A file's header as it was before recordings knew of ranks."""
+    runner = {key: value for key, value in record["runner"].items() if key != "ranks"}
+    steps = [{key: value for key, value in one.items() if key != "ranks"} for one in record["steps"]]
+    return {**record, "runner": runner, "steps": steps}
+
+
+def test_an_older_file(tmp_path: pathlib.Path) -> None:
+    """One from before there were ranks is read and replayed as ever."""
+    runner = EagerRunner(Counted, lambda view: view.ids * 2, backend="cpu")
+    with runner.record(tmp_path / "new.safetensors", outputs=True) as recording:
+        for rows in (3, 1):
+            runner(stepping.batch_of(rows, rows))
+    new = RecordedFile.read(recording.path)
+    data = to_data(new.header)
+    assert without_ranks(data) != data
+    header = from_data(without_ranks(data), Header)
+    tensors = {key: one for step in new.header.steps for key, one in new.tensors(step).items()}
+    raw = {key: one.contiguous() for key, one in tensors.items()}
+    save_file(raw, tmp_path / "old.safetensors", metadata={"slotgraph": json.dumps(without_ranks(data))})
+    old = RecordedFile.read(tmp_path / "old.safetensors")
+    assert old.header == header == new.header
+    assert replay_file(old, runner).ok
+
+
+SPOILT: Final[dict[str, tuple[Callable[[Header], Header], str]]] = {
+    "rank": (lambda one: with_ranks(one, rank=2), "there is no rank 2 of 2"),
+    "negative": (lambda one: with_ranks(one, rank=-1), "there is no rank -1 of 2"),
+    "size": (lambda one: with_ranks(one, size=1 << 40), f"there is no rank 1 of {1 << 40}"),
+    "shards": (lambda one: with_ranks(one, shards=0), "there is no rank 1 of 2, with 0 shards"),
+    "none": (lambda one: attrs.evolve(one, runner=attrs.evolve(one.runner, ranks=None)), "is not what 0 ranks tell"),
+    "rows": (lambda one: with_step(one, live=(("BATCH", (1,)),)), "step 0 is not what 2 ranks tell"),
+    "fewer": (lambda one: with_step(one, live=(("BATCH", (1, -1)),)), "step 0 is not what 2 ranks tell"),
+    "forced": (lambda one: with_step(one, forced=2), "step 0 is not what 2 ranks tell"),
+    "why": (lambda one: with_step(one, why="mood"), "step 0 is not what 2 ranks tell"),
+}
+
+
+@pytest.fixture(scope="module")
+def home(two: Processes, tmp_path_factory: pytest.TempPathFactory) -> Home:
+    """What rank 1 brings home."""
+    found: Home = two.run(recorded, str(tmp_path_factory.mktemp("one")), "cpu")[1]
+    return found
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_file_that_makes_no_sense(home: Home, tmp_path: pathlib.Path, name: str) -> None:
+    """Is refused when it is read, with what is wrong."""
+    (spoil, told), file = SPOILT[name], RecordedFile.read(home.file)
+    tensors = {key: one for step in file.header.steps for key, one in file.tensors(step).items()}
+    write(tmp_path / "x.safetensors", spoil(file.header), tensors)
+    with pytest.raises(RecordingError, match=told):
+        RecordedFile.read(tmp_path / "x.safetensors")
+
+
+def with_ranks(header: Header, **changes: Any) -> Header:
+    """Of which the runner's ranks are others."""
+    assert header.runner.ranks is not None
+    return attrs.evolve(header, runner=attrs.evolve(header.runner, ranks=attrs.evolve(header.runner.ranks, **changes)))
+
+
+def with_step(header: Header, **changes: Any) -> Header:
+    """Of which ranks told something else of the first step."""
+    first, *others = header.steps
+    assert first.ranks is not None
+    return attrs.evolve(header, steps=(attrs.evolve(first, ranks=attrs.evolve(first.ranks, **changes)), *others))
+
+
+def test_an_axis_that_the_file_does_not_have(home: Home) -> None:
+    """What ranks brought on it nobody knows: the step is not run, and says so."""
+    file, runner = RecordedFile.read(home.file), runner_of("cpu", RecordedRanks.of(home.file))
+    step = with_step(file.header, live=()).steps[0]
+    done = Replayer(runner).run(step, file.tensors(step))
+    assert done.outcome == "raised"
+    assert done.lines[-1].startswith("it raises RecordingError: step 0: the file does not have what ranks brought on ")
+
+
+def prefills(rank: int, folder: str, kind: str) -> Home:
+    """Requests of prefill, by tokens."""
+    runner = prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu", ranks=Ranks(timeout=20.0))
+    runner.capture()
+    path, slots, agreed = pathlib.Path(folder, f"{kind}-{rank}.safetensors"), Slots(), []
+    with runner.record(path, outputs=True):
+        runner.watch.add(slots)
+        for number, lengths in enumerate(([3], [2, 4, 1], [16], [9, 8], [1] * 6)):
+            runner(prefilled.batch_of(lengths if rank == 0 else [4, 2][: 1 + number % 2], number, "cpu"))
+            agreed.append(runner.agreed)
+    return Home(str(path), slots.steps, agreed)
+
+
+@pytest.mark.parametrize("kind", prefilled.KINDS)
+def test_prefill(two: Processes, tmp_path: pathlib.Path, kind: str) -> None:
+    """By tokens: also rank 1's small batches are replayed where rank 0 needed it."""
+    home = two.run(prefills, str(tmp_path), kind)[1]
+    file = RecordedFile.read(home.file)
+    runner = prefilled.runner_of(
+        kind, prefilled.Model(named=kind == "piecewise"), "cpu", ranks=RecordedRanks.of(home.file)
+    )
+    runner.capture()
+    slots = Slots()
+    runner.watch.add(slots)
+    for step, bytes_then, agreed in zip(file.header.steps, home.slots, home.agreed, strict=True):
+        done = Replayer(runner).run(step, file.tensors(step))
+        assert done.outcome == "equal", done.lines
+        assert (slots.steps[-1], runner.agreed) == (bytes_then, agreed)
+    assert {one.bucket for one in file.header.steps} == {4, 16, None}

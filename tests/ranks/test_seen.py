@@ -1,0 +1,197 @@
+"""Ranks where people look: explanations, books, metrics and events say who forced what."""
+
+import io
+import json
+from typing import Any, Final
+from xml.etree import ElementTree as ET
+
+import attrs
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from structlog.testing import capture_logs
+
+from slotgraph import DecodeRunner, EagerRunner
+from slotgraph.dataflow.serial import from_data, to_data
+from slotgraph.runners.explained.diagram import mermaid
+from slotgraph.runners.explained.html import html
+from slotgraph.runners.explained.pictures import pictures
+from slotgraph.runners.explained.records import DecisionFacts, Forced, RunnerExplanation
+from slotgraph.runners.explained.tables import tables
+from slotgraph.runners.metrics import exposition
+from slotgraph.runners.ranks.group import Ranks
+from slotgraph.runners.standard.axes import DP
+from tests.ranks import stepping
+from tests.ranks.processes import Processes
+from tests.ranks.stepping import Gathered
+from tests.runners.models import plain_runner, random_batch
+
+SCHEDULE: Final = ([1, 7], [3, 2], [2, 9], [12, 9], [1, 11], [2, 2])
+FORCED: Final = {(1, "fits"): 1, (0, "fits"): 2, (1, "too_large"): 2, (0, "too_large"): 1}
+
+
+@attrs.frozen
+class Found:
+    """What one rank has to show."""
+
+    before: RunnerExplanation
+    after: RunnerExplanation
+    metrics: str
+    events: list[Any]
+    exchanges: int
+
+
+def runner_on(ranks: Ranks) -> DecodeRunner[Gathered]:
+    """Counts of all ranks, captured."""
+    runner = DecodeRunner(
+        Gathered,
+        lambda view: view.global_num_tokens.clone(),
+        buckets=[2, 4, 8],
+        output_rows=None,
+        sizes={DP: ranks.size},
+        ranks=ranks,
+        backend="cpu",
+        progress=False,
+    )
+    runner.capture()
+    return runner
+
+
+def shown(rank: int) -> Found:
+    """Explained before and after some steps, whose metrics and events are kept."""
+    ranks = Ranks(timeout=20.0)
+    runner = runner_on(ranks)
+    before = runner.explain(stepping.batch_of(1 + 2 * rank, rank))
+    with capture_logs() as events:
+        for seed, rows in enumerate(SCHEDULE[:-1]):
+            runner(stepping.batch_of(rows[rank], seed))
+    exchanges = ranks.exchanges
+    after = runner.explain()
+    assert ranks.exchanges == exchanges, "to explain asks nobody"
+    runner(stepping.batch_of(SCHEDULE[-1][rank], 9))
+    return Found(before, after, exposition(mine=runner), list(events), ranks.exchanges)
+
+
+@pytest.fixture(scope="module")
+def found(two: Processes) -> list[Found]:
+    """Of both ranks."""
+    return two.run(shown)
+
+
+def test_explained(found: list[Found]) -> None:
+    """Which rank it is, how it exchanges, who asks for ranks; and last, what all did, in one rank's words on each."""
+    for rank, one in enumerate(found):
+        ranks = one.after.ranks
+        assert ranks is not None
+        assert (ranks.rank, ranks.size, ranks.on, ranks.equal, ranks.shards) == (rank, 2, "host", False, 1)
+        assert ranks.asked == ("global_num_tokens",)
+        reason = "rank 1: 11 rows are more than the largest bucket, 8"
+        assert ranks.agreed == DecisionFacts(path="eager", bucket=None, why="too_large", reason=reason, rank=1)
+        assert set(ranks.forced) == {
+            Forced(rank=rank, why=why, steps=FORCED[rank, why] - ((rank, why) == (0, "fits"))) for rank, why in FORCED
+        }
+        assert one.before.ranks is not None
+        assert (one.before.ranks.agreed, one.before.ranks.forced) == (None, ())
+        assert from_data(json.loads(json.dumps(to_data(one.after))), RunnerExplanation) == one.after
+
+
+def test_what_a_rank_would_do_alone(found: list[Found]) -> None:
+    """Of a batch that is asked about, each rank tells its own way, and that nobody else was asked."""
+    assert [one.before.asked for one in found] == [
+        DecisionFacts(path="graph", bucket=bucket, why="fits", reason=f"bucket {bucket} fits", alone=True)
+        for bucket in (2, 4)
+    ]
+    text = said(found[1].before)
+    assert (
+        "this batch: graph, bucket 4: bucket 4 fits; what this rank would do alone: the others were not asked" in text
+    )
+    assert "what this rank would do alone" in html(found[1].before)
+    assert found[0].after.asked is None
+
+
+def said(explanation: RunnerExplanation) -> str:
+    """The tables as a terminal shows them."""
+    paper = io.StringIO()
+    Console(file=paper, width=300, highlight=False).print(tables(explanation))
+    return paper.getvalue()
+
+
+def test_shown(found: list[Found]) -> None:
+    """Tables, page and pictures say the same."""
+    agreed = "eager, forced by rank 1: rank 1: 11 rows are more than the largest bucket, 8"
+    for rank, one in enumerate(found):
+        for text in (said(one.after), html(one.after)):
+            for wanted in (f"{rank} of 2", "before each step, in host memory", "global_num_tokens", agreed):
+                assert wanted in text
+        assert f"rank {rank} of 2" in mermaid(one.after)
+        picture = ET.fromstring(pictures(one.after)["dependencies"].text)  # noqa: S314 - ours
+        texts = [node.text for node in picture.iter() if node.text]
+        assert "ranks" in texts
+        assert "field ranks" not in texts
+        assert f"rank {rank} of 2" in texts
+
+
+def test_quiet_ranks_are_explained(two: Processes) -> None:
+    """Ranks that exchange nothing say why; a decision of theirs is everyone's."""
+    for one in two.run(quiet):
+        assert one.ranks is not None
+        assert (one.ranks.on, one.ranks.equal, one.ranks.agreed) == (None, True, None)
+        assert "none before a step: all get the same batches" in said(one)
+        assert one.asked is not None
+        assert not one.asked.alone
+
+
+def quiet(rank: int) -> RunnerExplanation:
+    """Of ranks that are known to get the same batches, and of an eager runner."""
+    del rank
+    ranks = Ranks(equal=True, timeout=20.0)
+    runner = runner_on(ranks)
+    runner(stepping.batch_of(3, 1))
+    assert "slotgraph_forced_steps_total{" not in exposition(runner)
+    eager = EagerRunner(Gathered, lambda view: view.ids * 2, sizes={DP: ranks.size}, ranks=ranks, backend="cpu")
+    assert eager.explain().ranks is not None
+    return runner.explain(stepping.batch_of(3, 1))
+
+
+def test_without_ranks() -> None:
+    """There is nothing to say."""
+    explanation = plain_runner("cpu").explain()
+    assert explanation.ranks is None
+    assert "ranks" not in said(explanation)
+
+
+def samples(text: str, name: str) -> dict[tuple[str, ...], float]:
+    """The values of one metric by all of its labels but the runner."""
+    return {
+        tuple(sample.labels[key] for key in sorted(sample.labels) if key != "runner"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def test_metrics(found: list[Found]) -> None:
+    """The same counts on every rank, zeros of all ranks and reasons among them, and the exchanges of each."""
+    for one in found:
+        forced = samples(one.metrics, "slotgraph_forced_steps_total")
+        assert {key for key, steps in forced.items() if steps} == {(str(rank), why) for rank, why in FORCED}
+        assert all(forced[str(rank), why] == steps for (rank, why), steps in FORCED.items())
+        assert len(forced) == 2 * 9
+        assert samples(one.metrics, "slotgraph_exchanges_total") == {(): one.exchanges}
+        assert one.exchanges > len(SCHEDULE)
+
+
+def test_events(found: list[Found]) -> None:
+    """An eager step's event has the rank that forced it, once for each rank and reason, on every rank alike."""
+    for one in found:
+        events = [event for event in one.events if event["event"] == "fallback"]
+        assert [(event["rank"], event["why"], event["reason"]) for event in events] == [
+            (1, "too_large", "rank 1: 9 rows are more than the largest bucket, 8"),
+            (0, "too_large", "rank 0: 12 rows are more than the largest bucket, 8"),
+        ]
+    with capture_logs() as alone:
+        runner = plain_runner("cpu")
+        runner(random_batch(9, seed=1))
+    assert [sorted(event) for event in alone if event["event"] == "fallback"] == [
+        ["event", "log_level", "reason", "runner", "why"]
+    ]
