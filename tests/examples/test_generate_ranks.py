@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,10 +87,30 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+def in_turn(folder: Path, prompts: str, cases: Mapping[str, tuple[list[str], str]]) -> dict[str, Any]:
+    """Reports of several runs by name, each of arguments and a bug, in the same two processes one after another."""
+    runs = [
+        (["--prompts", prompts, *FEW, *argv, "--json", str(folder / name)], plant)
+        for name, (argv, plant) in cases.items()
+    ]
+    done = launch(str(Path(__file__).with_name("several_runs.py")), json.dumps(runs))
+    assert done.returncode == 0, done.stderr
+    return {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in cases}
+
+
+def test_each_way(tmp_path: Path, two: str, generate: Generate) -> None:
+    """Shared out in any of the three ways, two processes make one process's tokens."""
+    reports = in_turn(tmp_path, two, {way: ([f"--{way}", "2"], "") for way in ("tp", "dp", "pp")})
+    alone = generate("--prompts", two, *FEW)[1]
+    for way, report in reports.items():
+        assert (report["passed"], report["ranks"]["way"], texts_of(report)) == (True, way, texts_of(alone))
+    assert reports["pp"]["comparison"] == alone["comparison"], "the same sums in the same order"
+    assert reports["dp"]["ranks"]["counted"] == [alone["decoded"]] * 2, "each rank's device counts what all decode"
+
+
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory, two: str, checkpoint: str) -> dict[str, Any]:
-    """Reports of several runs, in the same two processes one after another."""
-    folder = tmp_path_factory.mktemp("reports")
+    """Reports of several runs."""
     cases = {
         "replayed": (["--tp", "2", "--backend", "cpu"], ""),
         "checkpoint": (["--tp", "2", "--model", checkpoint, "--prefill", "breakable", "--rounds", "2"], ""),
@@ -98,13 +118,10 @@ def several(tmp_path_factory: pytest.TempPathFactory, two: str, checkpoint: str)
         "shifted": (["--tp", "2"], "shifted"),
         "forgotten": (["--tp", "2"], "forgotten"),
         "apart": (["--dp", "2"], "shifted"),
+        "wrong rows": (["--pp", "2"], "shifted"),
+        "traced": (["--pp", "2", "--prefill", "piecewise"], ""),
     }
-    runs = [
-        (["--prompts", two, *FEW, *argv, "--json", str(folder / name)], plant) for name, (argv, plant) in cases.items()
-    ]
-    done = launch(str(Path(__file__).with_name("several_runs.py")), json.dumps(runs))
-    assert done.returncode == 0, done.stderr
-    return {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in cases}
+    return in_turn(tmp_path_factory.mktemp("reports"), two, cases)
 
 
 def texts_of(report: Any) -> list[list[int]]:
@@ -149,12 +166,38 @@ def test_data_parallel(tmp_path: Path, lines: str, single: Result) -> None:
     assert [text["request"] for text in report["texts"]] == list(range(5))
     assert texts_of(report) == texts_of(single[1])
     assert [text["prompt"] for text in report["texts"]] == [text["prompt"] for text in single[1]["texts"]]
-    assert report["ranks"] == {"way": "dp", "size": 2, "requests": [3, 2], "differing": [], "alone": None}
+    forced = report["ranks"].pop("forced")
+    assert report["ranks"] == {
+        "way": "dp",
+        "size": 2,
+        "requests": [3, 2],
+        "differing": [],
+        "alone": None,
+        "counted": [report["decoded"]] * 2,
+    }
+    replayed = sum(one["steps"] for one in report["prefill"]["buckets"] + report["buckets"])
+    eager = sum(forced.values()) - replayed / 2
+    assert 0 < eager <= report["prefill"]["paths"]["eager"], "both run each step in one way, whoever has prompts in it"
+    assert set(forced) == {"0", "1"}
     assert report["comparison"]["tokens"] == report["tokens"] == single[1]["tokens"]
     assert report["counted"] == report["decoded"] == single[1]["decoded"]
     assert report["prefill"]["tokens"] == single[1]["prefill"]["tokens"]
     said = " ".join(printed.split())
     assert said.count("2, data parallel") == said.count("of 5 requests") == 1
+
+
+@pytest.mark.slow
+def test_pipeline_parallel(tmp_path: Path, lines: str, single: Result) -> None:
+    """`--pp 2`: each rank has half of the layers, and the same tokens and logits come out at the end."""
+    report, printed = reported(tmp_path / "report.json", "--pp", "2", "--prompts", lines, *SHORT)
+    alone = single[1]
+    assert texts_of(report) == texts_of(alone)
+    assert report["comparison"] == alone["comparison"], "the same sums in the same order"
+    assert (report["ranks"]["way"], report["ranks"]["requests"], report["ranks"]["differing"]) == ("pp", [5, 5], [])
+    assert (report["decode_steps"], report["prefill"]["paths"]) == (alone["decode_steps"], alone["prefill"]["paths"])
+    assert (report["buckets"], report["counted"]) == (alone["buckets"], alone["counted"])
+    assert 2 * report["memory"]["kv_cache"] == alone["memory"]["kv_cache"], "a rank has half of the layers"
+    assert " ".join(printed.split()).count("2, pipeline parallel") == 1
 
 
 @pytest.mark.slow
@@ -214,12 +257,21 @@ def test_bugs_of_any_rank_are_found(several: dict[str, Any]) -> None:
     assert report["comparison"]["difference"]["token"] > 0
 
 
+@pytest.mark.slow
+def test_pipelines(several: dict[str, Any], single: Result) -> None:
+    """Traced layers of a part of the model make the same tokens; a wrong position on any rank is found at the end."""
+    assert several["traced"]["prefill"]["paths"] == {"piecewise": 1}
+    assert (several["traced"]["passed"], several["wrong rows"]["passed"]) == (True, False)
+    assert texts_of(several["traced"]) == [text[:6] for text in texts_of(single[1])[:2]]
+
+
 def test_ranks_that_part_ways(serving: Module) -> None:
     """With tensor parallelism all ranks must have made the same texts; it is told which did not."""
     parts, ranks = serving("parts"), serving("ranks")
     ends = {"number": 0, "prompt": "", "prompt_ids": [1], "arrival": 0, "limit": 2}
     requests = [serving("request").Request(**ends, generated=[5, last]) for last in (6, 6, 7)]
-    nothing = {"served": None, "comparison": None, "alone": None, "reference_seconds": 0.0}
+    idle = SimpleNamespace(prompts={"ranks": None}, decode={"ranks": None}, counted_all=0)
+    nothing = {"served": idle, "comparison": None, "alone": None, "reference_seconds": 0.0}
     made = [parts.Part(requests=[request], **nothing) for request in requests]
     use = parts._ranks(ranks.World("tp", 0, 3), made)
     assert (use.differing, use.passed) == ([2], False)
@@ -234,7 +286,9 @@ def test_ranks_that_part_ways(serving: Module) -> None:
         (["--dp", "4"], None, "torchrun --nproc-per-node 4 docs/examples/generate --dp 4"),
         (["--tp", "2"], 3, "--tp 2 is for 2 processes, and here are 3"),
         (["--tp", "2", "--dp", "2"], 4, "--tp 2 --dp 2: one at a time"),
-        ([], 2, "say --tp 2 or --dp 2"),
+        ([], 2, "say --tp 2 or --dp 2 or --pp 2"),
+        (["--pp", "5"], 5, "the model has 4 layers"),
+        (["--pp", "2"], 1, "torchrun --nproc-per-node 2 docs/examples/generate --pp 2"),
         (["--dp", "2", "--prompts", "-"], 2, "give a file"),
         (["--tp", "4"], 4, "num_key_value_heads 2"),
         (["--tp", "3"], 3, "num_attention_heads 4, num_key_value_heads 2, intermediate_size 256"),

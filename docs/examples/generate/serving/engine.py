@@ -1,8 +1,7 @@
 """The engine: prompts by the path that is asked for, decode steps through captured buckets, until all are done."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -10,6 +9,7 @@ import torch
 
 from serving.batch import decode_batch, prefill_batch
 from serving.cache import PageAllocator, PagedCache
+from serving.crew import Crew, Outputs
 from serving.inputs import PAGES, DecodeInputs, PrefillInputs
 from serving.model import Language
 from serving.options import Options
@@ -17,7 +17,7 @@ from serving.prefill import Prefills, prefill_runner
 from serving.request import Request
 from serving.scheduler import Scheduler
 from serving.steps import Steps
-from slotgraph import DecodeRunner, EagerRunner
+from slotgraph import DecodeRunner, EagerRunner, PipelineStage
 from slotgraph.runners.capture import CaptureReport
 
 Prepare = Callable[[DecodeInputs], DecodeInputs]
@@ -32,11 +32,13 @@ def unchanged(batch: DecodeInputs) -> DecodeInputs:
 class Work:
     """What the engine has done so far.
 
-    decoded: tokens made by decode steps. done: requests that left. seconds: time spent in steps. fills: seconds on the
-    host for the fill of each decode step. prefills: the prefill steps.
+    decodes: decode steps. decoded: tokens that they made. done: requests that left. seconds: time spent in steps.
+    fills: seconds on the host for the fill of each decode step, where it is a call of its own. prefills: the prefill
+    steps.
     """
 
     steps: int = 0
+    decodes: int = 0
     decoded: int = 0
     done: int = 0
     seconds: float = 0.0
@@ -48,6 +50,7 @@ class Work:
         """What several engines have done side by side."""
         return cls(
             steps=max(work.steps for work in works),
+            decodes=sum(work.decodes for work in works),
             decoded=sum(work.decoded for work in works),
             done=sum(work.done for work in works),
             seconds=max(work.seconds for work in works),
@@ -61,8 +64,7 @@ class Engine:
 
     declaration, prompts: what a decode step and what a prefill step reads; subclasses of DecodeInputs and PrefillInputs
     may add to these or override them. prepare: has the last look at each decode batch before the runner gets it.
-    among: what both runners are told of other ranks that step when they do, by keyword; nothing where ranks need not
-    agree on a path, because each has the same batch, or runs all by itself.
+    crew: how its steps go with those of other processes; `language` and `requests` are what this one has of them.
     """
 
     def __init__(
@@ -74,17 +76,22 @@ class Engine:
         declaration: type[DecodeInputs] = DecodeInputs,
         prompts: type[PrefillInputs] = PrefillInputs,
         prepare: Prepare = unchanged,
-        among: Mapping[str, Any] = MappingProxyType({}),
+        crew: Crew | None = None,
     ) -> None:
+        self._crew = crew = Crew() if crew is None else crew
+        declaration, prompts = crew.decode_inputs(declaration), crew.prefill_inputs(prompts)
         needs = sorted((request.pages_needed(options.page_size) for request in requests), reverse=True)
         pages = 1 + sum(needs[: options.max_batch])
         self.work = Work()
-        self.steps = Steps.over(language.model, PagedCache.empty(language.model, pages, options.page_size))
+        cache = PagedCache.empty(language.model, pages, options.page_size)
+        self.steps = Steps.over(language.model, cache, crew.world)
         limits = options.max_batch, options.max_prefill_tokens
         self.scheduler = Scheduler(requests, PageAllocator(pages), options.page_size, *limits)
-        self.prefill = prefill_runner(prompts, self.steps, options, among)
-        graphs: Any = {"buckets": options.ladder, "backend": options.backend, "sizes": {PAGES: needs[0]}, **among}
-        self.decode = DecodeRunner(declaration, self.steps.decode, **graphs)
+        self.prefill = prefill_runner(prompts, self.steps, options, crew)
+        graphs: Any = {"buckets": options.ladder, "backend": options.backend, **crew.among}
+        sizes = {PAGES: needs[0], **crew.sizes_of(declaration)}
+        self.decode = DecodeRunner(declaration, self.steps.decode, sizes=sizes, **graphs)
+        self._stages = {"prefill": crew.stage(self.prefill), "decode": crew.stage(self.decode)}
         self._eos = language.eos
         self._page_size = options.page_size
         self._device = language.model.device
@@ -96,49 +103,67 @@ class Engine:
         if not isinstance(self.prefill, EagerRunner):
             self.prefill.capture()
         report = self.decode.capture()
-        self.steps.counted.zero_()  # warm-ups were counted too
+        self.steps.start()
         return report
 
     def run(self) -> Iterator[Work]:
-        """Step until all requests are done; hands out the work so far after each step."""
-        while not self.scheduler.idle:
+        """Step until all requests are done, here and in the rest of the crew; hands out the work so far each time."""
+        ran = False
+        while not self.scheduler.idle or self._crew.goes_on(ran=ran, steps=self.work.steps):
             begin = time.perf_counter()
-            self._step()
+            ran = self._step()
             self.work.seconds += time.perf_counter() - begin
             yield self.work
 
     @torch.inference_mode()
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Prompts, then decoding, as far as there is any, here or in the rest of the crew; whether there was."""
         admitted = self.scheduler.admit(self.work.steps)
         if admitted:
             self._run_prompts(admitted)
             self._retire()
+        ran = bool(admitted) or self._crew.idle(self.prefill, prefill_batch([], self._page_size, self._device))
         if self.scheduler.running:
             self._decode_each(self.scheduler.running)
             self._retire()
+            ran = True
+        else:
+            ran |= self._crew.idle(self.decode)
         self.work.steps += 1
+        return ran
 
     def _run_prompts(self, requests: Sequence[Request]) -> None:
         """Store the prompts' keys and values, and make the first token of each request."""
         begin = time.perf_counter()
         batch = prefill_batch(requests, self._page_size, self._device)
-        decision = self.prefill.decide(batch)
-        self._add(requests, self.prefill(batch))
-        self.work.prefills.add(batch, decision, time.perf_counter() - begin)
+        self._add(requests, self._stages["prefill"](batch))
+        seconds = time.perf_counter() - begin
+        self.work.prefills.add(batch, self._crew.decision(self.prefill, batch), seconds)
 
     def _decode_each(self, requests: Sequence[Request]) -> None:
         """Make one more token for each request."""
         batch = self._prepare(decode_batch(requests, self._page_size, self._device))
-        begin = time.perf_counter()
-        view = self.decode.fill(batch)
-        self.work.fills.append(time.perf_counter() - begin)
-        self._add(requests, self.decode.replay(view))
+        self._add(requests, self._decoded(batch))
+        self.work.decodes += 1
         self.work.decoded += len(requests)
 
-    def _add(self, requests: Sequence[Request], logits: torch.Tensor) -> None:
-        """Greedy: the largest logit is the token."""
-        tokens = logits.argmax(dim=-1).tolist()
-        rows = logits.to("cpu", copy=True)  # the next replay overwrites them
+    def _decoded(self, batch: DecodeInputs) -> Outputs:
+        """Fill and replay, of which the first is timed, where they are two calls."""
+        logits: Outputs
+        stage = self._stages["decode"]
+        if isinstance(stage, PipelineStage):
+            logits = stage(batch)
+            return logits
+        begin = time.perf_counter()
+        view = stage.fill(batch)
+        self.work.fills.append(time.perf_counter() - begin)
+        logits = stage.replay(view)
+        return logits
+
+    def _add(self, requests: Sequence[Request], logits: Outputs) -> None:
+        """A token each, with the logits that chose it where they are known: the next replay overwrites them."""
+        tokens = self._crew.tokens(logits, len(requests))
+        rows = [None] * len(requests) if logits is None else logits.to("cpu", copy=True)
         for request, token, row in zip(requests, tokens, rows, strict=True):
             request.add(token, row, self.work.steps)
 

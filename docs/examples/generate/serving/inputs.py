@@ -1,13 +1,15 @@
 """What the two kinds of steps read: the declarations that the runners turn into buffers, fills, tails and views."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, Step, computed, copied
+from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, Step, computed, copied, standard
 
 PAGES = Axis("PAGES")
+D = TypeVar("D", bound="DecodeInputs")
+T = TypeVar("T", bound="TokenInputs")
 
 
 def live_tokens(step: Step) -> int:
@@ -51,3 +53,33 @@ class PrefillInputs(TokenInputs):
         """What graphs are captured on: one request that owns all tokens."""
         tokens = [step.live(TOKENS)]
         return {"extend_seq_lens": tokens, "lengths": tokens}
+
+
+def with_all_counts(declaration: type[D]) -> type[D]:
+    """A declaration of decode steps, and how many tokens each rank has in the step."""
+
+    class Counted(declaration, standard.DataParallelAgreed):  # type: ignore[misc, valid-type]
+        """Ranks decode in the same bucket, and know of one another."""
+
+    return cast("type[D]", Counted)
+
+
+def all_counts(view: Any) -> torch.Tensor:
+    """How many tokens each rank has in a step of such a declaration, [ranks] int32."""
+    counts: torch.Tensor = view.global_num_tokens
+    return counts
+
+
+def after_others(declaration: type[T], proxies: type[Inputs], dtype: torch.dtype) -> type[T]:
+    """A declaration for layers that others run before; their hidden states come from there."""
+
+    class Later(declaration, proxies, drop=["pp_residual"]):  # type: ignore[misc, valid-type, call-arg]
+        """A part of the model that does not begin with tokens."""
+
+    return cast("type[T]", standard.model_dtype(dtype)(Later))
+
+
+def proxies(view: Any) -> torch.Tensor:
+    """The hidden states of such a declaration, [tokens, elements] in the model's dtype."""
+    hidden: torch.Tensor = view.pp_hidden_states
+    return hidden

@@ -148,6 +148,15 @@ class Options:
             metavar="N",
         ),
     )
+    pp: int = attrs.field(
+        default=1,
+        metadata=_says(
+            "processes that run each request one after another, a part of the model's layers each; torchrun starts "
+            "them",
+            type=_count,
+            metavar="N",
+        ),
+    )
     rounds: int | None = attrs.field(
         default=None,
         metadata=_says(

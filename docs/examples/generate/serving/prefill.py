@@ -7,31 +7,30 @@ from typing import Any, TypeAlias
 import attrs
 
 from serving.attention import as_operator, attend_within_requests, between_graphs
+from serving.crew import Crew
 from serving.inputs import PrefillInputs
 from serving.options import Options
 from serving.steps import Steps
-from slotgraph import BATCH, BreakableRunner, EagerRunner, PrefillRunner
+from slotgraph import BATCH, TOKENS, BreakableRunner, EagerRunner, PrefillRunner
 from slotgraph.runners.decision import Decision
 
 Runner: TypeAlias = "EagerRunner[PrefillInputs] | BreakableRunner[PrefillInputs] | PrefillRunner[PrefillInputs]"
 
 
-def prefill_runner(
-    declaration: type[PrefillInputs], steps: Steps, options: Options, among: Mapping[str, Any]
-) -> Runner:
-    """A runner of prompts by the path that the options name. Its graphs are for so many tokens of any requests.
-
-    among: what it is told of other ranks, by keyword.
-    """
+def prefill_runner(declaration: type[PrefillInputs], steps: Steps, options: Options, crew: Crew) -> Runner:
+    """A runner of prompts by the path that the options name. Its graphs are for so many tokens of any requests."""
+    sizes, ranks = crew.sizes_of(declaration), crew.among
     if options.prefill == "eager":
-        return EagerRunner(declaration, steps.prefill(attend_within_requests), backend=options.backend, **among)
+        step = steps.prefill(attend_within_requests)
+        return EagerRunner(declaration, step, sizes=sizes, backend=options.backend, **ranks)
     graphs: Any = {
         "stack": steps.layers,
         "max_tokens": options.max_prefill_tokens,
         "max_batch": options.max_batch,
-        "output_rows": BATCH,
+        "output_rows": BATCH if steps.world.ends else TOKENS,
+        "sizes": sizes,
         "backend": options.backend,
-        **among,
+        **ranks,
     }
     if options.prefill == "breakable":
         return BreakableRunner(declaration, steps.prefill(between_graphs), **graphs)

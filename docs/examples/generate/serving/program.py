@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from serving.attention import paged
+from serving.crew import crew_of
 from serving.engine import Engine, Prepare, unchanged
 from serving.inputs import DecodeInputs, PrefillInputs
 from serving.judge import Judge
@@ -28,6 +29,7 @@ from serving.report import Report, write_json
 from serving.request import Request
 from serving.served import Served
 from serving.sharded import check_even, sharded
+from serving.staged import check_layers, staged
 from serving.summary import summarise
 from serving.tables import show
 from slotgraph import backends
@@ -67,6 +69,8 @@ def generate(
         raise OptionsError(message)
     if options.tp > 1:
         check_even(config_of(options), options.tp)
+    if options.pp > 1:
+        check_layers(config_of(options), options.pp)
     with joined(options) as world:
         report = _report(options, world, {"declaration": declaration, "prompts": prompts, "prepare": prepare})
     if world.first:
@@ -78,26 +82,29 @@ def generate(
 
 def _report(options: Options, world: World, seams: dict[str, Any]) -> Report:
     """Answer, serve, compare, and time; the same report in every rank."""
-    language = whole = load_language(options, backends.choose(options.backend).device)
-    requests = world.share(read_requests(options, whole))
-    alone = None
+    whole = load_language(options, backends.choose(options.backend).device)
+    every = read_requests(options, whole)
+    requests = world.share(every)
+    language, judged, alone = whole, whole, None
+    if world.pipeline_parallel:
+        language = staged(whole, world)
     if world.tensor_parallel:
-        language = sharded(whole, world)
+        language = judged = sharded(whole, world)
         alone = _ask(options, world, whole, requests)
-    judge = _ask(options, world, language, requests)
+    judge = _ask(options, world, judged, requests)
     judge = judge.within(world.gathered(judge.bounds))
-    engine = Engine(language, requests, options, **seams)
+    engine = Engine(language, requests, options, crew=crew_of(world, language, every), **seams)
     with paged(language.model):
         captured = _serve(engine, len(requests), world)
     part = Part(
         requests=requests,
         served=Served.by(engine, captured),
-        comparison=judge.compare(requests),
+        comparison=judge.compare(requests) if world.ends else None,
         alone=None if alone is None else alone.beside(judge).compare(requests),
         reference_seconds=judge.seconds,
     )
     report = summarise(run_of(options, world, whole, part))
-    if report.passed and not world.data_parallel:  # what a wrong step takes is of no interest
+    if report.passed and world.timed:  # what a wrong step takes is of no interest
         report = _timed(report, engine, options, requests, world)
     return report
 

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import attrs
 import torch
@@ -14,7 +14,7 @@ from serving.options import Options, OptionsError
 from slotgraph import backends
 
 T = TypeVar("T")
-WAYS = {"tp": "tensor parallel", "dp": "data parallel"}
+WAYS = {"tp": "tensor parallel", "dp": "data parallel", "pp": "pipeline parallel"}
 """What can be shared out among ranks, by the option that asks for it."""
 
 
@@ -41,6 +41,26 @@ class World:
         """Whether each rank has requests of its own, and the whole model."""
         return self.way == "dp"
 
+    @property
+    def pipeline_parallel(self) -> bool:
+        """Whether all ranks run each request one after another, a part of the model's layers each."""
+        return self.way == "pp"
+
+    @property
+    def begins(self) -> bool:
+        """Whether its part of the model begins with tokens."""
+        return self.rank == 0 or not self.pipeline_parallel
+
+    @property
+    def ends(self) -> bool:
+        """Whether its part of the model ends with logits."""
+        return self.rank == self.size - 1 or not self.pipeline_parallel
+
+    @property
+    def timed(self) -> bool:
+        """Whether steps can be timed by themselves: each rank runs all that a step is, on the same batch."""
+        return self.way in {"", "tp"}
+
     def share(self, items: Sequence[T]) -> list[T]:
         """What this rank serves: every so many-th with data parallelism, else all. OptionsError where that is none."""
         if not self.data_parallel:
@@ -57,6 +77,10 @@ class World:
         parts: list[T] = [mine] * self.size
         dist.all_gather_object(parts, mine)
         return parts
+
+
+ALONE: Final = World()
+"""A run of one process."""
 
 
 def as_first_says(number: int) -> int:
@@ -79,8 +103,8 @@ def joined(options: Options) -> Iterator[World]:
         yield world
         return
     device = _device(options)
-    own = "" if device.type == "cpu" else f",{device.type}:{dist.get_default_backend_for_device(device)}"
-    dist.init_process_group(f"cpu:gloo{own}")
+    own = "" if device.type == "cpu" else f"{device.type}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(f"cpu:gloo,{own}" if own else "gloo")
     yield world
     # After an error graphs may live on in its traceback, and NCCL waits for the last graph that knows its communicator.
     gc.collect()
@@ -96,7 +120,8 @@ def world_of(options: Options) -> World:
         message = f"{asked}: one at a time"
         raise OptionsError(message)
     if not sizes and present > 1:
-        message = f"{present} processes would all do the same: say --tp {present} or --dp {present}"
+        ways = " or ".join(f"--{way} {present}" for way in WAYS)
+        message = f"{present} processes would all do the same: say {ways}"
         raise OptionsError(message)
     if not sizes:
         return World()

@@ -92,9 +92,10 @@ class TextMade:
 class RanksUse:
     """How a run was shared out among processes.
 
-    way: "tp" or "dp". requests: of each rank. differing: ranks that made other tokens than rank 0 of the same requests.
-    alone: with tensor parallelism what all came to beside one process with the whole model; the report's comparison
-    is with the same shares run eagerly.
+    way: "tp", "dp" or "pp". requests: of each rank. differing: ranks that made other tokens than rank 0 of the same
+    requests. alone: with tensor parallelism what all came to beside one process with the whole model; the report's
+    comparison is with the same shares run eagerly. counted: with data parallelism all ranks' decoded tokens, as each
+    rank's device counted them inside the step. forced: steps by the rank that forced the bucket of all.
     """
 
     way: str
@@ -102,6 +103,8 @@ class RanksUse:
     requests: list[int]
     differing: list[int]
     alone: Comparison | None
+    counted: list[int] = attrs.field(factory=list)
+    forced: dict[int, int] = attrs.field(factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -116,7 +119,8 @@ class Report:
     decoded, counted: live tokens of all decode steps, counted by the host and by the device inside the step.
     eager_steps: decode steps that no bucket could take. reference_tokens_per_second: transformers' own, one prompt at a
     time. measured, prefill_times: what decode and prefill steps take, None where they were not timed. ranks: None where
-    there was one process; with data parallelism all else is of all ranks, with tensor parallelism of rank 0.
+    there was one process; with data parallelism all else is of all ranks, with tensor parallelism of rank 0, with
+    pipeline parallelism of the last one.
     """
 
     model: str
@@ -147,8 +151,14 @@ class Report:
     @property
     def passed(self) -> bool:
         """Whether all tokens and logits count as equal to the reference, and the device counted what the host did."""
-        equal = self.comparison.difference is None and self.counted == self.decoded
+        equal = self.comparison.difference is None and self.miscounted is None
         return equal and (self.ranks is None or self.ranks.passed)
+
+    @property
+    def miscounted(self) -> int | None:
+        """A count of the decoded tokens that is wrong, of this rank's tokens or of all ranks'; None where none is."""
+        counts = [self.counted, *(self.ranks.counted if self.ranks is not None else ())]
+        return next((count for count in counts if count != self.decoded), None)
 
 
 def write_json(report: Report, path: Path) -> None:

@@ -12,7 +12,8 @@ class Request:
     """One prompt on its way through the engine.
 
     arrival: the engine step from which it may be admitted. pages: what it owns of the KV cache, in order.
-    logits: a float32 row on the host for each generated token. steps: the engine step that made each token.
+    logits: a float32 row on the host for each generated token, none where another process made them. steps: the engine
+    step that made each token.
     """
 
     number: int
@@ -43,10 +44,11 @@ class Request:
         """Where in the cache the keys and values of the token at `position` go."""
         return self.pages[position // page_size] * page_size + position % page_size
 
-    def add(self, token: int, logits: torch.Tensor, step: int) -> None:
+    def add(self, token: int, logits: torch.Tensor | None, step: int) -> None:
         """Append a token that a step made, with the logits that chose it."""
         self.generated.append(token)
-        self.logits.append(logits)
+        if logits is not None:
+            self.logits.append(logits)
         self.steps.append(step)
 
     def finished(self, eos: frozenset[int]) -> bool:

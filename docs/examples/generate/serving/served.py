@@ -13,14 +13,16 @@ from slotgraph.runners.capture import CaptureReport
 
 @attrs.frozen(eq=False, kw_only=True)
 class Served:
-    """One engine after its run. counted: live rows of decode steps, as the device counted them.
+    """One engine after its run.
 
+    counted: live rows of decode steps, as the device counted them. counted_all: of all ranks, where these are known.
     decode, prompts: the runners' statistics. captured, captured_prompts: what their captures came to.
     """
 
     backend: str
     work: Work
     counted: int
+    counted_all: int
     decode: Mapping[str, Any]
     captured: CaptureReport
     prompts: Mapping[str, Any]
@@ -35,6 +37,7 @@ class Served:
             backend=engine.decode.stage.backend.name,
             work=engine.work,
             counted=int(engine.steps.counted),
+            counted_all=int(engine.steps.counted_all),
             decode=dict(engine.decode.stats()),
             captured=captured,
             prompts=dict(runner.stats()),

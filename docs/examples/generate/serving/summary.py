@@ -44,7 +44,7 @@ def summarise(run: Run) -> Report:
         requests=len(run.requests),
         steps=work.steps,
         prefill=_prefill(run, work),
-        decode_steps=len(work.fills),
+        decode_steps=work.decodes,
         eager_steps=sum(one["steps"]["eager"] for one in stats),
         decoded=work.decoded,
         counted=sum(one.counted for one in run.served),

@@ -44,6 +44,9 @@ def _work(report: Report) -> Iterable[tuple[str, str]]:
     yield "backend", report.backend
     if report.ranks is not None:
         yield "ranks", f"{report.ranks.size}, {WAYS[report.ranks.way]}"
+        if report.ranks.forced:
+            forced = (f"rank {rank}: {count}" for rank, count in report.ranks.forced.items())
+            yield "steps by the rank that forced their bucket", ", ".join(forced)
     yield "requests", f"{report.requests}"
     yield "steps: prefill / decode / decode, eagerly", _slashed(*steps)
     yield "prefill steps by path", _by_path(report.prefill)
@@ -58,7 +61,8 @@ def _costs(report: Report) -> Iterable[tuple[str, str]]:
     memory, prefill = report.memory, report.prefill
     yield "padding waste: prefill / decode", f"{prefill.padding_waste:.1%} / {report.padding_waste:.1%}"
     yield "time in prefill steps, of all steps", f"{prefill.share:.1%}"
-    yield "host time per fill, median / p99", f"{report.fill.median_us:.1f} / {report.fill.p99_us:.1f} us"
+    if report.fill.fills:
+        yield "host time per fill, median / p99", f"{report.fill.median_us:.1f} / {report.fill.p99_us:.1f} us"
     yield "capture: prefill / decode", f"{prefill.capture_seconds:.2f} / {report.capture_seconds:.2f} s"
     yield "memory: inputs", human_bytes(memory.inputs)
     yield "memory: graphs / outputs", _slashed(human_bytes(memory.graphs), human_bytes(memory.outputs))
@@ -95,8 +99,8 @@ def _verdict(report: Report) -> Text:
     if ranks is not None and ranks.differing:
         others = ", ".join(map(str, ranks.differing))
         return Text(f"DIFFERENT texts in rank {others} and rank 0, of the same requests", style="bold red")
-    if report.comparison.difference is None and report.counted != report.decoded:
-        counts = f"{report.decoded} rows were decoded, the graphs counted {report.counted}"
+    if report.comparison.difference is None and report.miscounted is not None:
+        counts = f"{report.decoded} rows were decoded, the graphs counted {report.miscounted}"
         return Text(f"WRONG COUNT of live rows: {counts}", style="bold red")
     if ranks is None or ranks.alone is None:
         return _compared(report.comparison, report.requests)
