@@ -88,24 +88,30 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def capture_step(
-    backend: Backend,
-    step: Callable[[], Any],
-    buffers: Buffers,
-    *,
-    warmups: int,
-    pool: object | None,
-    error_mode: str | None = None,
-    parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
-) -> Graph:
-    """Warm up and capture one step on the backend's stream. CaptureError, chained to whatever was raised.
+def warm_up(backend: Backend, step: Callable[[], Any], buffers: Buffers, warmups: int) -> None:
+    """Run a step as often on the backend's stream. CaptureError, chained to whatever was raised.
 
-    parameters: host slots, by the operator's argument that takes their value at each replay. The first warm-up is
-    watched for writes to inputs that the step should only read.
+    The first run is watched for writes to inputs that the step should only read.
     """
     with told_as_capture_error(), backend.stream():
         for index in range(warmups):
             watched(step, buffers) if index == 0 else step()
+        backend.synchronize()
+
+
+def capture_step(
+    backend: Backend,
+    step: Callable[[], Any],
+    *,
+    pool: object | None,
+    error_mode: str | None = None,
+    parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+) -> Graph:
+    """Capture one step on the backend's stream. CaptureError, chained to whatever was raised.
+
+    parameters: host slots, by the operator's argument that takes their value at each replay.
+    """
+    with told_as_capture_error(), backend.stream():
         backend.synchronize()
         return backend.capture(step, pool=pool, error_mode=error_mode, parameters=parameters)
 

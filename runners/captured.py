@@ -1,14 +1,15 @@
 """What a capture leaves: the graph of a bucket, the order that it was made by, and the clock of its outputs."""
 
+import contextlib
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
 
-from ..backends.base import Graph
+from ..backends.base import Backend, Graph
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.caches import keep_newest
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 Meet = Callable[[str, Exception | None], tuple[int, str] | None]
 """Waits until all ranks are done with something, as named; the first that failed in it, and what it says."""
+Step = Callable[[], Any]
+Keep = Callable[[Backend], contextlib.AbstractContextManager[Callable[[Step], Step]]]
+"""Watches over the steps that its call wraps, as long as the block runs."""
 KEPT: Final = 1024
 """Live sizes whose outputs one graph remembers, cut."""
 
@@ -36,7 +40,7 @@ class Captured:
     rows: int
     filling: Filling
     graph: Graph
-    step: Callable[[], Any]
+    step: Step
     verified: bool = False
     _live: dict[int, tuple[Any, Guard, Any]] = attrs.field(factory=dict, init=False)
 
@@ -59,9 +63,19 @@ def by_itself(what: str, error: Exception | None) -> None:
     del what, error
 
 
+@contextlib.contextmanager
+def alone(backend: Backend) -> Iterator[Callable[[Step], Step]]:
+    """There are no other ranks that could be lost."""
+    del backend
+    yield lambda step: step
+
+
 @attrs.frozen
 class Order:
-    """What is to be captured: buckets and their sizes, patterns of absent slots, and how; meet: with other ranks."""
+    """What is to be captured: buckets and their sizes, patterns of absent slots, and how.
+
+    meet: with other ranks. vigil: while a bucket's step is warmed up, in which these may be lost.
+    """
 
     buckets: Mapping[int, Sizes]
     patterns: Collection[Absent]
@@ -71,6 +85,7 @@ class Order:
     lazy: bool
     runner: str
     meet: Meet
+    vigil: Keep
 
     @classmethod
     def of(
@@ -84,8 +99,8 @@ class Order:
         """What a configuration asks for: none where its graphs are off. Of several ranks one shows a bar."""
         wanted = buckets if config.graphs else {}
         shown = config.progress and (agreement is None or agreement.ranks.rank == 0)
-        meet = by_itself if agreement is None else agreement.meet
-        return cls(wanted, patterns, config.warmups, config.error_mode, shown, config.lazy, runner, meet)
+        meet, vigil = (by_itself, alone) if agreement is None else (agreement.meet, agreement.vigil)
+        return cls(wanted, patterns, config.warmups, config.error_mode, shown, config.lazy, runner, meet, vigil)
 
 
 @attrs.define(eq=False)

@@ -132,14 +132,10 @@ class DecodeRunner(GraphRunner[V]):
         self._shortcuts = None if on else self._may_shorten()
 
     def _may_shorten(self) -> Shortcuts[V] | None:
-        """Shortcuts, where fills are part of graphs, and required sources tell all sizes."""
-        if "graphs" not in vars(self) or isinstance(router := self._router, Joint) or self.lowering != "in_graph":
+        """Shortcuts, once there are graphs, and where no debug mode looks at steps."""
+        if "graphs" not in vars(self) or self.config.modes:
             return None
-        if self.config.modes or not self._size.required:
-            return None
-        holds = [router.same_fields] if router.decides_by_fields else []
-        holds += [self._limits.allow] if self._limits is not None else []
-        return Shortcuts(self.graphs, self._size, self._tally, holds)
+        return Shortcuts.of(self.graphs, self._size, self._tally, self._router, self._limits)
 
     def __call__(self, batch: Any, **side: Any) -> Any:
         """Run one step and return its outputs for the live rows, valid until the next replay.
@@ -224,11 +220,15 @@ class DecodeRunner(GraphRunner[V]):
             self._size.explain(error)
             try:
                 return self._fill_other_width(batch, side, error, start)
-            except BatchError as refused:
+            except BaseException as refused:
                 router.refuse(refused)
-                self._filled = before  # nothing was written: the view filled last still stands
-                graphs.buffers.turn.fills -= 1
+                if isinstance(refused, BatchError):
+                    self._filled = before  # nothing was written: the view filled last still stands
+                    graphs.buffers.turn.fills -= 1
                 raise
+        except BaseException as error:
+            router.refuse(error)
+            raise
         shown = None if whole else self.stage.view(ready, batch)
         if start and start > graphs.filler.late:
             self._tally.timed(self._tally.buckets[route.rows], start)

@@ -165,7 +165,7 @@ class EagerRunner(Runner[V]):
                 self.agreement.settle(_ALWAYS, live, lambda: self._admit_within_limits(batch, live, side))
             view = self._fill_sized(batch, side, live, relations)
         except BaseException as error:
-            if self.agreement is not None and isinstance(error, BatchError):
+            if self.agreement is not None:
                 self.agreement.refuse(error)
             self._memory.held = before  # what grew for this batch goes again
             if isinstance(error, BatchError):

@@ -22,7 +22,7 @@ from ..dataflow.packer import most_bytes
 from ..dataflow.plan import FUSED
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
-from .capture import capture_step
+from .capture import capture_step, warm_up
 from .hostreads import HostReads
 from .modes import OFF, STREAMS
 from .stage import Stage, V
@@ -133,7 +133,9 @@ class Filler(Generic[V]):
                 armed.zero_()
 
         pool, mode = stage.backend.pool(), self._error_mode
-        filling.alone = capture_step(stage.backend, alone, self.buffers, warmups=warmups, pool=pool, error_mode=mode)
+        if warmups:
+            warm_up(stage.backend, alone, self.buffers, warmups)
+        filling.alone = capture_step(stage.backend, alone, pool=pool, error_mode=mode)
 
     def captured_late(self) -> None:
         """Something was captured that had been put off."""

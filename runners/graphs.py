@@ -23,6 +23,7 @@ from .capture import (
     frozen_garbage,
     log_capture,
     progress_over,
+    warm_up,
     warn_of_many,
 )
 from .captured import FORKS, Captured, Order, clock_of
@@ -189,12 +190,12 @@ class GraphSet(Generic[V]):
         filler.rest()
         step = self._recipe(filling, absent)
         if order.warmups:
-            self._look(step, absent)
+            with order.vigil(stage.backend) as over:
+                self._look(over(getattr(step, "whole", step)), absent)
+                warm_up(stage.backend, over(step), self.buffers, order.warmups)
         graph = capture_step(
             stage.backend,
             step,
-            self.buffers,
-            warmups=order.warmups,
             pool=self._pool,
             error_mode=order.error_mode,
             parameters=self._parameters_of(filling, absent),
@@ -211,7 +212,7 @@ class GraphSet(Generic[V]):
         hosts = self.filler.hosts
         if hosts.wants(absent):
             with contextlib.suppress(Exception), self.stage.backend.stream():  # a warm-up will say what is wrong
-                hosts.look(getattr(step, "whole", step), absent)
+                hosts.look(step, absent)
 
     def _parameters_of(self, filling: Filling, absent: Absent) -> dict[str, torch.Tensor]:
         """A bucket's host parameters, padded, where they lie; none for an optional one that is absent."""

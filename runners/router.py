@@ -68,6 +68,16 @@ class Router:
             keep_newest(self._routes, KEPT)[live, absent] = captured
         return captured
 
+    @property
+    def alone(self) -> "Router":
+        """This one: nobody else is asked."""
+        return self
+
+    def repeating(self, run: Callable[[Any], Any], live: tuple[int, ...]) -> Callable[[Any], Any]:
+        """A step that goes as one before it: just that, since nobody else is to know."""
+        del live
+        return run
+
     def begin(self, side: Side) -> None:
         """A fill begins: nobody else is to know."""
 
@@ -76,8 +86,8 @@ class Router:
         del live, admit
         return own
 
-    def refuse(self, error: Exception) -> None:
-        """A batch is refused: nobody else is to know."""
+    def refuse(self, error: BaseException) -> None:
+        """A fill ends in an error: nobody else is to know."""
 
     def decide(self, live: tuple[int, ...], absent: Absent, batch: Any) -> Decision:
         """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""

@@ -99,17 +99,40 @@ class Runner(abc.ABC, Generic[V]):
         """
         agreement = self.parts.agreement
         if agreement is not None:
-            agreement.ahead(self.decide(batch, **side), self.parts.size(batch, side))
+            with agreement.before():
+                own, live = self.decide(batch, **side), self.parts.size(batch, side)
+            agreement.ahead(own, live)
 
-    def idle(self) -> Any:
+    def idle(self, batch: Any = None, **side: Any) -> Any:
         """Take part in the others' step without a request: zero live rows; the outputs for none.
 
-        Raises as a call does; ConfigError where a slot's declaration does not tell how an empty batch looks.
+        Where all ranks are idle nothing is run, and None returned. batch: one without rows; made as the declaration has
+        it, where none is given. Raises as a call does; BatchError where the batch has rows, ConfigError where one must
+        be given, because a field has no default.
         """
         from .ranks.idle import empty_batch  # noqa: PLC0415 - it draws what it knows of batches from checks' own rules
 
-        empty = empty_batch(self.parts)
-        return self(empty.batch, **empty.side)
+        agreement = self.parts.agreement
+        if agreement is None:
+            return None
+        with agreement.before():
+            empty, given = empty_batch(self.parts, agreement, batch, side)
+            own, live = self.decide(empty, **given), self.parts.size(empty, given)
+        return None if agreement.idle(own, live) else self(empty, **given)
+
+    def wait(self) -> None:
+        """Wait until the device has done what was asked of it: the step that was called last, for one.
+
+        With ranks for no longer than their `timeout`, because a captured collective waits for a lost rank for ever:
+        RankError then names it, and the collectives of the group are aborted. All ranks call it as often.
+        """
+        parts = self.parts
+        backend, agreement = parts.stage.backend, parts.agreement
+        event = backend.event()
+        if agreement is None:
+            event.synchronize()
+        else:
+            agreement.ranks.wait(event, backend.device)
 
     def stats(self) -> Statistics:
         """Its books as plain data: what was counted so far, and some of the times of its fills."""
@@ -143,14 +166,15 @@ class Runner(abc.ABC, Generic[V]):
 
         return check_runner(self, batches, **options)
 
-    def explain(self) -> "RunnerExplanation":
+    def explain(self, batch: Any = None, **side: Any) -> "RunnerExplanation":
         """What it declares, plans, captured, holds in memory and has decided, as data; for tables and pictures, too.
 
-        Nothing is run or captured. The memory of its pool is laid out, if that was not done before.
+        batch: one whose way is told, too; where there are ranks, the one that this rank would take alone. Nothing is
+        run or captured, nobody is asked. The memory of its pool is laid out, if that was not done before.
         """
         from .explained.explanation import explain_runner  # noqa: PLC0415 - it knows all kinds of runners
 
-        return explain_runner(self)
+        return explain_runner(self, batch, side)
 
     def log_stats(self) -> None:
         """One event, `statistics`, with all of them."""

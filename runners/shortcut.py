@@ -7,7 +7,7 @@ those answers, for one live size: whatever differs goes the general way, which i
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias
 
 import attrs
 import torch
@@ -16,6 +16,7 @@ from ..dataflow.caches import keep_newest
 from ..dataflow.errors import BatchError
 from ..dataflow.fused import FusedFill
 from ..dataflow.gather import Gather
+from ..dataflow.limits import Limits
 from ..dataflow.manifest import Manifest
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
@@ -25,6 +26,10 @@ from .decision import Repeated, Tally
 from .filltimes import EVERY
 from .graphs import GraphSet
 from .stage import V
+
+if TYPE_CHECKING:
+    from .ranks.routing import Joint
+    from .router import Router
 
 MISS: Final = object()
 """What a shortcut answers where it does not hold."""
@@ -74,13 +79,19 @@ def _values_of(fused: FusedFill, ready: Ready) -> Callable[[Any], bytes] | None:
 class Shortcuts(Generic[V]):
     """The shortcuts of one runner whose graphs begin with their fill.
 
-    tally: where they are counted. holds: what must be true of a batch beside its sources for its steps to go as those
-    before.
+    tally: where they are counted. repeating: what a step of some live sizes becomes for those who are to know of it.
+    holds: what must be true of a batch beside its sources for its steps to go as those before.
     """
 
     def __init__(
-        self, graphs: GraphSet[V], size: Sizer, tally: Tally, holds: Sequence[Callable[[Any], bool]] = ()
+        self,
+        graphs: GraphSet[V],
+        size: Sizer,
+        tally: Tally,
+        repeating: Callable[[Run, tuple[int, ...]], Run],
+        holds: Sequence[Callable[[Any], bool]] = (),
     ) -> None:
+        self._repeating = repeating
         self._holds = tuple(holds)
         self._graphs = graphs
         self._sizes = size.sizes
@@ -88,6 +99,21 @@ class Shortcuts(Generic[V]):
         self._known: dict[tuple[int, ...], Shortcut] = {}
         self._runs: dict[tuple[int, ...], Run] = {}
         self._last: Run = _never
+
+    @classmethod
+    def of(
+        cls, graphs: GraphSet[V], size: Sizer, tally: Tally, router: "Router | Joint", limits: Limits | None
+    ) -> "Shortcuts[V] | None":
+        """Those of a runner whose fills are part of graphs, where required sources tell all sizes; None of others.
+
+        Nor are there any where other ranks are asked before each step.
+        """
+        own = router.alone
+        if own is None or graphs.filler.lowering != "in_graph" or not size.required:
+            return None
+        holds = [own.same_fields] if own.decides_by_fields else []
+        holds += [limits.allow] if limits is not None else []
+        return cls(graphs, size, tally, router.repeating, holds)
 
     def run(self, batch: Any) -> Any:
         """The outputs of a step that goes as one before it; MISS where nothing was done."""
@@ -118,7 +144,7 @@ class Shortcuts(Generic[V]):
         made = Shortcut(captured, rows, manifest, self._tally.repeats(captured.rows, rows))
         keep_newest(self._known, KEPT)[sizes] = made
         make = self._straight if manifest.is_plain and ready.plain else self._mixed
-        self._last = keep_newest(self._runs, KEPT)[sizes] = make(made, fused, ready)
+        self._last = keep_newest(self._runs, KEPT)[sizes] = self._repeating(make(made, fused, ready), (*live, rows))
 
     def _also(self, fused: FusedFill) -> Callable[[Any], bool] | None:
         """What is asked of a batch beside its sources: None where there is nothing, which is the fastest."""

@@ -8,16 +8,19 @@ from typing import Final, get_args
 
 import attrs
 
+from ...backends.base import Backend
 from ...dataflow.axes import TOKENS, Axis, Sizes
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RankError
 from ...dataflow.sampling import Sample
+from ..captured import Step
 from ..config import RunnerConfig
 from ..decision import Decision, Why
 from ..statistics import RanksData
 from .exchange import Exchange
 from .group import Ranks
 from .message import AXES, EAGER, FAILED, FITS, REFUSED, Message
+from .vigil import Vigil
 
 _WHYS: Final[tuple[Why, ...]] = get_args(Why)
 
@@ -56,24 +59,26 @@ class Agreement:
             message = f"ranks tell each other the sizes of {AXES} axes at most, and batches vary on {len(axes)}"
             raise ConfigError(message)
         self.ranks = ranks
+        self.patience = ranks.timeout
         self.axes = tuple(axes)
         self.agreed: Agreed | None = None
         self.forced: collections.Counter[tuple[int, Why]] = collections.Counter()
         self.empty: Sample | None = None
         self._ahead: tuple[Decision, tuple[int, ...], Exchange] | None = None
-        self._settled = False
+        self._settled = self._joined = False
         self._runner = runner
         self._step = Place.of(f"a step of {runner} with buckets {', '.join(map(str, sorted(buckets))) or 'none'}")
 
     def begin(self) -> None:
         """A fill begins."""
-        self._settled = False
+        self._settled = self._joined = False
 
     def settle(self, own: Decision, live: tuple[int, ...], admit: Callable[[], None]) -> Decision:
         """What all ranks do, where this one would do `own`, with live sizes by axis; one exchange, or none if quiet.
 
         admit: raises what the fill to come would raise of the batch, while the others can be told.
-        Raises RankError where a rank refused its batch, is elsewhere in its program, or does not come.
+        Raises RankError where a rank refused its batch, is elsewhere in its program, or does not come, and where ranks
+        that share a batch bring different sizes of it.
         """
         ranks = self.ranks
         if ranks.quiet:
@@ -81,26 +86,37 @@ class Agreement:
             return own
         admit()
         self._settled = True
-        messages = self._exchange(self._said(own, live), self._step, ranks.timeout, self._taken(own, live))
+        messages = self._exchange(self._said(own, live), self._step, self.patience, self._taken(own, live))
         refused = _first(messages, REFUSED)
         if refused is not None:
             message = f"rank {refused} refused its batch, so that no rank runs the step: {messages[refused].text}"
             raise RankError(message)
+        _check_shared(ranks, self.axes, messages)
         ranks.brought({axis: tuple(one.live[i] for one in messages) for i, axis in enumerate(self.axes)})
+        self._joined = True
         return self._noted(_agree(own, messages))
 
     def ahead(self, own: Decision, live: tuple[int, ...]) -> None:
         """Tell the others now what `settle` will be asked for next; it then only waits for what they told."""
-        if self.ranks.quiet:
-            return
-        if self._ahead is not None:
-            message = "the step that was agreed on ahead has not been run: one at a time"
-            raise RankError(message)
-        self._ahead = own, live, self.ranks.begin(self._said(own, live), self._step.told)
+        if not self.ranks.quiet:
+            self._ahead = own, live, self.ranks.begin(self._said(own, live), self._step.told)
 
-    def _said(self, own: Decision, live: tuple[int, ...]) -> Message:
+    def idle(self, own: Decision, live: tuple[int, ...]) -> bool:
+        """Whether all ranks are idle, as this one is, so that none runs a step; else `settle` is asked for it next."""
+        ranks = self.ranks
+        if ranks.quiet:
+            return True
+        exchange = ranks.begin(self._said(own, live, idle=True), self._step.told)
+        messages = ranks.end(exchange, self.patience)
+        if all(one.idle and one.place == self._step.digest for one in messages):
+            ranks.brought({})
+            return True
+        self._ahead = own, live, exchange
+        return False
+
+    def _said(self, own: Decision, live: tuple[int, ...], *, idle: bool = False) -> Message:
         verdict, text = (EAGER, own.reason) if own.bucket is None else (FITS, "")
-        return Message(self._step.digest, verdict, own.bucket or 0, _WHYS.index(own.why), live, text)
+        return Message(self._step.digest, verdict, own.bucket or 0, _WHYS.index(own.why), live, idle, text)
 
     def _taken(self, own: Decision, live: tuple[int, ...]) -> Exchange | None:
         """The exchange that was begun ahead, if one was. RankError where it was of another batch."""
@@ -108,7 +124,7 @@ class Agreement:
             return None
         (told, sizes, exchange), self._ahead = self._ahead, None
         if (told, sizes) != (own, live):
-            self.ranks.end(exchange, self.ranks.timeout)
+            self.ranks.end(exchange, self.patience)
             here = f"sizes {live} of {', '.join(axis.name for axis in self.axes)}: {own.reason}"
             error = RankError(f"this is not the batch that was agreed on ahead, with sizes {sizes}; it has {here}")
             self.ranks.broke_off(error)
@@ -117,21 +133,50 @@ class Agreement:
 
     def alone(self, live: tuple[int, ...]) -> None:
         """A step of quiet ranks: all of them bring the same."""
-        size = self.ranks.size
-        self.ranks.brought({axis: (rows,) * size for axis, rows in zip(self.axes, live, strict=True)})
+        self._joined = True
+        self.ranks.brought(self.same(live))
 
-    def refuse(self, error: Exception) -> None:
-        """This rank's batch is refused: tell the others, who wait, unless it had its say. RankError as of `settle`."""
+    def same(self, live: tuple[int, ...]) -> dict[Axis, tuple[int, ...]]:
+        """What ranks bring that all bring the same."""
+        size = self.ranks.size
+        return {axis: (rows,) * size for axis, rows in zip(self.axes, live, strict=True)}
+
+    def refuse(self, error: BaseException) -> None:
+        """This rank's fill ends in an error: tell the others, who wait, unless they know. RankError as of `settle`.
+
+        Where they run the step all the same, and of an interrupt, which waits for no one, those who wait for this rank
+        later are told.
+        """
+        ranks = self.ranks
+        if self._joined or ranks.quiet or not isinstance(error, Exception):
+            ranks.broke_off(error)
+            return
         if self._settled:
             return
         self._settled = True
         if self._ahead is not None:  # the others run the step: this rank has vouched for its batch
-            ranks, (_, _, exchange), self._ahead = self.ranks, self._ahead, None
-            ranks.end(exchange, ranks.timeout)
+            (_, _, exchange), self._ahead = self._ahead, None
+            ranks.end(exchange, self.patience)
             ranks.broke_off(error)
-        elif not self.ranks.quiet:
+        else:
             said = Message(self._step.digest, REFUSED, live=(0,) * len(self.axes), text=str(error))
-            self._exchange(said, self._step, self.ranks.timeout)
+            self._exchange(said, self._step, self.patience)
+
+    @contextlib.contextmanager
+    def before(self) -> Iterator[None]:
+        """While a batch is looked at before its fill: the others, who may wait, are told where it is refused.
+
+        RankError where the step that was agreed on ahead is still to be run.
+        """
+        if self._ahead is not None:
+            message = "the step that was agreed on ahead has not been run: one at a time"
+            raise RankError(message)
+        self.begin()
+        try:
+            yield
+        except Exception as error:
+            self.refuse(error)
+            raise
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -153,13 +198,29 @@ class Agreement:
         failed = _first(messages, FAILED)
         return None if failed is None else (failed, messages[failed].text)
 
+    def tell(self, what: str, text: str = "", number: int = 0) -> list[Message]:
+        """What all ranks have to say at one place beside their steps: a text, and a number as the message's bucket."""
+        place = Place.of(f"{self._runner}: {what}")
+        return self._exchange(Message(place.digest, bucket=number, text=text), place, self.ranks.timeout)
+
+    @contextlib.contextmanager
+    def vigil(self, backend: Backend) -> Iterator[Callable[[Step], Step]]:
+        """Watch over the steps that are run while a bucket is warmed up: see `Vigil`."""
+        ranks = self.ranks
+        if ranks.size == 1:
+            yield lambda step: step
+            return
+        with Vigil(ranks, backend, ranks.capture_timeout, f"{self._runner}: a warm-up before a capture").kept() as one:
+            yield one.over
+
     def as_data(self) -> RanksData:
         """The books, as plain data."""
         forced: dict[int, dict[str, int]] = {}
         for (rank, why), steps in sorted(self.forced.copy().items()):
             forced.setdefault(rank, {})[why] = steps
         ranks = self.ranks
-        return {"rank": ranks.rank, "size": ranks.size, "exchanges": ranks.exchanges, "forced": forced}
+        rank, size, quiet = ranks.rank, ranks.size, ranks.quiet
+        return {"rank": rank, "size": size, "quiet": quiet, "exchanges": ranks.exchanges, "forced": forced}
 
     def _exchange(self, said: Message, place: Place, timeout: float, begun: Exchange | None = None) -> list[Message]:
         """What all say at one place. RankError where some are at another: each then tells where it is."""
@@ -208,13 +269,30 @@ def _first(messages: Sequence[Message], verdict: int) -> int | None:
     return next((rank for rank, one in enumerate(messages) if one.verdict == verdict), None)
 
 
+def _check_shared(ranks: Ranks, axes: Sequence[Axis], messages: Sequence[Message]) -> None:
+    """RankError, on all ranks alike, where those that share a batch bring different sizes of it."""
+    if ranks.shards == 1 or not ranks.batches:
+        return
+    torn: list[int] = []
+    for first in range(0, ranks.size, ranks.shards):
+        sharing = range(first, first + ranks.shards)
+        if any(messages[rank].live != messages[first].live for rank in sharing):
+            torn += sharing
+    if torn:
+        brought = (dict(zip(axes, messages[rank].live, strict=True)).items() for rank in torn)
+        each = (", ".join(f"{rows} {axis.name}" for axis, rows in sizes) for sizes in brought)
+        told = "; ".join(f"rank {rank} brings {sizes}" for rank, sizes in zip(torn, each, strict=True))
+        message = f"each {ranks.shards} ranks in a row share a batch, so that no rank runs the step: {told}"
+        raise RankError(message)
+
+
 def _agree(own: Decision, messages: Sequence[Message]) -> Agreed:
     """The path of all: eager where one must, else the largest bucket that one needs."""
     eager = _first(messages, EAGER)
     if eager is not None:
         one = messages[eager]
-        return Agreed(Decision("eager", None, _WHYS[one.why], f"rank {eager}: {one.text}"), eager)
+        return Agreed(Decision("eager", None, _WHYS[one.why], f"rank {eager}: {one.text}", eager), eager)
     bucket = max(one.bucket for one in messages)
     rank = next(rank for rank, one in enumerate(messages) if one.bucket == bucket)
     reason = f"bucket {bucket} fits the {messages[rank].live[-1]} rows of rank {rank}, the most of all"
-    return Agreed(Decision(own.path, bucket, "fits", reason), rank)
+    return Agreed(Decision(own.path, bucket, "fits", reason, rank), rank)

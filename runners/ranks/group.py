@@ -1,33 +1,42 @@
 """Ranks: the processes that run each step together, and what they tell each other."""
 
+import contextlib
 import datetime as dt
 import itertools
+import threading
+import time
 from collections.abc import Mapping
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from ...backends.base import Event
 from ...dataflow.axes import Axis
 from ...dataflow.errors import ConfigError, RankError
 from .device_wire import DeviceWire
-from .exchange import Exchange
+from .exchange import PATIENCE, Exchange
 from .message import Message
-from .rollcall import RollCall
+from .rollcall import EXCHANGE, WAIT, RollCall
 from .wire import HostWire, Wire
 
 HOST: Final = "host"
+_BUSY: Final = 0.01
+"""Seconds for which the device is asked as often as can be: as long as most steps take."""
+_PAUSE: Final = 0.0001
+_ABORTED: Final = 20.0
+"""Seconds in which collectives are gone that were aborted."""
 _COUNT: Final = itertools.count()
 
 
-@final
 class Ranks:
     """The ranks that run each step together, over a process group of torch.distributed.
 
     group: the one that they form; the default group where none is given. equal: whether all ranks get the same batches,
     as those of tensor parallelism do: nothing is exchanged before a step then. shards: over how many ranks a bucket's
-    tokens are spread, by which every bucket must divide. timeout: seconds that a rank waits for the others before a
-    step. capture_timeout: while graphs are captured, which some ranks may take longer for.
+    tokens are spread, by which every bucket must divide; where the group divides so, each so many ranks in a row share
+    a batch, and must bring the same sizes. timeout: seconds that a rank waits for the others before a step.
+    capture_timeout: while graphs are captured, which some ranks may take longer for.
 
     on: where sizes are exchanged: in "host" memory, over a group of gloo, or by the name of a device's kind, such as
     "cuda", over a group of that kind's own backend, on the current device. Either is made here, by all ranks at once.
@@ -58,6 +67,7 @@ class Ranks:
         self.capture_timeout = capture_timeout
         self.on = on
         self.exchanges = 0
+        self._waits = 0
         self._broken: RankError | None = None
         self._live: Mapping[Axis, tuple[int, ...]] = {}
         if self.size > 1:
@@ -88,12 +98,29 @@ class Ranks:
         return DeviceWire(self._connection, self.size, device)
 
     @property
+    def batches(self) -> int:
+        """How many batches they bring where each `shards` ranks in a row share one; 0 where they do not divide so."""
+        return 0 if self.size % self.shards else self.size // self.shards
+
+    @property
     def quiet(self) -> bool:
         """Whether nothing is exchanged before a step: there is one rank, or all are known to get the same batches."""
         return self.size == 1 or self.equal
 
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Axes whose live rows the ranks told of the step that began last: those that its batch varies on."""
+        return tuple(self._live)
+
     def live(self, axis: Axis) -> tuple[int, ...]:
-        """Live rows on an axis that each rank brought to the step, in the order of ranks; zeros before the first."""
+        """Live rows on an axis that each rank brought to the step, in the order of ranks; zeros before the first.
+
+        ConfigError of an axis that batches do not vary on, whose rows no rank tells.
+        """
+        if self._live and axis not in self._live:
+            told = ", ".join(one.name for one in self._live)
+            message = f"ranks tell no rows of {axis.name}, which no slot of the batch has alone: they tell {told}"
+            raise ConfigError(message)
         return self._live.get(axis, (0,) * self.size)
 
     def brought(self, live: Mapping[Axis, tuple[int, ...]]) -> None:
@@ -104,6 +131,49 @@ class Ranks:
         """This rank broke off a step, in which others may wait for it: their errors will say so."""
         if self.size > 1:
             self._roll.raised(f"{type(error).__name__}: {error}"[:500])
+
+    def wait(self, event: Event, device: torch.device) -> None:
+        """Wait until a device is past an event, which it never is where its collectives wait for a lost rank.
+
+        RankError after `timeout` seconds; from then on nothing is exchanged, and the group's collectives are aborted.
+        """
+        if self.size == 1:
+            event.synchronize()
+            return
+        self._waits += 1
+        begin, here = time.monotonic(), False
+        while not event.query():
+            waited = time.monotonic() - begin
+            if waited > PATIENCE and not here:
+                self._roll.here(WAIT, self._waits)
+                here = True
+            if waited > self.timeout:
+                how = f"within {self.timeout:g} s"
+                self._broken = self._roll.loss(WAIT, self._waits, "the end of a step on the device", how)
+                self._abort(event, device)
+                raise self._broken
+            time.sleep(0 if waited < _BUSY else _PAUSE)
+
+    def stood_still(self, event: Event, device: torch.device, told: str, seconds: float) -> RankError:
+        """A device has stood for so long before an event of a capture: who is lost, as each exchange says after it."""
+        self._roll.here(EXCHANGE, self.exchanges + 1)
+        self._broken = self._roll.loss(EXCHANGE, self.exchanges + 1, told, f"within {seconds:g} s")
+        self._abort(event, device)
+        return self._broken
+
+    def _abort(self, event: Event, device: torch.device) -> None:
+        """End the group's collectives on the device, so that nobody waits for it for ever, this process's end neither.
+
+        A group without any there has nothing to end, nor has a CPU, where the group's own time-out ends them.
+        """
+        if device.type == "cpu":
+            return
+        with contextlib.suppress(RuntimeError):  # which is how it says that it has none
+            abort = self.group._get_backend(device).abort  # noqa: SLF001 - torch has no other name for it
+            threading.Thread(target=abort, name="slotgraph abort", daemon=True).start()  # it does not soon return
+            deadline = time.monotonic() + _ABORTED
+            while not event.query() and time.monotonic() < deadline:
+                time.sleep(_PAUSE)
 
     def begin(self, message: Message, told: str) -> Exchange:
         """Tell all ranks; what they tell is to be waited for. RankError where an exchange before failed."""
@@ -117,18 +187,19 @@ class Ranks:
         return Exchange(wire, self.exchanges, self._roll, told)
 
     def end(self, exchange: Exchange, timeout: float) -> list[Message]:
-        """What all ranks told, in their order.
+        """What all ranks told, in their order; the same when asked again.
 
         RankError where one does not come within `timeout` seconds; from then on nothing is exchanged any more.
         """
-        try:
-            found = exchange.wait(timeout)
-        except BaseException as error:  # an interrupt, too, leaves others with an answer that nobody reads
-            told = str(error) if isinstance(error, RankError) else f"{exchange.told} was broken off"
-            self._broken = RankError(told)
-            raise
-        self._free.append(exchange.wire)
-        return found
+        if exchange.messages is None:
+            try:
+                exchange.messages = exchange.wait(timeout)
+            except BaseException as error:  # an interrupt, too, leaves others with an answer that nobody reads
+                told = str(error) if isinstance(error, RankError) else f"{exchange.told} was broken off"
+                self._broken = RankError(told)
+                raise
+            self._free.append(exchange.wire)
+        return exchange.messages
 
 
 def checked_group(group: "dist.ProcessGroup | None") -> "dist.ProcessGroup":

@@ -11,7 +11,7 @@ AXES: Final = 8
 """Varying axes whose live sizes are told, at most."""
 TEXT: Final = 256
 """Bytes of a reason, of which longer ones lose the end."""
-_HEAD: Final = struct.Struct(f"<{5 + AXES}qH")
+_HEAD: Final = struct.Struct(f"<{5 + AXES}q?H")
 NBYTES: Final = _HEAD.size + TEXT
 
 
@@ -21,7 +21,7 @@ class Message:
 
     place: a digest of where in its program the rank is, which must be the same for all. verdict: FITS, EAGER, REFUSED
     or FAILED. bucket: the one that takes its batch, 0 for none. why: the reason's place among the known ones. live:
-    live sizes of its batch, by axis. text: the reason.
+    live sizes of its batch, by axis. idle: whether it has none, and only takes part. text: the reason.
     """
 
     place: int
@@ -29,12 +29,13 @@ class Message:
     bucket: int = 0
     why: int = 0
     live: tuple[int, ...] = ()
+    idle: bool = False
     text: str = ""
 
     def write(self, memory: memoryview) -> None:
         """Write NBYTES bytes."""
         live, text = self.live + (0,) * (AXES - len(self.live)), _cut(self.text)
-        head = self.place, self.verdict, self.bucket, self.why, len(self.live), *live, len(text)
+        head = self.place, self.verdict, self.bucket, self.why, len(self.live), *live, self.idle, len(text)
         _HEAD.pack_into(memory, 0, *head)
         if text:
             memory[_HEAD.size : _HEAD.size + len(text)] = text
@@ -42,10 +43,9 @@ class Message:
     @classmethod
     def read(cls, memory: memoryview) -> "Message":
         """What `write` wrote."""
-        place, verdict, bucket, why, axes, *rest = _HEAD.unpack_from(memory)
-        length = rest[AXES]
+        place, verdict, bucket, why, axes, *live, idle, length = _HEAD.unpack_from(memory)
         text = bytes(memory[_HEAD.size : _HEAD.size + length]).decode() if length else ""
-        return cls(place, verdict, bucket, why, tuple(rest[:axes]), text)
+        return cls(place, verdict, bucket, why, tuple(live[:axes]), idle, text)
 
 
 def _cut(text: str) -> bytes:

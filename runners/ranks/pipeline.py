@@ -1,6 +1,7 @@
 """Pipelines: each stage runs a part of the model's layers on a rank of its own, and hands on what it computed."""
 
 import datetime as dt
+from collections.abc import Callable
 from typing import Any, Final, NoReturn, final
 
 import torch.distributed as dist
@@ -12,9 +13,10 @@ from .group import checked_group
 from .pipeline_letter import Letter, Spec, told
 from .pipeline_proxies import Proxies, flattened, nested
 from .pipeline_wire import Downstream, Neighbour, Upstream
+from .rollcall import GRACE
 
 _HEADSTART: Final = 1.0
-"""Seconds that each stage is more patient than the one before, whose error so comes first and names who is lost."""
+"""Seconds that whoever learns of a loss from others is more patient than they: their errors so name who is lost."""
 
 
 @final
@@ -36,6 +38,11 @@ class PipelineStage:
     theirs. timeout: seconds that a stage waits for the one before or after, and one second more for each stage that
     stands before it; with `lazy`, captures take their part of that.
 
+    A runner with `ranks=`, those that share the layers of its stage, each of them with a pipeline of its own: a rank
+    whose step ends before its runner agrees with the others refuses it there, so that all of the stage raise. Stages
+    wait as long as `Ranks` do, if that is longer, and four seconds more a stage, and their ranks for each other a
+    second longer than for another stage: so the first to raise is who waits for the one that is lost.
+
     Which proxies come is told by the stage that sends them, in a letter before each step, so that optional ones may
     come or not, and nobody waits for what is not sent. Raises ConfigError where the group cannot move the runner's
     tensors, where the first stage's slots require proxies, or where those of another read none.
@@ -55,6 +62,7 @@ class PipelineStage:
         self.runner = runner
         self.rank, self.size = _place(group)
         self._proxies = Proxies(runner, proxies)
+        self._agreement = runner.parts.agreement
         self._steps = 0
         self._before: Upstream | None = None
         self._after: Downstream | None = None
@@ -80,9 +88,9 @@ class PipelineStage:
         sent other proxies than the slots declare, refused those of the step before, is lost, or does not come.
         All later stages raise then, too. The next step is run as if nothing had been, unless a rank is lost.
         """
-        if self.size == 1:
-            return self.runner(batch, **self._given(side))
         self._steps += 1
+        if self._agreement is not None:
+            self._agreement.begin()
         try:
             received = self._given(side) if self._before is None else self._received(self._before, batch, side)
             self.flush()
@@ -99,7 +107,8 @@ class PipelineStage:
     def flush(self) -> None:
         """Wait until the next stage has received the last step's proxies: before this process ends, for one.
 
-        Each step does so with those of the step before. Raises RankError where it refused them, or does not come.
+        Each step does so with those of the step before. Raises RankError where it refused them, or does not come; on
+        this rank alone, since other ranks of its stage may not ask.
         """
         if self._after is not None:
             self._after.settle()
@@ -128,17 +137,18 @@ class PipelineStage:
         return side
 
     def _fail(self, error: BaseException) -> None:
-        """Tell the next stage that this step has no proxies. What it has to say to that is noted in the error."""
-        after = self._after
-        if after is None:
-            return
-        letter = Letter(self._steps, error=told(error))
-        for say in (after.settle, lambda: after.send(letter, {}), after.settle):
-            if after.neighbour.broken is None and isinstance(error, Exception):
-                try:
-                    say()
-                except RankError as other:
-                    error.add_note(str(other))
+        """Tell the ranks of this stage, unless the runner has, and the next stage, that this rank has no step.
+
+        What they have to say to that is noted in the error. An interrupt waits for no one's answer.
+        """
+        agreement, after = self._agreement, self._after
+        if agreement is not None:
+            _noting(error, lambda: agreement.refuse(error))
+        if after is not None and isinstance(error, Exception):
+            letter = Letter(self._steps, error=told(error))
+            for say in (after.settle, lambda: after.send(letter, {}), after.settle):
+                if after.neighbour.broken is None:
+                    _noting(error, say)
 
     def _check(self, group: "dist.ProcessGroup | None") -> None:
         if self.first and self._proxies.required:
@@ -166,8 +176,10 @@ class PipelineStage:
         one for itself, because torch.distributed names groups by how many a rank has: all must have as many.
         """
         found: Any = dist.group.WORLD if group is None else group
-        members, limit = dist.get_process_group_ranks(found), dt.timedelta(seconds=2 * timeout + self.size)
-        me, patience = members[self.rank], timeout + self.rank * _HEADSTART
+        members, patience = dist.get_process_group_ranks(found), self._patience(timeout, self.rank)
+        me, limit = members[self.rank], dt.timedelta(seconds=2 * self._patience(timeout, self.size))
+        if self._agreement is not None:
+            self._agreement.patience = max(self._agreement.ranks.timeout, patience + _HEADSTART)
         for turn in range(2):
             place = self.rank + (1 if self.rank % 2 == turn else -1)
             other = members[place] if 0 <= place < self.size else me
@@ -186,6 +198,21 @@ class PipelineStage:
                 self._before = Upstream(neighbour)
             else:
                 self._after = Downstream(neighbour)
+
+    def _patience(self, timeout: float, stage: int) -> float:
+        """Seconds that a stage waits for another: longer than the one before takes to find out which rank is lost."""
+        agreement = self._agreement
+        if agreement is None or agreement.ranks.quiet:
+            return timeout + stage * _HEADSTART
+        return max(timeout, agreement.ranks.timeout) + stage * (GRACE + 2 * _HEADSTART)
+
+
+def _noting(error: BaseException, say: Callable[[], None]) -> None:
+    """Say it; what others have to say to that is noted in the error."""
+    try:
+        say()
+    except RankError as other:
+        error.add_note(str(other))
 
 
 def _raise(message: str) -> NoReturn:

@@ -14,6 +14,7 @@ from ..router import Router
 from .agreement import Agreement
 
 Live = tuple[int, ...]
+Run = Callable[[Any], Any]
 
 
 class Joint:
@@ -26,6 +27,26 @@ class Joint:
         self._eager = eager
         self._agreement = agreement
         self._side = NO_SIDE
+
+    @property
+    def alone(self) -> Router | None:
+        """Its own router, where that decides for quiet ranks."""
+        return self._router if self._agreement.ranks.quiet else None
+
+    def repeating(self, run: Run, live: Live) -> Run:
+        """A step of quiet ranks that goes as one before it: they know what all bring, and one broken off is told."""
+        ranks, brought = self._agreement.ranks, self._agreement.same(live)
+        begin, broke_off = ranks.brought, ranks.broke_off
+
+        def told(batch: Any) -> Any:
+            begin(brought)
+            try:
+                return run(batch)
+            except BaseException as error:
+                broke_off(error)
+                raise
+
+        return told
 
     def begin(self, side: Side) -> None:
         """A fill begins."""
@@ -60,6 +81,6 @@ class Joint:
         """What all ranks do, where this one would do `own`: see `Agreement.settle`."""
         return self._agreement.settle(own, live, admit)
 
-    def refuse(self, error: Exception) -> None:
-        """This rank's batch is refused: see `Agreement.refuse`."""
+    def refuse(self, error: BaseException) -> None:
+        """This rank's fill ends in an error: see `Agreement.refuse`."""
         self._agreement.refuse(error)

@@ -180,13 +180,14 @@ class StackRuns(Generic[V]):
             if isinstance(route, Decision):
                 return self._fill_eagerly(batch, route, side, live, start)
             ready = graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=False)
-        except BatchError as error:
+            compute_on_device(ready, batch)
+        except BaseException as error:
             self._router.refuse(error)
-            self._filled = before  # nothing was written: the view filled last still stands
-            graphs.buffers.turn.fills -= 1
-            self._size.explain(error)
+            if isinstance(error, BatchError):
+                self._filled = before  # nothing was written: the view filled last still stands
+                graphs.buffers.turn.fills -= 1
+                self._size.explain(error)
             raise
-        compute_on_device(ready, batch)
         view = live_view(self.stage, graphs.buffers, ready, carried(self.stage.declaration.fields, batch))
         if start and start > graphs.filler.late:
             self._tally.timed(self._tally.buckets[route.rows], start)

@@ -1,5 +1,7 @@
 """What agreeing costs of a tensor-parallel decode step: known to be equal, agreed before each step, and a step ahead.
 
+And what ranks that exchange nothing cost a step on the host, beside one without ranks.
+
 pytest tests/benchmarks/test_ranks.py -s
 """
 
@@ -118,3 +120,61 @@ def test_share_of_a_step(
     with capsys.disabled():
         show(table_of(f"{backend}: a decode step of {layers} layers over 2 ranks, {LIVE} of {BUCKET} rows", rows, "us"))
     assert all(len(times) == rounds and statistics.median(times) > 0 for times in rows.values())
+
+
+QUIET: Final[tuple[str, ...]] = ("without ranks", "quiet ranks", "the same by the general way")
+
+
+def doubled(view: Decode) -> torch.Tensor:
+    """Next to nothing, so that a step's time is the host's."""
+    return view.input_ids * 2
+
+
+def hosted(rank: int, backend: str, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Microseconds of a step on the host, by way: one number a round, ways in turn."""
+    del rank
+    device = torch.device("cuda") if backend == "cuda" else torch.device("cpu")
+    given: dict[str, Any] = {"backend": backend, "lowering": "in_graph", "buckets": [BUCKET], "progress": False}
+    runners = {way: DecodeRunner(Decode, doubled, ranks=None if way == QUIET[0] else Ranks(), **given) for way in QUIET}
+    for runner in runners.values():
+        runner.capture()
+    runners[QUIET[2]]._watched(on=True)  # as while someone looks at its steps
+    batches = [
+        Decode(
+            input_ids=torch.arange(1 + number, LIVE + 1 + number, device=device),
+            positions=torch.arange(9 + number, LIVE + 9 + number, device=device),
+            seq_lens=torch.ones(LIVE, dtype=torch.int32, device=device),
+        )
+        for number in range(4)
+    ]
+    found: dict[str, list[float]] = {way: [] for way in QUIET}
+    for number in range(rounds + 1):
+        for way, runner in runners.items():
+            begin = time.perf_counter()
+            for step in range(steps):
+                runner(batches[step % 4])
+            elapsed = time.perf_counter() - begin
+            assert torch.equal(runner(batches[1]), batches[1].input_ids * 2)
+            if number:  # the first warms up
+                found[way].append(elapsed / steps * 1e6)
+    short = [runner.parts.tally.by_shortcut() > 0 for runner in runners.values()]
+    assert short == [True, True, False]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("backend", "rounds", "steps"),
+    [("cpu-capture", 25, 100), pytest.param("cuda", 25, 400, marks=pytest.mark.cuda)],
+    ids=["cpu-capture", "cuda"],
+)
+def test_quiet_ranks(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], backend: str, rounds: int, steps: int
+) -> None:
+    """Each way gives a time for each round, and shortcuts are taken where they should be."""
+    if backend == "cuda" and not torch.cuda.is_available():
+        pytest.skip("cuda: there is no GPU")
+    with ranks(1, tmp_path) as made:
+        (first,) = made.run(hosted, backend, rounds, steps)
+    with capsys.disabled():
+        show(table_of(f"{backend}: the host's part of a step, {LIVE} of {BUCKET} rows", first, "us"))
+    assert all(len(times) == rounds and statistics.median(times) > 0 for times in first.values())

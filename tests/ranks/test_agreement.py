@@ -6,7 +6,7 @@ from typing import Any, Final
 import pytest
 import torch
 
-from slotgraph import DecodeRunner, EagerRunner
+from slotgraph import BATCH, DecodeRunner, EagerRunner
 from slotgraph.dataflow.errors import RankError
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.axes import DP
@@ -134,6 +134,34 @@ def test_an_idle_rank(two: Processes) -> None:
     assert ranks["forced"] == others["forced"] == {0: {"fits": 3, "too_large": 1}}
     assert (ranks["rank"], ranks["size"], others["rank"]) == (0, 2, 1)
     assert ranks["exchanges"] == others["exchanges"] > 4
+
+
+def idle_everywhere(rank: int) -> tuple[list[bool], int, list[tuple[int, ...]], tuple[int, ...]]:
+    """Steps of two ranks, some of them without a request on any; in the last one rank 0 has a batch of no rows."""
+    ran: list[int] = []
+
+    def counted(view: stepping.Counted) -> torch.Tensor:
+        ran.append(1)
+        return stepping.step(view)
+
+    runner = Held.runner = stepping.runner_over(counted)
+    runner.capture()
+    before, live, nothing = len(ran), list[tuple[int, ...]](), list[bool]()
+    agreement = runner.parts.agreement
+    assert agreement is not None
+    for rows in ((0, 0), (3, 0), (0, 0), (0, 5)):
+        outputs = runner(stepping.batch_of(rows[rank], rank)) if rows[rank] else runner.idle()
+        nothing.append(outputs is None)
+        live.append(agreement.ranks.live(BATCH))
+    steps = len(ran) - before
+    outputs = runner(stepping.batch_of(0, 1)) if rank == 0 else runner.idle()
+    return nothing, steps, live, tuple(outputs.shape)
+
+
+def test_where_all_are_idle(two: Processes) -> None:
+    """No rank runs the step, and all know it; a batch without rows is one, whose step all run."""
+    first, second = two.run(idle_everywhere)
+    assert first == second == ([True, False, True, False], 2, [(0, 0), (3, 0), (0, 0), (0, 5)], (0, 2))
 
 
 PREFILLS: Final[tuple[list[int], ...]] = ([3], [2, 4, 1], [], [16], [9, 8], [1] * 6, [5, 5])

@@ -1,0 +1,238 @@
+"""Quiet ranks, which exchange nothing: their steps take the shortcuts of a runner without ranks, and give its bytes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
+
+from slotgraph import BATCH, HOST, TOKENS, DecodeRunner, Inputs, Step, computed, copied
+from slotgraph.backends import Backend
+from slotgraph.dataflow.errors import BatchError, ComputeError, RankError
+from slotgraph.runners.ranks.group import Ranks
+from slotgraph.runners.standard.axes import DP
+from tests.ranks.processes import Processes, ranks
+from tests.ranks.stepping import tokens_of_ranks
+from tests.strategies import noise
+
+BUCKETS = ([1, 2, 4, 8], [3, 6])
+
+
+class Common(Inputs):
+    """Slots on the device and on the host, one that may be absent, and a field that graphs have seen."""
+
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    weights: torch.Tensor = copied(TOKENS, 3, dtype=torch.float32, pad=0.0)
+    extra: torch.Tensor | None = copied(TOKENS, dtype=torch.float32, pad=0.0, default=None)
+    lengths: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, placement=HOST)
+    mode: str = "null"
+
+
+def own_tokens(step: Step) -> list[int]:
+    """Live tokens, as one rank knows them by itself."""
+    return [step.live(TOKENS)]
+
+
+class Alone(Common):
+    """What a runner without ranks counts."""
+
+    counts: torch.Tensor = computed(own_tokens, shape=DP, dtype=torch.int32)
+
+
+class Ranked(Common):
+    """The same, asked of the ranks."""
+
+    counts: torch.Tensor = computed(tokens_of_ranks, shape=DP, dtype=torch.int32)
+
+
+def step(view: Any) -> torch.Tensor:
+    """What every slot on the device says."""
+    out: torch.Tensor = view.weights.sum(1) * view.input_ids + view.counts.sum() * 1000
+    return out if view.extra is None else out + view.extra
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """One rank, whose two runners share what it knows of each step."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield Ranks()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, list[DecodeRunner[Any]]]:
+    """Captured runners that a module's tests share, by backend."""
+    return {}
+
+
+def runners_of(backend: Backend, of_one: Ranks, kept: dict[str, list[DecodeRunner[Any]]]) -> list[DecodeRunner[Any]]:
+    """Two with ranks, two without."""
+    if "in_graph" not in backend.capabilities.lowerings:
+        pytest.skip(f"{backend.name} has no in_graph")
+    if backend.name not in kept:
+        given = {"backend": backend, "absent": [{"extra"}], "lowering": "in_graph", "progress": False, "sizes": {DP: 1}}
+        made: list[DecodeRunner[Any]] = [
+            DecodeRunner(inputs, step, buckets=buckets, ranks=of, **given)  # type: ignore[arg-type] # options of all
+            for inputs, of in ((Ranked, of_one), (Alone, None))
+            for buckets in BUCKETS
+        ]
+        for runner in made:
+            runner.capture()
+        kept[backend.name] = made
+    return kept[backend.name]
+
+
+def batch_of(rows: int, seed: int, mode: str, *, extra: bool, device: torch.device) -> dict[str, Any]:
+    """Random rows."""
+    found: dict[str, Any] = {
+        "input_ids": noise((rows,), torch.int64, seed).to(device),
+        "weights": noise((rows, 3), torch.float32, seed + 1).to(device),
+        "lengths": noise((rows,), torch.int32, seed + 3),
+        "mode": mode,
+    }
+    return found | {"extra": noise((rows,), torch.float32, seed + 2).to(device)} if extra else found
+
+
+turns = st.lists(
+    st.tuples(
+        st.sampled_from([0, 1]),
+        st.integers(1, 9),
+        st.integers(0, 1 << 20),
+        st.booleans(),
+        st.sampled_from(["null", "null", "null", "full", "refused"]),
+    ),
+    min_size=4,
+    max_size=14,
+)
+
+
+@given(schedule=turns)
+@settings(max_examples=25)
+def test_any_schedule(
+    backend: Backend, alone: Ranks, kept: dict[str, list[DecodeRunner[Any]]], schedule: list[Any]
+) -> None:
+    """Two runners with ranks, in any turn, have the bytes, books and shortcuts of two without; ranks bring what is."""
+    runners = runners_of(backend, alone, kept)
+    for which, rows, seed, extra, mode in [*schedule, *schedule]:  # the second time there are shortcuts
+        mine, other = runners[which], runners[which + 2]
+        batch = batch_of(rows, seed, mode, extra=extra, device=backend.device)
+        if mode == "refused":
+            batch["weights"] = batch["weights"][:, :2]
+            for runner in (mine, other):
+                with pytest.raises(BatchError, match="slot 'weights'"):
+                    runner(batch)
+            continue
+        assert torch.equal(mine(batch), other(batch))
+        assert alone.live(TOKENS) == alone.live(BATCH) == (rows,)
+    for mine, other in zip(runners[:2], runners[2:], strict=True):
+        own, others = mine.stats(), other.stats()
+        assert (own["steps"], own["buckets"], own["eager"]) == (others["steps"], others["buckets"], others["eager"])
+        assert mine.parts.tally.by_shortcut() == other.parts.tally.by_shortcut()
+        assert own["ranks"] == others["ranks"]
+        assert mine.agreed is None
+
+
+@pytest.mark.parametrize("extra", [True, False])
+def test_shortcuts_are_taken(
+    backend: Backend,
+    alone: Ranks,
+    kept: dict[str, list[DecodeRunner[Any]]],
+    extra: bool,  # noqa: FBT001 - a parameter
+) -> None:
+    """Although a computed slot asks for the ranks; with an optional slot, and without."""
+    runner = runners_of(backend, alone, kept)[0]
+    *before, last = (batch_of(5, seed, "null", extra=extra, device=backend.device) for seed in (1, 2, 3))
+    for batch in before:
+        runner(batch)
+    fills, done = runner.graphs.buffers.turn.fills, runner.parts.tally.by_shortcut()
+    runner(last)
+    assert runner.graphs.buffers.turn.fills == fills  # the general way counts them
+    assert runner.parts.tally.by_shortcut() == done + 1
+
+
+class Shared(Inputs):
+    """What two ranks both get, and what they make of it on the host."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-5)
+    counts: torch.Tensor = computed(tokens_of_ranks, shape=DP, dtype=torch.int32)
+    number: torch.Tensor = computed(lambda factor: factor, shape=1, dtype=torch.int32)
+    factor: Any
+
+
+def reduced(view: Shared) -> torch.Tensor:
+    """Both ranks' numbers, reduced in the graph."""
+    out = view.ids * 3 + view.number + view.counts.sum()
+    dist.all_reduce(out)
+    return out
+
+
+def shared_batch(rows: int, seed: int, factor: object) -> dict[str, Any]:
+    """Random rows, the same on all ranks."""
+    return {"ids": noise((rows,), torch.int64, seed), "factor": factor}
+
+
+def shared_runner(of: Ranks) -> DecodeRunner[Shared]:
+    """On two ranks, captured."""
+    runner = DecodeRunner(
+        Shared,
+        reduced,
+        buckets=[2, 4],
+        sizes={DP: 2},
+        backend="cpu-capture",
+        lowering="in_graph",
+        ranks=of,
+        progress=False,
+    )
+    runner.capture()
+    return runner
+
+
+def steps_of_two(rank: int) -> tuple[int, int, list[dict[str, Any]]]:
+    """Forty steps of ranks known to be equal: right ones, those by shortcut, and the books before and after."""
+    del rank
+    runner, right = shared_runner(Ranks(equal=True, timeout=20.0, capture_timeout=20.0)), 0
+    before: Any = runner.stats()["ranks"]
+    for number in range(40):
+        batch = shared_batch(1 + number % 4, number, number)
+        right += torch.equal(runner(batch), (batch["ids"] * 3 + number + 2 * (1 + number % 4)) * 2)
+    after: Any = runner.stats()["ranks"]
+    return right, runner.parts.tally.by_shortcut(), [before, after]
+
+
+def test_collectives_in_shortcuts(two: Processes) -> None:
+    """Both ranks take them in the same steps, without a word before."""
+    (right, short, books), (others_right, others_short, _) = two.run(steps_of_two)
+    assert right == others_right == 40
+    assert short == others_short == 36  # each of four sizes has one step by the general way
+    assert books[0] == books[1]
+    assert books[1]["forced"] == {}
+
+
+def breaks_off(rank: int) -> str:
+    """Rank 0 breaks off a step in the middle of a shortcut; rank 1 waits for it at a capture."""
+    of = Ranks(equal=True, capture_timeout=2.0)
+    runner = shared_runner(of)
+    for number in range(3):
+        runner(shared_batch(3, number, number))
+    assert runner.parts.tally.by_shortcut() == 2
+    if rank == 0:
+        with pytest.raises(ComputeError) as raised:
+            runner(shared_batch(3, 5, "no number"))
+        return str(raised.value)
+    with pytest.raises(RankError) as caught:
+        shared_runner(of)
+    return str(caught.value)
+
+
+def test_a_shortcut_that_breaks_off(tmp_path: Any) -> None:
+    """Whoever waits for its rank is told."""
+    with ranks(2, tmp_path) as made:
+        error, told = made.run(breaks_off)
+    assert "slot 'number'" in error
+    assert f"rank 0 did not come within 2 s: it broke off a step before: ComputeError: {error}" in told
