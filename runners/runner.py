@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from .proofs.cases import Batches
     from .proofs.check import CheckOptions
     from .proofs.report import CheckReport
-    from .ranks.agreement import Agreed
 
 _LOG: Final = structlog.get_logger("slotgraph")
 
@@ -86,7 +85,7 @@ class Runner(abc.ABC, Generic[V]):
         """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
 
     @property
-    def agreed(self) -> "Agreed | None":
+    def agreed(self) -> Decision | None:
         """What all ranks did in the last step that they agreed on, and which rank forced it; None where none did."""
         agreement = self.parts.agreement
         return None if agreement is None else agreement.agreed

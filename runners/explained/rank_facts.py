@@ -76,7 +76,7 @@ def _exchange(ranks: RankFacts) -> str:
 
 def _agreed(agreement: Agreement | None) -> DecisionFacts | None:
     agreed = None if agreement is None else agreement.agreed
-    return None if agreed is None else _told(agreed.decision)
+    return None if agreed is None else _told(agreed)
 
 
 def _forced(agreement: Agreement) -> tuple[Forced, ...]:

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, get_args
 
 import attrs
 
@@ -20,17 +19,8 @@ from ..statistics import RanksData
 from .exchange import Exchange
 from .group import Ranks
 from .message import AXES, EAGER, FAILED, FITS, REFUSED, Message
+from .verdict import WHYS, check, first, verdict
 from .vigil import Vigil
-
-_WHYS: Final[tuple[Why, ...]] = get_args(Why)
-
-
-@attrs.frozen
-class Agreed:
-    """What all ranks do in a step, and the rank that forced it: the first to run eagerly, or of the largest bucket."""
-
-    decision: Decision
-    rank: int
 
 
 @attrs.frozen
@@ -61,7 +51,7 @@ class Agreement:
         self.ranks = ranks
         self.patience = ranks.timeout
         self.axes = tuple(axes)
-        self.agreed: Agreed | None = None
+        self.agreed: Decision | None = None
         self.forced: collections.Counter[tuple[int, Why]] = collections.Counter()
         self.empty: Sample | None = None
         self._ahead: tuple[Decision, tuple[int, ...], Exchange] | None = None
@@ -87,14 +77,12 @@ class Agreement:
         admit()
         self._settled = True
         messages = self._exchange(self._said(own, live), self._step, self.patience, self._taken(own, live))
-        refused = _first(messages, REFUSED)
-        if refused is not None:
-            message = f"rank {refused} refused its batch, so that no rank runs the step: {messages[refused].text}"
-            raise RankError(message)
-        _check_shared(ranks, self.axes, messages)
+        check(messages, self.axes, ranks)
         ranks.brought({axis: tuple(one.live[i] for one in messages) for i, axis in enumerate(self.axes)})
         self._joined = True
-        return self._noted(_agree(own, messages))
+        self.agreed, rank = verdict(own, messages)
+        self.forced[rank, self.agreed.why] += 1
+        return self.agreed
 
     def ahead(self, own: Decision, live: tuple[int, ...]) -> None:
         """Tell the others now what `settle` will be asked for next; it then only waits for what they told."""
@@ -116,7 +104,7 @@ class Agreement:
 
     def _said(self, own: Decision, live: tuple[int, ...], *, idle: bool = False) -> Message:
         verdict, text = (EAGER, own.reason) if own.bucket is None else (FITS, "")
-        return Message(self._step.digest, verdict, own.bucket or 0, _WHYS.index(own.why), live, idle, text)
+        return Message(self._step.digest, verdict, own.bucket or 0, WHYS.index(own.why), live, idle, text)
 
     def _taken(self, own: Decision, live: tuple[int, ...]) -> Exchange | None:
         """The exchange that was begun ahead, if one was. RankError where it was of another batch."""
@@ -195,7 +183,7 @@ class Agreement:
         place = Place.of(f"{self._runner}: {what}")
         said = Message(place.digest, FITS if error is None else FAILED, text="" if error is None else str(error))
         messages = self._exchange(said, place, ranks.capture_timeout)
-        failed = _first(messages, FAILED)
+        failed = first(messages, FAILED)
         return None if failed is None else (failed, messages[failed].text)
 
     def tell(self, what: str, text: str = "", number: int = 0) -> list[Message]:
@@ -233,11 +221,6 @@ class Agreement:
         message = f"ranks do not run the same steps: {where}"
         raise RankError(message)
 
-    def _noted(self, agreed: Agreed) -> Decision:
-        self.agreed = agreed
-        self.forced[agreed.rank, agreed.decision.why] += 1
-        return agreed.decision
-
 
 def agreement_of(
     declaration: Declaration, runner: str, config: RunnerConfig, sizes: Mapping[int, Sizes], *leading: Axis
@@ -262,37 +245,3 @@ def agreement_of(
         message = "lazy=True puts captures off to each rank's own first batch: ranks capture together, so leave it out"
         raise ConfigError(message)
     return Agreement(ranks, runner, tuple(sizes), (*declaration.varying, *leading))
-
-
-def _first(messages: Sequence[Message], verdict: int) -> int | None:
-    """The first rank that said so."""
-    return next((rank for rank, one in enumerate(messages) if one.verdict == verdict), None)
-
-
-def _check_shared(ranks: Ranks, axes: Sequence[Axis], messages: Sequence[Message]) -> None:
-    """RankError, on all ranks alike, where those that share a batch bring different sizes of it."""
-    if ranks.shards == 1 or not ranks.batches:
-        return
-    torn: list[int] = []
-    for first in range(0, ranks.size, ranks.shards):
-        sharing = range(first, first + ranks.shards)
-        if any(messages[rank].live != messages[first].live for rank in sharing):
-            torn += sharing
-    if torn:
-        brought = (dict(zip(axes, messages[rank].live, strict=True)).items() for rank in torn)
-        each = (", ".join(f"{rows} {axis.name}" for axis, rows in sizes) for sizes in brought)
-        told = "; ".join(f"rank {rank} brings {sizes}" for rank, sizes in zip(torn, each, strict=True))
-        message = f"each {ranks.shards} ranks in a row share a batch, so that no rank runs the step: {told}"
-        raise RankError(message)
-
-
-def _agree(own: Decision, messages: Sequence[Message]) -> Agreed:
-    """The path of all: eager where one must, else the largest bucket that one needs."""
-    eager = _first(messages, EAGER)
-    if eager is not None:
-        one = messages[eager]
-        return Agreed(Decision("eager", None, _WHYS[one.why], f"rank {eager}: {one.text}", eager), eager)
-    bucket = max(one.bucket for one in messages)
-    rank = next(rank for rank, one in enumerate(messages) if one.bucket == bucket)
-    reason = f"bucket {bucket} fits the {messages[rank].live[-1]} rows of rank {rank}, the most of all"
-    return Agreed(Decision(own.path, bucket, "fits", reason, rank), rank)

@@ -39,6 +39,12 @@ class Neighbour:
     patience: float
     broken: RankError | None = None
 
+    def check(self) -> None:
+        """RankError where there is nothing to say any more."""
+        if self.broken is not None:
+            message = str(self.broken)
+            raise RankError(message)
+
     def send(self, tensor: torch.Tensor, tag: int) -> "Work":
         """Begin to send a tensor, which must stay as it is until that is done. RankError where the other is gone."""
         return self._begin(dist.isend, "group_dst", tensor, tag)
@@ -48,9 +54,7 @@ class Neighbour:
         return self._begin(dist.irecv, "group_src", tensor, tag)
 
     def _begin(self, call: Callable[..., Any], end: str, tensor: torch.Tensor, tag: int) -> "Work":
-        if self.broken is not None:
-            message = str(self.broken)
-            raise RankError(message)
+        self.check()
         where = (self.host, self.host_place, tag) if tensor.is_cpu else (self.group, self.place, 0)
         try:
             work: Work = call(tensor, group=where[0], tag=where[2], **{end: where[1]})
@@ -165,11 +169,12 @@ class Downstream:
             self._sent = _Sent(written, kept, works, reply, neighbour.receive(reply, REPLIES))
 
     def settle(self) -> None:
-        """Wait until the other has taken the step sent last. RankError where it refused it, or does not come."""
+        """Wait until the other has taken the step sent last. RankError where it refused it, is late, or is gone."""
         sent, self._sent = self._sent, None
+        neighbour = self.neighbour
+        neighbour.check()  # before a step, which other ranks of the stage must not run without this one
         if sent is None:
             return
-        neighbour = self.neighbour
         with neighbour.unbroken():
             neighbour.wait(sent.replied)
             for work, tensor in sent.works:

@@ -19,7 +19,8 @@ from ..ranks.message import EAGER, FITS, Message
 from .records import RanksRecord, StepRecord, Together
 
 if TYPE_CHECKING:
-    from ..ranks.agreement import Agreed, Agreement
+    from ..decision import Decision
+    from ..ranks.agreement import Agreement
 
 MOST: Final = 1 << 20
 """Ranks that a file may tell of."""
@@ -88,13 +89,13 @@ def ranks_record(ranks: Ranks | None) -> RanksRecord | None:
     return RanksRecord(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
 
 
-def together(agreement: "Agreement", agreed: "Agreed | None", alone: str) -> Together:
+def together(agreement: "Agreement", agreed: "Decision | None", alone: str) -> Together:
     """What ranks told of the step that was agreed on last. alone: why this one would do what, by itself."""
     ranks = agreement.ranks
     live = tuple((axis.name, ranks.live(axis)) for axis in dict.fromkeys(agreement.axes))
     if agreed is None:
         return Together(live=live, alone=alone)
-    return Together(live=live, forced=agreed.rank, why=agreed.decision.why, alone=alone)
+    return Together(live=live, forced=agreed.rank, why=agreed.why, alone=alone)
 
 
 def faults(ranks: RanksRecord | None, steps: Sequence[StepRecord]) -> Iterator[str]:

@@ -174,8 +174,7 @@ class Recording(Watcher):
         told = together(self._agreement, agreed, step.record.reason)
         step.record = attrs.evolve(step.record, ranks=told)
         if agreed is not None:
-            one = agreed.decision
-            step.record = attrs.evolve(step.record, path=one.path, bucket=one.bucket, reason=one.reason)
+            step.record = attrs.evolve(step.record, path=agreed.path, bucket=agreed.bucket, reason=agreed.reason)
 
     def _look(self, step: Step, batch: Any, side: Side) -> None:
         """Fill in a step's record from its batch. Never raises: the step itself says what is wrong with a batch."""

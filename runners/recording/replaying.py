@@ -18,7 +18,6 @@ from ..proofs.parity import BITWISE, written_slots_kept
 from ..proofs.replays import step_of
 from ..proofs.state import state_on
 from ..proofs.tails import live_part
-from ..ranks.agreement import Agreed
 from ..runner import Runner
 from .files import RecordedFile
 from .fingerprint import Differences, differences
@@ -168,10 +167,10 @@ class Replayer:
             lines.append("what the other ranks told is not in the file: they are taken to bring what this one brings")
         return ranks.telling(step, agreement.axes)
 
-    def _agreed(self, done: Replayed, before: Agreed | None) -> Replayed:
+    def _agreed(self, done: Replayed, before: Decision | None) -> Replayed:
         """With what ranks agreed on, if they have since."""
         agreed = self._runner.agreed
-        return done if agreed is None or agreed is before else _by(done, agreed.decision)
+        return done if agreed is None or agreed is before else _by(done, agreed)
 
     def _compared(self, step: StepRecord, tensors: Mapping[str, torch.Tensor], lines: list[str]) -> list[Difference]:
         """Run it in every way. Raises what it raises."""

@@ -59,18 +59,17 @@ def make(rank: int, backend: str = "cpu", **options: Any) -> tuple[int, ...]:
     return Held.runner.capture().captured
 
 
-def run(rank: int, rows: list[int], seed: int) -> tuple[bool, str, int | None, str, int]:
+def run(rank: int, rows: list[int], seed: int) -> tuple[bool, str, int | None, str, int | None]:
     """One step of so many rows by rank: whether its outputs are right; path, bucket, reason, and who forced it."""
     batch = batch_of(rows[rank], seed + rank)
     outputs = Held.runner(batch)
     agreed, agreement = Held.runner.agreed, Held.runner.parts.agreement
     assert agreed is not None
     assert agreement is not None
-    decision = agreed.decision
-    padded = sum(rows) if decision.bucket is None else decision.bucket * len(rows)
+    padded = sum(rows) if agreed.bucket is None else agreed.bucket * len(rows)
     wanted = torch.stack([batch["ids"] * 3 + batch["weights"].long(), torch.full_like(batch["ids"], padded)], 1)
     right = torch.equal(outputs, wanted) and agreement.ranks.live(BATCH) == tuple(rows)
-    return right, decision.path, decision.bucket, decision.reason, agreed.rank
+    return right, agreed.path, agreed.bucket, agreed.reason, agreed.rank
 
 
 def tokens_of_ranks(ranks: Ranks) -> list[int]:

@@ -167,19 +167,19 @@ def test_where_all_are_idle(two: Processes) -> None:
 PREFILLS: Final[tuple[list[int], ...]] = ([3], [2, 4, 1], [], [16], [9, 8], [1] * 6, [5, 5])
 
 
-def prefills(rank: int, kind: str) -> list[tuple[bool, str, int | None, int]]:
+def prefills(rank: int, kind: str) -> list[tuple[bool, str, int | None, int | None]]:
     """Prefill runners on two ranks, each with requests of its own, held to an eager runner on this rank alone."""
     models = [prefilled.Model(named=kind == "piecewise") for _ in range(2)]
     runner = prefilled.runner_of(kind, models[0], "cpu", ranks=Ranks(timeout=20.0))
     runner.capture()
     twin = EagerRunner(prefilled.Prefill, models[1], backend="cpu")
-    found: list[tuple[bool, str, int | None, int]] = []
+    found: list[tuple[bool, str, int | None, int | None]] = []
     for number, _ in enumerate(PREFILLS):
         lengths = PREFILLS[(number + 3 * rank) % len(PREFILLS)]
         batch = prefilled.batch_of(lengths, number, "cpu")
         right = torch.equal(runner(batch), twin(batch))
         assert runner.agreed is not None
-        found.append((right, runner.agreed.decision.path, runner.agreed.decision.bucket, runner.agreed.rank))
+        found.append((right, runner.agreed.path, runner.agreed.bucket, runner.agreed.rank))
     return found
 
 

@@ -111,7 +111,7 @@ def data_parallel(rank: int, steps: int, on: str) -> list[tuple[bool, str, int |
             right &= counts[0].tolist() == rows
         agreed = runner.agreed
         assert agreed is not None
-        found.append((right, agreed.decision.path, agreed.decision.bucket, max(rows)))
+        found.append((right, agreed.path, agreed.bucket, max(rows)))
     return found
 
 

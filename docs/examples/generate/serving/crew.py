@@ -102,8 +102,7 @@ class Peers(Crew):
 
     def decision(self, runner: Runner[Any], batch: PrefillInputs) -> Decision:
         """What all ranks have agreed on."""
-        agreed = runner.agreed
-        return runner.decide(batch) if agreed is None else agreed.decision
+        return runner.agreed or runner.decide(batch)
 
     def idle(self, runner: Runner[Any], batch: object = None) -> bool:
         """A step without rows, unless no rank has any."""
