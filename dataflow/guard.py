@@ -14,13 +14,34 @@ _TRIED: Final = ((2, 11), (2, 13))
 
 
 def guard_over(tensors: Sequence[torch.Tensor]) -> Guard:
-    """A guard that takes as many arguments as there are tensors; False for whatever differs, be it no tensor."""
+    """A guard that takes as many arguments as there are tensors; False for whatever differs, be it no tensor.
+
+    Where one tensor stands at several places, it must again.
+    """
+    if len({*map(id, tensors)}) < len(tensors):
+        return _with_repeats(tensors)
     if tensors and _TRIED[0] <= _version() <= _TRIED[1]:
         sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
         guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
         check: Guard = guards.check
         return check
     return plain_guard(tensors)
+
+
+def _with_repeats(tensors: Sequence[torch.Tensor]) -> Guard:
+    """The same where a tensor stands at several places, which torch's own guards refuse."""
+    firsts = {id(one): place for place, one in reversed([*enumerate(tensors)])}
+    places = [firsts[id(one)] for one in tensors]
+    once = sorted({*places})
+    check = guard_over([tensors[place] for place in once])
+
+    def check_all(*found: Any) -> bool:
+        if len(found) != len(places):
+            return False
+        are_again = all(one is found[place] for one, place in zip(found, places, strict=True))
+        return are_again and check(*[found[place] for place in once])
+
+    return check_all
 
 
 def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:

@@ -66,7 +66,8 @@ class Agreement:
     def settle(self, own: Decision, live: tuple[int, ...], admit: Callable[[], None]) -> Decision:
         """What all ranks do, where this one would do `own`, with live sizes by axis; one exchange, or none if quiet.
 
-        admit: raises what the fill to come would raise of the batch, while the others can be told.
+        admit: raises what the fill to come would raise of the batch, while the others can be told; not called for one
+        that was agreed on ahead.
         Raises RankError where a rank refused its batch, is elsewhere in its program, or does not come, and where ranks
         that share a batch bring different sizes of it.
         """
@@ -74,7 +75,8 @@ class Agreement:
         if ranks.quiet:
             self.alone(live)
             return own
-        admit()
+        if self._ahead is None:
+            admit()
         self._settled = True
         messages = self._exchange(self._said(own, live), self._step, self.patience, self._taken(own, live))
         check(messages, self.axes, ranks)

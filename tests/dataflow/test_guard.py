@@ -42,6 +42,20 @@ def test_whatever_differs_does_not(make: Any, other: Any) -> None:
     assert not make(ONES)(ONES[0], other)
 
 
+def test_one_tensor_at_several_places() -> None:
+    """It passes at the same places again, whichever tensor that is; two of the same kind there do not."""
+    one, other, third = (noise((5, 3), torch.float32, seed) for seed in (4, 5, 6))
+    guard = guard_over([one, ONES[1], one, one])
+    assert guard(one, ONES[1], one, one)
+    assert guard(other, ONES[1].clone(), other, other)
+    assert not guard(one, ONES[1], one, other)
+    assert not guard(one, ONES[1], other, other)
+    assert not guard(one, one, one, one)
+    assert not guard(one[:4], ONES[1], one[:4], one[:4])
+    assert not guard(one, ONES[1], one)
+    assert not guard_over([one, other, third])(one, other, one), "torch's own takes no tensor twice"
+
+
 def test_nothing_to_guard() -> None:
     """A guard over no tensor has nothing against none."""
     assert guard_over([])()

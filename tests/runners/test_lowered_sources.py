@@ -49,6 +49,20 @@ def test_sources_in_the_memory_around_an_adopted_slot(cpu: str, lowering: str, r
 
 
 @each_lowering
+def test_one_tensor_for_two_slots(backend: Backend, lowering: str) -> None:
+    """It is copied to both as two would be, by the lowering that was asked for."""
+    runner = DecodeRunner(Adopting, adopting_step, buckets=[BUCKET], backend=backend, lowering=lowering)
+    runner.capture()
+    for seed in range(24):
+        draw = torch.Generator().manual_seed(seed)
+        rows = 1 + seed % BUCKET
+        first, second = (torch.randint(1, 999, (rows,), generator=draw).to(backend.device) for _ in range(2))
+        ids, others = ((first, first), (first, second), (second, second))[seed // 3 % 3]
+        assert torch.equal(runner({"ids": ids, "others": others}).cpu(), answer(ids.cpu(), others.cpu())), seed
+    assert set(runner.stats()["lowerings"]) == {runner.lowering}
+
+
+@each_lowering
 def test_modes(cpu: str, lowering: str) -> None:
     """Steps inside inference mode and outside, with gradients on and off, of sources of any make, are the same."""
     pair = Pair.of(Quick, cpu, lowering)
