@@ -36,7 +36,8 @@ class Ranks:
     as those of tensor parallelism do: nothing is exchanged before a step then. shards: over how many ranks a bucket's
     tokens are spread, by which every bucket must divide; where the group divides so, each so many ranks in a row share
     a batch, and must bring the same sizes. timeout: seconds that a rank waits for the others before a step.
-    capture_timeout: while graphs are captured, which some ranks may take longer for.
+    capture_timeout: for each bucket while graphs are captured, which some ranks may take longer for; less than the ten
+    minutes after which NCCL, unless told otherwise, ends a process without a word of who was missing.
 
     on: where sizes are exchanged: in "host" memory, over a group of gloo, or by the name of a device's kind, such as
     "cuda", over a group of that kind's own backend, on the current device. Either is made here, by all ranks at once.
@@ -52,7 +53,7 @@ class Ranks:
         equal: bool = False,
         shards: int = 1,
         timeout: float = 60.0,
-        capture_timeout: float = 1800.0,
+        capture_timeout: float = 480.0,
     ) -> None:
         self.group = checked_group(group)
         self.rank: int = dist.get_rank(self.group)
