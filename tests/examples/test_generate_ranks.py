@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,30 +87,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def in_turn(folder: Path, prompts: str, cases: Mapping[str, tuple[list[str], str]]) -> dict[str, Any]:
-    """Reports of several runs by name, each of arguments and a bug, in the same two processes one after another."""
-    runs = [
-        (["--prompts", prompts, *FEW, *argv, "--json", str(folder / name)], plant)
-        for name, (argv, plant) in cases.items()
-    ]
-    done = launch(str(Path(__file__).with_name("several_runs.py")), json.dumps(runs))
-    assert done.returncode == 0, done.stderr
-    return {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in cases}
-
-
-def test_each_way(tmp_path: Path, two: str, generate: Generate) -> None:
-    """Shared out in any of the three ways, two processes make one process's tokens."""
-    reports = in_turn(tmp_path, two, {way: ([f"--{way}", "2"], "") for way in ("tp", "dp", "pp")})
-    alone = generate("--prompts", two, *FEW)[1]
-    for way, report in reports.items():
-        assert (report["passed"], report["ranks"]["way"], texts_of(report)) == (True, way, texts_of(alone))
-    assert reports["pp"]["comparison"] == alone["comparison"], "the same sums in the same order"
-    assert reports["dp"]["ranks"]["counted"] == [alone["decoded"]] * 2, "each rank's device counts what all decode"
-
-
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory, two: str, checkpoint: str) -> dict[str, Any]:
-    """Reports of several runs."""
+    """Reports of several runs, in the same two processes one after another."""
+    folder = tmp_path_factory.mktemp("reports")
     cases = {
         "replayed": (["--tp", "2", "--backend", "cpu"], ""),
         "checkpoint": (["--tp", "2", "--model", checkpoint, "--prefill", "breakable", "--rounds", "2"], ""),
@@ -121,7 +101,12 @@ def several(tmp_path_factory: pytest.TempPathFactory, two: str, checkpoint: str)
         "wrong rows": (["--pp", "2"], "shifted"),
         "traced": (["--pp", "2", "--prefill", "piecewise"], ""),
     }
-    return in_turn(tmp_path_factory.mktemp("reports"), two, cases)
+    runs = [
+        (["--prompts", two, *FEW, *argv, "--json", str(folder / name)], plant) for name, (argv, plant) in cases.items()
+    ]
+    done = launch(str(Path(__file__).with_name("several_runs.py")), json.dumps(runs))
+    assert done.returncode == 0, done.stderr
+    return {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in cases}
 
 
 def texts_of(report: Any) -> list[list[int]]:

@@ -167,20 +167,24 @@ def test_backends(project: Path) -> None:
 
 @pytest.mark.slow
 def test_a_regression_is_noticed(project: Path) -> None:
-    """A run that is saved, a second one that is as fast, and one in which a function is slow, which fails."""
+    """A run that is saved, a second one that is as fast, and one in which a function is slow, which fails.
+
+    What is slow is so for both that are compared, whose ratio goes from some 0.12 to 1: the bound leaves room for noise
+    on either side.
+    """
     (project / "mine.py").write_text(INPUTS)
     (project / "test_mine.py").write_text(SUITE)
     only = "--slotgraph-backends=cpu-capture"
-    compare = ("--benchmark-compare", "--slotgraph-compare-fail=60%")
+    compare = ("--benchmark-compare", "--slotgraph-compare-fail=200%")
     passed(project, only, "--benchmark-autosave")
     assert len(list((project / ".benchmarks").rglob("0001_*.json"))) == 1
     assert "2 passed" in passed(project, only, *compare)
-    slow = run(project, "-m", "pytest", only, *compare, REGRESSION="0.001")
+    slow = run(project, "-m", "pytest", only, *compare, REGRESSION="0.01")
     assert slow.returncode == 1
     assert "2 failed" in slow.stdout
     for title, ours in (("cpu-capture: fill of Mine", "foreach"), ("cpu-capture: step of Mine", "runner")):
         assert f"RegressionError: {title}: {ours} takes " in slow.stdout
-    assert "where 60% is allowed (measured 3 times)" in slow.stdout
+    assert "where 200% is allowed (measured 3 times)" in slow.stdout
 
 
 def test_nothing_is_held_against_nothing(project: Path) -> None:
