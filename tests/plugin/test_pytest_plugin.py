@@ -179,7 +179,7 @@ def test_a_regression_is_noticed(project: Path) -> None:
     passed(project, only, "--benchmark-autosave")
     assert len(list((project / ".benchmarks").rglob("0001_*.json"))) == 1
     assert "2 passed" in passed(project, only, *compare)
-    slow = run(project, "-m", "pytest", only, *compare, REGRESSION="0.01")
+    slow = run(project, "-m", "pytest", only, *compare, REGRESSION="0.002")
     assert slow.returncode == 1
     assert "2 failed" in slow.stdout
     for title, ours in (("cpu-capture: fill of Mine", "foreach"), ("cpu-capture: step of Mine", "runner")):
