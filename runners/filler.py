@@ -133,8 +133,7 @@ class Filler(Generic[V]):
                 armed.zero_()
 
         pool, mode = stage.backend.pool(), self._error_mode
-        if warmups:
-            warm_up(stage.backend, alone, self.buffers, warmups)
+        warm_up(stage.backend, alone, self.buffers, warmups)
         filling.alone = capture_step(stage.backend, alone, pool=pool, error_mode=mode)
 
     def captured_late(self) -> None:

@@ -12,7 +12,7 @@ from ...dataflow.axes import TOKENS, Axis, Sizes
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RankError
 from ...dataflow.sampling import Sample
-from ..captured import Step
+from ..captured import Step, alone
 from ..config import RunnerConfig
 from ..decision import Decision, Why
 from ..statistics import RanksData
@@ -193,15 +193,12 @@ class Agreement:
         place = Place.of(f"{self._runner}: {what}")
         return self._exchange(Message(place.digest, bucket=number, text=text), place, self.ranks.timeout)
 
-    @contextlib.contextmanager
-    def vigil(self, backend: Backend) -> Iterator[Callable[[Step], Step]]:
-        """Watch over the steps that are run while a bucket is warmed up: see `Vigil`."""
+    def vigil(self, backend: Backend) -> contextlib.AbstractContextManager[Callable[[Step], Step]]:
+        """Watches over the steps that are run while a bucket is warmed up: see `Vigil`."""
         ranks = self.ranks
         if ranks.size == 1:
-            yield lambda step: step
-            return
-        with Vigil(ranks, backend, ranks.capture_timeout, f"{self._runner}: a warm-up before a capture").kept() as one:
-            yield one.over
+            return alone(backend)
+        return Vigil(ranks, backend, ranks.capture_timeout, f"{self._runner}: a warm-up before a capture").kept()
 
     def as_data(self) -> RanksData:
         """The books, as plain data."""

@@ -108,19 +108,15 @@ class Ranks:
         """Whether nothing is exchanged before a step: there is one rank, or all are known to get the same batches."""
         return self.size == 1 or self.equal
 
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """Axes whose live rows the ranks told of the step that began last: those that its batch varies on."""
-        return tuple(self._live)
-
     def live(self, axis: Axis) -> tuple[int, ...]:
         """Live rows on an axis that each rank brought to the step, in the order of ranks; zeros before the first.
 
         ConfigError of an axis that batches do not vary on, whose rows no rank tells.
         """
         if self._live and axis not in self._live:
-            told = ", ".join(one.name for one in self._live)
-            message = f"ranks tell no rows of {axis.name}, which no slot of the batch has alone: they tell {told}"
+            message = (
+                f"ranks do not tell each other their live rows on {axis}: declare a copied slot that has this axis"
+            )
             raise ConfigError(message)
         return self._live.get(axis, (0,) * self.size)
 
@@ -149,16 +145,17 @@ class Ranks:
                 self._roll.here(WAIT, self._waits)
                 here = True
             if waited > self.timeout:
-                how = f"within {self.timeout:g} s"
-                self._broken = self._roll.loss(WAIT, self._waits, "the end of a step on the device", how)
-                self._abort(event, device)
-                raise self._broken
+                raise self._lost(WAIT, self._waits, "the end of a step on the device", self.timeout, event, device)
             time.sleep(0 if waited < _BUSY else _PAUSE)
 
     def stood_still(self, event: Event, device: torch.device, told: str, seconds: float) -> RankError:
         """A device has stood for so long before an event of a capture: who is lost, as each exchange says after it."""
-        self._roll.here(EXCHANGE, self.exchanges + 1)
-        self._broken = self._roll.loss(EXCHANGE, self.exchanges + 1, told, f"within {seconds:g} s")
+        return self._lost(EXCHANGE, self.exchanges + 1, told, seconds, event, device)
+
+    def _lost(self, what: str, number: int, told: str, seconds: float, event: Event, device: torch.device) -> RankError:
+        """Who did not come in so many seconds, before an event that the device never passes."""
+        self._roll.here(what, number)
+        self._broken = self._roll.loss(what, number, told, f"within {seconds:g} s")
         self._abort(event, device)
         return self._broken
 

@@ -10,6 +10,7 @@ import attrs
 
 from ...backends.base import Backend, Event
 from ...dataflow.errors import RankError
+from ..captured import Step
 from .group import Ranks
 
 _PAUSE: Final = 1.0
@@ -32,20 +33,23 @@ class Vigil:
     _lost: RankError | None = None
 
     @contextlib.contextmanager
-    def kept(self) -> Iterator["Vigil"]:
-        """As long as the block runs. RankError at its end where ranks were lost, since no step can run any more."""
+    def kept(self) -> Iterator[Callable[[Step], Step]]:
+        """As long as the block runs, for what its call wraps.
+
+        RankError at its end where ranks were lost, since no step can run any more.
+        """
         over = threading.Event()
         watcher = threading.Thread(target=self._watch, args=(over,), name="slotgraph vigil", daemon=True)
         watcher.start()
         try:
-            yield self
+            yield self.over
         finally:
             over.set()
             watcher.join()
         if self._lost is not None:
             raise self._lost
 
-    def over(self, step: Callable[[], Any]) -> Callable[[], Any]:
+    def over(self, step: Step) -> Step:
         """The step; what it asks of the device is looked at from then on."""
 
         def asked() -> Any:

@@ -68,9 +68,6 @@ def _of_batches(axis: Axis, step: Step, ranks: Ranks) -> list[int]:
             f"bring {batches}: give DP the size {batches}, or Ranks(shards=) the number of ranks that share one"
         )
         raise ConfigError(message)
-    if ranks.axes and axis not in ranks.axes:
-        message = f"ranks do not tell each other their live rows on {axis}: declare a copied slot that has this axis"
-        raise ConfigError(message)
     return list(ranks.live(axis)[:: ranks.shards])
 
 

@@ -81,3 +81,19 @@ class Gathered(Counted):
     """With what the others bring."""
 
     global_num_tokens: torch.Tensor = computed(tokens_of_ranks, shape=DP, dtype=torch.int32)
+
+
+def runner_of_counts(ranks: Ranks, *buckets: int) -> DecodeRunner[Gathered]:
+    """Whose outputs are the live tokens of each rank; captured."""
+    runner = DecodeRunner(
+        Gathered,
+        lambda view: view.global_num_tokens.clone(),
+        buckets=buckets,
+        output_rows=None,
+        sizes={DP: ranks.size},
+        ranks=ranks,
+        backend="cpu",
+        progress=False,
+    )
+    runner.capture()
+    return runner

@@ -71,17 +71,7 @@ def equal_ranks(rank: int) -> tuple[int, list[list[int]]]:
     """Steps of ranks that are known to get the same batches, and of one rank alone: the exchanges that they made."""
     del rank
     ranks = Ranks(equal=True)
-    runner = DecodeRunner(
-        Gathered,
-        lambda view: view.global_num_tokens.clone(),
-        buckets=[4],
-        output_rows=None,
-        sizes={DP: ranks.size},
-        ranks=ranks,
-        backend="cpu",
-        progress=False,
-    )
-    runner.capture()
+    runner = stepping.runner_of_counts(ranks, 4)
     before = ranks.exchanges
     seen = [runner(stepping.batch_of(rows, rows)).tolist() for rows in (3, 1, 9, 4)]
     return ranks.exchanges - before, seen

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from structlog.testing import capture_logs
 
-from slotgraph import DecodeRunner, EagerRunner
+from slotgraph import EagerRunner
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.explained.diagram import mermaid
 from slotgraph.runners.explained.html import html
@@ -41,26 +41,10 @@ class Found:
     exchanges: int
 
 
-def runner_on(ranks: Ranks) -> DecodeRunner[Gathered]:
-    """Counts of all ranks, captured."""
-    runner = DecodeRunner(
-        Gathered,
-        lambda view: view.global_num_tokens.clone(),
-        buckets=[2, 4, 8],
-        output_rows=None,
-        sizes={DP: ranks.size},
-        ranks=ranks,
-        backend="cpu",
-        progress=False,
-    )
-    runner.capture()
-    return runner
-
-
 def shown(rank: int) -> Found:
     """Explained before and after some steps, whose metrics and events are kept."""
     ranks = Ranks(timeout=20.0)
-    runner = runner_on(ranks)
+    runner = stepping.runner_of_counts(ranks, 2, 4, 8)
     before = runner.explain(stepping.batch_of(1 + 2 * rank, rank))
     with capture_logs() as events:
         for seed, rows in enumerate(SCHEDULE[:-1]):
@@ -145,7 +129,7 @@ def quiet(rank: int) -> RunnerExplanation:
     """Of ranks that are known to get the same batches, and of an eager runner."""
     del rank
     ranks = Ranks(equal=True, timeout=20.0)
-    runner = runner_on(ranks)
+    runner = stepping.runner_of_counts(ranks, 2, 4, 8)
     runner(stepping.batch_of(3, 1))
     assert "slotgraph_forced_steps_total{" not in exposition(runner)
     eager = EagerRunner(Gathered, lambda view: view.ids * 2, sizes={DP: ranks.size}, ranks=ranks, backend="cpu")

@@ -6,11 +6,11 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
-from serving.inputs import DecodeInputs, PrefillInputs, after_others, with_all_counts
+from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs, after_others, with_all_counts
 from serving.model import Language
 from serving.ranks import ALONE, World
 from serving.request import Request
-from slotgraph import Axis, PipelineStage, Ranks, standard
+from slotgraph import Axis, Inputs, PipelineStage, Ranks, standard
 from slotgraph.runners.decision import Decision
 from slotgraph.runners.runner import Runner
 
@@ -18,6 +18,7 @@ Outputs: TypeAlias = "torch.Tensor | None"
 """Logits, or None where the rank has none of them."""
 D = TypeVar("D", bound=DecodeInputs)
 P = TypeVar("P", bound=PrefillInputs)
+T = TypeVar("T", bound=TokenInputs)
 
 
 class Crew:
@@ -122,15 +123,14 @@ class Pipeline(Crew):
 
     def decode_inputs(self, declaration: type[D]) -> type[D]:
         """The same, and hidden states but on the first rank."""
-        if self.world.begins:
-            return declaration
-        return after_others(declaration, standard.PipelineProxies, self._model.dtype)
+        return self._after_others(declaration, standard.PipelineProxies)
 
     def prefill_inputs(self, declaration: type[P]) -> type[P]:
         """The same, and hidden states but on the first rank."""
-        if self.world.begins:
-            return declaration
-        return after_others(declaration, standard.PrefillPipelineProxies, self._model.dtype)
+        return self._after_others(declaration, standard.PrefillPipelineProxies)
+
+    def _after_others(self, declaration: type[T], proxies: type[Inputs]) -> type[T]:
+        return declaration if self.world.begins else after_others(declaration, proxies, self._model.dtype)
 
     @property
     def sizes(self) -> Mapping[Axis, int]:

@@ -59,6 +59,11 @@ def _says(text: str, **parser: Any) -> Mapping[str, Any]:
     return {"help": text, **parser}
 
 
+def _number(default: int, text: str) -> Any:
+    """An option that is a whole number of at least 1."""
+    return attrs.field(default=default, metadata=_says(text, type=_count, metavar="N"))
+
+
 @attrs.frozen(kw_only=True)
 class Options:
     """What one run of the demo is asked to do; every field is a command-line option of the same name."""
@@ -83,12 +88,8 @@ class Options:
         metadata=_says("where steps are captured: cpu-capture (a graph's rules, on a CPU), cpu, cuda, npu, auto"),
     )
     dtype: str = attrs.field(default="float32", metadata=_says("the model's dtype", choices=tuple(DTYPES)))
-    max_new_tokens: int = attrs.field(
-        default=48, metadata=_says("tokens that a request gets, unless its text ends earlier", type=_count, metavar="N")
-    )
-    max_batch: int = attrs.field(
-        default=8, metadata=_says("requests that may decode in one step", type=_count, metavar="N")
-    )
+    max_new_tokens: int = _number(48, "tokens that a request gets, unless its text ends earlier")
+    max_batch: int = _number(8, "requests that may decode in one step")
     buckets: tuple[int, ...] = attrs.field(
         default=(),
         metadata=_says(
@@ -105,17 +106,11 @@ class Options:
             choices=PATHS,
         ),
     )
-    max_prefill_tokens: int = attrs.field(
-        default=512,
-        metadata=_says(
-            "tokens of prompts that may share one step; a longer prompt runs alone, and eagerly",
-            type=_count,
-            metavar="N",
-        ),
+    max_prefill_tokens: int = _number(
+        512,
+        "tokens of prompts that may share one step; a longer prompt runs alone, and eagerly",
     )
-    page_size: int = attrs.field(
-        default=16, metadata=_says("tokens that one page of the KV cache holds", type=_count, metavar="N")
-    )
+    page_size: int = _number(16, "tokens that one page of the KV cache holds")
     arrival_gap: float = attrs.field(
         default=2.0, metadata=_says("mean number of steps between two arrivals, 0 for none", type=_amount, metavar="N")
     )
@@ -131,31 +126,17 @@ class Options:
             metavar="X",
         ),
     )
-    tp: int = attrs.field(
-        default=1,
-        metadata=_says(
-            "processes that run each request together, a share of the model's heads and columns each; torchrun "
-            "starts them",
-            type=_count,
-            metavar="N",
-        ),
+    tp: int = _number(
+        1,
+        "processes that run each request together, a share of the model's heads and columns each; torchrun starts them",
     )
-    dp: int = attrs.field(
-        default=1,
-        metadata=_says(
-            "processes that serve a share of the requests each, with the whole model; torchrun starts them",
-            type=_count,
-            metavar="N",
-        ),
+    dp: int = _number(
+        1,
+        "processes that serve a share of the requests each, with the whole model; torchrun starts them",
     )
-    pp: int = attrs.field(
-        default=1,
-        metadata=_says(
-            "processes that run each request one after another, a part of the model's layers each; torchrun starts "
-            "them",
-            type=_count,
-            metavar="N",
-        ),
+    pp: int = _number(
+        1,
+        "processes that run each request one after another, a part of the model's layers each; torchrun starts them",
     )
     rounds: int | None = attrs.field(
         default=None,
