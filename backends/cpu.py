@@ -5,7 +5,7 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
+from ..dataflow.errors import CaptureError, ComputeError, ReplayError, SlotGraphError
 from .base import NO_PARAMETERS, Graph, Interruption
 from .host import HostBackend
 
@@ -64,6 +64,8 @@ class CpuBackend(HostBackend):
             return CallableGraph(step)
         except CaptureError:
             raise
+        except ComputeError as error:
+            raise CaptureError(str(error)) from error
         except Exception as error:
             message = f"the step raised in its first run: {type(error).__name__}: {error}"
             raise CaptureError(message) from error

@@ -19,11 +19,11 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch.utils import _pytree as pytree
 
-from ..dataflow.errors import CaptureError, ReplayError
+from ..dataflow.errors import CaptureError, ComputeError, ReplayError
 from .base import NO_PARAMETERS, Capabilities, Graph, Interruption
 from .host import LOWERINGS, HostBackend
 from .program import Call, Part, parts_of
-from .recorder import Recorder, active_recorder, is_recording, plain_tensors
+from .recorder import BELOW_AUTOGRAD, Recorder, active_recorder, is_recording
 from .storages import Seal
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
@@ -135,8 +135,13 @@ class CpuCaptureBackend(HostBackend):
             raise CaptureError(message)
         recorder = Recorder(parameters)
         outputs = _record(recorder, step)
-        with plain_tensors():
-            return _graph(recorder, outputs)
+        gradients = torch.is_grad_enabled()
+        try:
+            torch.set_grad_enabled(False)
+            with _C._InferenceMode(False), BELOW_AUTOGRAD():  # noqa: FBT003, SLF001
+                return _graph(recorder, outputs)
+        finally:
+            torch.set_grad_enabled(gradients)
 
     def interrupt(self, run: Interruption) -> Any:
         """Call it as it is, here and in each replay; outside a capture, once."""
@@ -146,10 +151,11 @@ class CpuCaptureBackend(HostBackend):
 
 def _record(recorder: Recorder, step: Callable[[], Any]) -> Any:
     try:
-        with recorder.recording():
-            outputs = step()
+        outputs = recorder.record(step)
     except CaptureError:
         raise
+    except ComputeError as error:
+        raise CaptureError(str(error)) from error
     except Exception as error:
         message = f"the step raised while it was captured: {type(error).__name__}: {error}"
         raise CaptureError(message) from error

@@ -10,6 +10,7 @@ How it behaves, where that is not obvious:
 - Outputs are ordinary tensors, also of a capture inside inference mode.
 """
 
+import functools
 import inspect
 import os
 import warnings
@@ -37,7 +38,7 @@ from .device_graph import Manner, capture
 from .faults import first_line
 from .graph_pool import Shared, mode_of, pool_of, shared_on
 from .runtime import Handle
-from .segments import streams_of
+from .segments import StreamTable
 from .streamed import StreamBackend
 
 _ERROR_MODES: Final = ("global", "thread_local", "relaxed")
@@ -64,6 +65,8 @@ class CudaBackend(StreamBackend):
 
     def __init__(self, *, check_input_liveness: bool = False) -> None:
         self._shared = shared_on(torch.device("cuda", torch.cuda.current_device()), CudaRuntime)
+        statistics = functools.partial(torch.cuda.memory_stats_as_nested_dict, self._shared.device)
+        self._streams = StreamTable(torch.cuda.memory_snapshot, statistics)
         self._options: dict[str, Any] = _liveness() if check_input_liveness else {}
 
     @classmethod
@@ -94,13 +97,16 @@ class CudaBackend(StreamBackend):
 
     def order(self, first: int, then: int) -> None:
         """Have the stream of one handle wait for what was handed to that of another so far."""
-        earlier, later = (_stream_of(handle, self.device) for handle in (first, then))
-        later.wait_stream(earlier)
+        (earlier, event), (later, _) = _stream_of(first, self.device), _stream_of(then, self.device)
+        event.record(earlier)
+        later.wait_event(event)
 
     def streams_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The stream that each tensor's memory was allocated on, from the allocator's own books: milliseconds."""
-        snapshot: Callable[[], list[dict[str, Any]]] = torch.cuda.memory_snapshot
-        return streams_of(snapshot(), tensors, self.stream_key()())
+        """The stream that each tensor's memory was allocated on, as the allocator tells it.
+
+        Tens of microseconds; milliseconds where the allocator has taken or given back memory since the last call.
+        """
+        return self._streams.streams_of(tensors, self.stream_key()())
 
     @property
     def shared(self) -> Shared:
@@ -130,11 +136,16 @@ class CudaBackend(StreamBackend):
         return capture(self._shared, step, pool_of(pool, runtime), Manner(runtime.new_graph, begin))
 
 
-def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
-    """The stream of a handle; torch takes 0, the default stream's, for none, and would draw one from its pool."""
+@functools.lru_cache(maxsize=128)
+def _stream_of(handle: int, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
+    """The stream of a handle, and an event to be recorded on it, again and again: what waited for it goes on waiting.
+
+    torch takes 0, the default stream's handle, for none, and would draw a stream from its pool.
+    """
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     if handle == 0:
-        return torch.cuda.default_stream(device)
-    return torch.cuda.ExternalStream(handle, device)  # type: ignore[no-untyped-call]
+        return torch.cuda.default_stream(device), event
+    return torch.cuda.ExternalStream(handle, device), event  # type: ignore[no-untyped-call]
 
 
 def _liveness() -> dict[str, Any]:

@@ -5,12 +5,11 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
-import structlog
 import torch
 
+from ..dataflow import log
 from .base import Fusion
 
-_LOG = structlog.get_logger("slotgraph")
 _NO_TRITON: Final = "triton is not installed: `pip install triton`"
 
 
@@ -53,10 +52,10 @@ class CudaFusion(Fusion):
 def fusion_on(device: torch.device) -> CudaFusion | None:
     """The fused fill on a device; None, with one warning that says why, where it cannot be had."""
     if importlib.util.find_spec("triton") is None:
-        _LOG.warning("no_fused_fill", device=str(device), reason=_NO_TRITON)
+        log.warning("no_fused_fill", device=str(device), reason=_NO_TRITON)
         return None
     try:
         return CudaFusion(device)
     except Exception as error:  # noqa: BLE001 - triton raises what it likes: no compiler, no driver, an unknown chip
-        _LOG.warning("no_fused_fill", device=str(device), reason=f"{type(error).__name__}: {error}")
+        log.warning("no_fused_fill", device=str(device), reason=f"{type(error).__name__}: {error}")
         return None

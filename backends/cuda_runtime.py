@@ -69,6 +69,13 @@ class CudaRuntime(Runtime):
         """torch.cuda.empty_cache."""
         torch.cuda.empty_cache()
 
+    def release_workspaces(self) -> None:
+        """Those of cuBLAS and cuBLASLt, which torch keeps for each handle and stream; there is no call for one stream.
+
+        torch's own graph trees (`torch/_inductor/cudagraph_trees.py`) do the same around each recording.
+        """
+        _C._cuda_clearCublasWorkspaces()  # noqa: SLF001
+
     def close(self, device: torch.device, handle: Handle) -> bool:
         """By the allocator's own calls."""
         try:

@@ -107,7 +107,12 @@ class Manner:
 
 
 class Recording:
-    """A capture under way: the graphs so far, what runs between them, and the graph that is being recorded."""
+    """A capture under way: the graphs so far, what runs between them, and the graph that is being recorded.
+
+    Libraries release their workspaces when a graph begins and before it ends. So the operators of the graph allocate
+    workspaces in the graph's own pool, and nothing outside the graph uses them later. A workspace from a warm-up lies
+    outside the pool: whoever clears it would free memory that replays read (pytorch issues 192061 and 193402).
+    """
 
     def __init__(self, shared: Shared, pool: GraphPool, manner: Manner) -> None:
         self.parts: list[Part] = []
@@ -133,11 +138,13 @@ class Recording:
         opened = self._manner.begin(self.graph, self.handle, self._shared.stream)
         opened.__enter__()
         self._open = opened
+        self._runtime.release_workspaces()
 
     def stop(self) -> None:
         """End the graph, if one is being recorded, and keep it."""
         opened, self._open = self._open, None
         if opened is not None:
+            self._runtime.release_workspaces()
             opened.__exit__(None, None, None)
             self.parts.append(Part(self.graph.replay, self.graph))
             self.handle = self._runtime.handle_of(self.graph, self.handle)

@@ -1,15 +1,13 @@
 """What went wrong on a device, in words: where in the step, what was said, and the way out."""
 
-import contextlib
 import re
-import traceback
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Final
 
 import torch
 
-from ..dataflow.errors import CaptureError
+from ..dataflow.errors import CaptureError, ComputeError
+from ..dataflow.failures import place_of
 
 Advice = Iterable[tuple[str, str]]
 """What an error says, in lower case, and the way out where it says so."""
@@ -42,13 +40,16 @@ def not_captured(error: BaseException, advice: Advice, conditions: Advice = ()) 
     """
     if ran_out_of_memory(error):
         return out_of_memory(error, "while this bucket was captured")
-    place, said, text = place_of(error), first_line(error), str(error).lower()
+    said, text = first_line(error), str(error).lower()
+    place = "" if isinstance(error, ComputeError) else place_of(error)  # which says it itself
     for sign, way_out in conditions:
         if sign in text:
             return CaptureError(f"nothing can be captured as things are ({said}): {way_out}")
     for sign, way_out in advice:
         if sign in text:
             return CaptureError(f"a captured step cannot do what it does{place} ({said}): {way_out}")
+    if isinstance(error, ComputeError):
+        return CaptureError(said)
     return CaptureError(f"the step raised {type(error).__name__}{place} while it was captured: {said}")
 
 
@@ -56,13 +57,3 @@ def first_line(error: BaseException) -> str:
     """What an error says, without a place in C++ before it or the paragraphs after it."""
     lines = _IN_CPP.sub("", str(error).strip()).splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def place_of(error: BaseException) -> str:
-    """The innermost line of the step that an error came through, outside torch: " at model.py:7, `x.item()`"."""
-    others = (str(Path(torch.__file__).parent), str(Path(__file__).parent), contextlib.__file__)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(others)]
-    if not frames:
-        return ""
-    source = f", `{frames[-1].line}`" if frames[-1].line else ""
-    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}{source}"

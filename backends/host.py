@@ -1,5 +1,6 @@
 """What all backends on the CPU have in common: host memory, no streams, the host's clock."""
 
+import math
 import os
 import resource
 import time
@@ -7,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from ..dataflow.capabilities import Lowering
 from .base import Availability, Backend, Capabilities, Event, Fusion, Memory, Placement, Upload
@@ -59,10 +61,12 @@ class HostBackend(Backend):
         return torch.device("cpu")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
-        """Host memory for either placement."""
+        """Host memory for either placement, which torch refuses to resize: another tensor owns it."""
         del placement
+        nbytes = math.prod(shape) * dtype.itemsize
         with torch.inference_mode(mode=False):
-            return torch.empty(shape, dtype=dtype)
+            owner = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            return from_dlpack(owner).view(dtype).view(shape)
 
     def pool(self) -> object | None:
         """None: there is no graph memory to share."""

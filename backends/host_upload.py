@@ -14,7 +14,7 @@ class HostUpload(Upload):
 
     def __init__(self, nbytes: int) -> None:
         with torch.inference_mode(mode=False):
-            self._packet = torch.zeros(nbytes, dtype=torch.uint8)
+            self._packet = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         self._address = self._packet.data_ptr()
         self._kept: object = None
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .collectives import again, is_collective
 from .storages import tensors_in
+from .torch_modes import run_under
 
 Call = Callable[[], object]
 
@@ -174,8 +175,9 @@ def _shortest(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], f
 
 
 def _functions(operator: Any) -> Iterator[Callable[..., object]]:
-    if operator.namespace != "aten":
-        return
+    arguments = operator._schema.arguments  # noqa: SLF001
+    if operator.namespace != "aten" or not any("Tensor" in str(one.type) for one in arguments if not one.is_out):
+        return  # functions that make a tensor of none put it on the caller's default device; their operators do not
     name = operator._opname  # noqa: SLF001
     torch_c: Any = torch._C  # noqa: SLF001 - torch's python functions in their barest form
     owners = ("_VariableFunctions", "TensorBase", "_nn", "_linalg", "_special", "_fft")
@@ -219,8 +221,7 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def sees(self, call: Call) -> bool:
         """Whether the call does what is expected and nothing else."""
         try:
-            with self:
-                call()
+            run_under(self, call)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return False  # this function takes other arguments: the operator itself will be called
         return self._seen == [True]

@@ -3,8 +3,8 @@
 import functools
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -17,8 +17,14 @@ from .collectives import is_collective
 from .program import Operation, Pause
 from .refusals import NO_GRADIENTS, HostReads, check, refuse
 from .storages import Places, Storages, tensors_in
+from .torch_modes import run_under
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
+BELOW_AUTOGRAD: Final[Any] = _C._AutoDispatchBelowADInplaceOrView  # noqa: SLF001 - as above
+"""Skips autograd and its version counters, without which an inference tensor can be written in any mode.
+
+With torch's own guard for inference mode it makes ordinary tensors, whatever the caller's mode.
+"""
 _PLAIN: Final[Any] = _C._disabled_torch_dispatch_impl  # noqa: SLF001 - a tensor's that no subclass takes apart
 
 # Composites that torch takes apart, which read the host on the CPU alone, to check values.
@@ -28,6 +34,19 @@ _WHOLE: Final = frozenset({"aten::one_hot"})
 _NORMS: Final = ("native_batch_norm", "batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm")
 _UNDECLARED_WRITES: Final[Mapping[str, tuple[str, ...]]] = {
     f"aten::{name}": ("running_mean", "running_var") for name in _NORMS
+}
+
+_PLAIN_ALONE: Final = "this backend records plain operators alone, and no functions"
+_HIGHER_ORDER: Final[Mapping[str, str]] = {
+    "cond": "the host decides which branch runs, once, at capture: run both, and choose by torch.where",
+    "while_loop": (
+        "the host decides how often it runs, once, at capture: loop a fixed number of times, and keep rows that are "
+        "done by torch.where"
+    ),
+    "flex_attention": (
+        f"{_PLAIN_ALONE}: use torch.nn.functional.scaled_dot_product_attention with a mask here, or capture the step "
+        "on the device itself"
+    ),
 }
 
 _ACTIVE: Final = threading.local()
@@ -44,14 +63,16 @@ def is_recording() -> bool:
     return active_recorder() is not None
 
 
-@contextmanager
-def plain_tensors() -> Iterator[None]:
-    """Make ordinary tensors whatever the caller's inference mode, and skip autograd and its version counters.
+def _drop_left_over() -> None:
+    """Take modes of earlier captures off this thread's stack, which let all calls through.
 
-    Without the counters, an inference tensor can be written too, which torch otherwise allows in inference mode only.
+    torch takes a mode off for a moment with a generator. If a signal interrupts that, the generator puts the mode back
+    when it is collected.
     """
-    with torch.inference_mode(mode=False), torch.no_grad(), _C._AutoDispatchBelowADInplaceOrView():  # noqa: SLF001
-        yield
+    while _C._len_torch_function_stack():  # noqa: SLF001
+        if not isinstance(_C._get_function_stack_at(_C._len_torch_function_stack() - 1), HostReads):  # noqa: SLF001
+            return
+        _C._pop_torch_function_stack()  # noqa: SLF001
 
 
 def _compiled_eagerly() -> AbstractContextManager[object]:
@@ -64,6 +85,8 @@ def _compiled_eagerly() -> AbstractContextManager[object]:
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
     """Runs a step's operators and writes them down, with aliases of their tensors."""
+
+    supports_higher_order_operators = True  # or torch would refuse them, in words that help nobody
 
     def __init__(self, parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,44 +105,64 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         """No, or the first operator would import the compiler, which takes a second."""
         return False
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record this thread's operators until the block ends; raises CaptureError inside another capture."""
+    def record(self, step: Callable[[], Any]) -> Any:
+        """Run a step, record this thread's operators meanwhile, and return what the step returns.
+
+        A KeyboardInterrupt leaves nothing behind. No call stands between the end of the step and the two assignments
+        that switch the modes off, so that no signal is handled there, and all that follows can be done twice. The
+        guards are torch's own, in C, which no signal interrupts: guards of Python that are left early are undone late,
+        when the error is forgotten, and then bring back what was on inside of others.
+        Raises CaptureError inside another capture.
+        """
         if is_recording():
             message = "this thread is capturing already: a capture cannot contain another one"
             raise CaptureError(message)
-        random = torch.get_rng_state()
-        _ACTIVE.recorder = self
+        _drop_left_over()
+        before = torch.get_rng_state(), torch.is_grad_enabled()
         try:
-            with ExitStack() as stack:
-                for context in (_compiled_eagerly(), plain_tensors(), self._host_reads, self):
-                    stack.enter_context(context)
-                yield
+            _ACTIVE.recorder = self
+            self._host_reads.paused = False
+            torch.set_grad_enabled(False)
+            with _compiled_eagerly(), _C._InferenceMode(False), BELOW_AUTOGRAD():  # noqa: FBT003, SLF001
+                return run_under(self._host_reads, lambda: run_under(self, step))
         finally:
             _ACTIVE.recorder = None
-            torch.set_rng_state(random)
-            self.storages.restore()
+            self._host_reads.paused = True
+            try:
+                self._leave(*before)
+            except BaseException:  # an interrupt, which seldom comes twice
+                self._leave(*before)
+                raise
+
+    def _leave(self, random: torch.Tensor, gradients: bool) -> None:  # noqa: FBT001 - as torch tells it
+        """Have all be as it was before the step."""
+        torch.set_grad_enabled(gradients)
+        torch.set_rng_state(random)
+        self.storages.restore()
 
     def interrupt(self, run: Interruption) -> Any:
         """Call something as if nothing was recorded, and note that a replay calls it too."""
-        with self._paused():
-            leaves, structure = pytree.tree_flatten(run(None))
+        leaves, structure = pytree.tree_flatten(self._unrecorded(lambda: run(None)))
         places = [torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.operations.append(Pause(functools.partial(run, places)))
-        with self._paused():
+
+        def answer() -> None:
             for place, leaf in zip(places, leaves, strict=True):
                 if isinstance(leaf, torch.Tensor):
                     place.copy_(leaf)
+
+        self._unrecorded(answer)
         return pytree.tree_unflatten(places, structure)
 
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Let all operators through; modes of the user's own see them as they see those of a replay."""
-        _ACTIVE.recorder, self._host_reads.paused = None, True
+    def _unrecorded(self, call: Callable[[], Any]) -> Any:
+        """Call something with all operators let through; the user's own modes see them as they see a replay's."""
         try:
-            yield
+            _ACTIVE.recorder = None
+            self._host_reads.paused = True
+            return call()
         finally:
-            _ACTIVE.recorder, self._host_reads.paused = self, False
+            _ACTIVE.recorder = self
+            self._host_reads.paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -129,21 +172,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             return func(*args, **(kwargs or {}))
         if any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in types):
             return NotImplemented  # the subclass takes itself apart, and its parts come here
+        gradients = torch.is_grad_enabled()
         try:
-            with _C.DisableTorchFunction(), plain_tensors():
+            torch.set_grad_enabled(False)
+            with _C.DisableTorchFunction(), _C._InferenceMode(False), BELOW_AUTOGRAD():  # noqa: FBT003, SLF001
                 return self._run(func, args, dict(kwargs or {}))
         except CaptureError as error:
             self._refused = self._refused or error
             raise
+        finally:
+            torch.set_grad_enabled(gradients)
 
     def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _check_order(operator)
         check(operator, args, kwargs, self.storages.constants)
         if _C._current_graph_task_id() != -1:  # noqa: SLF001
             refuse("a backward pass", NO_GRADIENTS)
-        if _is_composite(operator):
-            with self:
-                # Not by decompose(): once torch's python decompositions are loaded it takes those, with other rounding.
-                return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)  # noqa: SLF001
+        if is_composite(operator):
+            return run_under(self, lambda: decompose(operator, args, kwargs))
         if torch.Tag.inplace_view in operator.tags:
             return operator(*args, **kwargs)  # shape and strides alone, and those are fixed in the aliases
         return self._record(operator, args, kwargs)
@@ -169,13 +215,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         return result
 
 
-def _is_composite(operator: Any) -> bool:
-    """Whether torch would take the operator apart on the CPU, too."""
+def _check_order(operator: Any) -> None:
+    """Raise CaptureError for a higher-order operator, which takes functions: the recorder knows no way into these."""
+    if not isinstance(operator, torch._ops.OpOverload):  # noqa: SLF001 - no public name
+        name = str(getattr(operator, "__name__", operator))
+        otherwise = f"{_PLAIN_ALONE}: write the loop in Python, or capture the step on the device itself"
+        refuse(f"the higher-order operator {name}", _HIGHER_ORDER.get(name, otherwise))
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether torch takes an operator apart into others. A mode sees such an operator whole in inference mode alone."""
     name = operator.name()
     if name in _WHOLE or operator.namespace != "aten":
         return False
     has_kernel = _C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001
     return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
+
+
+def decompose(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a composite operator as the operators that it is made of.
+
+    Not by its own decompose(): once torch's python decompositions are loaded it takes those, with other rounding.
+    """
+    return operator._op_dk(_C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)  # noqa: SLF001
 
 
 def _has_effect(operator: Any) -> bool:

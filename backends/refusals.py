@@ -226,14 +226,14 @@ class HostReads(TorchFunctionMode):
     """Refuses what torch does without any operator on a CPU tensor: reads, copies to and from the host.
 
     A device written as the text "cpu" is the host; a torch.device, such as `x.device`, is where the step runs.
-    parameters: host parameters by argument, of which the refusal says more. paused: whether nothing is recorded for the
+    parameters: host parameters by argument, of which the refusal says more. paused: whether nothing is recorded at the
     moment, so that all may pass.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self.refused: CaptureError | None = None
-        self.paused = False
+        self.paused = True
         self._parameters = [(t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in parameters.items()]
 
     def __torch_function__(

@@ -3,17 +3,16 @@
 import difflib
 import importlib
 import importlib.metadata
+import inspect
 from collections.abc import Iterator
 from typing import Final
 
-import structlog
-
-from ..dataflow.errors import BackendUnavailableError
+from ..dataflow import log
+from ..dataflow.errors import BackendUnavailableError, ConfigError
 from .base import Backend
 
 GROUP: Final = "slotgraph.backends"
 AUTO: Final = "auto"
-_LOG = structlog.get_logger("slotgraph")
 _OWN: Final = {"cpu": "cpu", "cpu-capture": "cpu_capture", "cuda": "cuda", "npu": "npu", "accelerator": "accelerator"}
 
 
@@ -37,14 +36,26 @@ def load(name: str) -> type[Backend]:
     return found
 
 
+def name_of(backend: str | Backend | type[Backend]) -> str:
+    """A backend's name, as it is written in a configuration. ConfigError where it is none of these."""
+    if isinstance(backend, str):
+        return backend
+    kind = backend if isinstance(backend, type) else type(backend)
+    if not issubclass(kind, Backend) or inspect.isabstract(kind):
+        message = f"backend: expected a backend's name, a Backend or a class of them, got {backend!r:.80}"
+        raise ConfigError(message)
+    return backend.name
+
+
 def choose(backend: str | Backend | type[Backend]) -> Backend:
     """A backend by name or class, or "auto" for the available one of highest priority; an instance as it is.
 
-    Raises BackendUnavailableError with the reason where it cannot run here.
+    Raises BackendUnavailableError with the reason where it cannot run here, ConfigError for anything else.
     """
+    name = name_of(backend)
     if isinstance(backend, Backend):
         return backend
-    if backend == AUTO:
+    if name == AUTO:
         return next(_available())()
     kind = load(backend) if isinstance(backend, str) else backend
     available = kind.is_available()
@@ -63,7 +74,7 @@ def _available() -> Iterator[type[Backend]]:
         try:
             available = kind.is_available()
         except Exception as error:  # noqa: BLE001 - likewise
-            _LOG.warning("backend_broken", backend=kind.name, reason=f"{type(error).__name__}: {error}")
+            log.warning("backend_broken", backend=kind.name, reason=f"{type(error).__name__}: {error}")
             continue
         if available:
             yield kind
@@ -74,7 +85,7 @@ def _loaded() -> Iterator[type[Backend]]:
         try:
             yield load(name)
         except BackendUnavailableError as error:
-            _LOG.warning("backend_broken", backend=name, reason=str(error))
+            log.warning("backend_broken", backend=name, reason=str(error))
 
 
 def _plugins() -> importlib.metadata.EntryPoints:

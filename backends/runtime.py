@@ -80,6 +80,9 @@ class Runtime(abc.ABC):
     def empty_cache(self) -> None:
         """Have the allocator give back what nobody uses."""
 
+    def release_workspaces(self) -> None:  # noqa: B027 - a device whose libraries keep none has nothing to do
+        """Have libraries free the workspaces that they keep between calls, so that the next operator allocates anew."""
+
     def close(self, device: torch.device, handle: Handle) -> bool:
         """End the allocator's recording into a pool, where a broken capture left it open; whether it was."""
         del device, handle

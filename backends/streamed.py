@@ -56,7 +56,7 @@ class StreamBackend(Backend):
         with torch.inference_mode(mode=False):
             if placement == DEVICE:
                 return torch.empty(shape, dtype=dtype, device=self.device)
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
 
     def upload(self, nbytes: int) -> Upload | None:
         """A packet on the device, fed by a pinned ring with events."""

@@ -16,7 +16,7 @@ _KEPT: Final = 2 * ENTRIES
 def pinned(nbytes: int) -> torch.Tensor:
     """Host memory that the device copies from while the host goes on."""
     with torch.inference_mode(mode=False):
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def ring_on(

@@ -10,6 +10,7 @@ from .buffers import Buffer, Buffers
 from .capabilities import DEVICE
 from .errors import BatchError, MissingSourceError
 from .hostdata import HOST_KINDS, tensor_of
+from .readable import unreadable
 from .roles import dtype_text
 from .slots import Slot
 
@@ -25,6 +26,11 @@ class Wanted:
     slot: Slot
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def kind(self) -> tuple[torch.dtype, int]:
+        """What lists and arrays for it become: a tensor of this dtype, and of so many dims."""
+        return self.dtype, len(self.slot.shape)
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether a source of this dtype can be copied into the slot."""
@@ -89,10 +95,18 @@ def admit(
 
 def host_tensor(want: Wanted, source: Any, fact: Fact, buffers: Buffers) -> torch.Tensor:
     """Host data for one slot as a dense tensor of its dtype; ValueError where it is none, or does not fit."""
-    found = _admit(want, source, fact, buffers[want.name]) if want.is_hosted(source) else ["no host data"]
+    if not want.is_hosted(source):
+        message = "no host data"
+        raise ValueError(message)
+    return _dense(admitted_tensor(want, source, fact, buffers), want.dtype, buffers)
+
+
+def admitted_tensor(want: Wanted, source: Any, fact: Fact, buffers: Buffers) -> torch.Tensor:
+    """One source as a tensor; ValueError where it does not fit."""
+    found = _admit(want, source, fact, buffers[want.name])
     if isinstance(found, list):
         raise ValueError("; ".join(found))  # noqa: TRY004 - what is wrong is what it holds
-    return _dense(found, want.dtype, buffers)
+    return found
 
 
 def _dense(tensor: torch.Tensor, dtype: torch.dtype, buffers: Buffers) -> torch.Tensor:
@@ -107,11 +121,14 @@ def _placed(tensor: torch.Tensor, want: Wanted) -> torch.Tensor:
 
 def _admit(want: Wanted, source: Any, fact: Fact, buffer: Buffer) -> torch.Tensor | list[str]:
     """One source as a tensor, or what is wrong with it."""
+    why = unreadable(source)
+    if why:
+        return [f"{_expected(want, fact)}, got {why}"]
     if is_in_place(source, buffer) and tuple(source.shape) == fact[2]:
         return source  # type: ignore[no-any-return] # a tensor, as was just found
     if isinstance(source, HOST_KINDS):
         try:
-            source = tensor_of(source, want.dtype)
+            source = tensor_of(source, *want.kind)
         except (RuntimeError, TypeError, ValueError) as error:
             return [f"{_expected(want, fact)}, got {type(source).__name__}: {error}"]
     faults = list(_faults(want, source, fact))
@@ -136,7 +153,7 @@ def _readable(tensor: torch.Tensor, buffers: Buffers) -> torch.Tensor:
 
 def is_in_place(source: Any, buffer: Buffer) -> bool:
     """Whether a source is the first part of its own slot's buffer, of the very same layout and dtype."""
-    if not isinstance(source, torch.Tensor) or source.layout != torch.strided:
+    if not isinstance(source, torch.Tensor):
         return False
     mine = buffer.tensor
     same = source.numel() > 0 and source.data_ptr() == mine.data_ptr() and source.dtype == mine.dtype
@@ -145,6 +162,10 @@ def is_in_place(source: Any, buffer: Buffer) -> bool:
 
 def check_source(want: Wanted, source: Any, fact: Fact) -> None:
     """Hold one source that no fill copies to what its slot declares: MissingSourceError or BatchError."""
+    why = unreadable(source)
+    if why:
+        message = f"{_expected(want, fact)}, got {why}"
+        raise BatchError(message)
     if source is None:
         message = f"slot {want.name!r} is carried from the batch, which has none: compute it, or do not carry it"
         raise MissingSourceError(message)
@@ -155,9 +176,9 @@ def check_source(want: Wanted, source: Any, fact: Fact) -> None:
         raise BatchError("; ".join(faults))
 
 
-def _fits(want: Wanted, source: Any, shape: tuple[int, ...]) -> bool:
+def fits(want: Wanted, source: Any, shape: tuple[int, ...]) -> bool:
     """Whether nothing is wrong with a source, asked in the fewest words."""
-    if not isinstance(source, torch.Tensor) or source.layout != torch.strided or tuple(source.shape) != shape:
+    if not isinstance(source, torch.Tensor) or unreadable(source) or tuple(source.shape) != shape:
         return False
     there = source.device == want.device or (source.is_cpu and want.slot.placement == DEVICE)
     return there and want.takes(source.dtype) and (source.is_contiguous() or want.slot.takes_strided())
@@ -173,7 +194,7 @@ def _expected(want: Wanted, fact: Fact) -> str:
 
 
 def _faults(want: Wanted, source: Any, fact: Fact) -> Iterator[str]:
-    if _fits(want, source, fact[2]):
+    if fits(want, source, fact[2]):
         return
     slot, shape, wanted = want.slot, fact[2], _expected(want, fact)
     if not isinstance(source, torch.Tensor):
@@ -183,9 +204,6 @@ def _faults(want: Wanted, source: Any, fact: Fact) -> Iterator[str]:
         lossy = source.dtype.is_floating_point and not want.dtype.is_floating_point
         way_out = "round it yourself" if lossy else f"convert it, or declare converts=({source.dtype},)"
         yield f"{wanted}, got {dtype_text(source.dtype)}; {way_out}"
-    if source.layout != torch.strided:
-        yield f"{wanted}, got a {source.layout} tensor; pass a dense one"
-        return
     if source.device != want.device and not (source.is_cpu and slot.placement == DEVICE):
         yield f"{wanted}, got a tensor on {source.device}; move it there first"
     if tuple(source.shape) != shape:

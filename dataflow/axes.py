@@ -3,11 +3,15 @@
 import functools
 import math
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
+from .scalars import python_number
+
 Sizes = Mapping["Axis", int]
+MOST: Final = 2**63 - 1
+"""The largest size that torch counts to."""
 
 
 class _Arithmetic:
@@ -23,6 +27,18 @@ class _Arithmetic:
     __rmul__ = __mul__
 
 
+def _is_identifier(_: Any, __: Any, name: str) -> None:
+    if not isinstance(name, str) or not name.isidentifier():
+        message = f"the name of an axis is an identifier, such as 'PAGES', got {name!r}"
+        raise ValueError(message)
+
+
+def _is_flag(axis: "Axis", _: Any, fixed: bool) -> None:  # noqa: FBT001 - as attrs calls it
+    if not isinstance(fixed, bool):
+        message = f"axis {axis.name!r}: fixed is True or False, got {fixed!r}"
+        raise TypeError(message)
+
+
 @attrs.frozen(order=True, repr=False, cache_hash=True)
 class Axis(_Arithmetic):
     """A symbolic size: it varies by step (live, padded and capacity differ), or is fixed for one runner.
@@ -30,8 +46,8 @@ class Axis(_Arithmetic):
     `TOKENS * 3`, `BATCH * STEPS + 1` are expressions over axes; a shape is made of them and of whole numbers.
     """
 
-    name: str = attrs.field(validator=attrs.validators.matches_re(r"[A-Za-z_]\w*"))
-    fixed: bool = attrs.field(default=False, kw_only=True)
+    name: str = attrs.field(validator=_is_identifier)
+    fixed: bool = attrs.field(default=False, kw_only=True, validator=_is_flag)
 
     def __repr__(self) -> str:
         """The name alone, as it stands in shapes."""
@@ -51,11 +67,15 @@ class Dim(_Arithmetic):
             return value
         if isinstance(value, Axis):
             return cls((((value,), 1),))
+        value = python_number(value)
         if isinstance(value, bool) or not isinstance(value, int):
             message = f"a size is an axis, an expression over axes or a whole number, got {value!r}"
             raise TypeError(message)
         if value < 0:
             message = f"a size is at least 0, got {value}"
+            raise ValueError(message)
+        if value > MOST:
+            message = f"a size is at most {MOST}, got {value}"
             raise ValueError(message)
         return cls((((), value),) if value else ())
 

@@ -2,8 +2,9 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import TypeAlias, final
 
+import attrs
 import torch
 
 from .axes import Sizes, extent
@@ -15,16 +16,37 @@ from .roles import dtype_text, resolve_dtype
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Placement], torch.Tensor]
 
 
+@final
+@attrs.frozen(eq=False)
+class Exclusive:
+    """A tensor to adopt that nobody but the runner writes: `bind={"ids": Exclusive(tensor)}`.
+
+    Its tail is then reset where an earlier step left it dirty, as that of memory which the runner allocates. Any other
+    adopted tensor may be written by its owner between steps, so that its tail is reset in each step.
+    """
+
+    tensor: torch.Tensor
+
+
+Bound: TypeAlias = torch.Tensor | Exclusive
+
+
+def tensor_in(bound: Bound) -> torch.Tensor:
+    """The tensor that is to be adopted."""
+    return bound.tensor if isinstance(bound, Exclusive) else bound
+
+
 def check_bindings(
     declaration: Declaration,
     capacity: Sizes,
     capabilities: Capabilities,
     empty: Allocate,
-    bind: Mapping[str, torch.Tensor],
+    bind: Mapping[str, Bound],
 ) -> None:
     """Refuse tensors that cannot be adopted, all of them at once: BindError."""
     faults = []
-    for name, tensor in bind.items():
+    tensors = {name: tensor_in(bound) for name, bound in bind.items()}
+    for name, tensor in tensors.items():
         if name not in declaration.slots:
             faults.append(f"bind names {name!r}, which is no slot of {declaration.name}")
         elif not isinstance(tensor, torch.Tensor):
@@ -33,7 +55,7 @@ def check_bindings(
             slot = declaration.slots[name]
             like = empty((0,), resolve_dtype(slot.dtype, capabilities), slot.placement)
             faults += _faults(name, tensor, like, extent(slot.shape, capacity))
-    faults = faults or list(_overlaps(bind))
+    faults = faults or list(_overlaps(tensors))
     if faults:
         raise BindError("; ".join(faults))
 
@@ -63,11 +85,11 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     return (tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize)
 
 
-def merge(spans: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, int]]:
-    """Address ranges in order, those at most `gap` bytes apart made one."""
+def merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Address ranges in order, those that touch made one."""
     merged: list[tuple[int, int]] = []
     for low, high in sorted(spans):
-        if merged and low - merged[-1][1] <= gap:
+        if merged and low <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
         else:
             merged.append((low, high))
@@ -80,8 +102,8 @@ def overlaps(tensor: torch.Tensor, spans: Iterable[tuple[int, int]]) -> bool:
     return any(low < stop and start < high for start, stop in spans)
 
 
-def _overlaps(bind: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    spans = sorted((span(tensor), name) for name, tensor in bind.items())
+def _overlaps(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    spans = sorted((span(tensor), name) for name, tensor in tensors.items())
     for ((_, stop), first), ((start, _), second) in itertools.pairwise(spans):
         if start < stop:
             yield f"slots {first!r} and {second!r} are bound to overlapping memory: each needs its own"

@@ -20,6 +20,7 @@ from .gather import Sources
 from .lanes import Lane
 from .oracle import fill_slot_by_slot
 from .packer import Packer, lanes_of
+from .plan import FillPlan
 from .planner import NO_CASTS, NONE, plan_fill
 from .ready import Preparer, Ready
 from .sources import NO_SIDE, Side
@@ -161,23 +162,23 @@ class Bucket:
 
     def lanes(self, lowering: Lowering) -> list[Lane]:
         """What the kernel would write of this bucket where every slot is there."""
-        plan = plan_fill(self.declaration, self.sizes, self._capabilities, lowering=lowering)
+        plan = self._plan(lowering=lowering)
         return lanes_of(plan, self.declaration, self.buffers, self.sizes)
 
     def fused(self, lowering: Lowering, feed: Feed, absent: Absent = NONE) -> FusedFill:
         """The fused fill for batches that come without some optional slots."""
-        plan = plan_fill(self.declaration, self.sizes, self._capabilities, lowering=lowering, absent=absent)
+        plan = self._plan(lowering=lowering, absent=absent)
         fill = Fill(Preparer(plan, self.declaration, self.buffers, self.sizes, exact=False))
-        packer = Packer(plan, self.declaration, self.buffers, fill.wanted, feed.address, feed.room, feed.number())
+        packer = Packer(plan, self.declaration, self.buffers, fill.wanted, feed)
         return FusedFill(fill, packer, feed)
+
+    def _plan(self, **how: Any) -> FillPlan:
+        return plan_fill(self.declaration, self.sizes, self._capabilities, foreign=self.buffers.foreign, **how)
 
     def _fill_for(self, pattern: _Pattern) -> Fill:
         fill = self._fills.get(pattern)
         if fill is None:
-            plan = plan_fill(
-                self.declaration,
-                self.sizes,
-                self._capabilities,
+            plan = self._plan(
                 absent=pattern.absent,
                 in_place=pattern.in_place,
                 source_dtypes=dict(pattern.dtypes) or NO_CASTS,

@@ -8,19 +8,19 @@ from typing import Final
 import attrs
 import torch
 
-from .arena import ALIGNMENT, Room, separate, together
+from .arena import Room, separate, together
 from .axes import Sizes, extent
-from .binding import Allocate, check_bindings, merge, overlaps, span
+from .binding import Allocate, Bound, Exclusive, check_bindings, merge, overlaps, span, tensor_in
 from .caches import keep_newest
 from .capabilities import Capabilities
 from .declaration import Declaration
 from .roles import resolve_dtype
 from .slots import Slot
 from .tails import Pad
-from .turns import Tenancy
+from .turns import NO_MEMORY, Tenancy
 from .values import initial_value, write_all
 
-NOT_BOUND: Final[Mapping[str, torch.Tensor]] = {}
+NOT_BOUND: Final[Mapping[str, Bound]] = {}
 
 
 Box = tuple[tuple[int, int], ...]
@@ -33,16 +33,29 @@ class Buffer:
     """One slot's memory at full capacity.
 
     mark: how far rows may hold something else than the tail's value, along each varying dim (a high-water mark);
-    adopted: whether the memory was handed in. pooled: whether it is a part of memory that others use in their turn.
+    owner: the tensor that was handed in, where the memory was adopted; `tensor` is an alias of it, whose shape nobody
+    else can change. foreign: whether its owner may write it between steps. pooled: whether it is a part of memory that
+    others use in their turn.
     """
 
     name: str
     slot: Slot
     tensor: torch.Tensor
     mark: tuple[int, ...]
-    adopted: bool = False
+    owner: torch.Tensor | None = None
+    foreign: bool = False
     pooled: bool = False
     _views: dict[Box, torch.Tensor] = attrs.field(factory=dict, init=False)
+
+    @property
+    def adopted(self) -> bool:
+        """Whether the memory was handed in."""
+        return self.owner is not None
+
+    @property
+    def addresses(self) -> set[int]:
+        """Where it begins: one address, unless its owner has moved the tensor that was handed in."""
+        return {tensor.data_ptr() for tensor in (self.tensor, self.owner) if tensor is not None}
 
     def view(self, sizes: Sizes) -> torch.Tensor:
         """The part that a bucket reads: the first rows along each varying dim."""
@@ -78,12 +91,8 @@ class Buffer:
 
     @property
     def reachable(self) -> tuple[int, int]:
-        """Where a tensor begins that reaches into it: inside, where the allocation is the fill's own.
-
-        Other memory is a part of something larger, of which a source may be another part.
-        """
-        low, high = span(self.tensor)
-        return (self.tensor.untyped_storage().data_ptr() if self.adopted or self.pooled else low, high)
+        """Where a tensor begins that reaches into it: anywhere in its allocation before its end."""
+        return (self.tensor.untyped_storage().data_ptr(), span(self.tensor)[1])
 
 
 class Buffers:
@@ -121,6 +130,12 @@ class Buffers:
         for buffer in self:
             buffer.distrust()
 
+    def written_beside(self, name: str) -> None:
+        """A producer has written a slot: any of its rows may hold anything, so that the next fill looks at tails."""
+        self.take_turn()
+        self._buffers[name].distrust()
+        self.ledger.stamp = self.mine = None
+
     def take_turn(self) -> None:
         """Forget what is known of tails where someone else's fill came between, to the same memory."""
         if self.ledger.stamp is not self.mine:
@@ -135,6 +150,11 @@ class Buffers:
         return sum({one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in shared}.values())
 
     @functools.cached_property
+    def foreign(self) -> frozenset[str]:
+        """Slots whose memory others may write between steps, so that no fill knows its tail to be clean."""
+        return frozenset(buffer.name for buffer in self if buffer.foreign)
+
+    @functools.cached_property
     def storages(self) -> frozenset[int]:
         """Where the allocations begin that buffers are parts of."""
         return frozenset(buffer.tensor.untyped_storage().data_ptr() for buffer in self if buffer.nbytes)
@@ -147,7 +167,7 @@ class Buffers:
     @functools.cached_property
     def near(self) -> list[tuple[int, int]]:
         """Ranges of addresses outside of which no tensor begins that reaches into a buffer; a few, in order."""
-        return merge((buffer.reachable for buffer in self if buffer.nbytes), ALIGNMENT)
+        return merge(buffer.reachable for buffer in self if buffer.nbytes)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether some of a tensor's elements lie in a buffer."""
@@ -161,7 +181,7 @@ class Buffers:
 
     def moved(self) -> list[str]:
         """Slots whose buffer is not where it was."""
-        return [b.name for b in self if b.tensor.data_ptr() != self.addresses[b.name]]
+        return [b.name for b in self if b.addresses != {self.addresses[b.name]}]
 
 
 def allocate(
@@ -169,7 +189,7 @@ def allocate(
     capacity: Sizes,
     capabilities: Capabilities,
     empty: Allocate,
-    bind: Mapping[str, torch.Tensor] = NOT_BOUND,
+    bind: Mapping[str, Bound] = NOT_BOUND,
     tenancy: Tenancy | None = None,
 ) -> Buffers:
     """Buffers for every slot at full capacity, those in `bind` adopted, each with its initial value.
@@ -179,15 +199,27 @@ def allocate(
     Raises BindError where a tensor cannot be adopted, ComputeError where a value does not fit its dtype here.
     """
     check_bindings(declaration, capacity, capabilities, empty, bind)
-    pooled = NOT_BOUND if tenancy is None else tenancy.tensors
+    pooled = NO_MEMORY if tenancy is None else tenancy.tensors
     rooms = [
         Room(name, extent(slot.shape, capacity), resolve_dtype(slot.dtype, capabilities), slot.placement)
         for name, slot in declaration.slots.items()
         if name not in bind and name not in pooled
     ]
-    tensors = {**(together if capabilities.arenas else separate)(rooms, empty), **bind, **pooled}
+    owners = {name: tensor_in(bound) for name, bound in bind.items()}
+    with torch.inference_mode(mode=False):
+        adopted = {name: owner.detach() for name, owner in owners.items()}
+    foreign = {name for name, bound in bind.items() if not isinstance(bound, Exclusive)}
+    tensors = {**(together if capabilities.arenas else separate)(rooms, empty), **adopted, **pooled}
     made = {
-        name: Buffer(name, slot, tensors[name], tuple(0 for _ in slot.varying), name in bind, name in pooled)
+        name: Buffer(
+            name,
+            slot,
+            tensors[name],
+            tuple(0 for _ in slot.varying),
+            owner=owners.get(name),
+            foreign=name in foreign,
+            pooled=name in pooled,
+        )
         for name, slot in declaration.slots.items()
     }
     buffers = Buffers(made, capacity, tenancy)

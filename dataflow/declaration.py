@@ -1,5 +1,6 @@
 """A declaration as data: its slots, its other fields, and everything that is wrong with it at once."""
 
+import difflib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from graphlib import CycleError as GraphCycle
@@ -7,12 +8,13 @@ from types import MappingProxyType
 from typing import Any
 
 import attrs
+import torch
 
 from . import graph
-from .axes import Axis
+from .axes import Axis, Dim, Sizes
 from .capabilities import Placement
 from .compute import RANKS, SETTINGS, STEP
-from .errors import CycleError, DeclarationError, DeclarationErrors
+from .errors import BatchError, CycleError, DeclarationError, DeclarationErrors
 from .slots import Slot
 from .sources import Source, look_up
 from .step import Step
@@ -24,7 +26,10 @@ class Declaration:
 
     fields: names that are no slots, carried from the batch into the view, with their defaults (attrs.NOTHING where
     there is none). disabled: slots that the runner's settings switched off. settings: those settings, which functions
-    of computed slots may ask for; None before there is a runner. ranks: those of the runner, likewise.
+    of computed slots may ask for; None before there is a runner. ranks: those of the runner, likewise. arguments: the
+    side arguments that slots of the class read, those of disabled slots included; None where a source of the caller's
+    own may read any. following: axes that no slot has, but whose sizes follow from those of the slots' axes by the
+    runner's relations: see `related`.
     """
 
     name: str
@@ -33,6 +38,8 @@ class Declaration:
     disabled: tuple[str, ...] = ()
     settings: object = None
     ranks: Any = None
+    arguments: frozenset[str] | None = None
+    following: tuple[Axis, ...] = ()
 
     @functools.cached_property
     def order(self) -> tuple[str, ...]:
@@ -46,8 +53,8 @@ class Declaration:
 
     @functools.cached_property
     def varying(self) -> tuple[Axis, ...]:
-        """Axes whose size varies by step."""
-        return tuple(axis for axis in self.axes if not axis.fixed)
+        """Axes whose size varies by step: those of slots, and those that follow from them."""
+        return tuple(sorted({*(axis for axis in self.axes if not axis.fixed), *self.following}))
 
     @functools.cached_property
     def optional(self) -> tuple[tuple[str, Source], ...]:
@@ -65,9 +72,39 @@ class Declaration:
         """Where a computed slot's function runs."""
         return graph.side_of(self.slots[name], self.slots)
 
+    def check_side(self, side: Mapping[str, Any]) -> None:
+        """BatchError where a side argument is given that no slot of the class reads, enabled or not."""
+        if not side or self.arguments is None or self.arguments.issuperset(side):
+            return
+        unknown = sorted(set(side) - self.arguments)
+        near = difflib.get_close_matches(unknown[0], self.arguments, n=1)
+        known = ", ".join(map(repr, sorted(self.arguments))) or "none"
+        hint = f"did you mean {near[0]!r}?" if near else f"the side arguments that its slots read are: {known}"
+        message = f"{self.name}: no slot reads the side argument {unknown[0]!r}: {hint}"
+        raise BatchError(message)
+
     def given(self, step: Step) -> dict[str, Any]:
         """What functions of computed slots are given by name, beside slots and fields."""
         return {STEP: step, SETTINGS: self.settings, RANKS: self.ranks}
+
+    def step(self, live: Sequence[int], padded: Sizes, *, exact: bool = False) -> Step:
+        """The sizes of a step.
+
+        live: rows on each varying axis. padded: rows of the bucket, and the sizes of fixed axes. exact: whether nothing
+        is padded, so that the padded sizes are the live ones. Any other axis in `padded` is left out.
+        """
+        known = {axis: size for axis, size in padded.items() if axis.fixed} | dict(zip(self.varying, live, strict=True))
+        return Step(known, known if exact else {axis: padded[axis] for axis in known})
+
+    def related(self, relations: Mapping[Axis, Dim]) -> "Declaration":
+        """The declaration with the axes that follow from those of slots, or from which these follow.
+
+        relations: axes that follow from others, such as `{TOKENS: BATCH * 4}`: slots over either tell both.
+        """
+        leads = {axis: size.reveals() for axis, size in relations.items() if not axis.fixed}
+        told = {leads.get(axis, axis) for axis in self.varying} - {None}
+        known = {axis for axis in {*leads, *told} if axis is not None and leads.get(axis, axis) in told}
+        return attrs.evolve(self, following=tuple(sorted(known.difference(self.axes))))
 
     def under(self, settings: object, carry: Sequence[str] = (), ranks: Any = None) -> "Declaration":
         """The declaration with only those slots that the settings enable, and some carried: see `carrying`.
@@ -119,9 +156,21 @@ def declare(
     """
     faults = [*found, *_faults(name, slots, fields), *_cycles(name, slots)]
     if faults:
-        message = f"{name} breaks {len(faults)} rule{'s' * (len(faults) > 1)}"
-        raise DeclarationErrors(message, faults)
-    return Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
+        raise refused(name, faults)
+    arguments = _arguments(slots)
+    return Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)), arguments=arguments)
+
+
+def _arguments(slots: Mapping[str, Slot]) -> frozenset[str] | None:
+    """The side arguments that slots read; None where one may read any."""
+    sources = [source for name, slot in slots.items() if (source := slot.reads(name)) is not None]
+    read = [source.arguments for source in sources]
+    return None if None in read else frozenset[str]().union(*filter(None, read))
+
+
+def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:
+    """All faults of the declaration of this name together."""
+    return DeclarationErrors(f"{name} breaks {len(faults)} rule{'s' * (len(faults) > 1)}", faults)
 
 
 def _cycles(name: str, slots: Mapping[str, Slot]) -> Iterator[CycleError]:
@@ -174,11 +223,18 @@ def _enabled(name: str, slot: Slot, settings: object) -> bool:
     if slot.when is None:
         return True
     if callable(slot.when):
-        return bool(slot.when(settings))
+        try:
+            return bool(slot.when(settings))
+        except Exception as error:
+            message = f"slot {name!r}: its function when= raised {type(error).__name__}: {error}"
+            raise DeclarationError(message) from error
     value: Any = settings
     for part in slot.when.split("."):
         value = look_up(value, part)
     if value is None:
         message = f"slot {name!r} exists when {slot.when!r} is set: give settings with that name, true or false"
+        raise DeclarationError(message)
+    if isinstance(value, str | torch.Tensor):  # the text 'false' would be true, and many numbers are neither
+        message = f"slot {name!r} exists when {slot.when!r} is set: expected true or false, got {value!r:.80}"
         raise DeclarationError(message)
     return bool(value)

@@ -36,7 +36,7 @@ class BindError(SlotGraphError, ValueError):
 
 
 class ComputeError(SlotGraphError, RuntimeError):
-    """A computed slot's function returned what its slot cannot hold."""
+    """A slot's function raised, or returned what its slot cannot hold."""
 
 
 class BackendUnavailableError(SlotGraphError, RuntimeError):
@@ -76,7 +76,7 @@ class ConfigError(SlotGraphError, ValueError):
 
 
 class RecordingError(SlotGraphError, ValueError):
-    """A recorded file cannot be read, or is of another runner."""
+    """A recorded file cannot be read or written, or is of another runner."""
 
 
 class LayoutError(SlotGraphError, RuntimeError):

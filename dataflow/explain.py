@@ -10,10 +10,11 @@ from .axes import Axis, Sizes, extent
 from .capabilities import Capabilities, Lowering, Placement, chosen_lowering
 from .declaration import Declaration
 from .errors import ConfigError
+from .parameters import When
 from .plan import FillPlan
 from .planner import plan_fill, slot_bytes
 from .roles import Role, dtype_text, resolve_dtype
-from .slots import Constant, Padded, Slot, When
+from .slots import Constant, Padded, Slot
 from .sources import SideArgument, Source
 
 Extents = Mapping[Axis, tuple[int, int]]

@@ -11,16 +11,17 @@ from .caches import keep_newest
 from .capabilities import DEVICE
 from .copies import copy_all
 from .gather import Gather, Sources, chosen
+from .gradients import without_gradients
 from .guard import guard_over
 from .hostdata import tensors_of
 from .plan import FUSED
+from .readable import NOT_TOLD, has_memory, unreadable
 from .ready import Preparer, Ready
 from .sources import Side
 
 _POINTER: Final = torch.Tensor.data_ptr
 _CONTIGUOUS: Final = torch.Tensor.is_contiguous
 _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - no public name
-_GRAD_IS_ON: Final = torch.is_grad_enabled
 KEPT: Final = 1024
 """Live sizes that one fill keeps ready, where it is not told otherwise; the oldest goes first."""
 
@@ -42,9 +43,7 @@ class Fill:
         dtypes = zip(wanted, preparer.source_dtypes, strict=True)
         self._dtypes = {want.name: dtype for want, dtype in dtypes if dtype != want.dtype}
         self._packs = preparer.feeder is not None
-        self._own_dtypes = [
-            None if self._packs and want.slot.placement == DEVICE else want.dtype for want in self.wanted
-        ]
+        self._own = [None if self._packs and want.slot.placement == DEVICE else want.kind for want in self.wanted]
         self._in_place = frozenset(name for group in plan.copies if group.how == "in place" for name in group.slots)
         self._prepare = preparer
         self.gather = Gather(sources)
@@ -71,7 +70,7 @@ class Fill:
         taken = self._taken(ready, sources)
         if taken is not None:
             return ready, taken
-        tensors = tensors_of(sources, self._own_dtypes)
+        tensors = tensors_of(sources, self._own)
         taken = None if tensors is None else self._taken(ready, tensors)
         if taken is not None:
             return ready, taken
@@ -92,11 +91,7 @@ class Fill:
 
     def write(self, ready: Ready, sources: Sources, batch: Any) -> None:
         """Fill from sources that were found to fit, all but what the device computes; without gradients."""
-        if _GRAD_IS_ON():
-            with torch.no_grad():
-                self._write(ready, sources, batch)
-        else:
-            self._write(ready, sources, batch)
+        without_gradients(self._write, ready, sources, batch)
 
     def ready(self, live: tuple[int, ...]) -> Ready:
         """What a live size needs, made on its first use. BatchError where it does not fit the bucket."""
@@ -120,7 +115,9 @@ class Fill:
                     return False
                 sources = tuple([sources[i] for i in self._read])
             pointers = sorted(map(_POINTER, sources))
-        except (AttributeError, TypeError, RuntimeError):  # no tensor, or one without memory of its own
+            if pointers and not pointers[0] and not all(map(has_memory, sources)):
+                return False
+        except NOT_TOLD:  # no tensor, or one without memory of its own
             return False
         for low, high in self._near:
             first = bisect.bisect_left(pointers, low)
@@ -135,6 +132,8 @@ class Fill:
         if not all(_CONTIGUOUS(sources[i]) for i in self._contiguous):
             return False
         if any(source.is_neg() or source.is_conj() or source.data_ptr() % source.itemsize for source in sources):
+            return False
+        if any(map(unreadable, sources)):
             return False
         for i, _ in self._resting:
             if sources[i].stride() != self.buffers[self._here[i]].tensor.stride():
@@ -168,20 +167,18 @@ class Fill:
         if buffers.ledger.handed_out or (self._distrusts and buffers.unmarked):
             buffers.distrust()
         elif buffers.unmarked:  # a slot that is apart here may be a lane of another bucket's kernel
-            for buffer, _, _ in ready.marks:
-                buffer.distrust()
+            for mark in ready.marks:
+                mark.buffer.distrust()
         if ready.exact:
-            for buffer, reach, _ in ready.marks:
-                buffer.mark = tuple(map(max, buffer.mark, reach))
+            for mark in ready.marks:
+                mark.buffer.mark = tuple(map(max, mark.buffer.mark, mark.live))
             buffers.ledger.stamp = buffers.mine = ready
             return
-        zeros, others = ready.reset_from(tuple([buffer.mark for buffer, _, _ in ready.marks]))
+        zeros, others = ready.reset_from_marks()
         if zeros:
             _FOREACH_ZERO(zeros)
         for tail, number in others:
             tail.fill_(number)
-        for buffer, reach, _ in ready.marks:
-            buffer.mark = reach
         buffers.ledger.stamp = buffers.mine = ready
 
 

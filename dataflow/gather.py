@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .sources import Side, Source
+from .sources import Side, Source, look_up
 
 Sources = tuple[Any, ...]
 Getter = Callable[[Any], Sources]
@@ -40,8 +40,15 @@ class Gather:
         return tuple([source.read(batch, side) for source in self._sources])
 
     def _getter(self, kind: type) -> Getter:
-        make = operator.itemgetter if issubclass(kind, Mapping) else operator.attrgetter
-        many = make(*self._names)
-        getter = many if len(self._names) > 1 else lambda batch: (many(batch),)
+        names = self._names
+        if hasattr(kind, "__missing__"):  # which an index would call
+
+            def getter(batch: Any) -> Sources:
+                return tuple([look_up(batch, name) for name in names])
+
+        else:
+            make = operator.itemgetter if issubclass(kind, Mapping) else operator.attrgetter
+            many = make(*names)
+            getter = many if len(names) > 1 else lambda batch: (many(batch),)  # type: ignore[assignment] # a tuple of all
         self._getters[kind] = getter
         return getter

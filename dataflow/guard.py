@@ -8,6 +8,8 @@ import torch
 
 Guard = Callable[..., bool]
 _FACTS: Final = operator.attrgetter("__class__", "dtype", "device", "shape")
+_IS_NESTED: Final = operator.attrgetter("is_nested")
+_POINTER: Final = torch.Tensor.data_ptr
 _C: Final[Any] = torch._C  # noqa: SLF001 - what torch.compile guards its own inputs with has no public name
 _TRIED: Final = ((2, 11), (2, 13))
 """First and last version of torch whose own guards were tried; with other arguments than these they may crash."""
@@ -20,12 +22,33 @@ def guard_over(tensors: Sequence[torch.Tensor]) -> Guard:
     """
     if len({*map(id, tensors)}) < len(tensors):
         return _with_repeats(tensors)
-    if tensors and _TRIED[0] <= _version() <= _TRIED[1]:
-        sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
-        guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
-        check: Guard = guards.check
-        return check
-    return plain_guard(tensors)
+    check = _own_guard(tensors)
+
+    def check_safely(*found: Any) -> bool:
+        try:
+            return True not in map(_IS_NESTED, found) and check(*found)
+        except AttributeError:  # no tensor
+            return False
+
+    return check_safely
+
+
+def _own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
+    """The same by torch, where its guards were tried. They end the process where they are asked of a nested tensor."""
+    if not tensors or not _TRIED[0] <= _version() <= _TRIED[1]:
+        return plain_guard(tensors)
+    sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
+    guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
+    check: Guard = guards.check
+    return check
+
+
+def untouched(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """A call that says whether these very tensors still have the shapes, strides and memory that they have now."""
+    own = tuple(tensors)
+    check = _own_guard(own)
+    pointers = [*map(_POINTER, own)]
+    return lambda: check(*own) and [*map(_POINTER, own)] == pointers
 
 
 def _with_repeats(tensors: Sequence[torch.Tensor]) -> Guard:
@@ -51,7 +74,7 @@ def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:
     def check(*found: Any) -> bool:
         try:
             return [_facts(one) for one in found] == wanted
-        except (AttributeError, RuntimeError):  # no tensor, or one without strides
+        except (AttributeError, RuntimeError, ValueError):  # no tensor, or one without sizes or strides
             return False
 
     return check

@@ -22,7 +22,7 @@ def hand_over(
     slots = bucket.declaration.slots
     named = zip(fill.copied, sources, strict=True)
     own = {name: value.clone() if slots[name].rewritten or slots[name].restored else value for name, value in named}
-    views: Views = {**ready.views, **own}
+    views: Views = {**ready.shown(), **own}
     declaration = bucket.declaration
     known, fields = {**declaration.given(ready.step), **views}, declaration.fields
     host = [computation.on(known, fields) for computation in ready.host]
@@ -35,4 +35,4 @@ def hand_over(
             views = {**views, value.slot: move(value.on(known, fields).tensor_of(batch))}
     known |= views
     device = [computation.on(known, fields) for computation in ready.device]
-    return attrs.evolve(ready, views=views, host=host, device=device)
+    return attrs.evolve(ready, views=views, shown=lambda: views, host=host, device=device)

@@ -15,12 +15,15 @@ HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic)
 """What a batch may bring in a tensor's place."""
 NOT_CARRIED: Final = (ValueError, TypeError, OverflowError, BufferError, struct.error)
 """What a carrier raises for a source that it cannot make bytes of."""
+MOST_DIMS: Final = 64
+"""Dims that a tensor may have."""
 _LETTERS: Final = {
     torch.int8: "b",
     torch.uint8: "B",
     torch.int16: "h",
     torch.int32: "i",
     torch.int64: "q",
+    torch.float16: "e",
     torch.float32: "f",
     torch.float64: "d",
     torch.bool: "?",
@@ -29,6 +32,7 @@ _LETTERS: Final = {
 _BOOLS: Final = frozenset({bool, np.bool_})
 _BITS: Final = frozenset({0, 1})
 """What bools are equal to: a list without these need not be asked for types, which takes twice as long."""
+_PAD_THEM: Final = "pad them to one length"
 
 
 def letter_of(dtype: torch.dtype) -> str | None:
@@ -36,53 +40,95 @@ def letter_of(dtype: torch.dtype) -> str | None:
     return _LETTERS.get(dtype)
 
 
-def tensor_of(value: Any, dtype: torch.dtype) -> torch.Tensor:
+def tensor_of(value: Any, dtype: torch.dtype, dims: int = MOST_DIMS) -> torch.Tensor:
     """A host tensor of lists or arrays. An array keeps its dtype; numbers in lists take `dtype` where it holds them.
 
-    A bool is no number here, and a float no index: such a list comes back in its own dtype. Raises RuntimeError,
-    TypeError or ValueError for what is no box of numbers, for bools among numbers, and for a number that a dtype of
-    floats has only infinity for.
+    dims: of the slot; lists that are nested deeper by two or more are not looked into. A bool is no number here, and a
+    float no index: such a list comes back in its own dtype. Raises RuntimeError, TypeError or ValueError for what is no
+    box of numbers, for bools among numbers, and for a number that a dtype of floats has only infinity for.
     """
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
-        return torch.from_numpy(array if array.flags.writeable and array.flags.c_contiguous else array.copy())
-    numbers, shape = _unnested(value)
+        if array.dtype == object:
+            message = f"an array of objects, which NumPy makes of ragged rows: {_PAD_THEM}"
+            raise TypeError(message)
+        flags = array.flags
+        is_plain = flags.writeable and flags.c_contiguous and min(array.strides, default=0) >= 0  # of one row any
+        return torch.from_numpy(array if is_plain else array.copy())
+    numbers, shape = unnested(value, dims)
     if not numbers:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     packed = _packed(numbers, dtype)
-    made = _converted(numbers, dtype) if packed is None else packed
+    try:
+        made = _converted(numbers, dtype) if packed is None else packed
+    except (RuntimeError, TypeError, ValueError):
+        _check_even(value)
+        raise
     return made if len(shape) == 1 else made.view(*shape, *made.shape[1:])
 
 
-def tensors_of(values: Sequence[Any], dtypes: Sequence[torch.dtype | None]) -> tuple[Any, ...] | None:
+def tensors_of(values: Sequence[Any], wanted: Sequence[tuple[torch.dtype, int] | None]) -> tuple[Any, ...] | None:
     """The same with tensors for lists and arrays; None where there are none of these, or one is no box of numbers.
 
-    dtypes: None for values that stay as they are.
+    wanted: dtype and dims of each slot; None for values that stay as they are.
     """
-    pairs = list(zip(values, dtypes, strict=True))
-    if not any(dtype is not None and isinstance(value, HOST_KINDS) for value, dtype in pairs):
+    pairs = list(zip(values, wanted, strict=True))
+    if not any(want is not None and isinstance(value, HOST_KINDS) for value, want in pairs):
         return None
     try:
         return tuple(
             [
-                tensor_of(value, dtype) if dtype is not None and isinstance(value, HOST_KINDS) else value
-                for value, dtype in pairs
+                tensor_of(value, *want) if want is not None and isinstance(value, HOST_KINDS) else value
+                for value, want in pairs
             ]
         )
     except (RuntimeError, TypeError, ValueError):  # which whoever admits sources says in words
         return None
 
 
-def _unnested(value: Any) -> tuple[Any, list[int]]:
-    """The numbers of nested lists in one row, and their shape; lists stay nested where they are of unlike lengths."""
+def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:
+    """The numbers of nested lists in one row, and their shape; lists stay nested where they are of unlike lengths.
+
+    ValueError where they have two dims more than they should: a list that holds itself has no end.
+    """
     shape = [len(value)]
     while value and isinstance(value[0], list | tuple):
+        if len(shape) > dims:
+            message = f"lists nested {len(shape) + 1} deep or deeper, for {dims} dims"
+            raise ValueError(message)
         lengths = {len(row) if isinstance(row, list | tuple) else None for row in value}
         if len(lengths) > 1:  # which torch refuses in words
             break
         shape.append(len(value[0]))
         value = list(itertools.chain.from_iterable(value))
     return value, shape
+
+
+def _check_even(value: Any) -> None:
+    """ValueError where rows are ragged, or are tensors, or stand beside numbers: which torch does not say."""
+    rows, dim = list(value), 1
+    while rows:
+        sizes = [_row_size(row) for row in rows]
+        if all(size is None for size in sizes):
+            return
+        if None in sizes:
+            message = f"some of its entries along dim {dim - 1} are rows and some are not: bring rows of one length"
+            raise ValueError(message)
+        if len(set(sizes)) > 1:
+            first, other = [*dict.fromkeys(sizes)][:2]
+            message = f"its rows are ragged, of {first} and of {other} numbers along dim {dim}: {_PAD_THEM}"
+            raise ValueError(message)
+        if isinstance(rows[0], torch.Tensor):
+            message = "a list of tensors: bring one tensor, such as torch.stack makes of them"
+            raise ValueError(message)  # noqa: TRY004 - as for all that is no box of numbers
+        rows, dim = [one for row in rows for one in row], dim + 1
+
+
+def _row_size(row: Any) -> int | None:
+    """How many entries a row within rows has; None for a number."""
+    if isinstance(row, torch.Tensor | np.ndarray):
+        return len(row) if row.ndim else None
+    return len(row) if isinstance(row, list | tuple) else None
 
 
 def _packed(numbers: Any, dtype: torch.dtype) -> torch.Tensor | None:
@@ -99,7 +145,7 @@ def _packed(numbers: Any, dtype: torch.dtype) -> torch.Tensor | None:
 def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     """The same by torch, for every other dtype, and for numbers of another kind."""
     try:
-        loose = torch.as_tensor(numbers)
+        loose = torch.as_tensor(numbers, device="cpu")
     except OverflowError as error:  # which is no ValueError
         raise ValueError(*error.args) from error
     if loose.dtype == torch.bool:
@@ -108,16 +154,17 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
         message = "bools and numbers together"
         raise TypeError(message)
     if dtype.is_floating_point or loose.is_floating_point():
-        return _floats(numbers, dtype if dtype.is_floating_point else loose.dtype)
+        own = torch.float32 if loose.dtype == torch.get_default_dtype() else loose.dtype  # whatever the default is
+        return _floats(numbers, dtype if dtype.is_floating_point else own)
     if not dtype.is_signed and dtype != torch.bool and bool((loose < 0).any()):
         message = f"{dtype_text(dtype)} cannot hold {int(loose.min())}"  # where torch wraps it around
         raise ValueError(message)
-    return loose if dtype == torch.bool else torch.tensor(numbers, dtype=dtype)
+    return loose if dtype == torch.bool else torch.tensor(numbers, dtype=dtype, device="cpu")
 
 
 def _floats(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     """Floats, rounded but once. ValueError where a finite number would come to be none."""
-    exact = torch.tensor(numbers, dtype=torch.float64)
+    exact = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     made = exact.to(dtype)
     lost = exact.isfinite() & ~made.double().isfinite()
     if lost.any():
@@ -150,7 +197,11 @@ def tensor_carrier(nbytes: int) -> Carrier:
     """For dense host tensors of so many bytes."""
 
     def carry(source: torch.Tensor) -> bytes:
-        return ctypes.string_at(source.data_ptr(), nbytes)
+        address = source.data_ptr()
+        if nbytes and not address:
+            message = "its memory was freed"
+            raise ValueError(message)
+        return ctypes.string_at(address, nbytes)
 
     return carry
 

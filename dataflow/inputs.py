@@ -1,16 +1,17 @@
 """`Inputs`: the base of declarations, whose instances are the batch handed in and the view handed out."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 
 import attrs
 
+from . import classes
 from .axes import TOKENS, Axis
-from .declaration import Declaration, declare
-from .errors import DeclarationError
-from .slots import Slot
-from .specifiers import SLOT, computed, constant, copied, host_parameter, output, slot, staged
+from .classes import attributes, is_inherited, slot_in
+from .declaration import Declaration, declare, refused
+from .errors import DeclarationError, DeclarationErrors
+from .specifiers import computed, constant, copied, host_parameter, output, slot, staged
 from .step import Step
 from .views import ViewInfo, narrowed
 
@@ -23,19 +24,13 @@ class _Namespace(dict[str, Any]):
         self.twice: list[str] = []
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if _slot_in(self.get(name)) is not None:
+        if slot_in(self.get(name)) is not None:
             self.twice.append(name)
         super().__setitem__(name, value)
 
 
-def _slot_in(field: object) -> Slot | None:
-    """The slot that a field carries, before or after attrs made an attribute of it."""
-    found = (getattr(field, "metadata", None) or {}).get(SLOT)
-    return found if isinstance(found, Slot) else None
-
-
 class _Declaring(type):
-    """Keeps a class body's duplicates for the check."""
+    """Keeps a class body's duplicates for the check, and refuses to lose slots once a class is declared."""
 
     @classmethod
     def __prepare__(cls, name: str, bases: tuple[type, ...], /, **keywords: Any) -> _Namespace:
@@ -43,8 +38,27 @@ class _Declaring(type):
         return _Namespace()
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> Any:
+        if isinstance(namespace.get("slotgraph"), Declaration):
+            raise _made_already(name)
         twice = tuple(namespace.twice) if isinstance(namespace, _Namespace) else ()
         return super().__new__(cls, name, bases, {**namespace, "_slotgraph_twice": twice}, **keywords)
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if isinstance(vars(cls).get("slotgraph"), Declaration):
+            if name == "__attrs_attrs__" or name.startswith("__dataclass_"):
+                raise _made_already(cls.__name__)
+            if slot_in(value) is not None:
+                message = f"{cls.__name__}.{name}: slot {name!r}: slots are declared in a class body: write a subclass"
+                raise refused(cls.__name__, [DeclarationError(message)])
+        super().__setattr__(name, value)
+
+
+def _made_already(name: str) -> DeclarationErrors:
+    message = (
+        f"{name}: a subclass of Inputs is an attrs class already. A decorator that makes it anew (attrs.define, "
+        "dataclass), or attrs.make_class, would lose its slots: leave the decorator out, and write a class"
+    )
+    return refused(name, [DeclarationError(message)])
 
 
 @dataclass_transform(
@@ -61,6 +75,7 @@ class Inputs(metaclass=_Declaring):
     """
 
     slotgraph: ClassVar[Declaration]
+    _slotgraph_drops: ClassVar[frozenset[str]] = frozenset()
     _slotgraph_dropped: ClassVar[frozenset[str]] = frozenset()
     _slotgraph_twice: ClassVar[tuple[str, ...]] = ()
     _slotgraph_view: ViewInfo | None = None
@@ -71,15 +86,19 @@ class Inputs(metaclass=_Declaring):
         drop: slots and fields of a base that this declaration does without. Raises DeclarationErrors.
         """
         super().__init_subclass__(**keywords)
-        own = set(inspect.get_annotations(cls))
-        inherited = frozenset().union(*(getattr(base, "_slotgraph_dropped", ()) for base in cls.__bases__))
-        dropped = tuple(drop)
-        cls._slotgraph_dropped = (inherited - own) | frozenset(dropped)
-        unknown = [name for name in dropped if name not in _inherited_names(cls)]
-        _define(cls)
-        found = [*_duplicates(cls), *_unknown_drops(cls, unknown)]
-        slots = {a.name: kind for a in _attributes(cls) if (kind := _slot_in(a)) is not None}
-        fields = {a.name: a.default for a in _attributes(cls) if a.name not in slots}
+        own, (dropped, found) = set(inspect.get_annotations(cls)), _dropped(cls, drop)
+        of_bases = classes.dropped_by_bases(cls)
+        cls._slotgraph_drops, cls._slotgraph_dropped = dropped, (of_bases - own) | dropped
+        faults = list(_define(cls))
+        faults += classes.parameter_faults(cls)
+        faults += classes.lost_slots(cls)
+        faults += classes.overrides(cls, of_bases | dropped)
+        faults += classes.rivals(cls, of_bases - own - dropped)
+        slots = {a.name: kind for a in attributes(cls) if (kind := slot_in(a)) is not None}
+        fields = {a.name: a.default for a in attributes(cls) if a.name not in slots}
+        for name, fault in faults:
+            what = "field" if name in fields else "slot"
+            found.append(DeclarationError(f"{cls.__name__}.{name}: {what} {name!r}: {fault}"))
         cls.slotgraph = declare(cls.__name__, slots, fields, found)
 
     def narrow(self, axis: Axis, start: int, stop: int, *, tokens: tuple[int, int] | None = None) -> Self:
@@ -123,51 +142,31 @@ class Inputs(metaclass=_Declaring):
             raise AttributeError(message)
 
 
-def _define(cls: type[Inputs]) -> None:
+def _define(cls: type[Inputs]) -> Iterator[tuple[str, str]]:
+    """Make an attrs class of a declaration, without what it drops; and tell the names that no attribute may have."""
+    wrong: dict[str, str] = {}
+
     def without_dropped(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
+        wrong.update({field.name: fault for field in fields if (fault := classes.name_fault(field.name)) is not None})
         dropped = cls._slotgraph_dropped
-        return [field for field in fields if not (_inherited(field) and field.name in dropped)]
+        kept = [field for field in fields if not (is_inherited(field) and field.name in dropped)]
+        return [field for field in kept if field.name not in wrong]
 
-    try:
-        attrs.define(cls, slots=False, kw_only=True, eq=False, auto_attribs=True, field_transformer=without_dropped)
-    except attrs.exceptions.UnannotatedAttributeError as error:
-        message = f"{cls.__name__}: {error} Write `name: torch.Tensor = copied(...)`"
-        raise DeclarationError(message) from error
-
-
-def _attributes(cls: type) -> "tuple[attrs.Attribute[Any], ...]":
-    found: tuple[attrs.Attribute[Any], ...] = cls.__dict__.get("__attrs_attrs__", ())
-    return found
+    yield from classes.take_bare(cls)
+    attrs.define(cls, slots=False, kw_only=True, eq=False, auto_attribs=True, field_transformer=without_dropped)
+    if "slotgraph" in vars(cls):
+        wrong["slotgraph"] = classes.name_fault("slotgraph") or ""
+    yield from wrong.items()
+    for name in cls._slotgraph_twice:
+        yield name, "the class declares it twice: rename one"
 
 
-def _inherited(field: "attrs.Attribute[Any]") -> bool:
-    found: Any = field  # attrs' stubs do not list it
-    return bool(found.inherited)
-
-
-def _inherited_names(cls: type) -> set[str]:
-    return {a.name for base in cls.__mro__[1:] for a in _attributes(base)}
-
-
-def _unknown_drops(cls: type[Inputs], unknown: Sequence[str]) -> list[DeclarationError]:
-    return [DeclarationError(f"{cls.__name__} drops {name!r}, which no base declares") for name in unknown]
-
-
-def _duplicates(cls: type[Inputs]) -> list[DeclarationError]:
-    """Slots declared twice in one body, or by two bases of which neither overrides the other."""
-    found = [f"{cls.__name__} declares the slot {name!r} twice: rename one" for name in cls._slotgraph_twice]
-    for field in _attributes(cls):
-        if not _inherited(field) or _slot_in(field) is None:
-            continue
-        owners = [base for base in cls.__mro__[1:] if field.name in inspect.get_annotations(base)]
-        rivals = [o for o in owners[1:] if not issubclass(owners[0], o) and _own_slot(o, field.name) != _slot_in(field)]
-        found += [
-            f"{cls.__name__} inherits two slots named {field.name!r}, from {owners[0].__name__} and {rival.__name__}: "
-            "declare it again to say which is meant, or drop it"
-            for rival in rivals
-        ]
-    return [DeclarationError(message) for message in found]
-
-
-def _own_slot(owner: type, name: str) -> Slot | None:
-    return next((_slot_in(a) for a in _attributes(owner) if a.name == name), None)
+def _dropped(cls: type[Inputs], drop: Any) -> tuple[frozenset[str], list[DeclarationError]]:
+    """The names that a class drops, and what is wrong with them."""
+    known = classes.inherited(cls)
+    if isinstance(drop, str) or not isinstance(drop, Iterable):
+        return frozenset(), [DeclarationError(f"{cls.__name__}: drop={drop!r}: give a list of names, such as ['ids']")]
+    names = list(drop)
+    unknown = [name for name in names if not isinstance(name, str) or name not in known]
+    found = [DeclarationError(f"{cls.__name__} drops {name!r}, which no base declares") for name in unknown]
+    return frozenset(name for name in names if isinstance(name, str)), found

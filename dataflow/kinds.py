@@ -1,60 +1,120 @@
 """Kinds: how a source travels to its slot, by its address or with its bytes in the upload."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import attrs
 import numpy as np
 import torch
 
-from .admission import Fact, Wanted, host_tensor, is_in_place
-from .buffers import Buffer, Buffers
-from .hostdata import Carrier, array_dtype, carry_array, list_carrier, tensor_carrier
+from .admission import Fact, Wanted, admitted_tensor, fits, host_tensor, is_in_place
+from .buffers import Buffers
+from .hostdata import (
+    HOST_KINDS,
+    NOT_CARRIED,
+    Carrier,
+    array_dtype,
+    carry_array,
+    list_carrier,
+    tensor_carrier,
+    tensor_of,
+)
 from .lanes import converts
+from .readable import has_memory, unreadable
 
-Detour = Literal["overlap", "layout", "conversion", "host_data", "foreign_stream"]
-"""Why a batch is filled by the next lowering: a source lies in a slot's buffer; has a layout that its bytes alone do
-not tell; has a dtype that the kernel does not convert; is host data that no upload carries; lives on another stream."""
+Detour = Literal["foreign_stream", "other"]
+"""Why a batch is filled by a later lowering than the runner's: sources belong to another stream, which a debug mode
+finds; or the kernel did not take what the next lowering took, of which no case is known."""
+Prepare = Callable[[Any], torch.Tensor]
+"""Makes a tensor of a source that the kernel, or a plain copy, can read; raises as a carrier does where it cannot."""
+Move = Callable[[torch.Tensor], torch.Tensor]
+"""Takes a dense host tensor to the device; see `Upload.move`."""
 
 
 @attrs.frozen
 class Misfit:
-    """Why a batch's sources cannot be packed: the next lowering takes it, or says what is wrong with it."""
-
-    why: Detour
+    """A batch's sources do not fit: the next lowering says in words what is wrong with them."""
 
 
 @attrs.frozen
 class Kind:
-    """One source's way: by its address, where it is strided after it was compacted, or with its bytes in the packet.
+    """One source's way: by its address, where it needs that after `prepare`, or with its bytes in the packet.
 
-    dtype: the source's. carrier: what makes bytes of it, if it travels with its bytes, `nbytes` of them. host: its
-    type, if it is no tensor. loose: whether its carrier takes all kinds of host data, and asks itself what it is.
+    dtype: the source's, once it is prepared. carrier: what makes bytes of it, if it travels with its bytes, `nbytes` of
+    them. prepare: what makes another tensor of it first. host: its type, if it is no tensor. loose: whether its carrier
+    or `prepare` takes all kinds of host data, and asks itself what it is.
     """
 
     dtype: torch.dtype
     carrier: Carrier | None = None
     nbytes: int = 0
-    compact: bool = False
+    prepare: Prepare | None = None
     host: type | None = None
     loose: bool = False
 
 
-def kind_of(want: Wanted, source: Any, shape: tuple[int, ...], buffer: Buffer, *, fused: bool) -> Kind | Misfit:
-    """How a source travels to its slot; a misfit where it cannot, or is none at all."""
-    if isinstance(source, torch.Tensor):
-        if fused and is_in_place(source, buffer) and tuple(source.shape) == shape:
-            return Kind(source.dtype)
-        return _of_tensor(want, source, shape, fused=fused)
+def kind_of(
+    want: Wanted, source: Any, fact: Fact, buffers: Buffers, *, fused: bool, carries: bool, move: Move
+) -> Kind | Misfit:
+    """How a source travels to its slot; a misfit where it does not fit, which the next lowering says in words.
+
+    fused: whether the kernel writes the slot; else a plain copy does. carries: whether the packet has room for its
+    bytes. move: what takes to the device the host data that the packet does not carry.
+    """
+    readable = not unreadable(source)
+    if readable and is_in_place(source, buffers[want.name]) and tuple(source.shape) == fact[2]:
+        return Kind(source.dtype)
+    if not isinstance(source, HOST_KINDS) and not fits(want, source, fact[2]):
+        return Misfit()
+    if isinstance(source, torch.Tensor) and not want.is_hosted(source):
+        return _of_tensor(want, source, fused=fused)
+    if fused and carries:
+        kind = _as_it_is(want, source, fact[2], lambda dtype: _is_taken(want, dtype))
+        return kind or _as_tensor(want, fact, buffers)
+    if want.device.type != "cpu":
+        return Kind(want.dtype, prepare=lambda brought: move(host_tensor(want, brought, fact, buffers)), loose=True)
+    return _on_host(want, source, fact, buffers)
+
+
+def _of_tensor(want: Wanted, source: torch.Tensor, *, fused: bool) -> Kind:
+    """A tensor that fits, where its slot is. A plain copy converts it, and reads it as it lies."""
+    if source.is_neg() or source.is_conj():  # before it is converted: negated bytes are no negative numbers
+        return Kind(
+            want.dtype, prepare=lambda brought: _live(brought).resolve_conj().resolve_neg().to(want.dtype).contiguous()
+        )
     if not fused:
-        return Misfit("host_data")
-    if type(source) is np.ndarray:
-        return _of_array(want, source, shape)
-    if type(source) in (list, tuple) and len(shape) == 1 and len(source) == shape[0]:
-        carrier = list_carrier(shape[0], want.dtype)
-        if carrier is not None:
-            return Kind(want.dtype, carrier, shape[0] * want.dtype.itemsize, host=type(source))
-    return Misfit("host_data")
+        return Kind(source.dtype)
+    if not _is_taken(want, source.dtype):
+        return Kind(
+            want.dtype, prepare=lambda brought: _live(brought).to(want.dtype, memory_format=torch.contiguous_format)
+        )
+    return Kind(source.dtype, prepare=None if source.is_contiguous() else lambda brought: _live(brought).contiguous())
+
+
+def _live(source: torch.Tensor) -> torch.Tensor:
+    """A tensor that can be read; ValueError where its memory was freed since one like it was looked at."""
+    if not has_memory(source):
+        message = "its memory was freed"
+        raise ValueError(message)
+    return source
+
+
+def _on_host(want: Wanted, source: Any, fact: Fact, buffers: Buffers) -> Kind:
+    """Lists and arrays for a slot that a plain copy fills from host memory, and converts."""
+    kind = _as_it_is(want, source, fact[2], want.takes)
+    if kind is None or kind.carrier is None:
+        return Kind(want.dtype, prepare=lambda brought: admitted_tensor(want, brought, fact, buffers), loose=True)
+    if kind.host is np.ndarray:
+        return attrs.evolve(kind, carrier=None, nbytes=0, prepare=functools.partial(tensor_of, dtype=want.dtype))
+    carrier, dtype = kind.carrier, want.dtype
+
+    def prepare(brought: Any) -> torch.Tensor:
+        data = bytearray(carrier(brought))
+        return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+
+    return attrs.evolve(kind, carrier=None, nbytes=0, prepare=prepare)
 
 
 def hosted_kind(want: Wanted, source: Any, fact: Fact, buffers: Buffers, *, loose: bool) -> Kind:
@@ -62,52 +122,48 @@ def hosted_kind(want: Wanted, source: Any, fact: Fact, buffers: Buffers, *, loos
 
     loose: as a tensor, for data that is moved by itself.
     """
-
-    def tensor(brought: Any) -> torch.Tensor:
-        return host_tensor(want, brought, fact, buffers)
-
     if loose:
-        return Kind(want.dtype, tensor, loose=True)
-    kind = _as_it_is(want, source, fact[2])
-    if kind is None:
-        carry = tensor_carrier(math.prod(fact[2]) * want.dtype.itemsize)
-        return Kind(want.dtype, lambda brought: carry(tensor(brought)), loose=True)
-    return kind
+        return Kind(want.dtype, lambda brought: host_tensor(want, brought, fact, buffers), loose=True)
+    return _as_it_is(want, source, fact[2], lambda dtype: dtype == want.dtype) or _as_tensor(want, fact, buffers)
 
 
-def _as_it_is(want: Wanted, source: Any, shape: tuple[int, ...]) -> Kind | None:
-    """Host data whose bytes are the slot's, with no more ado; None for all other."""
-    nbytes = math.prod(shape) * want.dtype.itemsize
+def _as_tensor(want: Wanted, fact: Fact, buffers: Buffers) -> Kind:
+    """Host data of any kind, whose bytes are those of a tensor of the slot's dtype."""
+    nbytes = math.prod(fact[2]) * want.dtype.itemsize
+    carry = tensor_carrier(nbytes)
+    return Kind(want.dtype, lambda brought: carry(host_tensor(want, brought, fact, buffers)), nbytes, loose=True)
+
+
+def _as_it_is(want: Wanted, source: Any, shape: tuple[int, ...], takes: Callable[[torch.dtype], bool]) -> Kind | None:
+    """Host data of a dtype that is taken, whose bytes need no tensor in between; None for all other."""
+    kind = None
     if isinstance(source, torch.Tensor):
-        kind = _of_tensor(want, source, shape, fused=True) if want.is_hosted(source) else None
-        return kind if isinstance(kind, Kind) and kind.dtype == want.dtype else None
-    if type(source) is np.ndarray:
-        kind = _of_array(want, source, shape)
-        return kind if isinstance(kind, Kind) and kind.dtype == want.dtype else None
-    carrier = list_carrier(shape[0], want.dtype) if type(source) in (list, tuple) and len(shape) == 1 else None
-    return None if carrier is None else Kind(want.dtype, carrier, nbytes, host=type(source))
+        plain = fits(want, source, shape) and source.is_contiguous() and not source.is_neg() and not source.is_conj()
+        if plain and want.is_hosted(source):
+            kind = Kind(source.dtype, tensor_carrier(source.nbytes), source.nbytes)
+    elif type(source) is np.ndarray:
+        kind = _of_array(source, shape)
+    elif type(source) in (list, tuple) and len(shape) == 1 and len(source) == shape[0]:
+        carrier = list_carrier(shape[0], want.dtype)
+        if carrier is not None and _carries(carrier, source):
+            kind = Kind(want.dtype, carrier, shape[0] * want.dtype.itemsize, host=type(source))
+    return kind if kind is not None and takes(kind.dtype) else None
 
 
-def _of_array(want: Wanted, source: "np.ndarray[Any, Any]", shape: tuple[int, ...]) -> Kind | Misfit:
+def _carries(carrier: Carrier, source: Any) -> bool:
+    """Whether a list is of the plain numbers that its carrier takes."""
+    try:
+        carrier(source)
+    except NOT_CARRIED:
+        return False
+    return True
+
+
+def _of_array(source: "np.ndarray[Any, Any]", shape: tuple[int, ...]) -> Kind | None:
     dtype = array_dtype(source)
-    if dtype is None or tuple(source.shape) != shape or not source.flags.c_contiguous or not _is_taken(want, dtype):
-        return Misfit("host_data")
+    if dtype is None or tuple(source.shape) != shape or not source.flags.c_contiguous:
+        return None
     return Kind(dtype, carry_array, source.nbytes, host=np.ndarray)
-
-
-def _of_tensor(want: Wanted, source: torch.Tensor, shape: tuple[int, ...], *, fused: bool) -> Kind | Misfit:
-    plain = source.layout == torch.strided and not source.is_neg() and not source.is_conj()
-    if not plain or tuple(source.shape) != shape:
-        return Misfit("layout")
-    if not (_is_taken(want, source.dtype) if fused else source.dtype == want.dtype):
-        return Misfit("conversion")
-    strided = not source.is_contiguous()
-    if source.device == want.device:
-        allowed = not strided or want.slot.takes_strided()
-        return Kind(source.dtype, compact=strided and fused) if allowed else Misfit("layout")
-    if not source.is_cpu or not fused or strided:
-        return Misfit("host_data")
-    return Kind(source.dtype, tensor_carrier(source.nbytes), source.nbytes)
 
 
 def _is_taken(want: Wanted, dtype: torch.dtype) -> bool:

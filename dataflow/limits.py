@@ -1,5 +1,7 @@
 """Limits: the largest value that host data may hold, looked at before anything is written."""
 
+import math
+import operator
 from typing import Any, Final
 
 import attrs
@@ -11,7 +13,8 @@ from .axes import Sizes
 from .capabilities import HOST
 from .declaration import Declaration
 from .errors import BatchError
-from .hostdata import HOST_KINDS
+from .hostdata import HOST_KINDS, unnested
+from .readable import has_memory
 from .sources import NO_SIDE, Side, Source
 
 _PLAIN: Final = (int, float)
@@ -23,8 +26,8 @@ _NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)
 class Limit:
     """One slot's limit: `text` as it was declared, and the number that it comes to.
 
-    on_host: whether a tensor is host data for this slot. One for a slot on the device is not looked into, wherever it
-    lies: that would wait for the device.
+    dims: of the slot. on_host: whether a tensor is host data for this slot. One for a slot on the device is not looked
+    into, wherever it lies: that would wait for the device.
     """
 
     slot: str
@@ -32,6 +35,7 @@ class Limit:
     text: str
     most: int
     on_host: bool
+    dims: int
 
     def check(self, batch: Any, side: Side) -> None:
         """BatchError that names the first row over the limit."""
@@ -50,15 +54,21 @@ class Limit:
     def is_over(self, value: Any) -> bool:
         """Whether host data holds more; what is no number is refused by whoever copies it."""
         try:
-            if isinstance(value, list | tuple) and value and type(value[0]) in _PLAIN:
-                most = max(value)  # without an array made of them
-                if most == most:  # noqa: PLR0124 - a list that begins with NaN has no other maximum
-                    return bool(most > self.most)
-            if isinstance(value, HOST_KINDS) or (self.on_host and isinstance(value, torch.Tensor) and value.is_cpu):
+            if isinstance(value, list | tuple):
+                value, _ = unnested(value, self.dims)
+                if value and type(value[0]) in _PLAIN:
+                    most = _most_of(value)  # without an array made of them
+                    if most == most:  # noqa: PLR0124 - a list that begins with NaN has no other maximum
+                        return bool(most > self.most)
+            if isinstance(value, HOST_KINDS) or (self.on_host and self._is_on_host(value)):
                 return bool((_array_of(value) > self.most).any())
         except _NO_NUMBERS:
             return False
         return False
+
+    @staticmethod
+    def _is_on_host(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_cpu and has_memory(value)
 
 
 @attrs.frozen
@@ -71,15 +81,15 @@ class Limits:
     def of(cls, declaration: Declaration, sizes: Sizes) -> "Limits | None":
         """The limits at the sizes of the fixed axes; None where no slot has one, so that nothing need be asked."""
         found = tuple(
-            Limit(name, source, str(most), most.at(sizes), slot.placement == HOST)
+            Limit(name, source, str(most), most.at(sizes), slot.placement == HOST, len(slot.shape))
             for name, slot in declaration.slots.items()
             if (most := slot.most()) is not None and (source := slot.reads(name)) is not None
         )
         return cls(found) if found else None
 
-    def allow(self, batch: Any) -> bool:
+    def allow(self, batch: Any, side: Side) -> bool:
         """Whether a batch keeps to them all."""
-        return not any(limit.is_over(limit.source.read(batch, NO_SIDE)) for limit in self.limits)
+        return not any(limit.is_over(limit.source.read(batch, side)) for limit in self.limits)
 
     def check(self, batch: Any, side: Side = NO_SIDE) -> None:
         """Refuse a batch whose host data holds more than a slot takes: BatchError. Writes nothing."""
@@ -87,8 +97,26 @@ class Limits:
             limit.check(batch, side)
 
 
+def _most_of(numbers: list[Any] | tuple[Any, ...]) -> float:
+    """The largest of plain numbers; NaN where other objects are among them, so that each is looked at."""
+    try:
+        most = max(numbers)
+    except TypeError:
+        return math.nan
+    return most if type(most) in _PLAIN else math.nan
+
+
+def _number_in(item: Any) -> Any:
+    """What a fill makes of an object in a list: the whole number that it stands for, else the object itself."""
+    return operator.index(item) if hasattr(type(item), "__index__") else item
+
+
+_NUMBERS_IN: Final = np.frompyfunc(_number_in, 1, 1)
+
+
 def _array_of(value: Any) -> "npt.NDArray[Any]":
     if not isinstance(value, torch.Tensor):
-        return np.asarray(value)
+        array = np.asarray(value)
+        return _NUMBERS_IN(array) if array.dtype == object else array
     plain = value.detach().double() if value.is_floating_point() else value
     return plain.resolve_neg().numpy()

@@ -8,8 +8,7 @@ import torch
 from .axes import Sizes
 from .buffers import Buffers
 from .capabilities import Capabilities
-from .computation import field_of
-from .compute import OUT
+from .computation import Computation
 from .declaration import Declaration
 from .hostdata import tensor_of
 from .ready import Views
@@ -18,7 +17,6 @@ from .slots import Slot
 from .sources import NO_SIDE, Side
 from .step import Step
 from .tails import Pad, resolve_value
-from .values import write
 
 
 @torch.no_grad()
@@ -36,7 +34,7 @@ def fill_slot_by_slot(
     given: values in the place of the batch's own. No grouping, no memory of earlier fills, no checks: each tail is
     reset and each slot copied in each step.
     """
-    views: dict[str, torch.Tensor | None] = {}
+    views: dict[str, torch.Tensor | None] = dict.fromkeys(declaration.disabled)
     for name, slot in declaration.slots.items():
         source = slot.reads(name)
         value = _value(name, slot, batch, side, capabilities) if given is None else given.get(name)
@@ -57,7 +55,7 @@ def _value(name: str, slot: Slot, batch: Any, side: Side, capabilities: Capabili
     return (
         value
         if value is None or isinstance(value, torch.Tensor)
-        else tensor_of(value, resolve_dtype(slot.dtype, capabilities))
+        else tensor_of(value, resolve_dtype(slot.dtype, capabilities), len(slot.shape))
     )
 
 
@@ -80,9 +78,5 @@ def _compute(name: str, declaration: Declaration, buffers: Buffers, views: Views
     if compute is None:
         return
     target = buffers[name].view(step.padded_sizes)
-    known = {**declaration.given(step), OUT: target, **views}
-    given = {n: known[n] if n in known else field_of(batch, n, declaration.fields[n]) for n in compute.needs}
-    if compute.writes_out:
-        compute.function(**given, out=target)
-    else:
-        write(target, compute.function(**given), f"slot {name!r}: its function's result")
+    known = {**declaration.given(step.of(name)), **views}
+    Computation.bind(name, compute, known, declaration.fields, target).run(batch)

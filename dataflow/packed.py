@@ -9,6 +9,7 @@ import attrs
 import torch
 
 from .computation import Computation
+from .failures import blame
 from .hostdata import letter_of
 from .lanes import WORD, rounded
 
@@ -17,13 +18,15 @@ from .lanes import WORD, rounded
 class PackedValue:
     """A computation whose result becomes bytes: one number at once, anything else by way of a host tensor.
 
-    nbytes: bytes in the upload, a multiple of its unit. pack: for one number of the slot's own kind.
+    nbytes: bytes in the upload, a multiple of its unit. pack: for one number of the slot's own kind. alone: whether its
+    function is given neither fields of the batch nor slots.
     """
 
     computation: Computation
     scratch: torch.Tensor
     nbytes: int
     pack: Callable[[Any], bytes] | None
+    alone: bool
 
     @classmethod
     def of(cls, computation: Computation, unit: int = WORD) -> "PackedValue":
@@ -31,11 +34,11 @@ class PackedValue:
         target = computation.target
         nbytes = rounded(target.nbytes, unit)
         with torch.inference_mode(mode=False):
-            room = torch.zeros(max(nbytes, unit), dtype=torch.uint8)
+            room = torch.zeros(max(nbytes, unit), dtype=torch.uint8, device="cpu")
             scratch = room[: target.nbytes].view(target.dtype).view(target.shape)
         letter = letter_of(target.dtype) if target.numel() == 1 else None
         pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if letter is not None else None
-        return cls(attrs.evolve(computation, target=scratch), scratch, nbytes, pack)
+        return cls(attrs.evolve(computation, target=scratch), scratch, nbytes, pack, computation.is_alone)
 
     @property
     def slot(self) -> str:
@@ -44,7 +47,8 @@ class PackedValue:
 
     def on(self, known: Mapping[str, Any], fields: Mapping[str, Any]) -> "PackedValue":
         """The same function with other arguments."""
-        return attrs.evolve(self, computation=self.computation.on(known, fields))
+        computation = self.computation.on(known, fields)
+        return attrs.evolve(self, computation=computation, alone=computation.is_alone)
 
     def tensor_of(self, batch: Any) -> torch.Tensor:
         """Call the function; its result on the host, until the next call. ComputeError as `bytes_of`."""
@@ -53,9 +57,15 @@ class PackedValue:
         return self.scratch
 
     def bytes_of(self, batch: Any) -> bytes:
-        """Call the function. ComputeError where the slot cannot hold what it returns."""
+        """Call the function. ComputeError where it raises, or the slot cannot hold what it returns."""
         computation = self.computation
-        value = computation.value(batch) if computation.fields else computation.function()
+        if self.alone:
+            try:
+                value = computation.function()
+            except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+                blame(self.slot, computation.compute.function, error)
+        else:
+            value = computation.value(batch)
         if self.pack is not None and type(value) is computation.number:
             try:
                 return self.pack(value)

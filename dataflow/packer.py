@@ -8,6 +8,7 @@ from .admission import Wanted
 from .axes import Sizes
 from .buffers import Buffers
 from .declaration import Declaration
+from .feed import Feed
 from .gather import Sources
 from .kinds import Kind, Misfit, kind_of
 from .lanes import Lane, head_bytes, meta, rounded
@@ -43,7 +44,7 @@ def _body_bytes(lane: Lane, declaration: Declaration) -> int:
 class Packer:
     """Packs for one plan. What it makes for one live size and one kind of each source is a `Manifest`.
 
-    address: where the packet lies on the device. room: its bytes. owner: the number of the table that packets are for.
+    feed: what takes packets to the device.
     """
 
     def __init__(
@@ -52,22 +53,24 @@ class Packer:
         declaration: Declaration,
         buffers: Buffers,
         wanted: Sequence[Wanted],
-        address: int,
-        room: int,
-        owner: int = 1,
+        feed: Feed,
     ) -> None:
         sizes = {axis: size for axis in declaration.axes for name, size in plan.sizes if axis.name == name}
         places = {want.name: index for index, want in enumerate(wanted)}
         packed = {one.slot for one in plan.computed if one.packed}
         self.lanes = tuple(lanes_of(plan, declaration, buffers, sizes))
-        self.owner = owner
-        self._address = address
-        self._room = room
+        self.owner = feed.number()
+        self._feed = feed
         self._buffers = buffers
         self._wanted = tuple(wanted)
         self._slots = [declaration.slots[lane.slot] for lane in self.lanes]
         self._sources = [places.get(lane.slot) for lane in self.lanes]
         self._fused = frozenset(index for index in self._sources if index is not None)
+        self._carries = frozenset(
+            index
+            for lane, index in zip(self.lanes, self._sources, strict=True)
+            if index is not None and _body_bytes(lane, declaration) <= LARGE_BYTES
+        )
         self._values_at = [index for index, lane in enumerate(self.lanes) if lane.slot in packed]
 
     def pack(self, ready: Ready, sources: Sources) -> Packed | Misfit:
@@ -86,20 +89,19 @@ class Packer:
         if isinstance(kinds, Misfit):
             return kinds
         layout = self._layout(ready, kinds)
-        if layout.nbytes > self._room:
-            return Misfit("host_data")
         made = Manifest(layout, kinds, sources, self._wanted, self._buffers)
-        packed = made.pack(sources)
+        packed = made.pack(sources) if layout.nbytes <= self._feed.room else None
         if packed is None:
-            return Misfit(made.misfit(sources))
+            return Misfit()
         ready.manifests.insert(0, made)
         del ready.manifests[_MANIFESTS:]
         return packed
 
     def _kinds(self, ready: Ready, sources: Sources) -> list[Kind] | Misfit:
-        found = []
+        found, move = [], self._feed.upload.move
         for index, (want, source, fact) in enumerate(zip(self._wanted, sources, ready.facts, strict=True)):
-            kind = kind_of(want, source, fact[2], self._buffers[want.name], fused=index in self._fused)
+            fused, carries = index in self._fused, index in self._carries
+            kind = kind_of(want, source, fact, self._buffers, fused=fused, carries=carries, move=move)
             if isinstance(kind, Misfit):
                 return kind
             found.append(kind)
@@ -108,7 +110,7 @@ class Packer:
     def _layout(self, ready: Ready, kinds: Sequence[Kind]) -> Layout:
         """Give everything that the packet carries its place, and write down what is the same in each step."""
         fixed: dict[int, int] = {}
-        at = self._address + head_bytes(len(self.lanes))
+        at = self._feed.address + head_bytes(len(self.lanes))
         for index, value in zip(self._values_at, ready.packed, strict=True):
             fixed[index] = at
             at += value.nbytes
@@ -119,7 +121,7 @@ class Packer:
         metas = [self._meta(index, ready, kinds) for index in range(len(self.lanes))]
         head = struct.pack(f"<{1 + len(metas)}q", self.owner, *metas)
         order = [source for source in self._sources if source is not None and kinds[source].carrier is not None]
-        return Layout(head, tuple(self._sources), fixed, tuple(order), self._fused, at - self._address)
+        return Layout(head, tuple(self._sources), fixed, tuple(order), self._fused, at - self._feed.address)
 
     def _meta(self, index: int, ready: Ready, kinds: Sequence[Kind]) -> int:
         """A lane's first word. What the host computed has no tail: every padded row is live."""

@@ -44,17 +44,20 @@ def plan_fill(
     in_place: Iterable[str] = NONE,
     source_dtypes: Mapping[str, torch.dtype] = NO_CASTS,
     hosted: Iterable[str] = NONE,
+    foreign: frozenset[str] = NONE,
 ) -> FillPlan:
     """The plan that fills one bucket.
 
     sizes: padded size of every axis. lowering: how the plan is to be run. absent: optional slots that the batch comes
     without. in_place: slots that a producer has written. source_dtypes: for slots whose source has another dtype than
     the slot, which one. hosted: slots on the device that the batch brings host data for; it counts where foreach copies
-    take it out of a packet, cast already.
+    take it out of a packet, cast already. foreign: slots whose memory others may write between steps.
     """
     missing, written = frozenset(absent), frozenset(in_place)
     brought = frozenset(hosted) if capabilities.packed_uploads and lowering == "foreach" else NONE
-    return _Planning(declaration, sizes, capabilities, lowering, missing, written, source_dtypes, brought).plan()
+    return _Planning(
+        declaration, sizes, capabilities, lowering, missing, written, source_dtypes, brought, foreign
+    ).plan()
 
 
 def slot_bytes(slot: Slot, sizes: Sizes, capabilities: Capabilities) -> int:
@@ -74,6 +77,7 @@ class _Planning:
     in_place: frozenset[str]
     source_dtypes: Mapping[str, torch.dtype]
     hosted: frozenset[str]
+    foreign: frozenset[str]
 
     def plan(self) -> FillPlan:
         sizes, capabilities = self.sizes, self.capabilities
@@ -103,7 +107,8 @@ class _Planning:
             rule = slot.rule()
             if slot.varying and isinstance(rule, Pad):
                 value = resolve_value(rule.value, self.capabilities, self.sizes)
-                always = slot.rewritten or name in self.in_place or self.lowering == "slot_by_slot"
+                written = slot.rewritten or name in self.in_place or name in self.foreign
+                always = written or self.lowering == "slot_by_slot"
                 yield TailReset(name, slot.varying, value, always, fused=self._is_fused(slot))
 
     def _carried(self, slots: Mapping[str, Slot]) -> list[str]:

@@ -1,22 +1,24 @@
 """What a fill has ready for one live size: every view sliced, every group built, every fact expected."""
 
 import math
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
 import torch
 
 from .admission import Fact, Wanted
+from .aliases import Aliases
 from .axes import Sizes, extent
 from .buffers import Box, Buffer, Buffers
-from .caches import keep_newest
 from .capabilities import DEVICE, HOST, Placement
 from .cargo import UNIT, Cargo
 from .computation import Computation
+from .compute import SETTINGS, STEP
 from .copies import Groups, Singles, grouped
 from .declaration import Declaration
-from .errors import BatchError
+from .errors import BatchError, DeclarationError
 from .feed import Feeder
 from .guard import Guard
 from .lanes import WORD
@@ -27,8 +29,11 @@ from .tails import Number
 
 Views = Mapping[str, torch.Tensor | None]
 Reset = tuple[list[torch.Tensor], list[tuple[torch.Tensor, Number]]]
-KEPT_RESETS: Final = 64
-"""Transitions from other live sizes that one live size remembers."""
+_SIZES: Final = frozenset({STEP, SETTINGS})
+"""What a function needs that depends on nothing but sizes."""
+WHOLE_TAIL: Final = 64 << 10
+"""Bytes of a slot in a bucket up to which its whole tail is reset where some of it is dirty. What is to be reset then
+depends on one live size, and not on the one before it too, which may be any."""
 
 
 @attrs.define(eq=False)
@@ -38,12 +43,13 @@ class Ready:
     facts: dtype, place and shape expected of each source; the place is a device, or True for "on the CPU" where all
     buffers are, which is cheaper to ask. always: tails to reset in each step. groups: destinations of each foreach
     call, and which sources. singles: destinations of plain copies, likewise. marks: buffers whose tail is kept clean,
-    and how far they are dirty after this fill. host, device: computed slots. views: what the step sees, by slot.
+    and how far they are dirty after this fill. host, device: computed slots. views: what the step sees, by slot; the
+    fill's own tensors, of which `shown` gives aliases to steps and callers.
     exact: whether the step sees live rows only, so that tails are dirtied and none is reset. packed: computed slots
     whose values ride in the upload. plain: whether nothing is left to do beside the upload. cargo: what is taken up
     before foreach copies, which then begin with its sources. guard: what tells sources like the last ones at one call.
     manifests: what uploads hold, the last one used first.
-    notes: what a runner keeps beside them. resets: tail work by the marks it was found at.
+    notes: what a runner keeps beside them.
     """
 
     step: Step
@@ -51,10 +57,11 @@ class Ready:
     always: list[tuple[torch.Tensor, Number]]
     groups: Groups
     singles: Singles
-    marks: list[tuple[Buffer, tuple[int, ...], Number]]
+    marks: "list[Mark]"
     host: list[Computation]
     device: list[Computation]
     views: Views
+    shown: Callable[[], Views]
     exact: bool
     packed: list[PackedValue] = attrs.field(factory=list)
     plain: bool = False
@@ -62,21 +69,54 @@ class Ready:
     guard: Guard | None = None
     manifests: list[Any] = attrs.field(factory=list)
     notes: dict[str, Any] = attrs.field(factory=dict)
-    resets: dict[tuple[tuple[int, ...], ...], Reset] = attrs.field(factory=dict)
 
-    def reset_from(self, marks: tuple[tuple[int, ...], ...]) -> Reset:
-        """The tail work where buffers are dirty up to `marks`: tensors to zero in one call, and others with a value."""
-        known = self.resets.get(marks)
-        if known is None:
-            work = [
-                (buffer.box(box), value)
-                for (buffer, live, value), mark in zip(self.marks, marks, strict=True)
-                for box in boxes(live, mark)
-            ]
-            zeros = [tail for tail, value in work if _is_zero(value)]
-            known = (zeros, [(tail, value) for tail, value in work if not _is_zero(value)])
-            keep_newest(self.resets, KEPT_RESETS)[marks] = known
-        return known
+    def reset_from_marks(self) -> Reset:
+        """The tail work where buffers are dirty up to their marks: tensors to zero in one call, others with a value.
+
+        A buffer's marks are brought to this live size.
+        """
+        zeros: list[torch.Tensor] = []
+        others: list[tuple[torch.Tensor, Number]] = []
+        for mark in self.marks:
+            buffer, live = mark.buffer, mark.live
+            if buffer.mark != live:
+                tails = mark.tails_to(buffer.mark)
+                buffer.mark = live
+                if mark.is_zero:
+                    zeros += tails
+                else:
+                    others += [(tail, mark.value) for tail in tails]
+        return zeros, others
+
+
+@attrs.define(eq=False)
+class Mark:
+    """A buffer whose tail is kept clean: how far one live size reaches, and the tail's value.
+
+    whole: the padded reach, where a tail up to there is small.
+    """
+
+    buffer: Buffer
+    live: tuple[int, ...]
+    value: Number
+    whole: tuple[int, ...] | None
+    is_zero: bool = attrs.field(init=False)
+    _whole_tails: list[torch.Tensor] | None = attrs.field(default=None, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Look at the value once."""
+        self.is_zero = _is_zero(self.value)
+
+    def tails_to(self, dirty: tuple[int, ...]) -> list[torch.Tensor]:
+        """What to reset where rows are dirty up to there."""
+        buffer, live, whole = self.buffer, self.live, self.whole
+        if whole is None or any(map(operator.gt, dirty, whole)):
+            return [buffer.box(box) for box in boxes(live, dirty)]
+        if not any(map(operator.gt, dirty, live)):
+            return []
+        if self._whole_tails is None:
+            self._whole_tails = [buffer.box(box) for box in boxes(live, whole)]
+        return self._whole_tails
 
 
 def _is_zero(value: Number) -> bool:
@@ -123,6 +163,8 @@ class Preparer:
         self.source_dtypes = [group.src_dtype for _, group in planned]
         self._from_host = frozenset(name for name in (*plan.packed, *plan.moved) if name in self._computes)
         self._bucket_views = self._views(self.padded)
+        self._asked = False
+        self._bucket_shown = Aliases(self._bucket_views)
 
     def __call__(self, live: tuple[int, ...]) -> Ready:
         """Everything for these live sizes, one for each varying axis. BatchError where they exceed the bucket."""
@@ -130,8 +172,10 @@ class Preparer:
             if rows > self.padded[axis]:
                 message = f"the batch has {rows} rows on {axis}, more than the {self.padded[axis]} of this bucket"
                 raise BatchError(message)
-        sizes = {**self.padded, **dict(zip(self.declaration.varying, live, strict=True))}
-        step = Step(sizes, sizes if self.exact else self.padded)
+        step = self.declaration.step(live, self.padded, exact=self.exact)
+        if not self._asked:
+            self._ask(step)
+        sizes = step.live_sizes
         views = self._views(sizes) if self.exact else self._bucket_views
         carries = bool(self.plan.packed or self.plan.moved)
         groups, singles = self._destinations(sizes, DEVICE if carries else None)
@@ -151,10 +195,28 @@ class Preparer:
             host=host,
             device=[self._computation(c, step, views) for c in self.plan.computed if c.on == DEVICE],
             views=views,
+            shown=Aliases(views) if self.exact else self._bucket_shown,
             packed=[] if carries else [self._value(c, step, views) for c in self.plan.computed if c.packed],
             plain=not (always or groups or singles or marks or host),
             cargo=self._cargo(sizes, step, views, facts, host) if carries else None,
         )
+
+    def _ask(self, step: Step) -> None:
+        """Call each function of sizes alone once, before anything is written, in case it asks for an unknown size.
+
+        Raises DeclarationError then. Any other error waits for the fill that needs the function's value.
+        """
+        for planned in self.plan.computed:
+            compute = self._computes[planned.slot]
+            if STEP in compute.needs and set(compute.needs) <= _SIZES and not compute.writes_out:
+                given = self.declaration.given(step.of(planned.slot))
+                try:
+                    compute.function(**{need: given[need] for need in compute.needs})
+                except DeclarationError:
+                    raise
+                except Exception:  # noqa: BLE001, S112 - see above
+                    continue
+        self._asked = True
 
     def _cargo(self, sizes: Sizes, step: Step, views: Views, facts: list[Fact], host: list[Computation]) -> Cargo:
         if self.feeder is None:
@@ -192,11 +254,12 @@ class Preparer:
                 for box in boxes(buffer.reach(sizes), buffer.reach(self.padded)):
                     yield buffer.box(box), tail.value
 
-    def _marks(self, sizes: Sizes) -> Iterator[tuple[Buffer, tuple[int, ...], Number]]:
+    def _marks(self, sizes: Sizes) -> Iterator[Mark]:
         for tail in self.plan.tails:
             if not tail.always and not tail.fused:
                 buffer = self.buffers[tail.slot]
-                yield buffer, buffer.reach(sizes), tail.value
+                whole = buffer.reach(self.padded) if buffer.view(self.padded).nbytes <= WHOLE_TAIL else None
+                yield Mark(buffer, buffer.reach(sizes), tail.value, whole)
 
     def _computation(self, planned: ComputeStep, step: Step, views: Views) -> Computation:
         compute = self._computes[planned.slot]

@@ -6,6 +6,7 @@ import attrs
 import torch
 
 from .capabilities import Capabilities
+from .scalars import python_number
 
 
 @attrs.frozen
@@ -29,7 +30,7 @@ class FillRole:
     """A pad value that depends on the device: `default` unless the backend's capabilities name another."""
 
     name: str
-    default: int
+    default: int = attrs.field(converter=python_number)
 
     def on(self, capabilities: Capabilities) -> int:
         """The pad value on one device."""

@@ -131,7 +131,7 @@ def _usual(
     """What a slot bears by what it declares, up to its limit."""
     if dtype.is_floating_point or dtype.is_complex:
         exact = torch.complex128 if dtype.is_complex else torch.float64
-        return torch.randn(shape, dtype=exact, generator=generator).to(dtype)
+        return torch.randn(shape, dtype=exact, device=CPU, generator=generator).to(dtype)
     if is_location(slot):
         return _distinct(name, highest, shape, dtype, generator)
     return _between(*bounds(slot, highest), shape, dtype, generator)
@@ -157,7 +157,7 @@ def _distinct(
     if highest is not None and highest < count:
         message = f"slot {name!r}: {count} rows need as many locations beside 0, over its limit of {highest}"
         raise ConfigError(message)
-    return torch.randperm(count, generator=generator).add(1).to(dtype).reshape(shape)
+    return torch.randperm(count, device=CPU, generator=generator).add(1).to(dtype).reshape(shape)
 
 
 def _between(
@@ -165,16 +165,18 @@ def _between(
 ) -> torch.Tensor:
     """Numbers from the lowest to the highest, both among them where they are whole."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.rand(shape, dtype=torch.float64, generator=generator).mul(high - low).add(low).to(dtype)
-    return torch.randint(int(low), int(high) + 1, shape, generator=generator).to(dtype)
+        return (
+            torch.rand(shape, dtype=torch.float64, device=CPU, generator=generator).mul(high - low).add(low).to(dtype)
+        )
+    return torch.randint(int(low), int(high) + 1, shape, device=CPU, generator=generator).to(dtype)
 
 
 def _made(
     name: str, maker: Maker, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
     made = maker(shape, dtype, generator)
-    if not isinstance(made, torch.Tensor) or tuple(made.shape) != shape:
-        got = f"shape {list(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
+    if not isinstance(made, torch.Tensor) or tuple(made.shape) != shape or made.is_meta:
+        got = f"shape {list(made.shape)} on {made.device}" if isinstance(made, torch.Tensor) else type(made).__name__
         message = f"slot {name!r}: values' function must make a tensor of shape {list(shape)}, got {got}"
         raise ConfigError(message)
     return made

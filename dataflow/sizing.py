@@ -1,5 +1,8 @@
 """Sizing: how many rows a batch brings on each axis, read off the sources that tell."""
 
+import collections
+import contextlib
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
@@ -11,6 +14,7 @@ from .caches import keep_newest
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, MissingSourceError
 from .gather import Gather
+from .readable import NOT_TOLD, unreadable
 from .sources import Side, Source
 
 Relations = Mapping[Axis, Dim]
@@ -38,7 +42,7 @@ class Gauge:
         """The size of a source along the dim; MissingSourceError or BatchError where it does not tell."""
         try:
             size: int = value.shape[self.dim]
-        except (AttributeError, IndexError, TypeError):
+        except (*NOT_TOLD, IndexError):
             if not isinstance(value, list | tuple):
                 raise self._unreadable(value) from None
             return self._length(value)
@@ -55,7 +59,10 @@ class Gauge:
 
     def rows(self, size: int, batch: Any, side: Side) -> int:
         """Live rows on the axis where the source has `size` along the dim; BatchError where that is no size of it."""
-        rows, rest = divmod(size - self.base, self.slope)
+        try:
+            rows, rest = divmod(operator.index(size) - self.base, self.slope)
+        except NOT_TOLD:
+            raise self._unreadable(self.source.read(batch, side)) from None
         if rest or rows < 0:
             raise self._unreadable(self.source.read(batch, side))
         return rows
@@ -65,7 +72,8 @@ class Gauge:
         if value is None:
             return MissingSourceError(f"slot {self.slot!r}: {self.source} is missing; {what}")
         size = " + ".join([str(self.base)] * bool(self.base) + [f"{self.slope} * {self.axis}"])
-        got = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        is_told = isinstance(value, torch.Tensor) and not unreadable(value)
+        got = f"shape {list(value.shape)}" if is_told else unreadable(value) or type(value).__name__
         return BatchError(f"slot {self.slot!r}: expected a size of {size} on dim {self.dim} ({what}), got {got}")
 
 
@@ -81,7 +89,9 @@ class Sizer:
         wanted = [*declaration.varying] if lead is None else [*declaration.varying, lead]
         sizes = [relations.get(axis, Dim.of(axis)) for axis in wanted]
         leads = sorted({_told(size) for size in sizes})
-        self._gauges = tuple(_gauges(declaration, axis, relations, fixed) for axis in leads)
+        self._tellers = tuple(_tellers(declaration, axis, relations, fixed) for axis in leads)
+        self._gauges = tuple(_chosen(tellers) for tellers in self._tellers)
+        self._check_side = declaration.check_side
         self.required = all(gauges[0].required for gauges in self._gauges)
         self._firsts = tuple(gauges[0] for gauges in self._gauges)
         self._dims = tuple(gauge.dim for gauge in self._firsts)
@@ -89,22 +99,43 @@ class Sizer:
         self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
 
-    def explain(self, error: BatchError) -> None:
-        """Add to an error which slots told the sizes that the others were held to."""
-        told = ", ".join(f"{gauges[0].axis} off slot {gauges[0].slot!r}" for gauges in self._gauges)
+    def explain(self, error: BatchError, batch: Any, side: Side) -> None:
+        """Say in an error which slots told the sizes that the others were held to.
+
+        Where most slots agree on another size, the error names the slots that do not, in place of what it said.
+        """
+        votes = [_votes(tellers, batch, side) for tellers in self._tellers]
+        if not isinstance(error, MissingSourceError):
+            faults = [
+                fault for gauges, rows in zip(self._gauges, votes, strict=True) for fault in _outvoted(gauges, rows)
+            ]
+            if faults:
+                error.args = ("; ".join(faults),)
+                return
+        told = ", ".join(_told_by(gauges[0], rows) for gauges, rows in zip(self._gauges, votes, strict=True))
         note = f" (sizes were read: {told})"
         error.args = (str(error).removesuffix(note) + note,)
 
     def __call__(self, batch: Any, side: Side) -> tuple[int, ...]:
-        """Live rows on each varying axis, and last those of the lead axis where one was named."""
+        """Live rows on each varying axis, and last those of the lead axis where one was named.
+
+        Raises BatchError for a side argument that no slot reads, and where a source does not tell.
+        """
+        if side:
+            self._check_side(side)
         if not self.required:
             return self._spread([_first(gauges, batch, side) for gauges in self._gauges])
         sizes = self.sizes(batch, side)
-        live = self._known.get(sizes)
+        try:
+            live = self._known.get(sizes)
+        except TypeError:  # what is no plain number, such as the size of a tensor that stands for others
+            return self._live(sizes, batch, side)
         if live is None:
-            rows = [gauge.rows(size, batch, side) for gauge, size in zip(self._firsts, sizes, strict=True)]
-            live = keep_newest(self._known, KEPT)[sizes] = self._spread(rows)
+            live = keep_newest(self._known, KEPT)[sizes] = self._live(sizes, batch, side)
         return live
+
+    def _live(self, sizes: tuple[int, ...], batch: Any, side: Side) -> tuple[int, ...]:
+        return self._spread([gauge.rows(size, batch, side) for gauge, size in zip(self._firsts, sizes, strict=True)])
 
     def sizes(self, batch: Any, side: Side) -> tuple[int, ...]:
         """The sizes of the sources that tell, where all of them are required; MissingSourceError or BatchError."""
@@ -113,7 +144,7 @@ class Sizer:
             if len(values) == 1:
                 return (values[0].shape[self._dims[0]],)
             return tuple([value.shape[dim] for value, dim in zip(values, self._dims, strict=True)])
-        except (AttributeError, IndexError, TypeError):
+        except (*NOT_TOLD, IndexError):
             return tuple([gauge.size(value) for gauge, value in zip(self._firsts, values, strict=True)])
 
     def _spread(self, rows: list[int]) -> tuple[int, ...]:
@@ -135,14 +166,53 @@ def _line(size: Dim, axis: Axis, fixed: Sizes) -> tuple[int, int]:
     return base, size.at({**fixed, axis: 1}) - base
 
 
-def _gauges(declaration: Declaration, axis: Axis, relations: Relations, fixed: Sizes) -> tuple[Gauge, ...]:
-    """The source that tells an axis: a required one, the plainest shape, then by name; else all optional ones."""
+def _tellers(declaration: Declaration, axis: Axis, relations: Relations, fixed: Sizes) -> tuple[Gauge, ...]:
+    """The sources that tell an axis: required ones first, then the plainest shape, then by name."""
     found = sorted(_candidates(declaration, axis, relations, fixed), key=lambda row: row[:4])
     if not found:
         message = f"{declaration.name}: no copied slot tells the size of {axis}: declare one with a dim of {axis}"
         raise DeclarationError(message)
-    required = [row[-1] for row in found if not row[0]]
-    return tuple(required[:1]) or tuple(row[-1] for row in found)
+    return tuple(row[-1] for row in found)
+
+
+def _chosen(tellers: tuple[Gauge, ...]) -> tuple[Gauge, ...]:
+    """The source that is believed: the first, if it is required; else all of them, of which the first present is."""
+    return tellers[:1] if tellers[0].required else tellers
+
+
+def _votes(tellers: tuple[Gauge, ...], batch: Any, side: Side) -> dict[Gauge, int]:
+    """The rows that a batch's sources tell on an axis, by where they were read; each source counts once."""
+    votes: dict[Source, tuple[Gauge, int]] = {}
+    for gauge in tellers:
+        with contextlib.suppress(BatchError):  # absent, or not of a size that tells
+            votes.setdefault(gauge.source, (gauge, gauge.rows(gauge.read(batch, side), batch, side)))
+    return dict(votes.values())
+
+
+def _outvoted(gauges: tuple[Gauge, ...], votes: Mapping[Gauge, int]) -> Iterator[str]:
+    """What is wrong with the slots that tell other rows than most do, where the believed slot is one of them."""
+    believed = next((votes[gauge] for gauge in gauges if gauge in votes), None)
+    ranked = collections.Counter(votes.values()).most_common(2)
+    if len(ranked) < 2 or ranked[0][1] == ranked[1][1] or ranked[0][0] == believed:  # noqa: PLR2004 - two sizes
+        return
+    most = ranked[0][0]
+    right = ", ".join(repr(gauge.slot) for gauge, rows in votes.items() if rows == most)
+    for gauge, rows in votes.items():
+        if rows != most:
+            expected, got = (gauge.base + gauge.slope * count for count in (most, rows))
+            yield (
+                f"slot {gauge.slot!r}: expected a size of {expected} on dim {gauge.dim}, for {most} rows on "
+                f"{gauge.axis} as {right} have, got {got}"
+            )
+
+
+def _told_by(gauge: Gauge, votes: Mapping[Gauge, int]) -> str:
+    """Which slot told an axis; where slots disagree and no size has a majority, what each of them tells."""
+    ranked = collections.Counter(votes.values()).most_common(2)
+    if len(ranked) > 1 and ranked[0][1] == ranked[1][1]:
+        each = ", ".join(f"{rows} off slot {one.slot!r}" for one, rows in votes.items())
+        return f"{gauge.axis} is {each}: one of them is wrong"
+    return f"{gauge.axis} off slot {gauge.slot!r}"
 
 
 def _first(gauges: tuple[Gauge, ...], batch: Any, side: Side) -> int:

@@ -8,15 +8,16 @@ from typing import Any
 import attrs
 import torch
 
+from . import parameters
 from .axes import Axis, Dim, Shape, shape_of
 from .capabilities import DEVICE, HOST, Placement
 from .compute import Compute, compute_of
+from .parameters import When
 from .roles import FillRole, Role, dtype_text
 from .sources import Path, Source, optional_source
 from .step import Step
-from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, holds, tail_of
+from .tails import Number, Once, Pad, PadValue, Poison, Tail, tail_of, value_faults
 
-When = str | Callable[[Any], bool]
 Value = Number | FillRole | Axis | Dim | Callable[[Step], Any]
 
 
@@ -32,13 +33,13 @@ class Slot(abc.ABC):
     """
 
     shape: Shape = attrs.field(converter=shape_of)
-    dtype: torch.dtype | Role = attrs.field(validator=attrs.validators.instance_of((torch.dtype, Role)))
-    placement: Placement = attrs.field(default=DEVICE, validator=attrs.validators.in_((DEVICE, HOST)))
-    when: When | None = None
-    optional: bool = False
-    rewritten: bool = False
-    restored: bool = False
-    argument: str | None = None
+    dtype: torch.dtype | Role = attrs.field(converter=parameters.dtype_of)
+    placement: Placement = attrs.field(default=DEVICE, converter=parameters.placement_of)
+    when: When | None = attrs.field(default=None, converter=parameters.when_of)
+    optional: bool = attrs.field(default=False, converter=parameters.flag)
+    rewritten: bool = attrs.field(default=False, converter=parameters.flag)
+    restored: bool = attrs.field(default=False, converter=parameters.flag)
+    argument: str | None = attrs.field(default=None, converter=parameters.argument_of)
 
     @abc.abstractmethod
     def initial(self) -> Value:
@@ -84,8 +85,8 @@ class Slot(abc.ABC):
 
     def faults(self) -> Iterator[str]:
         """What is wrong with the slot by itself, each with the way out."""
-        for value in self._values():
-            yield from _value_faults(value, self.dtype)
+        for value in self.declared_values():
+            yield from value_faults(value, self.dtype)
         if self.rewritten and self.restored:
             yield "it is both rewritten and restored: what is put back is as the fill left it; say one of them"
         if self.is_parameter:
@@ -94,10 +95,10 @@ class Slot(abc.ABC):
     @functools.cached_property
     def axes(self) -> frozenset[Axis]:
         """Every axis in the shape, in the initial and pad values and in the limit."""
-        sizes = [Dim.of(value) for value in (*self._values(), self.most()) if isinstance(value, Axis | Dim)]
+        sizes = [Dim.of(value) for value in (*self.declared_values(), self.most()) if isinstance(value, Axis | Dim)]
         return frozenset(axis for size in (*self.shape, *sizes) for axis in size.axes)
 
-    def _values(self) -> Iterator[Value]:
+    def declared_values(self) -> Iterator[Value]:
         """What the slot holds where no step has written it, first its initial value, and what its tail may be given."""
         initial, rule, poison = self.initial(), self.rule(), self.bears()
         yield initial
@@ -125,8 +126,8 @@ class Padded(Slot):
     """
 
     pad: Tail | None = attrs.field(default=None, converter=tail_of)
-    starts: PadValue | None = None
-    poison: Poison | None = None
+    starts: PadValue | None = attrs.field(default=None, converter=parameters.starts_of)
+    poison: Poison | None = attrs.field(default=None, converter=parameters.poison_of)
 
     def bears(self) -> Poison | None:
         """As declared."""
@@ -149,14 +150,8 @@ class Padded(Slot):
             yield f"starts={self.starts!r} and pad=once(...) both say what it holds at first: say one of them"
         if self.varying and self.pad is None:
             yield "no tail rule: say pad=value, pad=keep('why no one reads the tail') or pad=once(value)"
-        if self.poison not in (None, STALE) and not isinstance(self.poison, tuple):
-            yield f"poison={self.poison!r}: say a tuple of the values that its tail bears, or 'stale'"
         if self.restored and isinstance(self.pad, Once):
             yield "it is restored, and its tail is set once: a step that raises would leave it spoilt; say pad=value"
-
-
-def _optional_size(value: object) -> Dim | None:
-    return None if value is None else Dim.of(value)
 
 
 @attrs.frozen(kw_only=True)
@@ -169,9 +164,9 @@ class Copied(Padded):
     """
 
     source: Source | None = attrs.field(default=None, converter=optional_source)
-    strided: bool = False
-    converts: tuple[torch.dtype, ...] = ()
-    limit: Dim | None = attrs.field(default=None, converter=_optional_size)
+    strided: bool = attrs.field(default=False, converter=parameters.flag)
+    converts: tuple[torch.dtype, ...] = attrs.field(default=(), converter=parameters.dtypes_of)
+    limit: Dim | None = attrs.field(default=None, converter=parameters.limit_of)
 
     def reads(self, name: str) -> Source | None:
         """The declared source, else the slot's own name."""
@@ -193,6 +188,8 @@ class Copied(Padded):
         """Also: a limit that varies, or on values that are no whole numbers."""
         yield from super().faults()
         dtype = self.dtype.default if isinstance(self.dtype, Role) else self.dtype
+        if not dtype.is_complex and any(source.is_complex for source in self.converts_from()):
+            yield f"it converts complex numbers, whose imaginary part {dtype_text(dtype)} drops: copy the part you mean"
         if self.limit is not None and self.limit.varies:
             yield f"its limit {self.limit!r} varies by step: give a number or a fixed axis"
         if self.limit is not None and (dtype == torch.bool or dtype.is_floating_point or dtype.is_complex):
@@ -206,7 +203,9 @@ class HostParameter(Copied):
     argument: the operator's, which takes it; the slot's own name where it is not given.
     """
 
-    placement: Placement = attrs.field(default=HOST, init=False)
+    placement: Placement = attrs.field(  # pyright: ignore[reportIncompatibleVariableOverride] - a plain one overrides it
+        default=HOST, init=False, converter=parameters.placement_of
+    )
 
     @property
     def is_parameter(self) -> bool:
@@ -242,7 +241,7 @@ class Constant(Slot):
     a tensor or nested lists. Row i of a bucket is row i of the whole, whatever the bucket.
     """
 
-    value: Value
+    value: Value = attrs.field(converter=parameters.constant_of)
 
     def initial(self) -> Value:
         """The declared value."""
@@ -253,7 +252,7 @@ class Constant(Slot):
 class Staged(Padded):
     """Written by a producer inside or beside the step; a fill only resets its tail."""
 
-    rewritten: bool = True
+    rewritten: bool = attrs.field(default=True, converter=parameters.flag)
 
 
 @attrs.frozen(kw_only=True)
@@ -282,17 +281,6 @@ def _parameter_faults(slot: Slot) -> Iterator[str]:
         yield f"it is a host parameter of {len(slot.shape)} dims: an operator takes one number, or one row of them"
     if slot.rewritten or slot.restored:
         yield "it is a host parameter, which is read before the step, but the step writes it: copy it, or compute it"
-    if slot.argument is not None and not str(slot.argument).isidentifier():
-        yield f"{slot.argument!r} is no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'"
-
-
-def _value_faults(value: Value, dtype: torch.dtype | Role) -> Iterator[str]:
-    if isinstance(value, Axis | Dim) and Dim.of(value).varies:
-        yield f"its value {value!r} varies by step: give a number or a fixed axis, or compute the slot"
-    number = value.default if isinstance(value, FillRole) else value
-    dtype = dtype.default if isinstance(dtype, Role) else dtype
-    if isinstance(number, bool | int | float) and not holds(dtype, number):
-        yield f"{number!r} does not fit {dtype_text(dtype)}: give a value of that type and range"
 
 
 def _zero(dtype: torch.dtype | Role) -> Number:

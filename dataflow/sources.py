@@ -6,6 +6,8 @@ from typing import Any, Final, TypeAlias, final
 
 import attrs
 
+from .compute import one_argument
+
 Side: TypeAlias = Mapping[str, Any]
 NO_SIDE: Final[Side] = {}
 
@@ -15,12 +17,18 @@ _IS_MAPPING: Final[dict[type, bool]] = {}
 
 
 def look_up(holder: object, name: str) -> Any:
-    """One name in a mapping or on an object; None where it is not there."""
+    """One name in a mapping or on an object; None where it is not there.
+
+    A mapping is asked whether it has the name first: `__missing__` would answer for one that it has not, as that of a
+    `defaultdict` does, and leave what it made there.
+    """
     kind = type(holder)
     is_mapping = _IS_MAPPING.get(kind)
     if is_mapping is None:
         is_mapping = _IS_MAPPING[kind] = issubclass(kind, Mapping)
-    return holder.get(name) if is_mapping else getattr(holder, name, None)  # type: ignore[attr-defined] # as just found
+    if is_mapping:
+        return holder[name] if name in holder else None  # type: ignore[index,operator] # noqa: SIM401 - `get` may ask `__missing__`
+    return getattr(holder, name, None)
 
 
 def _follow(holder: Any, path: tuple[str, ...]) -> Any:
@@ -41,6 +49,11 @@ class Source(abc.ABC):
     @property
     def plain_name(self) -> str | None:
         """The batch's own name for it, where that is all there is to look up."""
+        return None
+
+    @property
+    def arguments(self) -> frozenset[str] | None:
+        """The side arguments that it reads; None where it may read any."""
         return None
 
 
@@ -72,6 +85,11 @@ class Path(Source):
         """The name, for a path of one part."""
         return self.parts[0] if len(self.parts) == 1 else None
 
+    @property
+    def arguments(self) -> frozenset[str]:
+        """None of them."""
+        return frozenset()
+
     def __str__(self) -> str:
         """The path as one writes it."""
         return "batch." + ".".join(self.parts)
@@ -88,6 +106,11 @@ class SideArgument(Source):
         """What stands at the path among the side arguments."""
         del batch
         return _follow(side, self.parts)
+
+    @property
+    def arguments(self) -> frozenset[str]:
+        """The first name of the path."""
+        return frozenset(self.parts[:1])
 
     def __str__(self) -> str:
         """The path with the argument's name first."""
@@ -106,13 +129,18 @@ class Call(Source):
         del side
         return batch.answer(self) if isinstance(batch, Answering) else self.function(batch)
 
+    @property
+    def arguments(self) -> frozenset[str]:
+        """None of them."""
+        return frozenset()
+
     def __str__(self) -> str:
         """The function's name."""
         return f"{getattr(self.function, '__qualname__', self.function)}(batch)"
 
 
 def _parts(path: str) -> tuple[str, ...]:
-    parts = tuple(path.split("."))
+    parts = tuple(path.split(".")) if isinstance(path, str) else ("",)
     if not all(part.isidentifier() for part in parts):
         message = f"a source path is made of names and dots, got {path!r}"
         raise ValueError(message)
@@ -125,7 +153,12 @@ def side(path: str) -> SideArgument:
 
 
 def optional_source(source: str | Source | Callable[[Any], Any] | None) -> Source | None:
-    """A declaration's `source=`: a dotted path, a side argument, a function; None where it said nothing."""
+    """A declaration's `source=`: a dotted path, a side argument, a function; None where it said nothing.
+
+    Raises TypeError or ValueError for anything else.
+    """
     if source is None or isinstance(source, Source):
         return source
-    return Path(_parts(source)) if isinstance(source, str) else Call(source)
+    if isinstance(source, str):
+        return Path(_parts(source))
+    return Call(one_argument(source, "a dotted path, side(path) or a function of the batch"))

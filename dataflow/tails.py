@@ -1,14 +1,16 @@
 """Tail rules: what happens to the rows beyond the live size."""
 
 import math
-from typing import Final, Literal
+from collections.abc import Iterator
+from typing import Any, Final, Literal
 
 import attrs
 import torch
 
 from .axes import Axis, Dim, Sizes
 from .capabilities import Capabilities
-from .roles import FillRole
+from .roles import FillRole, Role, dtype_text
+from .scalars import python_number
 
 Number = bool | int | float
 PadValue = Number | FillRole | Axis | Dim
@@ -67,8 +69,22 @@ def once(value: PadValue) -> Once:
 
 
 def tail_of(pad: PadValue | Tail | None) -> Tail | None:
-    """A declaration's `pad=` as a rule; None where it said nothing."""
-    return pad if pad is None or isinstance(pad, Pad | Keep | Once) else Pad(pad)
+    """A declaration's `pad=` as a rule; None where it said nothing. TypeError where it is no rule and no value."""
+    if pad is None or isinstance(pad, Keep):
+        return pad
+    return type(pad)(pad_value(pad.value)) if isinstance(pad, Pad | Once) else Pad(pad_value(pad))
+
+
+def pad_value(value: PadValue) -> PadValue:
+    """A value as a declaration gives it, NumPy's numbers as Python's own. TypeError for anything else."""
+    number = python_number(value)
+    if isinstance(number, FillRole) and not (isinstance(number.name, str) and isinstance(number.default, Number)):
+        message = f"a fill role has a text for its name and a number for its default, got {number}"
+        raise TypeError(message)
+    if not isinstance(number, PadValue):
+        message = "a value is a number, a fill role, a fixed axis, or an expression over fixed axes"
+        raise TypeError(message)
+    return number
 
 
 def resolve_value(value: PadValue, capabilities: Capabilities, fixed: Sizes) -> Number:
@@ -81,11 +97,33 @@ def resolve_value(value: PadValue, capabilities: Capabilities, fixed: Sizes) -> 
 
 
 def holds(dtype: torch.dtype, value: Number) -> bool:
-    """Whether a dtype can hold a number exactly in kind: no float in an index, nothing out of range."""
-    if dtype is torch.bool or isinstance(value, bool):
-        return dtype is torch.bool and isinstance(value, bool)
+    """Whether a dtype can hold a number exactly in kind: no float in an index, nothing out of range.
+
+    A bool slot holds bools, and 0 and 1, which engines write for them. No other slot holds a bool.
+    """
+    if dtype is torch.bool:
+        return isinstance(value, int) and value in (0, 1)
+    if isinstance(value, bool):
+        return False
     if dtype.is_floating_point or dtype.is_complex:
         fits = isinstance(value, int | float) and abs(value) <= torch.finfo(dtype).max
         return fits or (isinstance(value, float) and not math.isfinite(value))
     info = torch.iinfo(dtype)
     return isinstance(value, int) and info.min <= value <= info.max
+
+
+def value_faults(value: Any, dtype: torch.dtype | Role) -> Iterator[str]:
+    """Why slots of a dtype cannot be full of a value, each with the way out. A function's result is not known yet."""
+    if callable(value):
+        return
+    try:
+        value = pad_value(value)
+    except TypeError as error:
+        yield f"{value!r}: {error}"
+        return
+    if isinstance(value, Axis | Dim) and Dim.of(value).varies:
+        yield f"its value {value!r} varies by step: give a number or a fixed axis, or compute the slot"
+    number = value.default if isinstance(value, FillRole) else value
+    dtype = dtype.default if isinstance(dtype, Role) else dtype
+    if isinstance(number, Number) and not holds(dtype, number):
+        yield f"{number!r} does not fit {dtype_text(dtype)}: give a value of that type and range"

@@ -63,6 +63,9 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
         message = "only a view, which a fill handed out, can be narrowed: slice a batch of your own yourself"
         raise BatchError(message)
     for axis, (start, stop) in ranges.items():
+        if axis not in info.step.padded_sizes:
+            message = f"this view has no rows on {axis}, which no slot of {info.declaration.name} tells: narrow another"
+            raise BatchError(message)
         if not 0 <= start <= stop <= info.step.padded(axis):
             message = f"rows {start} to {stop} do not lie within the {info.step.padded(axis)} rows of {axis}"
             raise BatchError(message)
@@ -154,10 +157,11 @@ class _Cut:
 
     def _computed(self, name: str, values: Mapping[str, Any], step: Step) -> torch.Tensor:
         """A computed slot of the micro-batch, in memory of its own: its rows, its tail and all."""
-        slot, before, declaration = self.declared[name], values[name], self.info.declaration
+        before: torch.Tensor = values[name]
+        slot, declaration = self.declared[name], self.info.declaration
         compute = slot.computes()
         if compute is None:  # an order holds computed slots only; this tells the type checkers
-            return torch.as_tensor(before)
+            return before
         with torch.inference_mode(mode=False):
             target = torch.empty(extent(slot.shape, step.padded_sizes), dtype=before.dtype, device=before.device)
         known = {**dict.fromkeys(declaration.fields), **values, **declaration.given(step)}

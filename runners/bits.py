@@ -1,5 +1,6 @@
 """Bits: tensors compared byte by byte, so that NaN equals itself and 0.0 is not -0.0."""
 
+import numpy as np
 import torch
 
 
@@ -15,4 +16,4 @@ def first_unequal(one: torch.Tensor, other: torch.Tensor) -> tuple[int, ...] | N
     if not differs.any():
         return None
     first = int(differs.any(-1).nonzero()[0])
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(first), one.shape))
+    return tuple(int(i) for i in np.unravel_index(first, one.shape))

@@ -2,7 +2,7 @@
 
 import bisect
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -12,18 +12,20 @@ _STEPS: Final = ((8, 1), (256, 8), (512, 16))
 """Default ladder: powers of two to 8, then by 8 to 256, by 16 to 512, by 32 beyond: little waste, few graphs."""
 
 
-def _ascending(sizes: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(sizes)))
-
-
-def _check_sizes(_: object, __: object, sizes: tuple[int, ...]) -> None:
-    if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
-        message = f"buckets are whole numbers of at least 1, at least one of them, got {list(sizes)}"
+def _ascending(sizes: Any) -> tuple[int, ...]:
+    """The sizes in order. ConfigError where one is no whole number of at least 1, or given twice."""
+    found = list(sizes) if isinstance(sizes, Iterable) else []
+    if not found or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in found):
+        message = f"buckets are whole numbers of at least 1, at least one of them, got {found or sizes!r}"
         raise ConfigError(message)
+    if len(set(found)) < len(found):
+        message = f"buckets are given once each, got {found}"
+        raise ConfigError(message)
+    return tuple(sorted(found))
 
 
-def _check_waste(_: object, __: object, waste: float) -> None:
-    if not 0 <= waste <= 1:
+def _check_waste(_: object, __: object, waste: object) -> None:
+    if isinstance(waste, bool) or not isinstance(waste, int | float) or not 0 <= waste <= 1:
         message = f"max_waste is a share of the padded rows between 0 and 1, got {waste!r}"
         raise ConfigError(message)
 
@@ -35,7 +37,7 @@ class Buckets:
     max_waste: a batch of which more than this share of the padded rows would be padding is refused.
     """
 
-    sizes: tuple[int, ...] = attrs.field(converter=_ascending, validator=_check_sizes)
+    sizes: tuple[int, ...] = attrs.field(converter=_ascending)
     max_waste: float = attrs.field(default=1.0, validator=_check_waste)
 
     @classmethod

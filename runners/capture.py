@@ -8,17 +8,14 @@ from typing import Any, Final
 import attrs
 import rich.console
 import rich.progress
-import structlog
 import torch
 
 from ..backends.base import NO_PARAMETERS, Backend, Graph, Memory
-from ..dataflow.buffers import Buffers
-from ..dataflow.errors import CaptureError
-from .writes import watched
+from ..dataflow import log
+from ..dataflow.errors import CaptureError, CheckError, ComputeError
 
 _FROZEN_BY_PYTHON: Final = 1000
 """Python 3.12 starts with some hundred frozen objects, others with none; a program freezes many more."""
-_LOG = structlog.get_logger("slotgraph")
 
 
 @attrs.frozen
@@ -88,14 +85,10 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def warm_up(backend: Backend, step: Callable[[], Any], buffers: Buffers, warmups: int) -> None:
-    """Run a step as often on the backend's stream. CaptureError, chained to whatever was raised.
-
-    The first run is watched for writes to inputs that the step should only read.
-    """
+def warm_up(backend: Backend, step: Callable[[], Any]) -> None:
+    """Run a step on the backend's stream, and wait for it. CaptureError, chained to whatever was raised."""
     with told_as_capture_error(), backend.stream():
-        for index in range(warmups):
-            watched(step, buffers) if index == 0 else step()
+        step()
         backend.synchronize()
 
 
@@ -111,9 +104,26 @@ def capture_step(
 
     parameters: host slots, by the operator's argument that takes their value at each replay.
     """
-    with told_as_capture_error(), backend.stream():
+    with told_as_capture_error(), backend.stream(), _own_casts():
         backend.synchronize()
         return backend.capture(step, pool=pool, error_mode=error_mode, parameters=parameters)
+
+
+@contextlib.contextmanager
+def _own_casts() -> Iterator[None]:
+    """Have a graph cast weights itself, and share no cast with anything else.
+
+    Under torch.autocast the casts of weights are kept until its outermost block ends. A graph that read one of these
+    would read freed memory afterwards, or memory that another graph alone writes.
+    """
+    is_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(is_enabled)
 
 
 @contextlib.contextmanager
@@ -123,6 +133,8 @@ def told_as_capture_error() -> Iterator[None]:
         yield
     except CaptureError:
         raise
+    except (CheckError, ComputeError) as error:  # its state is too large to be kept, or a slot's function raised
+        raise CaptureError(str(error)) from error
     except Exception as error:
         message = f"the step raised {type(error).__name__}: {error}"
         raise CaptureError(message) from error
@@ -150,7 +162,7 @@ def progress_over(buckets: Sequence[int], backend: Backend, *, show: bool) -> It
 def warn_of_many(wanted: int, hint: int | None, runner: str) -> None:
     """One event where more graphs are wanted than the device is said to bear, before minutes are spent on them."""
     if hint is not None and wanted > hint:
-        _LOG.warning("many_graphs", runner=runner, wanted=wanted, borne=hint)
+        log.warning("many_graphs", runner=runner, wanted=wanted, borne=hint)
 
 
 def human_bytes(count: float) -> str:
@@ -165,7 +177,7 @@ def human_bytes(count: float) -> str:
 def log_capture(report: CaptureReport, runner: str) -> None:
     """One event for the whole capture, and one for each reason for which buckets failed."""
     for reason in report.reasons:
-        _LOG.warning("capture_failed", runner=runner, reason=reason)
+        log.warning("capture_failed", runner=runner, reason=reason)
     memory = attrs.asdict(report.memory)
     done, seconds = list(report.captured), round(report.seconds, 3)
-    _LOG.info("captured", runner=runner, buckets=done, seconds=seconds, **memory, driver=report.driver)
+    log.info("captured", runner=runner, buckets=done, seconds=seconds, **memory, driver=report.driver)

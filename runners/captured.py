@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -10,13 +11,14 @@ import attrs
 import torch
 
 from ..backends.base import Backend, Graph
+from ..dataflow.aliases import alias
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.caches import keep_newest
-from ..dataflow.guard import Guard, guard_over
+from ..dataflow.guard import untouched
 from .config import RunnerConfig
 from .filler import Filling
-from .outputs import live_rows
+from .outputs import live_rows, map_tensors
 
 if TYPE_CHECKING:
     from .ranks.agreement import Agreement
@@ -42,19 +44,19 @@ class Captured:
     graph: Graph
     step: Step
     verified: bool = False
-    _live: dict[int, tuple[Any, Guard, Any]] = attrs.field(factory=dict, init=False)
+    _live: dict[int | None, tuple[Any, Callable[[], bool], Any]] = attrs.field(factory=dict, init=False)
 
-    def live(self, rows: int) -> Any:
-        """The outputs' first rows.
+    def live(self, rows: int | None) -> Any:
+        """The outputs' first rows, or all of them; never the graph's own tensors, whose shape a caller might change.
 
-        What was cut before is handed out again, unless the graph has other outputs since, or someone changed its shape.
+        What was handed out before is again, unless the graph has other outputs since, or someone changed it in place.
         """
         whole, known = self.graph.outputs, self._live.get(rows)
-        if known is not None and known[0] is whole and known[1](known[2]):
+        if known is not None and known[0] is whole and known[1]():
             return known[2]
-        outputs = live_rows(whole, rows)
+        outputs = map_tensors(whole, alias) if rows is None else live_rows(whole, rows)
         if type(outputs) is torch.Tensor:  # a container may be changed by whoever gets it
-            keep_newest(self._live, KEPT)[rows] = (whole, guard_over([outputs]), outputs)
+            keep_newest(self._live, KEPT)[rows] = (whole, untouched([outputs]), outputs)
         return outputs
 
 
@@ -74,7 +76,8 @@ def alone(backend: Backend) -> Iterator[Callable[[Step], Step]]:
 class Order:
     """What is to be captured: buckets and their sizes, patterns of absent slots, and how.
 
-    meet: with other ranks. vigil: while a bucket's step is warmed up, in which these may be lost.
+    warmups: runs before each capture, of which the look at the step's state may be the first. meet: with other ranks.
+    vigil: while a bucket's step is warmed up, in which these may be lost.
     """
 
     buckets: Mapping[int, Sizes]
@@ -101,6 +104,15 @@ class Order:
         shown = config.progress and (agreement is None or agreement.ranks.rank == 0)
         meet, vigil = (by_itself, alone) if agreement is None else (agreement.meet, agreement.vigil)
         return cls(wanted, patterns, config.warmups, config.error_mode, shown, config.lazy, runner, meet, vigil)
+
+    def warmups_after_look(self) -> int:
+        """Runs between the look and the capture.
+
+        The look is a warm-up where nothing can be compiled: compiled functions run as they were written under it. Of
+        several ranks all run a step equally often, whatever each has imported.
+        """
+        looked = self.vigil is alone and "torch._dynamo" not in sys.modules
+        return max(0, self.warmups - 1) if looked else self.warmups
 
 
 @attrs.define(eq=False)

@@ -5,40 +5,21 @@ import math
 import pathlib
 import tomllib
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 import attrs
 import cattrs
 from cattrs.errors import ClassValidationError
 from cattrs.v import format_exception
 
-from ..dataflow.capabilities import AUTO
+from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ..dataflow.errors import ConfigError
 from ..dataflow.serial import json_data
 from .buckets import Buckets
-from .modes import Wanted, modes_of
+from .modes import modes_of
 
 MOST: Final = 1 << 24
 """Rows that a configuration may ask for: a runner has a table over as many, which a slip of the keyboard would fill."""
-
-
-class Options(TypedDict, total=False):
-    """A runner's keywords beside `backend`, for type checkers; the same as the fields of `RunnerConfig`."""
-
-    buckets: tuple[int, ...] | list[int]
-    max_batch: int
-    max_tokens: int
-    max_waste: float
-    width: int
-    warmups: int
-    progress: bool
-    debug: Wanted
-    no_copy: bool | None
-    sharing: bool | None
-    graphs: bool
-    lowering: str
-    lazy: bool
-    error_mode: str | None
 
 
 def _within(least: float, most: float = math.inf) -> Callable[[Any, Any, Any], None]:
@@ -54,6 +35,14 @@ def _within(least: float, most: float = math.inf) -> Callable[[Any, Any, Any], N
     return check
 
 
+def _no_duplicates(_: Any, field: Any, value: tuple[int, ...]) -> None:
+    """A validator for numbers that each say something."""
+    twice = sorted({one for one in value if value.count(one) > 1})
+    if twice:
+        message = f"option {field.name!r}: {twice[0]} is given twice: give each once"
+        raise ConfigError(message)
+
+
 def _known_modes(_: Any, field: Any, value: Any) -> None:
     """A validator for names of debug modes; what the environment says is looked at when a runner is made."""
     del field
@@ -63,7 +52,7 @@ def _known_modes(_: Any, field: Any, value: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class RunnerConfig:
-    """How a runner runs.
+    """How a runner runs: options of which each runner uses some, and refuses the others.
 
     backend: a backend's name, or "auto". buckets: padded request counts to capture; a default ladder up to
     `max_batch` where none are given; of a prefill runner token counts, up to `max_tokens`, for `max_batch` requests
@@ -74,12 +63,13 @@ class RunnerConfig:
     runner shares input memory with others of its pool; None for what the backend's record says. graphs: whether steps
     are captured at all; without, nothing is, and all run eagerly. lowering: how fills are run, one of the backend's
     `lowerings`, or "auto" for the first of them. lazy: capture a bucket when the first batch comes for it. error_mode:
-    the mode that captures run in, one of the backend's `capture_error_modes`; None for its default.
+    the mode that captures run in, one of the backend's `capture_error_modes`; None for its default. told: options that
+    `as_data` gives even where they are the default: those that a mapping or file named, or that a runner uses.
     A runner takes them as keywords: `DecodeRunner(Inputs, step, **RunnerConfig.load("runner.toml").as_data())`.
     """
 
     backend: str = "auto"
-    buckets: tuple[int, ...] = attrs.field(default=(), validator=_within(1, MOST))
+    buckets: tuple[int, ...] = attrs.field(default=(), validator=[_within(1, MOST), _no_duplicates])
     max_batch: int = attrs.field(default=32, validator=_within(1, MOST))
     max_tokens: int = attrs.field(default=2048, validator=_within(1, MOST))
     max_waste: float = attrs.field(default=1.0, validator=_within(0, 1))
@@ -93,11 +83,12 @@ class RunnerConfig:
     lowering: str = AUTO
     lazy: bool = False
     error_mode: str | None = None
+    told: frozenset[str] = attrs.field(default=frozenset(), eq=False, repr=False)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "RunnerConfig":
         """Check a mapping's keys and types. ConfigError names the nearest known key, or the value and its type."""
-        known = [field.name for field in attrs.fields(cls)]
+        known = cls.options()
         for key in options:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)
@@ -105,9 +96,14 @@ class RunnerConfig:
                 message = f"unknown option {key!r}: {hint}"
                 raise ConfigError(message)
         try:
-            return _CONVERTER.structure(options, cls)
+            return attrs.evolve(_CONVERTER.structure(options, cls), told=frozenset(options))
         except ClassValidationError as group:
             raise ConfigError("; ".join(cattrs.transform_error(group, format_exception=_fault))) from group
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        """The names of all options."""
+        return tuple(field.name for field in attrs.fields(cls) if field.name != "told")
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> "RunnerConfig":
@@ -132,9 +128,21 @@ class RunnerConfig:
         return cls.of(data)
 
     def as_data(self) -> dict[str, Any]:
-        """Plain data that `of` reads back, for TOML or JSON."""
+        """Plain data that `of` reads back, for TOML or JSON, without defaults that no mapping or file named."""
         data: dict[str, Any] = _CONVERTER.unstructure(self)
-        return {key: value for key, value in data.items() if value is not None}
+        default = _CONVERTER.unstructure(RunnerConfig())
+        wanted = [key for key in self.options() if key in self.told or data[key] != default[key]]
+        return {key: data[key] for key in wanted if getattr(self, key) not in (None, ())}  # what stands for no word
+
+    def check(self, capabilities: Capabilities) -> None:
+        """ConfigError where the device has no such lowering or error mode, or the environment names no debug mode."""
+        chosen_lowering(capabilities, self.lowering)
+        known = capabilities.capture_error_modes
+        if self.error_mode is not None and self.error_mode not in known:
+            modes = f"this backend has {', '.join(known)}" if known else "this backend has none: leave it out"
+            message = f"error_mode {self.error_mode!r}: {modes}"
+            raise ConfigError(message)
+        _ = self.modes
 
     @property
     def modes(self) -> frozenset[str]:
@@ -176,8 +184,18 @@ def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
     for kind in (int, float, bool, str):
         converter.register_structure_hook(kind, _strict(kind))
+    converter.register_structure_hook_func(lambda kind: kind == tuple[int, ...], _numbers)
     converter.register_structure_hook(bool | str | tuple[str, ...] | None, _wanted)
     return converter
+
+
+def _numbers(value: Any, _: Any) -> tuple[int, ...]:
+    """Whole numbers, at least one of them."""
+    if not isinstance(value, list | tuple | set | frozenset | range) or not value:
+        message = f"expected a list or tuple of at least one int, got {value!r}: leave it out for the default"
+        raise ConfigError(message)
+    strict = _strict(int)
+    return tuple(strict(one, int) for one in value)
 
 
 def _wanted(value: Any, _: Any) -> Any:

@@ -5,12 +5,13 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
-import structlog
 import torch
 
+from ..dataflow import log
 from ..dataflow.errors import CheckError, ConfigError
 from ..dataflow.inputs import Inputs
 from ..dataflow.sources import Side
+from ..dataflow.tails import Pad, resolve_value
 from .captured import Captured
 from .holdings import Change
 from .modes import ADDRESSES, PARITY, POISON, Wanted, modes_of
@@ -20,12 +21,11 @@ from .proofs.comparison import Tolerance, seen
 from .proofs.eagerly import graph_of
 from .proofs.parity import BITWISE, Twin, buffers_in, written_slots_kept
 from .proofs.report import Case
-from .proofs.state import State, state_on
+from .proofs.state import state_on
 from .proofs.together import Together
 from .runner import Runner
+from .state import State
 from .watching import Watcher
-
-_LOG: Final = structlog.get_logger("slotgraph")
 
 
 class Prover(Watcher, abc.ABC):
@@ -89,7 +89,7 @@ class Prover(Watcher, abc.ABC):
                 state.check_room(self.copies)
         except CheckError as error:
             self.off, state = True, None
-            _LOG.warning("debug_off", runner=self.runner.parts.name, mode=self.mode, reason=str(error))
+            log.warning("debug_off", runner=self.runner.parts.name, mode=self.mode, reason=str(error))
         except Exception as error:  # noqa: BLE001 - a step may not bear to be looked at, which is no fault of its graph
             state = None
             self._skip(f"{type(error).__name__}: {error}")
@@ -99,7 +99,7 @@ class Prover(Watcher, abc.ABC):
         """Let a step pass that cannot be looked at, which may be a fault of its batch; one event for each reason."""
         if reason not in self._skipped:
             self._skipped.add(reason)
-            _LOG.warning("debug_skipped", runner=self.runner.parts.name, mode=self.mode, reason=reason)
+            log.warning("debug_skipped", runner=self.runner.parts.name, mode=self.mode, reason=reason)
 
     def judge(self, message: str) -> None:
         """CheckError, on all ranks, where a look found something on one of them: on this one, if there is a message."""
@@ -127,9 +127,14 @@ class AddressProver(Prover):
     def __init__(self, runner: Runner[Any], state: State | None = None) -> None:
         super().__init__(runner, state)
         self._unread: set[tuple[int, str, int]] = set()
+        graphs = runner.parts.graphs
+        own = [] if graphs is None else [b for b in graphs.buffers if b.adopted and not (b.foreign or b.slot.rewritten)]
+        self._exclusive = [buffer.name for buffer in own if isinstance(buffer.slot.rule(), Pad)]
 
     def before_replay(self, view: Inputs) -> None:
         """Look at the state only where something has moved, on some rank, which is rare."""
+        if self._exclusive:
+            self.judge(next((fault for name in self._exclusive if (fault := self._tail_fault(name, view))), ""))
         if self.together.any(bool(self._changes(view))):
             super().before_replay(view)
 
@@ -138,6 +143,24 @@ class AddressProver(Prover):
         changes = self._changes(view)
         self.judge(next(iter(readers(self.runner.parts, view, state, changes).values()), ""))
         self._unread.update(self._key(one, view) for one in changes)
+
+    def _tail_fault(self, name: str, view: Inputs) -> str:
+        """What is wrong with the tail of memory that nobody else was to write; nothing where it is as it must be."""
+        tensor, info, stage = view.__dict__[name], view._slotgraph_view, self.runner.parts.stage  # noqa: SLF001 - a fill's
+        slot = stage.declaration.slots[name]
+        rule = slot.rule()
+        if tensor is None or info is None or not isinstance(rule, Pad):
+            return ""
+        number = resolve_value(rule.value, stage.backend.capabilities, info.step.padded_sizes)
+        for dim in slot.varying:
+            live = slot.shape[dim].at(info.step.live_sizes)
+            tail = tensor.narrow(dim, live, tensor.shape[dim] - live)
+            if not bool(((tail == number) | ((tail != tail) & (number != number))).all()):  # noqa: PLR0124 - NaN
+                return (
+                    f"the tail of slot {name!r} does not hold {number}: something else writes its memory, which was "
+                    f"adopted as Exclusive; adopt the tensor itself, so that its tail is reset in each step"
+                )
+        return ""
 
     def _changes(self, view: Inputs) -> list[Change]:
         """What has moved, but for what the graph of this step was found not to read."""

@@ -3,15 +3,14 @@
 import collections
 import itertools
 import time
-from typing import Final, Literal
+from typing import Literal
 
 import attrs
-import structlog
 
+from ..dataflow import log
 from .filltimes import EVERY, FIRST, FillTimes
 from .statistics import BucketData, TallyData
 
-_LOG: Final = structlog.get_logger("slotgraph")
 Path = Literal["graph", "piecewise", "breakable", "eager"]
 Why = Literal[
     "fits",
@@ -107,7 +106,7 @@ class Tally:
         if (decision.why, decision.rank) not in self._warned:
             self._warned.add((decision.why, decision.rank))
             ranks = {} if decision.rank is None else {"rank": decision.rank}
-            _LOG.warning("fallback", runner=runner, why=decision.why, reason=decision.reason, **ranks)
+            log.warning("fallback", runner=runner, why=decision.why, reason=decision.reason, **ranks)
 
     @staticmethod
     def timed(counts: Counts, start: int) -> None:

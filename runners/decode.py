@@ -2,8 +2,10 @@
 
 import functools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Unpack, final
+
+import torch
 
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
@@ -11,15 +13,15 @@ from ..dataflow.errors import BatchError, ConfigError, MissingSourceError, Repla
 from ..dataflow.limits import Limits
 from ..dataflow.planner import NONE
 from ..dataflow.sizing import Sizer
-from ..dataflow.sources import NO_SIDE, Side
+from ..dataflow.sources import Side
 from .capture import CaptureReport
 from .captured import Captured, Order
-from .config import Options, RunnerConfig
 from .decision import Decision, Tally
 from .eager import EagerRunner
 from .filler import Filler
 from .gate import Gate
-from .graphs import GraphSet, patterns_of
+from .graphs import GraphSet
+from .options import DecodeOptions, config_of
 from .outputs import rows_each
 from .parts import Parts
 from .pool import Bindings, Phase, Seat
@@ -29,7 +31,7 @@ from .ranks.routing import Joint
 from .router import Router
 from .runner import GraphRunner
 from .shortcut import MISS, Shortcuts
-from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, Stage, V, name_of, with_width
+from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, Stage, V, with_width
 from .watching import Watch
 from .widths import Widths
 
@@ -46,8 +48,11 @@ class DecodeRunner(GraphRunner[V]):
     as a KV cache, is part of what is captured. carry: slots that the batch has computed right where a step runs
     eagerly, such as counts of padded rows; a replay has its own. output_rows: the axis that the rows of outputs follow,
     TOKENS or BATCH, or None to get outputs whole. one_width: whether the step can be run for `width` alone, so that
-    batches of another are refused, not run eagerly. phase: of a pool, whose memory others use in theirs. ranks: those
-    that run each step together, in one bucket. Options are those of `RunnerConfig`.
+    batches of another are refused, not run eagerly. phase: of a pool, whose memory others use in theirs. state: the
+    tensors beside slots, or parts of them, that captures and checks put back after each run of the step that nobody
+    asked for; by default all that its operators write is found and put back. A large KV cache that a custom operator
+    writes may be too large for that: give the parts that padded rows write, or `()`. ranks: those that run each step
+    together, in one bucket. Options are those of `DecodeOptions`.
     """
 
     def __init__(
@@ -64,20 +69,21 @@ class DecodeRunner(GraphRunner[V]):
         output_rows: Axis | None = TOKENS,
         one_width: bool = False,
         phase: Phase | None = None,
+        state: Iterable[torch.Tensor] | None = None,
         ranks: Ranks | None = None,
         backend: str | Backend = "auto",
-        **options: Unpack[Options],
+        **options: Unpack[DecodeOptions],
     ) -> None:
-        self.config = config = RunnerConfig.of({"backend": name_of(backend), **options})
+        self.config = config = config_of(type(self), backend, options)
         self.name = type(self).__name__  # in events; a runner that is made of this one gives it its own
         relations = {TOKENS: BATCH * config.width}
         sizes = with_width(inputs, sizes, config.width)
-        self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, lend=lend, ranks=ranks)
+        self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, lend=lend, ranks=ranks, state=state)
         self.buckets, self._rows_each = config.ladder(), rows_each(output_rows, config.width)
         counts = ({BATCH: rows, TOKENS: rows * config.width} for rows in self.buckets.sizes)
         self._sizes = {one[BATCH]: self.stage.padded(one, "buckets= and width=") for one in counts}
         capacity = self._sizes[self.buckets.largest]
-        self._carry, self._patterns = carry, patterns_of(absent)
+        self._carry, self._patterns = self.stage.captured_with(config, carry, absent)
         self._size = Sizer(self.stage.declaration, relations, capacity, BATCH)
         self._limits = Limits.of(self.stage.declaration, capacity)
         self._widths = Widths(self.stage.declaration, config.width, self.stage.sizes, only=one_width)
@@ -111,7 +117,10 @@ class DecodeRunner(GraphRunner[V]):
     def capture(self) -> CaptureReport:
         """Capture every bucket: see `GraphRunner.capture`."""
         try:
-            return self.graphs.capture(Order.of(self.config, self._sizes, self._patterns, self.name, self.agreement))
+            with self._gate.open():
+                return self.graphs.capture(
+                    Order.of(self.config, self._sizes, self._patterns, self.name, self.agreement)
+                )
         finally:
             self._prove()
             self._watched(bool(self._watch.watchers))
@@ -143,14 +152,14 @@ class DecodeRunner(GraphRunner[V]):
         Raises BatchError where the batch does not fit its declaration, ReplayError before `capture`.
         """
         shortcuts = self._shortcuts
-        if shortcuts is None or side:
+        if shortcuts is None:
             return super().__call__(batch, **side) if self._watch.watchers else self._step(batch, side)
         lock = self._gate.lock
         if lock.locked():
             raise self._gate.refusal()
         with lock:
             try:
-                outputs = shortcuts.run(batch)
+                outputs = shortcuts.run(batch, side)
             except BaseException:  # in the middle of a step, which nobody may believe to be filled
                 self._filled = None
                 self.graphs.buffers.distrust()
@@ -158,14 +167,14 @@ class DecodeRunner(GraphRunner[V]):
             if outputs is not MISS:
                 self._filled = None
                 return outputs
-            return self._learnt(shortcuts, batch)
+            return self._learnt(shortcuts, batch, side)
 
-    def _learnt(self, shortcuts: Shortcuts[V], batch: Any) -> Any:
+    def _learnt(self, shortcuts: Shortcuts[V], batch: Any, side: Side) -> Any:
         """A whole step, so that the next one like it is a shortcut."""
-        view, route, rows = self._fill(batch, NO_SIDE, whole=True)
+        view, route, rows = self._fill(batch, side, whole=True)
         outputs = self._run(view, route, rows)
         if isinstance(route, Captured):
-            shortcuts.learn(batch, route, self._size(batch, NO_SIDE)[:-1], rows)
+            shortcuts.learn(batch, side, route, self._size(batch, side)[:-1], rows)
         return outputs
 
     def _step(self, batch: Any, side: Side) -> Any:
@@ -188,7 +197,10 @@ class DecodeRunner(GraphRunner[V]):
         Raises ConfigError where there is no graph for the bucket.
         """
         pattern = frozenset(absent)
-        captured = self.graphs.get(bucket, pattern)
+        captured = self.graphs.captured.get((bucket, pattern))
+        if captured is None:
+            with self._gate.open():  # it may be captured now
+                captured = self.graphs.get(bucket, pattern)
         if captured is None:
             without = f" without {', '.join(map(repr, sorted(pattern)))}" if pattern else ""
             message = (
@@ -217,7 +229,7 @@ class DecodeRunner(GraphRunner[V]):
                 return view, route, live[-1]
             ready = graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=whole)
         except BatchError as error:
-            self._size.explain(error)
+            self._size.explain(error, batch, side)
             try:
                 return self._fill_other_width(batch, side, error, start)
             except BaseException as refused:

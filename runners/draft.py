@@ -8,10 +8,12 @@ import torch
 
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, Dim, Sizes
+from ..dataflow.binding import Bound
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
+from .arguments import check_step, checked_names, checked_sizes, declaration_of
 from .decode import DecodeRunner
-from .shared_options import SharedOptions
+from .options import DraftOptions, config_of
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V
 from .standard.axes import STEPS, TOPK
 from .through import Through
@@ -63,17 +65,19 @@ class DraftRunner(Through[V]):
         advances: Sequence[str] | None = None,
         sizes: Sizes = NO_SIZES,
         settings: object = None,
-        bind: Mapping[str, torch.Tensor] = NO_BINDINGS,
+        bind: Mapping[str, Bound] = NO_BINDINGS,
         absent: Sequence[Collection[str]] = NO_PATTERNS,
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
         backend: str | Backend = "auto",
-        **options: Unpack[SharedOptions],
+        **options: Unpack[DraftOptions],
     ) -> None:
-        _check_counts(topk, steps, options.get("width", topk))
-        options["width"] = topk
-        advances = _checked_advances(inputs.slotgraph, advances)
-        known = {axis: size for axis, size in ((TOPK, topk), (STEPS, steps)) if axis in inputs.slotgraph.axes}
+        config_of(type(self), backend, options)
+        _check_counts(topk, steps)
+        check_step("forward", forward, "the view and a DraftStep")
+        declaration = declaration_of(inputs)
+        advances = _checked_advances(declaration, advances)
+        known = {axis: size for axis, size in ((TOPK, topk), (STEPS, steps)) if axis in declaration.axes}
         self.topk, self.steps = topk, steps
         self._decode = DecodeRunner(
             inputs,
@@ -86,6 +90,7 @@ class DraftRunner(Through[V]):
             carry=carry,
             output_rows=BATCH,
             one_width=True,
+            width=topk,
             backend=backend,
             **options,
         )
@@ -164,20 +169,17 @@ def _said(value: Any) -> str:
     return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _check_counts(topk: int, steps: int, width: int) -> None:
+def _check_counts(topk: int, steps: int) -> None:
     for name, count in (("topk", topk), ("steps", steps)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             message = f"a draft needs {name}= of at least 1, got {count!r}"
             raise ConfigError(message)
-    if width not in (1, topk):  # 1 is what a configuration says that says nothing
-        message = f"width={width} does not fit topk={topk}: a draft's requests have topk tokens each; leave width= out"
-        raise ConfigError(message)
 
 
 def _checked_advances(declaration: Declaration, wanted: Sequence[str] | None) -> Sequence[str]:
     """The slots that advance. ConfigError where one that the runner reads or writes is missing or of another kind."""
     slots = declaration.slots
-    advances = [name for name in POSITIONS if name in slots] if wanted is None else wanted
+    advances = [name for name in POSITIONS if name in slots] if wanted is None else checked_names("advances", wanted)
     for name in _FIRST:
         if name not in slots or slots[name].shape != (Dim.of(BATCH), Dim.of(TOPK)):
             message = (
@@ -189,13 +191,16 @@ def _checked_advances(declaration: Declaration, wanted: Sequence[str] | None) ->
         raise ConfigError(message)
     for name in advances:
         if name not in slots or not slots[name].restored:
-            message = f"{declaration.name} needs a slot {name!r} with restored=True: each draft step adds one to it"
+            message = (
+                f"{declaration.name} needs a slot {name!r} with restored=True: each draft step advances it (advances=)"
+            )
             raise ConfigError(message)
     return advances
 
 
 def _joined(sizes: Sizes, known: Sizes) -> Sizes:
     """Sizes with those that the runner knows. ConfigError where another was given."""
+    sizes = checked_sizes(sizes)
     for axis, size in known.items():
         if sizes.get(axis, size) != size:
             message = (

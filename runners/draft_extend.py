@@ -3,13 +3,13 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Unpack, final
 
-import torch
-
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, Axis, Sizes
+from ..dataflow.binding import Bound
 from ..dataflow.errors import ConfigError
+from .config import RunnerConfig
 from .decode import DecodeRunner
-from .shared_options import SharedOptions
+from .options import ExtendOptions, config_of
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V
 from .through import Through
 
@@ -30,15 +30,15 @@ class DraftExtendRunner(Through[V]):
         *,
         sizes: Sizes = NO_SIZES,
         settings: object = None,
-        bind: Mapping[str, torch.Tensor] = NO_BINDINGS,
+        bind: Mapping[str, Bound] = NO_BINDINGS,
         absent: Sequence[Collection[str]] = NO_PATTERNS,
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
         output_rows: Axis | None = BATCH,
         backend: str | Backend = "auto",
-        **options: Unpack[SharedOptions],
+        **options: Unpack[ExtendOptions],
     ) -> None:
-        check_width(type(self).__name__, options)
+        check_width(type(self), backend, options)
         self._decode = DecodeRunner(
             inputs,
             step,
@@ -60,9 +60,9 @@ class DraftExtendRunner(Through[V]):
         return self._decode
 
 
-def check_width(runner: str, options: SharedOptions) -> int:
-    """The width among a runner's options. ConfigError where there is none."""
+def check_width(kind: type, backend: str | Backend, options: ExtendOptions) -> RunnerConfig:
+    """The configuration of a runner that needs a width. ConfigError where there is none."""
     if "width" not in options:
-        message = f"{runner} needs width=: how many tokens each request has in a step"
+        message = f"{kind.__name__} needs width=: how many tokens each request has in a step"
         raise ConfigError(message)
-    return options["width"]
+    return config_of(kind, backend, options)

@@ -1,12 +1,10 @@
 """The eager runner: the same declaration, never padded, buffers that grow on demand."""
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Unpack, final
 
-import structlog
 import torch
 
 from ..backends.base import Backend
@@ -18,30 +16,32 @@ from ..dataflow.capabilities import DEVICE
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import BatchError, ReplayError
 from ..dataflow.fill import compute_on_device
+from ..dataflow.gradients import without_gradients
 from ..dataflow.handover import hand_over
 from ..dataflow.limits import Limits
+from ..dataflow.readable import unreadable
 from ..dataflow.roles import resolve_dtype
 from ..dataflow.sizing import Sizer
 from ..dataflow.slots import Slot
 from ..dataflow.sources import Side, look_up
-from .config import Options, RunnerConfig
+from .arguments import checked
 from .decision import Decision, Tally
 from .gate import Gate
 from .growing import Growing
 from .hostreads import HostReads
+from .options import EagerOptions, config_of
 from .parts import Parts
 from .ranks.agreement import agreement_of
 from .ranks.group import Ranks
 from .runner import Runner
 from .running import Running, under_way
-from .stage import NO_LOANS, NO_SIZES, Lend, Stage, V, name_of
+from .stage import NO_LOANS, NO_SIZES, Lend, Stage, V
 from .watching import Watch
 
 NO_COPY_VARIABLE: Final = "SLOTGRAPH_EAGER_NO_COPY"
 KEPT: Final = 64
 """Other widths that a runner remembers how to size."""
 _ALWAYS: Final = Decision("eager", None, "always_eager", "an eager runner captures nothing")
-_LOG = structlog.get_logger("slotgraph")
 
 
 @final
@@ -67,9 +67,9 @@ class EagerRunner(Runner[V]):
         lend: Mapping[str, Lend] = NO_LOANS,
         ranks: Ranks | None = None,
         backend: str | Backend = "auto",
-        **options: Unpack[Options],
+        **options: Unpack[EagerOptions],
     ) -> None:
-        self.config = config = RunnerConfig.of({"backend": name_of(backend), **options})
+        self.config = config = config_of(type(self), backend, options)
         self.stage = Stage.of(inputs, step, backend, sizes, settings, relations, carry=carry, lend=lend, ranks=ranks)
         self.no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
         capabilities, slots = self.stage.backend.capabilities, inputs.slotgraph.slots
@@ -82,6 +82,8 @@ class EagerRunner(Runner[V]):
         self._limits = Limits.of(self.stage.declaration, self.stage.sizes)
         self._rows_of = _leading(self.stage.declaration)
         self._reads: HostReads | None = None
+        if buffers is not None:
+            checked("buffers", "the buffers of another runner", buffers, Buffers)
         self._memory = Growing(self.stage, type(self).__name__, buffers)
         alone = buffers is not None  # beside another runner, which agrees with other ranks before it comes here
         self.agreement = None if alone else agreement_of(self.stage.declaration, type(self).__name__, config, {})
@@ -120,7 +122,7 @@ class EagerRunner(Runner[V]):
 
     def _step(self, batch: Any, side: Side) -> Any:
         with self._gate.open():
-            return self.run(self._fill(batch, side, self._size, self.stage.relations))
+            return self._run(self._fill(batch, side, self._size, self.stage.relations))
 
     def _fill_view(self, batch: Any, side: Side) -> V:
         with self._gate.open():
@@ -128,16 +130,14 @@ class EagerRunner(Runner[V]):
         return view
 
     def _replay_view(self, view: V) -> Any:
-        with self._gate.open():
-            if self._filled is not view:
-                message = "this view was not filled last: a later fill has overwritten its slots"
-                raise ReplayError(message)
-            return self.run(view)
+        return self.run(view)
 
     def fill_width(self, width: int, batch: Any, side: Side) -> V:
-        """The same for a batch with `width` tokens a request, whatever relation of TOKENS the runner was given."""
+        """Fill from a batch with `width` tokens a request, whatever relation of TOKENS the runner was given."""
         size, relations = self._sized(width)
-        return self._fill(batch, side, size, relations)
+        with self._gate.open():
+            view = self._filled = self._fill(batch, side, size, relations)
+        return view
 
     def admit_width(self, width: int, batch: Any, side: Side) -> None:
         """Raise as such a fill would."""
@@ -170,7 +170,7 @@ class EagerRunner(Runner[V]):
             self._memory.held = before  # what grew for this batch goes again
             if isinstance(error, BatchError):
                 self._filled = filled  # nothing was written: the view filled last still stands
-                size.explain(error)
+                size.explain(error, batch, side)
             raise
         if start:
             self._tally.timed(self._tally.reasons[_ALWAYS.why], start)
@@ -200,12 +200,29 @@ class EagerRunner(Runner[V]):
         self._memory.bucket(live).admit(batch, live, absent, side)
 
     def run(self, view: V) -> Any:
+        """Run the step on the view that was filled last: `replay`, but for watchers, who are not told.
+
+        ReplayError where another fill has overwritten the view, or another thread is in the middle of a step.
+        """
+        with self._gate.open():
+            if self._filled is not view:
+                message = "this view was not filled last: a later fill has overwritten its slots"
+                raise ReplayError(message)
+            return self._run(view)
+
+    def _run(self, view: V) -> Any:
         """Run the step on a view, without gradients."""
-        told = contextlib.nullcontext() if self.agreement is None else self.agreement.told()
-        with told, torch.no_grad(), under_way(Running(view)):
-            outputs = self._watched_run(view)
+        if self.agreement is None:
+            outputs = without_gradients(self._run_under_way, view)
+        else:
+            with self.agreement.told():
+                outputs = without_gradients(self._run_under_way, view)
         self._tally.fell_back(_ALWAYS, self._rows_in(view))
         return outputs
+
+    def _run_under_way(self, view: V) -> Any:
+        with under_way(Running(view)):
+            return self._watched_run(view)
 
     def _hosts(self) -> HostReads:
         """What steps read of slots in host memory, of the present buffers."""
@@ -226,8 +243,9 @@ class EagerRunner(Runner[V]):
         return outputs
 
     def decide(self, batch: Any, **side: Any) -> Decision:
-        """Always eager."""
-        del batch, side
+        """Always eager. BatchError for a side argument that no slot reads."""
+        del batch
+        self.stage.declaration.check_side(side)
         return _ALWAYS
 
     @property
@@ -253,7 +271,8 @@ class EagerRunner(Runner[V]):
         for want in self._carried:
             sized = extent(want.slot.shape, sizes) if want.slot.axes <= sizes.keys() else None
             source = look_up(batch, want.name)
-            shape = sized or tuple(getattr(source, "shape", ()))  # of an axis that no copied slot tells, any size
+            known = sized is not None or not isinstance(source, torch.Tensor) or unreadable(source)
+            shape = sized or () if known else tuple(source.shape)  # of an axis that no copied slot tells, any size
             check_source(want, source, (want.dtype, self._home(want.slot), shape))
 
     def _home(self, slot: Slot) -> torch.device:

@@ -2,7 +2,7 @@
 
 import collections
 import time
-from typing import Any, Generic
+from typing import Any, Final, Generic
 
 import attrs
 import torch
@@ -26,6 +26,8 @@ from .capture import capture_step, warm_up
 from .hostreads import HostReads
 from .modes import OFF, STREAMS
 from .stage import Stage, V
+
+_NO_STREAMS: Final = frozenset[int]()
 
 
 @attrs.define(eq=False)
@@ -119,7 +121,7 @@ class Filler(Generic[V]):
         targets = [lane.target for lane in fused.packer.lanes]
         return Filling(bucket, fused, table, fusion.kernel(table, feed.upload.packet, targets))
 
-    def capture_alone(self, filling: Filling, warmups: int = 0) -> None:
+    def capture_alone(self, filling: Filling, *, warm: bool = False) -> None:
         """Capture the kernel by itself; where it is a step's first node too, it must not run there a second time."""
         stage, feed, kernel = self.stage, self._feeder.made, filling.kernel
         if feed is None:
@@ -133,7 +135,8 @@ class Filler(Generic[V]):
                 armed.zero_()
 
         pool, mode = stage.backend.pool(), self._error_mode
-        warm_up(stage.backend, alone, self.buffers, warmups)
+        if warm:
+            warm_up(stage.backend, alone)
         filling.alone = capture_step(stage.backend, alone, pool=pool, error_mode=mode)
 
     def captured_late(self) -> None:
@@ -173,19 +176,23 @@ class Filler(Generic[V]):
 
         Raises MissingSourceError and BatchError before anything is written.
         """
-        fused = filling.fused
         if self.hosts.possible:
             self.hosts.wait()
-        if self._orders_sources:
-            foreign = self._foreign(filling, batch, absent, side)
-            if foreign:
-                return self._from_foreign(foreign, filling, batch, live, absent, side)
+        foreign = self._foreign(filling, batch, absent, side) if self._orders_sources else _NO_STREAMS
+        if foreign:
+            return self._from_foreign(foreign, filling, batch, live, absent, side)
+        return self._filled(filling, batch, live, absent, side, whole=whole)
+
+    def _filled(
+        self, filling: Filling, batch: Any, live: tuple[int, ...], absent: Absent, side: Side, *, whole: bool
+    ) -> Ready:
+        fused = filling.fused
         if fused is None:
             return self._plainly(filling, batch, live, absent, side)
         ready = fused.send(batch, side, live)
         if isinstance(ready, Misfit):
-            why, ready = ready.why, self._plainly(filling, batch, live, absent, side)
-            self.detours[why] += 1
+            ready = self._plainly(filling, batch, live, absent, side)
+            self.detours["other"] += 1
             return ready
         if whole and self.lowering == "in_graph":
             self.lowered["in_graph"] += 1
@@ -236,7 +243,7 @@ class Filler(Generic[V]):
         backend, here = self.stage.backend, self.stream()
         for stream in foreign:
             backend.order(stream, here)
-        ready = self._plainly(filling, batch, live, absent, side)
+        ready = self._filled(filling, batch, live, absent, side, whole=False)  # a kernel in the graph reads them later
         for stream in foreign:
             backend.order(here, stream)
         self.detours["foreign_stream"] += 1

@@ -1,8 +1,9 @@
 """Captured buckets: each with its fill, its graph and its outputs."""
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Generic
 
 import attrs
@@ -23,6 +24,7 @@ from .capture import (
     frozen_garbage,
     log_capture,
     progress_over,
+    told_as_capture_error,
     warm_up,
     warn_of_many,
 )
@@ -32,11 +34,15 @@ from .holdings import Holdings
 from .modes import ADDRESSES, GENERATIONS
 from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .stage import Stage, V
+from .state import State
 from .whole import WholeStep
+from .writes import check_writes
 
 Key = tuple[int, Absent]
-Recipe = Callable[[Filling, Absent], Callable[[], Any]]
-"""What makes the call that is captured of a bucket; it may run the step before."""
+Look = Callable[[Callable[[], Any]], State]
+"""Runs a whole step for the first time, and tells its state: what it changes beside its slots, which is put back."""
+Recipe = Callable[[Filling, Absent, Look], tuple[Callable[[], Any], State]]
+"""Makes the call that is captured of a bucket, and looks at its step's state before it runs the step otherwise."""
 
 
 class GraphSet(Generic[V]):
@@ -166,6 +172,7 @@ class GraphSet(Generic[V]):
 
     def _capture_bucket(self, rows: int, order: Order) -> None:
         """Capture one bucket for every pattern. CaptureError, with nothing of it kept, also of another rank."""
+        gradients = torch.is_grad_enabled()
         try:
             for absent in sorted(order.patterns, key=sorted):
                 self._captured[rows, absent] = self._capture(rows, absent, order)
@@ -174,6 +181,8 @@ class GraphSet(Generic[V]):
             order.meet(f"captured bucket {rows}", error)
             self._drop(rows)
             raise
+        finally:
+            torch.set_grad_enabled(gradients)  # an interrupt may come while a `no_grad` block ends
         if failed is not None:
             self._drop(rows)
             message = f"rank {failed[0]}: {failed[1]}"
@@ -188,31 +197,50 @@ class GraphSet(Generic[V]):
         stage, filler = self.stage, self.filler
         filling = filler.make(order.buckets[rows], absent)
         filler.rest()
-        step = self._recipe(filling, absent)
-        if order.warmups:
-            with order.vigil(stage.backend) as over:
-                self._look(over(getattr(step, "whole", step)), absent)
-                warm_up(stage.backend, over(step), self.buffers, order.warmups)
-        graph = capture_step(
-            stage.backend,
-            step,
-            pool=self._pool,
-            error_mode=order.error_mode,
-            parameters=self._parameters_of(filling, absent),
-        )
+        with order.vigil(stage.backend) as over:
+
+            def look(run: Callable[[], Any]) -> State:
+                return self._look(over(run), absent)
+
+            step, state = self._recipe(filling, absent, look)
+            for _ in range(order.warmups_after_look()):
+                with told_as_capture_error(), state.kept():
+                    warm_up(stage.backend, over(step))
+        with told_as_capture_error(), state.kept():
+            graph = capture_step(
+                stage.backend,
+                step,
+                pool=self._pool,
+                error_mode=order.error_mode,
+                parameters=self._parameters_of(filling, absent),
+            )
         if self.rows_each is not None:
             check_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
         if filler.lowering == "fused":
-            filler.capture_alone(filling, warmups=1)
+            filler.capture_alone(filling, warm=True)
         _ = self.buffers.addresses
         return Captured(rows, filling, graph, step)
 
-    def _look(self, step: Callable[[], Any], absent: Absent) -> None:
-        """See what the whole step's operators read of slots in host memory, once for each pattern."""
-        hosts = self.filler.hosts
-        if hosts.wants(absent):
-            with contextlib.suppress(Exception), self.stage.backend.stream():  # a warm-up will say what is wrong
-                hosts.look(step, absent)
+    def _look(self, run: Callable[[], Any], absent: Absent) -> State:
+        """Run the whole step once: its first warm-up. What it changes beside its slots, which is put back.
+
+        Watched, too: which host slots its operators read, once for each pattern, and that it writes no slot which it
+        may only read. CaptureError where it does, where the step raises, and where its state is too large to be kept.
+        """
+        stage, hosts, found = self.stage, self.filler.hosts, list[State]()
+        seen = functools.partial(hosts.look, run, absent) if hosts.wants(absent) else run
+
+        def once() -> None:
+            if stage.state is None:
+                slots = [span(buffer.tensor) for buffer in self.buffers if buffer.nbytes]
+                found.append(State.found(stage.backend, slots, seen, exact=True, holder=stage.step))
+            else:
+                found.append(State.of(stage.backend, stage.state))
+                with found[0].kept():
+                    seen()
+
+        warm_up(stage.backend, lambda: check_writes(once, self.buffers))
+        return found[0]
 
     def _parameters_of(self, filling: Filling, absent: Absent) -> dict[str, torch.Tensor]:
         """A bucket's host parameters, padded, where they lie; none for an optional one that is absent."""
@@ -220,8 +248,9 @@ class GraphSet(Generic[V]):
         named = ((argument, views[name]) for argument, name in self._parameters.items())
         return {argument: view for argument, view in named if view is not None}
 
-    def _whole_step(self, filling: Filling, absent: Absent) -> Callable[[], Any]:
-        return WholeStep(self.stage, self.filler, filling, self._whole(filling, absent))
+    def _whole_step(self, filling: Filling, absent: Absent, look: Look) -> tuple[Callable[[], Any], State]:
+        step = WholeStep(self.stage, self.filler, filling, self._whole(filling, absent))
+        return step, look(step)
 
     def view(self, captured: Captured, absent: Absent) -> V:
         """A bucket's slots at their padded size, for producers who write them."""
@@ -260,7 +289,7 @@ class GraphSet(Generic[V]):
 
     def outputs(self, captured: Captured, rows: int) -> Any:
         """What the last replay of a graph left, for `rows` live rows of the leading axis."""
-        return captured.graph.outputs if self.rows_each is None else captured.live(rows * self.rows_each)
+        return captured.live(None if self.rows_each is None else rows * self.rows_each)
 
     def memory(self) -> MemoryAccount:
         """Bytes of inputs, graphs and outputs."""
@@ -290,8 +319,3 @@ class GraphSet(Generic[V]):
             names = ", ".join(map(repr, moved))
             message = f"the buffers of {names} moved since capture: a graph would read freed memory"
             raise ReplayError(message)
-
-
-def patterns_of(declared: Sequence[Collection[str]]) -> set[Absent]:
-    """Patterns of absent slots to capture: none absent, and those declared."""
-    return {frozenset(), *map(frozenset, declared)}

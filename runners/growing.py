@@ -1,9 +1,8 @@
 """Memory that grows on demand: one exact bucket, for batches of whatever size."""
 
-from typing import Any, Final
+from typing import Any
 
-import structlog
-
+from ..dataflow import log
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Bucket
 from ..dataflow.buffers import Buffers
@@ -11,8 +10,6 @@ from ..dataflow.cargo import most_cargo
 from ..dataflow.errors import BatchError
 from ..dataflow.feed import Feeder
 from .stage import Stage
-
-_LOG: Final = structlog.get_logger("slotgraph")
 
 
 class Growing:
@@ -40,7 +37,8 @@ class Growing:
     def _capacity(self) -> Sizes:
         if self.held is not None:
             return self.held.buffers.capacity
-        return dict.fromkeys(self._stage.declaration.axes, 0) | dict(self._stage.sizes)
+        declaration = self._stage.declaration
+        return dict.fromkeys((*declaration.axes, *declaration.following), 0) | dict(self._stage.sizes)
 
     def _grown(self, before: Sizes, more: Sizes) -> Bucket:
         stage, held = self._stage, self.held
@@ -53,7 +51,7 @@ class Growing:
         buffers = stage.allocate(capacity)
         sizes = {axis.name: size for axis, size in capacity.items()}
         name = stage.declaration.name
-        _LOG.debug("grown", runner=self._runner, declaration=name, nbytes=buffers.nbytes, sizes=sizes)
+        log.debug("grown", runner=self._runner, declaration=name, nbytes=buffers.nbytes, sizes=sizes)
         return self._over(buffers)
 
     def _over(self, buffers: Buffers) -> Bucket:

@@ -16,7 +16,7 @@ from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import HOST
 from ..dataflow.planner import NONE
 from ..dataflow.turns import Turn
-from .traffic import Traffic, seen_by
+from .traffic import Traffic, run_seen
 
 
 class HostReads:
@@ -54,8 +54,7 @@ class HostReads:
         """Run a step, and see which host slots its operators read; what it returned."""
         self._looked.add(absent)
         try:
-            with seen_by(Traffic(done=self._note)):
-                return run()
+            return run_seen(Traffic(done=self._note), run)
         except BaseException:
             self._unsure = True
             raise

@@ -9,6 +9,7 @@ import torch
 from ..backends.base import Backend
 from ..backends.registry import choose
 from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
+from ..dataflow.binding import Bound
 from ..dataflow.capabilities import Capabilities
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError
@@ -16,12 +17,12 @@ from ..dataflow.slots import Slot
 from ..dataflow.tails import Number, Once, Pad, resolve_value
 from ..dataflow.values import initial_value
 from ..dataflow.views import make_view
-from .config import RunnerConfig
+from .arguments import checked_by_slot, checked_names, declaration_of
 from .decode import DecodeRunner
 from .draft_extend import check_width
+from .options import ExtendOptions
 from .pool import Chain
-from .shared_options import SharedOptions, of_config
-from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V, name_of, with_width
+from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V, with_width
 from .through import Through
 
 CHAINED: Final = ("input_ids", "hidden_states")
@@ -47,19 +48,19 @@ class MultiLayerDraftExtendRunner(Through[V]):
         chained: Sequence[str] = CHAINED,
         sizes: Sizes = NO_SIZES,
         settings: object = None,
-        bind: Mapping[str, torch.Tensor] = NO_BINDINGS,
+        bind: Mapping[str, Bound] = NO_BINDINGS,
         absent: Sequence[Collection[str]] = NO_PATTERNS,
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
         output_rows: Axis | None = BATCH,
         backend: str | Backend = "auto",
-        **options: Unpack[SharedOptions],
+        **options: Unpack[ExtendOptions],
     ) -> None:
-        width = check_width(type(self).__name__, options)
-        config = RunnerConfig.of({"backend": name_of(backend), **of_config(options)})
-        declaration = inputs.slotgraph.under(settings, ranks=options.get("ranks"))
-        _check(inputs.slotgraph, steps, chained, bind)
-        adapter, largest = choose(backend), config.ladder().largest
+        config = check_width(type(self), backend, options)
+        whole, chained = declaration_of(inputs), checked_names("chained", chained)
+        _check(whole, steps, chained, checked_by_slot("bind", bind, "tensors"))
+        declaration = whole.under(settings, ranks=options.get("ranks"))
+        adapter, largest, width = choose(backend), config.ladder().largest, config.width
         capacity = {BATCH: largest, TOKENS: largest * width, **with_width(inputs, sizes, width)}
         chain = {name: declaration.slots[name] for name in chained if name in declaration.slots}
         tails = _tails(chain, adapter.capabilities, capacity)
@@ -153,10 +154,10 @@ def _check(
     declaration: Declaration,
     steps: Sequence[Callable[..., Any]],
     chained: Sequence[str],
-    bind: Mapping[str, torch.Tensor],
+    bind: Mapping[str, Bound],
 ) -> None:
     """ConfigError where there is nothing to run, or a slot cannot be chained."""
-    if not steps or not all(map(callable, steps)):
+    if not isinstance(steps, Sequence) or not steps or not all(map(callable, steps)):
         message = f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}"
         raise ConfigError(message)
     for name in chained:

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Generic, Protocol, TypeAlias, final
+from typing import Any, Generic, Protocol, TypeAlias, final
 
 import attrs
-import structlog
 import torch
 
+from ..dataflow import log
 from ..dataflow.axes import Sizes, extent
-from ..dataflow.binding import check_bindings
+from ..dataflow.binding import Bound, Exclusive, check_bindings
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import ConfigError
 from ..dataflow.roles import resolve_dtype
@@ -20,9 +20,9 @@ from ..dataflow.sharing.planner import lay_out
 from ..dataflow.sharing.tenants import ALIKE, CARRIED
 from ..dataflow.turns import Ledger, Tenancy, Turn
 from ..dataflow.values import initial_value, write_all
+from .arguments import check_slots, checked, checked_by_slot, checked_names
 from .stage import Stage, V
-
-_LOG: Final = structlog.get_logger("slotgraph")
+from .unique import Unique
 
 
 class Named(Protocol):
@@ -44,7 +44,7 @@ class Phase:
 
     def keeping(self, *slots: str) -> "Phase":
         """The phase for a runner of which some slots are never shared: a producer writes only what changed in them."""
-        return attrs.evolve(self, kept=self.kept.union(slots))
+        return attrs.evolve(self, kept=self.kept.union(checked_names("keeping", slots)))
 
 
 @attrs.frozen
@@ -54,7 +54,7 @@ class Chain:
     parts: int
 
 
-Bindings: TypeAlias = Mapping[str, "torch.Tensor | Chain"]
+Bindings: TypeAlias = Mapping[str, "Bound | Chain"]
 
 
 class Seat(Generic[V]):
@@ -77,6 +77,10 @@ class Seat(Generic[V]):
         self._runner = runner
         self.stage = stage
         self.capacity = capacity
+        bind = checked_by_slot("bind", bind, "tensors")
+        if phase is not None:
+            expected = "a phase of a pool, such as pool['decode'], or None"
+            check_slots("keeping", stage.declaration, checked("phase", expected, phase, Phase).kept)
         self.bind = {name: bound for name, bound in bind.items() if not isinstance(bound, Chain)}
         self.chained = {name: bound.parts for name, bound in bind.items() if isinstance(bound, Chain)}
         self.parents: dict[str, torch.Tensor] = {}
@@ -123,7 +127,8 @@ class Seat(Generic[V]):
         self.parents = {name: self._parent(name, parts, given) for name, parts in self.chained.items()}
         first = {name: parent[0] for name, parent in self.parents.items()}
         tenancy = self.tenancy and attrs.evolve(self.tenancy, tensors={**given, **first})
-        made = self.stage.allocate(self.capacity, {**self.bind, **first}, tenancy)
+        own = {name: Exclusive(part) for name, part in first.items()}
+        made = self.stage.allocate(self.capacity, {**self.bind, **own}, tenancy)
         made.beside = tuple(parent[1:] for parent in self.parents.values())
         return made
 
@@ -140,7 +145,7 @@ class Seat(Generic[V]):
 
 
 @final
-class InputPool:
+class InputPool(Unique):
     """Memory that runners share for their inputs, as far as their phases prove that they may.
 
     order: phases that come one after the other, then from the first again. overlaps: pairs of phases of which one may
@@ -152,7 +157,7 @@ class InputPool:
     """
 
     def __init__(self, *order: str, overlaps: Iterable[Pair] = (), anytime: Iterable[str] = ()) -> None:
-        self.schedule = Schedule(order, tuple(overlaps), tuple(anytime))
+        self.schedule = Schedule(order, overlaps, anytime)
         self.layout: Layout | None = None
         self._carries: list[tuple[str, str, str, str | None]] = []
         self._seats: list[Seat[Any]] = []
@@ -180,7 +185,7 @@ class InputPool:
     def join(self, seat: Seat[Any]) -> None:
         """Take a runner in, or tell it that it comes too late."""
         if self.layout is not None:
-            _LOG.info("joined_late", runner=seat.runner, phase=seat.phase_name)
+            log.info("joined_late", runner=seat.runner, phase=seat.phase_name)
         elif seat.shares:
             self._seats.append(seat)
         else:
@@ -205,7 +210,7 @@ class InputPool:
         layout = lay_out([*members.values()], self.schedule, [*self._carried(members)])
         for seat, tenancy in zip(seats, _tenancies(layout, seats), strict=True):
             seat.settle(tenancy)
-        _LOG.info("sealed", runners=[*members], nbytes=layout.nbytes, saved=layout.saved)
+        log.info("sealed", runners=[*members], nbytes=layout.nbytes, saved=layout.saved)
         return layout
 
     def check_carried(self, seat: Seat[Any]) -> None:

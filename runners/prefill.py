@@ -1,13 +1,14 @@
 """The prefill runner: a step traced and cut at operators, of which the pieces are captured by tokens."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Unpack, final
 
+import torch
 from torch import nn
 
 from ..backends.base import Backend
 from ..dataflow.axes import TOKENS, Axis, Sizes
-from .config import Options, RunnerConfig
+from .options import StackOptions, config_of
 from .pool import Phase
 from .ranks.group import Ranks
 from .stacked.capture import Boundary
@@ -15,7 +16,7 @@ from .stacked.runner import StackRunner
 from .stacked.runs import StackRuns
 from .stacked.splitting import Operator, Splitter
 from .stacked.stack import find_stack
-from .stage import NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, Stage, V, name_of
+from .stage import NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, Stage, V
 
 
 @final
@@ -28,8 +29,8 @@ class PrefillRunner(StackRunner[V]):
     where there is none. Token slots have a bucket's rows, all of which are executed; request slots have the batch's,
     up to `max_batch`, and may be read in splits, and outside of the stack.
     output_rows: TOKENS to cut outputs to the live tokens, BATCH for one row a request, None to get them whole.
-    sizes, settings, absent, lend, carry, phase, ranks: as of `DecodeRunner`. Options are those of `RunnerConfig`;
-    buckets are tokens.
+    sizes, settings, absent, lend, carry, phase, state, ranks: as of `DecodeRunner`. Options are those of
+    `StackOptions`; buckets are tokens.
     """
 
     def __init__(
@@ -46,12 +47,13 @@ class PrefillRunner(StackRunner[V]):
         carry: tuple[str, ...] = (),
         output_rows: Axis | None = TOKENS,
         phase: Phase | None = None,
+        state: Iterable[torch.Tensor] | None = None,
         ranks: Ranks | None = None,
         backend: str | Backend = "auto",
-        **options: Unpack[Options],
+        **options: Unpack[StackOptions],
     ) -> None:
-        self.config = config = RunnerConfig.of({"backend": name_of(backend), **options})
-        self.stage = stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend, ranks=ranks)
+        self.config = config = config_of(type(self), backend, options)
+        self.stage = stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend, ranks=ranks, state=state)
         boundary = Boundary(find_stack(step, stack), "piecewise", Splitter(splits))
         name = type(self).__name__
         self._runs = StackRuns(

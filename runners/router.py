@@ -73,7 +73,7 @@ class Router:
         """This one: nobody else is asked."""
         return self
 
-    def repeating(self, run: Callable[[Any], Any], live: tuple[int, ...]) -> Callable[[Any], Any]:
+    def repeating(self, run: Callable[[Any, Side], Any], live: tuple[int, ...]) -> Callable[[Any, Side], Any]:
         """A step that goes as one before it: just that, since nobody else is to know."""
         del live
         return run

@@ -3,20 +3,21 @@
 import abc
 import os
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Final, Generic, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Unpack
 
-import structlog
-
+from ..dataflow import log
 from ..dataflow.capabilities import Lowering
 from ..dataflow.plan import FillPlan
 from ..dataflow.sources import Side
 from .capture import CaptureReport
 from .decision import Decision
 from .graphs import GraphSet
+from .opaque import opaque
 from .parts import Parts
 from .recording.recorder import LAST, MAX_BYTES, Recording
 from .stage import V
 from .statistics import Statistics, statistics_of
+from .unique import Unique
 from .watching import Watch
 
 if TYPE_CHECKING:
@@ -25,14 +26,18 @@ if TYPE_CHECKING:
     from .proofs.check import CheckOptions
     from .proofs.report import CheckReport
 
-_LOG: Final = structlog.get_logger("slotgraph")
 
-
-class Runner(abc.ABC, Generic[V]):
+@opaque
+class Runner(Unique, abc.ABC, Generic[V]):
     """Fills a declaration's slots from a batch and runs a step on the view. Subclasses are final, or abstract.
 
-    A call is a fill and a replay; whoever watches a runner is told of both.
+    A call is a fill and a replay; whoever watches a runner is told of both. A function under torch.compile may call it.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Keep the compiler out of a subclass' own methods, too."""
+        super().__init_subclass__(**options)
+        opaque(cls)
 
     @property
     @abc.abstractmethod
@@ -97,10 +102,12 @@ class Runner(abc.ABC, Generic[V]):
         others go by it. Without other ranks, or where all get the same batches, nothing is done. Raises as `decide`.
         """
         agreement = self.parts.agreement
-        if agreement is not None:
-            with agreement.before():
-                own, live = self.decide(batch, **side), self.parts.size(batch, side)
-            agreement.ahead(own, live)
+        if agreement is None:
+            self.parts.stage.declaration.check_side(side)
+            return
+        with agreement.before():
+            own, live = self.decide(batch, **side), self.parts.size(batch, side)
+        agreement.ahead(own, live)
 
     def idle(self, batch: Any = None, **side: Any) -> Any:
         """Take part in the others' step without a request: zero live rows; the outputs for none.
@@ -113,6 +120,7 @@ class Runner(abc.ABC, Generic[V]):
 
         agreement = self.parts.agreement
         if agreement is None:
+            self.parts.stage.declaration.check_side(side)
             return None
         with agreement.before():
             empty, given = empty_batch(self.parts, agreement, batch, side)
@@ -151,7 +159,7 @@ class Runner(abc.ABC, Generic[V]):
         Also on `save()` and at the end of `with runner.record(...)`; `close()` ends it. max_bytes: of all that is kept;
         a step that is larger by itself leaves its sizes. outputs: keep what the steps return, too. staged: slots that
         producers write beside the step, whose contents are kept too. `slotgraph replay` runs the file's steps again.
-        ConfigError for another kind of file, or what makes no sense.
+        ConfigError for a path that cannot be written, or what makes no sense.
         """
         return Recording(self, path, last=last, max_bytes=max_bytes, outputs=outputs, staged=staged)
 
@@ -178,7 +186,7 @@ class Runner(abc.ABC, Generic[V]):
     def log_stats(self) -> None:
         """One event, `statistics`, with all of them."""
         parts = self.parts
-        _LOG.info("statistics", runner=parts.name, **statistics_of(parts))
+        log.info("statistics", runner=parts.name, **statistics_of(parts))
 
 
 class GraphRunner(Runner[V]):
@@ -227,4 +235,5 @@ class GraphRunner(Runner[V]):
         ConfigError where there is no such bucket or slot.
         """
         parts = self.parts
-        return parts.stage.plan(parts.sizes, bucket, self.lowering, absent, in_place, hosted)
+        foreign = self.graphs.buffers.foreign
+        return parts.stage.plan(parts.sizes, bucket, self.lowering, absent, in_place, hosted, foreign)

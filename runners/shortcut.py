@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias
 import attrs
 import torch
 
+from ..dataflow.bucket import Absent
 from ..dataflow.caches import keep_newest
 from ..dataflow.errors import BatchError
 from ..dataflow.fused import FusedFill
@@ -20,7 +21,7 @@ from ..dataflow.limits import Limits
 from ..dataflow.manifest import Manifest
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
-from ..dataflow.sources import NO_SIDE
+from ..dataflow.sources import Side
 from .captured import FORKS, Captured
 from .decision import Repeated, Tally
 from .filltimes import EVERY
@@ -34,11 +35,16 @@ if TYPE_CHECKING:
 MISS: Final = object()
 """What a shortcut answers where it does not hold."""
 KEPT: Final = 1024
-"""Live sizes that one runner has shortcuts for; the oldest goes first."""
+"""Live sizes, each with a pattern of absent slots, that one runner has shortcuts for; the oldest goes first."""
+MIXTURES: Final = 4
+"""Kinds of sources that one of these has shortcuts for."""
 _POINTER: Final = torch.Tensor.data_ptr
 
 
-Run: TypeAlias = Callable[[Any], Any]
+Holds: TypeAlias = Callable[[Any, Side], bool]
+Run: TypeAlias = Callable[[Any, Side], Any]
+Key: TypeAlias = tuple[tuple[int, ...], Absent]
+"""Sizes of the sources that tell live sizes, and absent slots."""
 
 
 @attrs.define(eq=False)
@@ -57,13 +63,13 @@ class _Absent:
 
     gather: Gather
 
-    def __call__(self, batch: Any) -> bool:
-        return all(value is None for value in self.gather(batch, NO_SIDE))
+    def __call__(self, batch: Any, side: Side) -> bool:
+        return all(value is None for value in self.gather(batch, side))
 
 
-def _never(batch: Any) -> Any:
+def _never(batch: Any, side: Side) -> Any:
     """No shortcut."""
-    del batch
+    del batch, side
     return MISS
 
 
@@ -89,15 +95,15 @@ class Shortcuts(Generic[V]):
         size: Sizer,
         tally: Tally,
         repeating: Callable[[Run, tuple[int, ...]], Run],
-        holds: Sequence[Callable[[Any], bool]] = (),
+        holds: Sequence[Holds] = (),
     ) -> None:
         self._repeating = repeating
         self._holds = tuple(holds)
         self._graphs = graphs
+        self._arguments = graphs.stage.declaration.arguments
         self._sizes = size.sizes
         self._tally = tally
-        self._known: dict[tuple[int, ...], Shortcut] = {}
-        self._runs: dict[tuple[int, ...], Run] = {}
+        self._runs: dict[Key, list[tuple[Manifest, Run]]] = {}
         self._last: Run = _never
 
     @classmethod
@@ -111,79 +117,89 @@ class Shortcuts(Generic[V]):
         own = router.alone
         if own is None or graphs.filler.lowering != "in_graph" or not size.required:
             return None
-        holds = [own.same_fields] if own.decides_by_fields else []
+        holds: list[Holds] = [lambda batch, _: own.same_fields(batch)] if own.decides_by_fields else []
         holds += [limits.allow] if limits is not None else []
         return cls(graphs, size, tally, router.repeating, holds)
 
-    def run(self, batch: Any) -> Any:
+    def run(self, batch: Any, side: Side) -> Any:
         """The outputs of a step that goes as one before it; MISS where nothing was done."""
-        outputs = self._last(batch)  # sizes stay the same more often than not, and its guard tells
-        return self._other(batch) if outputs is MISS else outputs
+        if side and self._arguments is not None and not self._arguments.issuperset(side):
+            return MISS  # the general way refuses it
+        outputs = self._last(batch, side)  # steps are alike more often than not, and its guard tells
+        return self._other(batch, side) if outputs is MISS else outputs
 
-    def _other(self, batch: Any) -> Any:
+    def _other(self, batch: Any, side: Side) -> Any:
         try:
-            run = self._runs.get(self._sizes(batch, NO_SIDE), _never)
-        except BatchError:  # which the general way words better
+            runs = self._runs.get((self._sizes(batch, side), self._graphs.stage.absent(batch, side)), ())
+        except (BatchError, TypeError):  # which the general way words better
             return MISS
-        if run is self._last:
-            return MISS
-        self._last = run
-        return run(batch)
+        last = self._last
+        for _, run in runs:
+            outputs = MISS if run is last else run(batch, side)
+            if outputs is not MISS:
+                self._last = run
+                return outputs
+        return MISS
 
-    def learn(self, batch: Any, captured: Captured, live: tuple[int, ...], rows: int) -> None:
+    def learn(self, batch: Any, side: Side, captured: Captured, live: tuple[int, ...], rows: int) -> None:
         """Remember how a step was done, if it was by an upload and a replay."""
         fused = captured.filling.fused
         ready = fused.fill.ready(live) if fused is not None else None
-        if fused is None or ready is None or not ready.manifests or self._graphs.filler.hosts.notes:
+        if fused is None or ready is None or not ready.manifests:
             return
         manifest: Manifest = ready.manifests[0]
-        sizes = self._sizes(batch, NO_SIDE)
-        known = self._known.get(sizes)
-        if known is not None and known.manifest is manifest:
+        key = self._sizes(batch, side), self._graphs.stage.absent(batch, side)
+        known = self._runs.get(key, [])
+        if any(one is manifest for one, _ in known):
             return
         made = Shortcut(captured, rows, manifest, self._tally.repeats(captured.rows, rows))
-        keep_newest(self._known, KEPT)[sizes] = made
         make = self._straight if manifest.is_plain and ready.plain else self._mixed
-        self._last = keep_newest(self._runs, KEPT)[sizes] = self._repeating(make(made, fused, ready), (*live, rows))
+        self._last = run = self._repeating(make(made, fused, ready), (*live, rows))
+        keep_newest(self._runs, KEPT)[key] = [(manifest, run), *known][:MIXTURES]
 
-    def _also(self, fused: FusedFill) -> Callable[[Any], bool] | None:
+    def _also(self, fused: FusedFill) -> Holds | None:
         """What is asked of a batch beside its sources: None where there is nothing, which is the fastest."""
         slots = self._graphs.stage.declaration.slots
         missing = [source for name in fused.fill.plan.absent if (source := slots[name].reads(name)) is not None]
-        asked: list[Callable[[Any], bool]] = [*self._holds]
+        asked = [*self._holds]
         if missing:
             asked.append(_Absent(Gather(missing)))
-        turn = self._graphs.buffers.turn
-        if turn.neighbours:
-            asked.append(lambda _: turn.follows(turn.stream))
         if len(asked) > 1:
-            return lambda batch: all(holds(batch) for holds in asked)
+            return lambda batch, side: all(holds(batch, side) for holds in asked)
         return asked[0] if asked else None
+
+    def _order(self) -> None:
+        """Let this step wait for what was handed to other streams."""
+        filler, turn, clock = self._graphs.filler, self._graphs.buffers.turn, self._graphs.clock
+        last = turn.stream
+        filler.order()
+        clock.stream = turn.stream if clock.stream == last else filler.follow(clock.stream)
 
     def _straight(self, made: Shortcut, fused: FusedFill, ready: Ready) -> Run:
         """The step with everything that it needs in local names."""
         captured, clock, stream = made.captured, self._graphs.clock, self._graphs.filler.stream
         gather, feed, buffers = fused.fill.gather, fused.feed, self._graphs.buffers
         ledger, turn, neighbours = buffers.ledger, buffers.turn, bool(buffers.turn.neighbours)
-        guard, known, words_for = made.manifest.guard, made.manifest.known.get, made.manifest.words
-        replay, outputs, forks = captured.graph.replay, self._graphs.outputs, FORKS.count
+        guard, known, manifest = made.manifest.guard, made.manifest.known.get, made.manifest
+        replay, outputs, forks, order = captured.graph.replay, self._graphs.outputs, FORKS.count, self._order
         rows, also, values, counted = made.rows, self._also(fused), _values_of(fused, ready), made.counted
         now, note, due, start = time.perf_counter_ns, counted.times.add, counted.steps + 1, 0
 
-        def run(batch: Any) -> Any:
+        def run(batch: Any, side: Side) -> Any:
             nonlocal due, start
             done = counted.steps
             if done >= due:
                 start = now()
-            if also is not None and not also(batch):
+            sources = gather(batch, side)
+            if not guard(*sources) or forks != FORKS.count or (also is not None and not also(batch, side)):
                 return MISS
-            sources = gather(batch, NO_SIDE)
-            if not guard(*sources) or not stream() == turn.stream == clock.stream or forks != FORKS.count:
-                return MISS
+            if not (here := stream()) == turn.stream == clock.stream or (neighbours and not turn.follows(here)):
+                order()
             pointers = tuple(map(_POINTER, sources))
-            words = known(pointers) or words_for(pointers, sources)
-            if words is None:
-                return MISS
+            if (words := known(pointers) or manifest.words(pointers, sources)) is None:
+                if (moved := manifest.moved(sources)) is None:
+                    return MISS
+                words, sources = moved
             if values is not None:
                 words += values(batch)
             if neighbours:
@@ -202,42 +218,42 @@ class Shortcuts(Generic[V]):
         return run
 
     def _mixed(self, made: Shortcut, fused: FusedFill, ready: Ready) -> Run:
-        """The same where sources are host data, or strided, or some slots are filled apart."""
+        """The same where sources are host data, or need care first, or some slots are filled apart."""
         captured, clock, stream = made.captured, self._graphs.clock, self._graphs.filler.stream
         gather, feed, buffers = fused.fill.gather, fused.feed, self._graphs.buffers
         ledger, turn, neighbours = buffers.ledger, buffers.turn, bool(buffers.turn.neighbours)
-        pack, values = made.manifest.pack, fused.values
-        replay, outputs, forks = captured.graph.replay, self._graphs.outputs, FORKS.count
-        rows, also, counted = made.rows, self._also(fused), made.counted
+        pack, kept, values, hosts = made.manifest.pack, made.manifest.kept, fused.values, self._graphs.filler.hosts
+        replay, outputs, forks, order = captured.graph.replay, self._graphs.outputs, FORKS.count, self._order
+        rows, also, counted, apart = made.rows, self._also(fused), made.counted, fused.fill.write
         now, note, due, start = time.perf_counter_ns, counted.times.add, counted.steps + 1, 0
-        apart = None if ready.plain else fused.fill.write
 
-        def run(batch: Any) -> Any:
+        def run(batch: Any, side: Side) -> Any:
             nonlocal due, start
             done = counted.steps
             if done >= due:
                 start = now()
-            if also is not None and not also(batch):
+            if forks != FORKS.count or (also is not None and not also(batch, side)):
                 return MISS
-            sources = gather(batch, NO_SIDE)
-            packed = pack(sources)
-            if packed is None or not stream() == turn.stream == clock.stream or forks != FORKS.count:
+            if not (here := stream()) == turn.stream == clock.stream or (neighbours and not turn.follows(here)):
+                order()  # before sources are read, which may lie in slots
+            if (packed := pack(gather(batch, side))) is None:
                 return MISS
-            words, data, kept = packed
-            if neighbours:  # before the first write: what follows may raise in the middle
-                turn.fills += 1
-            if apart is not None:
+            words, data, sources = packed
+            turn.fills += neighbours  # before the first write: what follows may raise in the middle
+            hosts.wait()
+            if not ready.plain:
                 apart(ready, sources, batch)
-            words = b"".join((words, *values(ready, batch), data))
+            data = b"".join((words, *values(ready, batch), data))
             ledger.stamp = buffers.mine = ready
             buffers.unmarked = True
-            feed.arm(words, kept)
+            feed.arm(data, kept(sources))
             if done >= due:
                 note(now() - start)
                 due = done + EVERY
             replay()
             clock.replays += 1
             counted.steps = done + 1
+            hosts.note()
             return outputs(captured, rows)
 
         return run

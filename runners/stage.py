@@ -1,7 +1,7 @@
 """What every runner stands on: a declaration under its settings, a backend, the step, and its sizes."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import attrs
@@ -10,8 +10,8 @@ import torch
 from ..backends.base import Backend
 from ..backends.registry import choose
 from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Dim, Sizes
-from ..dataflow.binding import overlaps, span
-from ..dataflow.bucket import absent_from
+from ..dataflow.binding import Bound, overlaps, span
+from ..dataflow.bucket import Absent, absent_from
 from ..dataflow.buffers import Buffers, allocate
 from ..dataflow.capabilities import Lowering
 from ..dataflow.declaration import Declaration
@@ -24,12 +24,23 @@ from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from ..dataflow.turns import Tenancy
 from ..dataflow.views import ViewInfo, carried, make_view
+from .arguments import (
+    check_slots,
+    check_step,
+    checked,
+    checked_names,
+    checked_relations,
+    checked_sizes,
+    declaration_of,
+    patterns_of,
+)
+from .config import RunnerConfig
 from .outputs import map_tensors
 
 V = TypeVar("V", bound=Inputs)
 NO_SIZES: Final[Sizes] = {}
 _NO_FIELDS: Final[Mapping[str, Any]] = {}
-NO_BINDINGS: Final[Mapping[str, torch.Tensor]] = {}
+NO_BINDINGS: Final[Mapping[str, Bound]] = {}
 Lend: TypeAlias = Callable[[torch.Tensor | None], object]
 """Who gets a slot's view before the step's code runs (at capture, and in eager runs), and None after it."""
 NO_LOANS: Final[Mapping[str, Lend]] = {}
@@ -37,17 +48,13 @@ NO_PATTERNS: Final[Sequence[Collection[str]]] = ()
 """No patterns of absent slots beside the full one."""
 
 
-def name_of(backend: str | Backend) -> str:
-    """A backend's name, as it is written in a configuration."""
-    return backend if isinstance(backend, str) else backend.name
-
-
 def with_width(inputs: type[Inputs], sizes: Sizes, width: int) -> Sizes:
     """Sizes with that of WIDTH, where a declaration asks for it. ConfigError where it was given, and another."""
+    axes, sizes = declaration_of(inputs).axes, checked_sizes(sizes)
     if sizes.get(WIDTH, width) != width:
         message = f"sizes of WIDTH is {sizes[WIDTH]}, and width= is {width}: give width= alone"
         raise ConfigError(message)
-    return {**sizes, WIDTH: width} if WIDTH in inputs.slotgraph.axes else sizes
+    return {**sizes, WIDTH: width} if WIDTH in axes else sizes
 
 
 @attrs.frozen(eq=False)
@@ -56,6 +63,7 @@ class Stage(Generic[V]):
 
     sizes: sizes of the fixed axes, and capacities of further varying ones. relations: axes that follow from others.
     lend: by slot, who gets its view while the step's code runs. restored: slots that the step writes, to be put back.
+    state: the tensors beside slots that are put back after warm-ups, captures and checks; None to find them.
     """
 
     inputs: type[V]
@@ -67,6 +75,7 @@ class Stage(Generic[V]):
     optional: bool
     lend: Mapping[str, Lend]
     restored: tuple[str, ...]
+    state: tuple[torch.Tensor, ...] | None
 
     @classmethod
     def of(
@@ -81,13 +90,17 @@ class Stage(Generic[V]):
         carry: tuple[str, ...] = (),
         lend: Mapping[str, Lend] = NO_LOANS,
         ranks: Any = None,
+        state: Iterable[torch.Tensor] | None = None,
     ) -> "Stage[V]":
         """Check what a runner is given.
 
         Raises DeclarationError, ConfigError or BackendUnavailableError, which say what does not fit.
         """
-        declaration = inputs.slotgraph.under(settings, carry, ranks)
-        known = {axis for name in carry for axis in inputs.slotgraph.slots[name].axes}.union(declaration.axes)
+        whole, carry, sizes = declaration_of(inputs), checked_names("carry", carry), checked_sizes(sizes)
+        check_step("step", step)
+        follow = checked_relations(relations)
+        declaration = whole.under(settings, carry, ranks).related(follow)
+        known = {axis for name in carry for axis in whole.slots[name].axes}.union(declaration.axes)
         unknown = sorted(axis.name for axis in set(sizes) - known)
         if unknown:
             message = f"sizes names {unknown[0]!r}, an axis that no slot of {declaration.name} has"
@@ -96,21 +109,15 @@ class Stage(Generic[V]):
         if unsized:
             message = f"{declaration.name} needs sizes= for its fixed axes {', '.join(unsized)}"
             raise ConfigError(message)
-        for name in lend:
-            if name not in declaration.slots and name not in declaration.disabled:
-                message = f"lend names {name!r}, which is no slot of {declaration.name}"
-                raise ConfigError(message)
-            if not callable(lend[name]):
-                message = f"lend: expected a call that takes slot {name!r}, got {type(lend[name]).__name__}"
-                raise ConfigError(message)
+        lend = _checked_loans(declaration, lend)
         slots = declaration.slots
         optional = any(slot.optional for slot in slots.values())
         restored = tuple(name for name in slots if slots[name].restored)
-        follow = dict(relations or {})
-        return cls(inputs, declaration, choose(backend), step, dict(sizes), follow, optional, dict(lend), restored)
+        kept = _checked_state(state)
+        return cls(inputs, declaration, choose(backend), step, sizes, follow, optional, lend, restored, kept)
 
     def allocate(
-        self, capacity: Sizes, bind: Mapping[str, torch.Tensor] = NO_BINDINGS, tenancy: Tenancy | None = None
+        self, capacity: Sizes, bind: Mapping[str, Bound] = NO_BINDINGS, tenancy: Tenancy | None = None
     ) -> Buffers:
         """Buffers of a given capacity on the backend; tenancy: what a pool gives of them."""
         return allocate(self.declaration, capacity, self.backend.capabilities, self.backend.empty, bind, tenancy)
@@ -131,6 +138,19 @@ class Stage(Generic[V]):
             raise ConfigError(message)
         return padded
 
+    def captured_with(
+        self, config: RunnerConfig, carry: Collection[str], absent: Sequence[Collection[str]]
+    ) -> tuple[tuple[str, ...], set[Absent]]:
+        """What a runner that captures is told: names that its eager steps carry, and patterns of absent slots.
+
+        Raises ConfigError for an option that the backend does not know, for what is no pattern of optional slots, and
+        DeclarationError for what cannot be carried.
+        """
+        config.check(self.backend.capabilities)
+        names = checked_names("carry", carry)
+        self.declaration.carrying(names)
+        return names, patterns_of(self.declaration, absent)
+
     def plan(
         self,
         buckets: Mapping[int, Sizes],
@@ -139,6 +159,7 @@ class Stage(Generic[V]):
         absent: Collection[str],
         in_place: Collection[str],
         hosted: Collection[str],
+        foreign: frozenset[str],
     ) -> FillPlan:
         """How a bucket is filled, some slots being absent, in place or on the host. ConfigError for what is unknown."""
         declaration = self.declaration
@@ -150,7 +171,14 @@ class Stage(Generic[V]):
             raise ConfigError(message)
         capabilities = self.backend.capabilities
         return plan_fill(
-            declaration, sizes, capabilities, lowering=lowering, absent=missing, in_place=written, hosted=brought
+            declaration,
+            sizes,
+            capabilities,
+            lowering=lowering,
+            absent=missing,
+            in_place=written,
+            hosted=brought,
+            foreign=foreign,
         )
 
     def absent(self, batch: Any, side: Side) -> frozenset[str]:
@@ -164,7 +192,7 @@ class Stage(Generic[V]):
             follow = self.relations if relations is None else relations
             info = ready.notes["info"] = ViewInfo(ready.step, follow, self.declaration, exact=ready.exact)
         fields = carried(self.declaration.fields, batch) if self.declaration.fields else _NO_FIELDS
-        return make_view(self.inputs, ready.views, fields, info)
+        return make_view(self.inputs, ready.shown(), fields, info)
 
     def run(self, view: V, step: Callable[[V], Any] | None = None) -> Any:
         """Run the step, or another in its place.
@@ -204,6 +232,29 @@ class Stage(Generic[V]):
             whole = frozenset(self.declaration.parameters.values() if handed else ())
             view._slotgraph_view = attrs.evolve(info, whole=whole, captured=True)  # noqa: SLF001 - as above
         return view
+
+
+def _checked_state(state: Iterable[torch.Tensor] | None) -> tuple[torch.Tensor, ...] | None:
+    """The tensors of `state=`. ConfigError where it is something else."""
+    if state is None:
+        return None
+    strange: list[object] = [state]
+    if isinstance(state, Iterable) and not isinstance(state, torch.Tensor | Mapping | str | bytes):
+        tensors = tuple(state)
+        strange = [one for one in tensors if not isinstance(one, torch.Tensor)]
+        if not strange:
+            return tensors
+    message = f"state= is a list of the tensors that the step changes beside its slots, got {type(strange[0]).__name__}"
+    raise ConfigError(message)
+
+
+def _checked_loans(declaration: Declaration, lend: Any) -> dict[str, Lend]:
+    """What takes slots. ConfigError where a name is no slot's, or what is to take it cannot be called."""
+    checked("lend", "a mapping of slots' names to functions that take their views", lend, Mapping)
+    check_slots("lend", declaration, lend)
+    for name, take in lend.items():
+        check_step(f"lend of slot {name!r}", take, "the slot's view")
+    return dict(lend)
 
 
 def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], outputs: Any) -> Any:

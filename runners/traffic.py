@@ -3,24 +3,31 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..backends.recorder import written
+from ..backends.recorder import decompose, is_composite, written
+from ..backends.torch_modes import run_under
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
 _PLAIN: Final[Any] = _C._disabled_torch_dispatch_impl  # noqa: SLF001 - a tensor's that no subclass takes apart
 _BORN: Final = frozenset({"aten::lift_fresh", "aten::lift", "aten::lift_fresh_copy"})
 """Operators that hand on what was made of host data a moment before."""
 See = Callable[[torch.Tensor, str], None]
+SeeWrite = Callable[[torch.Tensor, str, Sequence[Any]], None]
+T = TypeVar("T")
 Done = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
 def _unseen(tensor: torch.Tensor, operator: str) -> None:
     del tensor, operator
+
+
+def _unwritten(tensor: torch.Tensor, operator: str, args: Sequence[Any]) -> None:
+    del tensor, operator, args
 
 
 def _undone(operator: str, taken: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
@@ -30,14 +37,15 @@ def _undone(operator: str, taken: Sequence[torch.Tensor], results: Sequence[torc
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
     """Tells of every tensor that an operator takes, and of every one that it writes, before it runs.
 
-    reads, writes: called with the tensor and the operator's name, for memory that was there before the run. done:
-    called after an operator that is no mere view, with its name, and the tensors that it took and returned. What does
-    not go through torch's dispatcher, such as a kernel of Triton's that is launched as it is, is not seen.
+    reads: called with the tensor and the operator's name, for memory that was there before the run. writes: likewise,
+    with the operator's positional arguments, too. done: called after an operator that is no mere view, with its name,
+    and the tensors that it took and returned. What does not go through torch's dispatcher, such as a kernel of Triton's
+    that is launched as it is, is not seen.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, reads: See = _unseen, writes: See = _unseen, done: Done = _undone) -> None:
+    def __init__(self, reads: See = _unseen, writes: SeeWrite = _unwritten, done: Done = _undone) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._reads = reads
         self._writes = writes
@@ -58,6 +66,8 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
             return NotImplemented  # the subclass takes itself apart, and its parts come here
         named = dict(kwargs or {})
         is_plain = isinstance(func, torch._ops.OpOverload)  # noqa: SLF001 - no public name
+        if is_plain and is_composite(func):  # which inference mode leaves whole: its parts tell what it reads
+            return run_under(self, lambda: decompose(func, args, named))
         name = str(func._schema.name) if is_plain else str(func)  # noqa: SLF001 - likewise
         if name not in _BORN:
             self._tell(func, name, args, named)
@@ -74,7 +84,7 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
             self._reads(tensor, name)
         is_plain = hasattr(func, "_schema")  # of one that takes functions nobody knows what these write
         for tensor in self._old(list(written(func, args, kwargs)) if is_plain else (args, kwargs)):
-            self._writes(tensor, name)
+            self._writes(tensor, name, args)
 
     def _old(self, values: Any) -> Iterator[torch.Tensor]:
         return (tensor for tensor in _strided(values) if _key(tensor) not in self._made)
@@ -91,11 +101,10 @@ def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch compares storages by it, too
 
 
-@contextlib.contextmanager
-def seen_by(traffic: Traffic) -> Iterator[None]:
-    """While this thread's operators are looked at; compiled functions run as they were written."""
-    with contextlib.ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # it cannot trace what is looked at, and would remember that
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(traffic)
-        yield
+def run_seen(traffic: Traffic, run: Callable[[], T]) -> T:
+    """Run something while this thread's operators are looked at; compiled functions run as they were written."""
+    eagerly = contextlib.nullcontext()
+    if "torch._dynamo" in sys.modules:  # it cannot trace what is looked at, and would remember that
+        eagerly = torch.compiler.set_stance("force_eager")
+    with eagerly:
+        return run_under(traffic, run)

@@ -10,7 +10,7 @@ from ..dataflow.errors import CaptureError
 from ..dataflow.slots import Output
 
 
-def watched(step: Callable[[], Any], buffers: Buffers) -> None:
+def check_writes(step: Callable[[], Any], buffers: Buffers) -> None:
     """Run a step once. CaptureError, with the inputs as they were, where it changed slots that it should only read.
 
     A slot that the step writes would keep that in its tail, which a fill believes to be clean.

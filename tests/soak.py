@@ -11,6 +11,7 @@ or where memory grows.
 """
 
 import argparse
+import logging
 import random
 import sys
 import time
@@ -19,7 +20,6 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import attrs
-import structlog
 import torch
 
 from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, Inputs, computed, copied
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lowering", default="in_graph")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(arguments)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    logging.getLogger("slotgraph").setLevel(logging.ERROR)
     soak = Soak(_backend(given.backend), given.lowering, given.seed)
     warm = max(given.steps // 10, 1)
     soak.run(warm)

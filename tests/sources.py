@@ -9,8 +9,6 @@ import torch
 
 from slotgraph.dataflow.axes import Sizes
 from slotgraph.dataflow.buffers import Buffer, Buffers
-from slotgraph.dataflow.hostdata import letter_of
-from slotgraph.dataflow.lanes import converts
 
 FLAT: Final = ("list", "tuple")
 ARRAYS: Final = ("array", "turned array", "frozen array", "slot's array")
@@ -28,27 +26,6 @@ class Given:
     kind: str
     value: Any
     plain: torch.Tensor
-
-    def misfits(self, dtype: torch.dtype, *, fused: bool) -> set[str]:
-        """Why the kernel may not take this for a slot of a dtype; nothing where it must. fused: it writes the slot."""
-        reasons = {
-            "askew": {"layout"},
-            "negated": {"layout"},
-            "other slot": {"overlap"},
-            "own slot": {"overlap"},
-            "turned array": {"host_data"},
-        }.get(self.kind, set())
-        if self.kind == "in place" and not self.value.is_contiguous():
-            reasons = {"layout"}
-        if not fused:
-            reasons = reasons | {"overlap"} if self.kind == "in place" else reasons
-            reasons = reasons | {"host_data"} if self.kind in HOST_DATA else reasons
-            reasons = reasons | {"overlap"} if self.kind == "slot's array" else reasons
-        if self.plain.dtype != dtype and not (fused and converts(self.plain.dtype, dtype)):
-            reasons = reasons | {"conversion", "host_data"}
-        if self.kind in FLAT and (self.plain.dim() != 1 or letter_of(dtype) is None):
-            reasons = reasons | {"host_data"}
-        return reasons
 
 
 @attrs.frozen

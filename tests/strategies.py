@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from slotgraph import (
     BATCH,
     CACHE_LOC,
+    DEVICE,
+    HOST,
     SEQ_LEN_FILL,
     TOKENS,
     Axis,
@@ -241,6 +243,43 @@ def declarations(draw: st.DrawFn, *, called: bool = True) -> type[Inputs]:
     return declaration_of({name: fields[name] for name in names})
 
 
+def _asking(name: str) -> Callable[[Step], list[int]]:
+    return lambda step: asked(name, step.live, step.padded, step.padded(BATCH) if "rows" in name else None)
+
+
+def asked(name: str, live: Any, padded: Any, rows: int | None = None) -> list[int]:
+    """What the function of a slot of `one_sided` gives: the sizes that its name says, once or for each of some rows.
+
+    live, padded: a step's methods, or sizes by axis.
+    """
+    sizes = [one if isinstance(one, dict) else {axis: one(axis) for axis in (BATCH, TOKENS)} for one in (live, padded)]
+    told = [one[axis] for one in sizes for axis in (BATCH, TOKENS)]
+    if "rows" not in name:
+        return told
+    return [row * told[0] + 7 * told[1] + 31 * told[2] + 101 * told[3] for row in range(rows or 0)]
+
+
+@st.composite
+def one_sided(draw: st.DrawFn, axis: Axis | None = None) -> type[Inputs]:
+    """A declaration whose copied slots are over BATCH alone, or over TOKENS alone, and whose functions ask for both.
+
+    axis: the one that they are over; either, where it is not given. Slots named `asked...` hold what `asked` gives.
+    """
+    over = draw(st.sampled_from([BATCH, TOKENS])) if axis is None else axis
+    fields: dict[str, Any] = {}
+    for index in range(draw(st.integers(1, 3))):
+        shape = draw(st.sampled_from([(over,), (over, 2), (over * 2,)] if index else [(over,), (over, 2)]))
+        dtype = draw(st.sampled_from([torch.int64, torch.float32, torch.int32]))
+        fields[f"slot_{index}"] = copied(*shape, dtype=dtype, pad=draw(st.integers(0, 9)))
+    for index in range(draw(st.integers(1, 3))):
+        name = f"asked_{draw(st.sampled_from(['once', 'rows']))}_{index}"
+        placement: Placement = draw(st.sampled_from([DEVICE, HOST])) if index else DEVICE
+        shape = (BATCH,) if "rows" in name else (4,)
+        fields[name] = computed(_asking(name), shape=shape, dtype=torch.int64, placement=placement)
+    names = draw(st.permutations(sorted(fields)))
+    return declaration_of({name: fields[name] for name in names})
+
+
 def declaration_of(fields: Mapping[str, Any], name: str = "Drawn") -> type[Inputs]:
     """A declaration class made from fields, with one field `tag` that is no slot."""
 
@@ -305,6 +344,8 @@ def batch_of(
     if turn.choices & 1:
         found["nested"] = types.SimpleNamespace(**found["nested"])
     batch = found if turn.choices & 2 else types.SimpleNamespace(**found)
+    if not beside:
+        return batch, {}
     return batch, {"beside": beside if turn.choices & 4 else types.SimpleNamespace(**beside)}
 
 

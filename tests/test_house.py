@@ -3,18 +3,21 @@
 import ast
 import importlib
 import importlib.metadata
+import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 from slotgraph.backends import load, names
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("dataflow", "backends", "runners")
 FACE = ROOT / "src" / "slotgraph"
+PAGES = ("__init__.py", "__main__.py", "errors.py", "standard.py", "testing.py")
 FORBIDDEN = {
     "dataflow": {"backends", "runners"},
     "backends": {"runners"},
@@ -23,8 +26,65 @@ FORBIDDEN = {
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
-MODULE_LINES = 300
-FUNCTION_LINES = 40
+KNOWN_CIRCLES = [
+    # Opened by the redesign that moves what all runners share into a package of its own.
+    {
+        "runners.captured",
+        "runners.debug",
+        "runners.decision",
+        "runners.eager",
+        "runners.explained.decisions",
+        "runners.explained.explanation",
+        "runners.explained.rank_facts",
+        "runners.graphs",
+        "runners.parts",
+        "runners.proofs.addresses",
+        "runners.proofs.blame",
+        "runners.proofs.cases",
+        "runners.proofs.check",
+        "runners.proofs.comparison",
+        "runners.proofs.coverage",
+        "runners.proofs.eagerly",
+        "runners.proofs.fills",
+        "runners.proofs.otherwise",
+        "runners.proofs.parity",
+        "runners.proofs.poison",
+        "runners.proofs.races",
+        "runners.proofs.reads",
+        "runners.proofs.replays",
+        "runners.proofs.state",
+        "runners.proofs.together",
+        "runners.ranks.agreement",
+        "runners.ranks.idle",
+        "runners.ranks.routing",
+        "runners.ranks.verdict",
+        "runners.ranks.vigil",
+        "runners.recording.files",
+        "runners.recording.fingerprint",
+        "runners.recording.ranks",
+        "runners.recording.recorder",
+        "runners.router",
+        "runners.runner",
+        "runners.stacked.answer",
+        "runners.stacked.capture",
+        "runners.stacked.runner",
+        "runners.stacked.runs",
+        "runners.statistics",
+    },
+]
+"""Modules that import one another if imports inside functions and under TYPE_CHECKING count: exactly these."""
+
+CLOCKS = {
+    "backends/test_contract.py",  # what events measure lies within what the host's clock measures
+    "npu/test_standin_streams.py",  # as above
+    "packing.py",  # a backend's own events
+    "plugin/fake_device/slotgraph_fake_device.py",  # as above
+    "soak.py",  # a program
+}
+"""Tests, apart from benchmarks, that read a clock: nowhere is what they read held to a bound in seconds."""
+
+MODULE_LINES = 700
+FUNCTION_LINES = 60
 FACE_LINES = 60
 
 each_module = pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
@@ -42,17 +102,14 @@ def dotted(module: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def is_package(name: str) -> bool:
-    """Whether a name within slotgraph is a package's."""
-    return (ROOT / name.replace(".", "/")).is_dir()
+NAMES = frozenset(map(dotted, MODULES))
 
 
-def targets(module: Path, node: ast.ImportFrom) -> Iterator[str]:
+def targets(module: Path, node: ast.ImportFrom, known: Collection[str] = NAMES) -> Iterator[str]:
     """The modules within slotgraph that a relative import loads."""
     here = dotted(module).split(".")
     package = here if module.name == "__init__.py" else here[:-1]
     base = [*package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else [])]
-    known = {dotted(path) for path in MODULES}
     for alias in node.names:
         name = ".".join([*base, alias.name])
         yield name if name in known else ".".join(base)
@@ -79,6 +136,31 @@ def relative_imports(nodes: Iterator[ast.AST]) -> Iterator[ast.ImportFrom]:
     return (node for node in nodes if isinstance(node, ast.ImportFrom) and node.level)
 
 
+def imports(nodes: Callable[[ast.AST], Iterator[ast.AST]]) -> dict[str, set[str]]:
+    """By module, the others that it imports, in those of its nodes."""
+    found = {
+        dotted(path): {target for node in relative_imports(nodes(tree(path))) for target in targets(path, node)}
+        for path in MODULES
+    }
+    return {name: used - {name} for name, used in found.items()}
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> list[frozenset[str]]:
+    """The largest sets of modules each of which reaches all others of its set."""
+
+    def reached(name: str) -> set[str]:
+        seen, waiting = set[str](), [name]
+        while waiting:
+            fresh = set(graph.get(waiting.pop(), ())) - seen
+            seen |= fresh
+            waiting += fresh
+        return seen
+
+    reach = {name: reached(name) for name in graph}
+    found = {frozenset(other for other in reach[name] if name in reach.get(other, ())) for name in graph}
+    return sorted((circle for circle in found if circle), key=sorted)
+
+
 @each_folder
 def test_links_resolve_and_are_relative(folder: str) -> None:
     """Each folder is linked from the package by a relative link that leads to it."""
@@ -89,12 +171,12 @@ def test_links_resolve_and_are_relative(folder: str) -> None:
 
 
 def test_face_holds_nothing_but_the_face() -> None:
-    """The package's own folder has the face, its marker for type checkers and the three links, no code.
+    """The package's own folder has the face, its public submodules, the marker for type checkers and the three links.
 
-    The face has a second page, `slotgraph.testing`: who runs a model has no need of hypothesis, which it imports.
+    The face does not import `slotgraph.testing`, which needs hypothesis.
     """
     found = {path.name for path in FACE.iterdir() if path.name != "__pycache__"}
-    assert found <= {"__init__.py", "__main__.py", "testing.py", "py.typed", *FOLDERS}
+    assert found == {*PAGES, "py.typed", *FOLDERS}
 
 
 def test_modules_outside_the_package_are_listed() -> None:
@@ -103,7 +185,7 @@ def test_modules_outside_the_package_are_listed() -> None:
     assert outside == PYPROJECT["tool"]["setuptools"]["py-modules"] == ["slotgraph_pytest"]
 
 
-@pytest.mark.parametrize("name", ["__init__.py", "__main__.py", "testing.py"])
+@pytest.mark.parametrize("name", PAGES)
 def test_face_is_short(name: str) -> None:
     """The face is a list of names, not a place for code."""
     assert len((FACE / name).read_text(encoding="utf-8").splitlines()) < FACE_LINES
@@ -122,13 +204,13 @@ def test_every_module_is_in_a_package() -> None:
 
 @each_module
 def test_module_is_short(module: Path) -> None:
-    """A module has 300 lines at most."""
+    """A module has 700 lines at most: a longer one has two subjects. None is split because of its length alone."""
     assert len(module.read_text(encoding="utf-8").splitlines()) <= MODULE_LINES
 
 
 @each_module
 def test_functions_are_short(module: Path) -> None:
-    """A function has 40 lines at most, its docstring included."""
+    """A function has 60 lines at most, its docstring included."""
     functions = (node for node in ast.walk(tree(module)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
     assert {name: lines for name, lines in lengths.items() if lines > FUNCTION_LINES} == {}
@@ -163,17 +245,67 @@ def test_no_assert(module: Path) -> None:
     assert [node.lineno for node in ast.walk(tree(module)) if isinstance(node, ast.Assert)] == []
 
 
+@each_module
+def test_allocations_name_their_device(module: Path) -> None:
+    """A default device, of the caller's or of the process, is that of no tensor that the library makes."""
+    factories = {function.__name__ for function in _device_constructors()}
+    calls = (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
+    found = {
+        f"{node.lineno}: torch.{node.func.attr}"
+        for node in calls
+        if isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in factories
+        and "device" not in {keyword.arg for keyword in node.keywords}
+    }
+    assert found == set()
+
+
 def test_no_cycle_between_modules() -> None:
     """No module needs, while it is imported, one that needs it."""
-    graph = {
-        dotted(path): {target for node in relative_imports(at_import(tree(path))) for target in targets(path, node)}
-        - {dotted(path)}
-        for path in MODULES
-    }
     try:
-        list(TopologicalSorter(graph).static_order())
+        list(TopologicalSorter(imports(at_import)).static_order())
     except CycleError as error:
         pytest.fail("modules import one another in a circle: " + " -> ".join(error.args[1]))
+
+
+def test_circles_by_any_import_are_the_known_ones() -> None:
+    """Imports inside functions and under TYPE_CHECKING count, and KNOWN_CIRCLES has no more circles than there are."""
+    found, known = circles(imports(ast.walk)), [frozenset(circle) for circle in KNOWN_CIRCLES]
+    inside, listed = frozenset[str]().union(*found), frozenset[str]().union(*known)
+    assert inside <= listed, f"modules have come to stand in a circle of imports: {sorted(inside - listed)}"
+    assert listed <= inside, f"modules stand in no circle any more, take them out of KNOWN_CIRCLES: {listed - inside}"
+    assert set(found) == set(known), "one circle of KNOWN_CIRCLES has become several, or several have become one"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from .b import x",
+        "def f():\n    from .b import x",
+        "def f():\n    def g():\n        from . import b",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .b import x",
+        "import typing\nclass A:\n    if typing.TYPE_CHECKING:\n        from .b import x",
+        "try:\n    from ..dataflow.b import x\nexcept ImportError:\n    x = None",
+    ],
+)
+def test_a_circle_is_seen(source: str) -> None:
+    """Wherever the import stands that closes it, and however long it is."""
+    here = ROOT / "dataflow" / "a.py"
+    known = {"dataflow.a", "dataflow.b"}
+    used = {target for node in relative_imports(ast.walk(ast.parse(source))) for target in targets(here, node, known)}
+    assert circles(
+        {"dataflow.a": used, "dataflow.b": {"dataflow.c"}, "dataflow.c": {"dataflow.a"}, "dataflow.d": used}
+    ) == [{"dataflow.a", "dataflow.b", "dataflow.c"}]
+
+
+def test_tests_read_no_clock() -> None:
+    """A bound on how long something takes fails on a loaded machine: tests judge figures that they make themselves."""
+    clock = re.compile(r"\b(monotonic|perf_counter|process_time|thread_time|timeit|time\.time)(_ns)?\b")
+    tests = ROOT / "tests"
+    files = {path.relative_to(tests).as_posix() for path in tests.rglob("*.py") if path != Path(__file__)}
+    reading = {name for name in files if clock.search((tests / name).read_text(encoding="utf-8"))}
+    assert {name for name in reading if not name.startswith("benchmarks/")} == CLOCKS
 
 
 def test_types_are_shipped() -> None:

@@ -17,11 +17,18 @@ def _names(value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         message = f"phases: expected names in a list or tuple, got {value!r}"
         raise ConfigError(message)
-    return tuple(value)
+    names = tuple(value)
+    if not all(isinstance(name, str) for name in names):
+        message = f"phases: expected names, got {names!r}"
+        raise ConfigError(message)
+    return names
 
 
 def _pairs(value: Any) -> tuple[Pair, ...]:
-    pairs = tuple(_names(pair) for pair in _names(value))
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        message = f"overlaps: expected pairs of phases in a list or tuple, got {value!r}"
+        raise ConfigError(message)
+    pairs = tuple(_names(pair) for pair in value)
     for pair in pairs:
         if len(pair) != 2:  # noqa: PLR2004 - a pair
             message = f"overlaps: expected pairs of phases, got {pair!r}"
@@ -53,7 +60,7 @@ class Schedule:
 
     def _faults(self) -> Iterator[str]:
         phases = self.phases
-        yield from (f"{name!r} is no phase's name" for name in phases if not isinstance(name, str) or not name.strip())
+        yield from (f"{name!r} is no phase's name" for name in phases if not name.strip())
         yield from (f"phase {name!r} is named {count} times" for name, count in Counter(phases).items() if count > 1)
         for pair in self.overlaps:
             for name in pair:

@@ -142,7 +142,7 @@ def _first_value(member: Member, name: str) -> Any:
 def _whole(member: Member, name: str, value: Any) -> torch.Tensor:
     """All of what a slot holds at first, in memory of the host, as bytes."""
     with torch.inference_mode(mode=False), torch.no_grad():
-        whole = torch.empty(member.shape(name), dtype=member.dtype(name))
+        whole = torch.empty(member.shape(name), dtype=member.dtype(name), device="cpu")
         write_all(whole, value, f"slot {name!r}")
         return whole.reshape(-1).view(torch.uint8)
 

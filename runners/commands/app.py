@@ -1,17 +1,18 @@
-"""The application: its commands, its options, and where its events go."""
+"""The application: its commands and its options."""
 
+import contextlib
 import importlib.metadata
-import logging
+import os
 import sys
 from typing import Annotated
 
-import structlog
 import typer
 
 from .backends import backends
 from .bench import bench
 from .check import check
 from .explain import explain
+from .failures import FAILED
 from .replay import replay
 
 app = typer.Typer(
@@ -30,16 +31,6 @@ def _version(asked: bool) -> None:  # noqa: FBT001 - the signature of an option'
         raise typer.Exit
 
 
-def _events_to_stderr() -> None:
-    """Warnings of the library go to stderr, so that stdout holds nothing but what was asked for."""
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        processors=[structlog.processors.add_log_level, structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())],
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-        cache_logger_on_first_use=False,
-    )
-
-
 @app.callback()
 def slotgraph(
     *,
@@ -54,7 +45,6 @@ def slotgraph(
     not understood.
     """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
     del version
-    _events_to_stderr()
 
 
 app.command()(explain)
@@ -66,4 +56,10 @@ app.command()(replay)
 
 def main() -> None:
     """Run the command line on this process's arguments."""
-    app()
+    try:
+        app()
+    except OSError as error:  # of printing: commands tell of all other files themselves
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is still to be printed cannot be
+        with contextlib.suppress(OSError):
+            typer.echo(f"the output cannot be written: {error.strerror or error}", err=True)
+        sys.exit(FAILED)

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Final
 
@@ -14,7 +15,9 @@ from ...backends.base import Backend
 from .bench_tables import show
 from .conditions import conditions_of
 from .failures import chosen, fail, reported
-from .figures import FILL, STEP, Figure, Memory, Results, RunnerFigure, What
+from .figures import FILL, STEP, Figure, HabitFigure, Memory, Results, RunnerFigure, What
+from .habit_races import run_habits
+from .habits import habits
 from .lowerings import IN_GRAPH, Contestant, Way, contestants
 from .plot import ENDINGS, INSTALL, can_plot, draw
 from .runner_races import Race, races
@@ -69,6 +72,8 @@ def bench(
     the machine is noisy.
 
     One more table has a row for each runner over its standard declaration: fill and view, against the same by hand.
+    Another has a row for each habit of serving loops, such as lists, other dtypes, absent slots or streams that take
+    turns: a whole step, as a ratio to the same step without it.
 
     \b
     Examples:
@@ -81,8 +86,16 @@ def bench(
         on = chosen(backend)
         results = measured(on, counts, QUICK if quick else FULL)
     show(results, screen())
+    with reported():
+        _write(results, on, plot, json_file, quick=quick)
+
+
+def _write(
+    results: Results, backend: Backend, plot: pathlib.Path | None, json_file: pathlib.Path | None, *, quick: bool
+) -> None:
+    """Write the files that were asked for."""
     if json_file is not None:
-        data = results.as_data({**conditions_of(on), "quick": quick})
+        data = results.as_data({**conditions_of(backend), "quick": quick})
         json_file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     if plot is not None:
         draw(results, plot)
@@ -90,7 +103,7 @@ def bench(
 
 def _counts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 2 <= int(part) <= _MOST_SLOTS for part in parts):  # noqa: PLR2004 - one, and a count
+    if not all(re.fullmatch("[0-9]{1,4}", part) and 2 <= int(part) <= _MOST_SLOTS for part in parts):  # noqa: PLR2004 - one, and a count
         message = f"expected numbers from 2 to {_MOST_SLOTS} with commas between them, as in 4,12,48, got {text!r}"
         raise typer.BadParameter(message, param_hint="--slots")
     return sorted({int(part) for part in parts})
@@ -132,9 +145,10 @@ def measured(backend: Backend, counts: Sequence[int], effort: Effort) -> Results
     with _progress() as progress:
         times = _timed([step.run for step in steps], effort, backend, progress)
         runners = _runners(each_runner, effort, backend, progress)
+        habitual = _habits(effort, backend, progress)
     figures = [_figure(step, *time) for step, time in zip(steps, times, strict=True)]
     memory = [one for workload, found in workloads for one in _memory(workload, found)]
-    return Results(figures, memory, backend.capabilities.lowerings[0], runners)
+    return Results(figures, memory, backend.capabilities.lowerings[0], runners, habitual)
 
 
 def _timed(runs: Sequence[Run], effort: Effort, backend: Backend, progress: Progress) -> list[Times]:
@@ -151,6 +165,14 @@ def _runners(found: Sequence[Race], effort: Effort, backend: Backend, progress: 
     times = _timed([run for race in found for run in race.runs()], effort, backend, progress)
     by_race = zip(found, times[::2], times[1::2], strict=True)
     return [RunnerFigure.of(race, per_slot, ours) for race, per_slot, ours in by_race]
+
+
+def _habits(effort: Effort, backend: Backend, progress: Progress) -> list[HabitFigure]:
+    """What each habit costs, by each lowering."""
+    every = effort.rounds + (effort.device_rounds if backend.device.type != "cpu" else 0)
+    task = progress.add_task("measuring habits", total=every)
+    sizes = effort.rounds, effort.device_rounds, effort.steps
+    return run_habits(habits(backend), backend, *sizes, lambda: progress.advance(task))
 
 
 def _workloads(backend: Backend, counts: Sequence[int], effort: Effort) -> Iterator[tuple[Workload, list[Case]]]:

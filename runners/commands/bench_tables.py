@@ -9,7 +9,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from .figures import FILL, OURS, STEP, Figure, Key, Memory, Results, RunnerFigure, What, rivals
+from .figures import FILL, OURS, STEP, Figure, HabitFigure, Key, Memory, Results, RunnerFigure, What, rivals
 from .lowerings import BARE, FILL_ALONE, IN_GRAPH, ORACLE, PER_SLOT, REGROUPED
 from .timing import Spread
 
@@ -52,8 +52,40 @@ def show(results: Results, console: Console) -> None:
     if results.runners:
         _print(console, "microseconds of each runner, fill and view", "median (p10-p90)", _runners(results.runners))
         console.print(Text(_RUNNERS))
+    if results.habits:
+        show_habits(results.habits, console)
     if results.memory:
         _print(console, "bytes of a runner", "", _memory_table(results.memory))
+
+
+def show_habits(found: Sequence[HabitFigure], console: Console) -> None:
+    """Print what a whole step takes under each habit, beside its base, by each lowering."""
+    lowerings = list(dict.fromkeys(one.lowering for one in found))
+    by_habit: dict[str, dict[str, HabitFigure]] = {}
+    for one in found:
+        by_habit.setdefault(one.habit, {})[one.lowering] = one
+    on_device = any(one.gpu for one in found)
+
+    def table(width: Width) -> Table:
+        """A row a habit; the device's time where it was measured."""
+        each = ["", "/ base", *(["device", "/ base"] * on_device)]
+        made = _plain(
+            width, ["habit", *(_broken(f"{name} {title}".strip(), width) for name in lowerings for title in each)]
+        )
+        for habit, figures in by_habit.items():
+            cells = [cell for name in lowerings for cell in _habit_cells(figures[name], width, on_device=on_device)]
+            made.add_row(habit, *cells)
+        return made
+
+    _print(console, "microseconds of a whole step under each habit, and ratio to the base", "median (p10-p90)", table)
+    detours = [f"{one.habit} by {one.lowering}: {one.detours}" for one in found if one.detours]
+    console.print(Text(f"steps filled by another lowering than the runner's: {', '.join(detours) or 'none'}"))
+
+
+def _habit_cells(one: HabitFigure, width: Width, *, on_device: bool) -> Iterator[str]:
+    yield from (_spread(one.host, width), f"{one.ratio:.2f}")
+    if on_device:
+        yield from (_spread(one.gpu, width), "-" if one.gpu_ratio is None else f"{one.gpu_ratio:.2f}")
 
 
 def _print(console: Console, title: str, spread: str, table: Callable[[Width], Table]) -> None:

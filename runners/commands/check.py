@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..proofs.check import check_runner
+from ..proofs.check import MOST_ROUNDS, MOST_SEED, check_runner
 from ..proofs.report import CHECKS
 from .failures import FAILED, reported
 from .lookup import captured, find_batches, find_runner
@@ -40,8 +40,8 @@ _ReadOutside = Annotated[
     list[str] | None,
     typer.Option("--read-outside", metavar="SLOT[,SLOT]", help="Slots that are read between fill and replay."),
 ]
-_Rounds = Annotated[int, typer.Option(min=1, help="Batches of random rows for each bucket.")]
-_Seed = Annotated[int, typer.Option(help="Where random batches begin.")]
+_Rounds = Annotated[int, typer.Option(min=1, max=MOST_ROUNDS, help="Batches of random rows for each bucket.")]
+_Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Where random batches begin.")]
 _Format = Annotated[Format, typer.Option("--format", help="A table, or JSON.")]
 
 

@@ -118,7 +118,7 @@ def explain(
             found = explanation_of(
                 declared, on.capabilities, on.name, extents, absent or (), written, how, hosted=brought
             )
-        _show(found, form, output)
+    _show(found, form, output)
 
 
 def _check_options(context: typer.Context) -> None:

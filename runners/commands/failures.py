@@ -10,6 +10,7 @@ import typer
 from ...backends.base import Backend
 from ...backends.registry import AUTO, choose, names
 from ...dataflow.errors import BackendUnavailableError, ConfigError, DeclarationErrors, SlotGraphError
+from ...dataflow.failures import place_of
 
 FAILED: Final = 1
 """A check failed, or a backend cannot run here. What was not understood exits with 2, as typer has it."""
@@ -24,15 +25,25 @@ def fail(*lines: str) -> NoReturn:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turn the library's errors into lines on stderr: a declaration's faults one a line, wrong options as such."""
+    """Turn errors into lines on stderr: a declaration's faults one a line, wrong options as such.
+
+    What a user's own code raises is told with its line. That it ends the process, even with 0, is a failure: nothing
+    was done.
+    """
     try:
         yield
+    except (typer.BadParameter, typer.Exit):  # the command's own, which say all there is to say
+        raise
     except DeclarationErrors as group:
         fail(f"{group.message}:", *(f"  {error}" for error in group.exceptions))
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     except SlotGraphError as error:
         fail(f"{type(error).__name__}: {error}")
+    except SystemExit as error:
+        fail(f"SystemExit: the code that was called ended the process with {error.code!r}{place_of(error)}")
+    except Exception as error:  # noqa: BLE001 - what a user's module raises can be anything
+        fail(f"{type(error).__name__}{place_of(error)}: {error}")
 
 
 def chosen(name: str) -> Backend:

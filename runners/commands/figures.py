@@ -140,6 +140,37 @@ class RunnerFigure:
         }
 
 
+@attrs.frozen
+class HabitFigure:
+    """A whole step of one habit by one lowering; base: the same without the peculiarity, None for that one itself.
+
+    gpu: None where it was not measured. detours: steps that the runner filled by another lowering than its own.
+    """
+
+    habit: str
+    lowering: str
+    host: Spread
+    gpu: Spread | None
+    base: "HabitFigure | None"
+    detours: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times as much as the base the host takes."""
+        return 1.0 if self.base is None else self.host.median / self.base.host.median
+
+    @property
+    def gpu_ratio(self) -> float | None:
+        """The same of the device."""
+        base = self if self.base is None else self.base
+        return None if self.gpu is None or base.gpu is None else self.gpu.median / base.gpu.median
+
+    def as_row(self) -> dict[str, Any]:
+        """The row that goes into JSON."""
+        told = {"habit": self.habit, "lowering": self.lowering, "detours": self.detours}
+        return {**told, **_spread("host", self.host), **_spread("gpu", self.gpu), "ratio": round(self.ratio, 3)}
+
+
 @attrs.frozen(kw_only=True)
 class Memory:
     """Bytes of one runner.
@@ -196,6 +227,7 @@ class Results:
     memory: Sequence[Memory]
     ours: str
     runners: Sequence[RunnerFigure] = ()
+    habits: Sequence[HabitFigure] = ()
 
     def grouped(self, what: What) -> Mapping[Key, Mapping[str, Figure]]:
         """Figures of one case together, by lowering."""
@@ -218,13 +250,14 @@ class Results:
                     yield Integers(slots=key.slots, live=key.live, lowering=name, integers=count, ns_each=each)
 
     def as_data(self, conditions: Mapping[str, Any]) -> dict[str, Any]:
-        """Plain data: `rows` of steady live sizes, `changing` ones, memory, list costs, runners, and conditions."""
+        """Plain data: `rows` of steady live sizes, `changing` ones, memory, list costs, runners, habits, and more."""
         return {
             "rows": [figure.as_row() for figure in self.figures if not figure.changes],
             "changing": [figure.as_row() for figure in self.figures if figure.changes],
             "memory": [attrs.asdict(one) for one in self.memory],
             "lists": [attrs.asdict(one) for one in self.integers()],
             "runners": [one.as_row() for one in self.runners],
+            "habits": [one.as_row() for one in self.habits],
             "conditions": {"ours": self.ours, **conditions},
         }
 

@@ -215,12 +215,15 @@ class FillByHand:
 
     def _step(self, lives: tuple[int, ...]) -> Step:
         """A step's sizes, made once for each live size."""
-        live = {**self._sizes, **dict(zip(self._axes, lives, strict=True))}
-        follow = {axis: size.at(live) for axis, size in self._relations.items()}
         shown = [rows if most is None else most for rows, most in zip(lives, self._padded, strict=True)]
-        padded = {**self._sizes, **dict(zip(self._axes, shown, strict=True))}
-        made = self._steps[lives] = Step({**live, **follow}, padded)
+        made = self._steps[lives] = Step(self._told(lives), self._told(shown))
         return made
+
+    def _told(self, rows: Lives) -> Sizes:
+        """The sizes of every axis that is told, or follows from one that is."""
+        fixed = {axis: size for axis, size in self._sizes.items() if axis.fixed}
+        told = {**fixed, **dict(zip(self._axes, rows, strict=True))}
+        return told | {axis: size.at(told) for axis, size in self._relations.items()}
 
 
 def _compute_of_slots(
@@ -237,7 +240,7 @@ def _write(target: torch.Tensor, value: Any) -> None:
     elif isinstance(value, int | float):
         target.fill_(value)
     else:
-        target.copy_(torch.tensor(value), non_blocking=True)
+        target.copy_(torch.tensor(value, device="cpu"), non_blocking=True)
 
 
 def _sorted(parts: Iterable[_Rows | _Box]) -> tuple[list[_Rows], list[_Box]]:

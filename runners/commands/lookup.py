@@ -8,7 +8,7 @@ import pathlib
 import pkgutil
 import sys
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final, NoReturn
 
@@ -80,6 +80,8 @@ def find_batches(target: str, name: str) -> Any:
             what = f"{place} has no {name!r}" if found is None else f"{name!r} in {place} is no batches"
             known = [one for one, value in vars(module).items() if inspect.isfunction(value)]
             _unknown(f"{what}: name several batches, or a function of rows and a generator{_near(name, known)}")
+        if callable(found) and not _takes_two(found):
+            _unknown(f"{name!r} in {place} takes other arguments than two, rows and a torch.Generator")
         return found
 
 
@@ -134,6 +136,17 @@ def _makes(found: object, given: Collection[str] = ()) -> bool:
     return all(p.default is not p.empty or p.kind in variadic or p.name in given for p in parameters)
 
 
+def _takes_two(found: Callable[..., Any]) -> bool:
+    """Whether a function can be called with two arguments, as far as it tells."""
+    try:
+        inspect.signature(found).bind(1, None)
+    except TypeError:
+        return False
+    except ValueError:  # it does not tell
+        return True
+    return True
+
+
 def _no_runner(module: ModuleType, place: str, name: str, found: object) -> NoReturn:
     known = [n for n, value in vars(module).items() if isinstance(value, Runner)]
     if not name:
@@ -183,7 +196,7 @@ def _from_name(name: str) -> ModuleType:
 def _from_file(path: pathlib.Path) -> ModuleType:
     if not path.is_file():
         beside = path.parent.glob("*.py") if path.parent.is_dir() else ()
-        _unknown(f"there is no file {str(path)!r}{nearest(path.name, (one.name for one in beside))}")
+        _unknown(f"there is no file {str(path)!r}{nearest(path.name, (one.name for one in beside if one.is_file()))}")
     _look_in(path.parent.resolve())
     name = path.stem if path.stem not in sys.modules else f"_slotgraph_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

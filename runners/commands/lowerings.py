@@ -87,7 +87,7 @@ def _of_runner(lowering: Lowering, runner: DecodeRunner[Any]) -> Contestant:
 
 def _fill_alone(workload: Workload, runner: DecodeRunner[Any]) -> Contestant:
     """The fill of one bucket alone: what is left when a runner's sizing, routing and view are taken off."""
-    axes = len(workload.inputs.slotgraph.varying)
+    axes = len(runner.parts.stage.declaration.varying)
     buckets = {rows: bucket for rows, (bucket, _) in _parts_of(workload, runner).items()}
 
     def fill(batch: Batch) -> Any:
@@ -194,13 +194,15 @@ class ByHand:
 
     def _captured(self, workload: Workload, padded: int) -> Graph:
         backend, step = workload.backend, torch.no_grad()(functools.partial(plus_one, self._view(padded)))
-        warm_up(backend, step, self.buffers, 1)
+        warm_up(backend, step)
         return capture_step(backend, step, pool=backend.pool())
 
 
 def _tensor(source: Any, dtype: torch.dtype) -> torch.Tensor:
     """A host tensor of an array or a list."""
-    return torch.from_numpy(source) if isinstance(source, np.ndarray) else torch.tensor(source, dtype=dtype)
+    return (
+        torch.from_numpy(source) if isinstance(source, np.ndarray) else torch.tensor(source, dtype=dtype, device="cpu")
+    )
 
 
 def _pad(rule: object, workload: Workload) -> Number:

@@ -127,7 +127,8 @@ class Kind:
         """What each runner is given."""
         axes = self.inputs.slotgraph.axes
         sizes = {axis: size for axis, size in self.fixed.items() if axis in axes and axis != WIDTH}
-        return {"sizes": sizes, "settings": SETTINGS, "backend": backend, "progress": False}
+        shown = {} if self.runner == EagerRunner.__name__ else {"progress": False}
+        return {"sizes": sizes, "settings": SETTINGS, "backend": backend, **shown}
 
     def sets(self, backend: Backend) -> list[Batch]:
         """Batches that take turns, each with addresses and values of its own."""
@@ -142,7 +143,7 @@ class Kind:
         for name, slot in self.declaration.slots.items():
             if slot.reads(name) is not None:
                 shape, dtype = extent(slot.shape, sizes), resolve_dtype(slot.dtype, backend.capabilities)
-                values = torch.randint(100 * number + 2, 100 * number + 102, shape, generator=seeded)
+                values = torch.randint(100 * number + 2, 100 * number + 102, shape, device="cpu", generator=seeded)
                 if name == EXTEND:
                     values = _lengths(requests, tokens, seeded)
                 setattr(made, name, values.to(dtype).to("cpu" if slot.placement == HOST else backend.device))
@@ -151,8 +152,8 @@ class Kind:
 
 def _lengths(requests: int, tokens: int, seeded: torch.Generator) -> torch.Tensor:
     """How the tokens of a prefill belong to its requests: at least one each."""
-    cuts = 1 + torch.randperm(tokens - 1, generator=seeded)[: requests - 1].sort().values
-    return torch.diff(torch.tensor([0, *cuts.tolist(), tokens]))
+    cuts = 1 + torch.randperm(tokens - 1, device="cpu", generator=seeded)[: requests - 1].sort().values
+    return torch.diff(torch.tensor([0, *cuts.tolist(), tokens], device="cpu"))
 
 
 def kinds(scale: Scale = SERVING) -> Iterator[Kind]:

@@ -70,7 +70,7 @@ class Race:
         mine, other = self.runner.fill(batch), self.by_hand(batch)
         for name, slot in slots.items():
             if slot.rewritten:
-                values = torch.randint(0, 100, getattr(other, name).shape).to(getattr(other, name))
+                values = torch.randint(0, 100, getattr(other, name).shape, device="cpu").to(getattr(other, name))
                 getattr(mine, name).copy_(values)
                 getattr(other, name).copy_(values)
 

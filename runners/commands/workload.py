@@ -142,7 +142,7 @@ class Workload:
             if slot.reads(name) is not None:
                 dtype = resolve_dtype(slot.dtype, self.backend.capabilities)
                 low, high = (0, 2) if dtype == torch.bool else (100 * number, 100 * number + 100)
-                values = torch.randint(low, high, (rows,), generator=seeded).to(dtype)
+                values = torch.randint(low, high, (rows,), device="cpu", generator=seeded).to(dtype)
                 setattr(made, name, self._source(values, sources, as_list=lists > 0))
                 lists -= 1
         return made

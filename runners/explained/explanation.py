@@ -36,6 +36,7 @@ def explain_runner(runner: Runner[Any], batch: Any = None, side: Side = NO_SIDE)
     The memory of a pool that is not laid out yet is laid out now, since there is no telling before where slots lie.
     """
     parts = runner.parts
+    parts.stage.declaration.check_side(side)
     layout = parts.seat.layout if parts.seat is not None else None
     pool = pool_facts(layout, parts.seat.name) if parts.seat is not None and layout is not None else None
     asked = None if batch is None else decision_facts(parts, runner.decide(batch, **side))
@@ -106,7 +107,13 @@ class _Explaining:
         for rows, sizes in sorted(self.parts.sizes.items()):
             found = tuple(_Graph(self.parts, graphs, rows).facts(absent) for absent in self._patterns())
             launched = max((one.parts for one in found if not one.why), default=1)
-            plan = plan_fill(stage.declaration, sizes, capabilities, lowering=graphs.filler.lowering)
+            plan = plan_fill(
+                stage.declaration,
+                sizes,
+                capabilities,
+                lowering=graphs.filler.lowering,
+                foreign=graphs.buffers.foreign,
+            )
             yield BucketFacts(
                 rows=rows,
                 sizes=_named(sizes),

@@ -11,11 +11,11 @@ from ..holdings import Change
 from ..parts import Parts
 from ..runner import Runner
 from ..running import running
-from ..traffic import Traffic, seen_by
+from ..state import State
+from ..traffic import Traffic, run_seen
 from .eagerly import ran_eagerly
 from .parity import buffers_in, written_slots_kept
 from .report import Case, Finding
-from .state import State
 from .together import Together
 
 NAME: Final = "addresses"
@@ -74,6 +74,6 @@ def readers(parts: Parts[Any], view: Inputs, state: State, changes: Sequence[Cha
                 "write into the tensor of the capture (copy_), or capture again",
             )
 
-    with state.kept(), written_slots_kept(buffers_in(parts)), seen_by(Traffic(reads=note)):
-        ran_eagerly(parts, view)
+    with state.kept(), written_slots_kept(buffers_in(parts)):
+        run_seen(Traffic(reads=note), lambda: ran_eagerly(parts, view))
     return told

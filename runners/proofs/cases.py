@@ -108,7 +108,7 @@ def _plans(parts: Parts[Any], rounds: int, generator: torch.Generator) -> Iterat
     below = 0
     plans: list[Plan] = []
     for bucket in sorted(parts.sizes):
-        drawn = torch.randint(below + 1, bucket + 1, (rounds,), generator=generator).tolist()
+        drawn = torch.randint(below + 1, bucket + 1, (rounds,), device="cpu", generator=generator).tolist()
         for rows in [*dict.fromkeys([bucket, below + 1, max(bucket - 1, below + 1)]), *drawn]:
             plans += [Plan(bucket, rows, absent) for absent in sorted(parts.patterns, key=sorted)]
         below = bucket
@@ -125,7 +125,7 @@ def _drawn(parts: Parts[Any], lead: Axis, plan: Plan, seed: int, values: Values)
             live[axis] = size
         elif axis != lead and axis not in stage.relations:
             most = min(size, plan.rows) if lead == TOKENS and axis == BATCH else size
-            live[axis] = int(torch.randint(1, most + 1, (1,), generator=generator)) if most else 0
+            live[axis] = int(torch.randint(1, most + 1, (1,), device="cpu", generator=generator)) if most else 0
     live.update({axis: size.at(live) for axis, size in stage.relations.items()})
     capabilities, device = stage.backend.capabilities, stage.backend.device
     sample = sample_batch(

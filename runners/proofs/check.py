@@ -15,13 +15,14 @@ from ...backends.base import Backend
 from ...dataflow.errors import ConfigError, ReplayError
 from ...dataflow.sampling import NO_VALUES, Values
 from ..runner import Runner
+from ..state import State
 from . import addresses, coverage, parity, poison, races
 from .cases import Batches, Cases, cases_of
 from .comparison import USUAL, Tolerance
 from .fills import buffers_of
 from .replays import unwatched
 from .report import CHECKS, Case, CheckReport, Finding
-from .state import State, state_of
+from .state import state_of
 from .together import Together
 
 OTHER_SHAPES: Final[Mapping[torch.dtype, Tolerance]] = {
@@ -32,6 +33,12 @@ OTHER_SHAPES: Final[Mapping[torch.dtype, Tolerance]] = {
 }
 """How far a model's outputs for a padded batch may be from those for the batch alone: kernels for other shapes add in
 another order, layer after layer. What padded rows do to live ones is for poison to find, which asks for equal bits."""
+
+
+MOST_ROUNDS: Final = 10_000
+"""Batches of random rows for each bucket and pattern: more would take days."""
+MOST_SEED: Final = 1 << 62
+"""Seeds are counted up from batch to batch, and torch takes 64 bits."""
 
 
 class CheckOptions(TypedDict, total=False):
@@ -62,13 +69,15 @@ def check_runner(
 
     batches: what to check with, or a function of rows and a generator that makes it; drawn, where nothing is said.
     state: tensors that the step changes beside its slots; found by a run of it, where nothing is said. only: some of
-    the checks. rounds: batches of random rows for each bucket and pattern, beside the largest and smallest. values: for
-    batches that are drawn, see `sample_batch`. read_outside: slots that are read between fill and replay.
+    the checks. rounds: batches of random rows for each bucket and pattern, beside the largest and smallest, 10,000 at
+    most. seed: where random batches begin. values: for batches that are drawn, see `sample_batch`. read_outside: slots
+    that are read between fill and replay. Where no batch reaches a graph, that is a finding: nothing was checked.
     Of several ranks all call it at once, with batches for the same buckets; what one finds is in the report of each.
     RankError, which names them, where others do not come, or check something else. ReplayError before `capture`,
     ConfigError for a check that is none, CheckError where the state is too large to keep.
     """
     wanted, start, parts = _wanted(only), time.perf_counter(), runner.parts
+    _check_numbers(rounds=(rounds, 1, MOST_ROUNDS), seed=(seed, 0, MOST_SEED))
     if parts.graphs is None:
         note = "it captures nothing: there are no tails, and nothing is replayed"
         return CheckReport(runner=parts.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
@@ -79,9 +88,8 @@ def check_runner(
         together.begin(lambda: _begun(runner, wanted, cases, is_known=state is not None))
         checks = _Checks(runner, cases, state_of(runner, cases.pattern_samples, state), seed, tuple(read_outside))
         taken = checks.count()
-        findings = checks.run(wanted, progress=progress and together.is_first)
-    seconds = time.perf_counter() - start
-    steps, notes = dict.fromkeys(wanted, taken), tuple(checks.notes)
+        findings = checks.run(wanted, progress=progress and together.is_first) if taken else checks.nothing(wanted)
+    steps, notes, seconds = dict.fromkeys(wanted, taken), tuple(checks.notes), time.perf_counter() - start
     return CheckReport(runner=parts.name, findings=findings, steps=steps, notes=notes, seconds=seconds)
 
 
@@ -107,6 +115,11 @@ class _Checks:
             batches = "a batch was" if count == 1 else f"{count} batches were"
             self.notes[f"{batches} passed over, which no graph takes: {reason}"] = None
         return len(self.cases) - sum(passed.values())
+
+    def nothing(self, wanted: Sequence[str]) -> tuple[Finding, ...]:
+        """That nothing was checked, which must not look as if nothing was found."""
+        message = f"nothing was checked: {'; '.join(self.notes)}; give batches that a captured bucket takes"
+        return (Finding(wanted[0], None, message),)
 
     def run(self, wanted: Sequence[str], *, progress: bool) -> tuple[Finding, ...]:
         """One check after the other, until the device answers no more."""
@@ -155,6 +168,15 @@ def _wanted(only: Collection[str]) -> list[str]:
             message = f"there is no check {name!r}: checks are {', '.join(CHECKS)}"
             raise ConfigError(message)
     return [name for name in CHECKS if name in only or not only]
+
+
+def _check_numbers(**given: tuple[int, int, int]) -> None:
+    """ConfigError where an option is no whole number in its bounds: its value, the least and the most."""
+    for name, (value, least, most) in given.items():
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            text = "another one" if isinstance(value, int) else repr(value)
+            message = f"{name}= is a whole number from {least:,} to {most:,}, got {text:.100}"
+            raise ConfigError(message)
 
 
 def _begun(runner: Runner[Any], wanted: Sequence[str], cases: Cases, *, is_known: bool) -> str:

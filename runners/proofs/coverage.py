@@ -11,11 +11,11 @@ from ...dataflow.tails import Once
 from ..bits import bits
 from ..runner import Runner
 from ..stage import V
+from ..state import State
 from .fills import garbage, is_filled, over_garbage
 from .reads import read_slots
 from .replays import Leaves, Replays
 from .report import Case, Finding
-from .state import State
 from .tails import live_part
 from .together import Together
 

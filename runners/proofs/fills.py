@@ -16,9 +16,9 @@ from ..bits import first_unequal
 from ..runner import Runner
 from ..stacked.runner import StackRunner
 from ..stage import V
+from ..state import State
 from .replays import step_of
 from .report import Case, Finding
-from .state import State
 from .tails import written_parts
 from .together import Together
 
@@ -32,8 +32,8 @@ def bucket_step(runner: Runner[V], case: Case) -> Step:
     if bucket is None:
         message = "no bucket takes this batch"
         raise ValueError(message)
-    live = dict(zip(parts.stage.declaration.varying, parts.size(case.batch, case.side), strict=False))
-    return Step({**parts.sizes[bucket], **live}, parts.sizes[bucket])
+    live = parts.size(case.batch, case.side)[:-1]
+    return parts.stage.declaration.step(live, parts.sizes[bucket])
 
 
 def is_filled(runner: Runner[V], name: str) -> bool:
@@ -81,9 +81,9 @@ def over_garbage(
 def garbage(like: torch.Tensor, generator: torch.Generator, *, flipped: bool = False) -> torch.Tensor:
     """Random bytes as a tensor of this kind, on the CPU; or each bit of them the other way round."""
     if like.dtype == torch.bool:
-        return (torch.randint(0, 2, like.shape, generator=generator) ^ flipped).bool()
+        return (torch.randint(0, 2, like.shape, device="cpu", generator=generator) ^ flipped).bool()
     count = like.numel() * like.itemsize
-    drawn = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    drawn = torch.randint(0, 256, (count,), dtype=torch.uint8, device="cpu", generator=generator)
     return (~drawn if flipped else drawn).view(like.dtype).reshape(like.shape)
 
 

@@ -14,6 +14,7 @@ from ...dataflow.slots import Constant, Output
 from ..eager import EagerRunner
 from ..parts import Parts
 from ..runner import Runner
+from ..state import Apart, Copies, State
 from .comparison import (
     GRAPH_AND_EAGER,
     USUAL,
@@ -28,7 +29,6 @@ from .comparison import (
 from .eagerly import graph_of, ran_eagerly
 from .otherwise import other_tails
 from .report import Case, Finding
-from .state import Apart, Copies, State
 from .together import Together
 
 NAME: Final = "parity"

@@ -10,11 +10,11 @@ from ...dataflow.tails import Keep, Pad
 from ..bits import first_unequal
 from ..runner import Runner
 from ..stage import V
+from ..state import State
 from .blame import POISON, Blame, Elsewhere, Poisoned, Trials, changed, error_text
 from .fills import FillProof
 from .replays import Difference, Replays, named, unwatched
 from .report import Case, Finding
-from .state import State
 from .tails import Poison, poison_of, spread, tails_of
 from .together import Together
 

@@ -19,10 +19,10 @@ from ...dataflow.capabilities import HOST
 from ...dataflow.slots import Output
 from ..runner import Runner
 from ..stacked.watch import parts_of, tensors_within
+from ..state import State
 from .parity import buffers_in, written_slots_kept
 from .replays import Leaves, difference, named, step_of, unwatched
 from .report import Case, Finding
-from .state import State
 from .tails import live_part
 from .together import Together
 

@@ -1,22 +1,21 @@
 """Reads: which slots of a view the operators of a step take, by the addresses of what they are given."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ...backends.torch_modes import run_under
 from ...dataflow.binding import overlaps, span
 from ...dataflow.compute import OUT
 from ...dataflow.declaration import Declaration
 from ...dataflow.inputs import Inputs
 from ..parts import Parts
-from ..traffic import Traffic, seen_by
+from ..traffic import Traffic, run_seen
 from .eagerly import ran_eagerly
 from .replays import named
 
-_C: Final[Any] = torch._C  # noqa: SLF001 - schemas by name have no public way
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 
@@ -31,21 +30,21 @@ def read_slots(parts: Parts[Any], view: Inputs) -> frozenset[str]:
     spans = {name: span(values[name]) for name in declaration.slots if values[name] is not None}
     seen = needed_slots(declaration)
 
-    def note(tensor: torch.Tensor, operator: str) -> None:
-        if tensor.numel() and not _only_looks(operator):
-            seen.update(name for name, place in spans.items() if overlaps(tensor, [place]))
+    def note(tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.numel():
+                seen.update(name for name, place in spans.items() if overlaps(tensor, [place]))
 
-    with _HostReads(note), seen_by(Traffic(reads=note)):
-        outputs = ran_eagerly(parts, view)
-    for place, tensor in named(outputs):
-        note(tensor, place)
+    traffic = Traffic(done=lambda _, taken, __: note(taken))
+    outputs = run_under(_HostReads(note), lambda: run_seen(traffic, lambda: ran_eagerly(parts, view)))
+    note(tensor for _, tensor in named(outputs))
     return frozenset(seen)
 
 
 class _HostReads(TorchFunctionMode):
     """Tells of tensors that the host takes as numbers, which is no operator's work where they are on the CPU."""
 
-    def __init__(self, note: Callable[[torch.Tensor, str], None]) -> None:
+    def __init__(self, note: Callable[[Iterable[torch.Tensor]], None]) -> None:
         super().__init__()
         self._note = note
 
@@ -55,7 +54,7 @@ class _HostReads(TorchFunctionMode):
         """Tell of one, and call it."""
         del types
         if getattr(func, "__name__", "") in _BY_HOST:
-            self._note(args[0], "")
+            self._note(args[:1])
         return func(*args, **(kwargs or {}))
 
 
@@ -63,15 +62,3 @@ def needed_slots(declaration: Declaration) -> set[str]:
     """Slots that computed ones are made of."""
     computes = (slot.computes() for slot in declaration.slots.values())
     return {need for compute in computes if compute is not None for need in compute.needs if need != OUT}
-
-
-@functools.cache
-def _only_looks(operator: str) -> bool:
-    """Whether an operator hands out a part of its argument's memory, and does nothing else."""
-    schemas = _C._jit_get_schemas_for_operator(operator) if "::" in operator else ()  # noqa: SLF001 - as above
-    return bool(schemas) and all(_is_view(schema) for schema in schemas)
-
-
-def _is_view(schema: Any) -> bool:
-    aliases = [argument.alias_info for argument in schema.arguments if argument.alias_info is not None]
-    return bool(aliases) and not any(alias.is_write for alias in aliases)

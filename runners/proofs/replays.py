@@ -17,9 +17,9 @@ from ..bits import first_unequal
 from ..runner import Runner
 from ..stacked.runner import StackRunner
 from ..stage import V
+from ..state import State
 from ..watching import Watch
 from .report import Case
-from .state import State
 from .together import Together
 
 DEPTH: Final = 4

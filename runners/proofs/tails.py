@@ -110,8 +110,8 @@ def _lived(slot: Slot, filled: torch.Tensor, step: Step) -> list[Number]:
 
 def spread(values: tuple[Number, ...], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Values drawn over a shape, as a tensor on the CPU; the first of all is the first of them."""
-    order = torch.randint(0, len(values), (like.numel(),), generator=generator)
+    order = torch.randint(0, len(values), (like.numel(),), device="cpu", generator=generator)
     order[:1] = 0
     exact = torch.float64 if like.dtype.is_floating_point else like.dtype
     exact = torch.complex128 if like.dtype.is_complex else exact
-    return torch.tensor(values, dtype=exact)[order].to(like.dtype).reshape(like.shape)
+    return torch.tensor(values, dtype=exact, device="cpu")[order].to(like.dtype).reshape(like.shape)

@@ -12,6 +12,7 @@ from ...dataflow.axes import TOKENS, Axis, Sizes
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RankError
 from ...dataflow.sampling import Sample
+from ..arguments import checked
 from ..captured import Step, alone
 from ..config import RunnerConfig
 from ..decision import Decision, Why
@@ -229,9 +230,9 @@ def agreement_of(
     sizes: each bucket's padded sizes. leading: the axis that buckets are chosen by, where there are any.
     ConfigError where a bucket's tokens do not divide among the shards, or where captures are put off.
     """
-    ranks: Ranks | None = declaration.ranks
-    if ranks is None:
+    if declaration.ranks is None:
         return None
+    ranks: Ranks = checked("ranks", "Ranks(...), or None", declaration.ranks, Ranks)
     for bucket, padded in sizes.items():
         tokens = padded.get(TOKENS, bucket)
         if tokens % ranks.shards:

@@ -22,7 +22,9 @@ class DeviceWire(Wire):
     def __init__(self, group: "dist.ProcessGroup", size: int, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
         with torch.inference_mode(mode=False):
-            self._own, self._all = (torch.zeros(n * NBYTES, dtype=torch.uint8, pin_memory=True) for n in (1, size))
+            self._own, self._all = (
+                torch.zeros(n * NBYTES, dtype=torch.uint8, device="cpu", pin_memory=True) for n in (1, size)
+            )
             self._mine, self._every = self._own.to(device), self._all.to(device)
         self._group = group
         self._stream = self._module.Stream(device)

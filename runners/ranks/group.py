@@ -14,6 +14,8 @@ import torch.distributed as dist
 from ...backends.base import Event
 from ...dataflow.axes import Axis
 from ...dataflow.errors import ConfigError, RankError
+from ..arguments import check_seconds, checked, refuse
+from ..unique import Unique
 from .device_wire import DeviceWire
 from .exchange import PATIENCE, Exchange
 from .message import Message
@@ -29,7 +31,7 @@ _ABORTED: Final = 20.0
 _COUNT: Final = itertools.count()
 
 
-class Ranks:
+class Ranks(Unique):
     """The ranks that run each step together, over a process group of torch.distributed.
 
     group: the one that they form; the default group where none is given. equal: whether all ranks get the same batches,
@@ -55,13 +57,15 @@ class Ranks:
         timeout: float = 60.0,
         capture_timeout: float = 480.0,
     ) -> None:
+        checked("equal", "True or False", equal, bool)
+        if checked("shards", "a whole number, at least 1", shards, int) < 1:
+            refuse("shards", "a whole number, at least 1", shards)
+        check_seconds("timeout", timeout)
+        check_seconds("capture_timeout", capture_timeout)
+        _check_place(on)
         self.group = checked_group(group)
         self.rank: int = dist.get_rank(self.group)
         self.size: int = dist.get_world_size(self.group)
-        for name, number in (("shards", shards), ("timeout", timeout), ("capture_timeout", capture_timeout)):
-            if number <= 0:
-                message = f"{name} is {number}: expected more than 0"
-                raise ConfigError(message)
         self.equal = equal
         self.shards = shards
         self.timeout = timeout
@@ -198,6 +202,18 @@ class Ranks:
                 raise
             self._free.append(exchange.wire)
         return exchange.messages
+
+
+def _check_place(on: Any) -> None:
+    """ConfigError where sizes cannot be exchanged there: it is neither the host nor a kind of device."""
+    try:
+        known = (
+            checked("on", "'host' or the name of a device's kind", on, str) == HOST or torch.device(on).index is None
+        )
+    except RuntimeError:  # torch knows no such kind
+        known = False
+    if not known:
+        refuse("on", "'host' or the name of a device's kind, such as 'cuda'", on)
 
 
 def checked_group(group: "dist.ProcessGroup | None") -> "dist.ProcessGroup":

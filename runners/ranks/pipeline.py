@@ -8,7 +8,10 @@ import torch.distributed as dist
 
 from ...dataflow.errors import ConfigError, RankError
 from ...dataflow.sources import Side
+from ..arguments import check_seconds, checked, refuse
+from ..opaque import opaque
 from ..runner import Runner
+from ..unique import Unique
 from .group import checked_group
 from .pipeline_letter import Letter, Spec, told
 from .pipeline_proxies import Proxies, flattened, nested
@@ -20,7 +23,8 @@ _HEADSTART: Final = 1.0
 
 
 @final
-class PipelineStage:
+@opaque
+class PipelineStage(Unique):
     """Runs a runner's steps as one stage of a pipeline, whose stages are the ranks of a process group, in order.
 
         stage = PipelineStage(runner, group)
@@ -56,9 +60,10 @@ class PipelineStage:
         proxies: str = "pp_proxy_tensors",
         timeout: float = 60.0,
     ) -> None:
-        if not proxies.isidentifier() or timeout <= 0:
-            message = f"proxies is the name of an argument, timeout more than 0 seconds; got {proxies!r}, {timeout}"
-            raise ConfigError(message)
+        checked("runner", "a runner", runner, Runner)
+        if not checked("proxies", "the name of a side argument", proxies, str).isidentifier():
+            refuse("proxies", "the name of a side argument", proxies)
+        check_seconds("timeout", timeout)
         self.runner = runner
         self.rank, self.size = _place(group)
         self._proxies = Proxies(runner, proxies)

@@ -71,7 +71,7 @@ class Letter:
     def blank(cls) -> torch.Tensor:
         """Memory that a letter is received into."""
         with torch.inference_mode(mode=False):
-            return torch.empty(NBYTES, dtype=torch.uint8)
+            return torch.empty(NBYTES, dtype=torch.uint8, device="cpu")
 
     @classmethod
     def read(cls, tensor: torch.Tensor) -> "Letter":

@@ -110,7 +110,7 @@ class _Rows:
         declared = stage.declaration
         rest = {name: slot for name, slot in declared.slots.items() if name not in proxies}
         told = {dim.reveals() for name, slot in rest.items() if slot.reads(name) is not None for dim in slot.shape}
-        others = attrs.evolve(declared, slots=rest)
+        others = attrs.evolve(declared, slots=rest, following=())
         relations = {axis: size for axis, size in stage.relations.items() if axis not in told}
         needed = {axis for slot in proxies.values() for axis in slot.axes if not axis.fixed}
         missing = sorted(axis.name for axis in needed - {*others.varying, *relations})

@@ -14,7 +14,7 @@ from ..router import Router
 from .agreement import Agreement
 
 Live = tuple[int, ...]
-Run = Callable[[Any], Any]
+Run = Callable[[Any, Side], Any]
 
 
 class Joint:
@@ -38,10 +38,10 @@ class Joint:
         ranks, brought = self._agreement.ranks, self._agreement.same(live)
         begin, broke_off = ranks.brought, ranks.broke_off
 
-        def told(batch: Any) -> Any:
+        def told(batch: Any, side: Side) -> Any:
             begin(brought)
             try:
-                return run(batch)
+                return run(batch, side)
             except BaseException as error:
                 broke_off(error)
                 raise

@@ -34,7 +34,7 @@ class HostWire(Wire):
 
     def __init__(self, group: "dist.ProcessGroup", size: int) -> None:
         with torch.inference_mode(mode=False):
-            self._own, self._all = (torch.zeros(n * NBYTES, dtype=torch.uint8) for n in (1, size))
+            self._own, self._all = (torch.zeros(n * NBYTES, dtype=torch.uint8, device="cpu") for n in (1, size))
         self._group = group
         self._work: Work | None = None
         self.writable = self._own.numpy().data

@@ -17,13 +17,15 @@ from safetensors.torch import save_file
 from ...dataflow.errors import ConfigError, RecordingError
 from ...dataflow.roles import dtype_from_text
 from ...dataflow.serial import from_data, json_data, to_data
-from .plain import plain_from_data
+from .plain import lists_fit, plain_from_data
 from .ranks import faults as faults_of_ranks
 from .records import FORMAT, Header, StepRecord, Value
 
 _KEY: Final = "slotgraph"
 MOST_HEADER: Final = 1 << 25
 """Bytes that a file's header may have: 32 MiB."""
+MOST_RECORDS: Final = 1 << 18
+"""Steps, values and other records that a header may have: each is an object once it is read."""
 DIMS: Final = 64
 """Dims that a tensor may have, as in torch."""
 _NATIVE: Final = {
@@ -39,6 +41,8 @@ _NATIVE: Final = {
     torch.float64: "F64",
 }
 """Dtypes that every version of safetensors has, by its own words; others are kept as bytes."""
+_NUMBERS: Final = frozenset({torch.int64, torch.float64, torch.bool})
+"""Dtypes of numbers in lists."""
 _UNREADABLE: Final = (
     SafetensorError,
     OSError,
@@ -52,26 +56,58 @@ _UNREADABLE: Final = (
 """What reading a file that someone else made may raise, in whichever layer finds its fault."""
 
 
+def check_place(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The path of a file that can be written, as far as that can be known now; ConfigError says why it cannot."""
+    try:
+        file = pathlib.Path(path)
+    except TypeError as error:
+        message = f"a recording is written to a path, got {path!r:.100}"
+        raise ConfigError(message) from error
+    if file.suffix != ".safetensors":
+        message = f"a recording is a .safetensors file, got {str(file)!r:.300}"
+        raise ConfigError(message)
+    try:
+        if file.is_dir():
+            message = f"{str(file)!r} is a folder: name a file to record to"
+            raise ConfigError(message)
+        if not file.parent.is_dir():
+            message = f"there is no folder {str(file.parent)!r:.300} to record to"
+            raise ConfigError(message)
+        with contextlib.suppress(FileNotFoundError):
+            file.lstat()  # which says whether the name is too long
+        with tempfile.TemporaryFile(dir=file.parent):
+            return file
+    except (OSError, ValueError) as error:
+        message = f"{str(file)!r:.300} cannot be recorded to: {getattr(error, 'strerror', None) or error}"
+        raise ConfigError(message) from error
+
+
 def write(path: pathlib.Path, header: Header, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write a file in the place of what was there. Only its owner may read it: it holds what users asked.
 
-    RecordingError where the header is larger than what is read again.
+    RecordingError where the header is larger than what is read again, or the file cannot be written.
     """
-    text = json.dumps(to_data(header), allow_nan=False)
-    if len(text) * 2 > MOST_HEADER:  # where every letter is escaped once more
+    data = to_data(header)
+    text, records = json.dumps(data, allow_nan=False), _records_in(data)
+    if len(text) * 2 > MOST_HEADER or records > MOST_RECORDS:  # every letter may be escaped once more
         message = (
-            f"{path.name}: its steps have {len(text):,} letters of plain data, more than a header takes: keep fewer"
+            f"{path.name}: its steps have {len(text):,} letters of plain data and {records:,} records, more than a "
+            "header takes: keep fewer"
         )
         raise RecordingError(message)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    os.close(handle)
     try:
-        save_file({key: _storable(one) for key, one in tensors.items()}, name, metadata={_KEY: text})
-        pathlib.Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            pathlib.Path(name).unlink()
-        raise
+        handle, name = tempfile.mkstemp(prefix=".slotgraph.", suffix=".part", dir=path.parent)
+        os.close(handle)
+        try:
+            save_file({key: _storable(one) for key, one in tensors.items()}, name, metadata={_KEY: text})
+            pathlib.Path(name).replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                pathlib.Path(name).unlink()
+            raise
+    except (OSError, SafetensorError) as error:
+        message = f"{path.name} cannot be written: {getattr(error, 'strerror', None) or error}"
+        raise RecordingError(message) from error
 
 
 def _storable(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,7 +124,11 @@ class RecordedFile:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> "RecordedFile":
         """Read a file's header, and hold the file to it. RecordingError says what is wrong with the file."""
-        file = pathlib.Path(path)
+        try:
+            file = pathlib.Path(path)
+        except TypeError as error:
+            message = f"a recording is read from a path, got {path!r:.100}"
+            raise RecordingError(message) from error
         with _opened(file) as opened:
             header = _header(file, opened.metadata())
             found = set(opened.keys())
@@ -129,6 +169,8 @@ def _opened(file: pathlib.Path) -> Iterator[Any]:
 
 def _check_lengths(file: pathlib.Path) -> None:
     """The header's length, which comes first, lies within the file, and is not larger than any header of ours."""
+    if file.exists() and not file.is_file():  # to open a pipe would wait for who writes it
+        _fault(file, "it is no file")
     with file.open("rb") as opened:
         first = opened.read(8)
     length, size = int.from_bytes(first, "little"), file.stat().st_size
@@ -146,6 +188,8 @@ def _header(file: pathlib.Path, metadata: Mapping[str, str] | None) -> Header:
         data = json_data(text)
     except ValueError as error:
         _fault(file, f"its header is no JSON: {error}")
+    if _records_in(data) > MOST_RECORDS:
+        _fault(file, f"its header has more than {MOST_RECORDS:,} records, more than any recording's")
     number = data.get("format") if isinstance(data, dict) else None
     if number != FORMAT:
         _fault(file, f"it is written in format {number!r:.50}, and this version reads {FORMAT}")
@@ -155,6 +199,19 @@ def _header(file: pathlib.Path, metadata: Mapping[str, str] | None) -> Header:
         _fault(file, str(error)[:2000])
     _check_steps(file, header)
     return header
+
+
+def _records_in(data: Any) -> int:
+    """How many objects of JSON there are, however deep."""
+    count, todo = 0, [data]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, dict):
+            count += 1
+            todo += one.values()
+        elif isinstance(one, list):
+            todo += one
+    return count
 
 
 def _check_steps(file: pathlib.Path, header: Header) -> None:
@@ -192,10 +249,11 @@ def _check_value(file: pathlib.Path, key: str, value: Value) -> None:
         _fault(file, f"{key!r} has a shape that no tensor has")
     try:
         dtype = dtype_from_text(value.dtype)
-        known = value.kind != "array" or torch.empty(0, dtype=dtype).numpy().size == 0
+        known = value.kind != "array" or torch.empty(0, dtype=dtype, device="cpu").numpy().size == 0
     except (ValueError, TypeError, RuntimeError) as error:
         _fault(file, f"{key!r}: {error}")
-    if not known or (value.kind in ("list", "tuple") and not value.shape):
+    numbers = dtype in _NUMBERS and lists_fit(value.shape)
+    if not known or (value.kind in ("list", "tuple") and not numbers):
         _fault(file, f"{key!r} is no {value.kind} of numbers")
 
 

@@ -11,7 +11,7 @@ import torch
 from ...backends.base import DEVICE, HOST, Backend
 from ...dataflow.hostdata import array_dtype
 from ...dataflow.roles import dtype_text
-from .plain import DEPTH, NotPlainError, plain_to_data
+from .plain import DEPTH, NotPlainError, lists_fit, plain_to_data
 from .records import Value
 
 Copy = Callable[[], torch.Tensor]
@@ -72,7 +72,7 @@ class Keeper:
             if _WORD * math.prod(shape) > self._most:
                 return Found(Value(name=name, kind=kind, shape=shape), _WORD * math.prod(shape))
             numbers = _numbers_in(source)
-            if numbers is not None:
+            if numbers is not None and lists_fit(numbers.shape):
                 return _held(Value(name=name, kind=kind, **_facts(numbers)), numbers)
         data = plain_to_data(source)
         return Found(Value(name=name, kind="plain", value=data), len(repr(data)))
@@ -175,6 +175,6 @@ def _numbers_in(source: Sequence[Any]) -> torch.Tensor | None:
     if len(kinds) != 1 or (dtype := _NUMBERS.get(kinds.pop())) is None:
         return None
     try:
-        return torch.tensor(flat, dtype=dtype).view(shape)
+        return torch.tensor(flat, dtype=dtype, device="cpu").view(shape)
     except (OverflowError, RuntimeError):  # a number beyond int64, which plain data holds
         return None

@@ -1,7 +1,9 @@
 """Plain data of a batch as JSON and back: what has its own word there as it is, tuples and mappings by name."""
 
+import itertools
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +16,15 @@ MOST: Final = 20_000
 """How many values one piece of plain data may hold; numbers in lists of one shape are tensors, and have no limit."""
 _LONGEST: Final = 1 << 16
 """Letters of a text, or bits of a whole number."""
+
+
+def lists_fit(shape: Sequence[int]) -> bool:
+    """Whether nested lists of a shape hold numbers, and not so many more lists than numbers that they are the bulk.
+
+    What is stored is the numbers alone. So a file of some bytes could stand for lists of many gigabytes.
+    """
+    numbers = math.prod(shape)
+    return bool(shape) and numbers > 0 and sum(itertools.accumulate(shape[:-1], operator.mul)) <= MOST + 4 * numbers
 
 
 class NotPlainError(TypeError):
@@ -73,24 +84,24 @@ def _text(value: Any) -> str:
 
 def plain_from_data(data: Any) -> Any:
     """What `plain_to_data` was given. RecordingError where that gives no such data."""
-    return _from_data(data, DEPTH)
+    return _from_data(data, iter(range(MOST)), DEPTH)
 
 
-def _from_data(data: Any, depth: int) -> Any:
-    if depth == 0:
-        message = f"plain data more than {DEPTH} levels deep"
+def _from_data(data: Any, room: Iterator[int], depth: int) -> Any:
+    if next(room, None) is None or depth == 0:
+        message = f"plain data of more than {MOST:,} values" if depth else f"plain data more than {DEPTH} levels deep"
         raise RecordingError(message)
     if isinstance(data, list):
-        return [_from_data(one, depth - 1) for one in data]
+        return [_from_data(one, room, depth - 1) for one in data]
     if not isinstance(data, dict):
         return data
     match data:
         case {"float": ("inf" | "-inf" | "nan") as text, **rest} if not rest:
             return float(text)
         case {"tuple": list(inner), **rest} if not rest:
-            return tuple(_from_data(one, depth - 1) for one in inner)
+            return tuple(_from_data(one, room, depth - 1) for one in inner)
         case {"dict": list(pairs), **rest} if not rest and all(_is_pair(pair) for pair in pairs):
-            return {key: _from_data(one, depth - 1) for key, one in pairs}
+            return {key: _from_data(one, room, depth - 1) for key, one in pairs}
     message = f"plain data with unknown words: {', '.join(map(repr, sorted(data)[:3]))}"
     raise RecordingError(message)
 

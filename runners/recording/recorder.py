@@ -18,7 +18,7 @@ from ..outputs import map_tensors
 from ..parts import Parts
 from ..proofs.tails import live_part
 from ..watching import Watcher
-from .files import write
+from .files import check_place, write
 from .fingerprint import runner_record, versions
 from .keeping import Copies
 from .ranks import together
@@ -54,8 +54,8 @@ class Recording(Watcher):
         outputs: bool = False,
         staged: Collection[str] = (),
     ) -> None:
-        self.path = pathlib.Path(path)
-        _check(self.path, last, max_bytes)
+        self.path = check_place(path)
+        _check(last, max_bytes)
         self._staged = {name: _staged_slot(runner.parts, name) for name in staged}
         self._runner = runner
         self._outputs = outputs
@@ -125,7 +125,7 @@ class Recording(Watcher):
     def save(self) -> pathlib.Path:
         """Write the steps that are kept to the file, in the place of what it held; returns its path.
 
-        Waits for the device. Raises OSError where the file cannot be written, RecordingError where it holds too much.
+        Waits for the device. RecordingError where the file cannot be written, or would hold too much.
         """
         self._window.settle()
         tensors = {
@@ -244,13 +244,7 @@ def _raised(error: BaseException) -> Raised:
     return Raised(kind=type(error).__name__, message=str(error)[:LONGEST], traceback=lines[-LONGEST:])
 
 
-def _check(path: pathlib.Path, last: int, max_bytes: int) -> None:
-    if path.suffix != ".safetensors":
-        message = f"a recording is a .safetensors file, got {str(path)!r}"
-        raise ConfigError(message)
-    if not path.parent.is_dir():
-        message = f"there is no folder {str(path.parent)!r} to record to"
-        raise ConfigError(message)
+def _check(last: int, max_bytes: int) -> None:
     for name, value in (("last", last), ("max_bytes", max_bytes)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             message = f"{name}= is a whole number of at least 1, got {value!r}"

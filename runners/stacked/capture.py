@@ -1,6 +1,7 @@
 """Capturing the stack of a step: what of a bucket is captured, and on which arguments."""
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
@@ -8,6 +9,8 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
+from ...backends.torch_modes import run_under
+from ...dataflow.aliases import Aliases
 from ...dataflow.axes import BATCH, TOKENS, Axis, Sizes
 from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffers
@@ -18,9 +21,11 @@ from ...dataflow.views import ViewInfo, carried, make_view
 from ..capture import told_as_capture_error
 from ..decision import Path
 from ..filler import Filling
+from ..graphs import Look
 from ..outputs import check_rows
 from ..running import Running, running, under_way
 from ..stage import Stage, V
+from ..state import State
 from .call import Noted, StackCall, other_object, stand_ins
 from .placeholder import fill_placeholder
 from .splitting import Splitter
@@ -43,16 +48,17 @@ def live_view(stage: Stage[V], buffers: Buffers, ready: Ready, fields: Mapping[s
     """The view of a fill with its request slots cut to the live requests, and every other axis padded."""
     known = ready.notes.get(_LIVE)
     if known is None:
-        sizes = {**ready.step.padded_sizes, BATCH: ready.step.live_sizes.get(BATCH, 0)}
+        live = ready.step.live_sizes
+        sizes = {axis: live[axis] if axis == BATCH else size for axis, size in ready.step.padded_sizes.items()}
         slots = stage.declaration.slots
         views = {
             name: view if view is None or name not in slots else buffers[name].view(sizes)
             for name, view in ready.views.items()
         }
-        info = ViewInfo(Step(ready.step.live_sizes, sizes), stage.relations, stage.declaration)
-        known = ready.notes[_LIVE] = (views, info)
-    views, info = known
-    return make_view(stage.inputs, views, fields, info)
+        info = ViewInfo(Step(live, sizes), stage.relations, stage.declaration)
+        known = ready.notes[_LIVE] = (Aliases(views), info)
+    shown, info = known
+    return make_view(stage.inputs, shown(), fields, info)
 
 
 class StackCapture(Generic[V]):
@@ -70,26 +76,31 @@ class StackCapture(Generic[V]):
         stack = self._boundary.stack
         return None if stack is None or self._boundary.cut is not None else stack.module.forward
 
-    def __call__(self, filling: Filling, absent: Absent) -> "Part[V]":
+    def __call__(self, filling: Filling, absent: Absent, look: Look) -> "tuple[Part[V], State]":
         """Run the step on a placeholder, and make a call of its stack, whose arguments stay where they are.
+
+        All runs leave the step's state as it was.
 
         CaptureError where the step raises, does not call the stack once, reads request slots outside of breaks, or
         returns what no live rows can be cut of.
         """
         stage, bucket = self._stage, filling.bucket
-        live: Sizes = {**bucket.sizes, BATCH: 1}
+        sizes: Sizes = {**bucket.sizes, BATCH: 1}
+        live = tuple(sizes[axis] for axis in stage.declaration.varying)
         with told_as_capture_error(), stage.backend.stream(), torch.no_grad():
-            fields = fill_placeholder(stage, self._buffers, Step(live, bucket.sizes), absent)
-            ready = bucket.fill_for(absent).ready(tuple(live[axis] for axis in stage.declaration.varying))
+            fields = fill_placeholder(stage, self._buffers, stage.declaration.step(live, bucket.sizes), absent)
+            ready = bucket.fill_for(absent).ready(live)
             view = live_view(stage, self._buffers, ready, fields)
             shown = stage.sealed(live_view(stage, self._buffers, ready, carried(stage.declaration.fields, None)))
-            call, outputs = self._call_of(view, shown)
-            self._cut(call, view)
-            returned = self._watch(call, view)
-            self._check_objects(call, view)
+            state = look(functools.partial(_whole, stage, view))
+            with state.kept():
+                call, outputs = self._call_of(view, shown)
+                self._cut(call, view)
+                returned = self._watch(call, view)
+                self._check_objects(call, view)
             self._check_rows(returned if self._boundary.stack is None else outputs, view)
         self._buffers.distrust()
-        return Part(stage, view, call)
+        return Part(stage, view, call), state
 
     def _call_of(self, view: V, shown: V) -> tuple[StackCall, Any]:
         """The call that is captured, and what the step around it returned; shown: what it sees in the view's place."""
@@ -133,8 +144,8 @@ class StackCapture(Generic[V]):
         args, kwargs = call.arguments_in(fenced)
         now = {**call.at_capture(view), **stand_ins(fenced, view)}
         watch = Watch({name: self._buffers[name].tensor for name in over}, call.tensors(), breaks)
-        with self._stage.lent(view), under_way(Running(view, "capture", now, shown=fenced)), watch:
-            outputs = call.run(*args, **kwargs)
+        with self._stage.lent(view), under_way(Running(view, "capture", now, shown=fenced)):
+            outputs = run_under(watch, lambda: call.run(*args, **kwargs))
         call.use = watch.use
         return outputs
 
@@ -174,6 +185,12 @@ def _cut_at(parts: Callable[[], Any]) -> Callable[..., Any]:
     return run
 
 
+def _whole(stage: Stage[V], view: V) -> Any:
+    """Run the step and what is around its stack, without graphs."""
+    with torch.no_grad(), under_way(Running(view, "capture")):
+        return stage.run(view)
+
+
 @attrs.define(eq=False)
 class Part(Generic[V]):
     """What is captured of a bucket, and the view of its placeholder."""
@@ -181,11 +198,6 @@ class Part(Generic[V]):
     stage: Stage[V]
     view: V
     call: StackCall
-
-    def whole(self) -> Any:
-        """Run the step around it as well, without graphs."""
-        with torch.no_grad(), under_way(Running(self.view)):
-            return self.stage.run(self.view)
 
     def __call__(self) -> Any:
         """Run it as it is captured, and as a backend without graphs replays it."""

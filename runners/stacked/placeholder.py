@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...dataflow.axes import Sizes, extent
+from ...dataflow.axes import BATCH, Sizes, extent
 from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffers
 from ...dataflow.errors import CaptureError, ComputeError
@@ -25,7 +25,8 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
     field, or gives a slot what that cannot hold.
     """
     declaration, capabilities = stage.declaration, stage.backend.capabilities
-    values = dict(stage.inputs.placeholder(step))
+    one = {BATCH: 1}  # also where no slot is over requests
+    values = dict(stage.inputs.placeholder(Step(one | dict(step.live_sizes), one | dict(step.padded_sizes))))
     copied = [name for name, slot in declaration.slots.items() if slot.reads(name) is not None]
     known = {*copied, *declaration.fields, *declaration.disabled}
     unknown = [name for name in values if name not in known]

@@ -24,7 +24,7 @@ from ..decision import Decision, Tally
 from ..eager import EagerRunner
 from ..filler import Filler
 from ..gate import Gate
-from ..graphs import GraphSet, patterns_of
+from ..graphs import GraphSet
 from ..outputs import live_rows, map_tensors
 from ..parts import Parts
 from ..pool import Phase, Seat
@@ -72,13 +72,12 @@ class StackRuns(Generic[V]):
         self.buckets = config.token_ladder()
         self.name = name
         self._boundary = boundary
-        self._output_rows = _checked_axis(output_rows, stage)
         counts = ({TOKENS: tokens, BATCH: config.max_batch} for tokens in self.buckets.sizes)
         self._sizes = {one[TOKENS]: stage.padded(one, "max_batch= and buckets=") for one in counts}
         capacity = self._sizes[self.buckets.largest]
-        self._carry = carry
-        self._patterns = patterns_of(absent)
+        self._carry, self._patterns = stage.captured_with(config, carry, absent)
         self._size = Sizer(stage.declaration, {}, capacity, TOKENS)
+        self._output_rows = _checked_axis(output_rows, stage)
         self._limits = Limits.of(stage.declaration, capacity)
         self._requests = _place(stage, BATCH)
         self.agreement = agreement_of(stage.declaration, name, config, self._sizes, TOKENS)
@@ -131,7 +130,8 @@ class StackRuns(Generic[V]):
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it."""
-        return self.graphs.capture(Order.of(self.config, self._sizes, self._patterns, self.name, self.agreement))
+        with self._gate.open():
+            return self.graphs.capture(Order.of(self.config, self._sizes, self._patterns, self.name, self.agreement))
 
     def decide(self, batch: Any, side: Side) -> Decision:
         """The path that a batch would take."""
@@ -186,7 +186,7 @@ class StackRuns(Generic[V]):
             if isinstance(error, BatchError):
                 self._filled = before  # nothing was written: the view filled last still stands
                 graphs.buffers.turn.fills -= 1
-                self._size.explain(error)
+                self._size.explain(error, batch, side)
             raise
         view = live_view(self.stage, graphs.buffers, ready, carried(self.stage.declaration.fields, batch))
         if start and start > graphs.filler.late:

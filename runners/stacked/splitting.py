@@ -16,7 +16,8 @@ import attrs
 import torch
 from torch import fx
 
-from ...dataflow.errors import CaptureError, ConfigError
+from ...dataflow.errors import CaptureError
+from ..arguments import is_collection, refuse
 from ..outputs import map_tensors
 from .breaks import broken
 from .watch import operator_name
@@ -60,9 +61,8 @@ class Splitter:
     """Cuts a step at operators: "namespace::operator" as in `torch.ops`, a python function's name, or either itself."""
 
     def __init__(self, operators: Collection[Operator]) -> None:
-        if isinstance(operators, str) or not operators:
-            message = f"splits names the operators to cut at, at least one, got {operators!r}"
-            raise ConfigError(message)
+        if not is_collection(operators) or not operators:
+            refuse("splits", "names of the operators to cut at, at least one, in a list or tuple", operators)
         self.names = frozenset(_name_of(operator) for operator in operators)
         self._last: _Traced | None = None
         self._compiled: dict[tuple[int, int], tuple[Callable[..., Any], Any]] = {}
@@ -169,6 +169,8 @@ def _name_of(operator: Operator) -> str:
         name = getattr(operator, attribute, None)
         if isinstance(name, str):
             return name
+    if not callable(operator):
+        refuse("splits", "an operator's name, or the operator", operator)
     return operator_name(operator)
 
 

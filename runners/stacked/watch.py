@@ -39,6 +39,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own 
     will be breaks, and are none yet.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(
         self,
         forbidden: Mapping[str, torch.Tensor],

@@ -108,4 +108,4 @@ def first_tokens(extend_seq_lens: torch.Tensor, input_ids: torch.Tensor) -> torc
 
 def even_starts(step: Step) -> torch.Tensor:
     """Where each request's tokens begin if all have as many: arange * W, at full capacity."""
-    return torch.arange(step.padded(BATCH), dtype=torch.int32) * step.padded(WIDTH)
+    return torch.arange(step.padded(BATCH), dtype=torch.int32, device="cpu") * step.padded(WIDTH)

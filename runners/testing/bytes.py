@@ -17,9 +17,9 @@ _SPREAD = 100
 def noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Random numbers over a small range, zeros as rare as any other; of a dtype without signs, none below zero."""
     if dtype == torch.bool:
-        return torch.randint(0, 2, shape, generator=generator).bool()
+        return torch.randint(0, 2, shape, device="cpu", generator=generator).bool()
     low = -_SPREAD if dtype.is_signed else 0
-    return torch.randint(low, _SPREAD, shape, generator=generator).to(dtype)
+    return torch.randint(low, _SPREAD, shape, device="cpu", generator=generator).to(dtype)
 
 
 def spoil(buffers: Buffers, generator: torch.Generator) -> None:

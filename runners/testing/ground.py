@@ -100,8 +100,7 @@ class Ground:
 
     def step(self, live: Sizes, padded: Sizes) -> Step:
         """A step's sizes, as computed slots are told them."""
-        axes = self.declaration.axes
-        return Step({axis: live[axis] for axis in axes}, {axis: padded[axis] for axis in axes})
+        return self.declaration.step(self.live(live), padded)
 
 
 def make_filling(filler: Filler[Any], sizes: Sizes, absent: Absent) -> Filling:
@@ -109,7 +108,7 @@ def make_filling(filler: Filler[Any], sizes: Sizes, absent: Absent) -> Filling:
     filling = filler.make(sizes, absent)
     if filling.kernel is not None:
         filler.rest()
-        filler.capture_alone(filling, warmups=1)
+        filler.capture_alone(filling, warm=True)
     return filling
 
 

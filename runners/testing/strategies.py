@@ -136,7 +136,7 @@ def draw_sample(
         count = torch.Size(shape).numel()
         if name not in values and name not in absent and count <= few and not dtype.is_complex:
             numbers = draw(_numbers(slot, dtype, live, count))
-            made[name] = _maker(torch.tensor(numbers, dtype=torch.float64).to(dtype).reshape(shape))
+            made[name] = _maker(torch.tensor(numbers, dtype=torch.float64, device="cpu").to(dtype).reshape(shape))
     generator = torch.Generator().manual_seed(draw(_SEEDS))
     every = {**made, **values}
     return sample_batch(declaration, capabilities, live, generator, absent=absent, values=every, device=ground.device)

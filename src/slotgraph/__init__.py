@@ -1,7 +1,8 @@
 """Declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs."""
 
-from slotgraph.dataflow import errors
+from slotgraph import errors, standard
 from slotgraph.dataflow.axes import BATCH, TOKENS, WIDTH, Axis
+from slotgraph.dataflow.binding import Exclusive
 from slotgraph.dataflow.capabilities import DEVICE, HOST
 from slotgraph.dataflow.errors import SlotGraphError
 from slotgraph.dataflow.inputs import Inputs
@@ -11,7 +12,6 @@ from slotgraph.dataflow.sources import side
 from slotgraph.dataflow.specifiers import computed, constant, copied, host_parameter, output, slot, staged
 from slotgraph.dataflow.step import Step
 from slotgraph.dataflow.tails import keep, once
-from slotgraph.runners import standard
 from slotgraph.runners.breakable import BreakableRunner
 from slotgraph.runners.buckets import Buckets
 from slotgraph.runners.config import RunnerConfig
@@ -32,7 +32,7 @@ __version__ = "0.1.0"
 # fmt: off
 __all__ = [
     "BATCH", "CACHE_LOC", "DEVICE", "HOST", "SEQ_LEN_FILL", "TOKENS", "WIDTH", "Axis", "BreakableRunner", "Buckets",
-    "DecodeRunner", "DraftExtendRunner", "DraftRunner", "EagerRunner", "FillRole", "InputPool", "Inputs",
+    "DecodeRunner", "DraftExtendRunner", "DraftRunner", "EagerRunner", "Exclusive", "FillRole", "InputPool", "Inputs",
     "MultiLayerDraftExtendRunner", "PipelineStage", "PrefillRunner", "Ranks", "Role", "RunnerConfig", "Slot",
     "SlotGraphError", "Step", "computed", "constant", "copied", "current_view", "errors", "graph_break",
     "host_parameter", "keep", "once", "output", "side", "slot", "staged", "standard",

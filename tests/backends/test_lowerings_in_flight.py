@@ -128,7 +128,7 @@ class World:
         batch, side = batch_of(self.declaration, capabilities, turn, {n: one.value for n, one in brought.items()})
         live = tuple(turn.live[axis] for axis in self.slots.varying)
         bucket, fused, kernel = self.bucket(turn)
-        ready = fused.send(batch, side, live) if fused is not None and way == "fused" else Misfit("layout")
+        ready = fused.send(batch, side, live) if fused is not None and way == "fused" else Misfit()
         if not isinstance(ready, Misfit):
             kernel()
         elif way == "slot_by_slot":

@@ -111,13 +111,6 @@ class FusedWorld(World):
                     found[name] = maker.make(kind)
         return found
 
-    def state(self) -> list[Any]:
-        """All that a misfit must leave alone."""
-        tensors = [self.feed.upload.packet, *(buffer.tensor for buffer in self.mine)]
-        known = [self.mine.ledger.stamp, self.mine.unmarked, self.feed._data]
-        marks = [buffer.mark for buffer in self.mine]
-        return [*known, *marks, *(bytes(one.view(-1).view(torch.uint8).numpy()) for one in tensors)]
-
     def produce(self, seed: int) -> None:
         """Write over every row of every slot, as producers may who were given them."""
         for index, (name, slot) in enumerate(sorted(self.slots.slots.items())):
@@ -134,7 +127,7 @@ class FusedWorld(World):
         batch, side = self._batch(turn, {name: one.value for name, one in brought.items()})
         plain, beside = self._batch(turn, {name: one.plain for name, one in brought.items()})
         live = tuple(sizes.live[axis] for axis in self.slots.varying)
-        ready = self.fill(turn, brought, batch, live, side)
+        ready = self.fill(turn, batch, live, side)
         step = Step(sizes.live, sizes.padded)
         right = fill_slot_by_slot(self.slots, self.right, self.capabilities, step, plain, beside)
         assert_same(ready.views, right, self.declaration, sizes.live)
@@ -145,35 +138,26 @@ class FusedWorld(World):
     def _batch(self, turn: Turn, values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         return batch_of(self.declaration, self.capabilities, turn.round, values)
 
-    def fill(
-        self, turn: Turn, brought: Mapping[str, Given], batch: Any, live: tuple[int, ...], side: Mapping[str, Any]
-    ) -> Ready:
-        """Fill mine by the turn's lowering, or by foreach where the kernel does not take the batch."""
+    def fill(self, turn: Turn, batch: Any, live: tuple[int, ...], side: Mapping[str, Any]) -> Ready:
+        """Fill mine by the turn's lowering."""
         absent, bucket = turn.round.absent, self.bucket(turn.round)
         if turn.way == "slot_by_slot":
             self.feed.disarm()
             return bucket.fill_slot_by_slot(batch, live, absent, side)
-        ready = self.by_kernel(turn, brought, batch, live, side) if turn.way in ("fused", "in_graph", "alone") else None
-        if ready is None:
+        if turn.way in ("fused", "in_graph", "alone"):
+            ready = self.by_kernel(turn, batch, live, side)
+        else:
             ready = (self.exact if turn.way == "exact" else bucket).fill(batch, live, absent, side)
             self.feed.disarm()
             self.fused(turn.round)[1]()
         compute_on_device(ready, batch)
         return ready
 
-    def by_kernel(
-        self, turn: Turn, brought: Mapping[str, Given], batch: Any, live: tuple[int, ...], side: Mapping[str, Any]
-    ) -> Ready | None:
-        """Fill by the kernel; nothing, and nothing done, where it does not take the batch."""
+    def by_kernel(self, turn: Turn, batch: Any, live: tuple[int, ...], side: Mapping[str, Any]) -> Ready:
+        """Fill by the kernel, which takes every batch that fits."""
         fused, kernel = self.fused(turn.round)
-        before = self.state()
         ready = fused.send(batch, side, live)
-        names = fused.packer.lanes
-        allowed = self.misfits(brought, {lane.slot for lane in names})
-        if isinstance(ready, Misfit):
-            assert ready.why in allowed
-            assert self.state() == before
-            return None
+        assert not isinstance(ready, Misfit)
         for _ in range(1 + turn.twice):
             kernel()
         if turn.way == "alone":
@@ -181,14 +165,6 @@ class FusedWorld(World):
             self.feed.was_disarmed()
             kernel()
         return ready
-
-    def misfits(self, brought: Mapping[str, Given], fused: set[str]) -> set[str]:
-        """Every reason for which the kernel may leave this batch to foreach."""
-        found = set[str]()
-        for name, one in brought.items():
-            dtype = resolve_dtype(self.slots.slots[name].dtype, self.capabilities)
-            found |= one.misfits(dtype, fused=name in fused)
-        return found
 
     def assert_untouched(self) -> None:
         """No one writes beyond what is live where no rule says so: kept tails, constants, other buckets' rows."""

@@ -49,9 +49,10 @@ class Way:
         return self._by_foreach(0, value)
 
     def by_kernel(self, value: Any) -> torch.Tensor | None:
-        """The same by the kernel, and by foreach where it does not take the value."""
+        """The same by the kernel, which takes all that foreach takes."""
         if isinstance(self.fused.send({"rows": value}, {}, (len(value),)), Misfit):
-            return self._by_foreach(1, value)
+            assert self._by_foreach(1, value) is None
+            return None
         self.kernel()
         return self.buckets[1].buffers["rows"].tensor
 
@@ -130,9 +131,13 @@ REFUSED: Final[dict[str, tuple[Any, torch.dtype, str]]] = {
     "negative": ([3, -1], torch.uint8, r"uint8 cannot hold -1"),
     "negative and nested": ([[3], [-7]], torch.uint16, r"uint16 cannot hold -7"),
     "bools among numbers": ([[2, 3], [True, 4]], torch.int64, r"bools and numbers together"),
-    "unlike lengths": ([[1], [1, 2]], torch.int64, r"expected sequence of length 1"),
-    "a number beside a list": ([[1], 2], torch.int64, r"not a sequence"),
-    "a mapping beside a list": ([[1], {2: 3}], torch.int64, r"infer dtype of dict|not a sequence"),
+    "unlike lengths": ([[1], [1, 2]], torch.int64, r"its rows are ragged, of 1 and of 2 numbers along dim 1: pad them"),
+    "a number beside a list": ([[1], 2], torch.int64, r"some of its entries along dim 0 are rows and some are not"),
+    "a mapping beside a list": (
+        [[1], {2: 3}],
+        torch.int64,
+        r"some of its entries along dim 0 are rows and some are not",
+    ),
 }
 
 

@@ -110,11 +110,11 @@ FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no name": (
         lambda: host_parameter(BATCH, dtype=torch.int32, pad=0, argument="seq lens"),
-        "'seq lens' is no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'",
+        "argument='seq lens': no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'",
     ),
     "an empty name": (
         lambda: host_parameter(BATCH, dtype=torch.int32, pad=0, argument=""),
-        "'' is no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'",
+        "argument='': no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'",
     ),
     "written by the step": (
         lambda: slot(HostParameter(shape=BATCH, dtype=torch.int32, pad=0, restored=True)),

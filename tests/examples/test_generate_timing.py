@@ -25,7 +25,7 @@ def test_share_of_the_inputs_is_reported(default: Result) -> None:
     assert (times["live"], times["bucket"], times["each"], times["compiled"]) == (7, 8, False, None)
     for way in ("replay", "whole", "eager"):
         assert 0 < times[way]["p10"] <= times[way]["median"] <= times[way]["p90"]
-    assert -1 < times["share"]["median"] < 1
+    assert times["share"]["median"] < 1
     assert "7 of 8" in out
     assert "a decode step of 7 requests" in " ".join(out.split())
     assert "compiled" not in out

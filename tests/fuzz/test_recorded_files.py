@@ -1,15 +1,18 @@
 """Recorded files out of anything: what was recorded, or RecordingError that names what is wrong; nothing else."""
 
+import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 import pickle
 import struct
 import tempfile
+import tracemalloc
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import pytest
@@ -23,7 +26,7 @@ from slotgraph.dataflow.errors import RecordingError, SlotGraphError
 from slotgraph.runners.commands.app import app
 from slotgraph.runners.recording.files import MOST_HEADER, RecordedFile
 from slotgraph.runners.recording.replaying import replay_file
-from tests.fuzz.hostile import NASTY_TEXTS, spoilt, values
+from tests.fuzz.hostile import NASTY_TEXTS, shapes, spoilt, values
 from tests.runners.recording.steps import Mixed, Scored, mixed_batch, mixed_side
 
 LENGTH = struct.Struct("<Q")
@@ -135,6 +138,106 @@ def test_spoilt_header(file: pathlib.Path, data: st.DataObject) -> None:
     header, steps, elements = taken_apart()
     found = data.draw(spoilt(header))
     check(file, put_together(found if isinstance(found, dict) else {"x": found}, steps, elements))
+
+
+MOST_MEMORY = 1 << 26
+"""Bytes that small files may take in Python's memory: 64 MiB."""
+SMALL = 1 << 12
+"""Bytes of the elements that are written to stand for more."""
+
+
+@contextlib.contextmanager
+def in_little_memory() -> Iterator[None]:
+    """A block that takes no more of Python's memory than small files may."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MOST_MEMORY
+    finally:
+        tracemalloc.stop()
+
+
+def claiming(part: str, number: int, stored: str, claim: dict[str, Any]) -> bytes:
+    """The file with one value that is said to be something else, with elements that bear that out if they are few."""
+    header, steps, elements = taken_apart()
+    value = steps["steps"][0][part][number]
+    value.update(claim)
+    key = f"0.{part}.{value['name']}"
+    parts = {name: elements[slice(*entry["data_offsets"])] for name, entry in header.items()}
+    count = math.prod(claim["shape"]) * getattr(torch, claim["dtype"]).itemsize
+    parts[key] = bytes(min(count, SMALL))
+    header.setdefault(key, {}).update(dtype=stored, shape=claim["shape"])
+    at, content = 0, b""
+    for name in sorted(header, key=lambda name: -_WIDTHS[header[name]["dtype"]]):  # as safetensors lays them out
+        header[name]["data_offsets"] = [at, at + len(parts[name])]
+        at, content = at + len(parts[name]), content + parts[name]
+    return put_together(header, steps, content)
+
+
+_WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "U8": 1, "BOOL": 1}
+_STORED = {"int64": "I64", "float64": "F64", "int32": "I32", "bool": "BOOL", "bfloat16": "BF16", "complex64": "U8"}
+
+
+@settings(max_examples=MANY)
+@given(st.data())
+def test_claims_of_much(file: pathlib.Path, data: st.DataObject) -> None:
+    """Values that say that they are huge, and need no bytes for it, are refused before anything of them is built."""
+    dtype = data.draw(st.sampled_from(sorted(_STORED)))
+    claim = {
+        "kind": data.draw(st.sampled_from(["list", "tuple", "tensor", "array"])),
+        "dtype": dtype,
+        "shape": data.draw(shapes),
+        "dense": data.draw(st.booleans()),
+        "where": data.draw(st.sampled_from(["host", "device"])),
+    }
+    part = data.draw(st.sampled_from(["slots", "outputs"]))
+    content = claiming(part, data.draw(st.integers(0, 1)) if part == "slots" else 0, _STORED[dtype], claim)
+    with in_little_memory():
+        check(file, content)
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple"])
+@pytest.mark.parametrize(
+    "shape", [[20_000_000, 0], [1 << 62, 0], [SMALL, *[1] * 60], [0], [1000, 1000, 0]], ids=lambda shape: str(shape[:3])
+)
+def test_lists_that_would_be_large(file: pathlib.Path, kind: str, shape: list[int]) -> None:
+    """Lists of lists take memory without a number in them: no recording writes such, and none is read."""
+    file.write_bytes(claiming("slots", 0, "BOOL", {"kind": kind, "dtype": "bool", "shape": shape}))
+    with in_little_memory(), pytest.raises(RecordingError, match=f"is no {kind} of numbers"):
+        RecordedFile.read(file)
+
+
+@pytest.mark.parametrize("many", [{"number": 1}, {"number": 1, "slots": [{"name": "a", "kind": "plain"}] * 4}])
+def test_headers_of_many_records(file: pathlib.Path, many: dict[str, Any]) -> None:
+    """A header of a few letters a step is refused before each becomes an object."""
+    header, steps, elements = taken_apart()
+    steps["steps"] = [many] * (300_000 // (1 + len(many.get("slots", ()))))
+    file.write_bytes(put_together(header, json.dumps(steps, separators=(",", ":")), elements))
+    with pytest.raises(RecordingError, match=r"more than 262,144 records|larger than any recording's"):
+        RecordedFile.read(file)
+
+
+@pytest.mark.parametrize("value", [[0] * 30_000, [[0, [[]] * 100]] * 300, [{"tuple": [1, 2]}] * 20_000])
+def test_plain_data_of_many_values(file: pathlib.Path, value: Any) -> None:
+    """Plain data has no more values when it is read than when it is written."""
+    file.write_bytes(changed(lambda f: first(f.s, "fields").update(value=value)))
+    with pytest.raises(RecordingError, match="is no plain data"):
+        RecordedFile.read(file)
+
+
+@pytest.mark.parametrize(
+    "source", [[[]] * 3, [[], []], [[[1]]] * 5000, [[1, 2], [3, 4]], [[[[[[7]]]]]] * 4000, [[0] * 9000] * 3]
+)
+def test_what_is_written_is_read(tmp_path: pathlib.Path, source: Any) -> None:
+    """Every list that a recording keeps can be read again, and one that it does not keep leaves the others."""
+    runner = eager()
+    with runner.record(tmp_path / "x.safetensors") as recording:
+        batch = mixed_batch(2, 1)
+        batch.tag = source
+        runner(batch, **mixed_side(2, 1))
+    read = RecordedFile.read(recording.path)
+    (tag,) = [value for value in read.header.steps[0].fields if value.name == "tag"]
+    assert tag.kept or tag.why
 
 
 @given(st.binary(max_size=200) | st.binary(max_size=64).map(lambda some: LENGTH.pack(len(some)) + some))

@@ -21,7 +21,7 @@ from slotgraph.dataflow.slots import Copied
 from tests.life.reference import WIDE, Given, Reference, plain
 from tests.life.worlds import steps_of
 from tests.runners.models import bytes_of
-from tests.strategies import AXES, HIDDEN, PAGES, Round, Sizes, batch_of, declarations, same_bytes, source_for
+from tests.strategies import AXES, HIDDEN, PAGES, Round, Sizes, batch_of, declarations, noise, same_bytes, source_for
 
 PAGES_MOST: Final = 3
 BUCKETS: Final = ((2, 6), (1, 4), (5,))
@@ -54,6 +54,7 @@ class Life(RuleBasedStateMachine):
         self.backend = backend
         self.runner: DecodeRunner[Any] | None = None
         self.kept: Kept | None = None
+        self.owned: dict[str, torch.Tensor] = {}
 
     @initialize(inputs=declarations(), data=st.data())
     def declare(self, inputs: type[Inputs], data: st.DataObject) -> None:
@@ -90,7 +91,7 @@ class Life(RuleBasedStateMachine):
             bind=bind,
             progress=False,
         )
-        self.is_captured, self.kept, self.is_bound = False, None, bool(bind)
+        self.is_captured, self.kept, self.is_bound, self.owned = False, None, bool(bind), bind
 
     def padded(self, rows: int) -> Sizes:
         """A bucket's sizes."""
@@ -255,6 +256,14 @@ class Life(RuleBasedStateMachine):
         assert steps_of(self.runner) == self.steps
         if self.kept is not None:
             self.replay()
+
+    @precondition(lambda self: self.is_captured and self.owned)
+    @rule(seed=st.integers(0, 1 << 20))
+    def write(self, seed: int) -> None:
+        """The owner of adopted memory writes it between steps."""
+        self.kept = None
+        for index, tensor in enumerate(self.owned.values()):
+            tensor.copy_(noise(tuple(tensor.shape), tensor.dtype, seed + index))
 
     def memory(self) -> dict[str, bytes]:
         """Every byte of the buffers that graphs read."""

@@ -20,7 +20,7 @@ from tests.runners.models import Batch
 
 PATIENCE: Final = 20.0
 """Seconds after which a thread that should have come is given up."""
-BUSY: Final = "is in the middle of a step: another thread runs it, or its own step calls it"
+BUSY: Final = "is in the middle of a step or a capture: another thread runs it, or its own step calls it"
 Pause = Callable[[], int]
 
 

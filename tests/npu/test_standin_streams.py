@@ -1,5 +1,6 @@
 """The stand-in's streams and events: order within a stream, none between streams without an event."""
 
+import time
 from typing import Any
 
 import pytest
@@ -112,8 +113,9 @@ def test_a_wait_is_for_the_record_before_it(npu: Any) -> None:
 def test_the_time_between_events_is_told_once_both_have_come(npu: Any) -> None:
     """Later is later, in milliseconds."""
     start, end = npu.Event(enable_timing=True), npu.Event(enable_timing=True)
+    begin = time.perf_counter_ns()
     start.record()
     torch.ones(3, device="npu").add_(1)
     end.record()
     npu.synchronize()
-    assert 0 <= start.elapsed_time(end) < 10_000
+    assert 0 <= start.elapsed_time(end) <= (time.perf_counter_ns() - begin) / 1e6 + 1

@@ -49,12 +49,17 @@ def test_random_schedules(four: Processes) -> None:
 def counted(rank: int, kind: str) -> list[list[int]]:
     """What a step sees of the others' tokens, by step: in graphs, and eagerly."""
     ranks = Ranks(timeout=20.0)
-    given: dict[str, Any] = {"backend": "cpu", "sizes": {DP: ranks.size}, "ranks": ranks, "progress": False}
+    given: dict[str, Any] = {"backend": "cpu", "sizes": {DP: ranks.size}, "ranks": ranks}
     if kind == "eager":
         runner: Any = EagerRunner(Gathered, lambda view: view.global_num_tokens.clone(), **given)
     else:
         runner = DecodeRunner(
-            Gathered, lambda view: view.global_num_tokens.clone(), buckets=[4, 8], output_rows=None, **given
+            Gathered,
+            lambda view: view.global_num_tokens.clone(),
+            buckets=[4, 8],
+            output_rows=None,
+            progress=False,
+            **given,
         )
         runner.capture()
     return [runner(stepping.batch_of((step * 5 + rank * 3) % 10, step)).tolist() for step in range(30)]

@@ -57,12 +57,12 @@ class World:
     def runner(self, inputs: type[Any], step: Any) -> Any:
         """One that is ready to step."""
         of_ranks = Ranks(shards=self.shards, equal=self.equal, timeout=20, capture_timeout=20)
-        given: dict[str, Any] = {"sizes": {DP: self.size // self.shards}, "ranks": of_ranks}
-        given |= {"backend": self.backend, "progress": False}
+        sizes = {DP: self.size // self.shards}
+        given: dict[str, Any] = {"sizes": sizes, "ranks": of_ranks, "backend": self.backend}
         if self.kind == "eager":
             return EagerRunner(inputs, step, **given)
         options: dict[str, Any] = {"buckets": self.buckets, "width": self.width, "lowering": self.lowering}
-        runner: DecodeRunner[Any] = DecodeRunner(inputs, step, output_rows=None, **options, **given)
+        runner: DecodeRunner[Any] = DecodeRunner(inputs, step, output_rows=None, progress=False, **options, **given)
         runner.capture()
         return runner
 
@@ -283,11 +283,30 @@ def refused(rank: int, case: str) -> str:
     group = halves[rank % 2] if case == "part" else None
     of_ranks = Ranks(group, shards=shards, timeout=20, capture_timeout=20)
     given: dict[str, Any] = {"sizes": {DP: batches}, "ranks": of_ranks, "backend": "cpu", "progress": False}
-    runner = DecodeRunner(inputs, lambda view: view.ids + 1, buckets=[12], **given)
-    runner.capture()
+    if case == "axis":  # where a decode runner knows the tokens of a request
+        runner: Any = EagerRunner(inputs, lambda view: view.ids + 1, sizes={DP: batches}, ranks=of_ranks, backend="cpu")
+    else:
+        runner = DecodeRunner(inputs, lambda view: view.ids + 1, buckets=[12], **given)
+        runner.capture()
     with pytest.raises(ConfigError) as raised:
         runner(stepping.batch_of(1 + rank // 2, rank))
     return str(raised.value)
+
+
+def follows(rank: int, width: int) -> list[list[int]]:
+    """Tokens of each rank's batch, where every slot is over requests: in a graph, and beyond the largest."""
+    of_ranks = Ranks(timeout=20, capture_timeout=20)
+    given: dict[str, Any] = {"sizes": {DP: 4}, "ranks": of_ranks, "width": width, "output_rows": BATCH}
+    runner = DecodeRunner(Bare, lambda view: view.ids + 1, buckets=[4], backend="cpu", progress=False, **given)
+    runner.capture()
+    fills = (runner.fill({"ids": torch.arange(rows + rank) + 1}) for rows in (1, 3))
+    return [view.global_num_tokens.tolist() for view in fills]
+
+
+def test_tokens_that_follow_from_requests(four: Processes) -> None:
+    """A decode runner's ranks tell each other tokens that no slot has: as many for each request."""
+    told = [[3 * (rows + rank) for rank in range(4)] for rows in (1, 3)]
+    assert four.run(follows, 3) == [told] * 4
 
 
 @pytest.mark.parametrize(

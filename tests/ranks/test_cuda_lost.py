@@ -31,8 +31,8 @@ def die() -> None:
     os.kill(os.getpid(), 9)
 
 
-def replays(rank: int, equal: bool) -> tuple[str, float, float]:  # noqa: FBT001 - sent as it is
-    """Steps of two ranks, before one of which rank 1 is killed; what rank 0 is told, after how long, and the rest."""
+def replays(rank: int, equal: bool) -> str:  # noqa: FBT001 - sent as it is
+    """Steps of two ranks, before one of which rank 1 is killed; what rank 0 is told."""
 
     def step(view: Counted) -> torch.Tensor:
         out = view.ids * 3
@@ -49,7 +49,6 @@ def replays(rank: int, equal: bool) -> tuple[str, float, float]:  # noqa: FBT001
         assert torch.equal(outputs, 6 * batch["ids"])
     if rank == 1 and equal:
         die()
-    begin = time.monotonic()
     try:
         runner(batch)
         if rank == 1:
@@ -59,9 +58,8 @@ def replays(rank: int, equal: bool) -> tuple[str, float, float]:  # noqa: FBT001
         told = "nothing"
     except RankError as error:
         told = str(error)
-    waited, begin = time.monotonic() - begin, time.monotonic()
     torch.cuda.synchronize()
-    return told, waited, time.monotonic() - begin
+    return told
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -72,13 +70,10 @@ def test_a_rank_is_killed_between_steps(tmp_path: pathlib.Path, equal: bool) -> 
     assert second is None
     assert first is not None
     assert first.kind is None, first.trace
-    told, waited, rest = first.value
-    assert "the end of a step on the device: rank 1 did not come within 4 s" in told
-    assert waited < 40
-    assert rest < 10
+    assert "the end of a step on the device: rank 1 did not come within 4 s" in first.value
 
 
-def captures(rank: int, stalls: bool) -> tuple[str, float]:  # noqa: FBT001 - sent as it is
+def captures(rank: int, stalls: bool) -> str:  # noqa: FBT001 - sent as it is
     """A capture of two ranks, in the second bucket of which rank 1 is killed, or does something else for long."""
     seen: list[int] = []
 
@@ -95,13 +90,11 @@ def captures(rank: int, stalls: bool) -> tuple[str, float]:  # noqa: FBT001 - se
 
     made = Ranks(capture_timeout=5.0, timeout=5.0)
     runner = DecodeRunner(Counted, step, buckets=[2, 4], ranks=made, backend="cuda", progress=False)
-    begin = time.monotonic()
     try:
         runner.capture()
-        told = "nothing"
     except RankError as error:
-        told = str(error)
-    return told, time.monotonic() - begin
+        return str(error)
+    return "nothing"
 
 
 @pytest.mark.parametrize("stalls", [False, True], ids=["killed", "stalled"])
@@ -111,6 +104,4 @@ def test_a_rank_is_lost_in_a_warm_up(tmp_path: pathlib.Path, stalls: bool) -> No
         first = made.outcomes(captures, stalls)[0]
     assert first is not None
     assert first.kind is None, first.trace
-    told, seconds = first.value
-    assert "rank 1 did not come within 5 s" in told
-    assert seconds < 45
+    assert "rank 1 did not come within 5 s" in first.value

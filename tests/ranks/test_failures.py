@@ -129,7 +129,7 @@ def test_one_raises_in_a_step(tmp_path: pathlib.Path) -> None:
     assert "rank 1 did not come within 4 s: it broke off a step before: ValueError: lost a page" in first.message
 
 
-def steps_until_told(rank: int, stalls: bool) -> tuple[str, float]:  # noqa: FBT001 - sent as it is
+def steps_until_told(rank: int, stalls: bool) -> str:  # noqa: FBT001 - sent as it is
     """Step until an error says that others are lost; rank 2 stops after some steps, for good or for long."""
     stepping.make(rank, timeout=4.0)
     for number in range(1000):
@@ -137,13 +137,12 @@ def steps_until_told(rank: int, stalls: bool) -> tuple[str, float]:  # noqa: FBT
             if not stalls:
                 os.kill(os.getpid(), 9)
             time.sleep(14)
-            return "slept", 0.0
-        begin = time.monotonic()
+            return "slept"
         try:
             stepping.run(rank, [1, 2, 3], number)
         except Exception as error:  # noqa: BLE001 - told to the test
-            return f"{type(error).__name__}: {error}", time.monotonic() - begin
-    return "nothing", 0.0
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 @pytest.mark.parametrize("stalls", [False, True], ids=["killed", "stalled"])
@@ -153,11 +152,9 @@ def test_a_rank_is_lost(tmp_path: pathlib.Path, stalls: bool) -> None:  # noqa: 
         outcomes = made.outcomes(steps_until_told, stalls)
     for one in outcomes[:2]:
         assert one is not None
-        message, seconds = one.value
-        assert message.startswith("RankError: a step of DecodeRunner with buckets 2, 4, 8: rank 2 did not come ")
-        assert "rank 0" not in message
-        assert "rank 1" not in message
-        assert seconds < 20
+        assert one.value.startswith("RankError: a step of DecodeRunner with buckets 2, 4, 8: rank 2 did not come ")
+        assert "rank 0" not in one.value
+        assert "rank 1" not in one.value
 
 
 def test_a_lost_group_stays_lost(tmp_path: pathlib.Path) -> None:
@@ -192,7 +189,7 @@ def test_what_makes_no_sense_is_refused(two: Processes) -> None:
 def refusals(rank: int) -> None:
     """Numbers, groups, buckets that do not divide, late captures."""
     del rank
-    with pytest.raises(ConfigError, match="timeout is 0: expected more than 0"):
+    with pytest.raises(ConfigError, match=r"timeout: expected seconds, more than 0 .*, got 0 of type int"):
         Ranks(timeout=0)
     with pytest.raises(ConfigError, match="expected a process group that this process is in, got 'tp'"):
         Ranks("tp")  # type: ignore[arg-type] # on purpose

@@ -25,7 +25,7 @@ from tests.ranks.processes import Processes, ranks
 
 HIDDEN, VOCAB, ROOM, PRIME = 8, 32, 64, 97
 STAGES, SHARDS, LAYERS = 2, 2, 4
-SIZES: Final = {std.axes.HIDDEN: HIDDEN}
+SIZES: Final = {std.HIDDEN: HIDDEN}
 KINDS: Final = ("RankError", "BatchError", "ConfigError", "ReplayError", "ValueError")
 Flow = dict[str, torch.Tensor]
 Reduce = Callable[[torch.Tensor], object]

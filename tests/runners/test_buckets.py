@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from slotgraph import Buckets
 from slotgraph.dataflow.errors import ConfigError
 
-sizes = st.lists(st.integers(1, 600), min_size=1, max_size=12)
+sizes = st.lists(st.integers(1, 600), min_size=1, max_size=12, unique=True)
 largest = st.integers(1, 2000)
 
 
@@ -40,9 +40,11 @@ def test_ladder_is_short(top: int) -> None:
 
 
 @given(sizes)
-def test_sizes_are_sorted_once(given_sizes: list[int]) -> None:
-    """Sizes come in any order and with repetitions, and are kept ascending, each once."""
-    assert list(Buckets(tuple(given_sizes)).sizes) == sorted(set(given_sizes))
+def test_sizes_are_sorted(given_sizes: list[int]) -> None:
+    """Sizes come in any order, and are kept ascending; one that is given twice is refused."""
+    assert list(Buckets(tuple(given_sizes)).sizes) == sorted(given_sizes)
+    with pytest.raises(ConfigError, match="given once each"):
+        Buckets((*given_sizes, given_sizes[-1]))
 
 
 @given(sizes, st.integers(0, 700))

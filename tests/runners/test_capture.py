@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.backends.cpu_capture import Adapter as CaptureBackend
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.dataflow.errors import CaptureError, ReplayError
+from slotgraph.dataflow.errors import CaptureError, ConfigError, ReplayError
 from slotgraph.runners import capture as capturing
 from tests.runners.models import (
     PlainInputs,
@@ -43,7 +43,10 @@ def _nothing_stays_frozen() -> Iterator[None]:
 
 @pytest.mark.parametrize("warmups", [0, 1, 3])
 def test_largest_first_after_warm_ups(cpu: str, warmups: int) -> None:
-    """Each bucket is warmed up as often as was said and then captured, the largest first."""
+    """Each bucket is looked at, warmed up as often as was said and captured, the largest first.
+
+    The look is the first warm-up, unless something in this process has imported the compiler.
+    """
     seen: list[int] = []
 
     def step(view: PlainInputs) -> torch.Tensor:
@@ -52,7 +55,9 @@ def test_largest_first_after_warm_ups(cpu: str, warmups: int) -> None:
 
     runner = DecodeRunner(PlainInputs, step, buckets=[2, 16, 4], backend=cpu, warmups=warmups)
     report = runner.capture()
-    assert seen == [rows for rows in (16, 4, 2) for _ in range(warmups + 1)]
+    runs = len(seen) // 3
+    assert seen == [rows for rows in (16, 4, 2) for _ in range(runs)]
+    assert runs in {max(1, warmups) + 1, 1 + warmups + 1}
     assert report.captured == (2, 4, 16)
     assert report.failed == {}
     assert report.seconds > 0
@@ -404,15 +409,10 @@ def test_error_mode_reaches_the_backend(monkeypatch: pytest.MonkeyPatch, *, lazy
 
 
 def test_error_mode_that_is_none(cpu: str) -> None:
-    """A mode that a backend does not know fails every bucket, in words, where the backend has modes at all."""
-    runner = DecodeRunner(PlainInputs, plain_step, buckets=[2, 4], backend=cpu, error_mode="loose")
-    if cpu == "cpu-capture":
-        with pytest.raises(CaptureError, match=r"error_mode is one of 'global', .*not 'loose'"):
-            runner.capture()
-    else:
-        runner.capture()
-    batch = random_batch(3, seed=1)
-    assert_right(runner(batch), batch)
+    """A mode that a backend does not know is refused when the runner is made, with those that it knows."""
+    known = "has global, thread_local, relaxed" if cpu == "cpu-capture" else "has none"
+    with pytest.raises(ConfigError, match=f"error_mode 'loose': this backend {known}"):
+        DecodeRunner(PlainInputs, plain_step, buckets=[2, 4], backend=cpu, error_mode="loose")
 
 
 FORK = """

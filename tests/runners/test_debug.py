@@ -232,16 +232,16 @@ def test_state_is_kept(mode: str) -> None:
 
 def test_mode_is_off_where_the_state_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """One event says why, steps go on as they are, and a state that is given is kept instead."""
-    monkeypatch.setattr("slotgraph.runners.proofs.state._free_on", lambda *_: 100)
     cache = torch.zeros(64)
     runner = runner_of(counting(cache), Cached, debug="parity,poison")
+    monkeypatch.setattr("slotgraph.runners.state._free_on", lambda *_: 100)
     batch = {"places": torch.tensor([3, 5]), "values": torch.tensor([1.0, 2.0])}
     with structlog.testing.capture_logs() as events:
         for _ in range(3):
             runner(batch)
     told = [(event["event"], event["mode"], event["runner"]) for event in events]
     assert told == [("debug_off", "poison", "DecodeRunner"), ("debug_off", "parity", "DecodeRunner")]
-    assert "the step changes 256 B on cpu outside of its slots" in events[0]["reason"]
+    assert "the step changes 256 B on cpu beside its slots" in events[0]["reason"]
     with structlog.testing.capture_logs() as events, debugged(runner, "parity", [cache[3:6]]):
         runner(batch)
     assert events == []
@@ -352,7 +352,7 @@ def test_off_is_nothing() -> None:
     runner(random_batch(3, 1))
     assert runner.watch.watchers == ()
     assert runner._shortcuts is not None
-    assert runner._shortcuts._known
+    assert runner._shortcuts._runs
 
 
 def test_others_may_watch() -> None:
@@ -366,9 +366,13 @@ def test_others_may_watch() -> None:
     assert [type(one).__name__ for one in runner.watch.watchers] == ["Watcher", "ParityProver"]
 
 
-def test_eager_runner_takes_the_option() -> None:
-    """There are no graphs and no tails, so that there is nothing for a mode to look at."""
-    runner = EagerRunner(PlainInputs, plain_step, backend="cpu", debug=",".join(MODES))
+def test_eager_runner_has_no_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no graphs and no tails for a mode to look at: the option is refused, the environment means others."""
+    loose: Any = {"debug": "parity"}
+    with pytest.raises(ConfigError, match="EagerRunner does not use option 'debug'"):
+        EagerRunner(PlainInputs, plain_step, backend="cpu", **loose)
+    monkeypatch.setenv("SLOTGRAPH_DEBUG", ",".join(MODES))
+    runner = EagerRunner(PlainInputs, plain_step, backend="cpu")
     batch = random_batch(3, 1)
     assert_right(runner(batch), batch)
     assert runner.watch.watchers == ()

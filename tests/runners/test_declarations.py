@@ -96,8 +96,8 @@ WRONG: list[Any] = [
     (unknown_need, r"slot 'total': it needs 'weigths', which is neither .*; did you mean 'weights'\?"),
     (cycle, r"slots need each other in a circle: .*(first -> third|third -> second|second -> first).*break it"),
     (cycle_of_one, r"circle: again -> again"),
-    (twice_in_one_body, r"Wrong declares the slot 'ids' twice: rename one"),
-    (two_bases, r"two slots named 'shared', from OneBase and OtherBase: declare it again .* or drop it"),
+    (twice_in_one_body, r"slot 'ids': the class declares it twice: rename one"),
+    (two_bases, r"slot 'shared': OneBase and OtherBase both declare it: declare it again .* or drop it"),
     (no_tail_rule, r"slot 'bare': no tail rule: say pad=value, pad=keep\(.*\) or pad=once\(value\)"),
     (needs_an_output, r"slot 'best': it needs 'logits', an output"),
     (
@@ -105,7 +105,7 @@ WRONG: list[Any] = [
         r"slot 'shifted': .*'step' would be frozen at capture: put what it takes from 'step' into a slot",
     ),
     (drops_nothing, r"Wrong drops 'idz', which no base declares"),
-    (not_annotated, r"Write `name: torch.Tensor = copied\(...\)`"),
+    (not_annotated, r"slot 'more': it has no annotation as a tensor: write `more: torch.Tensor = copied\(...\)`"),
 ]
 
 
@@ -133,7 +133,8 @@ def test_wrong_declaration(declare: Any, says: str) -> None:
         (torch.int8, -129),
         (torch.uint8, -1),
         (torch.int64, float("nan")),
-        (torch.bool, 1),
+        (torch.bool, 2),
+        (torch.bool, 1.0),
         (torch.float16, 1e5),
         (torch.float32, False),
     ],

@@ -121,7 +121,7 @@ def test_events_name_the_runner(cpu: str) -> None:
 def test_a_width_is_needed() -> None:
     """There is no width to assume, and none that contradicts itself."""
     with pytest.raises(ConfigError, match="DraftExtendRunner needs width=: how many tokens each request has in a step"):
-        DraftExtendRunner(ExtendInputs, step, sizes={standard.HIDDEN: WIDE}, backend="cpu")
+        DraftExtendRunner(ExtendInputs, step, sizes={standard.HIDDEN: WIDE}, backend="cpu")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="sizes of WIDTH is 3, and width= is 2"):
         DraftExtendRunner(ExtendInputs, step, width=2, sizes={standard.HIDDEN: WIDE, WIDTH: 3}, backend="cpu")
     with pytest.raises(ConfigError, match="option 'width': expected between 1 and 16777216, got 0"):

@@ -1,5 +1,7 @@
 """The eager runner: unpadded views, buffers that grow, batches handed through, slots that are carried."""
 
+import concurrent.futures
+import threading
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 
 from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, Step, computed, constant, copied
-from slotgraph.dataflow.errors import BatchError, ConfigError, DeclarationError, MissingSourceError
+from slotgraph.dataflow.errors import BatchError, ConfigError, DeclarationError, MissingSourceError, ReplayError
 from slotgraph.runners.eager import NO_COPY_VARIABLE
 from tests.runners.models import PlainInputs, assert_right, plain_step, random_batch, snapshot
 
@@ -228,3 +230,30 @@ def test_runs_are_counted(cpu: str) -> None:
     stats = runner.stats()
     assert (stats["steps"], stats["buckets"], stats["eager"]) == ({"graph": 0, "eager": 3}, {}, counted)
     assert runner.decide(random_batch(3, seed=1)).why == "always_eager"
+
+
+def test_a_stale_view_is_not_run() -> None:
+    """Of several views only the one filled last is run, by whatever name, and by one thread at a time."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def step(view: PlainInputs) -> torch.Tensor:
+        if view.ids[0] == 7:
+            entered.set()
+            leave.wait(60)
+        return view.ids + 100
+
+    runner = EagerRunner(PlainInputs, step, backend="cpu")
+    first = runner.fill(random_batch(3, seed=1))
+    second = runner.fill({**random_batch(3, seed=2), "ids": torch.tensor([1, 3, 5])})
+    for run in (runner.run, runner.replay):
+        assert run(second).tolist() == [101, 103, 105]
+        with pytest.raises(ReplayError, match="not filled last"):
+            run(first)
+    slow = runner.fill({**random_batch(3, seed=3), "ids": torch.tensor([7, 7, 7])})
+    with concurrent.futures.ThreadPoolExecutor(1) as other:
+        answer = other.submit(runner.run, slow)
+        assert entered.wait(60)
+        with pytest.raises(ReplayError, match="in the middle of a step"):
+            runner.run(slow)
+        leave.set()
+        assert answer.result().tolist() == [107, 107, 107]

@@ -1,12 +1,16 @@
 """Events: the table of docs/statistics.md has every one that the code logs, with its level and its keys."""
 
 import ast
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from slotgraph import EagerRunner
+from tests.runners.models import PlainInputs, plain_step
+
 ROOT = Path(__file__).parents[2]
-LOGGERS = ("_LOG",)
+LOGGERS = ("log",)
 LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
 _ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| .* \| (.*) \|$", re.MULTILINE)
 _KEY = re.compile(r"`(\w+)`")
@@ -49,13 +53,20 @@ def test_the_table_has_every_key() -> None:
     assert {name: sorted(keys - table[name][1]) for name, _, keys in logged() if keys - table[name][1]} == {}
 
 
-def test_every_logger_has_the_name() -> None:
-    """All events come from loggers by the name that the page says, and that this test looks for."""
-    made = re.compile(r"^(\w+)(?:: \w+)? = structlog\.get_logger\((.*)\)", re.MULTILINE)
-    found = [
-        match
-        for folder in ("dataflow", "backends", "runners")
+def test_events_go_one_way() -> None:
+    """One module logs: it decides between structlog and logging, and no other imports either."""
+    imports = re.compile(r"^\s*(?:import|from) (?:structlog|logging)\b", re.MULTILINE)
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("dataflow", "backends", "runners", "src")
         for path in (ROOT / folder).rglob("*.py")
-        for match in made.findall(path.read_text(encoding="utf-8"))
-    ]
-    assert set(found) == {("_LOG", '"slotgraph"')}
+        if imports.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == {"dataflow/log.py"}
+
+
+def test_keys_can_be_attributes_of_a_record() -> None:
+    """Keys become attributes of a LogRecord, which has its own and refuses them."""
+    runner = EagerRunner(PlainInputs, plain_step, backend="cpu")
+    keys = {"event", *runner.stats()}.union(*(keys for _, keys in told().values()))
+    assert keys & {*vars(logging.makeLogRecord({})), "message", "asctime"} == set()

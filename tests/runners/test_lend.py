@@ -134,13 +134,16 @@ def test_what_is_lent_and_when(cpu: str, *, lazy: bool) -> None:
     pool = Pool.on("cpu")
     runner = runner_over(pool, cpu, warmups=2, lazy=lazy)
     runner.capture()
-    runs = [(4,), None] * 3 + [(2,), None] * 3
-    assert pool.seen == ([] if lazy else runs)
+    each = len(pool.seen) // 4
+    assert each in ({0} if lazy else {3, 4})  # the look, which may be the first warm-up, the other ones and the capture
+    assert pool.seen == [(4,), None] * each + [(2,), None] * each
     runner(batch_of(pool, 3, 1))
     runner(batch_of(pool, 2, 2))
     assert (pool.lent, pool.translations) == (None, 0)
     replayed = [(4,), None, (2,), None] if cpu == "cpu" else []  # whose replays run the step's code again
-    assert sorted(pool.seen, key=str) == sorted(runs + replayed, key=str)
+    runs = (len(pool.seen) - len(replayed)) // 4
+    assert runs in {3, 4}
+    assert sorted(pool.seen, key=str) == sorted([(4,), None, (2,), None] * runs + replayed, key=str)
 
 
 def test_eager_runs_lend_too(backend: Backend) -> None:
@@ -241,7 +244,7 @@ def test_wrong_loans(cpu: str) -> None:
     for make in (runner_over, eager_over):
         with pytest.raises(ConfigError, match=r"lend names 'out_cache_loc_swe', which is no slot of SlidingInputs"):
             make(pool, cpu, lend={"out_cache_loc_swe": pool.lend})
-        with pytest.raises(ConfigError, match="lend: expected a call that takes slot 'ids', got Tensor"):
+        with pytest.raises(ConfigError, match="lend of slot 'ids': expected a function of the slot's view, got tensor"):
             make(pool, cpu, lend={"ids": pool.table})
 
 

@@ -34,7 +34,7 @@ from slotgraph import (
     staged,
 )
 from slotgraph.backends import Backend
-from slotgraph.dataflow.errors import BatchError, BindError, ConfigError, ReplayError, StaleOutputError
+from slotgraph.dataflow.errors import BatchError, BindError, ComputeError, ConfigError, ReplayError, StaleOutputError
 
 VOCABULARY: Final = Axis("VOCABULARY", fixed=True)
 HIDDEN: Final = Axis("HIDDEN", fixed=True)
@@ -540,7 +540,7 @@ def test_a_step_that_broke_off_ends_the_view_of_another(backend: Backend) -> Non
         view = wide.fill({"rows": torch.rand(3, 40, dtype=torch.float64)})
         COUNTED["why"] = "nothing to count"
         try:
-            with pytest.raises(ValueError, match="nothing to count"):
+            with pytest.raises(ComputeError, match="nothing to count"):
                 paged({"table": table})
         finally:
             COUNTED.clear()

@@ -79,9 +79,8 @@ def test_fills_are_timed(cpu: str, kind: str, lowering: str) -> None:
     fills = one.runner.stats()["fills"]
     (times,) = fills["buckets"].values() if one.buckets else fills["eager"].values()
     assert times["count"] == 2
-    assert times["mean"] is not None
+    assert times["mean"] == times["total"] / 2 > 0
     assert times["p50"] is not None
-    assert 0.5 < times["mean"] < 1e6  # of no fill in Python, on a machine that may be busy
     assert fills["every"] == EVERY
 
 

@@ -12,7 +12,8 @@ from slotgraph import BreakableRunner, DecodeRunner, EagerRunner, graph_break
 from slotgraph.runners.holdings import Holdings
 from slotgraph.runners.proofs import addresses
 from slotgraph.runners.proofs.report import Case
-from slotgraph.runners.proofs.state import State, state_of
+from slotgraph.runners.proofs.state import state_of
+from slotgraph.runners.state import State
 from tests.runners.models import TABLE, PlainInputs, plain_runner, plain_step, random_batch
 from tests.runners.proofs.sound import breakable
 

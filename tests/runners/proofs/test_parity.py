@@ -14,7 +14,8 @@ from slotgraph.dataflow.errors import CheckError
 from slotgraph.runners.proofs import parity
 from slotgraph.runners.proofs.comparison import EXACT, USUAL, Tolerance, first_difference, seen
 from slotgraph.runners.proofs.report import Case, Finding
-from slotgraph.runners.proofs.state import State, state_of
+from slotgraph.runners.proofs.state import state_of
+from slotgraph.runners.state import State
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 from tests.runners.proofs.sound import breakable
 from tests.runners.proofs.test_addresses import Broken, broken_runner
@@ -199,7 +200,7 @@ def test_no_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is run where the state cannot be kept as often as that takes."""
     runner = plain_runner(CAPTURES)
     state = State.of(runner.stage.backend, [torch.zeros(1000)])
-    monkeypatch.setattr("slotgraph.runners.proofs.state._free_on", lambda *_: 16000)
+    monkeypatch.setattr("slotgraph.runners.state._free_on", lambda *_: 16000)
     with pytest.raises(CheckError, match=r"changes 3\.9 KiB .* 4 copies"):
         parity.check(runner, CASES, state)
 

@@ -19,8 +19,8 @@ from slotgraph.runners.proofs.fills import FillProof
 from slotgraph.runners.proofs.poison import Poisoning, check_step
 from slotgraph.runners.proofs.replays import Replays, difference, named
 from slotgraph.runners.proofs.report import Case
-from slotgraph.runners.proofs.state import State
 from slotgraph.runners.proofs.tails import Poison, live_part, poison_of, spread, tail_rows, tails_of
+from slotgraph.runners.state import State
 from slotgraph.runners.watching import Watcher
 from tests.runners.models import plain_runner, random_batch
 from tests.runners.proofs.planted import OURS, runner_of, sound
@@ -92,7 +92,7 @@ def test_poison_that_no_slot_can_hold() -> None:
             one: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, poison=(0, 0.5))
             two: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, poison="old")  # type: ignore[arg-type]
 
-    said = [str(error) for error in caught.value.exceptions]
+    said = sorted(str(error) for error in caught.value.exceptions)
     assert "slot 'one': 0.5 does not fit int32" in said[0]
     assert "slot 'two': poison='old': say a tuple of the values that its tail bears, or 'stale'" in said[1]
 

@@ -14,10 +14,12 @@ from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied
 from slotgraph.backends import load
 from slotgraph.backends.ring import ENTRIES
 from slotgraph.dataflow.binding import span
+from slotgraph.dataflow.errors import CaptureError
 from slotgraph.runners.pool import InputPool
 from slotgraph.runners.proofs import races
 from slotgraph.runners.proofs.report import Case, Finding
-from slotgraph.runners.proofs.state import State, state_of
+from slotgraph.runners.proofs.state import state_of
+from slotgraph.runners.state import State
 from tests.runners.models import Batch, PlainInputs, assert_right, plain_step, random_batch
 from tests.runners.proofs.lazily import LazyBackend, LazyMode
 from tests.runners.proofs.sound import breakable
@@ -131,7 +133,7 @@ def test_no_wait_where_there_are_no_host_slots() -> None:
         runner(batch)
         backend.synchronize()
     assert runner._shortcuts is not None
-    assert runner._shortcuts._known
+    assert runner._shortcuts._runs
     assert not runner.graphs.filler.hosts.possible
 
 
@@ -203,11 +205,8 @@ def test_runners_of_a_pool_have_host_slots_for_themselves() -> None:
         assert_right(output - batch["lens"][:, None] if at % 2 == 0 else output, batch)
 
 
-def test_step_that_nobody_has_looked_at() -> None:
-    """Without a warm-up, or where the look raises, a runner with host slots waits, and is captured all the same."""
-    runner = DecodeRunner(Hosted, plain_step, buckets=[4], backend="cpu-capture", warmups=0)
-    runner.capture()
-    assert runner.graphs.filler.hosts.notes
+def test_step_that_cannot_be_looked_at() -> None:
+    """A step that raises while it is looked at is not captured: nobody knows what its warm-ups would change."""
     calls = []
 
     def shy(view: Any) -> torch.Tensor:
@@ -218,9 +217,9 @@ def test_step_that_nobody_has_looked_at() -> None:
         return plain_step(view)
 
     runner = DecodeRunner(Hosted, shy, buckets=[4], backend="cpu-capture")
-    assert runner.capture().captured == (4,)
-    assert runner.graphs.filler.hosts.notes
-    assert len(calls) == 3  # the look, the warm-up and the capture
+    with pytest.raises(CaptureError, match="not under watch"):
+        runner.capture()
+    assert len(calls) == 1
 
 
 def test_patterns_are_looked_at() -> None:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.backends import choose
 from slotgraph.dataflow.errors import CheckError
-from slotgraph.runners.proofs import state as states
+from slotgraph.runners import state as states
 from slotgraph.runners.proofs.report import Case
-from slotgraph.runners.proofs.state import State, state_of
+from slotgraph.runners.proofs.state import state_of
+from slotgraph.runners.state import State
 from tests.runners.models import bytes_of, plain_runner, random_batch
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ def test_too_large_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPat
             large.add_(1)
 
     with pytest.raises(
-        CheckError, match=r"changes 3\.9 KiB on cpu outside of its slots, .* more than 50%.*give state="
+        CheckError,
+        match=r"changes 3\.9 KiB on cpu beside its slots \(.*float32 tensor of shape \[1000\].*\), .*50%.*give state=",
     ):
         State.found(CPU, [], run)
     assert torch.equal(small, kept[0])

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from slotgraph import BATCH, EagerRunner, Inputs, copied
 from slotgraph.backends import choose, load
-from slotgraph.dataflow.errors import BatchError, CheckError, ConfigError
+from slotgraph.dataflow.errors import BatchError, CheckError, ConfigError, RecordingError
 from slotgraph.runners.recording import recorder as recorder_module
 from slotgraph.runners.recording.files import RecordedFile
 from slotgraph.runners.recording.keeping import Copies, Kept
@@ -130,18 +130,34 @@ def test_debug_modes_leave_a_file(tmp_path: pathlib.Path) -> None:
     [
         ({"path": "x.pt"}, r"\.safetensors file, got 'x\.pt'"),
         ({"path": "nowhere/x.safetensors"}, "there is no folder 'nowhere'"),
+        ({"path": None}, "a recording is written to a path, got None"),
+        ({"path": 3}, "a recording is written to a path, got 3"),
+        ({"path": b"x.safetensors"}, "a recording is written to a path, got b'x.safetensors'"),
+        ({"path": "/"}, "a .safetensors file, got '/'"),
+        ({"path": "folder.safetensors"}, "'folder.safetensors' is a folder: name a file"),
+        ({"path": "a file/x.safetensors"}, "there is no folder 'a file'"),
+        ({"path": "x" * 300 + ".safetensors"}, "cannot be recorded to: File name too long"),
+        ({"path": "x" * 5000 + "/x.safetensors"}, "cannot be recorded to: File name too long|there is no folder"),
+        ({"path": "a\0b.safetensors"}, "cannot be recorded to: .*null"),
+        ({"path": "/proc/x.safetensors"}, "cannot be recorded to"),
         ({"last": 0}, "last= is a whole number of at least 1, got 0"),
         ({"last": True}, "got True"),
         ({"max_bytes": 1.5}, "max_bytes= is a whole number"),
     ],
 )
-def test_wrong_options(tmp_path: pathlib.Path, options: dict[str, Any], says: str) -> None:
-    """What makes no sense is refused at once, and nothing is watched."""
+def test_wrong_options(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str
+) -> None:
+    """What makes no sense is refused at once, before a step is lost; nothing is watched, and nothing left behind."""
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("folder.safetensors").mkdir()
+    pathlib.Path("a file").touch()
     runner = eager()
     given = {"path": tmp_path / "x.safetensors", **options}
     with pytest.raises(ConfigError, match=says):
         runner.record(given.pop("path"), **given)
     assert not runner.watch.watchers
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a file", "folder.safetensors"]
 
 
 def test_failing_step(backend_name: str, tmp_path: pathlib.Path) -> None:
@@ -221,8 +237,9 @@ def test_file_is_written_whole_or_not(tmp_path: pathlib.Path, monkeypatch: pytes
     monkeypatch.setattr("slotgraph.runners.recording.files.save_file", fails)
     with pytest.raises(BatchError) as caught:
         runner({"rows": "text"})
-    assert caught.value.__notes__ == ["slotgraph: step 1 could not be recorded: no space left"]
-    with pytest.raises(OSError, match="no space"):
+    told = "whole.safetensors cannot be written: no space left"
+    assert caught.value.__notes__ == [f"slotgraph: step 1 could not be recorded: {told}"]
+    with pytest.raises(RecordingError, match=told):
         recording.save()
     assert [one.name for one in tmp_path.iterdir()] == ["whole.safetensors"]
     assert file.read_bytes() == before

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-import structlog
 import torch
 
 from slotgraph import backends
@@ -26,10 +25,7 @@ R = TypeVar("R", bound=Runner)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on a command line; the exit status is 0 if both runners are equal and right, 1 if not, 2 if it cannot run."""
     options = parse(argv)
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),  # an eager step is counted in the report
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-    )
+    logging.getLogger("slotgraph").setLevel(logging.ERROR)  # an eager step is counted in the report
     torch.set_num_threads(1)  # the small model's operators are too short to share: threads would wait for each other
     try:
         return show(options)

@@ -2,12 +2,10 @@
 
 import logging
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
-import structlog
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -40,7 +38,9 @@ from slotgraph.runners.capture import CaptureReport
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo on a command line; the exit status is 0 if all is equal, 1 if not, 2 if it cannot run."""
     options = parse(argv)
-    _hear_events(logging.INFO if options.verbose else logging.WARNING)
+    if options.verbose:
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("slotgraph").setLevel(logging.INFO)
     if options.model is None:
         torch.set_num_threads(
             1
@@ -107,14 +107,6 @@ def _report(options: Options, world: World, seams: dict[str, Any]) -> Report:
     if report.passed and world.timed:  # what a wrong step takes is of no interest
         report = _timed(report, engine, options, requests, world)
     return report
-
-
-def _hear_events(level: int) -> None:
-    """The library logs through structlog and configures nothing; a program says what it wants to hear, and where."""
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-    )
 
 
 def _ask(options: Options, world: World, language: Language, requests: Sequence[Request]) -> Judge:

@@ -1,10 +1,8 @@
 """The program: the reference, the engine, the comparison and the report, one after the other."""
 
-import logging
 import sys
 from collections.abc import Sequence
 
-import structlog
 import torch
 
 from serving.bounds import FLOAT32_TOLERANCE, Bounds
@@ -24,10 +22,6 @@ from windows.requests import make_requests
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on a command line; the exit status is 0 if all is equal, 1 if not, 2 if it cannot run."""
     options = parse(argv)
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-    )
     torch.set_num_threads(1)  # the small model's operators are too short to share: threads would wait for each other
     try:
         return serve(options)

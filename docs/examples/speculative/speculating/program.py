@@ -1,10 +1,8 @@
 """The program: the reference, the engine, the comparison and the report, one after the other."""
 
-import logging
 import sys
 from collections.abc import Sequence
 
-import structlog
 import torch
 
 from slotgraph import backends
@@ -20,10 +18,6 @@ from speculating.request import make_requests
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on a command line; the exit status is 0 if all is equal, 1 if not, 2 if it cannot run."""
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-    )
     torch.set_num_threads(1)  # the small models' operators are too short to share: threads would wait for each other
     try:
         return serve(parse(argv))

@@ -1,10 +1,8 @@
 """The program: the reference, the engine, the comparison and the report, one after the other."""
 
-import logging
 import sys
 from collections.abc import Sequence
 
-import structlog
 import torch
 import transformers
 from transformers import Cache
@@ -26,10 +24,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run on a command line; the exit status is 0 if all is equal, 1 if not, 2 if it cannot run."""
     options = parse(argv)
     transformers.logging.set_verbosity_error()  # that kernels for a device are missing on a CPU is no news
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-    )
     if not hasattr(Cache, "get_conv_state"):
         return _cannot(NEEDS)
     torch.set_num_threads(1)  # the small model's operators are too short to share: threads would wait for each other

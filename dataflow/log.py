@@ -1,0 +1,53 @@
+"""Events: to structlog if it is configured, else to the logger `slotgraph` of the standard library; never to stdout.
+
+No handler is added to that logger. Where the user has set up no logging at all, Python's last resort then writes
+warnings to stderr, and nothing below them: a step that falls back to eager is not to go unnoticed.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+import structlog
+
+NAME: Final = "slotgraph"
+
+
+def debug(event: str, **keys: Any) -> None:
+    """Log an event of level debug."""
+    _log(logging.DEBUG, event, keys)
+
+
+def info(event: str, **keys: Any) -> None:
+    """Log an event of level info."""
+    _log(logging.INFO, event, keys)
+
+
+def warning(event: str, **keys: Any) -> None:
+    """Log an event of level warning."""
+    _log(logging.WARNING, event, keys)
+
+
+def _settings() -> dict[str, Any]:
+    """What structlog is set to now; the list of processors is copied, since `capture_logs()` changes it in place."""
+    settings = structlog.get_config()
+    return {**settings, "processors": list(settings["processors"])}
+
+
+_DEFAULTS: Final = None if structlog.is_configured() else _settings()
+"""What structlog does unless it is configured: print to stdout. None if it was configured before this import."""
+
+
+def _is_structlog_configured() -> bool:
+    """Whether the user set structlog up. `capture_logs()` marks it as configured and leaves it with its defaults."""
+    return structlog.is_configured() and _settings() != _DEFAULTS
+
+
+def _log(level: int, event: str, keys: Mapping[str, Any]) -> None:
+    if _is_structlog_configured():
+        getattr(structlog.get_logger(NAME), logging.getLevelName(level).lower())(event, **keys)
+        return
+    logger = logging.getLogger(NAME)
+    if logger.isEnabledFor(level):
+        text = " ".join(f"{key}={value!r}" for key, value in keys.items())
+        logger.log(level, "%s: %s", event, text, extra={"event": event, **keys}, stacklevel=3)

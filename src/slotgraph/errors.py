@@ -1,0 +1,3 @@
+"""Everything that slotgraph raises."""
+
+from slotgraph.dataflow.errors import *  # noqa: F403 # pyright: ignore[reportWildcardImportFromLibrary]

@@ -1,0 +1,158 @@
+"""What looks at a step sees the same inside inference mode, where engines live, as outside of it."""
+
+import contextlib
+import pathlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import pytest
+import torch
+from torch.nn import functional
+
+from slotgraph import BATCH, DecodeRunner, Inputs, copied
+from slotgraph.backends import choose
+from slotgraph.runners.recording.files import RecordedFile
+from slotgraph.runners.recording.replaying import replay_file
+from tests.regressions.engines import draw
+from tests.runners.proofs.sound import KINDS, Found
+
+
+@contextlib.contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+CONTEXTS: Final[dict[str, Callable[[], AbstractContextManager[Any]]]] = {
+    "outside": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "inference_mode and autocast": lambda: _both(torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)),
+}
+ROWS: Final = 8
+TABLE: Final = torch.randn(16, 4, generator=torch.Generator().manual_seed(3))
+LAYER: Final = torch.nn.Linear(1, 4)
+EMBEDDING: Final = torch.nn.Embedding(16, 4)
+TO_TYPE: Final = "torch.LongTensor"
+
+
+def attended(x: torch.Tensor) -> torch.Tensor:
+    """Attention of rows to one another."""
+    return functional.scaled_dot_product_attention(x, x, x)
+
+
+READS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "long": lambda x: x.long(),
+    "to a dtype": lambda x: x.to(torch.float64),
+    "to of a keyword": lambda x: x.to(dtype=torch.int64, copy=True),
+    "type": lambda x: x.type(TO_TYPE),
+    "view of views": lambda x: x.unsqueeze(1).expand(-1, 3)[:, 1].view(-1).float(),
+    "contiguous": lambda x: x[:, None].expand(-1, 3).contiguous(),
+    "reshape": lambda x: x[:, None].expand(-1, 3).reshape(-1, 3).mul(1),
+    "embedding module": EMBEDDING,
+    "embedding function": lambda x: functional.embedding(x.long(), TABLE),
+    "linear module": lambda x: LAYER(x.float()[:, None]),
+    "linear function": lambda x: functional.linear(x.double()[:, None], torch.ones(2, 1, dtype=torch.float64)),
+    "softmax": lambda x: functional.softmax(x.float()[:, None].expand(-1, 4), dim=-1),
+    "attention": lambda x: attended(x.float()[:, None, None].expand(-1, 2, 4)),
+    "product": lambda x: torch.einsum("b,d->bd", x.float(), TABLE[0]),
+    "index": lambda x: TABLE[x],
+    "cat": lambda x: torch.cat([x[:, None], x[:, None]], dim=1),
+    "where": lambda x: torch.where(x > 3, x, -x),
+    "layer norm": lambda x: functional.layer_norm(x.float()[:, None].expand(-1, 4), (4,)),
+    "compiled": torch.compile(lambda x: x.long() + 1, backend="eager"),
+}
+
+
+class Slots(Inputs):
+    """Two slots, one of which a step reads in many ways, and the other in none."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, limit=15)
+    forgotten: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, limit=15)
+
+
+def runner_of(step: Callable[[Slots], Any], backend: str, **options: Any) -> DecodeRunner[Slots]:
+    """A captured runner."""
+    runner = DecodeRunner(Slots, step, buckets=[ROWS], backend=backend, progress=False, **options)
+    runner.capture()
+    return runner
+
+
+def step_of(read: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Slots], Any]:
+    """A step that reads one slot, and looks at the shape of a part of the other."""
+    return lambda view: (view.forgotten[:1].shape, read(view.ids))
+
+
+def batch_of(rows: int, seed: int) -> dict[str, torch.Tensor]:
+    """A batch of so many rows."""
+    ids, other = (draw(1, 15, (rows,), seed + part, torch.int32) for part in (0, 1))
+    return {"ids": ids, "forgotten": other}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_check_accuses_the_unread_slot_alone(cpu: str, context: str) -> None:
+    """However a step reads a slot, the check knows it; the slot that nothing reads, or only looks at, is told."""
+    for name, read in READS.items():
+        with CONTEXTS[context]():
+            runner = runner_of(step_of(read), cpu)
+            report = runner.check(progress=False, rounds=1)
+        assert [finding.slot for finding in report.findings] == ["forgotten"], f"{name}: {report}"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_sound_runners(kind: "Callable[[Any], Found]", cpu: str) -> None:
+    """A report of each kind of runner is the same inside inference mode as outside of it."""
+    runner, batches = kind(choose(cpu))
+    outside = runner.check(batches, progress=False)
+    with torch.inference_mode():
+        inside = runner.check(batches, progress=False)
+    assert [str(one) for one in inside.findings] == [str(one) for one in outside.findings]
+    assert inside.notes == outside.notes
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_debug_modes_and_recordings(cpu: str, context: str, tmp_path: pathlib.Path) -> None:
+    """Debug modes accuse no step and change none, and a recorded step is the same when it is run again."""
+    for number, (name, read) in enumerate(READS.items()):
+        with CONTEXTS[context]():
+            step = lambda view, read=read: read(view.ids)  # noqa: E731 - one step of many
+            plain = runner_of(step, cpu)
+            watched = runner_of(step, cpu, debug="generations,addresses,streams,poison,parity")
+            with watched.record(tmp_path / f"{number}.safetensors", outputs=True) as recording:
+                for rows in (3, ROWS, 1):
+                    batch = batch_of(rows, 7 * rows)
+                    assert torch.equal(watched(batch).clone(), plain(batch)), name
+            again = _replayed(recording.path, runner_of(step, cpu))
+        assert again == ["equal"] * 3, name
+
+
+def _replayed(path: pathlib.Path, runner: DecodeRunner[Slots]) -> list[str]:
+    return [step.outcome for step in replay_file(RecordedFile.read(path), runner).steps]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_host_slot_that_the_device_reads_late(inside: bool) -> None:  # noqa: FBT001 - a parameter
+    """A copy of a host slot that waits behind other work has the step's own values, whatever the host fills next."""
+
+    class Hosted(Inputs):
+        lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, placement="host")
+
+    busy = torch.randn(4096, 4096, device="cuda")
+
+    def step(view: Hosted) -> torch.Tensor:
+        for _ in range(20):
+            torch.mm(busy, busy)
+        return view.lens.to("cuda", non_blocking=True) * 2
+
+    with torch.inference_mode(mode=inside):
+        runner = DecodeRunner(Hosted, step, buckets=[1 << 12], backend="cuda", progress=False)
+        runner.capture()
+        for number in range(5):
+            lens = draw(1, 1 << 20, (1 << 12,), number, torch.int32)
+            result = runner({"lens": lens}).clone()
+            runner({"lens": torch.full_like(lens, -1)})
+            assert torch.equal(result.cpu(), lens * 2)

@@ -1,0 +1,354 @@
+"""Sizes of axes that no slot has: told by a relation or refused, never the bucket's in place of the batch's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from slotgraph import (
+    BATCH,
+    DEVICE,
+    HOST,
+    TOKENS,
+    Axis,
+    BreakableRunner,
+    DecodeRunner,
+    DraftExtendRunner,
+    DraftRunner,
+    EagerRunner,
+    Inputs,
+    MultiLayerDraftExtendRunner,
+    PrefillRunner,
+    Step,
+    computed,
+    copied,
+    errors,
+    standard,
+)
+from slotgraph.backends import Backend
+from slotgraph.testing import assert_fill_equals_oracle, batches
+from tests.packing import NAME, backend_of
+from tests.strategies import asked, declaration_of, one_sided
+
+BUCKETS = [2, 5]
+PAGES = Axis("PAGES")
+LOWERINGS = ("foreach", "slot_by_slot", "in_graph", "fused")
+Sizes = dict[Axis, int]
+
+
+def sizes_of(requests: int, width: int) -> Sizes:
+    """What a batch of so many requests has on each axis."""
+    return {BATCH: requests, TOKENS: requests * width}
+
+
+def batch_of(inputs: type[Inputs], live: Sizes, seed: int, device: Any = "cpu") -> dict[str, torch.Tensor]:
+    """Random rows for each copied slot, all of which are on the device."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, slot in inputs.slotgraph.slots.items():
+        if slot.reads(name) is not None:
+            shape = [dim.at(live | {standard.TOPK: 2}) for dim in slot.shape]
+            dtype = slot.dtype if isinstance(slot.dtype, torch.dtype) else torch.int64
+            found[name] = torch.randint(1, 99, shape, generator=generator).to(device, dtype)
+    return found
+
+
+def seen(view: Inputs) -> dict[str, list[int]]:
+    """Every slot of a view that says what functions were told."""
+    return {name: getattr(view, name).flatten().tolist() for name in type(view).slotgraph.slots if name[:5] == "asked"}
+
+
+def told(inputs: type[Inputs], live: Sizes, padded: Sizes) -> dict[str, list[int]]:
+    """What they must be told, worked out from the batch alone."""
+    return {
+        name: asked(name, live, padded, slot.shape[0].at(padded))
+        for name, slot in inputs.slotgraph.slots.items()
+        if name[:5] == "asked"
+    }
+
+
+def padded_of(requests: int, width: int) -> Sizes:
+    """The sizes of the smallest bucket that so many requests fit; their own where they run eagerly."""
+    return sizes_of(next((bucket for bucket in BUCKETS if requests <= bucket), requests), width)
+
+
+@attrs.frozen
+class Kind:
+    """A kind of runner whose requests have as many tokens each."""
+
+    make: Callable[..., Any]
+    draft: bool = False
+
+
+def multi_layer(inputs: type[Inputs], step: Any, **options: Any) -> Any:
+    """Two steps, of which the first one's outputs are looked at."""
+    steps = [lambda view, _: step(view), lambda view, _: step(view)]
+    return MultiLayerDraftExtendRunner(inputs, steps, chained=[], output_rows=None, **options)
+
+
+def drafting(inputs: type[Inputs], _step: Any, *, width: int, **options: Any) -> Any:
+    """A draft of one step, which calls no model."""
+    forward: Any = print  # never called
+    return DraftRunner(inputs, forward, topk=width, steps=1, **options)
+
+
+KINDS = {
+    "decode": Kind(lambda inputs, step, **options: DecodeRunner(inputs, step, output_rows=None, **options)),
+    "extend": Kind(lambda inputs, step, **options: DraftExtendRunner(inputs, step, output_rows=None, **options)),
+    "multi layer": Kind(multi_layer),
+    "draft": Kind(drafting, draft=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30)
+@given(data=st.data(), width=st.integers(1, 3), packs=st.booleans())
+def test_live_sizes_are_the_batchs(
+    kind: str, backend: Backend, data: st.DataObject, width: int, *, packs: bool
+) -> None:
+    """Slots over one of BATCH and TOKENS tell both, in each lowering, in graphs, on the eager path and in parts."""
+    inputs = data.draw(one_sided(BATCH if KINDS[kind].draft else None))
+    if KINDS[kind].draft:
+        width = 2
+
+        class Drafted(inputs):  # type: ignore[valid-type,misc] # as it was drawn
+            """With what a draft begins with."""
+
+            topk_p: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.float32, pad=0)
+            topk_index: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.int64, pad=0)
+
+        inputs = Drafted
+    backend = backend_of(NAME) if packs and backend.name == "cpu-capture" else backend
+    options = {"lowering": data.draw(st.sampled_from(backend.capabilities.lowerings)), "buckets": BUCKETS}
+    runner = KINDS[kind].make(inputs, all_asked, backend=backend, width=width, progress=False, **options)
+    runner.capture()
+    for requests in data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=6)):
+        live, padded = sizes_of(requests, width), padded_of(requests, width)
+        batch = batch_of(inputs, live, requests, backend.device)
+        view = runner.fill(batch)
+        assert seen(view) == told(inputs, live, padded)
+        if not KINDS[kind].draft:
+            outputs = runner(batch)
+            outputs = outputs[0] if isinstance(outputs, tuple) else outputs
+            assert outputs.tolist() == outputs_of(inputs, live, padded)
+        assert_parts(runner.fill(batch), live, padded, width, data)
+
+
+def on_device(inputs: type[Inputs]) -> list[str]:
+    """Slots on the device that say what functions were told."""
+    return [name for name, slot in inputs.slotgraph.slots.items() if name[:5] == "asked" and slot.placement == DEVICE]
+
+
+def all_asked(view: Inputs) -> torch.Tensor:
+    """A step whose outputs are what functions were told."""
+    return torch.cat([getattr(view, name).flatten() for name in on_device(type(view))]) + 0
+
+
+def outputs_of(inputs: type[Inputs], live: Sizes, padded: Sizes) -> list[int]:
+    """What it must return."""
+    right = told(inputs, live, padded)
+    return [number for name in on_device(inputs) for number in right[name]]
+
+
+def assert_parts(view: Any, live: Sizes, padded: Sizes, width: int, data: st.DataObject) -> None:
+    """A micro-batch's functions are told its own sizes; one beyond the view's rows is refused."""
+    start = data.draw(st.integers(0, padded[BATCH]))
+    stop = data.draw(st.integers(start, padded[BATCH]))
+    part = view.narrow(BATCH, start, stop)
+    rows = min(max(live[BATCH] - start, 0), stop - start)
+    assert seen(part) == told(type(view), sizes_of(rows, width), sizes_of(stop - start, width))
+    with pytest.raises(errors.BatchError, match=f"do not lie within the {padded[BATCH]} rows of BATCH"):
+        view.narrow(BATCH, 0, padded[BATCH] + 1)
+
+
+@settings(max_examples=60)
+@given(data=st.data(), width=st.integers(1, 3), no_copy=st.booleans())
+def test_an_eager_runner_knows_what_a_relation_tells(data: st.DataObject, width: int, *, no_copy: bool) -> None:
+    """Live and padded sizes are the batch's; a relation may be written from either side."""
+    inputs = data.draw(one_sided())
+    over_tokens = TOKENS in {
+        axis for name, slot in inputs.slotgraph.slots.items() if slot.reads(name) for axis in slot.axes
+    }
+    relation = {TOKENS: BATCH * width} if over_tokens or width > 1 or data.draw(st.booleans()) else {BATCH: TOKENS * 1}
+    runner = EagerRunner(inputs, all_asked, relations=relation, backend="cpu", no_copy=no_copy)
+    for requests in data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=5)):
+        live = sizes_of(requests, width)
+        view = runner.fill(batch_of(inputs, live, requests))
+        assert seen(view) == told(inputs, live, live)
+        assert runner(batch_of(inputs, live, requests)).tolist() == outputs_of(inputs, live, live)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.nested_given])
+@given(data=st.data(), width=st.integers(1, 3))
+def test_batches_and_the_oracle_of_the_testing_module(data: st.DataObject, width: int) -> None:
+    """`batches` draws for such declarations, and each lowering is told what the oracle is told: the batch's sizes."""
+    inputs, relations = data.draw(one_sided()), {TOKENS: BATCH * width}
+    sample = data.draw(batches(inputs, relations=relations))
+    runner = EagerRunner(inputs, all_asked, relations=relations, backend="cpu")
+    first = next(iter(sample.batch.values()))
+    over = next(
+        slot.shape[0] for name, slot in inputs.slotgraph.slots.items() if slot.reads(name) and name in sample.batch
+    )
+    requests = len(first) // over.replace(relations).at({BATCH: 1}) if first is not None else 0
+    assert seen(runner.fill(sample.batch)) == told(inputs, sizes_of(requests, width), sizes_of(requests, width))
+    assert_fill_equals_oracle(inputs, backend="cpu", relations=relations, max_examples=3)
+
+
+def of_issue(axis: Axis, other: Axis, *, live: bool, placement: Any = "device") -> type[Inputs]:
+    """A declaration over one axis whose function asks for another."""
+
+    def ask(step: Step) -> int:
+        return step.live(other) if live else step.padded(other * 2)
+
+    ids = copied(axis, dtype=torch.int64, pad=0)
+    return declaration_of({"ids": ids, "requests": computed(ask, shape=1, dtype=torch.int64, placement=placement)})
+
+
+def ids_of(view: Any) -> torch.Tensor:
+    """A step."""
+    ids: torch.Tensor = view.ids
+    return ids + 0
+
+
+each_way = pytest.mark.parametrize("live", [True, False], ids=["live", "padded"])
+SAID = (
+    r"slot 'requests': its function asks for the size of {}, which this step does not know \(it knows {}\): declare a"
+)
+
+
+@each_way
+@pytest.mark.parametrize("pair", [(BATCH, TOKENS), (TOKENS, BATCH), (BATCH, PAGES)], ids=str)
+@pytest.mark.parametrize("no_copy", [True, False])
+def test_an_eager_runner_alone_refuses(pair: tuple[Axis, Axis], *, live: bool, no_copy: bool) -> None:
+    """Nothing tells it how requests and tokens go together, so neither size stands in for the other."""
+    axis, other = pair
+    runner = EagerRunner(of_issue(axis, other, live=live), ids_of, backend="cpu", no_copy=no_copy)
+    for rows in (3, 1):
+        with pytest.raises(errors.DeclarationError, match=SAID.format(other, axis)):
+            runner({"ids": torch.arange(1, rows + 1)})
+
+
+@each_way
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("placement", ["device", HOST])
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
+def test_an_axis_of_nothing_is_refused_at_capture(backend: str, placement: Any, lowering: str, *, live: bool) -> None:
+    """Of an axis that no slot and no relation has, each lowering says so at capture, before anything is written."""
+    inputs = of_issue(BATCH, PAGES, live=live, placement=placement)
+    said = SAID.format("PAGES", "BATCH, TOKENS")
+    runner = DecodeRunner(inputs, ids_of, buckets=[2], backend=backend, lowering=lowering)
+    with pytest.raises((errors.CaptureError, errors.DeclarationError), match=said):
+        runner.capture()
+    eager = DecodeRunner(inputs, ids_of, buckets=[2], backend=backend, graphs=False, lowering=lowering)
+    eager.capture()
+    before = {buffer.name: buffer.tensor.clone() for buffer in eager.graphs.buffers}
+    with pytest.raises(errors.DeclarationError, match=said):
+        eager({"ids": torch.tensor([5, 6])})
+    assert all(torch.equal(before[buffer.name], buffer.tensor) for buffer in eager.graphs.buffers)
+
+
+@torch.library.custom_op("slotgraph_tests::sine", mutates_args=())
+def sine(hidden: torch.Tensor) -> torch.Tensor:
+    """Where a step is cut."""
+    return torch.sin(hidden)
+
+
+@sine.register_fake
+def _(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(hidden)
+
+
+class Around(nn.Module):
+    """A step around a stack that is cut or broken nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, view: Any) -> torch.Tensor:
+        """One row a token."""
+        hidden: torch.Tensor = self.inner(view.ids.double()[:, None])
+        return hidden
+
+
+class Inner(nn.Module):
+    """Two pieces around a sine."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Cut at the sine, where it is cut."""
+        return torch.add(sine(hidden * 3), 1)
+
+
+def breakable(inputs: type[Inputs], **options: Any) -> BreakableRunner[Any]:
+    """Its whole stack is one graph."""
+    return BreakableRunner(inputs, Around(), stack="inner", output_rows=TOKENS, **options)
+
+
+def piecewise(inputs: type[Inputs], **options: Any) -> PrefillRunner[Any]:
+    """Two pieces."""
+    return PrefillRunner(
+        inputs, Around(), stack="inner", splits=["slotgraph_tests::sine"], output_rows=TOKENS, **options
+    )
+
+
+each_prefill = pytest.mark.parametrize("make", [breakable, piecewise])
+each_cpu = pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
+
+
+@each_prefill
+@each_cpu
+@each_way
+def test_prefill_refuses_requests_that_nothing_tells(make: Any, backend: str, *, live: bool) -> None:
+    """Tokens tell no number of requests: refused at capture, and on the eager path that such a runner then takes."""
+    inputs = of_issue(TOKENS, BATCH, live=live)
+    runner = make(inputs, buckets=[4, 8], max_batch=3, backend=backend)
+    with pytest.raises(errors.CaptureError, match=SAID.format("BATCH", "TOKENS")):
+        runner.capture()
+    for tokens in (3, 9):
+        with pytest.raises(errors.DeclarationError, match=SAID.format("BATCH", "TOKENS")):
+            runner({"ids": torch.arange(1, tokens + 1)})
+
+
+@each_prefill
+@each_cpu
+@settings(max_examples=25)
+@given(data=st.data())
+def test_prefill_tells_what_slots_tell(make: Any, backend: str, data: st.DataObject) -> None:
+    """Tokens are the batch's; so are requests where a slot is over them; else nobody may cut a view along them."""
+    requested = data.draw(st.booleans())
+    lens = {"lens": copied(BATCH, dtype=torch.int64, pad=0)} if requested else {}
+    inputs = declaration_of(
+        {
+            "ids": copied(TOKENS, dtype=torch.int64, pad=0),
+            **lens,
+            "tokens": computed(_tokens, shape=2, dtype=torch.int64),
+            **({"requests": computed(_requests, shape=2, dtype=torch.int64)} if requested else {}),
+        }
+    )
+    lowering = data.draw(st.sampled_from(LOWERINGS))
+    runner = make(inputs, buckets=[4, 8], max_batch=3, backend=backend, lowering=lowering)
+    runner.capture()
+    for tokens in data.draw(st.lists(st.integers(1, 10), min_size=1, max_size=4)):
+        bucket, requests = (4 if tokens <= 4 else max(8, tokens)), min(tokens, 1 + tokens % 3)
+        batch = {"ids": torch.arange(1, tokens + 1), "lens": torch.arange(1, requests + 1)}
+        view = runner.fill(batch)
+        assert view.tokens.tolist() == [tokens, bucket]
+        if requested:
+            assert view.requests.tolist() == [requests, 3 if tokens <= 8 else requests]
+        else:
+            with pytest.raises(errors.BatchError, match="no rows on BATCH, which no slot of Drawn tells"):
+                view.narrow(BATCH, 0, 1, tokens=(0, 1))
+        assert torch.equal(runner(batch)[:, 0], torch.sin(batch["ids"].double() * 3) + 1)
+
+
+def _tokens(step: Step) -> list[int]:
+    return [step.live(TOKENS), step.padded(TOKENS)]
+
+
+def _requests(step: Step) -> list[int]:
+    return [step.live(BATCH), step.padded(BATCH)]

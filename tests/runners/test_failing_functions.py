@@ -1,0 +1,265 @@
+"""Functions of a declaration that fail, or that a capture refuses: the error names the slot, the function, the line."""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, Final, NoReturn
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+from slotgraph import (
+    BATCH,
+    DecodeRunner,
+    EagerRunner,
+    Inputs,
+    computed,
+    constant,
+    copied,
+    errors,
+)
+from slotgraph.dataflow.capabilities import LADDER
+from tests.runners import prefilled
+
+PLACE: Final = r"at test_failing_functions\.py:\d+, `"
+
+
+class KnownError(LookupError):
+    """An error of a user's own."""
+
+
+def on_device(ids: torch.Tensor) -> torch.Tensor:
+    """Fails where a slot of the device is looked at."""
+    helper(ids)
+
+
+def on_host(lens: torch.Tensor) -> torch.Tensor:
+    """Fails where a slot of the host is looked at."""
+    helper(lens)
+
+
+def of_sizes(step: Any) -> int:
+    """Fails where sizes are asked for, but not in the warm-up of a capture."""
+    helper(step)
+
+
+def of_field(field: Any) -> int:
+    """Fails on a field of the batch that is no slot."""
+    helper(field)
+
+
+def helper(_: Any) -> NoReturn:
+    """What fails is further down."""
+    message = "the table has no such row"
+    raise KnownError(message)
+
+
+class WithField(Inputs):
+    """A field, a slot on the device, and one on the host."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host")
+    field: Any = None
+
+
+def declared(function: Callable[..., Any], shape: Any, placement: str) -> Any:
+    """A declaration with one slot by a function."""
+
+    class Failing(WithField):
+        mine: torch.Tensor = computed(function, shape=shape, dtype=torch.int64, placement=placement)  # type: ignore[arg-type]
+
+    return Failing
+
+
+FUNCTIONS: Final = [
+    (on_device, BATCH, "device"),
+    (on_host, BATCH, "host"),
+    (of_sizes, 1, "device"),
+    (of_sizes, 1, "host"),
+    (of_field, 1, "device"),
+]
+
+
+def runners(inputs: Any, backend: str, lowering: str) -> list[Any]:
+    """Runners of every kind of capture."""
+
+    def step(view: Any) -> Any:
+        return view.ids + view.mine.sum()
+
+    options: dict[str, Any] = {"backend": backend, "lowering": lowering, "progress": False}
+    return [
+        EagerRunner(inputs, step, backend=backend),
+        DecodeRunner(inputs, step, buckets=[4], output_rows=BATCH, **options),
+        DecodeRunner(inputs, step, buckets=[4], output_rows=BATCH, lazy=True, **options),
+    ]
+
+
+@pytest.mark.parametrize("lowering", LADDER)
+@pytest.mark.parametrize(("function", "shape", "placement"), FUNCTIONS)
+def test_a_function_that_raises(cpu: str, function: Any, shape: Any, placement: str, lowering: str) -> None:
+    """At capture, in a fill and in a replay alike; what it raised is the cause."""
+    name = function.__name__
+    words = rf"slot 'mine': its function {name} raised KnownError {PLACE}raise KnownError\(message\)`: the table has"
+    batch = {"ids": torch.tensor([5, 6, 7]), "lens": torch.tensor([1, 2, 3]), "field": 3}
+    for runner in runners(declared(function, shape, placement), cpu, lowering):
+        if not isinstance(runner, EagerRunner):
+            is_captured = function is not on_device or runner.config.lazy  # the host's functions run at a fill alone
+            with nullcontext() if is_captured else pytest.raises(errors.CaptureError, match=f"bucket 4: {words}"):
+                runner.capture()
+        with pytest.raises(errors.SlotGraphError, match=words) as caught:
+            runner(batch)
+        found: list[BaseException] = [caught.value]
+        while found[-1].__cause__ is not None:
+            found.append(found[-1].__cause__)
+        assert isinstance(found[-1], KnownError)
+
+
+def writes_a_number(ids: torch.Tensor, out: torch.Tensor) -> None:
+    """Copies a number from the host, which no graph can."""
+    out.copy_(ids)
+    out[0] = 0
+
+
+def reads_a_number(ids: torch.Tensor) -> torch.Tensor:
+    """Reads a number, which no graph can."""
+    return ids * int(ids[0])
+
+
+@pytest.mark.parametrize(("function", "line"), [(writes_a_number, "out[0] = 0"), (reads_a_number, "int(ids[0])")])
+@pytest.mark.parametrize("lowering", LADDER)
+def test_a_function_that_a_capture_refuses(function: Any, line: str, lowering: str) -> None:
+    """The refusal has the slot, the function and its line, before what is refused and what to do."""
+    _, runner, _ = runners(declared(function, BATCH, "device"), "cpu-capture", lowering)
+    with pytest.raises(errors.CaptureError) as caught:
+        runner.capture()
+    said = str(caught.value)
+    assert f"slot 'mine', in its function {function.__name__} at test_failing_functions.py:" in said
+    assert line in said
+    assert "a captured step cannot use" in said
+
+
+@pytest.mark.parametrize("kind", prefilled.KINDS)
+def test_runners_of_a_stack(cpu: str, kind: str) -> None:
+    """Runners that capture a part of a step say the same."""
+
+    def of_starts(extend_start_loc: torch.Tensor) -> torch.Tensor:
+        helper(extend_start_loc)
+
+    class Failing(prefilled.Prefill):
+        mine: torch.Tensor = computed(of_starts, shape=BATCH, dtype=torch.int32)
+
+    runner = prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), cpu, inputs=Failing)
+    words = rf"slot 'mine': its function .*of_starts raised KnownError {PLACE}"
+    with pytest.raises(errors.CaptureError, match=words):
+        runner.capture()
+    with pytest.raises(errors.ComputeError, match=words):
+        runner(prefilled.batch_of([2, 1], 1))
+
+
+def test_other_kinds_of_functions() -> None:
+    """A lambda, a partial function, a callable object and a constant's function are named, too."""
+
+    class Failing:
+        def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+            helper(ids)
+
+    for function, name in (
+        (lambda ids: helper(ids + 1), "<lambda>"),
+        (functools.partial(on_device), "functools.partial"),
+        (Failing(), "Failing"),
+    ):
+        runner = runners(declared(function, BATCH, "device"), "cpu", "foreach")[0]
+        with pytest.raises(
+            errors.ComputeError, match=rf"slot 'mine': its function .*{name}.* raised KnownError {PLACE}"
+        ):
+            runner({"ids": torch.tensor([1]), "lens": torch.tensor([1])})
+
+    class Constant(Inputs):
+        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        fixed: torch.Tensor = constant(of_sizes, shape=1, dtype=torch.int64)
+
+    with pytest.raises(errors.ComputeError, match=rf"slot 'fixed': its function of_sizes raised KnownError {PLACE}"):
+        DecodeRunner(Constant, lambda view: view.ids, buckets=[4], backend="cpu")
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_function() -> None:
+    """Engines catch torch's own error and free something, so it is raised as it is."""
+
+    def hungry(ids: torch.Tensor) -> torch.Tensor:
+        message = f"tried to allocate {ids.numel()} bytes"
+        raise torch.OutOfMemoryError(message)
+
+    runner = runners(declared(hungry, BATCH, "device"), "cpu", "foreach")[0]
+    with pytest.raises(torch.OutOfMemoryError):
+        runner({"ids": torch.tensor([1]), "lens": torch.tensor([1])})
+
+
+class Rows(Inputs):
+    """Rows of numbers."""
+
+    x: torch.Tensor = copied(BATCH, 4, dtype=torch.float32, pad=0)
+
+
+repeated: Any = torch.while_loop  # which torch leaves without types
+
+
+def few(done: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Whether to go on."""
+    del x
+    return done < 3
+
+
+def double(done: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One round."""
+    return done + 1, x * 2
+
+
+def attended(x: torch.Tensor) -> Any:
+    """Attention of rows to one another."""
+    return flex_attention(x, x, x)
+
+
+HIGHER_ORDER: Final[dict[str, tuple[str, Callable[[torch.Tensor], Any]]]] = {
+    "cond": ("torch.where", lambda x: torch.cond(x.sum() > 0, lambda y: y + 1, lambda y: y - 1, (x,))),
+    "while_loop": ("a fixed number of times", lambda x: repeated(few, double, (x[0, 0].long() * 0, x))[1]),
+    "flex_attention": ("scaled_dot_product_attention", lambda x: attended(x[None, None])[0, 0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", HIGHER_ORDER)
+@pytest.mark.parametrize("inside", [False, True])
+def test_higher_order_operators(name: str, *, inside: bool) -> None:
+    """A capture on the CPU names the operator and says what to do; torch's own words help nobody."""
+    advice, call = HIGHER_ORDER[name]
+    runner = DecodeRunner(Rows, lambda view: call(view.x), buckets=[4], backend="cpu-capture", progress=False)
+    with torch.inference_mode(mode=inside), pytest.raises(errors.CaptureError) as caught:
+        runner.capture()
+    said = str(caught.value)
+    assert f"a captured step cannot use the higher-order operator {name}: " in said
+    assert advice in said
+    assert "NotImplementedError" not in said
+    plain = DecodeRunner(Rows, lambda view: call(view.x), buckets=[4], backend="cpu", progress=False)
+    plain.capture()
+    x = torch.randn(4, 4)
+    assert torch.equal(plain({"x": x}), runner({"x": x}))  # which runs eagerly
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_are_captured(*, reentrant: bool) -> None:
+    """torch.utils.checkpoint is no such operator: without gradients it just calls its function."""
+    weight = torch.randn(4, 4, requires_grad=True)
+
+    def step(view: Rows) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(lambda x: torch.tanh(x @ weight), view.x, use_reentrant=reentrant)
+        return result
+
+    runner = DecodeRunner(Rows, step, buckets=[4], backend="cpu-capture", progress=False)
+    runner.capture()
+    for seed in range(3):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+        padded = torch.nn.functional.pad(x, (0, 0, 0, 1))
+        assert torch.equal(runner({"x": x}), torch.tanh(padded @ weight)[:3])
