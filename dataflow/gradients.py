@@ -15,7 +15,10 @@ def without_gradients(function: Callable[..., T], *args: Any) -> T:
     if not _ARE_ON():
         return function(*args)
     try:
-        _SET(False)  # noqa: FBT003 - torch's own
-        return function(*args)
-    finally:
+        try:
+            _SET(False)  # noqa: FBT003 - torch's own
+            return function(*args)
+        finally:
+            _SET(True)  # noqa: FBT003 - as above
+    finally:  # an interrupt may come before the line above has run
         _SET(True)  # noqa: FBT003 - as above

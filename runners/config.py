@@ -132,7 +132,8 @@ class RunnerConfig:
         data: dict[str, Any] = _CONVERTER.unstructure(self)
         default = _CONVERTER.unstructure(RunnerConfig())
         wanted = [key for key in self.options() if key in self.told or data[key] != default[key]]
-        return {key: data[key] for key in wanted if getattr(self, key) not in (None, ())}  # what stands for no word
+        unset: dict[str, Any] = {"buckets": ()}  # what an option that was not given has, where that is not None
+        return {key: data[key] for key in wanted if getattr(self, key) != unset.get(key)}
 
     def check(self, capabilities: Capabilities) -> None:
         """ConfigError where the device has no such lowering or error mode, or the environment names no debug mode."""

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,6 +33,16 @@ def _quiet_events() -> Iterator[None]:
     structlog.configure(processors=[_drop], cache_logger_on_first_use=False)
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def _torch_left_as_it_was() -> Iterator[None]:
+    """Fail a test that leaves gradients off or inference mode on, which later tests of its process would run under."""
+    torch = sys.modules.get("torch")
+    yield
+    if torch is not None and (not torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+        torch.set_grad_enabled(True)
+        pytest.fail("the test left torch with gradients off or inference mode on")
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.examples.demo import FOLDER, NEEDS, PROMPTS, Generate, Module, Result
 
 pytest.importorskip("transformers", reason=NEEDS)
 
-PATIENCE = 180
+PATIENCE = 600
 """Seconds after which a launch has failed, that no test ever waits for a rank in vain."""
 SHORT = ("--max-new-tokens", "12", "--max-prefill-tokens", "64", "--max-batch", "3", "--rounds", "0")
 FEW = ("--max-new-tokens", "6", "--arrival-gap", "0", "--prefill", "eager", "--rounds", "0")

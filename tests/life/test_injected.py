@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import attrs
 import pytest
+import torch
 
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
@@ -56,6 +57,7 @@ def interrupt(world: World, act: Act, size: int, at: int, error: type[BaseExcept
     given, steps = snapshot(batch), steps_of(runner)
     with Injection(at, error, MORE) as injection:
         act(runner, batch, view)
+    assert torch.is_grad_enabled()
     assert same_batch(batch, given)
     counted = steps_of(runner) - steps
     assert counted in ({0, 1} if injection.where and act is not ACTS["fill"] else {int(act is not ACTS["fill"])})

@@ -18,7 +18,7 @@ from tests.life.worlds import LifeInputs, World, batch_of, steps_of
 from tests.runners import prefilled
 from tests.runners.models import Batch
 
-PATIENCE: Final = 20.0
+PATIENCE: Final = 120.0
 """Seconds after which a thread that should have come is given up."""
 BUSY: Final = "is in the middle of a step or a capture: another thread runs it, or its own step calls it"
 Pause = Callable[[], int]

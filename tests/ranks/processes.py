@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-PATIENCE: Final = 60
+PATIENCE: Final = 240
 """Seconds after which a test fails: whatever is tested must come back long before."""
 _CONTEXT: Final = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "slotgraph", "numpy"])  # imported once for all

@@ -14,7 +14,7 @@ import typer.testing
 from safetensors.torch import save_file
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, computed, output
-from slotgraph.dataflow.errors import RecordingError
+from slotgraph.dataflow.errors import ComputeError, RecordingError
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.commands.app import app
 from slotgraph.runners.ranks.group import Ranks
@@ -208,7 +208,7 @@ def raising(rank: int, folder: str) -> str:
         if rank == 0:
             runner(stepping.batch_of(7, 1))
         else:
-            with pytest.raises(ValueError, match="too many for me"):
+            with pytest.raises(ComputeError, match="'counts'.*too many for me"):
                 runner(stepping.batch_of(3, 1))
     return str(path)
 
