@@ -208,7 +208,7 @@ def raising(rank: int, folder: str) -> str:
         if rank == 0:
             runner(stepping.batch_of(7, 1))
         else:
-            with pytest.raises(ComputeError, match="'counts'.*too many for me"):
+            with pytest.raises(ComputeError, match=r"'counts'.*too many for me"):
                 runner(stepping.batch_of(3, 1))
     return str(path)
 
