@@ -237,7 +237,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lowering", default="in_graph")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(arguments)
-    logging.getLogger("slotgraph").setLevel(logging.ERROR)
     soak = Soak(_backend(given.backend), given.lowering, given.seed)
     warm = max(given.steps // 10, 1)
     soak.run(warm)
@@ -268,4 +267,5 @@ def _backend(name: str) -> Backend:
 
 
 if __name__ == "__main__":
+    logging.getLogger("slotgraph").setLevel(logging.ERROR)
     sys.exit(main())

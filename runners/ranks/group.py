@@ -73,7 +73,7 @@ class Ranks(Unique):
         self.on = on
         self.exchanges = 0
         self._waits = 0
-        self._broken: RankError | None = None
+        self.broken: RankError | None = None
         self._live: Mapping[Axis, tuple[int, ...]] = {}
         if self.size > 1:
             self._connection, self._roll = self._connected()
@@ -159,9 +159,9 @@ class Ranks(Unique):
     def _lost(self, what: str, number: int, told: str, seconds: float, event: Event, device: torch.device) -> RankError:
         """Who did not come in so many seconds, before an event that the device never passes."""
         self._roll.here(what, number)
-        self._broken = self._roll.loss(what, number, told, f"within {seconds:g} s")
+        self.broken = self._roll.loss(what, number, told, f"within {seconds:g} s")
         self._abort(event, device)
-        return self._broken
+        return self.broken
 
     def _abort(self, event: Event, device: torch.device) -> None:
         """End the group's collectives on the device, so that nobody waits for it for ever, this process's end neither.
@@ -179,8 +179,8 @@ class Ranks(Unique):
 
     def begin(self, message: Message, told: str) -> Exchange:
         """Tell all ranks; what they tell is to be waited for. RankError where an exchange before failed."""
-        if self._broken is not None:
-            message_now = f"{told}: these ranks are lost to each other: {self._broken}"
+        if self.broken is not None:
+            message_now = f"{told}: these ranks are lost to each other: {self.broken}"
             raise RankError(message_now)
         self.exchanges += 1
         wire = self._free.pop() if self._free else self._wire()
@@ -198,7 +198,7 @@ class Ranks(Unique):
                 exchange.messages = exchange.wait(timeout)
             except BaseException as error:  # an interrupt, too, leaves others with an answer that nobody reads
                 told = str(error) if isinstance(error, RankError) else f"{exchange.told} was broken off"
-                self._broken = RankError(told)
+                self.broken = RankError(told)
                 raise
             self._free.append(exchange.wire)
         return exchange.messages

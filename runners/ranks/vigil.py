@@ -46,15 +46,21 @@ class Vigil:
         finally:
             over.set()
             watcher.join()
-        if self._lost is not None:
-            raise self._lost
+            if self._lost is not None:
+                raise self._lost
 
     def over(self, step: Step) -> Step:
-        """The step; what it asks of the device is looked at from then on."""
+        """The step, and a wait for the device, which is looked at meanwhile. RankError where ranks were lost.
+
+        A step after that would wait for them again, in a group whose collectives were ended.
+        """
 
         def asked() -> Any:
             outputs = step()
             self._asked = self.backend.event()
+            self.backend.synchronize()
+            if self.ranks.broken is not None:
+                raise self.ranks.broken
             return outputs
 
         return asked

@@ -3,6 +3,7 @@
 A CPU never stands still, so these tests have events that stand for one that does; test_cuda_lost.py has real ones.
 """
 
+import functools
 import pathlib
 import threading
 from typing import Any
@@ -125,6 +126,51 @@ def test_a_vigil_over_a_capture(tmp_path: pathlib.Path) -> None:
     assert told.startswith("a warm-up: rank 1 did not come within 2 s: it is dead, stuck")
     assert "these ranks are lost to each other: a warm-up: rank 1 did not come within 2 s" in told
     assert threads <= 1, "the vigil is over"
+
+
+class StandsStill:
+    """A backend whose device stands still, and is waited for in vain until its ranks are known to be lost."""
+
+    device = CPU
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def event(self) -> Event:
+        """A place that is never passed."""
+        return Standing()
+
+    def synchronize(self) -> None:
+        """The wait in the driver, which an abort ends."""
+        pause = threading.Event()
+        for _ in range(600):
+            if self._ranks.broken is not None:
+                return
+            pause.wait(0.1)
+        raise AssertionError
+
+
+def runs_again(rank: int) -> tuple[str, int]:
+    """Rank 0 would run a step twice; its device stands still in the first."""
+    made, runs, told = Ranks(capture_timeout=2.0), list[int](), ""
+    if rank == 1:
+        return "", 0
+    backend: Any = StandsStill(made)
+    try:
+        with Vigil(made, backend, 2.0, "a warm-up").kept() as over:
+            for number in range(2):
+                over(functools.partial(runs.append, number))()
+    except RankError as error:
+        told = str(error)
+    return told, len(runs)
+
+
+def test_no_step_after_a_lost_rank(tmp_path: pathlib.Path) -> None:
+    """A step that would wait for the lost rank again, in a group whose collectives were ended, is not run."""
+    with ranks(2, tmp_path) as made:
+        (told, runs), _ = made.run(runs_again)
+    assert told.startswith("a warm-up: rank 1 did not come within 2 s")
+    assert runs == 1
 
 
 def test_a_vigil_over_a_good_capture(two: Processes) -> None:
