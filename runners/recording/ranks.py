@@ -41,6 +41,7 @@ class RecordedRanks(Ranks):
         self.timeout = self.capture_timeout = math.inf  # nobody is waited for
         self.on = HOST
         self.exchanges = 0
+        self.broken = None
         self._live = {}
         self._others: Sequence[Message] | None = None
 
