@@ -1,6 +1,7 @@
 """What all tests share: Hypothesis's profiles, quiet events, and the backends."""
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
@@ -29,7 +30,11 @@ def _drop(_logger: object, _method: str, _event: MutableMapping[str, Any]) -> No
 
 @pytest.fixture(autouse=True)
 def _quiet_events() -> Iterator[None]:
-    """Drop all events; a test that is about them uses structlog.testing.capture_logs."""
+    """Drop all events; a test that is about them uses structlog.testing.capture_logs.
+
+    The level of the library's logger is what it was at first: programs that other tests run may have set it.
+    """
+    logging.getLogger("slotgraph").setLevel(logging.NOTSET)
     structlog.configure(processors=[_drop], cache_logger_on_first_use=False)
     yield
     structlog.reset_defaults()
