@@ -5,11 +5,12 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-_FRAMES: Final[Any] = torch._C._dynamo.eval_frame  # noqa: SLF001 - torch.compiler.disable would import the compiler
-C = TypeVar("C", bound=type)
+_C: Final[Any] = torch._C  # noqa: SLF001 - torch.compiler.disable would import the compiler
+_FRAMES: Final[Any] = _C._dynamo.eval_frame  # noqa: SLF001 - as above
+Kind = TypeVar("Kind", bound=type)
 
 
-def opaque(kind: C) -> C:
+def opaque(kind: Kind) -> Kind:
     """Have a compiled function call the public methods of a class as `torch.compiler.disable` would.
 
     The compiled function is split there. This marks the methods' code, and so a call costs what it did.
