@@ -1,6 +1,5 @@
 """A capture changes nothing that a user can see: state beside the slots is as it was, up front and in the middle."""
 
-import copy
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -129,7 +128,8 @@ def check_every_capture(backend: Backend, writes: Sequence[Write], seeds: list[i
     )
     if compiler:
         importlib.import_module("torch._dynamo")  # the look is no warm-up then: compiled functions were not compiled
-    befores, random = [copy.deepcopy(state) for state in states], torch.get_rng_state()
+    befores = [{name: one.clone() for name, one in state.items()} for state in states]
+    random = torch.get_rng_state()
     for runner, state, before in zip((early, late), states, befores, strict=True):
         runner.capture()
         assert_same(state, before)
