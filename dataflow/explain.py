@@ -87,7 +87,7 @@ class Explanation:
     copied: int | None
 
 
-def explain(
+def explain_declaration(
     declaration: Declaration,
     capabilities: Capabilities,
     backend: str,

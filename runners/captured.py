@@ -1,33 +1,25 @@
 """What a capture leaves: the graph of a bucket, the order that it was made by, and the clock of its outputs."""
 
-import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final
 
 import attrs
 import torch
 
-from ..backends.base import Backend, Graph
+from ..backends.base import Graph
 from ..dataflow.aliases import alias
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.caches import keep_newest
 from ..dataflow.guard import untouched
 from .config import RunnerConfig
+from .coordination import Coordinator, Step
 from .filler import Filling
 from .outputs import live_rows, map_tensors
 
-if TYPE_CHECKING:
-    from .ranks.agreement import Agreement
-
-Meet = Callable[[str, Exception | None], tuple[int, str] | None]
-"""Waits until all ranks are done with something, as named; the first that failed in it, and what it says."""
-Step = Callable[[], Any]
-Keep = Callable[[Backend], contextlib.AbstractContextManager[Callable[[Step], Step]]]
-"""Watches over the steps that its call wraps, as long as the block runs."""
 KEPT: Final = 1024
 """Live sizes whose outputs one graph remembers, cut."""
 
@@ -60,24 +52,11 @@ class Captured:
         return outputs
 
 
-def by_itself(what: str, error: Exception | None) -> None:
-    """There are no other ranks."""
-    del what, error
-
-
-@contextlib.contextmanager
-def alone(backend: Backend) -> Iterator[Callable[[Step], Step]]:
-    """There are no other ranks that could be lost."""
-    del backend
-    yield lambda step: step
-
-
 @attrs.frozen
 class Order:
     """What is to be captured: buckets and their sizes, patterns of absent slots, and how.
 
-    warmups: runs before each capture, of which the look at the step's state may be the first. meet: with other ranks.
-    vigil: while a bucket's step is warmed up, in which these may be lost.
+    warmups: runs before each capture, of which the look at the step's state may be the first.
     """
 
     buckets: Mapping[int, Sizes]
@@ -87,8 +66,7 @@ class Order:
     progress: bool
     lazy: bool
     runner: str
-    meet: Meet
-    vigil: Keep
+    coordinator: Coordinator
 
     @classmethod
     def of(
@@ -97,13 +75,12 @@ class Order:
         buckets: Mapping[int, Sizes],
         patterns: Collection[Absent],
         runner: str,
-        agreement: "Agreement | None" = None,
+        coordinator: Coordinator,
     ) -> "Order":
         """What a configuration asks for: none where its graphs are off. Of several ranks one shows a bar."""
         wanted = buckets if config.graphs else {}
-        shown = config.progress and (agreement is None or agreement.ranks.rank == 0)
-        meet, vigil = (by_itself, alone) if agreement is None else (agreement.meet, agreement.vigil)
-        return cls(wanted, patterns, config.warmups, config.error_mode, shown, config.lazy, runner, meet, vigil)
+        shown = config.progress and coordinator.rank == 0
+        return cls(wanted, patterns, config.warmups, config.error_mode, shown, config.lazy, runner, coordinator)
 
     def warmups_after_look(self) -> int:
         """Runs between the look and the capture.
@@ -111,7 +88,7 @@ class Order:
         The look is a warm-up where nothing can be compiled: compiled functions run as they were written under it. Of
         several ranks all run a step equally often, whatever each has imported.
         """
-        looked = self.vigil is alone and "torch._dynamo" not in sys.modules
+        looked = self.coordinator.size == 1 and "torch._dynamo" not in sys.modules
         return max(0, self.warmups - 1) if looked else self.warmups
 
 

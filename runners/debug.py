@@ -2,7 +2,7 @@
 
 import abc
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 import torch
@@ -14,7 +14,7 @@ from ..dataflow.sources import Side
 from ..dataflow.tails import Pad, resolve_value
 from .captured import Captured
 from .holdings import Change
-from .modes import ADDRESSES, PARITY, POISON, Wanted, modes_of
+from .modes import ADDRESSES, PARITY, POISON, Wanted, modes_of, register
 from .proofs import poison
 from .proofs.addresses import readers
 from .proofs.comparison import Tolerance, seen
@@ -224,11 +224,13 @@ class ParityProver(Prover):
         self._twin = None
 
 
-_PROVERS: Final[Mapping[str, Callable[[Runner[Any], State | None], Prover]]] = {
+_PROVERS: Final[Mapping[str, type[Prover]]] = {
     ADDRESSES: AddressProver,
     POISON: PoisonProver,
     PARITY: ParityProver,
 }
+for _mode, _prover in _PROVERS.items():
+    register(_mode, _prover)
 
 
 def watch_in(runner: Runner[Any], modes: Collection[str], state: State | None = None) -> list[Prover]:
@@ -237,12 +239,6 @@ def watch_in(runner: Runner[Any], modes: Collection[str], state: State | None = 
     for watcher in made:
         runner.watch.add(watcher)
     return made
-
-
-def prove(runner: Runner[Any], modes: Collection[str]) -> None:
-    """Have the modes that a runner was made with look at its steps, unless they do."""
-    if not any(isinstance(watcher, Prover) for watcher in runner.watch.watchers):
-        watch_in(runner, modes)
 
 
 @contextlib.contextmanager

@@ -3,13 +3,12 @@
 import collections
 import itertools
 import time
-from typing import Literal
+from typing import Literal, TypedDict
 
 import attrs
 
 from ..dataflow import log
-from .filltimes import EVERY, FIRST, FillTimes
-from .statistics import BucketData, TallyData
+from .filltimes import EVERY, FIRST, FillTimes, FillTimesData
 
 Path = Literal["graph", "piecewise", "breakable", "eager"]
 Why = Literal[
@@ -37,6 +36,40 @@ class Decision:
     why: Why
     reason: str
     rank: int | None = attrs.field(default=None, repr=False)
+
+
+class BucketData(TypedDict):
+    """Steps that one bucket's graph did, of how many live and padded rows; waste: the padding's share of the latter."""
+
+    path: str
+    steps: int
+    live: int
+    padded: int
+    waste: float
+
+
+class EagerData(TypedDict):
+    """Steps that were run eagerly for one reason, of how many live rows."""
+
+    steps: int
+    live: int
+
+
+class FillsData(TypedDict):
+    """What fills took, one in `every` of them: those of each bucket, and of eager steps by reason."""
+
+    every: int
+    buckets: dict[int, FillTimesData]
+    eager: dict[str, FillTimesData]
+
+
+class TallyData(TypedDict):
+    """What a tally counts: steps by path, by bucket, and, of those without a graph, by reason; and what fills took."""
+
+    steps: dict[str, int]
+    buckets: dict[int, BucketData]
+    eager: dict[str, EagerData]
+    fills: FillsData
 
 
 @attrs.define(eq=False)

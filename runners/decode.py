@@ -25,9 +25,8 @@ from .options import DecodeOptions, config_of
 from .outputs import rows_each
 from .parts import Parts
 from .pool import Bindings, Phase, Seat
-from .ranks.agreement import agreement_of
+from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
-from .ranks.routing import Joint
 from .router import Router
 from .runner import GraphRunner
 from .shortcut import MISS, Shortcuts
@@ -87,7 +86,7 @@ class DecodeRunner(GraphRunner[V]):
         self._size = Sizer(self.stage.declaration, relations, capacity, BATCH)
         self._limits = Limits.of(self.stage.declaration, capacity)
         self._widths = Widths(self.stage.declaration, config.width, self.stage.sizes, only=one_width)
-        self.agreement = agreement_of(self.stage.declaration, self.name, config, self._sizes, BATCH)
+        self.coordinator = coordinator_of(self.stage.declaration, self.name, config, self._sizes, BATCH)
         self._tally, self._watch, self._gate = Tally(), Watch(self._watched), Gate(type(self).__name__)
         self._shortcuts: Shortcuts[V] | None = None
         self._filled: tuple[V | None, Captured | Decision, int] | None = None
@@ -105,10 +104,10 @@ class DecodeRunner(GraphRunner[V]):
         return GraphSet(stage, buffers, filler, rows_each=self._rows_each, modes=config.modes)
 
     @functools.cached_property
-    def _router(self) -> Router | Joint:
-        graphs, declaration = self.graphs, self.stage.declaration
-        own = Router(declaration, self.buckets, graphs.buffers.capacity, graphs, enabled=self.config.graphs)
-        return own if self.agreement is None else Joint(own, graphs, self._eager, self.agreement)
+    def _router(self) -> Router:
+        graphs, declaration, capacity = self.graphs, self.stage.declaration, self.graphs.buffers.capacity
+        asked = self.coordinator, self._eager.admit
+        return Router(declaration, self.buckets, capacity, graphs, *asked, enabled=self.config.graphs)
 
     @functools.cached_property
     def _eager(self) -> EagerRunner[V]:
@@ -119,17 +118,17 @@ class DecodeRunner(GraphRunner[V]):
         try:
             with self._gate.open():
                 return self.graphs.capture(
-                    Order.of(self.config, self._sizes, self._patterns, self.name, self.agreement)
+                    Order.of(self.config, self._sizes, self._patterns, self.name, self.coordinator)
                 )
         finally:
-            self._prove()
+            self._debug()
             self._watched(bool(self._watch.watchers))
 
     @property
     def parts(self) -> Parts[V]:
         """What it is made of, for tools that look at runners."""
         made = self.name, self.config, self.stage, self._sizes, self._patterns, self.graphs, self._eager
-        return Parts(*made, self._size, self._tally, self._watch, self.seat, self.agreement)
+        return Parts(*made, self.coordinator, self._size, self._tally, self._watch, self.seat)
 
     @property
     def watch(self) -> Watch:
@@ -144,7 +143,7 @@ class DecodeRunner(GraphRunner[V]):
         """Shortcuts, once there are graphs, and where no debug mode looks at steps."""
         if "graphs" not in vars(self) or self.config.modes:
             return None
-        return Shortcuts.of(self.graphs, self._size, self._tally, self._router, self._limits)
+        return Shortcuts.of(self.graphs, self._size, self._tally, self._router, self.coordinator, self._limits)
 
     def __call__(self, batch: Any, **side: Any) -> Any:
         """Run one step and return its outputs for the live rows, valid until the next replay.
@@ -216,13 +215,13 @@ class DecodeRunner(GraphRunner[V]):
         """
         before, self._filled = self._filled, None
         graphs = self.graphs
-        start, router = self._begin(side), self._router
+        start, router = self._begin(), self._router
         try:
             live = self._size(batch, side)
             if self._limits is not None:
                 self._limits.check(batch, side)
             absent = self.stage.absent(batch, side) if self.stage.optional else NONE
-            route = router.route(live, absent, batch)
+            route = router.route(live, absent, batch, side)
             if isinstance(route, Decision):
                 view = self._eager.fill(batch, **side)
                 self._tally.unfit(route, self.name, start if start > graphs.filler.late else 0)
@@ -233,25 +232,25 @@ class DecodeRunner(GraphRunner[V]):
             try:
                 return self._fill_other_width(batch, side, error, start)
             except BaseException as refused:
-                router.refuse(refused)
+                self.coordinator.refuse(refused)
                 if isinstance(refused, BatchError):
                     self._filled = before  # nothing was written: the view filled last still stands
                     graphs.buffers.turn.fills -= 1
                 raise
         except BaseException as error:
-            router.refuse(error)
+            self.coordinator.refuse(error)
             raise
         shown = None if whole else self.stage.view(ready, batch)
         if start and start > graphs.filler.late:
             self._tally.timed(self._tally.buckets[route.rows], start)
         return shown, route, live[-1]
 
-    def _begin(self, side: Side) -> int:
+    def _begin(self) -> int:
         """A fill begins; when, if it is to be timed, else 0."""
         start = time.perf_counter_ns() if next(self._tally.turns) else 0
         self.graphs.buffers.turn.fills += 1
         self.graphs.filler.order()
-        self._router.begin(side)
+        self.coordinator.begin()
         return start
 
     def _fill_other_width(self, batch: Any, side: Side, refused: BatchError, start: int) -> tuple[V, Decision, int]:
@@ -265,7 +264,7 @@ class DecodeRunner(GraphRunner[V]):
         width, live = other
         eager, own = self._eager, self._widths.decision(width)
         try:
-            decision = self._router.settle(own, live, lambda: eager.admit_width(width, batch, side))
+            decision = self.coordinator.settle(own, live, lambda: eager.admit_width(width, batch, side))
             view = eager.fill_width(width, batch, side)
         except MissingSourceError:  # of any width, and the plainer thing to say
             raise
@@ -289,10 +288,7 @@ class DecodeRunner(GraphRunner[V]):
                 raise
 
     def _run(self, view: V | None, route: Captured | Decision, rows: int) -> Any:
-        if self.agreement is None:
-            return self._run_here(view, route, rows)
-        with self.agreement.told():
-            return self._run_here(view, route, rows)
+        return self.coordinator.run(self._run_here, view, route, rows)
 
     def _run_here(self, view: V | None, route: Captured | Decision, rows: int) -> Any:
         if isinstance(route, Decision):

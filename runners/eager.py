@@ -25,13 +25,14 @@ from ..dataflow.sizing import Sizer
 from ..dataflow.slots import Slot
 from ..dataflow.sources import Side, look_up
 from .arguments import checked
+from .coordination import Coordinator
 from .decision import Decision, Tally
 from .gate import Gate
 from .growing import Growing
 from .hostreads import HostReads
 from .options import EagerOptions, config_of
-from .parts import Parts
-from .ranks.agreement import agreement_of
+from .parts import Eager, Parts
+from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .runner import Runner
 from .running import Running, under_way
@@ -45,7 +46,7 @@ _ALWAYS: Final = Decision("eager", None, "always_eager", "an eager runner captur
 
 
 @final
-class EagerRunner(Runner[V]):
+class EagerRunner(Runner[V], Eager[V]):
     """Runs a step on unpadded views of a declaration.
 
     Buffers grow to the next power of two on each axis when a batch asks for more. With `no_copy` nothing is copied:
@@ -86,7 +87,8 @@ class EagerRunner(Runner[V]):
             checked("buffers", "the buffers of another runner", buffers, Buffers)
         self._memory = Growing(self.stage, type(self).__name__, buffers)
         alone = buffers is not None  # beside another runner, which agrees with other ranks before it comes here
-        self.agreement = None if alone else agreement_of(self.stage.declaration, type(self).__name__, config, {})
+        declaration, name = self.stage.declaration, type(self).__name__
+        self.coordinator = Coordinator() if alone else coordinator_of(declaration, name, config, {})
         self._tally = Tally()
         self._watch = Watch()
         self._gate = Gate(type(self).__name__)
@@ -112,8 +114,8 @@ class EagerRunner(Runner[V]):
     @property
     def parts(self) -> Parts[V]:
         """What it is made of, for tools that look at runners."""
-        books = self._size, self._tally, self._watch
-        return Parts(type(self).__name__, self.config, self.stage, {}, (), None, self, *books, agreement=self.agreement)
+        books = self.coordinator, self._size, self._tally, self._watch
+        return Parts(type(self).__name__, self.config, self.stage, {}, (), None, self, *books)
 
     @property
     def watch(self) -> Watch:
@@ -157,16 +159,13 @@ class EagerRunner(Runner[V]):
         before = self._memory.held
         filled, self._filled = self._filled, None
         start = time.perf_counter_ns() if next(self._tally.turns) else 0
-        if self.agreement is not None:
-            self.agreement.begin()
+        self.coordinator.begin()
         try:
             live = size(batch, side)
-            if self.agreement is not None:
-                self.agreement.settle(_ALWAYS, live, lambda: self._admit_within_limits(batch, live, side))
+            self.coordinator.settle(_ALWAYS, live, lambda: self._admit_within_limits(batch, live, side))
             view = self._fill_sized(batch, side, live, relations)
         except BaseException as error:
-            if self.agreement is not None:
-                self.agreement.refuse(error)
+            self.coordinator.refuse(error)
             self._memory.held = before  # what grew for this batch goes again
             if isinstance(error, BatchError):
                 self._filled = filled  # nothing was written: the view filled last still stands
@@ -212,11 +211,7 @@ class EagerRunner(Runner[V]):
 
     def _run(self, view: V) -> Any:
         """Run the step on a view, without gradients."""
-        if self.agreement is None:
-            outputs = without_gradients(self._run_under_way, view)
-        else:
-            with self.agreement.told():
-                outputs = without_gradients(self._run_under_way, view)
+        outputs = self.coordinator.run(without_gradients, self._run_under_way, view)
         self._tally.fell_back(_ALWAYS, self._rows_in(view))
         return outputs
 

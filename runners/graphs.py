@@ -113,7 +113,7 @@ class GraphSet(Generic[V]):
         warn_of_many(
             len(order.buckets) * len(order.patterns), self.stage.backend.capabilities.graphs_hint, order.runner
         )
-        order.meet(f"captures begin, of buckets {', '.join(map(str, order.buckets)) or 'none'}", None)
+        order.coordinator.meet(f"captures begin, of buckets {', '.join(map(str, order.buckets)) or 'none'}", None)
         self._order, before = order, self.stage.backend.memory()
         buckets = [] if order.lazy else sorted(order.buckets, reverse=True)
         with frozen_garbage(), self._at_rest(always=False):
@@ -176,9 +176,9 @@ class GraphSet(Generic[V]):
         try:
             for absent in sorted(order.patterns, key=sorted):
                 self._captured[rows, absent] = self._capture(rows, absent, order)
-            failed = order.meet(f"captured bucket {rows}", None)
+            failed = order.coordinator.meet(f"captured bucket {rows}", None)
         except CaptureError as error:
-            order.meet(f"captured bucket {rows}", error)
+            order.coordinator.meet(f"captured bucket {rows}", error)
             self._drop(rows)
             raise
         finally:
@@ -197,7 +197,7 @@ class GraphSet(Generic[V]):
         stage, filler = self.stage, self.filler
         filling = filler.make(order.buckets[rows], absent)
         filler.rest()
-        with order.vigil(stage.backend) as over:
+        with order.coordinator.over_warm_ups(stage.backend) as over:
 
             def look(run: Callable[[], Any]) -> State:
                 return self._look(over(run), absent)

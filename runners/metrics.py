@@ -9,10 +9,11 @@ import attrs
 from ..dataflow.capabilities import LADDER
 from ..dataflow.errors import ConfigError
 from ..dataflow.kinds import Detour
-from .decision import Why
+from .coordination import RanksData
+from .decision import EagerData, Why
 from .filltimes import EVERY, FillTimes, FillTimesData
 from .runner import Runner
-from .statistics import EagerData, RanksData, Statistics
+from .statistics import Statistics
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

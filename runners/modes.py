@@ -2,10 +2,11 @@
 
 import difflib
 import os
-from collections.abc import Collection
-from typing import Final, TypeAlias
+from collections.abc import Callable, Collection
+from typing import Any, Final, TypeAlias
 
 from ..dataflow.errors import ConfigError
+from .watching import Watcher
 
 VARIABLE: Final = "SLOTGRAPH_DEBUG"
 """The environment's word, where a runner is not told."""
@@ -19,9 +20,22 @@ MODES: Final = (GENERATIONS, ADDRESSES, STREAMS, POISON, PARITY)
 CHEAP: Final = frozenset({GENERATIONS, ADDRESSES, STREAMS})
 """What `True` means: the modes that run no step a second time."""
 OFF: Final[frozenset[str]] = frozenset()
+MakeWatcher: TypeAlias = Callable[[Any], Watcher]
+_WATCHERS: Final[dict[str, MakeWatcher]] = {}
+"""What makes the watcher of each mode that has one, in the order in which they watch."""
 Wanted: TypeAlias = bool | str | Collection[str] | None
 _WORDS: Final = {"0": OFF, "false": OFF, "off": OFF, "1": CHEAP, "true": CHEAP, "on": CHEAP}
 """What the environment may say in place of names."""
+
+
+def register(mode: str, watcher: MakeWatcher) -> None:
+    """Have a debug mode watch the steps of each runner that is captured while it is on."""
+    _WATCHERS[mode] = watcher
+
+
+def watchers_of(runner: object, modes: Collection[str]) -> list[Watcher]:
+    """New watchers of a runner's steps, one for each of these modes that watches steps."""
+    return [make(runner) for mode, make in _WATCHERS.items() if mode in modes]
 
 
 def modes_of(wanted: Wanted) -> frozenset[str]:

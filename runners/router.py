@@ -1,5 +1,6 @@
 """Routing: which bucket a batch goes to, or why it runs eagerly."""
 
+import functools
 import reprlib
 from collections.abc import Callable, Collection
 from typing import Any, Final
@@ -11,13 +12,15 @@ from ..dataflow.bucket import Absent
 from ..dataflow.caches import keep_newest
 from ..dataflow.computation import field_of
 from ..dataflow.declaration import Declaration
-from ..dataflow.errors import ReplayError
+from ..dataflow.errors import RankError, ReplayError
 from ..dataflow.sources import Side, look_up
 from .buckets import Buckets
 from .captured import Captured
+from .coordination import Coordinator, Live
 from .decision import Decision, Path, Why
 from .graphs import GraphSet
 
+Admit = Callable[[Any, Live, Absent, Side], None]
 KEPT: Final = 4096
 """Live sizes whose route is remembered."""
 
@@ -25,7 +28,8 @@ KEPT: Final = 4096
 class Router:
     """Decides for one runner; a table over row counts, so that a decision is a look-up.
 
-    enabled: whether anything is captured at all; without, every decision is eager. leading: axes that the bucket
+    coordinator: with other ranks, which may decide otherwise. admit: raises what an eager fill would, before they are
+    told. enabled: whether anything is captured at all; without, every decision is eager. leading: axes that the bucket
     decides. path: what a batch takes that fits one.
     """
 
@@ -35,6 +39,8 @@ class Router:
         buckets: Buckets,
         capacity: Sizes,
         graphs: GraphSet[Any],
+        coordinator: Coordinator,
+        admit: Admit,
         *,
         enabled: bool = True,
         leading: Collection[Axis] = (BATCH, TOKENS),
@@ -43,6 +49,8 @@ class Router:
         self._enabled = enabled
         self._buckets = buckets
         self._graphs = graphs
+        self._coordinator = coordinator
+        self._admit_eagerly = admit
         self._table = buckets.table()
         self._routes: dict[tuple[tuple[int, ...], Absent], Captured] = {}
         self._fits = {rows: Decision(path, rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
@@ -55,8 +63,14 @@ class Router:
             if default is not attrs.NOTHING
         }
 
-    def route(self, live: tuple[int, ...], absent: Absent, batch: Any) -> Captured | Decision:
-        """The graph that takes a batch, or why none does. ReplayError before anything is captured."""
+    def route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Captured | Decision:
+        """The graph that takes a batch, or why none does, the same on all ranks.
+
+        Raises ReplayError before anything is captured, and RankError if the ranks cannot agree.
+        """
+        if not self._coordinator.quiet:
+            return self._agreed_route(live, absent, batch, side)
+        self._coordinator.bring(live)
         known = self._routes.get((live, absent))
         if known is not None:
             return known
@@ -68,28 +82,27 @@ class Router:
             keep_newest(self._routes, KEPT)[live, absent] = captured
         return captured
 
-    @property
-    def alone(self) -> "Router":
-        """This one: nobody else is asked."""
-        return self
+    def _agreed_route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Captured | Decision:
+        """The route that all ranks agree on."""
+        own = self.decide(live, absent, batch)
+        admit = functools.partial(self._admit, own, live, absent, batch, side)
+        decision = self._coordinator.settle(own, live, admit)
+        if decision.bucket is None:
+            return decision
+        captured = self._graphs.get(decision.bucket, absent)
+        if captured is None:
+            missing = ", ".join(map(repr, sorted(absent)))
+            message = f"ranks agreed on bucket {decision.bucket}, of which this one has no graph without {missing}"
+            raise RankError(message)
+        return captured
 
-    def repeating(self, run: Callable[[Any, Side], Any], live: tuple[int, ...]) -> Callable[[Any, Side], Any]:
-        """A step that goes as one before it: just that, since nobody else is to know."""
-        del live
-        return run
+    def _admit(self, own: Decision, live: Live, absent: Absent, batch: Any, side: Side) -> None:
+        """BatchError where the fill would raise it."""
+        captured = self._graphs.get(own.bucket, absent)
+        admit = self._admit_eagerly if captured is None else captured.filling.bucket.admit
+        admit(batch, live[:-1], absent, side)
 
-    def begin(self, side: Side) -> None:
-        """A fill begins: nobody else is to know."""
-
-    def settle(self, own: Decision, live: tuple[int, ...], admit: Callable[[], None]) -> Decision:
-        """What is done where this runner would do `own`: just that; the fill to come admits the batch."""
-        del live, admit
-        return own
-
-    def refuse(self, error: BaseException) -> None:
-        """A fill ends in an error: nobody else is to know."""
-
-    def decide(self, live: tuple[int, ...], absent: Absent, batch: Any) -> Decision:
+    def decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
         """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""
         rows = live[-1]
         bucket = self._table[rows] if rows < len(self._table) else None
@@ -102,7 +115,7 @@ class Router:
             return self._fits[bucket]
         return self._refusal(live, absent, batch)
 
-    def _refusal(self, live: tuple[int, ...], absent: Absent, batch: Any) -> Decision:
+    def _refusal(self, live: Live, absent: Absent, batch: Any) -> Decision:
         """Why no graph takes the batch."""
         report = self._graphs.report
         if report is None:
@@ -126,7 +139,7 @@ class Router:
         came, seen = _brief(look_up(batch, name)), self._fixed_fields[name]
         return _eager("field_differs", f"field {name!r} is {came}, not {seen!r}, with which graphs were captured")
 
-    def _too_large(self, live: tuple[int, ...]) -> str:
+    def _too_large(self, live: Live) -> str:
         for index, axis, most in self._limits:
             if live[index] > most:
                 return f"{live[index]} rows on {axis} are more than the {most} of every bucket"

@@ -1,9 +1,8 @@
 """The base of all runners: how a step is run, and what can be asked of any runner."""
 
 import abc
-import os
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Generic, Unpack
+from typing import Any, Generic
 
 from ..dataflow import log
 from ..dataflow.capabilities import Lowering
@@ -12,19 +11,14 @@ from ..dataflow.sources import Side
 from .capture import CaptureReport
 from .decision import Decision
 from .graphs import GraphSet
+from .idle import empty_batch
+from .modes import watchers_of
 from .opaque import opaque
 from .parts import Parts
-from .recording.recorder import LAST, MAX_BYTES, Recording
 from .stage import V
 from .statistics import Statistics, statistics_of
 from .unique import Unique
 from .watching import Watch
-
-if TYPE_CHECKING:
-    from .explained.records import RunnerExplanation
-    from .proofs.cases import Batches
-    from .proofs.check import CheckOptions
-    from .proofs.report import CheckReport
 
 
 @opaque
@@ -92,8 +86,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
     @property
     def agreed(self) -> Decision | None:
         """What all ranks did in the last step that they agreed on, and which rank forced it; None where none did."""
-        agreement = self.parts.agreement
-        return None if agreement is None else agreement.agreed
+        return self.parts.coordinator.agreed
 
     def agree_ahead(self, batch: Any, **side: Any) -> None:
         """Tell the other ranks the sizes of the next step's batch, while this step still runs.
@@ -101,13 +94,13 @@ class Runner(Unique, abc.ABC, Generic[V]):
         The next call then finds what they told. Its batch must have these sizes, and be one that fills admit: the
         others go by it. Without other ranks, or where all get the same batches, nothing is done. Raises as `decide`.
         """
-        agreement = self.parts.agreement
-        if agreement is None:
-            self.parts.stage.declaration.check_side(side)
+        parts, coordinator = self.parts, self.parts.coordinator
+        if coordinator.quiet:
+            parts.stage.declaration.check_side(side)
             return
-        with agreement.before():
-            own, live = self.decide(batch, **side), self.parts.size(batch, side)
-        agreement.ahead(own, live)
+        with coordinator.before():
+            own, live = self.decide(batch, **side), parts.size(batch, side)
+        coordinator.ahead(own, live)
 
     def idle(self, batch: Any = None, **side: Any) -> Any:
         """Take part in the others' step without a request: zero live rows; the outputs for none.
@@ -116,16 +109,14 @@ class Runner(Unique, abc.ABC, Generic[V]):
         it, where none is given. Raises as a call does; BatchError where the batch has rows, ConfigError where one must
         be given, because a field has no default.
         """
-        from .ranks.idle import empty_batch  # noqa: PLC0415 - it draws what it knows of batches from checks' own rules
-
-        agreement = self.parts.agreement
-        if agreement is None:
-            self.parts.stage.declaration.check_side(side)
+        parts, coordinator = self.parts, self.parts.coordinator
+        if coordinator.size == 1:
+            parts.stage.declaration.check_side(side)
             return None
-        with agreement.before():
-            empty, given = empty_batch(self.parts, agreement, batch, side)
-            own, live = self.decide(empty, **given), self.parts.size(empty, given)
-        return None if agreement.idle(own, live) else self(empty, **given)
+        with coordinator.before():
+            empty, given = empty_batch(parts, batch, side)
+            own, live = self.decide(empty, **given), parts.size(empty, given)
+        return None if coordinator.idle(own, live) else self(empty, **given)
 
     def wait(self) -> None:
         """Wait until the device has done what was asked of it: the step that was called last, for one.
@@ -134,54 +125,12 @@ class Runner(Unique, abc.ABC, Generic[V]):
         RankError then names it, and the collectives of the group are aborted. All ranks call it as often.
         """
         parts = self.parts
-        backend, agreement = parts.stage.backend, parts.agreement
-        event = backend.event()
-        if agreement is None:
-            event.synchronize()
-        else:
-            agreement.ranks.wait(event, backend.device)
+        backend = parts.stage.backend
+        parts.coordinator.wait(backend.event(), backend.device)
 
     def stats(self) -> Statistics:
         """Its books as plain data: what was counted so far, and some of the times of its fills."""
         return statistics_of(self.parts)
-
-    def record(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        last: int = LAST,
-        max_bytes: int = MAX_BYTES,
-        outputs: bool = False,
-        staged: Collection[str] = (),
-    ) -> Recording:
-        """Keep the last steps' inputs from now on, and write them to a `.safetensors` file when a step raises.
-
-        Also on `save()` and at the end of `with runner.record(...)`; `close()` ends it. max_bytes: of all that is kept;
-        a step that is larger by itself leaves its sizes. outputs: keep what the steps return, too. staged: slots that
-        producers write beside the step, whose contents are kept too. `slotgraph replay` runs the file's steps again.
-        ConfigError for a path that cannot be written, or what makes no sense.
-        """
-        return Recording(self, path, last=last, max_bytes=max_bytes, outputs=outputs, staged=staged)
-
-    def check(self, batches: "Batches | None" = None, **options: "Unpack[CheckOptions]") -> "CheckReport":
-        """Hold a captured runner to what its declaration promises: see `proofs.check.check_runner`.
-
-        Each bucket is replayed with poison in its tails, beside the step as it is written, and over garbage. batches:
-        what to check with, or a function of rows and a generator that makes it; drawn, where nothing is said.
-        """
-        from .proofs.check import check_runner  # noqa: PLC0415 - checks know all kinds of runners, which this is
-
-        return check_runner(self, batches, **options)
-
-    def explain(self, batch: Any = None, **side: Any) -> "RunnerExplanation":
-        """What it declares, plans, captured, holds in memory and has decided, as data; for tables and pictures, too.
-
-        batch: one whose way is told, too; where there are ranks, the one that this rank would take alone. Nothing is
-        run or captured, nobody is asked. The memory of its pool is laid out, if that was not done before.
-        """
-        from .explained.explanation import explain_runner  # noqa: PLC0415 - it knows all kinds of runners
-
-        return explain_runner(self, batch, side)
 
     def log_stats(self) -> None:
         """One event, `statistics`, with all of them."""
@@ -191,6 +140,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
 class GraphRunner(Runner[V]):
     """A runner that captures graphs. Subclasses are final, or abstract."""
+
+    _is_debugged = False
 
     @property
     @abc.abstractmethod
@@ -205,13 +156,13 @@ class GraphRunner(Runner[V]):
         same, and `report` names both.
         """
 
-    def _prove(self) -> None:
-        """From now on, have the debug modes look at each step that are on and do so; once."""
+    def _debug(self) -> None:
+        """Let the debug modes that are on watch each step from now on, unless they do."""
         modes = self.parts.config.modes
-        if modes:
-            from .debug import prove  # noqa: PLC0415 - it needs runners, and few need it
-
-            prove(self, modes)
+        if modes and not self._is_debugged:
+            self._is_debugged = True
+            for watcher in watchers_of(self, modes):
+                self.watch.add(watcher)
 
     @property
     def report(self) -> CaptureReport | None:

@@ -7,7 +7,7 @@ those answers, for one live size: whatever differs goes the general way, which i
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias
+from typing import Any, Final, Generic, TypeAlias
 
 import attrs
 import torch
@@ -23,14 +23,12 @@ from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .captured import FORKS, Captured
+from .coordination import Coordinator
 from .decision import Repeated, Tally
 from .filltimes import EVERY
 from .graphs import GraphSet
+from .router import Router
 from .stage import V
-
-if TYPE_CHECKING:
-    from .ranks.routing import Joint
-    from .router import Router
 
 MISS: Final = object()
 """What a shortcut answers where it does not hold."""
@@ -108,18 +106,23 @@ class Shortcuts(Generic[V]):
 
     @classmethod
     def of(
-        cls, graphs: GraphSet[V], size: Sizer, tally: Tally, router: "Router | Joint", limits: Limits | None
+        cls,
+        graphs: GraphSet[V],
+        size: Sizer,
+        tally: Tally,
+        router: Router,
+        coordinator: Coordinator,
+        limits: Limits | None,
     ) -> "Shortcuts[V] | None":
         """Those of a runner whose fills are part of graphs, where required sources tell all sizes; None of others.
 
         Nor are there any where other ranks are asked before each step.
         """
-        own = router.alone
-        if own is None or graphs.filler.lowering != "in_graph" or not size.required:
+        if not coordinator.quiet or graphs.filler.lowering != "in_graph" or not size.required:
             return None
-        holds: list[Holds] = [lambda batch, _: own.same_fields(batch)] if own.decides_by_fields else []
+        holds: list[Holds] = [lambda batch, _: router.same_fields(batch)] if router.decides_by_fields else []
         holds += [limits.allow] if limits is not None else []
-        return cls(graphs, size, tally, router.repeating, holds)
+        return cls(graphs, size, tally, coordinator.repeated, holds)
 
     def run(self, batch: Any, side: Side) -> Any:
         """The outputs of a step that goes as one before it; MISS where nothing was done."""

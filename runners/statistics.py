@@ -1,48 +1,13 @@
 """The books of a runner as plain data, the same for every kind of runner."""
 
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import attrs
 
 from .capture import MemoryAccount
-from .filltimes import FillTimesData
-
-if TYPE_CHECKING:
-    from .parts import Parts
-
-
-class BucketData(TypedDict):
-    """Steps that one bucket's graph did, of how many live and padded rows; waste: the padding's share of the latter."""
-
-    path: str
-    steps: int
-    live: int
-    padded: int
-    waste: float
-
-
-class EagerData(TypedDict):
-    """Steps that were run eagerly for one reason, of how many live rows."""
-
-    steps: int
-    live: int
-
-
-class FillsData(TypedDict):
-    """What fills took, one in `every` of them: those of each bucket, and of eager steps by reason."""
-
-    every: int
-    buckets: dict[int, FillTimesData]
-    eager: dict[str, FillTimesData]
-
-
-class TallyData(TypedDict):
-    """What a tally counts: steps by path, by bucket, and, of those without a graph, by reason; and what fills took."""
-
-    steps: dict[str, int]
-    buckets: dict[int, BucketData]
-    eager: dict[str, EagerData]
-    fills: FillsData
+from .coordination import RanksData
+from .decision import TallyData
+from .parts import Parts
 
 
 class CaptureData(TypedDict):
@@ -56,19 +21,6 @@ class CaptureData(TypedDict):
     graphs: int
     seconds: float
     driver: int
-
-
-class RanksData(TypedDict):
-    """Which rank this is, of how many; the exchanges of its `Ranks`; steps by the rank that forced them, and why.
-
-    quiet: whether nothing is exchanged before a step, so that no rank forces any.
-    """
-
-    rank: int
-    size: int
-    quiet: bool
-    exchanges: int
-    forced: dict[int, dict[str, int]]
 
 
 class Statistics(TallyData):
@@ -86,9 +38,9 @@ class Statistics(TallyData):
     ranks: RanksData
 
 
-def statistics_of(parts: "Parts[Any]") -> Statistics:
+def statistics_of(parts: Parts[Any]) -> Statistics:
     """The books of a runner. They are read as they are, while steps may be under way in another thread."""
-    graphs, tally, agreement = parts.graphs, parts.tally, parts.agreement
+    graphs, tally = parts.graphs, parts.tally
     lowerings, detours = (graphs.filler.lowered, graphs.filler.detours) if graphs is not None else ({}, {})
     lowered = dict(lowerings)
     if tally.by_shortcut():
@@ -99,15 +51,11 @@ def statistics_of(parts: "Parts[Any]") -> Statistics:
         "detours": dict(detours),
         "memory": _memory(parts),
         "capture": _capture(parts),
-        "ranks": _alone() if agreement is None else agreement.as_data(),
+        "ranks": parts.coordinator.as_data(),
     }
 
 
-def _alone() -> RanksData:
-    return {"rank": 0, "size": 1, "quiet": True, "exchanges": 0, "forced": {}}
-
-
-def _memory(parts: "Parts[Any]") -> dict[str, int]:
+def _memory(parts: Parts[Any]) -> dict[str, int]:
     graphs, own = parts.graphs, parts.eager.buffers
     eager = own.nbytes if own is not None else 0
     if graphs is None:
@@ -117,7 +65,7 @@ def _memory(parts: "Parts[Any]") -> dict[str, int]:
     return {**attrs.asdict(account), "eager": eager, "total": account.total + eager}
 
 
-def _capture(parts: "Parts[Any]") -> CaptureData:
+def _capture(parts: Parts[Any]) -> CaptureData:
     graphs = parts.graphs
     report = graphs.report if graphs is not None else None
     if graphs is None or report is None:

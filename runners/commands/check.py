@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..proofs.check import MOST_ROUNDS, MOST_SEED, check_runner
+from ..proofs.check import MOST_ROUNDS, MOST_SEED
+from ..proofs.check import check as check_runner
 from ..proofs.report import CHECKS
 from .failures import FAILED, reported
 from .lookup import captured, find_batches, find_runner

@@ -13,14 +13,14 @@ from rich.console import Console
 from ...dataflow.capabilities import AUTO, LADDER, chosen_lowering
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CaptureError
-from ...dataflow.explain import Explanation
-from ...dataflow.explain import explain as explanation_of
+from ...dataflow.explain import Explanation, explain_declaration
 from ...dataflow.inputs import Inputs
 from ...dataflow.mermaid import mermaid
 from ...dataflow.serial import to_data
 from ...dataflow.tables import tables
 from ..explained import diagram
 from ..explained import tables as runner_tables
+from ..explained.explanation import explain as explain_runner
 from ..explained.html import html
 from ..explained.records import RunnerExplanation
 from ..runner import Runner
@@ -115,7 +115,7 @@ def explain(
             declared = _declaration(named, setting or ())
             extents, on = extents_of(size or (), width, declared), chosen(backend)
             how, written, brought = chosen_lowering(on.capabilities, lowering), _names(in_place), _names(hosted)
-            found = explanation_of(
+            found = explain_declaration(
                 declared, on.capabilities, on.name, extents, absent or (), written, how, hosted=brought
             )
     _show(found, form, output)
@@ -137,7 +137,7 @@ def _runner(runner: Runner[Any], *, capture: bool) -> RunnerExplanation:
             captured(runner)
         except CaptureError as error:
             typer.echo(str(error), err=True)
-    return runner.explain()
+    return explain_runner(runner)
 
 
 def _declaration(inputs: type[Inputs], setting: Sequence[str]) -> Declaration:

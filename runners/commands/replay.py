@@ -30,7 +30,7 @@ class Format(StrEnum):
     JSON = "json"
 
 
-_File = Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="A file that `runner.record(...)` wrote.")]
+_File = Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="A file that `slotgraph.record` wrote.")]
 _Target = Annotated[
     str | None,
     typer.Argument(metavar="MODULE:RUNNER", help="A module or a .py file, and a runner or a function that makes one."),

@@ -8,10 +8,9 @@ import attrs
 
 from ...dataflow.axes import Sizes
 from ...dataflow.bucket import Absent
-from ...dataflow.explain import NOT_SIZED, Explanation, explain
+from ...dataflow.explain import NOT_SIZED, Explanation, explain_declaration
 from ...dataflow.plan import FillPlan
 from ...dataflow.planner import plan_fill, slot_bytes
-from ...dataflow.sources import NO_SIDE, Side
 from ..capture import MemoryAccount
 from ..graphs import GraphSet
 from ..outputs import nbytes_of
@@ -29,11 +28,18 @@ _WHOLE: Final = "graph"
 """The path of a runner whose graphs hold the whole step."""
 
 
-def explain_runner(runner: Runner[Any], batch: Any = None, side: Side = NO_SIDE) -> RunnerExplanation:
-    """What a runner is and has come to, as data; nothing of it is run or captured.
+def explain(runner: Runner[Any], batch: Any = None, **side: Any) -> RunnerExplanation:
+    """What a runner declares, plans, captured, holds in memory and has decided, as data; for tables and pictures, too.
 
-    batch: one whose way is to be told, too, as this runner would decide by itself. Raises as `decide` does for it.
-    The memory of a pool that is not laid out yet is laid out now, since there is no telling before where slots lie.
+    Nothing is run or captured. The memory of a pool that is not laid out yet is laid out now.
+
+    Args:
+        runner: Any runner, captured or not.
+        batch: A batch whose path is explained, too; with several ranks, the path that this rank alone would take.
+        side: The batch's side arguments.
+
+    Raises:
+        BatchError: The batch does not fit the declaration.
     """
     parts = runner.parts
     parts.stage.declaration.check_side(side)
@@ -97,7 +103,7 @@ class _Explaining:
         stage, sizes = self.parts.stage, self._largest()
         extents = {axis: (size, size) for axis, size in sizes.items()} or NOT_SIZED
         backend, lowering = stage.backend, self.parts.graphs.filler.lowering if self.parts.graphs else "foreach"
-        return explain(stage.declaration, backend.capabilities, backend.name, extents, lowering=lowering)
+        return explain_declaration(stage.declaration, backend.capabilities, backend.name, extents, lowering=lowering)
 
     def _buckets(self) -> Iterator[BucketFacts]:
         graphs, stage = self.parts.graphs, self.parts.stage

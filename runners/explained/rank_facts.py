@@ -1,12 +1,12 @@
 """Ranks as an explanation tells of them: which one this is, how they agree, and what they agreed on last."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 from ...dataflow.compute import RANKS
+from ..coordination import RanksData
 from ..decision import Decision
 from ..parts import Parts
-from ..ranks.agreement import Agreement
 from ..ranks.group import HOST, Ranks
 from .decisions import MEANINGS
 from .records import DecisionFacts, Forced, RankFacts
@@ -19,7 +19,7 @@ def rank_facts(parts: Parts[Any]) -> RankFacts | None:
     ranks: Ranks | None = parts.stage.declaration.ranks
     if ranks is None:
         return None
-    agreement, slots = parts.agreement, parts.stage.declaration.slots
+    slots, agreed = parts.stage.declaration.slots, parts.coordinator.agreed
     asked = [name for name, slot in slots.items() if (one := slot.computes()) is not None and RANKS in one.needs]
     return RankFacts(
         rank=ranks.rank,
@@ -29,8 +29,8 @@ def rank_facts(parts: Parts[Any]) -> RankFacts | None:
         shards=ranks.shards,
         asked=tuple(asked),
         exchanges=ranks.exchanges,
-        agreed=_agreed(agreement),
-        forced=() if agreement is None else _forced(agreement),
+        agreed=None if agreed is None else _told(agreed),
+        forced=tuple(_forced(parts.coordinator.as_data())),
     )
 
 
@@ -74,14 +74,10 @@ def _exchange(ranks: RankFacts) -> str:
     return "none: there is one rank" if ranks.size == 1 else "none before a step: all get the same batches"
 
 
-def _agreed(agreement: Agreement | None) -> DecisionFacts | None:
-    agreed = None if agreement is None else agreement.agreed
-    return None if agreed is None else _told(agreed)
-
-
-def _forced(agreement: Agreement) -> tuple[Forced, ...]:
-    counted = sorted(agreement.forced.copy().items())
-    return tuple(Forced(rank=rank, why=why, steps=steps) for (rank, why), steps in counted)
+def _forced(ranks: RanksData) -> Iterator[Forced]:
+    for rank, reasons in ranks["forced"].items():
+        for why, steps in reasons.items():
+            yield Forced(rank=rank, why=why, steps=steps)
 
 
 def _told(one: Decision, *, alone: bool = False) -> DecisionFacts:

@@ -42,7 +42,7 @@ MOST_SEED: Final = 1 << 62
 
 
 class CheckOptions(TypedDict, total=False):
-    """What `check_runner` may be told beside the batches."""
+    """What `check` may be told beside the batches."""
 
     state: Iterable[torch.Tensor] | None
     only: Collection[str]
@@ -53,7 +53,7 @@ class CheckOptions(TypedDict, total=False):
     progress: bool
 
 
-def check_runner(
+def check(
     runner: Runner[Any],
     batches: Batches | None = None,
     *,
@@ -67,6 +67,7 @@ def check_runner(
 ) -> CheckReport:
     """Hold a captured runner to what its declaration promises; the report tells what was found, by slot.
 
+    Each bucket is replayed with poison in its tails, beside the step as it is written, and over garbage.
     batches: what to check with, or a function of rows and a generator that makes it; drawn, where nothing is said.
     state: tensors that the step changes beside its slots; found by a run of it, where nothing is said. only: some of
     the checks. rounds: batches of random rows for each bucket and pattern, beside the largest and smallest, 10,000 at
@@ -84,13 +85,17 @@ def check_runner(
     _check_ready(runner, read_outside)
     together = Together(parts)
     cases = cases_of(runner, batches, rounds=rounds, seed=seed, values=values)
-    with unwatched(runner.watch), together.told():
+
+    def run() -> CheckReport:
         together.begin(lambda: _begun(runner, wanted, cases, is_known=state is not None))
         checks = _Checks(runner, cases, state_of(runner, cases.pattern_samples, state), seed, tuple(read_outside))
         taken = checks.count()
         findings = checks.run(wanted, progress=progress and together.is_first) if taken else checks.nothing(wanted)
-    steps, notes, seconds = dict.fromkeys(wanted, taken), tuple(checks.notes), time.perf_counter() - start
-    return CheckReport(runner=parts.name, findings=findings, steps=steps, notes=notes, seconds=seconds)
+        steps, notes, seconds = dict.fromkeys(wanted, taken), tuple(checks.notes), time.perf_counter() - start
+        return CheckReport(runner=parts.name, findings=findings, steps=steps, notes=notes, seconds=seconds)
+
+    with unwatched(runner.watch):
+        return together.run(run)
 
 
 @attrs.frozen(eq=False)

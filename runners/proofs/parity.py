@@ -70,7 +70,7 @@ def _check(
     unpadded: Mapping[torch.dtype, Tolerance],
 ) -> Iterator[Finding]:
     """What is wrong with one batch: of the first kind, since the second follows from it."""
-    if runner.parts.agreement is not None:
+    if runner.parts.stage.declaration.ranks is not None:
         runner.fill(case.batch, **case.side)  # by which ranks know what all bring, as computed slots may ask
     with state.kept(), written_slots_kept(buffers_in(runner.parts)):
         exact = _without_padding(runner.parts, case)

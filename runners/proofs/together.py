@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...dataflow.errors import RankError
+from ..coordination import Coordinator, T
 from ..parts import Parts
-from ..ranks.agreement import Agreement
 from ..recording.ranks import RecordedRanks
 
 
@@ -21,19 +21,18 @@ class Together:
     """
 
     def __init__(self, parts: Parts[Any]) -> None:
-        agreement = parts.agreement
-        alone = agreement is None or agreement.ranks.size == 1 or isinstance(agreement.ranks, RecordedRanks)
-        self._agreement: Agreement | None = None if alone else agreement
+        recorded = isinstance(parts.stage.declaration.ranks, RecordedRanks)
+        self._coordinator = Coordinator() if recorded else parts.coordinator
 
     @property
     def rank(self) -> int:
         """Which one this is."""
-        return 0 if self._agreement is None else self._agreement.ranks.rank
+        return self._coordinator.rank
 
     @property
     def size(self) -> int:
         """How many there are."""
-        return 1 if self._agreement is None else self._agreement.ranks.size
+        return self._coordinator.size
 
     @property
     def is_first(self) -> bool:
@@ -42,8 +41,8 @@ class Together:
 
     def begin(self, what: Callable[[], str]) -> None:
         """All begin the same thing; what it is must be the same for all."""
-        if self._agreement is not None:
-            self._agreement.tell(what())
+        if self.size > 1:
+            self._coordinator.tell(what())
 
     def any(self, one: bool) -> bool:  # noqa: FBT001 - a vote
         """Whether it is so on some rank."""
@@ -51,16 +50,12 @@ class Together:
 
     def first(self, text: str, number: int = 0) -> tuple[int, str, int] | None:
         """The first rank that has something to say, what, and its number; None where none has."""
-        if self._agreement is None:
-            return (0, text, number) if text else None
-        told = self._agreement.tell("a look at a step, of a check or a debug mode", text, number)
-        return next(((rank, one.text, one.bucket) for rank, one in enumerate(told) if one.text), None)
+        told = self._coordinator.tell("a look at a step, of a check or a debug mode", text, number)
+        return next(((rank, *one) for rank, one in enumerate(told) if one[0]), None)
 
     def least(self, number: int) -> int:
         """The smallest number of all."""
-        if self._agreement is None:
-            return number
-        return min(one.bucket for one in self._agreement.tell("how many steps there is room for", "", number))
+        return min(one for _, one in self._coordinator.tell("how many steps there is room for", "", number))
 
     @contextlib.contextmanager
     def raising(self, what: str) -> Iterator[None]:
@@ -77,8 +72,6 @@ class Together:
             message = f"{what} raised on rank {first[0]}: {first[1]}"
             raise RankError(message)
 
-    @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """A block that is broken off here is told to those who wait for this rank."""
-        with contextlib.nullcontext() if self._agreement is None else self._agreement.told():
-            yield
+    def run(self, call: Callable[[], T]) -> T:
+        """Run something that all ranks run. Ranks that wait for this one are told if it raises."""
+        return self._coordinator.run(call)

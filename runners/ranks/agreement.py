@@ -4,24 +4,25 @@ import collections
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
+import torch
 
-from ...backends.base import Backend
+from ...backends.base import Backend, Event
 from ...dataflow.axes import TOKENS, Axis, Sizes
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RankError
-from ...dataflow.sampling import Sample
+from ...dataflow.sources import Side
 from ..arguments import checked
-from ..captured import Step, alone
 from ..config import RunnerConfig
+from ..coordination import Coordinator, Live, RanksData, Run, Step, T
 from ..decision import Decision, Why
-from ..statistics import RanksData
 from .exchange import Exchange
 from .group import Ranks
 from .message import AXES, EAGER, FAILED, FITS, REFUSED, Message
 from .verdict import WHYS, check, first, verdict
-from .vigil import Vigil
+from .watchdog import Watchdog
 
 
 @attrs.frozen
@@ -38,11 +39,11 @@ class Place:
         return cls(told, int.from_bytes(raw, "little", signed=True))
 
 
-class Agreement:
+class Agreement(Coordinator):
     """Has one runner's steps agree with those of the same runner on other ranks.
 
-    axes: of the live sizes that a batch tells, the one that buckets are chosen by last. agreed: the last of them.
-    forced: steps by the rank that forced them and why. empty: an idle rank's batch, once there was one.
+    axes: of the live sizes that a batch tells, the one that buckets are chosen by last. forced: steps by the rank that
+    forced them and why.
     """
 
     def __init__(self, ranks: Ranks, runner: str, buckets: Sequence[int], axes: Sequence[Axis]) -> None:
@@ -52,19 +53,41 @@ class Agreement:
         self.ranks = ranks
         self.patience = ranks.timeout
         self.axes = tuple(axes)
-        self.agreed: Decision | None = None
         self.forced: collections.Counter[tuple[int, Why]] = collections.Counter()
-        self.empty: Sample | None = None
         self._ahead: tuple[Decision, tuple[int, ...], Exchange] | None = None
         self._settled = self._joined = False
         self._runner = runner
         self._step = Place.of(f"a step of {runner} with buckets {', '.join(map(str, sorted(buckets))) or 'none'}")
 
+    @property
+    def rank(self) -> int:
+        """Which rank this is."""
+        return self.ranks.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.ranks.size
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is exchanged before a step."""
+        return self.ranks.quiet
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that this rank waits for the others before a step."""
+        return self.ranks.timeout
+
+    def be_patient(self, seconds: float) -> None:
+        """Wait for the others before a step for at least so long."""
+        self.patience = max(self.ranks.timeout, seconds)
+
     def begin(self) -> None:
         """A fill begins."""
         self._settled = self._joined = False
 
-    def settle(self, own: Decision, live: tuple[int, ...], admit: Callable[[], None]) -> Decision:
+    def settle(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
         """What all ranks do, where this one would do `own`, with live sizes by axis; one exchange, or none if quiet.
 
         admit: raises what the fill to come would raise of the batch, while the others can be told; not called for one
@@ -74,7 +97,7 @@ class Agreement:
         """
         ranks = self.ranks
         if ranks.quiet:
-            self.alone(live)
+            self.bring(live)
             return own
         if self._ahead is None:
             admit()
@@ -87,12 +110,12 @@ class Agreement:
         self.forced[rank, self.agreed.why] += 1
         return self.agreed
 
-    def ahead(self, own: Decision, live: tuple[int, ...]) -> None:
+    def ahead(self, own: Decision, live: Live) -> None:
         """Tell the others now what `settle` will be asked for next; it then only waits for what they told."""
         if not self.ranks.quiet:
             self._ahead = own, live, self.ranks.begin(self._said(own, live), self._step.told)
 
-    def idle(self, own: Decision, live: tuple[int, ...]) -> bool:
+    def idle(self, own: Decision, live: Live) -> bool:
         """Whether all ranks are idle, as this one is, so that none runs a step; else `settle` is asked for it next."""
         ranks = self.ranks
         if ranks.quiet:
@@ -105,11 +128,11 @@ class Agreement:
         self._ahead = own, live, exchange
         return False
 
-    def _said(self, own: Decision, live: tuple[int, ...], *, idle: bool = False) -> Message:
+    def _said(self, own: Decision, live: Live, *, idle: bool = False) -> Message:
         verdict, text = (EAGER, own.reason) if own.bucket is None else (FITS, "")
         return Message(self._step.digest, verdict, own.bucket or 0, WHYS.index(own.why), live, idle, text)
 
-    def _taken(self, own: Decision, live: tuple[int, ...]) -> Exchange | None:
+    def _taken(self, own: Decision, live: Live) -> Exchange | None:
         """The exchange that was begun ahead, if one was. RankError where it was of another batch."""
         if self._ahead is None:
             return None
@@ -122,12 +145,26 @@ class Agreement:
             raise error
         return exchange
 
-    def alone(self, live: tuple[int, ...]) -> None:
-        """A step of quiet ranks: all of them bring the same."""
+    def bring(self, live: Live) -> None:
+        """A step of quiet ranks begins: all of them bring these sizes."""
         self._joined = True
-        self.ranks.brought(self.same(live))
+        self.ranks.brought(self._same(live))
 
-    def same(self, live: tuple[int, ...]) -> dict[Axis, tuple[int, ...]]:
+    def repeated(self, run: Run, live: Live) -> Run:
+        """Make a step of quiet ranks that goes as one before it. One that is broken off is told to the others."""
+        begin, broke_off, brought = self.ranks.brought, self.ranks.broke_off, self._same(live)
+
+        def told(batch: Any, side: Side) -> Any:
+            begin(brought)
+            try:
+                return run(batch, side)
+            except BaseException as error:
+                broke_off(error)
+                raise
+
+        return told
+
+    def _same(self, live: Live) -> dict[Axis, tuple[int, ...]]:
         """What ranks bring that all bring the same."""
         size = self.ranks.size
         return {axis: (rows,) * size for axis, rows in zip(self.axes, live, strict=True)}
@@ -169,11 +206,10 @@ class Agreement:
             self.refuse(error)
             raise
 
-    @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """While a step runs that all ranks run: one that is broken off here is told to those who wait for this rank."""
+    def run(self, step: Callable[..., T], *args: Any) -> T:
+        """Run a step that all ranks run. Ranks that wait for this one are told if it raises."""
         try:
-            yield
+            return step(*args)
         except BaseException as error:
             self.ranks.broke_off(error)
             raise
@@ -189,17 +225,24 @@ class Agreement:
         failed = first(messages, FAILED)
         return None if failed is None else (failed, messages[failed].text)
 
-    def tell(self, what: str, text: str = "", number: int = 0) -> list[Message]:
-        """What all ranks have to say at one place beside their steps: a text, and a number as the message's bucket."""
+    def tell(self, what: str, text: str = "", number: int = 0) -> list[tuple[str, int]]:
+        """What each rank has to say at one place beside the steps, this one a text and a number."""
+        if self.ranks.size == 1:
+            return super().tell(what, text, number)
         place = Place.of(f"{self._runner}: {what}")
-        return self._exchange(Message(place.digest, bucket=number, text=text), place, self.ranks.timeout)
+        said = Message(place.digest, bucket=number, text=text)
+        return [(one.text, one.bucket) for one in self._exchange(said, place, self.ranks.timeout)]
 
-    def vigil(self, backend: Backend) -> contextlib.AbstractContextManager[Callable[[Step], Step]]:
-        """Watches over the steps that are run while a bucket is warmed up: see `Vigil`."""
+    def over_warm_ups(self, backend: Backend) -> contextlib.AbstractContextManager[Callable[[Step], Step]]:
+        """A block that warms up a bucket, under a `Watchdog`."""
         ranks = self.ranks
         if ranks.size == 1:
-            return alone(backend)
-        return Vigil(ranks, backend, ranks.capture_timeout, f"{self._runner}: a warm-up before a capture").kept()
+            return super().over_warm_ups(backend)
+        return Watchdog(ranks, backend, ranks.capture_timeout, f"{self._runner}: a warm-up before a capture").kept()
+
+    def wait(self, event: Event, device: torch.device) -> None:
+        """Wait until a device is past an event, for no longer than the ranks' `timeout`."""
+        self.ranks.wait(event, device)
 
     def as_data(self) -> RanksData:
         """The books, as plain data."""
@@ -222,16 +265,16 @@ class Agreement:
         raise RankError(message)
 
 
-def agreement_of(
+def coordinator_of(
     declaration: Declaration, runner: str, config: RunnerConfig, sizes: Mapping[int, Sizes], *leading: Axis
-) -> Agreement | None:
-    """How a runner's steps agree with those of its declaration's other ranks; None of a runner without ranks.
+) -> Coordinator:
+    """What coordinates a runner's steps with those of its declaration's other ranks, if it has any.
 
     sizes: each bucket's padded sizes. leading: the axis that buckets are chosen by, where there are any.
     ConfigError where a bucket's tokens do not divide among the shards, or where captures are put off.
     """
     if declaration.ranks is None:
-        return None
+        return Coordinator()
     ranks: Ranks = checked("ranks", "Ranks(...), or None", declaration.ranks, Ranks)
     for bucket, padded in sizes.items():
         tokens = padded.get(TOKENS, bucket)

@@ -67,7 +67,7 @@ class PipelineStage(Unique):
         self.runner = runner
         self.rank, self.size = _place(group)
         self._proxies = Proxies(runner, proxies)
-        self._agreement = runner.parts.agreement
+        self._coordinator = runner.parts.coordinator
         self._steps = 0
         self._before: Upstream | None = None
         self._after: Downstream | None = None
@@ -94,8 +94,7 @@ class PipelineStage(Unique):
         All later stages raise then, too. The next step is run as if nothing had been, unless a rank is lost.
         """
         self._steps += 1
-        if self._agreement is not None:
-            self._agreement.begin()
+        self._coordinator.begin()
         try:
             received = self._given(side) if self._before is None else self._received(self._before, batch, side)
             self.flush()
@@ -146,9 +145,8 @@ class PipelineStage(Unique):
 
         What they have to say to that is noted in the error. An interrupt waits for no one's answer.
         """
-        agreement, after = self._agreement, self._after
-        if agreement is not None:
-            _noting(error, lambda: agreement.refuse(error))
+        after = self._after
+        _noting(error, lambda: self._coordinator.refuse(error))
         if after is not None and isinstance(error, Exception):
             letter = Letter(self._steps, error=told(error))
             for say in (after.settle, lambda: after.send(letter, {}), after.settle):
@@ -183,8 +181,7 @@ class PipelineStage(Unique):
         found: Any = dist.group.WORLD if group is None else group
         members, patience = dist.get_process_group_ranks(found), self._patience(timeout, self.rank)
         me, limit = members[self.rank], dt.timedelta(seconds=2 * self._patience(timeout, self.size))
-        if self._agreement is not None:
-            self._agreement.patience = max(self._agreement.ranks.timeout, patience + _HEADSTART)
+        self._coordinator.be_patient(patience + _HEADSTART)
         for turn in range(2):
             place = self.rank + (1 if self.rank % 2 == turn else -1)
             other = members[place] if 0 <= place < self.size else me
@@ -206,10 +203,9 @@ class PipelineStage(Unique):
 
     def _patience(self, timeout: float, stage: int) -> float:
         """Seconds that a stage waits for another: longer than the one before takes to find out which rank is lost."""
-        agreement = self._agreement
-        if agreement is None or agreement.ranks.quiet:
+        if self._coordinator.quiet:
             return timeout + stage * _HEADSTART
-        return max(timeout, agreement.ranks.timeout) + stage * (GRACE + 2 * _HEADSTART)
+        return max(timeout, self._coordinator.timeout) + stage * (GRACE + 2 * _HEADSTART)
 
 
 def _noting(error: BaseException, say: Callable[[], None]) -> None:

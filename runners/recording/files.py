@@ -18,8 +18,7 @@ from ...dataflow.errors import ConfigError, RecordingError
 from ...dataflow.roles import dtype_from_text
 from ...dataflow.serial import from_data, json_data, to_data
 from .plain import lists_fit, plain_from_data
-from .ranks import faults as faults_of_ranks
-from .records import FORMAT, Header, StepRecord, Value
+from .records import FORMAT, Header, StepRecord, Value, ranks_faults
 
 _KEY: Final = "slotgraph"
 MOST_HEADER: Final = 1 << 25
@@ -220,7 +219,7 @@ def _check_steps(file: pathlib.Path, header: Header) -> None:
     for what, found in (("config", runner.config), ("settings", runner.settings)):
         if not isinstance(found, dict) or not all(_is_plain(one) for one in found.values()):
             _fault(file, f"its runner's {what} is no plain data by name")
-    for fault in faults_of_ranks(runner.ranks, header.steps):
+    for fault in ranks_faults(runner.ranks, header.steps):
         _fault(file, fault)
     if len({step.number for step in header.steps}) < len(header.steps):
         _fault(file, "two of its steps have the same number")

@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, final, get_args
+from typing import Any, final, get_args
 
 import attrs
 import torch
@@ -12,18 +12,12 @@ import torch
 from ...backends.base import Event
 from ...dataflow.axes import Axis
 from ...dataflow.errors import RecordingError
-from ..decision import Why
+from ..decision import Decision, Why
 from ..ranks.exchange import Exchange
 from ..ranks.group import HOST, Ranks
 from ..ranks.message import EAGER, FITS, Message
+from .files import RecordedFile
 from .records import RanksRecord, StepRecord, Together
-
-if TYPE_CHECKING:
-    from ..decision import Decision
-    from ..ranks.agreement import Agreement
-
-MOST: Final = 1 << 20
-"""Ranks that a file may tell of."""
 
 
 @final
@@ -48,8 +42,6 @@ class RecordedRanks(Ranks):
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> "RecordedRanks":
         """Those of a file's runner. RecordingError where it is none that can be read, or its runner had no ranks."""
-        from .files import RecordedFile  # noqa: PLC0415 - which checks what the file says of ranks
-
         file = RecordedFile.read(path)
         if file.header.runner.ranks is None:
             message = f"{file.path.name}: its runner had no ranks"
@@ -90,32 +82,12 @@ def ranks_record(ranks: Ranks | None) -> RanksRecord | None:
     return RanksRecord(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
 
 
-def together(agreement: "Agreement", agreed: "Decision | None", alone: str) -> Together:
+def together(ranks: Ranks, axes: Sequence[Axis], agreed: Decision | None, alone: str) -> Together:
     """What ranks told of the step that was agreed on last. alone: why this one would do what, by itself."""
-    ranks = agreement.ranks
-    live = tuple((axis.name, ranks.live(axis)) for axis in dict.fromkeys(agreement.axes))
+    live = tuple((axis.name, ranks.live(axis)) for axis in dict.fromkeys(axes))
     if agreed is None:
         return Together(live=live, alone=alone)
     return Together(live=live, forced=agreed.rank, why=agreed.why, alone=alone)
-
-
-def faults(ranks: RanksRecord | None, steps: Sequence[StepRecord]) -> Iterator[str]:
-    """What makes no sense in what a file says of ranks."""
-    if ranks is not None and not (0 <= ranks.rank < ranks.size <= MOST and ranks.shards > 0):
-        yield f"there is no rank {ranks.rank} of {ranks.size}, with {ranks.shards} shards, as which its runner ran"
-        return
-    for step in steps:
-        told = step.ranks
-        if told is None:
-            continue
-        sized = ranks is not None and all(_is_told(rows, ranks.size) for _, rows in told.live)
-        forced = told.forced is None or (ranks is not None and 0 <= told.forced < ranks.size)
-        if not sized or not forced or told.why not in get_args(Why):
-            yield f"what ranks told of step {step.number} is not what {ranks.size if ranks else 0} ranks tell"
-
-
-def _is_told(rows: Sequence[int], size: int) -> bool:
-    return len(rows) == size and all(one >= 0 for one in rows)
 
 
 def _messages(step: StepRecord, told: Together, axes: Sequence[Axis], size: int) -> list[Message]:

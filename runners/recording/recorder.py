@@ -5,7 +5,7 @@ import pathlib
 import traceback
 from collections.abc import Collection
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, final
+from typing import Any, Final, Self, final
 
 import attrs
 import torch
@@ -17,6 +17,7 @@ from ...dataflow.sources import Side, Source, look_up
 from ..outputs import map_tensors
 from ..parts import Parts
 from ..proofs.tails import live_part
+from ..runner import Runner
 from ..watching import Watcher
 from .files import check_place, write
 from .fingerprint import runner_record, versions
@@ -24,9 +25,6 @@ from .keeping import Copies
 from .ranks import together
 from .records import FORMAT, Header, Raised, StepRecord, key_of
 from .window import LONGEST, Step, Window
-
-if TYPE_CHECKING:
-    from ..runner import Runner
 
 LAST: Final = 8
 """Steps that are kept where it is not said."""
@@ -41,12 +39,12 @@ class Recording(Watcher):
     path: the file, `.safetensors`. last: steps that are kept. max_bytes: of their values; the oldest go first, and of a
     step that is larger than that by itself only the sizes are kept. outputs: keep what steps return, too. staged:
     slots that producers write beside the step, to be kept as they are when it begins. ConfigError where one of these
-    makes no sense. See `Runner.record`.
+    makes no sense. See `record`.
     """
 
     def __init__(
         self,
-        runner: "Runner[Any]",
+        runner: Runner[Any],
         path: str | os.PathLike[str],
         *,
         last: int = LAST,
@@ -63,7 +61,7 @@ class Recording(Watcher):
         self._window = Window(parts.stage.backend, last, max_bytes)
         self._sources, self._fields, self._size = _sources_of(parts), _fields_of(parts), parts.size
         self._axes = [axis.name for axis in parts.stage.declaration.varying]
-        self._agreement, self._agreed = parts.agreement, runner.agreed
+        self._ranks, self._agreed = parts.stage.declaration.ranks, runner.agreed
         self._count = 0
         self._is_last_word = False
         runner.watch.add(self)
@@ -166,12 +164,12 @@ class Recording(Watcher):
 
     def _note_ranks(self) -> None:
         """Fill in what ranks told of the step, and what they agreed on in its decision's place."""
-        if self._agreement is None or not self._window.steps or self._window.fault:
+        if self._ranks is None or not self._window.steps or self._window.fault:
             return
-        step, agreed = self._window.steps[-1], None if self._agreement.ranks.quiet else self._runner.agreed
+        step, agreed = self._window.steps[-1], None if self._ranks.quiet else self._runner.agreed
         if step.record.ranks is not None:
             return
-        told = together(self._agreement, agreed, step.record.reason)
+        told = together(self._ranks, self._runner.parts.coordinator.axes, agreed, step.record.reason)
         step.record = attrs.evolve(step.record, ranks=told)
         if agreed is not None:
             step.record = attrs.evolve(step.record, path=agreed.path, bucket=agreed.bucket, reason=agreed.reason)
@@ -249,3 +247,32 @@ def _check(last: int, max_bytes: int) -> None:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             message = f"{name}= is a whole number of at least 1, got {value!r}"
             raise ConfigError(message)
+
+
+def record(
+    runner: Runner[Any],
+    path: str | os.PathLike[str],
+    *,
+    last: int = LAST,
+    max_bytes: int = MAX_BYTES,
+    outputs: bool = False,
+    staged: Collection[str] = (),
+) -> Recording:
+    """Keep the inputs of a runner's last steps from now on, and write them to a file when a step raises.
+
+    The file is also written by `save()` and at the end of `with record(runner, path):`; `close()` ends the recording.
+    `slotgraph replay` runs the file's steps again.
+
+    Args:
+        runner: Any runner.
+        path: The file, `.safetensors`.
+        last: How many steps are kept.
+        max_bytes: Bytes of all that is kept. A step that is larger by itself leaves only its sizes.
+        outputs: Keep what the steps return, too.
+        staged: Slots that producers write beside the step, whose contents are kept, too.
+
+    Raises:
+        ConfigError: An argument makes no sense.
+        RecordingError: The path cannot be written.
+    """
+    return Recording(runner, path, last=last, max_bytes=max_bytes, outputs=outputs, staged=staged)

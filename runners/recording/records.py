@@ -1,11 +1,16 @@
 """What a recorded file says of its steps, their values, the runner and its declaration: plain records."""
 
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import attrs
 
+from ..decision import Why
+
 FORMAT: Final = 1
 """The number of this way to write files; a file of another number is refused."""
+MOST_RANKS: Final = 1 << 20
+"""Ranks that a file may tell of."""
 
 ValueKind: TypeAlias = Literal["tensor", "array", "list", "tuple", "plain", "other"]
 Part: TypeAlias = Literal["slots", "fields", "staged", "outputs"]
@@ -181,3 +186,22 @@ class Header:
 def key_of(number: int, part: Part, name: str) -> str:
     """The name of a value's elements in the file."""
     return f"{number}.{part}.{name}"
+
+
+def ranks_faults(ranks: RanksRecord | None, steps: Sequence[StepRecord]) -> Iterator[str]:
+    """What makes no sense in what a file says of ranks."""
+    if ranks is not None and not (0 <= ranks.rank < ranks.size <= MOST_RANKS and ranks.shards > 0):
+        yield f"there is no rank {ranks.rank} of {ranks.size}, with {ranks.shards} shards, as which its runner ran"
+        return
+    for step in steps:
+        told = step.ranks
+        if told is None:
+            continue
+        sized = ranks is not None and all(_is_told(rows, ranks.size) for _, rows in told.live)
+        forced = told.forced is None or (ranks is not None and 0 <= told.forced < ranks.size)
+        if not sized or not forced or told.why not in get_args(Why):
+            yield f"what ranks told of step {step.number} is not what {ranks.size if ranks else 0} ranks tell"
+
+
+def _is_told(rows: Sequence[int], size: int) -> bool:
+    return len(rows) == size and all(one >= 0 for one in rows)

@@ -160,12 +160,12 @@ class Replayer:
 
     def _among_ranks(self, step: StepRecord, lines: list[str]) -> AbstractContextManager[None]:
         """The other ranks of the step, where it had some."""
-        agreement, ranks = self._parts.agreement, self._parts.stage.declaration.ranks
-        if agreement is None or not isinstance(ranks, RecordedRanks):
+        ranks = self._parts.stage.declaration.ranks
+        if not isinstance(ranks, RecordedRanks):
             return contextlib.nullcontext()
         if step.ranks is None:
             lines.append("what the other ranks told is not in the file: they are taken to bring what this one brings")
-        return ranks.telling(step, agreement.axes)
+        return ranks.telling(step, self._parts.coordinator.axes)
 
     def _agreed(self, done: Replayed, before: Decision | None) -> Replayed:
         """With what ranks agreed on, if they have since."""

@@ -33,7 +33,7 @@ class StackRunner(GraphRunner[V]):
         try:
             return self.runs.capture()
         finally:
-            self._prove()
+            self._debug()
 
     @property
     def buckets(self) -> Buckets:

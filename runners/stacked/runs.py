@@ -1,6 +1,5 @@
 """Runs of a step of which one part, the stack, is captured by tokens, while the rest runs eagerly around it."""
 
-import contextlib
 import functools
 import time
 from collections.abc import Collection, Sequence
@@ -28,8 +27,7 @@ from ..graphs import GraphSet
 from ..outputs import live_rows, map_tensors
 from ..parts import Parts
 from ..pool import Phase, Seat
-from ..ranks.agreement import agreement_of
-from ..ranks.routing import Joint
+from ..ranks.agreement import coordinator_of
 from ..router import Router
 from ..running import Running, under_way
 from ..stage import NO_BINDINGS, Stage, V
@@ -80,7 +78,7 @@ class StackRuns(Generic[V]):
         self._output_rows = _checked_axis(output_rows, stage)
         self._limits = Limits.of(stage.declaration, capacity)
         self._requests = _place(stage, BATCH)
-        self.agreement = agreement_of(stage.declaration, name, config, self._sizes, TOKENS)
+        self.coordinator = coordinator_of(stage.declaration, name, config, self._sizes, TOKENS)
         self._tally = Tally(boundary.path)
         self.watch = Watch()
         self._gate = Gate(name)
@@ -112,11 +110,11 @@ class StackRuns(Generic[V]):
         )
 
     @functools.cached_property
-    def _router(self) -> Router | Joint:
+    def _router(self) -> Router:
         graphs, on, path = self.graphs, self.config.graphs, self._boundary.path
         routed = self.stage.declaration, self.buckets, graphs.buffers.capacity, graphs
-        own = Router(*routed, enabled=on, leading=(TOKENS,), path=path)
-        return own if self.agreement is None else Joint(own, graphs, self._eager, self.agreement)
+        asked = self.coordinator, self._eager.admit
+        return Router(*routed, *asked, enabled=on, leading=(TOKENS,), path=path)
 
     @functools.cached_property
     def _eager(self) -> EagerRunner[V]:
@@ -126,12 +124,12 @@ class StackRuns(Generic[V]):
     def parts(self) -> Parts[V]:
         """What they are made of."""
         made = self.name, self.config, self.stage, self._sizes, self._patterns, self.graphs, self._eager
-        return Parts(*made, self._size, self._tally, self.watch, self._seat, self.agreement)
+        return Parts(*made, self.coordinator, self._size, self._tally, self.watch, self._seat)
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it."""
         with self._gate.open():
-            return self.graphs.capture(Order.of(self.config, self._sizes, self._patterns, self.name, self.agreement))
+            return self.graphs.capture(Order.of(self.config, self._sizes, self._patterns, self.name, self.coordinator))
 
     def decide(self, batch: Any, side: Side) -> Decision:
         """The path that a batch would take."""
@@ -170,19 +168,19 @@ class StackRuns(Generic[V]):
         start = time.perf_counter_ns() if next(self._tally.turns) else 0
         graphs.buffers.turn.fills += 1
         graphs.filler.order()
-        self._router.begin(side)
+        self.coordinator.begin()
         try:
             live = self._size(batch, side)
             if self._limits is not None:
                 self._limits.check(batch, side)
             absent = self.stage.absent(batch, side)
-            route = self._router.route(live, absent, batch)
+            route = self._router.route(live, absent, batch, side)
             if isinstance(route, Decision):
                 return self._fill_eagerly(batch, route, side, live, start)
             ready = graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=False)
             compute_on_device(ready, batch)
         except BaseException as error:
-            self._router.refuse(error)
+            self.coordinator.refuse(error)
             if isinstance(error, BatchError):
                 self._filled = before  # nothing was written: the view filled last still stands
                 graphs.buffers.turn.fills -= 1
@@ -202,8 +200,7 @@ class StackRuns(Generic[V]):
         return Filled(view, decision, live[-1], self._requests_in(live))
 
     def _run(self, filled: Filled[V]) -> Any:
-        with contextlib.nullcontext() if self.agreement is None else self.agreement.told():
-            return self._run_here(filled)
+        return self.coordinator.run(self._run_here, filled)
 
     def _run_here(self, filled: Filled[V]) -> Any:
         captured = filled.route

@@ -8,7 +8,7 @@ import torch
 from ...dataflow.errors import FailedCheckError
 from ...dataflow.sampling import NO_VALUES, Values
 from ..proofs.cases import Batches
-from ..proofs.check import check_runner
+from ..proofs.check import check
 from ..proofs.report import CheckReport
 from ..runner import Runner
 
@@ -56,9 +56,7 @@ def _assert(
     rounds: int,
     seed: int,
 ) -> CheckReport:
-    report = check_runner(
-        runner, batches, state=state, only=only, rounds=rounds, seed=seed, values=values, progress=False
-    )
+    report = check(runner, batches, state=state, only=only, rounds=rounds, seed=seed, values=values, progress=False)
     if not report.ok:
         raise FailedCheckError(str(report))
     return report

@@ -15,15 +15,19 @@ from slotgraph.dataflow.tails import keep, once
 from slotgraph.runners.breakable import BreakableRunner
 from slotgraph.runners.buckets import Buckets
 from slotgraph.runners.config import RunnerConfig
+from slotgraph.runners.debug import debugged
 from slotgraph.runners.decode import DecodeRunner
 from slotgraph.runners.draft import DraftRunner
 from slotgraph.runners.draft_extend import DraftExtendRunner
 from slotgraph.runners.eager import EagerRunner
+from slotgraph.runners.explained.explanation import explain
 from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
 from slotgraph.runners.pool import InputPool
 from slotgraph.runners.prefill import PrefillRunner
+from slotgraph.runners.proofs.check import check
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.ranks.pipeline import PipelineStage
+from slotgraph.runners.recording.recorder import record
 from slotgraph.runners.running import current_view
 from slotgraph.runners.stacked.breaks import graph_break
 
@@ -34,7 +38,8 @@ __all__ = [
     "BATCH", "CACHE_LOC", "DEVICE", "HOST", "SEQ_LEN_FILL", "TOKENS", "WIDTH", "Axis", "BreakableRunner", "Buckets",
     "DecodeRunner", "DraftExtendRunner", "DraftRunner", "EagerRunner", "Exclusive", "FillRole", "InputPool", "Inputs",
     "MultiLayerDraftExtendRunner", "PipelineStage", "PrefillRunner", "Ranks", "Role", "RunnerConfig", "Slot",
-    "SlotGraphError", "Step", "computed", "constant", "copied", "current_view", "errors", "graph_break",
-    "host_parameter", "keep", "once", "output", "side", "slot", "staged", "standard",
+    "SlotGraphError", "Step", "check", "computed", "constant", "copied", "current_view", "debugged", "errors",
+    "explain", "graph_break", "host_parameter", "keep", "once", "output", "record", "side", "slot", "staged",
+    "standard",
 ]
 # fmt: on

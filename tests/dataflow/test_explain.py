@@ -27,7 +27,7 @@ from slotgraph import (
 )
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain
+from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration
 from slotgraph.dataflow.mermaid import mermaid
 from slotgraph.dataflow.planner import plan_fill
 from slotgraph.dataflow.tables import tables
@@ -71,7 +71,7 @@ def explained(
 ) -> Explanation:
     """The declaration above, on an NPU's capabilities."""
     how: Any = lowering
-    return explain(Explained.slotgraph, NPU, "npu", extents, absent, in_place, how)
+    return explain_declaration(Explained.slotgraph, NPU, "npu", extents, absent, in_place, how)
 
 
 def facts(name: str, found: Explanation | None = None) -> SlotFacts:
@@ -140,16 +140,16 @@ def test_slots_in_place_are_not_copied() -> None:
 def test_host_data() -> None:
     """Where the device packs uploads, the plan of a batch with host data says what rides; elsewhere it is the same."""
     plans = [
-        explain(Explained.slotgraph, capabilities, "some", SIZES, hosted=["input_ids"]).plan
+        explain_declaration(Explained.slotgraph, capabilities, "some", SIZES, hosted=["input_ids"]).plan
         for capabilities in (Capabilities(packed_uploads=True), Capabilities())
     ]
     assert plans[0] is not None
     assert "input_ids" in plans[0].packed
-    assert plans[1] == explain(Explained.slotgraph, Capabilities(), "some", SIZES).plan
+    assert plans[1] == explain_declaration(Explained.slotgraph, Capabilities(), "some", SIZES).plan
     with pytest.raises(
         ConfigError, match="Explained: a batch cannot bring host data for 'count': it is no slot that is"
     ):
-        explain(Explained.slotgraph, Capabilities(), "some", SIZES, hosted=["count"])
+        explain_declaration(Explained.slotgraph, Capabilities(), "some", SIZES, hosted=["count"])
 
 
 @pytest.mark.parametrize("lowering", [None, "auto", "foreach", "slot_by_slot"])
@@ -231,7 +231,7 @@ def test_tables_take_text_as_it_stands() -> None:
 
 def test_tables_name_what_is_switched_off() -> None:
     """Slots that the settings switch off are named, so that no one looks for them."""
-    found = explain(Explained.slotgraph.under({"extend": {"on": False}}), NPU, "npu")
+    found = explain_declaration(Explained.slotgraph.under({"extend": {"on": False}}), NPU, "npu")
     assert "switched off by the settings: ones" in shown(found)
     assert "ones" not in [slot.name for slot in found.slots]
 
@@ -259,7 +259,7 @@ def test_mermaid_quotes_what_it_would_stumble_over() -> None:
     class Odd(Inputs):
         end: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=lambda batch: batch)
 
-    text = mermaid(explain(Odd.slotgraph, NPU, "npu"))
+    text = mermaid(explain_declaration(Odd.slotgraph, NPU, "npu"))
     assert "#lt;lambda#gt;(batch)" in text
     assert "slot_end[" in text
 
@@ -271,7 +271,7 @@ _EDGE = re.compile(r"(\w+) (?:-->|-\.->)(?:\|\"[^\"]*\"\|)? (\w+)")
 @given(declarations())
 def test_mermaid_is_well_formed(declaration: type[Inputs]) -> None:
     """Whatever is declared, every line is a node, an edge between nodes that are there, or a colour."""
-    first, *lines = mermaid(explain(declaration.slotgraph, NPU, "npu")).splitlines()
+    first, *lines = mermaid(explain_declaration(declaration.slotgraph, NPU, "npu")).splitlines()
     nodes = {match[1] for line in lines if (match := _NODE.fullmatch(line.strip()))}
     assert first == "flowchart LR"
     for line in (line.strip() for line in lines):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, HOST, TOKENS, Axis, Inputs, copied, side
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, DeclarationErrors
-from slotgraph.dataflow.explain import explain
+from slotgraph.dataflow.explain import explain_declaration
 from slotgraph.dataflow.limits import Limits
 from slotgraph.dataflow.tables import tables
 
@@ -164,7 +164,7 @@ def test_wrong_limits() -> None:
 
 def test_explained() -> None:
     """An explanation tells the limit, in its data and in its table."""
-    found = explain(Limited.slotgraph, Capabilities(), "cpu")
+    found = explain_declaration(Limited.slotgraph, Capabilities(), "cpu")
     assert {slot.name: slot.limit for slot in found.slots} == {
         "here": "CONTEXT",
         "there": "40",

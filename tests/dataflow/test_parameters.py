@@ -27,7 +27,7 @@ from slotgraph import (
 )
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationError, DeclarationErrors
-from slotgraph.dataflow.explain import Explanation, explain
+from slotgraph.dataflow.explain import Explanation, explain_declaration
 from slotgraph.dataflow.mermaid import mermaid
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.dataflow.slots import Constant, Copied, HostParameter, Output
@@ -188,7 +188,7 @@ def test_roles_and_constants() -> None:
 
 def explained() -> Explanation:
     """The declaration above in words."""
-    return explain(Parameters.slotgraph, Capabilities(), "cpu")
+    return explain_declaration(Parameters.slotgraph, Capabilities(), "cpu")
 
 
 def test_explained() -> None:

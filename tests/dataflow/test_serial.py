@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from slotgraph.dataflow.capabilities import LADDER, Capabilities
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.explain import Explanation, explain
+from slotgraph.dataflow.explain import Explanation, explain_declaration
 from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, TailReset
 from slotgraph.dataflow.planner import plan_fill
 from slotgraph.dataflow.serial import (
@@ -82,7 +82,7 @@ def test_round_trip_gives_an_equal_plan(data: st.DataObject) -> None:
 def test_round_trip_of_an_explanation(data: st.DataObject) -> None:
     """An explanation too comes back from plain data that JSON can hold."""
     declaration = data.draw(declarations()).slotgraph
-    found = explain(declaration, Capabilities(), "cpu", data.draw(st.sampled_from([{}, _extents()])))
+    found = explain_declaration(declaration, Capabilities(), "cpu", data.draw(st.sampled_from([{}, _extents()])))
     again = from_data(json.loads(json.dumps(to_data(found), allow_nan=False)), Explanation)
     assert again == found or "nan" in str(found)
 

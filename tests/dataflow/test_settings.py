@@ -15,7 +15,7 @@ from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.errors import DeclarationError, DeclarationErrors
-from slotgraph.dataflow.explain import explain
+from slotgraph.dataflow.explain import explain_declaration
 from slotgraph.dataflow.fill import compute_on_device
 from slotgraph.dataflow.handover import hand_over
 from slotgraph.dataflow.mermaid import mermaid
@@ -192,7 +192,7 @@ def test_step_is_still_frozen() -> None:
 
 def test_explained() -> None:
     """An explanation names settings among the needs, and the diagram shows where they come from."""
-    found = explain(Ranked.slotgraph, Capabilities(), "cpu")
+    found = explain_declaration(Ranked.slotgraph, Capabilities(), "cpu")
     needs = {slot.name: slot.needs for slot in found.slots}
     assert needs["moved"] == ("ids", "settings")
     assert "given_settings([" in mermaid(found)

@@ -10,7 +10,7 @@ from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate, at_rest
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationErrors
-from slotgraph.dataflow.explain import explain
+from slotgraph.dataflow.explain import explain_declaration
 from tests.strategies import empty, noise
 
 WIDTH = Axis("WIDTH", fixed=True)
@@ -83,7 +83,7 @@ def test_wrong_starts() -> None:
 
 def test_explained() -> None:
     """The tail rule is told together with what the slot starts as."""
-    tails = {slot.name: slot.tail for slot in explain(Started.slotgraph, Capabilities(), "cpu").slots}
+    tails = {slot.name: slot.tail for slot in explain_declaration(Started.slotgraph, Capabilities(), "cpu").slots}
     assert tails == {
         "counts": "pad=-1, starts as 1",
         "kept": "keep (shown here), starts as 1",

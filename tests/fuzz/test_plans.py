@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.explain import Explanation, explain
+from slotgraph.dataflow.explain import Explanation, explain_declaration
 from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, TailReset
 from slotgraph.dataflow.roles import dtype_from_text
 from slotgraph.dataflow.serial import from_data, plan_from_json, plan_to_json, to_data
@@ -27,7 +27,7 @@ PLAN = FillPlan(
     computed=(ComputeStep("count", "live_tokens", ("step",), "host"),),
     nbytes=4096,
 )
-EXPLAINED = explain(PlainInputs.slotgraph, Capabilities(), "cpu", {})
+EXPLAINED = explain_declaration(PlainInputs.slotgraph, Capabilities(), "cpu", {})
 
 
 def check(text: str) -> None:

@@ -21,6 +21,7 @@ import typer.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import slotgraph
 from slotgraph import EagerRunner
 from slotgraph.dataflow.errors import RecordingError, SlotGraphError
 from slotgraph.runners.commands.app import app
@@ -43,7 +44,7 @@ def recorded() -> bytes:
     """A file of two steps with every kind of value."""
     with tempfile.TemporaryDirectory() as folder:
         runner = eager()
-        with runner.record(pathlib.Path(folder, "x.safetensors"), outputs=True) as recording:
+        with slotgraph.record(runner, pathlib.Path(folder, "x.safetensors"), outputs=True) as recording:
             for rows in (2, 1):
                 runner(mixed_batch(rows, rows), **mixed_side(rows, rows))
         return recording.path.read_bytes()
@@ -231,7 +232,7 @@ def test_plain_data_of_many_values(file: pathlib.Path, value: Any) -> None:
 def test_what_is_written_is_read(tmp_path: pathlib.Path, source: Any) -> None:
     """Every list that a recording keeps can be read again, and one that it does not keep leaves the others."""
     runner = eager()
-    with runner.record(tmp_path / "x.safetensors") as recording:
+    with slotgraph.record(runner, tmp_path / "x.safetensors") as recording:
         batch = mixed_batch(2, 1)
         batch.tag = source
         runner(batch, **mixed_side(2, 1))

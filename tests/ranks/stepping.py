@@ -63,12 +63,11 @@ def run(rank: int, rows: list[int], seed: int) -> tuple[bool, str, int | None, s
     """One step of so many rows by rank: whether its outputs are right; path, bucket, reason, and who forced it."""
     batch = batch_of(rows[rank], seed + rank)
     outputs = Held.runner(batch)
-    agreed, agreement = Held.runner.agreed, Held.runner.parts.agreement
+    agreed, ranks = Held.runner.agreed, Held.runner.parts.stage.declaration.ranks
     assert agreed is not None
-    assert agreement is not None
     padded = sum(rows) if agreed.bucket is None else agreed.bucket * len(rows)
     wanted = torch.stack([batch["ids"] * 3 + batch["weights"].long(), torch.full_like(batch["ids"], padded)], 1)
-    right = torch.equal(outputs, wanted) and agreement.ranks.live(BATCH) == tuple(rows)
+    right = torch.equal(outputs, wanted) and ranks.live(BATCH) == tuple(rows)
     return right, agreed.path, agreed.bucket, agreed.reason, agreed.rank
 
 

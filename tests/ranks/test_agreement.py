@@ -146,12 +146,11 @@ def idle_everywhere(rank: int) -> tuple[list[bool], int, list[tuple[int, ...]], 
     runner = Held.runner = stepping.runner_over(counted)
     runner.capture()
     before, live, nothing = len(ran), list[tuple[int, ...]](), list[bool]()
-    agreement = runner.parts.agreement
-    assert agreement is not None
+    ranks = runner.parts.stage.declaration.ranks
     for rows in ((0, 0), (3, 0), (0, 0), (0, 5)):
         outputs = runner(stepping.batch_of(rows[rank], rank)) if rows[rank] else runner.idle()
         nothing.append(outputs is None)
-        live.append(agreement.ranks.live(BATCH))
+        live.append(ranks.live(BATCH))
     steps = len(ran) - before
     outputs = runner(stepping.batch_of(0, 1)) if rank == 0 else runner.idle()
     return nothing, steps, live, tuple(outputs.shape)

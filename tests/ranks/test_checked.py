@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import slotgraph
 from slotgraph import BATCH, DecodeRunner, Step, computed, copied, keep
 from slotgraph.dataflow.errors import CheckError, RankError, StaleOutputError
 from slotgraph.runners.debug import debugged
@@ -99,7 +100,7 @@ def checked(rank: int, backend: str, fault: str, guilty: int, options: dict[str,
         rows = [draw.randint(bucket // 2 + 1, bucket) for bucket in (8, 4, 8, 2, 4)]
         options["batches"] = [batch_of(count, 17 * rank + seed) for seed, count in enumerate([*rows, 9])]
     before = model.cache.clone()
-    report = runner.check(progress=False, rounds=1, values={"lens": (1, 50), "ids": (1, 99)}, **options)
+    report = slotgraph.check(runner, progress=False, rounds=1, values={"lens": (1, 50), "ids": (1, 99)}, **options)
     assert torch.equal(model.cache, before)
     (steps,) = set(report.steps.values())
     assert set(report.steps) == set(options.get("only", CHECKS))
@@ -134,7 +135,7 @@ def sound(rank: int, kind: str) -> tuple[bool, dict[str, int], str]:
         first = int(torch.randint(1, tokens + 1, (), generator=generator))
         return prefilled.batch_of([first, *[tokens - first][: tokens - first]], 3 + rank)
 
-    report = runner.check(make, read_outside=["out_cache_loc"], progress=False)
+    report = slotgraph.check(runner, make, read_outside=["out_cache_loc"], progress=False)
     return report.ok, dict(report.steps), str(report)
 
 
@@ -194,7 +195,7 @@ def raises_alone(rank: int, backend: str) -> tuple[list[tuple[str | None, str]],
         return view.ids + table[view.lens] if rank == 1 else view.ids * 2
 
     runner = runner_of(step, backend)
-    report = runner.check(only=["poison"], rounds=1, values={"lens": (1, 50)}, progress=False)
+    report = slotgraph.check(runner, only=["poison"], rounds=1, values={"lens": (1, 50)}, progress=False)
     told = []
     with debugged(runner, "poison"):
         for rows in (3, 5, 2):  # in buckets 4, 8 and 2, of which the last has no tail
@@ -232,7 +233,7 @@ def elsewhere(rank: int) -> list[str]:
 
     runner = runner_of(step)
     batches = [batch_of(5 if rank == 0 else 8, 7)]
-    report = runner.check(batches, only=["poison"], progress=False, read_outside=["lens"])
+    report = slotgraph.check(runner, batches, only=["poison"], progress=False, read_outside=["lens"])
     return [one.message for one in report.findings]
 
 
@@ -264,7 +265,7 @@ def alone(rank: int) -> str:
     if rank == 1:
         return ""
     with pytest.raises(RankError) as raised:
-        runner.check(progress=False)
+        slotgraph.check(runner, progress=False)
     return str(raised.value)
 
 
@@ -285,7 +286,7 @@ def apart(rank: int, how: str) -> str:
         if how == "step" and rank == 1:
             runner(batch_of(3, 1))
         else:
-            runner.check(given, only=only, progress=False)
+            slotgraph.check(runner, given, only=only, progress=False)
     return str(raised.value)
 
 
@@ -319,7 +320,7 @@ def raises_eagerly(rank: int) -> tuple[str, bool]:
     runner = runner_of(step, "cpu-capture")
     broken += ["lost a page"] if rank == 1 else []
     with pytest.raises(ValueError if rank == 1 else RankError) as raised:
-        runner.check(progress=False)
+        slotgraph.check(runner, progress=False)
     batch = batch_of(3, rank)
     return str(raised.value), torch.equal(runner(batch) + 0, batch["ids"] * 2 + 6 + 3 * rank)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import typer.testing
 from safetensors.torch import save_file
 
+import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, computed, output
 from slotgraph.dataflow.errors import ComputeError, RecordingError
 from slotgraph.dataflow.serial import from_data, to_data
@@ -94,7 +95,7 @@ def recorded(rank: int, folder: str, kind: str) -> Home:
     ranks = Ranks(timeout=20.0, equal=kind == "quiet", shards=2 if kind == "quiet" else 1)
     runner, slots, draw = runner_of(kind, ranks), Slots(), random.Random(5)  # noqa: S311 - sizes, no secrets
     path, agreed = pathlib.Path(folder, f"{kind}-{rank}.safetensors"), []
-    with runner.record(path, last=STEPS, outputs=True):
+    with slotgraph.record(runner, path, last=STEPS, outputs=True):
         runner.watch.add(slots)
         for seed in range(STEPS):
             rows = [draw.choice([0, 1, 2, 3, 5, 8, 8, 9]) for _ in range(ranks.size)]
@@ -203,7 +204,7 @@ def raising(rank: int, folder: str) -> str:
     runner = DecodeRunner(Raising, lambda view: view.ids * 2, buckets=[4, 8], **given)
     runner.capture()
     path = pathlib.Path(folder, f"raising-{rank}.safetensors")
-    with runner.record(path):
+    with slotgraph.record(runner, path):
         runner(stepping.batch_of(2, 1))
         if rank == 0:
             runner(stepping.batch_of(7, 1))
@@ -228,7 +229,7 @@ def refused(rank: int, folder: str) -> str:
     """Rank 1 refuses its batch, so that nothing is agreed on."""
     runner = runner_of("cpu", Ranks(timeout=20.0))
     path = pathlib.Path(folder, f"refused-{rank}.safetensors")
-    with runner.record(path):
+    with slotgraph.record(runner, path):
         runner(stepping.batch_of(2, 1))
         batch = stepping.batch_of(3, 1) | ({"weights": None} if rank == 1 else {})
         with pytest.raises(Exception, match="weights"):
@@ -286,7 +287,7 @@ def test_what_does_not_fit_is_refused(two: Processes, tmp_path: pathlib.Path) ->
     plain = EagerRunner(Counted, lambda view: view.ids * 2, backend="cpu")
     with pytest.raises(RecordingError, match=r"ranks: the file has rank 1 of 2, the runner none; make it of"):
         replay_file(file, plain)
-    with plain.record(tmp_path / "plain.safetensors"):
+    with slotgraph.record(plain, tmp_path / "plain.safetensors"):
         plain(stepping.batch_of(3, 1))
     with pytest.raises(RecordingError, match=r"plain.safetensors: its runner had no ranks"):
         RecordedRanks.of(tmp_path / "plain.safetensors")
@@ -303,7 +304,7 @@ def test_a_runner_at_home_is_one_as_any(home: Home, backend: str) -> None:
     given: dict[str, Any] = {"sizes": {DP: 2}, "ranks": ranks, "backend": backend, "progress": False}
     runner = DecodeRunner(Placed, step, buckets=[2, 4, 8], debug="poison,parity", **given)
     runner.capture()
-    report = runner.check(progress=False)
+    report = slotgraph.check(runner, progress=False)
     assert report.ok, str(report)
     assert report.steps["races"] > 4
     batch = stepping.batch_of(3, 1)
@@ -311,7 +312,7 @@ def test_a_runner_at_home_is_one_as_any(home: Home, backend: str) -> None:
     outputs = runner(batch)
     assert torch.equal(outputs, (batch["ids"] + 6 + 3) * batch["weights"].long())
     assert ranks.live(BATCH) == (3, 3)
-    told = runner.explain().ranks
+    told = slotgraph.explain(runner).ranks
     assert told is not None
     assert (told.rank, told.size) == (1, 2)
     runner.wait()
@@ -327,7 +328,7 @@ def without_ranks(record: dict[str, Any]) -> dict[str, Any]:
 def test_an_older_file(tmp_path: pathlib.Path) -> None:
     """One from before there were ranks is read and replayed as ever."""
     runner = EagerRunner(Counted, lambda view: view.ids * 2, backend="cpu")
-    with runner.record(tmp_path / "new.safetensors", outputs=True) as recording:
+    with slotgraph.record(runner, tmp_path / "new.safetensors", outputs=True) as recording:
         for rows in (3, 1):
             runner(stepping.batch_of(rows, rows))
     new = RecordedFile.read(recording.path)
@@ -399,7 +400,7 @@ def prefills(rank: int, folder: str, kind: str) -> Home:
     runner = prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu", ranks=Ranks(timeout=20.0))
     runner.capture()
     path, slots, agreed = pathlib.Path(folder, f"{kind}-{rank}.safetensors"), Slots(), []
-    with runner.record(path, outputs=True):
+    with slotgraph.record(runner, path, outputs=True):
         runner.watch.add(slots)
         for number, lengths in enumerate(([3], [2, 4, 1], [16], [9, 8], [1] * 6)):
             runner(prefilled.batch_of(lengths if rank == 0 else [4, 2][: 1 + number % 2], number, "cpu"))

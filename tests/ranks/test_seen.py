@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from structlog.testing import capture_logs
 
+import slotgraph
 from slotgraph import EagerRunner
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.explained.diagram import mermaid
@@ -45,12 +46,12 @@ def shown(rank: int) -> Found:
     """Explained before and after some steps, whose metrics and events are kept."""
     ranks = Ranks(timeout=20.0)
     runner = stepping.runner_of_counts(ranks, 2, 4, 8)
-    before = runner.explain(stepping.batch_of(1 + 2 * rank, rank))
+    before = slotgraph.explain(runner, stepping.batch_of(1 + 2 * rank, rank))
     with capture_logs() as events:
         for seed, rows in enumerate(SCHEDULE[:-1]):
             runner(stepping.batch_of(rows[rank], seed))
     exchanges = ranks.exchanges
-    after = runner.explain()
+    after = slotgraph.explain(runner)
     assert ranks.exchanges == exchanges, "to explain asks nobody"
     runner(stepping.batch_of(SCHEDULE[-1][rank], 9))
     return Found(before, after, exposition(mine=runner), list(events), ranks.exchanges)
@@ -133,13 +134,13 @@ def quiet(rank: int) -> RunnerExplanation:
     runner(stepping.batch_of(3, 1))
     assert "slotgraph_forced_steps_total{" not in exposition(runner)
     eager = EagerRunner(Gathered, lambda view: view.ids * 2, sizes={DP: ranks.size}, ranks=ranks, backend="cpu")
-    assert eager.explain().ranks is not None
-    return runner.explain(stepping.batch_of(3, 1))
+    assert slotgraph.explain(eager).ranks is not None
+    return slotgraph.explain(runner, stepping.batch_of(3, 1))
 
 
 def test_without_ranks() -> None:
     """There is nothing to say."""
-    explanation = plain_runner("cpu").explain()
+    explanation = slotgraph.explain(plain_runner("cpu"))
     assert explanation.ranks is None
     assert "ranks" not in said(explanation)
 

@@ -14,7 +14,7 @@ from slotgraph import DecodeRunner, backends
 from slotgraph.backends.base import Event
 from slotgraph.dataflow.errors import RankError
 from slotgraph.runners.ranks.group import Ranks
-from slotgraph.runners.ranks.vigil import Vigil
+from slotgraph.runners.ranks.watchdog import Watchdog
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, ranks
 
@@ -94,20 +94,20 @@ def test_all_devices_stand_still(tmp_path: pathlib.Path) -> None:
         assert "all ranks came, but not all within 2 s" in first
 
 
-def keeps_vigil(rank: int) -> tuple[str, bool, int]:
+def keeps_watchdog(rank: int) -> tuple[str, bool, int]:
     """Rank 0's device stands still in a warm-up; rank 1 never begins its own. Then rank 0 meets nobody."""
     made, backend = Ranks(capture_timeout=2.0), backends.choose("cpu")
     threads = threading.active_count()
     if rank == 1:
         return "", False, 0
-    vigil, told = Vigil(made, backend, 2.0, "a warm-up"), ""
+    watchdog, told = Watchdog(made, backend, 2.0, "a warm-up"), ""
     try:
-        with vigil.kept():
-            vigil.over(lambda: None)()
-            assert vigil._asked is not None
-            vigil._asked = Standing()
+        with watchdog.kept():
+            watchdog.over(lambda: None)()
+            assert watchdog._asked is not None
+            watchdog._asked = Standing()
             for thread in threading.enumerate():
-                if thread.name == "slotgraph vigil":
+                if thread.name == "slotgraph watchdog":
                     thread.join(30)
     except RankError as error:
         told = str(error)
@@ -118,14 +118,14 @@ def keeps_vigil(rank: int) -> tuple[str, bool, int]:
     return told, True, threading.active_count() - threads
 
 
-def test_a_vigil_over_a_capture(tmp_path: pathlib.Path) -> None:
+def test_a_watchdog_over_a_capture(tmp_path: pathlib.Path) -> None:
     """A warm-up whose device stands still ends the capture, which tells of the rank that did not come."""
     with ranks(2, tmp_path) as made:
-        (told, kept, threads), _ = made.run(keeps_vigil)
+        (told, kept, threads), _ = made.run(keeps_watchdog)
     assert kept
     assert told.startswith("a warm-up: rank 1 did not come within 2 s: it is dead, stuck")
     assert "these ranks are lost to each other: a warm-up: rank 1 did not come within 2 s" in told
-    assert threads <= 1, "the vigil is over"
+    assert threads <= 1, "the watchdog is over"
 
 
 class StandsStill:
@@ -157,7 +157,7 @@ def runs_again(rank: int) -> tuple[str, int]:
         return "", 0
     backend: Any = StandsStill(made)
     try:
-        with Vigil(made, backend, 2.0, "a warm-up").kept() as over:
+        with Watchdog(made, backend, 2.0, "a warm-up").kept() as over:
             for number in range(2):
                 over(functools.partial(runs.append, number))()
     except RankError as error:
@@ -173,23 +173,23 @@ def test_no_step_after_a_lost_rank(tmp_path: pathlib.Path) -> None:
     assert runs == 1
 
 
-def test_a_vigil_over_a_good_capture(two: Processes) -> None:
+def test_a_watchdog_over_a_good_capture(two: Processes) -> None:
     """A device that goes on is left alone, and so is one that nothing was asked of."""
     assert two.run(goes_on) == [["", ""], ["", ""]]
 
 
 def goes_on(rank: int) -> list[str]:
-    """What a capture says after each of two vigils that are longer than they have patience."""
+    """What a capture says after each of two watchdogs that are longer than they have patience."""
     del rank
     found = []
     for asks in (False, True):
         made = Ranks(capture_timeout=20.0)
-        vigil = Vigil(made, backends.choose("cpu"), 0.05, "a warm-up")
-        with vigil.kept():
+        watchdog = Watchdog(made, backends.choose("cpu"), 0.05, "a warm-up")
+        with watchdog.kept():
             event = threading.Event()
             for _ in range(8):
                 if asks:
-                    vigil._asked = Standing(1)
+                    watchdog._asked = Standing(1)
                 event.wait(0.05)
         runner: Any = DecodeRunner(stepping.Counted, stepping.step, buckets=[2], ranks=made, backend="cpu")
         found.append("" if runner.capture().captured == (2,) else "not captured")

@@ -5,6 +5,7 @@ from typing import Final, final
 import pytest
 import torch
 
+import slotgraph
 from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, Step, computed, copied, keep, standard
 from slotgraph.backends import Backend, load
 from slotgraph.backends.base import Graph
@@ -185,9 +186,9 @@ def test_sglang_30895_padded_rows_at_the_experts() -> None:
     assert torch.equal(runner({"ids": ids}), right)
     others = draw(1, 9, (2,), 5)
     assert torch.equal(runner({"ids": others}), route(others, None))
-    assert runner.check(only=["poison"], progress=False).ok
+    assert slotgraph.check(runner, only=["poison"], progress=False).ok
     careless = captured(Experts, lambda view: route(view.ids, None))
-    assert {finding.slot for finding in careless.check(only=["poison"], progress=False).findings} == {"ids"}
+    assert {finding.slot for finding in slotgraph.check(careless, only=["poison"], progress=False).findings} == {"ids"}
 
 
 def test_sglang_32555_the_tail_of_a_whole_buffer() -> None:

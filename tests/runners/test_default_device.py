@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+import slotgraph
 from slotgraph import BATCH, HOST, DecodeRunner, EagerRunner, Inputs, computed, constant, copied
 from slotgraph.backends import Backend
 from slotgraph.errors import ComputeError, ConfigError
@@ -209,7 +210,7 @@ def test_checks_and_suites(backend: Backend, device: str) -> None:
     values = {"halves": (0, 9), "pairs": (0, 9)}
     with default_device(device):
         runner = decode(backend, "auto", buckets=[2, 4])
-        assert not runner.check(rounds=1, values=values).findings
+        assert not slotgraph.check(runner, rounds=1, values=values).findings
         assert_parity(runner, values=values)
         assert_padding_independent(runner, values=values)
         assert_fill_equals_oracle(Rich, {BATCH: 5}, backend=backend, max_examples=10)
@@ -224,7 +225,7 @@ def test_a_step_is_recorded_and_run_again(backend: Backend, device: str, tmp_pat
     file = tmp_path / "steps.safetensors"
     runner, batches = decode(backend, "auto"), batches_of(backend, 4)
     with default_device(device):
-        with runner.record(file, outputs=True):
+        with slotgraph.record(runner, file, outputs=True):
             for batch in batches:
                 runner(batch)
         report = replay_file(RecordedFile.read(file), decode(backend, "auto"))
@@ -293,9 +294,9 @@ def test_a_maker_of_values_obeys_the_callers_default() -> None:
     )
     runner.capture()
     values = {"ids": lambda shape, dtype, _: torch.ones(shape, dtype=dtype)}
-    assert not runner.check(rounds=1, values=values).findings
+    assert not slotgraph.check(runner, rounds=1, values=values).findings
     with torch.device("meta"), pytest.raises(ConfigError, match=r"slot 'ids': values' function .* on meta"):
-        runner.check(rounds=1, values=values)
+        slotgraph.check(runner, rounds=1, values=values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -12,7 +12,7 @@ from slotgraph.backends.cpu import CpuBackend
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
-from slotgraph.dataflow.explain import explain
+from slotgraph.dataflow.explain import explain_declaration
 from tests.runners.lowered import (
     ABSENT,
     BUCKETS,
@@ -253,8 +253,8 @@ def test_explanations_say_the_same(cpu: str, lowering: str) -> None:
     sizes = {axis: (size, size) for axis, size in runner._sizes[4].items()}
     assert {PAGES, HIDDEN} <= set(sizes)
     for absent, written in (((), ()), (("extra", "beside"), ("ids", "tables", "here"))):
-        made = explain(declaration, capabilities, cpu, sizes, absent, written, lowering=runner.lowering)
+        made = explain_declaration(declaration, capabilities, cpu, sizes, absent, written, lowering=runner.lowering)
         assert made.plan == runner.plan(4, absent, written)
     assert SIZES[Rich][PAGES] == sizes[PAGES][1]
     with pytest.raises(ConfigError, match="cannot write 'scratch' in place"):
-        explain(declaration, capabilities, cpu, sizes, in_place=["scratch"])
+        explain_declaration(declaration, capabilities, cpu, sizes, in_place=["scratch"])

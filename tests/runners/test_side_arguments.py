@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import slotgraph
 from slotgraph import TOKENS, EagerRunner, InputPool, Inputs, PipelineStage, copied, side
 from slotgraph.dataflow.errors import BatchError, SlotGraphError
 from slotgraph.dataflow.sources import Source
@@ -20,8 +21,8 @@ WAYS: dict[str, Callable[..., Any]] = {
     "call": lambda runner, batch, **beside: runner(batch, **beside),
     "fill": lambda runner, batch, **beside: runner.fill(batch, **beside),
     "decide": lambda runner, batch, **beside: runner.decide(batch, **beside),
-    "explain": lambda runner, batch, **beside: runner.explain(batch, **beside),
-    "explain nothing": lambda runner, _, **beside: runner.explain(**beside),
+    "explain": slotgraph.explain,
+    "explain nothing": lambda runner, _, **beside: slotgraph.explain(runner, **beside),
     "agree_ahead": lambda runner, batch, **beside: runner.agree_ahead(batch, **beside),
     "idle": lambda runner, _, **beside: runner.idle(**beside),
     "stage": lambda runner, batch, **beside: PipelineStage(runner)(batch, **beside),
@@ -67,7 +68,7 @@ def test_known_side_arguments_are_taken(way: str, runners: dict[str, Any]) -> No
 def test_a_watched_runner_refuses_as_well(name: str, tmp_path: Path) -> None:
     """Who records a runner's steps records none that was refused for its call."""
     runner = captured(name)
-    with runner.record(tmp_path / "steps.safetensors"):
+    with slotgraph.record(runner, tmp_path / "steps.safetensors"):
         for way in ("call", "fill", "decide"):
             with pytest.raises(BatchError, match="did you mean 'proxies'"):
                 WAYS[way](runner, batch_of(name, 2, 1), proxy=None)

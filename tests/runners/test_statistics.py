@@ -13,15 +13,10 @@ from structlog.testing import capture_logs
 
 from slotgraph import DecodeRunner, EagerRunner, InputPool
 from slotgraph.dataflow.errors import ReplayError
+from slotgraph.runners.decision import BucketData, EagerData, FillsData
 from slotgraph.runners.filltimes import BOUNDS, EVERY, FIRST, FillTimes, FillTimesData
 from slotgraph.runners.runner import Runner
-from slotgraph.runners.statistics import (
-    BucketData,
-    CaptureData,
-    EagerData,
-    FillsData,
-    Statistics,
-)
+from slotgraph.runners.statistics import CaptureData, Statistics
 from tests.runners.counted import EVERY_KIND, Act, Books, act, anew, counted, schedules
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import slotgraph
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.runners.explained.html import html
 from tests.runners.explained.browser import VARIABLE, find_browser, look, probed
@@ -34,12 +35,12 @@ def full_page() -> str:
     runner.capture()
     for rows in (1, 5, 7):
         runner(full_batch(rows), **proxy(rows))
-    return html(runner.explain())
+    return html(slotgraph.explain(runner))
 
 
 def many_page() -> str:
     """Forty-eight slots, nine buckets, one call a slot."""
-    return html(many_runner("slot_by_slot").explain())
+    return html(slotgraph.explain(many_runner("slot_by_slot")))
 
 
 def harmful_page() -> str:
@@ -47,12 +48,12 @@ def harmful_page() -> str:
     runner = harmful_runner()
     with pytest.raises(CaptureError):
         runner.capture()
-    return html(runner.explain())
+    return html(slotgraph.explain(runner))
 
 
 def pooled_page() -> str:
     """A runner that shares memory with others."""
-    return html(pooled_runner().explain())
+    return html(slotgraph.explain(pooled_runner()))
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

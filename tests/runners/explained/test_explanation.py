@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import slotgraph
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, MultiLayerDraftExtendRunner, copied
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.buffers import allocate
@@ -37,11 +38,11 @@ def test_every_kind_of_runner(kind: Kind) -> None:
     """Each runner is explained over its standard declaration, before and after steps, and comes back from JSON."""
     backend = choose("cpu-capture")
     runner: Any = kind.make(kind, backend)
-    before = runner.explain()
+    before = slotgraph.explain(runner)
     assert read_back(before) == before
     assert (before.kind, before.declaration.declaration) == (kind.runner, kind.inputs.__name__)
     runner(kind.batch(backend, kind.live))
-    after = runner.explain()
+    after = slotgraph.explain(runner)
     assert read_back(after) == after
     assert sum(after.decisions.paths.values()) == sum(before.decisions.paths.values()) + 1
     assert {place.slot for place in after.memory.places} == set(kind.declaration.slots)
@@ -54,11 +55,11 @@ def test_facts_read_back(backend: Backend) -> None:
         pytest.skip(f"{backend.name} hands host parameters to operators, and the step of this house calls none")
     for lowering in backend.capabilities.lowerings:
         runner = full_runner(backend, lowering=lowering)
-        assert read_back(runner.explain()) == runner.explain()
+        assert read_back(slotgraph.explain(runner)) == slotgraph.explain(runner)
         runner.capture()
         for rows in (1, 5, 11):
             runner(full_batch(rows), **proxy(rows))
-        found = runner.explain()
+        found = slotgraph.explain(runner)
         assert read_back(found) == found
         assert (found.backend, found.lowering, found.device) == (backend.name, lowering, str(backend.device))
         assert {graph.why for bucket in found.buckets for graph in bucket.graphs} == {""}
@@ -67,7 +68,7 @@ def test_facts_read_back(backend: Backend) -> None:
 
 def test_wrong_data_is_refused() -> None:
     """Data of another shape is no explanation, and the place is told."""
-    data = to_data(full_runner().explain())
+    data = to_data(slotgraph.explain(full_runner()))
     data["buckets"][0]["fill"]["copies"] = "many"
     with pytest.raises(ConfigError, match=r"expected int, got 'many'.*copies"):
         from_data(data, RunnerExplanation)
@@ -119,7 +120,7 @@ def test_calls_are_those_that_are_made(lowering: str) -> None:
     runner.fill(written_batch(7))
     with Calls() as calls:
         runner.fill(written_batch(2))
-    found = runner.explain().buckets[0].fill
+    found = slotgraph.explain(runner).buckets[0].fill
     copies, resets = calls.counts["copy_"] + calls.counts["_foreach_copy_"], calls.counts["fill_"]
     assert (copies, resets + calls.counts["_foreach_zero_"]) == (found.copies, found.resets)
     assert found.copies == sum(step.calls for step in found.steps if step.kind == "copy") > 0
@@ -139,10 +140,10 @@ def test_uploaded_bytes_are_those_that_are_sent(lowering: str, monkeypatch: pyte
     runner = full_runner(lowering=lowering)
     runner.capture()
     runner.fill(full_batch(5), **proxy(5))
-    fill = runner.explain().buckets[-1].fill
+    fill = slotgraph.explain(runner).buckets[-1].fill
     assert sent == [fill.uploaded]
     assert (fill.uploads, fill.launches) == (1, 1 if lowering == "in_graph" else 2)
-    (kernel,) = steps(runner.explain(), "kernel")
+    (kernel,) = steps(slotgraph.explain(runner), "kernel")
     assert kernel.inside == (lowering == "in_graph")
     assert kernel.slots == runner.plan(8).fused
 
@@ -153,7 +154,7 @@ def test_launches_of_a_model_in_parts(kind: str, backend: Backend) -> None:
     model = Model(named=kind == "piecewise").to(backend.device)
     runner = runner_of(kind, model, backend, buckets=[8])
     runner.capture()
-    found = runner.explain()
+    found = slotgraph.explain(runner)
     parts = 1 if backend.name == "cpu" else 3  # where nothing is recorded, a replay is one call
     assert found.path == kind
     assert [graph.parts for graph in found.buckets[0].graphs] == [parts]
@@ -164,9 +165,9 @@ def test_launches_of_a_model_in_parts(kind: str, backend: Backend) -> None:
 
 def test_places_are_addresses() -> None:
     """Offsets, bytes and gaps are those of the buffers, and add up to each allocation."""
-    found, runner = full_runner().explain(), full_runner()
+    found, runner = slotgraph.explain(full_runner()), full_runner()
     for buffer in runner.graphs.buffers:
-        place, storage = places(runner.explain())[buffer.name], buffer.tensor.untyped_storage()
+        place, storage = places(slotgraph.explain(runner))[buffer.name], buffer.tensor.untyped_storage()
         assert place.offset == buffer.tensor.data_ptr() - storage.data_ptr()
         assert (place.nbytes, place.shape) == (buffer.tensor.nbytes, tuple(buffer.tensor.shape))
     for one in found.memory.allocations:
@@ -194,7 +195,7 @@ def test_bound_memory_is_someone_elses() -> None:
     """An adopted slot shows the offset in the memory that it is part of, costs no gap, and is in no account."""
     memory = torch.zeros(64, dtype=torch.int64)
     runner = plain_runner("cpu", bind={"ids": memory[16:24]})
-    place, found = places(runner.explain())["ids"], runner.explain()
+    place, found = places(slotgraph.explain(runner))["ids"], slotgraph.explain(runner)
     assert (place.adopted, place.offset, place.gap) == (True, 128, 0)
     assert {one.name: one.adopted for one in found.memory.allocations}[place.allocation]
     assert found.memory.account.inputs == runner.graphs.buffers.nbytes
@@ -203,7 +204,7 @@ def test_bound_memory_is_someone_elses() -> None:
 
 def test_when_values_count() -> None:
     """A value counts from the phase that writes it; what must last between steps says why."""
-    found = places(full_runner(lowering="in_graph").explain())
+    found = places(slotgraph.explain(full_runner(lowering="in_graph")))
     spans = {name: (place.since, place.until) for name, place in found.items()}
     assert spans["input_ids"] == ("kernel", "replay")
     assert spans["block_tables"] == ("fill", "replay")
@@ -211,7 +212,7 @@ def test_when_values_count() -> None:
     assert spans["logits"] == ("replay", "outputs")
     assert found["ones"].lasting == "a constant, which no step writes"
     assert found["input_ids"].lasting is None
-    assert "kernel" not in full_runner(lowering="foreach").explain().memory.phases
+    assert "kernel" not in slotgraph.explain(full_runner(lowering="foreach")).memory.phases
 
 
 def test_shared_memory() -> None:
@@ -221,7 +222,7 @@ def test_shared_memory() -> None:
         DecodeRunner(PlainInputs, plain_step, backend="cpu", buckets=[8], phase=pool[name])
         for name in pool.schedule.phases
     ]
-    first, second = (runner.explain() for runner in runners)
+    first, second = (slotgraph.explain(runner) for runner in runners)
     assert first.pool is not None
     assert second.pool is not None
     assert first.pool.places == second.pool.places
@@ -236,7 +237,7 @@ def test_shared_memory() -> None:
 
 def why(runner: DecodeRunner[Any], bucket: int = 8) -> set[str]:
     """Why a bucket's graphs are not there."""
-    found = runner.explain()
+    found = slotgraph.explain(runner)
     return {graph.why for one in found.buckets if one.rows == bucket for graph in one.graphs}
 
 
@@ -271,7 +272,7 @@ def test_decisions_are_the_books() -> None:
     runner = plain_runner("cpu")
     for rows in (1, 3, 3, 8, 11):
         runner(random_batch(rows, seed=rows))
-    found, stats = runner.explain(), runner.stats()
+    found, stats = slotgraph.explain(runner), runner.stats()
     assert found.decisions.paths == stats["steps"] == {"graph": 4, "eager": 1}
     assert [(reason.why, reason.steps, reason.live) for reason in found.decisions.reasons] == [("too_large", 1, 11)]
     assert found.decisions.lowerings == stats["lowerings"]
@@ -294,7 +295,7 @@ def test_memory_account_is_the_runners() -> None:
     """Graphs' bytes add up to the account."""
     runner = full_runner("cpu-capture")
     runner.capture()
-    found = runner.explain()
+    found = slotgraph.explain(runner)
     assert found.memory.account == runner.graphs.memory()
     assert sum(graph.nbytes for bucket in found.buckets for graph in bucket.graphs) == found.memory.account.graphs > 0
     assert found.patterns == ((), ("hidden_states",))
@@ -305,7 +306,7 @@ def test_memory_account_is_the_runners() -> None:
 def test_plans_are_those_of_the_runner() -> None:
     """Each bucket has the plan that the runner would say, and the largest is the declaration's."""
     runner = full_runner(lowering="in_graph")
-    found = runner.explain()
+    found = slotgraph.explain(runner)
     for bucket in found.buckets:
         assert bucket.fill.plan == runner.plan(bucket.rows)
         assert bucket.fill.copied == bucket.fill.plan.nbytes
@@ -321,16 +322,16 @@ def test_eager_runner_before_and_after() -> None:
     runner = EagerRunner(
         FullInputs, full_step, backend="cpu", sizes={axis: size for axis, size in SIZES.items() if axis.fixed}
     )
-    before = runner.explain()
+    before = slotgraph.explain(runner)
     assert (before.memory.places, before.eager.fill, before.buckets) == ((), None, ())
     runner(full_batch(5), **proxy(5))
-    after = runner.explain()
+    after = slotgraph.explain(runner)
     assert dict(after.eager.capacity)["TOKENS"] == 8
     assert after.eager.fill is not None
     assert after.eager.fill.resets == after.eager.fill.launches == 0
     assert after.memory.account.inputs == after.eager.own == runner.nbytes
     runner(full_batch(9), **proxy(9))
-    assert dict(runner.explain().eager.capacity)["TOKENS"] == 16
+    assert dict(slotgraph.explain(runner).eager.capacity)["TOKENS"] == 16
     assert read_back(after) == after
 
 
@@ -339,7 +340,7 @@ def test_explaining_changes_nothing() -> None:
     runner = plain_runner("cpu-capture")
     view = runner.fill(random_batch(3, seed=1))
     before = runner.stats()
-    first, second = runner.explain(), runner.explain()
+    first, second = slotgraph.explain(runner), slotgraph.explain(runner)
     assert first == second
     assert runner.stats() == before
     assert runner.replay(view).shape[0] == 3
@@ -356,7 +357,7 @@ class EmptyInputs(Inputs):
 def test_a_slot_without_bytes(backend: Backend) -> None:
     """It lies where its place is, and no memory is told twice for its sake."""
     runner = DecodeRunner(EmptyInputs, lambda view: view.ids + 1, sizes={NOTHING: 0}, buckets=[4], backend=backend)
-    found = runner.explain()
+    found = slotgraph.explain(runner)
     assert sum(one.nbytes for one in found.memory.allocations) == found.memory.account.inputs
     if backend.capabilities.arenas:
         assert len({place.allocation for place in found.memory.places}) == 1
@@ -368,13 +369,13 @@ def test_what_a_phase_keeps() -> None:
     pool = InputPool("draft", "verify", anytime=["encode"])
     options: dict[str, Any] = {"backend": "cpu", "buckets": [8]}
     runner = DecodeRunner(PlainInputs, plain_step, phase=pool["draft"].keeping("ids"), **options)
-    found = runner.explain()
+    found = slotgraph.explain(runner)
     ids, weights = places(found)["ids"], places(found)["weights"]
     assert (ids.lasting, ids.since, ids.until) == ("it is kept, because that was asked for", "fill", "outputs")
     assert weights.lasting is None
     assert found.pool is not None
     assert found.pool.overlaps == (("draft", "encode"), ("verify", "encode"))
-    late = DecodeRunner(PlainInputs, plain_step, phase=pool["draft"].keeping("ids"), **options).explain()
+    late = slotgraph.explain(DecodeRunner(PlainInputs, plain_step, phase=pool["draft"].keeping("ids"), **options))
     assert late.pool is None
     assert places(late)["ids"].lasting is None
 
@@ -399,7 +400,7 @@ def test_parts_of_chained_slots_are_the_runners_own(shared: bool) -> None:  # no
         backend="cpu",
         phase=phase,
     )
-    found = runner.explain()
+    found = slotgraph.explain(runner)
     assert not any(one.adopted for one in found.memory.allocations)
     assert not any(place.adopted for place in found.memory.places)
     assert found.memory.account.inputs == (0 if shared else 3 * 128 * 8 + 64 * 8)

@@ -11,6 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from rich.console import Console
 
+import slotgraph
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.dataflow.serial import to_data
 from slotgraph.runners.explained import style
@@ -46,12 +47,12 @@ def harmful_page() -> str:
     runner = harmful_runner()
     with pytest.raises(CaptureError):
         runner.capture()
-    return html(runner.explain())
+    return html(slotgraph.explain(runner))
 
 
 def test_page_has_everything() -> None:
     """Each section is there with its picture or table, every slot in each, and every link leads somewhere."""
-    explanation = full_runner(lowering="in_graph").explain()
+    explanation = slotgraph.explain(full_runner(lowering="in_graph"))
     page = Parsed(html(explanation))
     ids = {attributes.get("id") for _, attributes in page.tags}
     assert {"dependencies", "fills", "memory"} <= ids
@@ -64,7 +65,7 @@ def test_page_has_everything() -> None:
 
 def test_page_loads_and_runs_nothing() -> None:
     """No script, no style sheet, image, font or frame from outside, and a policy that forbids all of them."""
-    page = html(full_runner().explain())
+    page = html(slotgraph.explain(full_runner()))
     parsed = Parsed(page)
     assert not {tag for tag, _ in parsed.tags} & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
     assert re.findall(r"https?://[^\s\"<]*", page) == ["http://www.w3.org/2000/svg"] * 3
@@ -76,7 +77,7 @@ def test_page_loads_and_runs_nothing() -> None:
 def test_hostile_names_are_letters() -> None:
     """A name, a rule and a failure that look like markup end up as text: no tag, no attribute of theirs."""
     page = harmful_page()
-    parsed, plain = Parsed(page), Parsed(html(full_runner().explain()))
+    parsed, plain = Parsed(page), Parsed(html(slotgraph.explain(full_runner())))
     assert {tag for tag, _ in parsed.tags} <= {tag for tag, _ in plain.tags} | {"desc"}
     known = {name for _, attributes in plain.tags for name in attributes}
     assert {name for _, attributes in parsed.tags for name in attributes} <= known
@@ -89,7 +90,7 @@ def test_hostile_names_do_no_harm_in_other_forms() -> None:
     runner = harmful_runner()
     with pytest.raises(CaptureError):
         runner.capture()
-    explanation = runner.explain()
+    explanation = slotgraph.explain(runner)
     for picture in pictures(explanation).values():
         root = ET.fromstring(picture.text)  # noqa: S314 - our own text
         assert not [one for one in root.iter() if one.tag.endswith("script")]
@@ -113,7 +114,7 @@ def test_text_and_attributes_are_escaped(text: str) -> None:
 def test_tables_say_it_all() -> None:
     """A terminal gets slots, steps, plans, graphs, places, bytes and decisions."""
     console = Console(file=io.StringIO(), width=220)
-    explanation = full_runner(lowering="in_graph").explain()
+    explanation = slotgraph.explain(full_runner(lowering="in_graph"))
     console.print(tables(explanation))
     shown = console.file.getvalue()  # type: ignore[attr-defined] # a StringIO
     for part in (
@@ -136,10 +137,10 @@ def test_diagram_names_the_runner() -> None:
     """The captured step is the runner with its graphs; of many buckets the first and the last are named."""
     runner = full_runner()
     runner.capture()
-    assert 'captured[["DecodeRunner<br/>2 buckets: 2, 8<br/>filled foreach"]]' in mermaid(runner.explain())
+    assert 'captured[["DecodeRunner<br/>2 buckets: 2, 8<br/>filled foreach"]]' in mermaid(slotgraph.explain(runner))
     runner = many_runner()
     runner.capture()
-    assert "9 buckets: 1 to 256" in mermaid(runner.explain())
+    assert "9 buckets: 1 to 256" in mermaid(slotgraph.explain(runner))
 
 
 def luminance(colour: str) -> float:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import slotgraph
 from slotgraph import Inputs
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.explain import explain
+from slotgraph.dataflow.explain import explain_declaration
 from slotgraph.runners.explained import fill_picture
 from slotgraph.runners.explained.dependencies import dependencies, depths_of, rows_of
 from slotgraph.runners.explained.memory_picture import Area, Spot, heights_of, memory_picture
@@ -92,7 +93,7 @@ def assert_sound(picture: Picture) -> None:
 @settings(max_examples=25)
 def test_dependencies_of_any_declaration(inputs: type[Inputs]) -> None:
     """Each slot has one box, no box lies on another, and each need is tapped once."""
-    explanation = explain(inputs.slotgraph, Capabilities(), "cpu")
+    explanation = explain_declaration(inputs.slotgraph, Capabilities(), "cpu")
     picture = dependencies(explanation, ["a step"])
     assert_sound(picture)
     root = drawn(picture)
@@ -107,7 +108,7 @@ def test_dependencies_of_any_declaration(inputs: type[Inputs]) -> None:
 @settings(max_examples=25)
 def test_needs_come_before(inputs: type[Inputs]) -> None:
     """A slot's row is below, and its column to the right of, all that it needs."""
-    explanation = explain(inputs.slotgraph, Capabilities(), "cpu")
+    explanation = explain_declaration(inputs.slotgraph, Capabilities(), "cpu")
     at = {row.name: index for index, row in enumerate(rows_of(explanation))}
     depths = depths_of(explanation)
     for slot in explanation.slots:
@@ -123,14 +124,14 @@ def test_pictures_of_a_full_runner(lowering: str) -> None:
     runner.capture()
     for rows in (1, 5, 7):
         runner(full_batch(rows), **proxy(rows))
-    for picture in pictures(runner.explain()).values():
+    for picture in pictures(slotgraph.explain(runner)).values():
         assert_sound(picture)
 
 
 @pytest.mark.parametrize("lowering", ["slot_by_slot", "in_graph"])
 def test_pictures_of_many_slots(lowering: str) -> None:
     """They are sound with 48 slots and nine buckets too, and no wider than a page."""
-    explanation = many_runner(lowering).explain()
+    explanation = slotgraph.explain(many_runner(lowering))
     assert len(explanation.declaration.slots) == 48
     for picture in pictures(explanation).values():
         assert_sound(picture)
@@ -140,14 +141,14 @@ def test_pictures_of_many_slots(lowering: str) -> None:
 def test_fills_are_as_wide_as_calls() -> None:
     """In a row, a step of more calls has the wider box, in proportion; what the graph does is in the graph's."""
     runner = full_runner(lowering="slot_by_slot")
-    rows = fill_picture.rows_of(runner.explain())
+    rows = fill_picture.rows_of(slotgraph.explain(runner))
     root = drawn(fill_picture.fill_picture(rows[:1], "a runner"))
     steps = rows[0].fill.steps
     upper = [shape for shape in boxes(root) if shape.bottom - shape.top > 20]
     widths = {step.calls: shape.right - shape.left for step, shape in zip(steps, upper, strict=True) if step.calls}
     assert len(widths) > 2
     assert len({round(width / calls, 3) for calls, width in widths.items()}) == 1
-    rows = fill_picture.rows_of(full_runner(lowering="in_graph").explain())
+    rows = fill_picture.rows_of(slotgraph.explain(full_runner(lowering="in_graph")))
     root = drawn(fill_picture.fill_picture(rows[:1], "a runner"))
     (graph,) = boxes(root, "graph")
     inside = [shape for shape in boxes(root) if graph.holds(shape) and shape != graph]
@@ -156,9 +157,9 @@ def test_fills_are_as_wide_as_calls() -> None:
 
 def test_alike_buckets_share_a_row() -> None:
     """Buckets that do the same are one row; the eager fill has one of its own."""
-    labels = [row.label for row in fill_picture.rows_of(many_runner("slot_by_slot").explain())]
+    labels = [row.label for row in fill_picture.rows_of(slotgraph.explain(many_runner("slot_by_slot")))]
     assert labels == ["9 buckets, 1 to 256", "eager, not padded"]
-    labels = [row.label for row in fill_picture.rows_of(many_runner("foreach").explain())]
+    labels = [row.label for row in fill_picture.rows_of(slotgraph.explain(many_runner("foreach")))]
     assert labels == ["8 buckets, 1 to 128", "bucket 256", "eager, not padded"], "the last has copies apart"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import attrs
 import torch
 
+import slotgraph
 from slotgraph import (
     BATCH,
     CACHE_LOC,
@@ -92,7 +93,7 @@ class Planted:
     def report(self, backend: Any, **options: Any) -> CheckReport:
         """What all checks say of a runner that has it, or those that are asked for."""
         runner = runner_of(self.step, backend, self.inputs, lowering=self.lowering)
-        report: CheckReport = runner.check(progress=False, rounds=4, **options)
+        report: CheckReport = slotgraph.check(runner, progress=False, rounds=4, **options)
         return report
 
 

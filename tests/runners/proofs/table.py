@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, Step, computed, copied
 from slotgraph.runners.proofs.report import CheckReport
 from tests.runners.proofs.lazily import LazyBackend, LazyMode
@@ -72,7 +73,7 @@ def broken_ring() -> CheckReport:
     runner = DecodeRunner(Sound, sound, buckets=[4, 8], backend=backend, lowering="in_graph", progress=False)
     runner.capture()
     with LazyMode(backend):
-        return runner.check(only=("races",), progress=False, state=[])
+        return slotgraph.check(runner, only=("races",), progress=False, state=[])
 
 
 def overtaken_copy() -> CheckReport:
@@ -87,7 +88,7 @@ def overtaken_copy() -> CheckReport:
     hosts: Any = runner.graphs.filler.hosts
     hosts.wait = lambda: None
     with LazyMode(backend):
-        return runner.check(_hosted, only=("races",), progress=False, state=[])
+        return slotgraph.check(runner, _hosted, only=("races",), progress=False, state=[])
 
 
 def _hosted(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -95,7 +96,7 @@ def _hosted(rows: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 
 def _report(runner: Any, check: str) -> CheckReport:
-    report: CheckReport = runner.check(only=(check,), progress=False)
+    report: CheckReport = slotgraph.check(runner, only=(check,), progress=False)
     return report
 
 

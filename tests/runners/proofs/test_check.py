@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, errors, once, staged
 from slotgraph.runners.proofs.cases import cases_of
 from slotgraph.runners.proofs.report import CheckReport, Finding
@@ -61,7 +62,7 @@ def test_every_pattern(cpu: str) -> None:
     cases = cases_of(runner, None, rounds=1, seed=1)
     assert [sorted(plan.absent) for plan in cases.plans[:2]] == [[], ["pairs"]]
     assert ["pairs" in case.batch for case in cases.pattern_samples] == [True, False]
-    report = runner.check(progress=False)
+    report = slotgraph.check(runner, progress=False)
     assert report.ok, str(report)
 
 
@@ -78,12 +79,16 @@ def test_nothing_is_left_behind(backend: "Backend") -> None:
     cache.normal_()
     before, watcher = cache.clone(), Counting()
     runner.watch.add(watcher)
-    assert runner.check(progress=False).ok
+    assert slotgraph.check(runner, progress=False).ok
     assert not seen
     assert runner.watch.watchers == (watcher,)
     assert torch.equal(cache, before)
     plain = plain_runner(backend)
-    assert plain.check(lambda rows, generator: _moved(plain_batches(rows, generator), backend), progress=False).ok
+
+    def batches(rows: int, generator: torch.Generator) -> Any:
+        return _moved(plain_batches(rows, generator), backend)
+
+    assert slotgraph.check(plain, batches, progress=False).ok
     for rows in (3, 8, 1, 5):
         batch = random_batch(rows, rows)
         assert_right(plain(_moved(batch, backend)).cpu(), batch)
@@ -97,7 +102,7 @@ def test_given_batches(cpu: str) -> None:
     """A list of batches, some with side arguments; those that no graph takes are passed over with a note."""
     runner = plain_runner(cpu)
     batches = [random_batch(3, 1), (random_batch(7, 2), {}), random_batch(9, 3), random_batch(10, 4)]
-    report = runner.check(batches, progress=False)
+    report = slotgraph.check(runner, batches, progress=False)
     assert report.ok, str(report)
     assert report.steps["poison"] == 2
     passed = [note for note in report.notes if "passed over" in note]
@@ -119,7 +124,7 @@ def test_sources_in_place(backend: "Backend") -> None:
 
     batch = produce(3, torch.Generator().manual_seed(4))
     before = {name: value.clone() for name, value in batch.items()}
-    assert runner.check([batch], progress=False, only=("poison", "coverage")).ok
+    assert slotgraph.check(runner, [batch], progress=False, only=("poison", "coverage")).ok
     assert torch.equal(batch["weights"], before["weights"])
     assert_right(runner(batch).cpu(), {name: value.cpu() for name, value in before.items()})
 
@@ -128,19 +133,19 @@ def test_refusals(cpu: str) -> None:
     """Unknown checks and slots, no batches, and a runner that is not captured, each in its words."""
     runner = plain_runner(cpu)
     with pytest.raises(errors.ConfigError, match="there is no check 'poisson': checks are poison, parity"):
-        runner.check(only=("poisson",))
+        slotgraph.check(runner, only=("poisson",))
     with pytest.raises(errors.ConfigError, match="read_outside names 'idz', which is no slot of PlainInputs"):
-        runner.check(read_outside=["idz"])
+        slotgraph.check(runner, read_outside=["idz"])
     with pytest.raises(errors.ConfigError, match="batches= has none"):
-        runner.check([])
+        slotgraph.check(runner, [])
     with pytest.raises(errors.ReplayError, match=r"not captured: call capture\(\) before check\(\)"):
-        DecodeRunner(PlainInputs, plain_step, buckets=[2], backend=cpu).check()
+        slotgraph.check(DecodeRunner(PlainInputs, plain_step, buckets=[2], backend=cpu))
 
 
 def test_state_may_be_given(cpu: str) -> None:
     """What the caller says is the step's state is put back, and is not looked for."""
     runner, hidden = runner_of(sound, cpu), torch.zeros(1)
-    assert runner.check(state=[tables_on(torch.device("cpu"))[1], hidden], only=QUICK, progress=False).ok
+    assert slotgraph.check(runner, state=[tables_on(torch.device("cpu"))[1], hidden], only=QUICK, progress=False).ok
 
 
 def test_step_that_is_never_the_same(cpu: str) -> None:
@@ -152,7 +157,7 @@ def test_step_that_is_never_the_same(cpu: str) -> None:
         return sound(view) + len(calls)
 
     if cpu == "cpu":
-        report = runner_of(counts, cpu).check(only=QUICK, progress=False)
+        report = slotgraph.check(runner_of(counts, cpu), only=QUICK, progress=False)
         assert [finding.slot for finding in report.findings] == [None]
         assert "gives other outputs for the same inputs (live row 0 of the output changed" in str(report)
         assert "pass that as state=[...]" in str(report)
@@ -238,7 +243,7 @@ def test_sound_steps_of_odd_kinds(
     cpu: str, inputs: type[Inputs], step: Callable[[Any], Any], options: dict[str, Any]
 ) -> None:
     """Slots that steps move on, one row of strided outputs, complex numbers, plain objects, and what batches carry."""
-    report = runner_of(step, cpu, inputs, **options).check(progress=False)
+    report = slotgraph.check(runner_of(step, cpu, inputs, **options), progress=False)
     assert report.ok, str(report)
 
 
@@ -248,7 +253,7 @@ def test_outputs_in_plain_objects(cpu: str) -> None:
     def step(view: PlainInputs) -> Plain:
         return Plain(plain_step(view) + view.weights.sum())
 
-    report = runner_of(step, cpu, PlainInputs, output_rows=None).check(progress=False, only=QUICK)
+    report = slotgraph.check(runner_of(step, cpu, PlainInputs, output_rows=None), progress=False, only=QUICK)
     assert [(finding.check, finding.slot) for finding in report.findings] == [("poison", "weights")]
     assert "live row 0 of the output.rows changed" in str(report)
 
@@ -260,5 +265,5 @@ def test_empty_batches(cpu: str) -> None:
         return view.pairs * 2 if len(view.pairs) else view.pairs[1:].amax(0)
 
     runner = runner_of(step, cpu, Pairs)
-    report = runner.check([{"pairs": torch.ones(rows, 4)} for rows in (0, 3)], progress=False)
+    report = slotgraph.check(runner, [{"pairs": torch.ones(rows, 4)} for rows in (0, 3)], progress=False)
     assert report.ok, str(report)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, constant, copied, host_parameter, once, output
 from slotgraph.backends import choose
 from slotgraph.runners.proofs.coverage import _may_be_read
@@ -112,7 +113,7 @@ def runner_batch(rows: int) -> dict[str, Any]:
 
 def test_unread_slots() -> None:
     """A finding for each where that can be known, else a note with the reason; none for what is read outside."""
-    report = shapes_runner().check(only=COVERAGE, progress=False, read_outside=["outside"])
+    report = slotgraph.check(shapes_runner(), only=COVERAGE, progress=False, read_outside=["outside"])
     assert [finding.slot for finding in report.findings] == ["looked_at"]
     assert "drop=['looked_at']" in report.findings[0].message
     reasons = {
@@ -147,7 +148,7 @@ def test_read_in_one_pattern_is_read(cpu: str) -> None:
 
     runner: Any = DecodeRunner(Either, step, buckets=[2], backend=cpu, absent=[{"other"}], progress=False)
     runner.capture()
-    assert runner.check(only=COVERAGE, progress=False).ok
+    assert slotgraph.check(runner, only=COVERAGE, progress=False).ok
 
 
 def test_rows_are_named(cpu: str) -> None:
@@ -158,7 +159,7 @@ def test_rows_are_named(cpu: str) -> None:
         view.half[:1].copy_(made[:1])
         return made
 
-    report = runner_of(step, cpu, HalfWritten, buckets=[8]).check(only=COVERAGE, progress=False)
+    report = slotgraph.check(runner_of(step, cpu, HalfWritten, buckets=[8]), only=COVERAGE, progress=False)
     assert "output slot 'half' is not written by the step: rows 1, 2, 3, 4 and 3 more still hold" in str(report)
 
 
@@ -166,13 +167,13 @@ def test_compiled_steps_are_read(cpu: str) -> None:
     """A step of which a part is compiled runs as it was written while it is looked at."""
     if cpu == "cpu":
         compiled = torch.compile(sound, backend="eager")
-        report = runner_of(compiled, cpu, buckets=[4]).check(only=COVERAGE, progress=False)
+        report = slotgraph.check(runner_of(compiled, cpu, buckets=[4]), only=COVERAGE, progress=False)
         assert report.ok, str(report)
 
 
 def test_every_kind_of_slot_is_looked_at() -> None:
     """The sound declaration leaves nothing unread on this machine, so that a finding is the bug's."""
-    report = runner_of(sound, choose("cpu"), Sound).check(only=COVERAGE, progress=False)
+    report = slotgraph.check(runner_of(sound, choose("cpu"), Sound), only=COVERAGE, progress=False)
     assert report.ok
     assert not report.notes
 
@@ -196,5 +197,5 @@ class Lengths(Inputs):
 )
 def test_reads_that_are_no_plain_operators(step: Callable[[Any], Any]) -> None:
     """What the host takes as numbers, what the step hands out, and what an operator of functions takes, is read."""
-    report = runner_of(step, "cpu", Lengths).check(progress=False, only=COVERAGE)
+    report = slotgraph.check(runner_of(step, "cpu", Lengths), progress=False, only=COVERAGE)
     assert report.ok, str(report)

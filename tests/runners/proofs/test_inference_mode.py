@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import slotgraph
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.backends import choose
 from slotgraph.runners.recording.files import RecordedFile
@@ -97,7 +98,7 @@ def test_check_accuses_the_unread_slot_alone(cpu: str, context: str) -> None:
     for name, read in READS.items():
         with CONTEXTS[context]():
             runner = runner_of(step_of(read), cpu)
-            report = runner.check(progress=False, rounds=1)
+            report = slotgraph.check(runner, progress=False, rounds=1)
         assert [finding.slot for finding in report.findings] == ["forgotten"], f"{name}: {report}"
 
 
@@ -105,9 +106,9 @@ def test_check_accuses_the_unread_slot_alone(cpu: str, context: str) -> None:
 def test_sound_runners(kind: "Callable[[Any], Found]", cpu: str) -> None:
     """A report of each kind of runner is the same inside inference mode as outside of it."""
     runner, batches = kind(choose(cpu))
-    outside = runner.check(batches, progress=False)
+    outside = slotgraph.check(runner, batches, progress=False)
     with torch.inference_mode():
-        inside = runner.check(batches, progress=False)
+        inside = slotgraph.check(runner, batches, progress=False)
     assert [str(one) for one in inside.findings] == [str(one) for one in outside.findings]
     assert inside.notes == outside.notes
 
@@ -120,7 +121,7 @@ def test_debug_modes_and_recordings(cpu: str, context: str, tmp_path: pathlib.Pa
             step = lambda view, read=read: read(view.ids)  # noqa: E731 - one step of many
             plain = runner_of(step, cpu)
             watched = runner_of(step, cpu, debug="generations,addresses,streams,poison,parity")
-            with watched.record(tmp_path / f"{number}.safetensors", outputs=True) as recording:
+            with slotgraph.record(watched, tmp_path / f"{number}.safetensors", outputs=True) as recording:
                 for rows in (3, ROWS, 1):
                     batch = batch_of(rows, 7 * rows)
                     assert torch.equal(watched(batch).clone(), plain(batch)), name

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import slotgraph
 from tests.runners.proofs.planted import OURS, Planted, runner_of, sound
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def test_planted_bug_is_found(backend: "Backend", bug: Planted) -> None:
 
 def test_sound_runner_has_no_findings(backend: "Backend") -> None:
     """The same step without a bug passes all checks, with notes on what was held."""
-    report = runner_of(sound, backend).check(progress=False)
+    report = slotgraph.check(runner_of(sound, backend), progress=False)
     assert report.ok, str(report)
     assert report.notes == ("slot 'places' was held to its pad=0: it says where the step writes",)
     assert report.steps == dict.fromkeys(("poison", "parity", "addresses", "coverage", "races"), 13)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import slotgraph
 from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, Step, constant, copied, keep, once, output, staged
 from slotgraph.backends import choose
 from slotgraph.dataflow.capabilities import Capabilities
@@ -168,7 +169,7 @@ def _pairwise(view: Any) -> Any:
 
 def test_two_slots_together(cpu: str) -> None:
     """Where no slot makes a difference by itself, the fewest that make one together are named."""
-    report = runner_of(_pairwise, cpu).check(only=("poison",), progress=False)
+    report = slotgraph.check(runner_of(_pairwise, cpu), only=("poison",), progress=False)
     assert [finding.slot for finding in report.findings] == [None]
     assert "when the tails of slots 'ids', 'flags' held other values together" in str(report), str(report)
 
@@ -179,7 +180,7 @@ def test_guilty_row_of_many(cpu: str) -> None:
     def third_of_tail(view: Any) -> torch.Tensor:
         return sound(view) * view.weights[-1] if len(view.weights) == 8 else sound(view)
 
-    report = runner_of(third_of_tail, cpu).check(only=("poison",), progress=False)
+    report = slotgraph.check(runner_of(third_of_tail, cpu), only=("poison",), progress=False)
     assert "when row 7, in the tail of slot 'weights', held nan instead of 1.0" in str(report)
 
 
@@ -283,7 +284,7 @@ def test_spared_slots(backend: "Backend") -> None:
         return sound(view) * view.weights.amax() + view.lens.sum()
 
     runner = runner_of(two_bugs, backend)
-    report = runner.check(only=("poison",), progress=False)
+    report = slotgraph.check(runner, only=("poison",), progress=False)
     assert {finding.slot for finding in report.findings} == {"weights", "lens"}
 
 
@@ -293,7 +294,7 @@ def test_two_bugs_in_one_step(cpu: str) -> None:
     def two_bugs(view: Any) -> Any:
         return sound(view) * view.weights.amax() + view.temperatures.amin() * view.flags.any()
 
-    report = runner_of(two_bugs, cpu).check([_batch(3, 7)], only=("poison",), progress=False)
+    report = slotgraph.check(runner_of(two_bugs, cpu), [_batch(3, 7)], only=("poison",), progress=False)
     assert [finding.slot for finding in report.findings] == ["weights", "flags"]
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import slotgraph
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied
 from slotgraph.backends import load
 from slotgraph.backends.ring import ENTRIES
@@ -285,7 +286,7 @@ def test_batches_that_hold_more_than_data(cpu: str) -> None:
     fresh = races._fresh(batch)
     assert fresh.owner is not batch.owner
     assert (fresh.lock, fresh.owner.model) == (batch.lock, model)
-    assert runner.check([batch], progress=False).ok
+    assert slotgraph.check(runner, [batch], progress=False).ok
     assert torch.equal(model.weight, weights)
 
 

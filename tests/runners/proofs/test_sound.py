@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+import slotgraph
 from slotgraph import DecodeRunner, EagerRunner, Inputs, errors
 from tests.runners.models import PlainInputs, plain_step
 from tests.runners.proofs.planted import OURS, runner_of, sound
@@ -25,7 +26,7 @@ def test_every_kind(backend: "Backend", kind: "Callable[[Backend], Found]") -> N
     """Each runner on batches of its own."""
     runner, batches = kind(backend)
     outside = [name for name in OTHERS_READ if name in runner.parts.stage.declaration.slots]
-    report = runner.check(batches, read_outside=outside, progress=False)
+    report = slotgraph.check(runner, batches, read_outside=outside, progress=False)
     assert report.ok, str(report)
     assert report.steps["poison"] == report.steps["races"] > 4
 
@@ -33,17 +34,19 @@ def test_every_kind(backend: "Backend", kind: "Callable[[Backend], Found]") -> N
 @pytest.mark.parametrize("inputs", WIDTHS, ids=lambda inputs: inputs.__name__)
 def test_standard_declarations(backend: "Backend", inputs: type[Inputs]) -> None:
     """Each declaration on drawn batches, through a step that reads every slot."""
-    report = standard_runner(inputs, WIDTHS[inputs], backend).check(only=("poison", "coverage"), progress=False)
+    report = slotgraph.check(
+        standard_runner(inputs, WIDTHS[inputs], backend), only=("poison", "coverage"), progress=False
+    )
     assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("lowering", ["in_graph", "fused", "foreach", "slot_by_slot"])
 def test_every_lowering(cpu: str, lowering: str) -> None:
     """However slots are filled, lazily captured or not, nothing is found in a sound runner, and a bug in another."""
-    report = runner_of(sound, cpu, lowering=lowering, lazy=True).check(progress=False, rounds=1)
+    report = slotgraph.check(runner_of(sound, cpu, lowering=lowering, lazy=True), progress=False, rounds=1)
     assert report.ok, str(report)
     bug = OURS[0]
-    report = runner_of(bug.step, cpu, lowering=lowering).check(only=("poison",), progress=False, rounds=1)
+    report = slotgraph.check(runner_of(bug.step, cpu, lowering=lowering), only=("poison",), progress=False, rounds=1)
     assert [finding.slot for finding in report.findings] == [bug.slot]
 
 
@@ -58,7 +61,7 @@ def test_bucket_that_was_not_captured() -> None:
     runner = DecodeRunner(PlainInputs, step, buckets=[4, 8], backend="cpu-capture", progress=False)
     with pytest.raises(errors.CaptureError, match="1 of 2 buckets"):
         runner.capture()
-    report = runner.check(progress=False)
+    report = slotgraph.check(runner, progress=False)
     assert report.ok, str(report)
     assert report.steps["poison"] == 5
     assert report.notes[0].startswith("5 batches were passed over, which no graph takes: ")
@@ -66,6 +69,6 @@ def test_bucket_that_was_not_captured() -> None:
 
 def test_eager_runner(backend: "Backend") -> None:
     """A runner that captures nothing has nothing to check, and the report says so."""
-    report = EagerRunner(PlainInputs, plain_step, backend=backend).check(progress=False)
+    report = slotgraph.check(EagerRunner(PlainInputs, plain_step, backend=backend), progress=False)
     assert report.ok
     assert report.notes == ("it captures nothing: there are no tails, and nothing is replayed",)

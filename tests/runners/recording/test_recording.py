@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import slotgraph
 from slotgraph import BATCH, EagerRunner, Inputs, copied
 from slotgraph.backends import choose, load
 from slotgraph.dataflow.errors import BatchError, CheckError, ConfigError, RecordingError
@@ -50,7 +51,7 @@ def recorded(file: pathlib.Path) -> list[tuple[int, list[int] | None]]:
 def test_last_steps(tmp_path: pathlib.Path) -> None:
     """Of many steps the last are kept, as they were when they came."""
     runner, file, batch = eager(), tmp_path / "last.safetensors", rows(2)
-    with runner.record(file, last=3):
+    with slotgraph.record(runner, file, last=3):
         for number in range(7):
             batch["rows"].fill_(number)
             runner(batch)
@@ -63,7 +64,7 @@ def test_last_steps(tmp_path: pathlib.Path) -> None:
 def test_bytes_are_bounded(tmp_path: pathlib.Path) -> None:
     """The oldest steps go so that no more bytes are kept than allowed; a step above that leaves its sizes."""
     runner, file = eager(), tmp_path / "bound.safetensors"
-    recording = runner.record(file, max_bytes=80)
+    recording = slotgraph.record(runner, file, max_bytes=80)
     for count in (2, 3, 4, 11, 5):
         runner(rows(count, count))
         assert recording.nbytes <= 80
@@ -79,7 +80,7 @@ def test_bytes_are_bounded(tmp_path: pathlib.Path) -> None:
 def test_outputs_count(tmp_path: pathlib.Path) -> None:
     """Outputs are kept where that is asked for, count as bytes, and are copies that the next step leaves alone."""
     runner, file = eager(), tmp_path / "outputs.safetensors"
-    with runner.record(file, max_bytes=100, outputs=True) as recording:
+    with slotgraph.record(runner, file, max_bytes=100, outputs=True) as recording:
         runner(rows(3, 1))
         runner(rows(3, 2))
         runner(rows(3, 3))
@@ -101,9 +102,9 @@ def test_lists_are_bounded_before_they_are_read(tmp_path: pathlib.Path) -> None:
     runner, file, huge = eager(), tmp_path / "list.safetensors", [[1]]
     for _ in range(60):
         huge = [huge, huge]  # type: ignore[list-item] # as wide as it is deep
-    with runner.record(file, max_bytes=1 << 20), pytest.raises(BatchError):
+    with slotgraph.record(runner, file, max_bytes=1 << 20), pytest.raises(BatchError):
         runner({"rows": torch.empty(1, dtype=torch.float32), "spare": huge})
-    with runner.record(file, max_bytes=1 << 20) as recording:
+    with slotgraph.record(runner, file, max_bytes=1 << 20) as recording:
         recording.before_fill({"rows": huge}, {})
     step = RecordedFile.read(file).header.steps[0]
     assert (step.slots[0].kept, step.slots[0].kind) == (False, "list")
@@ -114,7 +115,7 @@ def test_debug_modes_leave_a_file(tmp_path: pathlib.Path) -> None:
     flaw, file = Flaw(), tmp_path / "wrong.safetensors"
     runner = mixed_runner("cpu-capture", flaw, debug="parity")
     flaw.frozen = 2.0
-    with runner.record(file), pytest.raises(CheckError, match="row 0") as caught:
+    with slotgraph.record(runner, file), pytest.raises(CheckError, match="row 0") as caught:
         runner(mixed_batch(3, 1), **mixed_side(3, 1))
     assert "recorded in" in caught.value.__notes__[0]
     (step,) = RecordedFile.read(file).header.steps
@@ -155,7 +156,7 @@ def test_wrong_options(
     runner = eager()
     given = {"path": tmp_path / "x.safetensors", **options}
     with pytest.raises(ConfigError, match=says):
-        runner.record(given.pop("path"), **given)
+        slotgraph.record(runner, given.pop("path"), **given)
     assert not runner.watch.watchers
     assert sorted(one.name for one in tmp_path.iterdir()) == ["a file", "folder.safetensors"]
 
@@ -164,7 +165,7 @@ def test_failing_step(backend_name: str, tmp_path: pathlib.Path) -> None:
     """A step that raises leaves a file, and its error says where; the error, its sizes and its values are in it."""
     device, flaw, file = load(backend_name)().device, Flaw(), tmp_path / "failing.safetensors"
     runner = mixed_runner(backend_name, flaw)
-    with runner.record(file) as recording:
+    with slotgraph.record(runner, file) as recording:
         runner(mixed_batch(3, 1, device), **mixed_side(3, 1, device))
         assert not file.exists()
         flaw.error = ValueError("the cache is full")
@@ -191,7 +192,7 @@ def test_refused_batch_changes_nothing(backend_name: str, tmp_path: pathlib.Path
     """A batch that is refused while steps are recorded leaves buffers, and the view filled before, as they were."""
     runner = mixed_runner(backend_name)
     device = runner.stage.backend.device
-    with runner.record(tmp_path / "refused.safetensors", outputs=True):
+    with slotgraph.record(runner, tmp_path / "refused.safetensors", outputs=True):
         view = runner.fill(mixed_batch(3, 1, device), **mixed_side(3, 1, device))
         before, memory = runner.replay(view).clone(), memory_of(runner)
         bad = mixed_batch(3, 2, device)
@@ -215,7 +216,7 @@ def test_outputs_are_as_without(backend_name: str, tmp_path: pathlib.Path) -> No
         return [runner(batch, **side).clone() for batch, side in steps]
 
     wanted = run()
-    with runner.record(tmp_path / "same.safetensors", last=2, outputs=True):
+    with slotgraph.record(runner, tmp_path / "same.safetensors", last=2, outputs=True):
         found = run()
     after = run()
     assert all(torch.equal(one, two) for one, two in zip(wanted, found, strict=True))
@@ -225,7 +226,7 @@ def test_outputs_are_as_without(backend_name: str, tmp_path: pathlib.Path) -> No
 def test_file_is_written_whole_or_not(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a file cannot be written, the one before stays, nothing else is left, and the step's error says so."""
     runner, file = eager(), tmp_path / "whole.safetensors"
-    recording = runner.record(file)
+    recording = slotgraph.record(runner, file)
     runner(rows(1, 7))
     recording.save()
     before = file.read_bytes()
@@ -248,17 +249,17 @@ def test_file_is_written_whole_or_not(tmp_path: pathlib.Path, monkeypatch: pytes
 def test_error_of_a_block_is_not_hidden(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a block ends by an error and its file cannot be written, that error comes out, with a note."""
     monkeypatch.setattr(recorder_module, "write", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(KeyError) as caught, eager().record(tmp_path / "x.safetensors"):
+    with pytest.raises(KeyError) as caught, slotgraph.record(eager(), tmp_path / "x.safetensors"):
         raise KeyError
     assert caught.value.__notes__ == ["slotgraph: the last steps could not be recorded: no space left"]
-    with pytest.raises(OSError, match="no space"), eager().record(tmp_path / "x.safetensors"):
+    with pytest.raises(OSError, match="no space"), slotgraph.record(eager(), tmp_path / "x.safetensors"):
         assert True
 
 
 def test_file_is_its_owner_s(tmp_path: pathlib.Path) -> None:
     """What users asked is in the file: no one else may read it. Anyone's safetensors opens it, and its JSON."""
     runner, file = eager(), tmp_path / "own.safetensors"
-    with runner.record(file):
+    with slotgraph.record(runner, file):
         runner(rows(2, 3))
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     with safe_open(file, framework="pt") as opened:
@@ -275,7 +276,7 @@ def test_batch_that_cannot_be_read(tmp_path: pathlib.Path) -> None:
         rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=lambda batch: batch["a"]["b"])
 
     runner = EagerRunner(Sourced, lambda view: view.rows, backend="cpu")
-    with runner.record(tmp_path / "x.safetensors"), pytest.raises(KeyError, match="'a'"):
+    with slotgraph.record(runner, tmp_path / "x.safetensors"), pytest.raises(KeyError, match="'a'"):
         runner({})
     step = RecordedFile.read(tmp_path / "x.safetensors").header.steps[0]
     assert step.notes == ("the batch could not be read: KeyError: 'a'",)
@@ -297,7 +298,7 @@ def test_what_a_failed_device_did_not_copy() -> None:
 def test_failed_device(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a device has failed, the file of that failure is the last word: later errors do not write over it."""
     runner, file = eager(), tmp_path / "failed.safetensors"
-    with runner.record(file) as recording:
+    with slotgraph.record(runner, file) as recording:
         runner(rows(2, 5))
 
         def dead(_: Any) -> Copies:
@@ -320,7 +321,7 @@ def test_copies_wait_for_no_one(backend_name: str, tmp_path: pathlib.Path) -> No
     backend = load(backend_name)()
     runner = EagerRunner(Rows, lambda view: view.rows * 2, backend=backend)
     source = torch.full((1 << 16,), 3, device=backend.device)
-    with runner.record(tmp_path / "x.safetensors") as recording:
+    with slotgraph.record(runner, tmp_path / "x.safetensors") as recording:
         for number in range(4):
             source.fill_(number)
             if backend_name == "cuda":
@@ -339,7 +340,7 @@ def test_replay_needs_the_data(tmp_path: pathlib.Path) -> None:
     step = StepRecord(number=3, slots=(Value(name="rows", kind="tensor", kept=False, why="too large"),))
     done = Replayer(eager()).run(step, {})
     assert (done.outcome, done.lines) == ("left out", ("slot 'rows': too large",))
-    with eager().record(tmp_path / "x.safetensors", outputs=True) as recording:
+    with slotgraph.record(eager(), tmp_path / "x.safetensors", outputs=True) as recording:
         choose("cpu").synchronize()
         recording.before_fill(rows(2), {})
     assert replay_file(RecordedFile.read(tmp_path / "x.safetensors"), eager()).steps[0].outcome == "equal"

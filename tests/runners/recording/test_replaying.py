@@ -12,6 +12,7 @@ import pytest
 import torch
 import typer.testing
 
+import slotgraph
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied, staged
 from slotgraph.backends import load
 from slotgraph.dataflow.errors import ConfigError, RecordingError
@@ -71,7 +72,7 @@ def report_of(file: pathlib.Path, runner: Any, only: int | None = None) -> Repla
 def test_decode(backend_name: str, tmp_path: pathlib.Path, outputs: bool) -> None:  # noqa: FBT001 - a parameter
     """Padded, full, absent and too large batches, of every kind of value, are equal where nothing is wrong."""
     runner, device = mixed_runner(backend_name), load(backend_name)().device
-    with runner.record(tmp_path / "x.safetensors", outputs=outputs):
+    with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=outputs):
         for rows, bias in ((3, True), (4, True), (1, False), (6, True)):
             runner(mixed_batch(rows, rows, device, bias=bias), **mixed_side(rows, rows, device))
     report = report_of(tmp_path / "x.safetensors", mixed_runner(backend_name))
@@ -88,7 +89,7 @@ def test_frozen_value(backend_name: str, tmp_path: pathlib.Path) -> None:
     device, flaw = load(backend_name)().device, Flaw()
     healthy, frozen = mixed_runner(backend_name), mixed_runner(backend_name, flaw)
     flaw.frozen = 2.0
-    with healthy.record(tmp_path / "x.safetensors", outputs=True):
+    with slotgraph.record(healthy, tmp_path / "x.safetensors", outputs=True):
         healthy(mixed_batch(3, 7, device), **mixed_side(3, 7, device))
     found = report_of(tmp_path / "x.safetensors", frozen).steps[0]
     assert found.outcome == "different"
@@ -109,7 +110,7 @@ def test_tail_that_reaches_live_rows(backend_name: str, tmp_path: pathlib.Path) 
     device = load(backend_name)().device
     runner = DecodeRunner(Summed, lambda v: v.values + v.values.sum(), buckets=[4], backend=backend_name)
     runner.capture()
-    with runner.record(tmp_path / "x.safetensors"):
+    with slotgraph.record(runner, tmp_path / "x.safetensors"):
         runner({"values": torch.tensor([1.0, 2.0, 3.0], device=device)})
         runner({"values": torch.tensor([1.0, 2.0, 3.0, 4.0], device=device)})
     padded, full = report_of(tmp_path / "x.safetensors", runner).steps
@@ -138,7 +139,7 @@ def test_state_goes_on_from_step_to_step(backend_name: str, tmp_path: pathlib.Pa
 
     runner, _ = made()
     device = runner.stage.backend.device
-    with runner.record(tmp_path / "x.safetensors", outputs=True):
+    with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=True):
         for value in (1.0, 2.0, 3.0):
             runner({"values": torch.full((3,), value, device=device)})
     again, cache = made()
@@ -150,7 +151,7 @@ def test_eager(backend_name: str, tmp_path: pathlib.Path) -> None:
     """An eager runner's steps are held to the recording."""
     device = load(backend_name)().device
     runner = EagerRunner(Mixed, Scored(device), backend=backend_name)
-    with runner.record(tmp_path / "x.safetensors", outputs=True):
+    with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=True):
         runner(mixed_batch(3, 1, device, bias=False), **mixed_side(3, 1, device))
     flaw = Flaw()
     assert report_of(tmp_path / "x.safetensors", EagerRunner(Mixed, Scored(device, flaw), backend=backend_name)).ok
@@ -163,7 +164,7 @@ def test_eager(backend_name: str, tmp_path: pathlib.Path) -> None:
 def test_prefill(backend_name: str, tmp_path: pathlib.Path, kind: str) -> None:
     """Prefill runners' steps, whose requests differ in length, with a field that breaks read."""
     runner, device = prefilled.captured(kind, backend_name)[0], load(backend_name)().device
-    with runner.record(tmp_path / "x.safetensors", outputs=True):
+    with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=True):
         for lengths in ([3], [2, 4, 1]):
             runner(prefilled.batch_of(lengths, 5, device))
     steps = report_of(tmp_path / "x.safetensors", runner).steps
@@ -175,7 +176,7 @@ def test_draft(backend_name: str, tmp_path: pathlib.Path) -> None:
     """A draft runner's steps, with outputs that are an attrs class."""
     runner, device = drafting.made(backend_name, 2, 3), load(backend_name)().device
     runner.capture()
-    with runner.record(tmp_path / "x.safetensors", outputs=True):
+    with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=True):
         runner(drafting.batch_of(3, 2, 3, 1, device))
     assert [step.outcome for step in report_of(tmp_path / "x.safetensors", runner).steps] == ["equal"]
 
@@ -192,7 +193,7 @@ def test_replay_again_and_carry(backend_name: str, tmp_path: pathlib.Path) -> No
     runner = DecodeRunner(Counted, lambda v: v.ids * v.count, buckets=[2], carry=("count",), backend=backend_name)
     runner.capture()
     ids, count = torch.tensor([5, 6], device=device), torch.tensor([3], dtype=torch.int32, device=device)
-    with runner.record(tmp_path / "x.safetensors"):
+    with slotgraph.record(runner, tmp_path / "x.safetensors"):
         view = runner.fill({"ids": ids, "count": count})
         runner.replay(view)
         runner.replay(view)
@@ -216,7 +217,7 @@ def test_staged_slots(backend_name: str, tmp_path: pathlib.Path) -> None:
     device = load(backend_name)().device
     runner = DecodeRunner(Masked, lambda v: v.ids[:, None] * v.mask, buckets=[2, 4], backend=backend_name)
     runner.capture()
-    with runner.record(tmp_path / "x.safetensors", outputs=True, staged=["mask"]):
+    with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=True, staged=["mask"]):
         for rows in (3, 5):
             view = runner.fill({"ids": torch.arange(1, rows + 1, device=device)})
             view.mask[:rows] = torch.arange(2 * rows, device=device).view(rows, 2) + 0.5
@@ -233,20 +234,20 @@ def test_staged_slots(backend_name: str, tmp_path: pathlib.Path) -> None:
     other = EagerRunner(Renamed, lambda v: v.cover, backend=backend_name)
     assert "slot 'mask': the file has float32 [3, 2], tensor" in str(report_of(tmp_path / "x.safetensors", other).steps)
     with pytest.raises(ConfigError, match="staged= names 'ids', which is no staged slot of Masked"):
-        runner.record(tmp_path / "y.safetensors", staged=["ids"])
+        slotgraph.record(runner, tmp_path / "y.safetensors", staged=["ids"])
     assert not runner.watch.watchers
 
 
 def test_one_step_alone(backend_name: str, tmp_path: pathlib.Path) -> None:
     """One step is run by its number; a number that is not there is answered with those that are."""
     runner, device = mixed_runner(backend_name), load(backend_name)().device
-    with runner.record(tmp_path / "x.safetensors", last=2):
+    with slotgraph.record(runner, tmp_path / "x.safetensors", last=2):
         for rows in (1, 2, 3):
             runner(mixed_batch(rows, rows, device), **mixed_side(rows, rows, device))
     assert [step.number for step in report_of(tmp_path / "x.safetensors", runner, 2).steps] == [2]
     with pytest.raises(RecordingError, match="no step 0: it has 1, 2"):
         report_of(tmp_path / "x.safetensors", runner, 0)
-    with runner.record(tmp_path / "none.safetensors"):
+    with slotgraph.record(runner, tmp_path / "none.safetensors"):
         pass
     with pytest.raises(RecordingError, match="no steps: none was run"):
         report_of(tmp_path / "none.safetensors", runner)
@@ -264,7 +265,7 @@ class Other(Mixed):
 def test_every_difference_is_named(tmp_path: pathlib.Path) -> None:
     """A runner of another declaration is refused with each slot, what the file has and what the runner has."""
     runner = mixed_runner("cpu")
-    with runner.record(tmp_path / "x.safetensors"):
+    with slotgraph.record(runner, tmp_path / "x.safetensors"):
         runner(mixed_batch(1, 1), **mixed_side(1, 1))
     other = EagerRunner(Other, Scored(), backend="cpu")
     with pytest.raises(RecordingError) as caught:
@@ -295,7 +296,7 @@ def test_what_does_not_keep_a_step_from_running_is_noted(tmp_path: pathlib.Path)
         return runner
 
     runner = made(2, 4)
-    with runner.record(tmp_path / "x.safetensors"):
+    with slotgraph.record(runner, tmp_path / "x.safetensors"):
         runner({"ids": [[1, 2]]})
     assert report_of(tmp_path / "x.safetensors", made(2, 8)).notes == (
         "buckets: the file has 4, the runner 8",
@@ -352,7 +353,7 @@ def command(*arguments: str) -> Any:
 
 def ran(folder: pathlib.Path, *lines: str) -> str:
     """What a program in a folder with the user's module wrote to stderr."""
-    program = "\n".join(["import replayed_runners as r", *lines])
+    program = "\n".join(["import slotgraph", "import replayed_runners as r", *lines])
     command = [sys.executable, "-c", program]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stderr  # noqa: S603 - ours
 
@@ -366,10 +367,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         folder,
         "runner = r.right()",
         "runner.capture()",
-        "with runner.record('fine.safetensors'):",
+        "with slotgraph.record(runner, 'fine.safetensors'):",
         "    runner({'input_ids': [2, 5], 'limits': {'window': [7]}})",
         "runner = r.decode()",
-        "runner.record('home.safetensors', outputs=True)",
+        "slotgraph.record(runner, 'home.safetensors', outputs=True)",
         "runner({'input_ids': [2, 5, 9], 'limits': {'window': [7]}})",
         "runner({'input_ids': [2.5], 'limits': {'window': [7]}})",
     )

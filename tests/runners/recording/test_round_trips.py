@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import slotgraph
 from slotgraph import BATCH, EagerRunner, Inputs, copied
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import RecordingError, SlotGraphError
@@ -72,7 +73,7 @@ def test_any_declaration(tmp_path_factory: pytest.TempPathFactory, data: st.Data
     batch, side = drawn_batch(inputs, Capabilities(), turn, changed)
     fixed = {HIDDEN: 4} if HIDDEN in inputs.slotgraph.axes else {}
     runner = EagerRunner(inputs, lambda view: vars(view)["tag"], backend="cpu", sizes=fixed)
-    with runner.record(file, last=1):
+    with slotgraph.record(runner, file, last=1):
         try:
             runner(batch, **side)
         except SlotGraphError:  # no number of an axis that the drawn slots bear: recorded as it was refused
@@ -101,7 +102,7 @@ def test_dtypes(tmp_path: pathlib.Path, dtype: torch.dtype, shape: tuple[int, ..
     value = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
     value = (value % 2).bool()[..., 0] if dtype == torch.bool else value.view(dtype)[..., 0].contiguous()
     runner = EagerRunner(Any1, lambda view: view.rows, backend="cpu")
-    with runner.record(tmp_path / "one.safetensors"), pytest.raises(SlotGraphError):
+    with slotgraph.record(runner, tmp_path / "one.safetensors"), pytest.raises(SlotGraphError):
         runner({"rows": [1], "value": value})
     found, _ = brought(tmp_path / "one.safetensors", runner.stage, 0)
     assert same_bytes(found["value"], value)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from slotgraph import FillRole, Inputs, Role, Slot, standard
-from slotgraph.dataflow.explain import SlotFacts, explain
+from slotgraph.dataflow.explain import SlotFacts, explain_declaration
 from slotgraph.dataflow.roles import dtype_text
 from slotgraph.dataflow.tails import Pad
 from tests.runners.standard.batches import CLASSES, CUDA, NPU
@@ -30,7 +30,9 @@ def whys_of(inputs: type[Inputs]) -> dict[str, str]:
 
 def rows_of(inputs: type[Inputs]) -> list[Row]:
     """The rows of a class, worked out from its declaration."""
-    on_cuda, on_npu = ({slot.name: slot for slot in explain(inputs.slotgraph, c, "").slots} for c in (CUDA, NPU))
+    on_cuda, on_npu = (
+        {slot.name: slot for slot in explain_declaration(inputs.slotgraph, c, "").slots} for c in (CUDA, NPU)
+    )
     whys, slots = whys_of(inputs), inputs.slotgraph.slots
     return [_row(slots[name], on_cuda[name], on_npu[name], whys.get(name, "")) for name in own_slots(inputs)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slotgraph import Inputs, standard
-from slotgraph.dataflow.explain import explain
+from slotgraph.dataflow.explain import explain_declaration
 from slotgraph.dataflow.roles import CACHE_LOC, resolve_dtype
 from tests.runners.standard.batches import CLASSES, CUDA, NPU
 
@@ -159,9 +159,9 @@ def kind_of(slot: Any, facts: Any) -> str:
 def test_rows(inputs: type[Inputs]) -> None:
     """The class has the slots of the list, and no others."""
     slots = inputs.slotgraph.slots
-    npu = {slot.name: slot for slot in explain(inputs.slotgraph, NPU, "npu").slots}
+    npu = {slot.name: slot for slot in explain_declaration(inputs.slotgraph, NPU, "npu").slots}
     found = {}
-    for facts in explain(inputs.slotgraph, CUDA, "cuda").slots:
+    for facts in explain_declaration(inputs.slotgraph, CUDA, "cuda").slots:
         other, tail = npu[facts.name].dtype, facts.tail or ""
         dtype = facts.dtype if facts.dtype == other else f"{facts.dtype} / {other}"
         tail = tail if not tail.startswith("keep (") else "keep (" + tail.partition("),")[2]

@@ -1,4 +1,4 @@
-"""Vigils: a device whose collectives wait for a lost rank is waited for no longer than ranks are."""
+"""Watchdogs: a device whose collectives wait for a lost rank is waited for no longer than ranks are."""
 
 import contextlib
 import threading
@@ -10,7 +10,7 @@ import attrs
 
 from ...backends.base import Backend, Event
 from ...dataflow.errors import RankError
-from ..captured import Step
+from ..coordination import Step
 from .group import Ranks
 
 _PAUSE: Final = 1.0
@@ -18,7 +18,7 @@ _PAUSE: Final = 1.0
 
 
 @attrs.define(eq=False)
-class Vigil:
+class Watchdog:
     """Looks at the device while a bucket is warmed up, whose collectives may wait for a rank that never comes.
 
     The host then waits inside the driver, where nothing can be raised: a thread names who is lost, and aborts the
@@ -39,7 +39,7 @@ class Vigil:
         RankError at its end where ranks were lost, since no step can run any more.
         """
         over = threading.Event()
-        watcher = threading.Thread(target=self._watch, args=(over,), name="slotgraph vigil", daemon=True)
+        watcher = threading.Thread(target=self._watch, args=(over,), name="slotgraph watchdog", daemon=True)
         watcher.start()
         try:
             yield self.over

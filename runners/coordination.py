@@ -1,0 +1,128 @@
+"""Coordination: what a runner asks of the same runner on other ranks, before, during and after each step."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar
+
+import torch
+
+from ..backends.base import Backend, Event
+from ..dataflow.axes import Axis
+from ..dataflow.sampling import Sample
+from ..dataflow.sources import Side
+from .decision import Decision
+
+T = TypeVar("T")
+Step = Callable[[], Any]
+Run = Callable[[Any, Side], Any]
+Live = tuple[int, ...]
+
+
+class RanksData(TypedDict):
+    """Which rank this is, of how many; the exchanges of its `Ranks`; steps by the rank that forced them, and why.
+
+    quiet: whether nothing is exchanged before a step, so that no rank forces any.
+    """
+
+    rank: int
+    size: int
+    quiet: bool
+    exchanges: int
+    forced: dict[int, dict[str, int]]
+
+
+class Coordinator:
+    """Coordinates one runner's steps with the same runner on other ranks.
+
+    This class is for a single rank and asks nobody; `Agreement` is for a process group. Live sizes are by axis, that of
+    the buckets last.
+
+    axes: of the live sizes. agreed: what all ranks did in the last step that they agreed on. empty: an idle rank's
+    batch, once there was one.
+    """
+
+    axes: tuple[Axis, ...] = ()
+    agreed: Decision | None = None
+    empty: Sample | None = None
+
+    @property
+    def rank(self) -> int:
+        """Which rank this is."""
+        return 0
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return 1
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is exchanged before a step: there is one rank, or all are known to get the same batches."""
+        return True
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that this rank waits for the others before a step."""
+        return 0.0
+
+    def be_patient(self, seconds: float) -> None:
+        """Wait for the others before a step for at least so long."""
+
+    def begin(self) -> None:
+        """A fill begins."""
+
+    def bring(self, live: Live) -> None:
+        """A step of quiet ranks begins: all of them bring these sizes."""
+
+    def settle(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
+        """What all ranks do, where this one would do `own`. admit: raises what the fill to come would raise."""
+        del live, admit
+        return own
+
+    def refuse(self, error: BaseException) -> None:
+        """This rank's fill ends in an error."""
+
+    def run(self, step: Callable[..., T], *args: Any) -> T:
+        """Run a step that all ranks run. Ranks that wait for this one are told if it raises."""
+        return step(*args)
+
+    def repeated(self, run: Run, live: Live) -> Run:
+        """Make a step of quiet ranks that goes as one before it, with the same live sizes."""
+        del live
+        return run
+
+    def before(self) -> contextlib.AbstractContextManager[None]:
+        """A block that looks at a batch before its fill. Ranks that wait for this one are told if it is refused."""
+        return contextlib.nullcontext()
+
+    def ahead(self, own: Decision, live: Live) -> None:
+        """Tell the other ranks now what `settle` will be asked for next."""
+
+    def idle(self, own: Decision, live: Live) -> bool:
+        """Whether all ranks are idle, as this one is, so that none runs a step."""
+        del own, live
+        return True
+
+    def tell(self, what: str, text: str = "", number: int = 0) -> list[tuple[str, int]]:
+        """What each rank has to say at one place beside the steps, this one a text and a number."""
+        del what
+        return [(text, number)]
+
+    def meet(self, what: str, error: Exception | None = None) -> tuple[int, str] | None:
+        """Wait until all ranks are done with something. The first that failed in it, and what it says, if any did."""
+        del what, error
+        return None
+
+    def over_warm_ups(self, backend: Backend) -> contextlib.AbstractContextManager[Callable[[Step], Step]]:
+        """A block that warms up a bucket. Steps that its value wraps raise RankError once a rank is lost."""
+        del backend
+        return contextlib.nullcontext(lambda step: step)
+
+    def wait(self, event: Event, device: torch.device) -> None:
+        """Wait until a device is past an event."""
+        del device
+        event.synchronize()
+
+    def as_data(self) -> RanksData:
+        """The books, as plain data."""
+        return {"rank": 0, "size": 1, "quiet": True, "exchanges": 0, "forced": {}}
