@@ -26,54 +26,6 @@ FORBIDDEN = {
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
-KNOWN_CIRCLES = [
-    # Opened by the redesign that moves what all runners share into a package of its own.
-    {
-        "runners.captured",
-        "runners.debug",
-        "runners.decision",
-        "runners.eager",
-        "runners.explained.decisions",
-        "runners.explained.explanation",
-        "runners.explained.rank_facts",
-        "runners.graphs",
-        "runners.parts",
-        "runners.proofs.addresses",
-        "runners.proofs.blame",
-        "runners.proofs.cases",
-        "runners.proofs.check",
-        "runners.proofs.comparison",
-        "runners.proofs.coverage",
-        "runners.proofs.eagerly",
-        "runners.proofs.fills",
-        "runners.proofs.otherwise",
-        "runners.proofs.parity",
-        "runners.proofs.poison",
-        "runners.proofs.races",
-        "runners.proofs.reads",
-        "runners.proofs.replays",
-        "runners.proofs.state",
-        "runners.proofs.together",
-        "runners.ranks.agreement",
-        "runners.ranks.idle",
-        "runners.ranks.routing",
-        "runners.ranks.verdict",
-        "runners.ranks.vigil",
-        "runners.recording.files",
-        "runners.recording.fingerprint",
-        "runners.recording.ranks",
-        "runners.recording.recorder",
-        "runners.router",
-        "runners.runner",
-        "runners.stacked.answer",
-        "runners.stacked.capture",
-        "runners.stacked.runner",
-        "runners.stacked.runs",
-        "runners.statistics",
-    },
-]
-"""Modules that import one another if imports inside functions and under TYPE_CHECKING count: exactly these."""
-
 CLOCKS = {
     "backends/test_contract.py",  # what events measure lies within what the host's clock measures
     "npu/test_standin_streams.py",  # as above
@@ -269,13 +221,9 @@ def test_no_cycle_between_modules() -> None:
         pytest.fail("modules import one another in a circle: " + " -> ".join(error.args[1]))
 
 
-def test_circles_by_any_import_are_the_known_ones() -> None:
-    """Imports inside functions and under TYPE_CHECKING count, and KNOWN_CIRCLES has no more circles than there are."""
-    found, known = circles(imports(ast.walk)), [frozenset(circle) for circle in KNOWN_CIRCLES]
-    inside, listed = frozenset[str]().union(*found), frozenset[str]().union(*known)
-    assert inside <= listed, f"modules have come to stand in a circle of imports: {sorted(inside - listed)}"
-    assert listed <= inside, f"modules stand in no circle any more, take them out of KNOWN_CIRCLES: {listed - inside}"
-    assert set(found) == set(known), "one circle of KNOWN_CIRCLES has become several, or several have become one"
+def test_no_circles_by_any_import() -> None:
+    """Nor are there any if imports inside functions and under TYPE_CHECKING count."""
+    assert circles(imports(ast.walk)) == []
 
 
 @pytest.mark.parametrize(

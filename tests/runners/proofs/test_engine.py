@@ -70,6 +70,6 @@ def test_padded_rows_that_write_a_live_page(backend: "Backend", twins: Any) -> N
     class Clobbering(twins("after").DecodeInputs):  # type: ignore[misc] # a class of a module found at run time
         slot_mapping: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=5 * PAGE)
 
-    report = engine_of(twins, backend, Clobbering).check(batches_on(backend), progress=False)
+    report = slotgraph.check(engine_of(twins, backend, Clobbering), batches_on(backend), progress=False)
     assert "input_ids" in {finding.slot for finding in report.of("poison")}, str(report)
     assert report.of("parity"), str(report)
