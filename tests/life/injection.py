@@ -8,12 +8,10 @@ from typing import Any, Final, Self
 
 import attrs
 
-from slotgraph.backends import base
-from slotgraph.dataflow import axes
-from slotgraph.runners import decode
+import slotgraph
 
-OURS: Final = tuple(str(Path(str(module.__file__)).parent) for module in (axes, base, decode))
-"""Where points count: the three folders."""
+OURS: Final = (str(Path(slotgraph.__file__).parent),)
+"""Where points count: the package."""
 POINTS: Final = frozenset({"call", "c_call", "c_return"})
 
 

@@ -1,0 +1,278 @@
+"""A device with streams whose work is done later, at random, and that can be told to break one promise of backends.
+
+Memory of placement "host" is the host's, and is written at once. All other tensors are the device's: what writes them,
+and each replay, goes to the current stream, and is done when somebody waits for it, or when the test says so.
+"""
+
+import ctypes
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, Final, final
+
+import attrs
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from slotgraph.backends import (
+    HOST,
+    NO_PARAMETERS,
+    Availability,
+    Backend,
+    Capabilities,
+    Event,
+    Fusion,
+    Graph,
+    Memory,
+    Placement,
+    Upload,
+    load,
+)
+from slotgraph.backends.ring import Ring
+
+INNER: Final = load("cpu-capture")()
+_NEW: Final = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+_LOOKS: Final = frozenset({"detach", "alias", "is_pinned"})
+
+
+@attrs.define(eq=False)
+class Stream:
+    """Work in order. handed: how much ever came. done: how much of it was begun."""
+
+    work: list[Callable[[], object]] = attrs.field(factory=list)
+    handed: int = 0
+    done: int = 0
+
+    def run(self, until: int) -> None:
+        """Do it, up to a point."""
+        while self.work and self.done < until:
+            self.done += 1
+            self.work.pop(0)()
+
+
+@attrs.define(eq=False)
+class Point(Event):
+    """A point in a stream. tells: whether it says the truth; else it says that it has passed."""
+
+    stream: Stream
+    at: int
+    tells: bool
+
+    def query(self) -> bool:
+        return self.stream.done >= self.at or not self.tells
+
+    def synchronize(self) -> None:
+        if self.tells:
+            with _disable_current_modes():  # else what is done would be put off again
+                self.stream.run(self.at)
+
+    def microseconds_since(self, earlier: Event) -> float:
+        raise NotImplementedError
+
+
+@final
+class LaterGraph(Graph):
+    """A graph of cpu-capture's, which is replayed on the current stream."""
+
+    def __init__(self, inner: Graph, device: "Device") -> None:
+        self._inner, self._device = inner, device
+
+    @property
+    def outputs(self) -> Any:
+        return self._inner.outputs
+
+    @property
+    def nbytes(self) -> int:
+        return self._inner.nbytes
+
+    def replay(self) -> None:
+        self._device.add(self._inner.replay)
+
+    def check_addresses(self) -> None:
+        self._inner.check_addresses()
+
+
+@final
+class Lame(Fusion):
+    """A kernel that leaves out what comes last."""
+
+    @property
+    def block(self) -> int:
+        return whole().block
+
+    def kernel(self, table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
+        return whole().kernel(table[:-1], packet, targets)
+
+
+def whole() -> Fusion:
+    """The kernel that leaves nothing out."""
+    fusion = INNER.fusion()
+    assert fusion is not None
+    return fusion
+
+
+@final
+class Device(Backend):
+    """The device. current: the stream that is. buffers: all memory that it was asked for.
+
+    fault: what it breaks. `order`: no stream waits. `event`, `mark`: events, and those of uploads, say that they have
+    passed. `packet`: an upload as long as an earlier one is left out. `kernel`: the last row is.
+    """
+
+    name: ClassVar[str] = "invariants"
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault, self.current, self.is_late = fault, 0, False
+        self.streams = [Stream() for _ in range(3)]
+        self.buffers: list[torch.Tensor] = []
+        self._host: list[torch.Tensor] = []
+
+    @classmethod
+    def is_available(cls) -> Availability:
+        return Availability(available=True)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return attrs.evolve(INNER.capabilities, packed_uploads=True)
+
+    @property
+    def device(self) -> torch.device:
+        return INNER.device
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
+        made = INNER.empty(shape, dtype, placement)
+        self.buffers.append(made)
+        return self._on_host(made) if placement == HOST else made
+
+    def _on_host(self, memory: torch.Tensor) -> torch.Tensor:
+        """The same, as the host's; it lives as long as this does, so that its address tells."""
+        self._host.append(memory)
+        return memory
+
+    def pool(self) -> object | None:
+        return None
+
+    def stream(self) -> AbstractContextManager[object]:
+        return INNER.stream()
+
+    def capture(
+        self,
+        step: Callable[[], Any],
+        *,
+        pool: object | None = None,
+        error_mode: str | None = None,
+        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+    ) -> Graph:
+        return LaterGraph(INNER.capture(step, pool=pool, error_mode=error_mode, parameters=parameters), self)
+
+    def upload(self, nbytes: int) -> Upload:
+        packet = torch.zeros(nbytes, dtype=torch.uint8)
+        to = packet.data_ptr()
+
+        sent = set[int]()
+
+        def start(memory: torch.Tensor, at: int, count: int) -> None:
+            if self.fault == "packet" and count in sent:
+                return
+            sent.add(count)
+            self.add(lambda: ctypes.memmove(to, memory.data_ptr() + at, count))
+
+        def pinned(count: int) -> torch.Tensor:
+            return self._on_host(torch.zeros(count, dtype=torch.uint8))
+
+        return Ring(packet, pinned, start, lambda: self._point("mark"), self.synchronize)
+
+    def fusion(self) -> Fusion:
+        return Lame() if self.fault == "kernel" else whole()
+
+    def stream_key(self) -> Callable[[], int]:
+        return lambda: self.current
+
+    def order(self, first: int, then: int) -> None:
+        earlier = self.streams[first]
+        at = earlier.handed
+        if self.fault != "order" and self.is_late:
+            self._put(self.streams[then], lambda: earlier.run(at))
+
+    def event(self) -> Event:
+        return self._point("event")
+
+    def _point(self, what: str) -> Point:
+        stream = self.streams[self.current]
+        return Point(stream, stream.handed, self.fault != what)
+
+    def synchronize(self) -> None:
+        self._drain(random.Random(0))  # noqa: S311 - data for a test
+
+    def memory(self) -> Memory:
+        return INNER.memory()
+
+    def bytes_now(self) -> list[bytes]:
+        """Every byte of every buffer."""
+        return [one.view(-1).view(torch.uint8).numpy().tobytes() for one in self.buffers]
+
+    def add(self, call: Callable[[], object]) -> None:
+        """Hand work to the current stream."""
+        if self.is_late:
+            self._put(self.streams[self.current], call)
+        else:
+            call()
+
+    @staticmethod
+    def _put(stream: Stream, call: Callable[[], object]) -> None:
+        stream.work.append(call)
+        stream.handed += 1
+
+    def _drain(self, draw: random.Random) -> None:
+        """Do all work, the streams by turns as they are drawn."""
+        with _disable_current_modes():
+            while waiting := [stream for stream in self.streams if stream.work]:
+                stream = draw.choice(waiting)
+                stream.run(stream.done + 1)
+
+    @contextmanager
+    def later(self, draw: random.Random | None = None) -> Iterator[None]:
+        """Work is done later, at the latest at the end of the block."""
+        self.is_late = True
+        try:
+            with _Later(self):
+                yield
+            self._drain(draw or random.Random(0))  # noqa: S311 - data for a test
+        finally:
+            self.is_late = False
+
+    def is_host(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in memory of the host's."""
+        at = tensor.data_ptr()
+        return any(one.data_ptr() <= at < one.data_ptr() + one.nbytes for one in self._host)
+
+
+class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Puts off what writes the device's tensors, and copies of them; what reads them waits for the current stream."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Put off, do, or wait."""
+        del types
+        named, device, name = dict(kwargs or {}), self._device, func._opname
+        first = next((leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)), None)
+        if first is None or func.is_view or name in _NEW or name in _LOOKS:
+            return func(*args, **named)
+        if name == "clone":
+            made = torch.empty_like(args[0])
+            device.add(lambda: made.copy_(args[0]))
+            return made
+        if func._schema.is_mutable and not device.is_host(first):
+            device.add(lambda: func(*args, **named))
+            return args[0] if func._schema.returns else None
+        if not func._schema.is_mutable:
+            with _disable_current_modes():
+                stream = device.streams[device.current]
+                stream.run(stream.handed)
+        return func(*args, **named)

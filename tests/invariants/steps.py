@@ -1,0 +1,149 @@
+"""What the tests of invariants share: a declaration, a step that returns all that it sees, and plain answers."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+from slotgraph import BATCH, HOST, Axis, DecodeRunner, Inputs, Step, computed, copied
+from slotgraph.backends import Backend, load
+
+PAGES: Final = Axis("PAGES")
+MOST_PAGES: Final = 3
+BUCKETS: Final = (2, 6)
+BEYOND: Final = 9
+"""Rows that no bucket takes: such a batch runs eagerly, with exact slots."""
+LOWERINGS: Final = load("cpu-capture")().capabilities.lowerings
+TAILS: Final[Mapping[str, Any]] = {"ids": -3, "weights": 0.5, "table": -1, "here": 4, "extra": 9.0}
+Values = dict[str, torch.Tensor]
+Seen = Mapping[str, torch.Tensor | None]
+
+
+BROKEN: Final[list[str]] = []
+
+
+@contextmanager
+def breaking() -> Iterator[None]:
+    """Here the host's function raises, in the middle of a fill."""
+    BROKEN.append("planted")
+    try:
+        yield
+    finally:
+        BROKEN.clear()
+
+
+def live_rows(step: Step) -> int:
+    """Computed on the host."""
+    if BROKEN:
+        raise OSError(*BROKEN)
+    return step.live(BATCH)
+
+
+def doubled(ids: torch.Tensor) -> torch.Tensor:
+    """Computed on the device, tails and all."""
+    return ids * 2
+
+
+class Afar(Inputs):
+    """Slots on the device: copied, strided, of two dims that vary, optional, computed on either side."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=TAILS["ids"])
+    weights: torch.Tensor = copied(
+        BATCH, 2, dtype=torch.float32, pad=TAILS["weights"], strided=True, converts=(torch.float64,)
+    )
+    table: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=TAILS["table"])
+    extra: torch.Tensor | None = copied(BATCH, dtype=torch.float64, pad=TAILS["extra"], default=None)
+    live: torch.Tensor = computed(live_rows, shape=1, dtype=torch.int64)
+    twice: torch.Tensor = computed(doubled, shape=BATCH, dtype=torch.int64)
+
+
+class Slots(Afar):
+    """With one in the host's memory, of which the step copies when the device gets there."""
+
+    here: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=TAILS["here"], placement=HOST)
+
+
+def everything(view: Any) -> Seen:
+    """A step that returns a copy of each slot: whatever is wrong in one of them shows."""
+    shown = {name: getattr(view, name) for name in (*TAILS, "live", "twice") if hasattr(view, name)}
+    to = view.ids.device
+    return {n: None if one is None else one.to(to, non_blocking=True, copy=True) for n, one in shown.items()}
+
+
+def runner_of(
+    backend: Backend | str, lowering: str = "foreach", inputs: type[Afar] = Slots, **options: Any
+) -> DecodeRunner[Any]:
+    """A captured runner."""
+    given: dict[str, Any] = {
+        "step": everything,
+        "buckets": BUCKETS,
+        "absent": [{"extra"}],
+        "output_rows": None,
+        **options,
+    }
+    sizes = {PAGES: MOST_PAGES}
+    runner = DecodeRunner(inputs, backend=backend, lowering=lowering, sizes=sizes, progress=False, **given)
+    runner.capture()
+    return runner
+
+
+def drawn(rows: int, seed: int, *, absent: bool = False, inputs: type[Afar] = Slots) -> Values:
+    """Random numbers for each source, none of which is a tail's."""
+    draw = torch.Generator().manual_seed(seed)
+    pages = int(torch.randint(0, MOST_PAGES + 1, (1,), generator=draw))
+    values = {
+        "ids": torch.randint(10, 99, (rows,), generator=draw),
+        "weights": torch.randint(10, 99, (rows, 2), generator=draw).float(),
+        "table": torch.randint(10, 99, (rows, pages), generator=draw, dtype=torch.int32),
+        "here": torch.randint(10, 99, (rows,), generator=draw),
+        "extra": torch.randint(10, 99, (rows,), generator=draw).double(),
+    }
+    without = {*(() if inputs is Slots else ("here",)), *(("extra",) if absent else ())}
+    return {name: value for name, value in values.items() if name not in without}
+
+
+def on(backend: Backend, values: Values) -> Values:
+    """The same where slots are, as new tensors."""
+    return {
+        name: value.clone() if name == "here" else value.to(backend.device, copy=True) for name, value in values.items()
+    }
+
+
+def expected(values: Values, *, exact: bool = False) -> Seen:
+    """What the step must see of them, worked out without slotgraph. exact: without a graph, whatever the rows."""
+    rows, pages = values["table"].shape
+    bucket = None if exact else next((size for size in BUCKETS if size >= rows), None)
+    padded = rows if bucket is None else bucket
+    found: dict[str, torch.Tensor | None] = {"extra": None}
+    for name, value in values.items():
+        columns = {"weights": (2,), "table": (pages if bucket is None else MOST_PAGES,)}.get(name, ())
+        whole = torch.full((padded, *columns), TAILS[name], dtype=value.dtype)
+        whole[tuple(slice(0, size) for size in value.shape)] = value
+        found[name] = whole
+    ids = found["ids"]
+    assert ids is not None
+    return {**found, "live": torch.tensor([rows]), "twice": ids * 2}
+
+
+def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether two slots show the same."""
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+
+
+def apart(seen: Seen, right: Seen) -> list[str]:
+    """The slots that a step saw otherwise."""
+    assert seen.keys() == right.keys()
+    return sorted(name for name in right if not same(seen[name], right[name]))
+
+
+def wrong(seen: Seen, values: Values, *, exact: bool = False) -> list[str]:
+    """The slots that do not hold what a batch of these values gives."""
+    return apart(seen, expected(values, exact=exact))
+
+
+def taken(outputs: Seen) -> Seen:
+    """A copy, which the next replay does not overwrite."""
+    return {name: None if one is None else one.clone() for name, one in outputs.items()}

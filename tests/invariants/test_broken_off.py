@@ -1,0 +1,189 @@
+"""Batches that are refused, fills that are broken off, and the caller's batch: what each leaves behind."""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from slotgraph import EagerRunner
+from slotgraph.backends import Backend
+from slotgraph.errors import BatchError, ComputeError, ReplayError
+from tests.invariants.device import Device
+from tests.invariants.steps import (
+    BEYOND,
+    LOWERINGS,
+    Slots,
+    breaking,
+    drawn,
+    everything,
+    on,
+    runner_of,
+    wrong,
+)
+from tests.life.injection import InjectedError, Injection
+
+each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
+Act = Callable[[], object]
+
+SPOILS: Mapping[str, Callable[[torch.Tensor], Any]] = {
+    "dtype": lambda one: one.to(torch.complex64),
+    "rank": lambda one: one[None],
+    "length": lambda one: torch.cat([one, one[:1]]),
+    "device": lambda one: one.to("meta"),
+    "sparse": lambda one: one.to_sparse(),
+    "text": lambda _: "none",
+    "ragged": lambda one: [[1], [2, 3], *[[4]] * (len(one) - 2)],
+    "missing": lambda _: None,
+}
+
+
+def changed(batch: Mapping[str, Any], act: Act, error: type[BaseException] | None = None) -> list[str]:
+    """What a step has written of its caller's batch; one that must raise, where an error is given."""
+    before = {name: copy.deepcopy(one) for name, one in batch.items()}
+    with contextlib.nullcontext() if error is None else pytest.raises(error):
+        act()
+    assert batch.keys() == before.keys()
+    return [name for name, one in batch.items() if not _equal(one, before[name])]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return bool(one == other)
+    return one.is_meta or torch.equal(one.to_dense(), other.to_dense())
+
+
+def left_behind(device: Device, runner: Any, batch: Mapping[str, Any], act: Act) -> list[str]:
+    """What a refused batch has changed, of all that a user can see: itself too."""
+    prior = drawn(4, 1)
+    view = runner.fill(on(device, prior))
+    runner.replay(view)
+
+    def known() -> dict[str, Any]:
+        return {"buffers": device.bytes_now(), "counters": runner.stats(), "report": runner.report}
+
+    before = known()
+    found = changed(batch, act, BatchError)
+    found += [name for name, value in known().items() if value != before[name]]
+    try:
+        found += wrong(runner.replay(view), prior)
+    except ReplayError:
+        found += ["view"]
+    for seed, rows in enumerate((1, 5, BEYOND, 2)):  # which believe what is known of tails
+        found += wrong(runner(drawn(rows, seed)), drawn(rows, seed))
+    return found
+
+
+@each_lowering
+@pytest.mark.parametrize("lazy", [False, True], ids=["captured", "lazy"])
+def test_refusals_leave_nothing(lowering: str, *, lazy: bool) -> None:
+    """Whatever is wrong with whichever source: buffers, marks, graphs, counters, batch and view are as they were."""
+    device = Device()
+    runner = runner_of(device, lowering, lazy=lazy)
+    for rows in (1, 3, BEYOND, 2):
+        runner(drawn(rows, rows))
+    for number, name in enumerate(drawn(0, 0)):
+        act = (runner, runner.fill)[number % 2]
+        for how, spoil in SPOILS.items():
+            if (name, how) != ("extra", "missing"):
+                batch: dict[str, Any] = drawn(3, number)
+                batch[name] = spoil(batch[name])
+                assert left_behind(device, runner, batch, functools.partial(act, batch)) == [], (name, how)
+    batch = drawn(3, 1)
+    assert left_behind(device, runner, batch, lambda: runner(batch, besides=1)) == []
+
+
+def test_planted_refusal_that_comes_too_late() -> None:
+    """A runner that writes what fits before it refuses is found by bytes, counters and view."""
+    device = Device()
+    runner, batch = runner_of(device), drawn(3, 2)
+
+    def hasty() -> None:
+        runner(batch)
+        message = "planted"
+        raise BatchError(message)
+
+    assert left_behind(device, runner, batch, hasty) == ["buffers", "counters", "view"]
+
+
+def after_break(backend: Backend, runner: Any, act: Act, at: int) -> tuple[list[str], str]:
+    """What is wrong after an act that is broken off at its n-th point, and where that was."""
+    prior = drawn(4, 1)
+    view = runner.fill(on(backend, prior))
+    with Injection(at, KeyboardInterrupt if at % 2 else InjectedError) as injection:
+        act()
+    found = list[str]()
+    try:
+        found += wrong(runner.replay(view), prior)
+    except ReplayError as refused:
+        assert "was not filled last" in str(refused)  # noqa: PT017 - it may as well be right
+    for seed, rows in enumerate((1, 5, BEYOND, 2)):
+        values = drawn(rows, seed)
+        found += wrong(runner(on(backend, values)), values)
+        found += wrong(runner.replay(runner.fill(on(backend, values))), values)
+    return found, injection.where
+
+
+@pytest.mark.parametrize("rows", [6, BEYOND], ids=["graph", "eager"])
+def test_broken_fills_are_not_believed(backend: Backend, rows: int) -> None:
+    """Whatever is raised wherever in a call or a fill: the view before is refused or right, and the next steps are."""
+    batch = on(backend, drawn(rows, 7))
+    for lowering in backend.capabilities.lowerings:
+        runner = runner_of(backend, lowering)
+        calls: list[Callable[[Any], object]] = [runner, runner.fill]
+        for number, call in enumerate(calls):
+            counts = [counted(call, batch) for _ in range(2)]
+            places = set()
+            for at in range(1 + number, counts[-1] + 1, 1 + counts[-1] // 10):
+                found, where = after_break(backend, runner, functools.partial(call, batch), at)
+                assert found == [], (lowering, where)
+                places.add(where)
+            assert len(places) >= 4
+
+
+def counted(call: Callable[[Any], object], batch: Any) -> int:
+    """Points at which a call may break off."""
+    with Injection() as counting:
+        call(batch)
+        return counting.seen
+    return 0
+
+
+@pytest.mark.parametrize("row", [0, 5])
+def test_planted_break_that_is_not_noticed(backend: Backend, row: int) -> None:
+    """A write that the runner does not know of, into a live row or behind it, is found in the view that it believes."""
+    runner = runner_of(backend)
+    found, _ = after_break(backend, runner, lambda: runner.inputs(6).weights[row].fill_(77), 0)
+    assert found[:1] == ["weights"]
+
+
+@each_lowering
+def test_the_batch_is_never_written(lowering: str) -> None:
+    """By no step, whether it is done, refused or broken off, in a graph or eagerly, as tensors, lists or arrays."""
+    runner, backend = runner_of("cpu-capture", lowering), Device()
+    for rows in (3, 6, BEYOND):
+        tensors = on(backend, drawn(rows, rows))
+        lists = {name: one.tolist() for name, one in tensors.items()}
+        for batch in (tensors, lists):
+            call = functools.partial(runner, batch)
+            assert changed(batch, call) == changed(batch, functools.partial(runner.fill, batch)) == []
+            with breaking():
+                assert changed(batch, call, ComputeError) == []
+    eager = EagerRunner(Slots, everything, backend="cpu", no_copy=True)
+    batch = drawn(3, 1)
+    assert changed(batch, lambda: eager(batch)) == []
+
+
+def test_planted_step_that_writes_the_batch() -> None:
+    """A step that writes slots, which are the batch's own tensors, without saying so."""
+
+    def writing(view: Any) -> Any:
+        view.ids.add_(1)
+        return everything(view)
+
+    eager = EagerRunner(Slots, writing, backend="cpu", no_copy=True)
+    batch = drawn(3, 1)
+    assert changed(batch, lambda: eager(batch)) == ["ids"]

@@ -1,0 +1,241 @@
+"""Memory that others have a part in: pools, stale views and outputs, captures, moved addresses, forks."""
+
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slotgraph import InputPool
+from slotgraph.backends import Backend, load
+from slotgraph.errors import BatchError, ReplayError, StaleOutputError
+from tests.invariants import forked
+from tests.invariants.steps import BEYOND, LOWERINGS, Afar, drawn, everything, on, runner_of, wrong
+
+each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
+
+
+def by_turns(runners: list[Any], backend: Backend, seed: int) -> set[str]:
+    """Fills, replays, steps and refusals of runners that share memory: what was wrong, or refused without a reason."""
+    draw, found, filled = random.Random(seed), set[str](), dict[int, tuple[Any, Any]]()  # noqa: S311 - data for a test
+    last = -1
+    for number in range(60):
+        which, values = draw.randrange(len(runners)), drawn(draw.randint(1, 6), number, inputs=Afar)
+        runner, batch = runners[which], on(backend, values)
+        match draw.choice(("fill", "fill", "step", "refused", "replay", "replay", "replay")):
+            case "fill":
+                filled[which], last = (runner.fill(batch), values), which
+            case "step":
+                found |= {*wrong(runner(batch), values)}
+                filled.pop(which, None)
+                last = which
+            case "refused":
+                with pytest.raises(BatchError):
+                    runner({**batch, "weights": batch["ids"]})
+            case _ if which in filled:
+                try:
+                    found |= {*wrong(runner.replay(filled[which][0]), filled[which][1])}
+                except ReplayError:
+                    found |= {"refused"} if last == which else set()
+    return found
+
+
+@each_lowering
+def test_neighbours_take_turns(backend: Backend, lowering: str) -> None:
+    """A view is replayed right, or refused where a neighbour was filled since; a refused neighbour has done nothing."""
+    pool = InputPool("one", "two", "three")
+    runners = [runner_of(backend, lowering, Afar, phase=pool[phase], sharing=True) for phase in ("one", "two", "three")]
+    assert by_turns(runners, backend, 1) | by_turns(runners, backend, 2) == set()
+
+
+@each_lowering
+def test_planted_neighbours_that_no_one_tells_of(backend: Backend, lowering: str) -> None:
+    """Two runners that adopt one memory without a pool replay one another's rows."""
+    owned = on(backend, {"ids": torch.zeros(6, dtype=torch.int64)})
+    runners = [runner_of(backend, lowering, Afar, bind=owned) for _ in range(2)]
+    assert "ids" in by_turns(runners, backend, 1)
+
+
+Act = Callable[[Any, Any], Any]
+LATER: dict[str, Act] = {
+    "call": lambda runner, batch: runner(batch),
+    "fill": lambda runner, batch: runner.fill(batch),
+    "both": lambda runner, batch: runner.replay(runner.fill(batch)),
+}
+
+
+def believed(runner: Any, backend: Backend) -> list[str]:
+    """After which later acts a view was replayed that others had overwritten."""
+    found = []
+    for seed, rows in enumerate((4, 1, BEYOND)):
+        for name, act in LATER.items():
+            for before in (4, BEYOND):
+                view = runner.fill(on(backend, drawn(before, seed)))
+                act(runner, on(backend, drawn(rows, seed + 50)))
+                try:
+                    runner.replay(view)
+                except ReplayError:
+                    continue
+                found.append(f"{before} rows, then {name} of {rows}")
+    return found
+
+
+class Trusting:
+    """The fault: a runner that replays what was filled last, whatever view it is given."""
+
+    def __init__(self, runner: Any) -> None:
+        self.runner, self.last = runner, None
+
+    def __call__(self, batch: Any) -> Any:
+        return self.replay(self.fill(batch))
+
+    def fill(self, batch: Any) -> Any:
+        self.last = self.runner.fill(batch)
+        return self.last
+
+    def replay(self, _: Any) -> Any:
+        return self.runner.replay(self.last)
+
+
+@each_lowering
+def test_stale_views_are_refused(backend: Backend, lowering: str) -> None:
+    """Of several views only the one that was filled last is replayed, in graphs, eagerly and across."""
+    assert believed(runner_of(backend, lowering), backend) == []
+
+
+def test_planted_runner_that_believes_views(backend: Backend) -> None:
+    """Each replay of a view that was overwritten is seen."""
+    assert len(believed(Trusting(runner_of(backend)), backend)) == 3 * 2 * len(LATER)
+
+
+def read_too_late(runner: Any, backend: Backend) -> list[str]:
+    """Outputs of a graph that could be read after another replay of it; each could be before."""
+    outputs = runner(on(backend, drawn(4, 1)))
+    assert wrong(outputs, drawn(4, 1)) == []
+    runner(on(backend, drawn(3, 2)))
+    found = []
+    for name, one in outputs.items():
+        try:
+            one.sum()
+        except StaleOutputError as error:
+            assert "generation" in str(error)  # noqa: PT017 - others may be read
+        else:
+            found.append(name)
+    return found
+
+
+@each_lowering
+def test_stale_outputs_are_named(backend: Backend, lowering: str) -> None:
+    """Debug mode `generations` refuses each of them, and says of which generation it is."""
+    assert read_too_late(runner_of(backend, lowering, debug="generations"), backend) == []
+
+
+def test_planted_outputs_without_generations(backend: Backend) -> None:
+    """Without the mode they can be read, which is seen."""
+    assert len(read_too_late(runner_of(backend), backend)) == 7
+
+
+def modes() -> list[object]:
+    """What torch keeps for all of the process."""
+    return [torch.get_rng_state().tolist(), torch.is_grad_enabled(), torch.get_default_dtype(), gc.get_freeze_count()]
+
+
+def touched(backend: Backend, write: Callable[[torch.Tensor], object], *, lazy: bool) -> list[str]:
+    """What a capture has changed, up front or late, and whether the first step has moved its state on once."""
+    state = torch.arange(8.0).to(backend.device)
+    before, known, right = state.clone(), modes(), state.clone()
+    write(right)
+
+    def step(view: Any) -> Any:
+        write(state)
+        return {**everything(view), "state": state.clone(), "noise": torch.rand(2, device=state.device)}
+
+    runner, values = runner_of(backend, lazy=lazy, step=step, warmups=2), drawn(3, 1)
+    found = [] if torch.equal(state, before) else ["state"]
+    found += [] if modes() == known else ["modes"]
+    seen = dict(runner(on(backend, values)))
+    found += [] if torch.equal(seen.pop("state"), right) and torch.equal(state, right) else ["step"]
+    del seen["noise"]
+    return found + wrong(seen, values)
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["up front", "late"])
+def test_captures_change_nothing(backend: Backend, *, lazy: bool) -> None:
+    """State, random numbers and modes are as they were, and the first step moves the state on once."""
+    assert touched(backend, lambda state: state.mul_(2).add_(1), lazy=lazy) == []
+
+
+def test_planted_write_that_captures_do_not_see() -> None:
+    """What no operator of torch writes is written by warm-ups, too, unless `state=` names it."""
+
+    def hidden(state: torch.Tensor) -> None:
+        state.numpy()[:] += 1
+
+    assert touched(load("cpu")(), hidden, lazy=False) == ["state", "step"]
+    assert touched(load("cpu")(), hidden, lazy=True) == ["step"]
+
+
+MOVES: dict[str, Callable[[torch.Tensor], object]] = {
+    "set": lambda one: one.set_(torch.zeros_like(one)),  # type: ignore[call-overload] # its stub lacks this
+    "data": lambda one: setattr(one, "data", torch.zeros_like(one)),
+}
+
+
+def refuses_moved(backend: Backend, lowering: str, move: str, first: int, **options: Any) -> bool:
+    """Whether a runner refuses a step after an adopted tensor was moved behind so many replays."""
+    owned = on(backend, {"ids": torch.zeros(6, dtype=torch.int64)})["ids"]
+    runner = runner_of(backend, lowering, bind={"ids": owned}, **options)
+    for seed in range(first):
+        runner(on(backend, drawn(5, seed)))
+    MOVES[move](owned)
+    try:
+        runner(on(backend, drawn(5, 9)))
+    except ReplayError as error:
+        return "moved" in str(error)
+    return False
+
+
+@each_lowering
+@pytest.mark.parametrize("move", MOVES)
+def test_moved_addresses_are_refused(backend: Backend, lowering: str, move: str) -> None:
+    """At the first replay, and in debug mode at each one."""
+    assert refuses_moved(backend, lowering, move, 0)
+    assert refuses_moved(backend, lowering, move, 3, debug="addresses")
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_planted_move_that_no_one_looks_for(backend: Backend, move: str) -> None:
+    """After the first replay nobody looks without the mode, which is seen."""
+    assert not refuses_moved(backend, "foreach", move, 3)
+
+
+@pytest.fixture(scope="module")
+def children() -> dict[str, list[str]]:
+    """By kind of runner, what forked children did that was not refused."""
+    path = os.pathsep.join(one for one in sys.path if one)
+    done = subprocess.run(  # noqa: S603 - this test's own program
+        [sys.executable, str(Path(forked.__file__))],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        timeout=300,
+        check=True,
+    )
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+def test_forked_children_are_refused(children: dict[str, list[str]]) -> None:
+    """Calls and replays of each lowering, in a child of the process that captured; the parent's next step is right."""
+    assert children["sound"] == []
+
+
+def test_planted_children_without_graphs(children: dict[str, list[str]]) -> None:
+    """What runs in a child, because it has no graphs, is seen."""
+    assert len(children["planted"]) == 2 * len(LOWERINGS)

@@ -1,0 +1,102 @@
+"""Order: steps wait for one another across streams, and host memory is not written while the device may read it."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slotgraph import InputPool
+from tests.invariants.device import Device
+from tests.invariants.steps import BEYOND, LOWERINGS, Afar, Seen, Slots, Values, drawn, runner_of, taken, wrong
+
+each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
+Kept = list[tuple[Values, Seen]]
+
+
+def faults_of(kept: Kept) -> set[str]:
+    """The slots that any of these steps saw wrong."""
+    return {name for values, seen in kept for name in wrong(seen, values)}
+
+
+def on_streams(device: Device, runners: list[Any], seed: int) -> set[str]:
+    """Steps on streams at random: sources are written just before a step, and spoilt right after it."""
+    draw, kept = random.Random(seed), Kept()  # noqa: S311 - data for a test
+    turns = [drawn(draw.randint(0, BEYOND), turn, absent=draw.random() < 0.3, inputs=Afar) for turn in range(30)]
+    with device.later(draw):
+        for values in turns:
+            runner, device.current = draw.choice(runners), draw.randrange(3)
+            batch = {name: torch.empty_like(value).copy_(value) for name, value in values.items()}
+            is_split = draw.random() < 0.5
+            shown = runner.fill(batch) if is_split else taken(runner(batch))
+            for source in batch.values():
+                source.fill_(77)
+            if is_split:
+                device.current = draw.randrange(3)
+                shown = taken(runner.replay(shown))
+            kept.append((values, shown))
+    return faults_of(kept)
+
+
+def made(device: Device, lowering: str, *, pooled: bool) -> list[Any]:
+    """One runner, or two that share their memory."""
+    if not pooled:
+        return [runner_of(device, lowering, Afar)]
+    pool = InputPool("one", "two")
+    return [runner_of(device, lowering, Afar, phase=pool[name], sharing=True) for name in ("one", "two")]
+
+
+@each_lowering
+@pytest.mark.parametrize("pooled", [False, True], ids=["alone", "pooled"])
+def test_a_step_waits_for_the_last_one(lowering: str, *, pooled: bool) -> None:
+    """On whatever stream a step comes: buffers are the last step's until it is done, sources are read in their turn."""
+    device = Device()
+    runners = made(device, lowering, pooled=pooled)
+    assert on_streams(device, runners, 1) | on_streams(device, runners, 2) == set()
+
+
+@each_lowering
+def test_planted_streams_that_do_not_wait(lowering: str) -> None:
+    """Where no stream waits for another, steps see one another's rows."""
+    device = Device("order")
+    runners = made(device, lowering, pooled=False)
+    assert on_streams(device, runners, 1) >= {"ids", "weights"}
+
+
+def ahead(device: Device, runner: Any, inputs: type[Afar]) -> set[str]:
+    """Far more steps in flight than uploads have host memory for; what the host brought is spoilt at once."""
+    kept = Kept()
+    turns = [drawn(1 + turn % 6, turn, inputs=inputs) for turn in range(80)]
+    brought: list[dict[str, Any]] = [
+        {name: value.tolist() if name in ("ids", "table") else value.numpy().copy() for name, value in values.items()}
+        for values in turns
+    ]
+    with device.later():
+        for values, batch in zip(turns, brought, strict=True):
+            kept.append((values, taken(runner(batch))))
+            for one in batch.values():
+                one[:] = 77 if isinstance(one, np.ndarray) else []
+    return faults_of(kept)
+
+
+@each_lowering
+@pytest.mark.parametrize("inputs", [Afar, Slots])
+def test_host_memory_in_flight(lowering: str, inputs: type[Afar]) -> None:
+    """Neither what an upload reads nor a slot in host memory is overwritten before the device has read it."""
+    device = Device()
+    assert ahead(device, runner_of(device, lowering, inputs), inputs) == set()
+
+
+@pytest.mark.parametrize("lowering", [one for one in LOWERINGS if one != "slot_by_slot"])  # which moves each by itself
+def test_planted_uploads_that_pass_at_once(lowering: str) -> None:
+    """Where an upload's events say too early that it was read, steps get the numbers of later ones."""
+    device = Device("mark")
+    assert "ids" in ahead(device, runner_of(device, lowering, Afar), Afar)
+
+
+@each_lowering
+def test_planted_events_that_pass_at_once(lowering: str) -> None:
+    """Where events do, the next fill writes a slot in host memory that the last graph has yet to copy from."""
+    device = Device("event")
+    assert ahead(device, runner_of(device, lowering), Slots) == {"here"}

@@ -1,0 +1,125 @@
+"""Sources: the same values give the same outputs, in whatever tensors they come, and whatever came before."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from slotgraph.backends import Backend
+from tests.invariants.device import Device
+from tests.invariants.steps import BEYOND, LOWERINGS, Values, drawn, on, runner_of, taken, wrong
+
+each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
+Form = Callable[[torch.Tensor], Any]
+
+
+def _strided(one: torch.Tensor) -> torch.Tensor:
+    return torch.stack([one, one + 1], -1)[..., 0]
+
+
+def _shifted(one: torch.Tensor) -> torch.Tensor:
+    whole = torch.cat([one.flatten()[:1] * 0, one.flatten()]) if one.numel() else one.flatten()
+    return whole[1:].view(one.shape) if one.numel() else one
+
+
+def _in_inference_mode(one: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return one.clone()
+
+
+FORMS: dict[str, Form] = {
+    "plain": torch.clone,
+    "list": torch.Tensor.tolist,
+    "tuple": lambda one: tuple(one.tolist()),
+    "array": lambda one: one.cpu().numpy().copy(),
+    "host": lambda one: one.cpu().clone(),
+    "strided": _strided,
+    "shifted": _shifted,
+    "double": torch.Tensor.double,
+    "gradient": lambda one: one.clone().requires_grad_(),
+    "inference": _in_inference_mode,
+}
+SPECIAL = {"strided": ["weights"], "double": ["weights"], "gradient": ["weights", "extra"], "host": ["here"]}
+"""Forms that not every slot takes; a CPU's tensors are the device's there."""
+
+
+class Bringing:
+    """Brings values in forms at random: new tensors, static ones, rows of slots, the last outputs."""
+
+    def __init__(self, runner: Any, backend: Backend, seed: int) -> None:
+        self.runner, self.backend = runner, backend
+        self.draw = random.Random(seed)  # noqa: S311 - data for a test
+        self.static = on(backend, drawn(BEYOND, 0))
+        self.last: Any = None
+
+    def __call__(self, values: Values) -> tuple[dict[str, Any], Values]:
+        """A batch, and what it means: some of its sources are other slots, or outputs, with the values of those."""
+        means, batch, rows = dict(values), dict[str, Any](), len(values["ids"])
+        for name, value in on(self.backend, values).items():
+            form = self.draw.choice([*FORMS, "static", "static"])
+            if name == "table" or name not in SPECIAL.get(form, [name]):
+                batch[name] = value
+            elif form == "static":
+                batch[name] = self.static[name][:rows].copy_(value)
+            else:
+                batch[name] = FORMS[form](value)
+        return (batch, means) if rows > 6 or self.draw.random() < 0.6 else self.aliased(batch, means, rows)
+
+    def aliased(self, batch: dict[str, Any], means: Values, rows: int) -> tuple[dict[str, Any], Values]:
+        """The same with sources that lie in slots: a producer's own rows, another slot's, the last step's outputs."""
+        shown = self.runner.inputs(2 if rows <= 2 else 6, () if "extra" in batch else ("extra",))
+        match self.draw.choice(("own", "other", "outputs")):
+            case "own":
+                batch["weights"] = shown.weights[:rows].copy_(means["weights"])
+            case "other":
+                batch["ids"] = shown.twice[:rows]
+            case _ if self.last is not None and len(self.last["twice"]) >= rows:
+                batch["ids"] = self.last["twice"][:rows]
+        if isinstance(batch["ids"], torch.Tensor):
+            means["ids"] = batch["ids"].cpu().clone()
+        return batch, means
+
+
+def by_form(runner: Any, backend: Backend, seed: int, bring: Any = None) -> set[str]:
+    """Slots that were wrong in steps whose sources took any form."""
+    found, brings = set[str](), Bringing(runner, backend, seed) if bring is None else bring
+    for number in range(60):
+        rows = brings.draw.choice((1, 2, 4, 4, 4, 6, BEYOND))
+        batch, means = brings(drawn(rows, number % 20, absent=brings.draw.random() < 0.2))
+        outputs = runner(batch) if number % 3 else runner.replay(runner.fill(batch))
+        found |= {*wrong(taken(outputs), means)}
+        brings.last = outputs
+    return found
+
+
+@each_lowering
+def test_values_alone_count(backend: Backend, lowering: str) -> None:
+    """Dtypes, strides, offsets, modes, host data, addresses that come again, sources in slots: all give the same."""
+    for seed in range(2):
+        assert by_form(runner_of(backend, lowering), backend, seed) == set()
+
+
+class Caching(Bringing):
+    """The fault: what looks like a source that came before is taken for it."""
+
+    def __call__(self, values: Values) -> tuple[dict[str, Any], Values]:
+        """The first batch of each number of rows, whatever comes later."""
+        known = vars(self).setdefault("known", {})
+        return known.setdefault((len(values["ids"]), "extra" in values), on(self.backend, values)), values
+
+
+@each_lowering
+def test_planted_guard_that_goes_by_shape(lowering: str) -> None:
+    """Steps that get an earlier batch's sources of the same shape are seen."""
+    backend = Device()
+    runner = runner_of(backend, lowering)
+    assert by_form(runner, backend, 0, Caching(runner, backend, 0)) >= {"ids", "weights", "here"}
+
+
+@pytest.mark.parametrize("lowering", ["in_graph", "fused"])
+def test_planted_upload_that_goes_by_length(lowering: str) -> None:
+    """So are packets that are not sent because one as long was sent before."""
+    backend = Device("packet")
+    assert by_form(runner_of(backend, lowering), backend, 0) >= {"ids", "live"}

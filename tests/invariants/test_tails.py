@@ -1,0 +1,137 @@
+"""What lies behind live rows, and what is absent: the same after whatever came before, by each lowering."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from slotgraph import BATCH, copied, keep
+from slotgraph.backends import Backend
+from slotgraph.errors import BatchError, ComputeError
+from slotgraph.testing import assert_fill_equals_oracle
+from tests.invariants.device import Device
+from tests.invariants.steps import BEYOND, TAILS, Slots, Values, apart, breaking, drawn, on, runner_of, wrong
+
+ADOPTED = {"ids": torch.int64, "weights": torch.float32, "here": torch.int64}
+
+
+class Forgetful(Slots):
+    """The fault: nobody resets this tail."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("planted"))
+
+
+def owned_on(backend: Backend) -> dict[str, torch.Tensor]:
+    """Memory for slots that its owner writes, too."""
+    shapes = {"weights": (6, 2)}
+    made = {name: torch.zeros(shapes.get(name, (6,)), dtype=dtype) for name, dtype in ADOPTED.items()}
+    return on(backend, made)
+
+
+def after_anything(backend: Backend, runners: list[Any], owned: Values, seed: int) -> set[str]:
+    """Slots that were wrong in a step, among fills, refusals, fills that break off, and what the owner writes."""
+    draw, found = random.Random(seed), set[str]()  # noqa: S311 - data for a test
+    for number in range(40):
+        runner, rows = draw.choice(runners), draw.randint(0, 6 if owned else BEYOND)
+        values = drawn(rows, number, absent=draw.random() < 0.3)
+        batch: dict[str, Any] = on(backend, values)
+        match draw.choice(("step", "step", "halves", "fill", "refused", "broken", "written")):
+            case "step":
+                found |= {*wrong(runner(batch), values)}
+            case "halves":
+                found |= {*wrong(runner.replay(runner.fill(batch)), values)}
+            case "fill":
+                runner.fill(batch)
+            case "refused":
+                with pytest.raises(BatchError):
+                    runner({**batch, "table": batch["ids"]})
+            case "broken":
+                with pytest.raises(ComputeError), breaking():
+                    runner(batch)
+            case _:
+                for tensor in owned.values():
+                    tensor.fill_(draw.randint(100, 200))
+    return found
+
+
+@pytest.mark.parametrize("adopted", [False, True], ids=["own", "adopted"])
+def test_tails_hold_their_values(backend: Backend, *, adopted: bool) -> None:
+    """Whatever sizes, patterns, refusals and broken fills came: live rows are the batch's, the others the tail's.
+
+    Adopted memory is that of all runners, one of each lowering, and its owner writes it between steps.
+    """
+    owned = owned_on(backend) if adopted else {}
+    for seed in range(2):
+        runners = [runner_of(backend, lowering, bind=owned) for lowering in backend.capabilities.lowerings]
+        assert after_anything(backend, runners, owned, seed) == set()
+
+
+def test_planted_tail_that_no_one_resets(backend: Backend) -> None:
+    """A slot whose tail is never reset is found, by each lowering."""
+    for lowering in backend.capabilities.lowerings:
+        assert after_anything(backend, [runner_of(backend, lowering, Forgetful)], {}, 1) == {"ids", "twice"}
+
+
+def unlike_oracle(mine: Any, right: Any, backend: Backend) -> set[str]:
+    """Slots of which a fill, padded or exact, left other bytes than one slot by slot."""
+    found = set[str]()
+    for number, rows in enumerate((6, 1, 0, BEYOND, 2, 5, 3, BEYOND - 1, 4, 1)):
+        batch = on(backend, drawn(rows, number, absent=number % 4 == 1))
+        found |= {*apart(mine(batch), right(batch))}
+        found |= {*apart(mine.replay(mine.fill(batch)), right(batch))}
+    return found
+
+
+def test_lowerings_leave_the_same_bytes(backend: Backend) -> None:
+    """As slot by slot: by steps of runners, and by fills over buffers of random bytes."""
+    right = runner_of(backend, "slot_by_slot")
+    for lowering in backend.capabilities.lowerings:
+        assert unlike_oracle(runner_of(backend, lowering), right, backend) == set()
+    assert_fill_equals_oracle(Slots, backend=backend, max_examples=6)
+
+
+def test_planted_lowerings_that_leave_out(backend: Backend) -> None:
+    """A fill that leaves a tail is found in each lowering, and so is a kernel that leaves out a row."""
+    right = runner_of(backend, "slot_by_slot")
+    for lowering in backend.capabilities.lowerings:
+        assert unlike_oracle(runner_of(backend, lowering, Forgetful), right, backend) == {"ids", "twice"}
+    lame, whole = Device("kernel"), runner_of(Device(), "slot_by_slot")
+    for lowering in ("in_graph", "fused"):
+        assert unlike_oracle(runner_of(lame, lowering), whole, lame) != set()
+        with pytest.raises(AssertionError, match=f"filled by '{lowering}'"):
+            assert_fill_equals_oracle(Slots, backend=lame, lowerings=[lowering], max_examples=10)
+
+
+Bring = Callable[[Values, Values], dict[str, Any]]
+WITHOUT: dict[str, Bring] = {
+    "no key": lambda values, _: {**values},
+    "None": lambda values, _: {**values, "extra": None},
+}
+
+
+def shown_where_absent(backend: Backend, lowering: str, bring: Bring) -> list[torch.Tensor]:
+    """What steps without the optional slot saw of it, each after a step with it."""
+    runner, seen = runner_of(backend, lowering), []
+    for number, rows in enumerate((3, 6, BEYOND, 1)):
+        present, absent = (drawn(rows, number + part, absent=bool(part)) for part in range(2))
+        here, gone = on(backend, present), on(backend, absent)
+        for act in (runner, lambda batch, runner=runner: runner.replay(runner.fill(batch))):
+            assert wrong(act(here), present) == []
+            seen += [act(bring(gone, here))["extra"]]
+    return [one for one in seen if one is not None]
+
+
+@pytest.mark.parametrize("how", WITHOUT)
+def test_absent_slots_are_none(backend: Backend, how: str) -> None:
+    """Never the rows of the step before, in graphs and eagerly."""
+    for lowering in backend.capabilities.lowerings:
+        assert shown_where_absent(backend, lowering, WITHOUT[how]) == []
+
+
+def test_planted_slot_that_stays(backend: Backend) -> None:
+    """What a batch brings again from the step before is seen."""
+    found = shown_where_absent(backend, "foreach", lambda values, before: {**before, **values})
+    assert len(found) == 8
+    assert all(one.numel() and not one.eq(TAILS["extra"]).all() for one in found)
