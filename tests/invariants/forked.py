@@ -1,11 +1,12 @@
 """A program: it prints, as JSON, for each kind of runner what a forked child of it did that was not refused."""
 
+import itertools
 import json
 import os
 from typing import Any, Final
 
 from slotgraph.errors import ReplayError
-from tests.invariants.steps import LOWERINGS, drawn, runner_of, wrong
+from tests.invariants.steps import EITHER, LOWERINGS, drawn, runner_of, wrong
 
 KINDS: Final[dict[str, dict[str, Any]]] = {"sound": {}, "planted": {"graphs": False}}
 """Options of runners; without graphs there is nothing that belongs to a process, and steps go on in the child."""
@@ -29,8 +30,8 @@ def refuses(act: Any) -> bool:
 def accepted(options: dict[str, Any]) -> list[str]:
     """What a child did that has graphs of its parent; the parent goes on, and so does a runner of the child's own."""
     found = []
-    for lowering in LOWERINGS:
-        runner, values = runner_of("cpu-capture", lowering, **options), drawn(3, 1)
+    for lowering, inputs in itertools.product(LOWERINGS, EITHER):
+        runner, values = runner_of("cpu-capture", lowering, inputs, **options), drawn(3, 1, inputs=inputs)
         for _ in range(3):  # so that the quickest way is known
             runner(values)
         found += [f"{lowering} call"] if not refuses(lambda: runner(values)) else []  # noqa: B023 - done at once

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
+import attrs
 import torch
 
-from slotgraph import BATCH, HOST, Axis, DecodeRunner, Inputs, Step, computed, copied
+from slotgraph import BATCH, HOST, Axis, DecodeRunner, InputPool, Inputs, Step, computed, copied
 from slotgraph.backends import Backend, load
 
 PAGES: Final = Axis("PAGES")
@@ -45,23 +46,32 @@ def doubled(ids: torch.Tensor) -> torch.Tensor:
     return ids * 2
 
 
-class Afar(Inputs):
-    """Slots on the device: copied, strided, of two dims that vary, optional, computed on either side."""
+class Quick(Inputs):
+    """Slots that every lowering fills its quickest way: copied, strided, optional, computed on either side."""
 
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=TAILS["ids"])
     weights: torch.Tensor = copied(
         BATCH, 2, dtype=torch.float32, pad=TAILS["weights"], strided=True, converts=(torch.float64,)
     )
-    table: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=TAILS["table"])
     extra: torch.Tensor | None = copied(BATCH, dtype=torch.float64, pad=TAILS["extra"], default=None)
     live: torch.Tensor = computed(live_rows, shape=1, dtype=torch.int64)
     twice: torch.Tensor = computed(doubled, shape=BATCH, dtype=torch.int64)
+
+
+class Afar(Quick):
+    """With one of two dims that vary, which no kernel fills."""
+
+    table: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=TAILS["table"])
 
 
 class Slots(Afar):
     """With one in the host's memory, of which the step copies when the device gets there."""
 
     here: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=TAILS["here"], placement=HOST)
+
+
+EITHER: Final[tuple[type[Quick], ...]] = (Quick, Slots)
+"""The declaration that goes the quickest way, and the one with all kinds of slots."""
 
 
 def everything(view: Any) -> Seen:
@@ -71,24 +81,35 @@ def everything(view: Any) -> Seen:
     return {n: None if one is None else one.to(to, non_blocking=True, copy=True) for n, one in shown.items()}
 
 
+def made(backend: Backend | str, lowering: str, inputs: type[Quick], options: dict[str, Any]) -> DecodeRunner[Any]:
+    """A runner that is not captured yet."""
+    given = {"step": everything, "buckets": BUCKETS, "absent": [{"extra"}], "output_rows": None, **options}
+    sizes = {PAGES: MOST_PAGES} if issubclass(inputs, Afar) else {}
+    return DecodeRunner(inputs, backend=backend, lowering=lowering, sizes=sizes, progress=False, **given)
+
+
 def runner_of(
-    backend: Backend | str, lowering: str = "foreach", inputs: type[Afar] = Slots, **options: Any
+    backend: Backend | str, lowering: str = "foreach", inputs: type[Quick] = Slots, **options: Any
 ) -> DecodeRunner[Any]:
     """A captured runner."""
-    given: dict[str, Any] = {
-        "step": everything,
-        "buckets": BUCKETS,
-        "absent": [{"extra"}],
-        "output_rows": None,
-        **options,
-    }
-    sizes = {PAGES: MOST_PAGES}
-    runner = DecodeRunner(inputs, backend=backend, lowering=lowering, sizes=sizes, progress=False, **given)
+    runner = made(backend, lowering, inputs, options)
     runner.capture()
     return runner
 
 
-def drawn(rows: int, seed: int, *, absent: bool = False, inputs: type[Afar] = Slots) -> Values:
+def neighbours(backend: Backend, lowering: str, count: int) -> list[Any]:
+    """Captured runners that share their memory: all are made before the first is captured."""
+    pool = InputPool(*(f"phase {number}" for number in range(count)))
+    options: list[dict[str, Any]] = [{"phase": pool[f"phase {number}"], "sharing": True} for number in range(count)]
+    runners = [made(backend, lowering, Quick, one) for one in options]
+    for runner in runners:
+        runner.capture()
+    assert pool.layout is not None
+    assert pool.layout.saved > 0
+    return runners
+
+
+def drawn(rows: int, seed: int, *, absent: bool = False, inputs: type[Quick] = Slots) -> Values:
     """Random numbers for each source, none of which is a tail's."""
     draw = torch.Generator().manual_seed(seed)
     pages = int(torch.randint(0, MOST_PAGES + 1, (1,), generator=draw))
@@ -99,8 +120,9 @@ def drawn(rows: int, seed: int, *, absent: bool = False, inputs: type[Afar] = Sl
         "here": torch.randint(10, 99, (rows,), generator=draw),
         "extra": torch.randint(10, 99, (rows,), generator=draw).double(),
     }
-    without = {*(() if inputs is Slots else ("here",)), *(("extra",) if absent else ())}
-    return {name: value for name, value in values.items() if name not in without}
+    fields: Any = inputs  # a class of attrs, which no type checker can see
+    known = {field.name for field in attrs.fields(fields)} - ({"extra"} if absent else set())
+    return {name: value for name, value in values.items() if name in known}
 
 
 def on(backend: Backend, values: Values) -> Values:
@@ -112,12 +134,12 @@ def on(backend: Backend, values: Values) -> Values:
 
 def expected(values: Values, *, exact: bool = False) -> Seen:
     """What the step must see of them, worked out without slotgraph. exact: without a graph, whatever the rows."""
-    rows, pages = values["table"].shape
+    rows = len(values["ids"])
     bucket = None if exact else next((size for size in BUCKETS if size >= rows), None)
     padded = rows if bucket is None else bucket
     found: dict[str, torch.Tensor | None] = {"extra": None}
     for name, value in values.items():
-        columns = {"weights": (2,), "table": (pages if bucket is None else MOST_PAGES,)}.get(name, ())
+        columns = (MOST_PAGES,) if name == "table" and bucket is not None else value.shape[1:]
         whole = torch.full((padded, *columns), TAILS[name], dtype=value.dtype)
         whole[tuple(slice(0, size) for size in value.shape)] = value
         found[name] = whole

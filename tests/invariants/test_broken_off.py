@@ -15,7 +15,9 @@ from slotgraph.errors import BatchError, ComputeError, ReplayError
 from tests.invariants.device import Device
 from tests.invariants.steps import (
     BEYOND,
+    EITHER,
     LOWERINGS,
+    Quick,
     Slots,
     breaking,
     drawn,
@@ -109,9 +111,9 @@ def test_planted_refusal_that_comes_too_late() -> None:
     assert left_behind(device, runner, batch, hasty) == ["buffers", "counters", "view"]
 
 
-def after_break(backend: Backend, runner: Any, act: Act, at: int) -> tuple[list[str], str]:
+def after_break(backend: Backend, runner: Any, act: Act, at: int, inputs: type[Quick] = Slots) -> tuple[list[str], str]:
     """What is wrong after an act that is broken off at its n-th point, and where that was."""
-    prior = drawn(4, 1)
+    prior = drawn(4, 1, inputs=inputs)
     view = runner.fill(on(backend, prior))
     with Injection(at, KeyboardInterrupt if at % 2 else InjectedError) as injection:
         act()
@@ -121,24 +123,25 @@ def after_break(backend: Backend, runner: Any, act: Act, at: int) -> tuple[list[
     except ReplayError as refused:
         assert "was not filled last" in str(refused)  # noqa: PT017 - it may as well be right
     for seed, rows in enumerate((1, 5, BEYOND, 2)):
-        values = drawn(rows, seed)
+        values = drawn(rows, seed, inputs=inputs)
         found += wrong(runner(on(backend, values)), values)
         found += wrong(runner.replay(runner.fill(on(backend, values))), values)
     return found, injection.where
 
 
+@pytest.mark.parametrize("inputs", EITHER)
 @pytest.mark.parametrize("rows", [6, BEYOND], ids=["graph", "eager"])
-def test_broken_fills_are_not_believed(backend: Backend, rows: int) -> None:
+def test_broken_fills_are_not_believed(backend: Backend, rows: int, inputs: type[Quick]) -> None:
     """Whatever is raised wherever in a call or a fill: the view before is refused or right, and the next steps are."""
-    batch = on(backend, drawn(rows, 7))
+    batch = on(backend, drawn(rows, 7, inputs=inputs))
     for lowering in backend.capabilities.lowerings:
-        runner = runner_of(backend, lowering)
+        runner = runner_of(backend, lowering, inputs)
         calls: list[Callable[[Any], object]] = [runner, runner.fill]
         for number, call in enumerate(calls):
             counts = [counted(call, batch) for _ in range(2)]
             places = set()
             for at in range(1 + number, counts[-1] + 1, 1 + counts[-1] // 10):
-                found, where = after_break(backend, runner, functools.partial(call, batch), at)
+                found, where = after_break(backend, runner, functools.partial(call, batch), at, inputs)
                 assert found == [], (lowering, where)
                 places.add(where)
             assert len(places) >= 4

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from slotgraph import InputPool
 from slotgraph.backends import Backend, load
 from slotgraph.errors import BatchError, ReplayError, StaleOutputError
 from tests.invariants import forked
-from tests.invariants.steps import BEYOND, LOWERINGS, Afar, drawn, everything, on, runner_of, wrong
+from tests.invariants.steps import BEYOND, LOWERINGS, Quick, drawn, everything, neighbours, on, runner_of, wrong
 
 each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 
@@ -27,7 +26,7 @@ def by_turns(runners: list[Any], backend: Backend, seed: int) -> set[str]:
     draw, found, filled = random.Random(seed), set[str](), dict[int, tuple[Any, Any]]()  # noqa: S311 - data for a test
     last = -1
     for number in range(60):
-        which, values = draw.randrange(len(runners)), drawn(draw.randint(1, 6), number, inputs=Afar)
+        which, values = draw.randrange(len(runners)), drawn(draw.randint(1, 6), number, inputs=Quick)
         runner, batch = runners[which], on(backend, values)
         match draw.choice(("fill", "fill", "step", "refused", "replay", "replay", "replay")):
             case "fill":
@@ -50,8 +49,7 @@ def by_turns(runners: list[Any], backend: Backend, seed: int) -> set[str]:
 @each_lowering
 def test_neighbours_take_turns(backend: Backend, lowering: str) -> None:
     """A view is replayed right, or refused where a neighbour was filled since; a refused neighbour has done nothing."""
-    pool = InputPool("one", "two", "three")
-    runners = [runner_of(backend, lowering, Afar, phase=pool[phase], sharing=True) for phase in ("one", "two", "three")]
+    runners = neighbours(backend, lowering, 3)
     assert by_turns(runners, backend, 1) | by_turns(runners, backend, 2) == set()
 
 
@@ -59,7 +57,7 @@ def test_neighbours_take_turns(backend: Backend, lowering: str) -> None:
 def test_planted_neighbours_that_no_one_tells_of(backend: Backend, lowering: str) -> None:
     """Two runners that adopt one memory without a pool replay one another's rows."""
     owned = on(backend, {"ids": torch.zeros(6, dtype=torch.int64)})
-    runners = [runner_of(backend, lowering, Afar, bind=owned) for _ in range(2)]
+    runners = [runner_of(backend, lowering, Quick, bind=owned) for _ in range(2)]
     assert "ids" in by_turns(runners, backend, 1)
 
 
@@ -77,8 +75,8 @@ def believed(runner: Any, backend: Backend) -> list[str]:
     for seed, rows in enumerate((4, 1, BEYOND)):
         for name, act in LATER.items():
             for before in (4, BEYOND):
-                view = runner.fill(on(backend, drawn(before, seed)))
-                act(runner, on(backend, drawn(rows, seed + 50)))
+                view = runner.fill(on(backend, drawn(before, seed, inputs=Quick)))
+                act(runner, on(backend, drawn(rows, seed + 50, inputs=Quick)))
                 try:
                     runner.replay(view)
                 except ReplayError:
@@ -107,12 +105,12 @@ class Trusting:
 @each_lowering
 def test_stale_views_are_refused(backend: Backend, lowering: str) -> None:
     """Of several views only the one that was filled last is replayed, in graphs, eagerly and across."""
-    assert believed(runner_of(backend, lowering), backend) == []
+    assert believed(runner_of(backend, lowering, Quick), backend) == []
 
 
 def test_planted_runner_that_believes_views(backend: Backend) -> None:
     """Each replay of a view that was overwritten is seen."""
-    assert len(believed(Trusting(runner_of(backend)), backend)) == 3 * 2 * len(LATER)
+    assert len(believed(Trusting(runner_of(backend, inputs=Quick)), backend)) == 3 * 2 * len(LATER)
 
 
 def read_too_late(runner: Any, backend: Backend) -> list[str]:
@@ -238,4 +236,4 @@ def test_forked_children_are_refused(children: dict[str, list[str]]) -> None:
 
 def test_planted_children_without_graphs(children: dict[str, list[str]]) -> None:
     """What runs in a child, because it has no graphs, is seen."""
-    assert len(children["planted"]) == 2 * len(LOWERINGS)
+    assert len(children["planted"]) == 2 * 2 * len(LOWERINGS)

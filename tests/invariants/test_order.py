@@ -7,9 +7,21 @@ import numpy as np
 import pytest
 import torch
 
-from slotgraph import InputPool
 from tests.invariants.device import Device
-from tests.invariants.steps import BEYOND, LOWERINGS, Afar, Seen, Slots, Values, drawn, runner_of, taken, wrong
+from tests.invariants.steps import (
+    BEYOND,
+    LOWERINGS,
+    Afar,
+    Quick,
+    Seen,
+    Slots,
+    Values,
+    drawn,
+    neighbours,
+    runner_of,
+    taken,
+    wrong,
+)
 
 each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 Kept = list[tuple[Values, Seen]]
@@ -20,10 +32,10 @@ def faults_of(kept: Kept) -> set[str]:
     return {name for values, seen in kept for name in wrong(seen, values)}
 
 
-def on_streams(device: Device, runners: list[Any], seed: int) -> set[str]:
+def on_streams(device: Device, runners: list[Any], seed: int, inputs: type[Quick] = Quick) -> set[str]:
     """Steps on streams at random: sources are written just before a step, and spoilt right after it."""
     draw, kept = random.Random(seed), Kept()  # noqa: S311 - data for a test
-    turns = [drawn(draw.randint(0, BEYOND), turn, absent=draw.random() < 0.3, inputs=Afar) for turn in range(30)]
+    turns = [drawn(draw.randint(0, BEYOND), turn, absent=draw.random() < 0.3, inputs=inputs) for turn in range(30)]
     with device.later(draw):
         for values in turns:
             runner, device.current = draw.choice(runners), draw.randrange(3)
@@ -39,32 +51,25 @@ def on_streams(device: Device, runners: list[Any], seed: int) -> set[str]:
     return faults_of(kept)
 
 
-def made(device: Device, lowering: str, *, pooled: bool) -> list[Any]:
-    """One runner, or two that share their memory."""
-    if not pooled:
-        return [runner_of(device, lowering, Afar)]
-    pool = InputPool("one", "two")
-    return [runner_of(device, lowering, Afar, phase=pool[name], sharing=True) for name in ("one", "two")]
-
-
 @each_lowering
 @pytest.mark.parametrize("pooled", [False, True], ids=["alone", "pooled"])
 def test_a_step_waits_for_the_last_one(lowering: str, *, pooled: bool) -> None:
     """On whatever stream a step comes: buffers are the last step's until it is done, sources are read in their turn."""
     device = Device()
-    runners = made(device, lowering, pooled=pooled)
+    runners = neighbours(device, lowering, 2) if pooled else [runner_of(device, lowering, Quick)]
     assert on_streams(device, runners, 1) | on_streams(device, runners, 2) == set()
+    device = Device()
+    assert on_streams(device, [runner_of(device, lowering, Afar)], 3, Afar) == set()
 
 
 @each_lowering
 def test_planted_streams_that_do_not_wait(lowering: str) -> None:
     """Where no stream waits for another, steps see one another's rows."""
     device = Device("order")
-    runners = made(device, lowering, pooled=False)
-    assert on_streams(device, runners, 1) >= {"ids", "weights"}
+    assert on_streams(device, [runner_of(device, lowering, Quick)], 1) >= {"ids", "weights"}
 
 
-def ahead(device: Device, runner: Any, inputs: type[Afar]) -> set[str]:
+def ahead(device: Device, runner: Any, inputs: type[Quick]) -> set[str]:
     """Far more steps in flight than uploads have host memory for; what the host brought is spoilt at once."""
     kept = Kept()
     turns = [drawn(1 + turn % 6, turn, inputs=inputs) for turn in range(80)]
@@ -81,8 +86,8 @@ def ahead(device: Device, runner: Any, inputs: type[Afar]) -> set[str]:
 
 
 @each_lowering
-@pytest.mark.parametrize("inputs", [Afar, Slots])
-def test_host_memory_in_flight(lowering: str, inputs: type[Afar]) -> None:
+@pytest.mark.parametrize("inputs", [Quick, Afar, Slots])
+def test_host_memory_in_flight(lowering: str, inputs: type[Quick]) -> None:
     """Neither what an upload reads nor a slot in host memory is overwritten before the device has read it."""
     device = Device()
     assert ahead(device, runner_of(device, lowering, inputs), inputs) == set()

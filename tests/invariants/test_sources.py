@@ -9,7 +9,7 @@ import torch
 
 from slotgraph.backends import Backend
 from tests.invariants.device import Device
-from tests.invariants.steps import BEYOND, LOWERINGS, Values, drawn, on, runner_of, taken, wrong
+from tests.invariants.steps import BEYOND, EITHER, LOWERINGS, Quick, Slots, Values, drawn, on, runner_of, taken, wrong
 
 each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 Form = Callable[[torch.Tensor], Any]
@@ -82,12 +82,12 @@ class Bringing:
         return batch, means
 
 
-def by_form(runner: Any, backend: Backend, seed: int, bring: Any = None) -> set[str]:
+def by_form(runner: Any, backend: Backend, seed: int, bring: Any = None, inputs: type[Quick] = Slots) -> set[str]:
     """Slots that were wrong in steps whose sources took any form."""
     found, brings = set[str](), Bringing(runner, backend, seed) if bring is None else bring
     for number in range(60):
         rows = brings.draw.choice((1, 2, 4, 4, 4, 6, BEYOND))
-        batch, means = brings(drawn(rows, number % 20, absent=brings.draw.random() < 0.2))
+        batch, means = brings(drawn(rows, number % 20, absent=brings.draw.random() < 0.2, inputs=inputs))
         outputs = runner(batch) if number % 3 else runner.replay(runner.fill(batch))
         found |= {*wrong(taken(outputs), means)}
         brings.last = outputs
@@ -97,8 +97,8 @@ def by_form(runner: Any, backend: Backend, seed: int, bring: Any = None) -> set[
 @each_lowering
 def test_values_alone_count(backend: Backend, lowering: str) -> None:
     """Dtypes, strides, offsets, modes, host data, addresses that come again, sources in slots: all give the same."""
-    for seed in range(2):
-        assert by_form(runner_of(backend, lowering), backend, seed) == set()
+    for seed, inputs in enumerate(EITHER):
+        assert by_form(runner_of(backend, lowering, inputs), backend, seed, None, inputs) == set()
 
 
 class Caching(Bringing):

@@ -12,7 +12,7 @@ from slotgraph.backends import Backend
 from slotgraph.errors import BatchError, ComputeError
 from slotgraph.testing import assert_fill_equals_oracle
 from tests.invariants.device import Device
-from tests.invariants.steps import BEYOND, TAILS, Slots, Values, apart, breaking, drawn, on, runner_of, wrong
+from tests.invariants.steps import BEYOND, TAILS, Quick, Slots, Values, apart, breaking, drawn, on, runner_of, wrong
 
 ADOPTED = {"ids": torch.int64, "weights": torch.float32, "here": torch.int64}
 
@@ -30,12 +30,14 @@ def owned_on(backend: Backend) -> dict[str, torch.Tensor]:
     return on(backend, made)
 
 
-def after_anything(backend: Backend, runners: list[Any], owned: Values, seed: int) -> set[str]:
+def after_anything(
+    backend: Backend, runners: list[Any], owned: Values, seed: int, inputs: type[Quick] = Slots
+) -> set[str]:
     """Slots that were wrong in a step, among fills, refusals, fills that break off, and what the owner writes."""
     draw, found = random.Random(seed), set[str]()  # noqa: S311 - data for a test
     for number in range(40):
         runner, rows = draw.choice(runners), draw.randint(0, 6 if owned else BEYOND)
-        values = drawn(rows, number, absent=draw.random() < 0.3)
+        values = drawn(rows, number, absent=draw.random() < 0.3, inputs=inputs)
         batch: dict[str, Any] = on(backend, values)
         match draw.choice(("step", "step", "halves", "fill", "refused", "broken", "written")):
             case "step":
@@ -46,7 +48,7 @@ def after_anything(backend: Backend, runners: list[Any], owned: Values, seed: in
                 runner.fill(batch)
             case "refused":
                 with pytest.raises(BatchError):
-                    runner({**batch, "table": batch["ids"]})
+                    runner({**batch, "weights": batch["ids"]})
             case "broken":
                 with pytest.raises(ComputeError), breaking():
                     runner(batch)
@@ -66,6 +68,8 @@ def test_tails_hold_their_values(backend: Backend, *, adopted: bool) -> None:
     for seed in range(2):
         runners = [runner_of(backend, lowering, bind=owned) for lowering in backend.capabilities.lowerings]
         assert after_anything(backend, runners, owned, seed) == set()
+    for lowering in () if adopted else backend.capabilities.lowerings:
+        assert after_anything(backend, [runner_of(backend, lowering, Quick)], {}, 3, Quick) == set()
 
 
 def test_planted_tail_that_no_one_resets(backend: Backend) -> None:
