@@ -25,10 +25,10 @@ def by_turns(runners: list[Any], backend: Backend, seed: int) -> set[str]:
     """Fills, replays, steps and refusals of runners that share memory: what was wrong, or refused without a reason."""
     draw, found, filled = random.Random(seed), set[str](), dict[int, tuple[Any, Any]]()  # noqa: S311 - data for a test
     last = -1
-    for number in range(60):
-        which, values = draw.randrange(len(runners)), drawn(draw.randint(1, 6), number, inputs=Quick)
+    for number in range(120):
+        which, values = draw.randrange(len(runners)), drawn(draw.choice((2, 5)), number, inputs=Quick)
         runner, batch = runners[which], on(backend, values)
-        match draw.choice(("fill", "fill", "step", "refused", "replay", "replay", "replay")):
+        match draw.choice(("fill", "fill", "step", "step", "refused", "replay", "replay", "replay")):
             case "fill":
                 filled[which], last = (runner.fill(batch), values), which
             case "step":

@@ -70,9 +70,12 @@ class Bringing:
     def aliased(self, batch: dict[str, Any], means: Values, rows: int) -> tuple[dict[str, Any], Values]:
         """The same with sources that lie in slots: a producer's own rows, another slot's, the last step's outputs."""
         shown = self.runner.inputs(2 if rows <= 2 else 6, () if "extra" in batch else ("extra",))
-        match self.draw.choice(("own", "other", "outputs")):
+        match self.draw.choice(("own", "shifted", "other", "outputs")):
             case "own":
+                shown.weights.fill_(77)  # a producer may write rows behind the live ones, too
                 batch["weights"] = shown.weights[:rows].copy_(means["weights"])
+            case "shifted" if len(shown.ids) > rows:
+                batch["ids"] = shown.ids[1 : 1 + rows]
             case "other":
                 batch["ids"] = shown.twice[:rows]
             case _ if self.last is not None and len(self.last["twice"]) >= rows:

@@ -12,8 +12,24 @@ from slotgraph.backends import Backend
 from slotgraph.errors import BatchError, ComputeError
 from slotgraph.testing import assert_fill_equals_oracle
 from tests.invariants.device import Device
-from tests.invariants.steps import BEYOND, TAILS, Quick, Slots, Values, apart, breaking, drawn, on, runner_of, wrong
+from tests.invariants.steps import (
+    BEYOND,
+    EITHER,
+    LOWERINGS,
+    TAILS,
+    Quick,
+    Slots,
+    Values,
+    apart,
+    breaking,
+    drawn,
+    neighbours,
+    on,
+    runner_of,
+    wrong,
+)
 
+each_lowering = pytest.mark.parametrize("lowering", LOWERINGS)
 ADOPTED = {"ids": torch.int64, "weights": torch.float32, "here": torch.int64}
 
 
@@ -31,19 +47,23 @@ def owned_on(backend: Backend) -> dict[str, torch.Tensor]:
 
 
 def after_anything(
-    backend: Backend, runners: list[Any], owned: Values, seed: int, inputs: type[Quick] = Slots
+    backend: Backend, runners: list[Any], owned: Values, seed: int, inputs: type[Quick] = Slots, *, few: bool = False
 ) -> set[str]:
-    """Slots that were wrong in a step, among fills, refusals, fills that break off, and what the owner writes."""
+    """Slots that were wrong in a step, among fills, refusals, fills that break off, and what the owner writes.
+
+    few: batches without the optional slot have no graph, so that they are filled exactly, in the memory of the others.
+    """
     draw, found = random.Random(seed), set[str]()  # noqa: S311 - data for a test
     for number in range(40):
         runner, rows = draw.choice(runners), draw.randint(0, 6 if owned else BEYOND)
         values = drawn(rows, number, absent=draw.random() < 0.3, inputs=inputs)
         batch: dict[str, Any] = on(backend, values)
+        exact = few and "extra" not in values
         match draw.choice(("step", "step", "halves", "fill", "refused", "broken", "written")):
             case "step":
-                found |= {*wrong(runner(batch), values)}
+                found |= {*wrong(runner(batch), values, exact=exact)}
             case "halves":
-                found |= {*wrong(runner.replay(runner.fill(batch)), values)}
+                found |= {*wrong(runner.replay(runner.fill(batch)), values, exact=exact)}
             case "fill":
                 runner.fill(batch)
             case "refused":
@@ -68,8 +88,22 @@ def test_tails_hold_their_values(backend: Backend, *, adopted: bool) -> None:
     for seed in range(2):
         runners = [runner_of(backend, lowering, bind=owned) for lowering in backend.capabilities.lowerings]
         assert after_anything(backend, runners, owned, seed) == set()
-    for lowering in () if adopted else backend.capabilities.lowerings:
-        assert after_anything(backend, [runner_of(backend, lowering, Quick)], {}, 3, Quick) == set()
+
+
+@each_lowering
+@pytest.mark.parametrize("inputs", EITHER)
+def test_tails_after_exact_fills(backend: Backend, lowering: str, inputs: type[Quick]) -> None:
+    """Whatever steps without a graph came between, in the memory that graphs read."""
+    for seed in range(2):
+        runner = runner_of(backend, lowering, inputs, absent=[])
+        assert after_anything(backend, [runner], {}, seed, inputs, few=True) == set()
+
+
+@each_lowering
+def test_tails_after_neighbours(backend: Backend, lowering: str) -> None:
+    """Whatever runners of the same pool came between."""
+    for seed in range(2):
+        assert after_anything(backend, neighbours(backend, lowering, 3), {}, seed, Quick) == set()
 
 
 def test_planted_tail_that_no_one_resets(backend: Backend) -> None:
