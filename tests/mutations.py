@@ -1,0 +1,278 @@
+"""Mutations: small bugs planted in the engine, one at a time, and the test that catches each; no test, but a program.
+
+    python -m tests.mutations --jobs 2 --json tests/mutations.json
+    python -m tests.mutations --only a-name another-name
+    python -m tests.mutations --list
+
+tests/mutations.toml has the bugs: a piece of a file's text, what stands there instead, what a user would see, and the
+tests that should catch it. Each is planted in a copy of the repository. pytest then runs the tests that are named with
+the mutation and, where these pass, a wider suite. `--suite` without paths leaves the wider suite out. Before all this,
+the named tests must pass in a copy without a bug. Exit code 0 where each bug is caught but for those that are known to
+survive, 1 where that is not so, 2 where the list does not fit the files any more.
+"""
+
+import argparse
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Final, Literal
+
+import attrs
+from rich.console import Console
+from rich.table import Table
+
+ROOT: Final = Path(__file__).parents[1]
+LIST: Final = Path(__file__).with_suffix(".toml")
+SUITE: Final = ("tests/dataflow", "tests/runners", "tests/life", "tests/regressions", "tests/backends")
+LIMIT: Final = 600
+"""Seconds that one run of pytest may take; a bug that makes it take longer is caught."""
+_LEFT_OUT: Final = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "_build")
+_FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
+_IN: Final = re.compile(r" in ([\d.]+)s")
+_TESTS_FAILED, _INTERRUPTED, _NOTHING_RAN = 1, 2, 5
+"""Exit codes of pytest."""
+_IMPORTS: Final = "import slotgraph, slotgraph.backends; from slotgraph.backends import cpu, cpu_capture, cuda, npu"
+Outcome = Literal["caught", "survived", "broken"]
+
+
+@attrs.frozen
+class Mutation:
+    """One bug. old: text that the file has exactly once; new: what stands there instead. seen: what a user would see.
+
+    survives: why no test catches it, where that is known.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    seen: str
+    tests: tuple[str, ...] = attrs.field(converter=tuple)
+    survives: str = ""
+
+    def planted(self, text: str) -> str:
+        """The file's text with the bug."""
+        return text.replace(self.old, self.new)
+
+    def faults(self) -> Iterator[str]:
+        """Why it cannot be planted."""
+        path = ROOT / self.file
+        if not path.is_file():
+            yield f"there is no file {self.file}"
+            return
+        text = path.read_text(encoding="utf-8")
+        count = text.count(self.old)
+        if count != 1:
+            yield f"{self.file} has the old text {count} times, and must have it once"
+        elif self.planted(text) == text:
+            yield "the new text is the old one"
+        else:
+            try:
+                ast.parse(self.planted(text))
+            except SyntaxError as error:
+                yield f"{self.file} with the new text is no Python: {error}"
+        if not self.tests:
+            yield "it names no tests"
+        yield from (f"there is no {test}" for test in self.tests if not (ROOT / test.split("::")[0]).exists())
+
+
+@attrs.frozen
+class Run:
+    """One run of pytest. code: its exit code; None where it took too long. failed: the first test that failed."""
+
+    code: int | None
+    failed: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether all tests passed."""
+        return self.code == 0
+
+
+@attrs.frozen
+class Verdict:
+    """What became of a mutation. by: the test that caught it. seconds: that tests took."""
+
+    mutation: Mutation
+    outcome: Outcome
+    by: str
+    seconds: float
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether it was caught, or is known to survive."""
+        return self.outcome == ("survived" if self.mutation.survives else "caught")
+
+
+class Copy:
+    """A copy of the repository, in which bugs are planted one after the other."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        shutil.copytree(ROOT, root, symlinks=True, ignore=_LEFT_OUT)
+        source = os.pathsep.join([str(root / "src"), str(root)])
+        self._environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+
+    def judge(self, mutation: Mutation, suite: Sequence[str], limit: int) -> Verdict:
+        """Plant a bug, run the tests that are named with it, then the suite, and take the bug out again."""
+        path = self.root / mutation.file
+        before = path.read_text(encoding="utf-8")
+        path.write_text(mutation.planted(before), encoding="utf-8")
+        try:
+            seconds = 0.0
+            for tests in (mutation.tests, suite):
+                run = self.run(tests, limit) if tests else Run(0, "", 0.0)
+                seconds += run.seconds
+                if not run.passed:
+                    return self._verdict(mutation, run, seconds)
+            return Verdict(mutation, "survived", "", seconds)
+        finally:
+            path.write_text(before, encoding="utf-8")
+
+    def _verdict(self, mutation: Mutation, run: Run, seconds: float) -> Verdict:
+        if run.code is None:
+            return Verdict(mutation, "caught", f"the time limit, in {' '.join(mutation.tests)}", seconds)
+        if run.code < 0:
+            return Verdict(mutation, "caught", f"a crash, in {' '.join(mutation.tests)}", seconds)
+        if run.code == _INTERRUPTED and run.failed and self._imports():  # a bug that ends a test's own import
+            return Verdict(mutation, "caught", run.failed, seconds)
+        if run.code != _TESTS_FAILED:
+            nothing = "no test ran" if run.code == _NOTHING_RAN else f"pytest ended with {run.code}"
+            return Verdict(mutation, "broken", nothing, seconds)
+        return Verdict(mutation, "caught", run.failed, seconds)
+
+    def run(self, tests: Iterable[str], limit: int) -> Run:
+        """Run pytest until the first test fails."""
+        shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # what other bugs failed on
+        options = ("-x", "-q", "-ra", "--tb=no", "-p", "no:cacheprovider")
+        code, said = self._python("-m", "pytest", *options, *tests, limit=limit)
+        failed, seconds = _FAILED.search(said), _IN.findall(said)
+        return Run(code, failed[1] if failed else "", float(seconds[-1]) if seconds else 0.0)
+
+    def _imports(self) -> bool:
+        return self._python("-c", _IMPORTS, limit=LIMIT)[0] == 0
+
+    def _python(self, *words: str, limit: int) -> tuple[int | None, str]:
+        """Run Python in the copy; its exit code, None where it took too long, and what it printed."""
+        with subprocess.Popen(  # noqa: S603 - our own interpreter and words
+            [sys.executable, *words],
+            cwd=self.root,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                said, _ = process.communicate(timeout=limit)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # tests have processes of their own
+                return None, process.communicate()[0]
+            return process.returncode, said
+
+
+def mutations() -> list[Mutation]:
+    """Those of tests/mutations.toml."""
+    rows = tomllib.loads(LIST.read_text(encoding="utf-8"))["mutation"]
+    return [Mutation(**row) for row in rows]
+
+
+def faults(found: Sequence[Mutation]) -> list[str]:
+    """What is wrong with the list."""
+    names = [one.name for one in found]
+    twice = [f"{name}: two mutations have this name" for name in sorted({one for one in names if names.count(one) > 1})]
+    return twice + [f"{one.name}: {fault}" for one in found for fault in one.faults()]
+
+
+def judged(found: Sequence[Mutation], options: argparse.Namespace, console: Console) -> Iterator[Verdict]:
+    """The verdict of each, as they come. SystemExit where named tests fail without a bug."""
+    with tempfile.TemporaryDirectory(prefix="mutations-") as room, ThreadPoolExecutor(options.jobs) as threads:
+        copies: SimpleQueue[Copy] = SimpleQueue()
+        for number in range(options.jobs):
+            copies.put(Copy(Path(room) / str(number)))
+
+        def judge(mutation: Mutation) -> Verdict:
+            copy = copies.get()
+            try:
+                return copy.judge(mutation, options.suite, options.limit)
+            finally:
+                copies.put(copy)
+
+        if options.baseline:
+            named = dict.fromkeys(test for one in found for test in one.tests)
+            copy = copies.get()
+            run = copy.run(named, LIMIT * 10)
+            copies.put(copy)
+            if not run.passed:
+                console.print(f"without any bug, {run.failed or 'pytest'} fails: mend that first")
+                raise SystemExit(2)
+        waiting = [threads.submit(judge, one) for one in found]
+        for done in as_completed(waiting):
+            yield done.result()
+
+
+def write(path: Path, verdicts: Iterable[Verdict]) -> None:
+    """Write down by name which test caught each; others in the file stay."""
+    known: Mapping[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found = {one.mutation.name: one.by if one.outcome == "caught" else one.outcome for one in verdicts}
+    path.write_text(json.dumps({**known, **found}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def table_of(verdicts: Iterable[Verdict]) -> Table:
+    """All of them, those first that no test caught."""
+    table = Table("mutation", "file", "outcome", "by", "seconds")
+    for one in sorted(verdicts, key=lambda one: (one.outcome == "caught", one.mutation.name)):
+        told = one.by or one.mutation.survives
+        table.add_row(one.mutation.name, one.mutation.file, one.outcome, told, f"{one.seconds:.1f}")
+    return table
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the program; its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="plant these alone")
+    parser.add_argument("--list", action="store_true", help="print what there is to plant, and plant nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write which test caught each into a file")
+    parser.add_argument("--suite", nargs="*", default=SUITE, metavar="PATH", help="what runs where named tests pass")
+    parser.add_argument("--jobs", type=int, default=1, help="bugs that are tried at a time")
+    parser.add_argument("--limit", type=int, default=LIMIT, help="seconds that one run of pytest may take")
+    parser.add_argument("--no-baseline", dest="baseline", action="store_false", help="skip the run without a bug")
+    options = parser.parse_args(words)
+    console, found = Console(width=160, highlight=False), mutations()
+    wrong = faults(found)
+    unknown = sorted({*(options.only or ())} - {one.name for one in found})
+    if wrong or unknown:
+        for fault in (*wrong, *(f"there is no mutation {name!r}" for name in unknown)):
+            console.print(fault, markup=False)
+        return 2
+    found = [one for one in found if options.only is None or one.name in options.only]
+    if options.list:
+        for one in found:
+            console.print(f"{one.name} ({one.file}): {one.seen}", markup=False)
+        return 0
+    verdicts: list[Verdict] = []
+    for verdict in judged(found, options, console):
+        verdicts.append(verdict)
+        console.print(f"{verdict.outcome:9}{verdict.mutation.name}  {verdict.by}", markup=False, soft_wrap=True)
+        if options.json is not None:
+            write(options.json, verdicts)
+    console.print(table_of(verdicts))
+    caught = sum(one.outcome == "caught" for one in verdicts)
+    console.print(f"{len(verdicts)} planted, {caught} caught, {sum(one.seconds for one in verdicts):.0f} s of tests")
+    return 0 if all(one.is_expected for one in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
