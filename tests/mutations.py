@@ -14,6 +14,7 @@ survive, 1 where that is not so, 2 where the list does not fit the files any mor
 import argparse
 import ast
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -29,7 +30,9 @@ from queue import SimpleQueue
 from typing import Final, Literal
 
 import attrs
+import pytest
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 ROOT: Final = Path(__file__).parents[1]
@@ -43,6 +46,9 @@ _IN: Final = re.compile(r" in ([\d.]+)s")
 _TESTS_FAILED, _INTERRUPTED, _NOTHING_RAN = 1, 2, 5
 """Exit codes of pytest."""
 _IMPORTS: Final = "import slotgraph, slotgraph.backends; from slotgraph.backends import cpu, cpu_capture, cuda, npu"
+_SERVER: Final = multiprocessing.get_context("forkserver")
+"""Makes processes that have imported torch already: most of the time that a short test takes."""
+_SERVER.set_forkserver_preload(["torch", "numpy", "pytest", "rich.console", "rich.table"])
 Outcome = Literal["caught", "survived", "broken"]
 
 
@@ -122,13 +128,12 @@ class Copy:
     def __init__(self, root: Path) -> None:
         self.root = root
         shutil.copytree(ROOT, root, symlinks=True, ignore=_LEFT_OUT)
-        source = os.pathsep.join([str(root / "src"), str(root)])
-        self._environment = {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+        self._environment = _environment_of(root)
 
     def judge(self, mutation: Mutation, suite: Sequence[str], limit: int) -> Verdict:
         """Plant a bug, run the tests that are named with it, then the suite, and take the bug out again."""
         path = self.root / mutation.file
-        before = path.read_text(encoding="utf-8")
+        before, seen = path.read_text(encoding="utf-8"), path.stat()
         path.write_text(mutation.planted(before), encoding="utf-8")
         try:
             seconds = 0.0
@@ -140,6 +145,7 @@ class Copy:
             return Verdict(mutation, "survived", "", seconds)
         finally:
             path.write_text(before, encoding="utf-8")
+            os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))  # what was compiled of it holds again
 
     def _verdict(self, mutation: Mutation, run: Run, seconds: float) -> Verdict:
         if run.code is None:
@@ -157,30 +163,44 @@ class Copy:
         """Run pytest until the first test fails."""
         shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # what other bugs failed on
         options = ("-x", "-q", "-ra", "--tb=no", "-p", "no:cacheprovider")
-        code, said = self._python("-m", "pytest", *options, *tests, limit=limit)
+        code, said = self._pytest([*options, *tests], limit)
         failed, seconds = _FAILED.search(said), _IN.findall(said)
         return Run(code, failed[1] if failed else "", float(seconds[-1]) if seconds else 0.0)
 
     def _imports(self) -> bool:
-        return self._python("-c", _IMPORTS, limit=LIMIT)[0] == 0
+        words = [sys.executable, "-c", _IMPORTS]
+        return subprocess.run(words, cwd=self.root, env=self._environment, check=False).returncode == 0  # noqa: S603 - ours
 
-    def _python(self, *words: str, limit: int) -> tuple[int | None, str]:
-        """Run Python in the copy; its exit code, None where it took too long, and what it printed."""
-        with subprocess.Popen(  # noqa: S603 - our own interpreter and words
-            [sys.executable, *words],
-            cwd=self.root,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as process:
-            try:
-                said, _ = process.communicate(timeout=limit)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # tests have processes of their own
-                return None, process.communicate()[0]
-            return process.returncode, said
+    def _pytest(self, words: Sequence[str], limit: int) -> tuple[int | None, str]:
+        """Run pytest in the copy; its exit code, None where it took too long, and what it printed."""
+        said = self.root / "said.txt"
+        process = _SERVER.Process(target=_pytest, args=(self.root, words, said))
+        process.start()
+        process.join(limit)
+        code = process.exitcode
+        if code is None:
+            os.killpg(process.pid or 0, signal.SIGKILL)  # tests have processes of their own
+            process.join()
+        return code, said.read_text(encoding="utf-8", errors="replace")
+
+
+def _pytest(root: Path, words: Sequence[str], said: Path) -> None:
+    """Run pytest in a copy, in a process that has torch, and nothing of the repository yet."""
+    os.setsid()
+    with said.open("w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.chdir(root)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("slotgraph", "tests")]:
+        del sys.modules[name]
+    own = (str(ROOT), str(ROOT / "src"), "")
+    sys.path[:] = [str(root / "src"), str(root), *(path for path in sys.path if path not in own)]
+    os.environ.update(_environment_of(root))
+    sys.exit(int(pytest.main(list(words))))
+
+
+def _environment_of(root: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)]), "OMP_NUM_THREADS": "1"}
 
 
 def mutations() -> list[Mutation]:
@@ -234,7 +254,7 @@ def table_of(verdicts: Iterable[Verdict]) -> Table:
     """All of them, those first that no test caught."""
     table = Table("mutation", "file", "outcome", "by", "seconds")
     for one in sorted(verdicts, key=lambda one: (one.outcome == "caught", one.mutation.name)):
-        told = one.by or one.mutation.survives
+        told = escape(one.by or one.mutation.survives)
         table.add_row(one.mutation.name, one.mutation.file, one.outcome, told, f"{one.seconds:.1f}")
     return table
 
