@@ -41,7 +41,10 @@ class Limit:
         """BatchError that names the first row over the limit."""
         value = self.source.read(batch, side)
         if self.is_over(value):
-            array = _array_of(value)
+            try:
+                array = _array_of(value)
+            except _NO_NUMBERS:
+                return  # an array among numbers, which the fill refuses
             where = np.argwhere(array > self.most)[0].tolist()
             row = where[0] if len(where) == 1 else where
             limit = self.text if self.text == str(self.most) else f"{self.text} = {self.most}"

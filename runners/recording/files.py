@@ -25,6 +25,8 @@ MOST_HEADER: Final = 1 << 25
 """Bytes that a file's header may have: 32 MiB."""
 MOST_RECORDS: Final = 1 << 18
 """Steps, values and other records that a header may have: each is an object once it is read."""
+MOST_NUMBERS: Final = 1 << 56
+"""The product of an empty value's other dims: beyond, neither torch nor NumPy can count the bytes."""
 DIMS: Final = 64
 """Dims that a tensor may have, as in torch."""
 _NATIVE: Final = {
@@ -254,6 +256,8 @@ def _check_value(file: pathlib.Path, key: str, value: Value) -> None:
     numbers = dtype in _NUMBERS and lists_fit(value.shape)
     if not known or (value.kind in ("list", "tuple") and not numbers):
         _fault(file, f"{key!r} is no {value.kind} of numbers")
+    if 0 in value.shape and math.prod(filter(None, value.shape)) > MOST_NUMBERS:
+        _fault(file, f"{key!r} has a shape that no tensor has")
 
 
 def _hold(file: pathlib.Path, key: str, value: Value, found: Any) -> None:

@@ -197,6 +197,14 @@ def test_claims_of_much(file: pathlib.Path, data: st.DataObject) -> None:
         check(file, content)
 
 
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("kind", ["tensor", "array"])
+def test_empty_beyond_counting(file: pathlib.Path, kind: str, *, dense: bool) -> None:
+    """A value without numbers, whose other dims are too large to be counted in bytes."""
+    claim = {"kind": kind, "dtype": "float64", "shape": [0, 1 << 62], "dense": dense, "where": "host"}
+    check(file, claiming("slots", 0, "F64", claim))
+
+
 @pytest.mark.parametrize("kind", ["list", "tuple"])
 @pytest.mark.parametrize(
     "shape", [[20_000_000, 0], [1 << 62, 0], [SMALL, *[1] * 60], [0], [1000, 1000, 0]], ids=lambda shape: str(shape[:3])

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, DecodeRunner, Inputs, SlotGraphError, copied
@@ -110,6 +110,7 @@ def test_boxed_numbers(drawn: list[tuple[int, Any]], place: int, box: Any, row: 
         assert max(shown) <= MOST
 
 
+@example(drawn=[(90, int)], wrong=np.array([90]), place=1, at=0)  # over the limit, beside an array
 @given(
     drawn=rows,
     wrong=st.sampled_from(NO_NUMBERS),
