@@ -13,7 +13,7 @@ PIP := python -m pip install --quiet --disable-pip-version-check --constraint co
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-cuda test-cuda-2 test-npu bench docs lint types test-slow coverage help clean distclean
+.PHONY: demo test test-cuda test-cuda-2 test-npu bench house docs lint types test-slow coverage help clean distclean
 
 demo: .venv/.have-models  ## generate text through captured steps, compared with the model's own library
 	@$(BIN)/python docs/examples/generate $(ARGS)
@@ -43,6 +43,9 @@ coverage: .venv/.have-test  ## branch coverage of dataflow/, at least 95 %
 	@$(BIN)/coverage json -q -o - | $(BIN)/python -c "import json, sys; \
 	found = json.load(sys.stdin)['totals']; share = 100 * found['covered_branches'] / max(1, found['num_branches']); \
 	print(f'branches alone: {share:.1f} %'); sys.exit(share < 95)"
+
+house: .venv/.have-test  ## the figures of the house beside their goals: lines, files, circles, and how far a step goes
+	@$(BIN)/python -m tests.house $(ARGS)
 
 docs: .venv/.have-docs  ## the documentation, warnings as errors, into docs/_build/html
 	@$(BIN)/sphinx-build --quiet -W --keep-going -n -b html -d docs/_build/doctrees docs docs/_build/html
