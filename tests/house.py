@@ -89,7 +89,7 @@ def depth(graph: Mapping[str, Iterable[str]]) -> int:
 
 def structure() -> Iterator[Figure]:
     """How modules hang together, and names that have two meanings."""
-    graph = imports(ast.walk)
+    graph = imports()
     found = circles(graph)
     yield Figure("modules in circles of imports", sum(map(len, found)), 0)
     if not found:

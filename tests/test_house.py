@@ -6,7 +6,6 @@ import importlib.metadata
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,6 @@ MODULE_LINES = 700
 FUNCTION_LINES = 60
 FACE_LINES = 60
 
-each_module = pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
 each_folder = pytest.mark.parametrize("folder", FOLDERS)
 
 
@@ -67,31 +65,15 @@ def targets(module: Path, node: ast.ImportFrom, known: Collection[str] = NAMES) 
         yield name if name in known else ".".join(base)
 
 
-def is_type_checking(node: ast.stmt) -> bool:
-    """Whether a statement is `if TYPE_CHECKING:`."""
-    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
-
-
-def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when a module is imported: no function's body, nothing that only type checkers see."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
-        if isinstance(child, ast.stmt) and is_type_checking(child):
-            continue
-        yield child
-        yield from at_import(child)
-
-
 def relative_imports(nodes: Iterator[ast.AST]) -> Iterator[ast.ImportFrom]:
     """The relative imports among nodes."""
     return (node for node in nodes if isinstance(node, ast.ImportFrom) and node.level)
 
 
-def imports(nodes: Callable[[ast.AST], Iterator[ast.AST]]) -> dict[str, set[str]]:
-    """By module, the others that it imports, in those of its nodes."""
+def imports() -> dict[str, set[str]]:
+    """By module, the others that it imports, wherever the imports stand."""
     found = {
-        dotted(path): {target for node in relative_imports(nodes(tree(path))) for target in targets(path, node)}
+        dotted(path): {target for node in relative_imports(ast.walk(tree(path))) for target in targets(path, node)}
         for path in MODULES
     }
     return {name: used - {name} for name, used in found.items()}
@@ -154,76 +136,79 @@ def test_every_module_is_in_a_package() -> None:
     assert [path for path in MODULES if not (path.parent / "__init__.py").exists()] == []
 
 
-@each_module
-def test_module_is_short(module: Path) -> None:
+def found_in(look: Callable[[ast.Module], Iterable[object]]) -> dict[str, list[object]]:
+    """By module, what is found in its code, of those where something is."""
+    found = {path.relative_to(ROOT).as_posix(): list(look(tree(path))) for path in MODULES}
+    return {name: faults for name, faults in found.items() if faults}
+
+
+def test_modules_are_short() -> None:
     """A module has 700 lines at most: a longer one has two subjects. None is split because of its length alone."""
-    assert len(module.read_text(encoding="utf-8").splitlines()) <= MODULE_LINES
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    assert {path: lines for path, lines in lengths.items() if lines > MODULE_LINES} == {}
 
 
-@each_module
-def test_functions_are_short(module: Path) -> None:
+def test_functions_are_short() -> None:
     """A function has 60 lines at most, its docstring included."""
-    functions = (node for node in ast.walk(tree(module)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
-    assert {name: lines for name, lines in lengths.items() if lines > FUNCTION_LINES} == {}
+
+    def long(module: ast.Module) -> Iterator[object]:
+        for node in ast.walk(module):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > FUNCTION_LINES:
+                    yield node.name, lines
+
+    assert found_in(long) == {}
 
 
-@each_module
-def test_folders_import_relatively(module: Path) -> None:
+def test_folders_import_relatively() -> None:
     """No module of the folders names slotgraph in an import: type checkers would see two identities of one class."""
-    found = [
-        node.lineno
-        for node in ast.walk(tree(module))
-        if (isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "slotgraph" for alias in node.names))
-        or (isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "slotgraph")
-    ]
-    assert found == []
+
+    def absolute(module: ast.Module) -> Iterator[object]:
+        for node in ast.walk(module):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                named = [node.module or ""]
+            if any(name.split(".")[0] == "slotgraph" for name in named):
+                yield named
+
+    assert found_in(absolute) == {}
 
 
-@each_module
-def test_imports_go_one_way(module: Path) -> None:
+def test_imports_go_one_way() -> None:
     """Imports go from runners to dataflow and backends, and no other way, wherever they stand in a module."""
-    folder = module.relative_to(ROOT).parts[0]
-    used = {
-        target.split(".")[0] for node in relative_imports(ast.walk(tree(module))) for target in targets(module, node)
-    }
-    assert used & FORBIDDEN[folder] == set()
-    assert used <= set(FOLDERS), "an import of the face, or one that leads out of the package"
+    for name, used in imports().items():
+        folders = {target.split(".")[0] for target in used}
+        assert folders & FORBIDDEN[name.split(".")[0]] == set(), name
+        assert folders <= set(FOLDERS), f"{name}: an import of the face, or one that leads out of the package"
 
 
-@each_module
-def test_no_assert(module: Path) -> None:
+def test_no_assert() -> None:
     """Python's -O removes asserts, so what must hold is raised as an error."""
-    assert [node.lineno for node in ast.walk(tree(module)) if isinstance(node, ast.Assert)] == []
+    assert found_in(lambda module: [node.lineno for node in ast.walk(module) if isinstance(node, ast.Assert)]) == {}
 
 
-@each_module
-def test_allocations_name_their_device(module: Path) -> None:
+def test_allocations_name_their_device() -> None:
     """A default device, of the caller's or of the process, is that of no tensor that the library makes."""
     factories = {function.__name__ for function in _device_constructors()}
-    calls = (node for node in ast.walk(tree(module)) if isinstance(node, ast.Call))
-    found = {
-        f"{node.lineno}: torch.{node.func.attr}"
-        for node in calls
-        if isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "torch"
-        and node.func.attr in factories
-        and "device" not in {keyword.arg for keyword in node.keywords}
-    }
-    assert found == set()
+
+    def placeless(module: ast.Module) -> Iterator[object]:
+        for node in ast.walk(module):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and ast.unparse(node.func.value) == "torch"
+                and node.func.attr in factories
+                and "device" not in {keyword.arg for keyword in node.keywords}
+            ):
+                yield f"{node.lineno}: torch.{node.func.attr}"
+
+    assert found_in(placeless) == {}
 
 
-def test_no_cycle_between_modules() -> None:
-    """No module needs, while it is imported, one that needs it."""
-    try:
-        list(TopologicalSorter(imports(at_import)).static_order())
-    except CycleError as error:
-        pytest.fail("modules import one another in a circle: " + " -> ".join(error.args[1]))
-
-
-def test_no_circles_by_any_import() -> None:
-    """Nor are there any if imports inside functions and under TYPE_CHECKING count."""
-    assert circles(imports(ast.walk)) == []
+def test_no_circles() -> None:
+    """No modules import one another in a circle. Imports inside functions and under TYPE_CHECKING count."""
+    assert circles(imports()) == []
 
 
 @pytest.mark.parametrize(
