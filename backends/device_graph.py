@@ -142,10 +142,12 @@ class Recording:
 
     def stop(self) -> None:
         """End the graph, if one is being recorded, and keep it."""
-        opened, self._open = self._open, None
-        if opened is not None:
-            self._runtime.release_workspaces()
-            opened.__exit__(None, None, None)
+        if self._open is not None:
+            try:
+                self._runtime.release_workspaces()
+            finally:  # whatever interrupts that: a capture that is left open makes the device unusable
+                opened, self._open = self._open, None
+                opened.__exit__(None, None, None)
             self.parts.append(Part(self.graph.replay, self.graph))
             self.handle = self._runtime.handle_of(self.graph, self.handle)
 
