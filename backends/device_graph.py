@@ -231,8 +231,8 @@ def _attempt(step: Callable[[], Any], recording: Recording, shared: Shared) -> _
     attempt = _Attempt()
     try:
         with contextlib.ExitStack() as quietly, contextlib.ExitStack() as ending:
+            ending.callback(recording.stop)  # it may have begun when what follows raises
             recording.start()
-            ending.callback(recording.stop)
             attempt.before = shared.runtime.bytes_on(shared.device)
             try:
                 attempt.outputs = step()
