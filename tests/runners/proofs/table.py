@@ -11,7 +11,7 @@ import torch
 import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, Step, computed, copied
 from slotgraph.runners.proofs.report import CheckReport
-from tests.runners.proofs.lazily import LazyBackend, LazyMode
+from tests.invariants.device import Device
 from tests.runners.proofs.planted import OURS, Sound, runner_of, sound
 
 PAGE: Final = Path(__file__).parents[3] / "docs" / "checking.md"
@@ -69,16 +69,16 @@ def moved_slot() -> CheckReport:
 
 def broken_ring() -> CheckReport:
     """Host memory that an upload reads is written again while the upload is in flight."""
-    backend = LazyBackend(ring=False)
+    backend = Device("mark")
     runner = DecodeRunner(Sound, sound, buckets=[4, 8], backend=backend, lowering="in_graph", progress=False)
     runner.capture()
-    with LazyMode(backend):
+    with backend.later():
         return slotgraph.check(runner, only=("races",), progress=False, state=[])
 
 
 def overtaken_copy() -> CheckReport:
     """A fill does not wait for the copy out of host memory that the last replay has yet to make."""
-    backend = LazyBackend(ring=True)
+    backend = Device()
 
     def step(view: Hosted) -> torch.Tensor:
         return view.ids + view.lens.clone()
@@ -87,7 +87,7 @@ def overtaken_copy() -> CheckReport:
     runner.capture()
     hosts: Any = runner.graphs.filler.hosts
     hosts.wait = lambda: None
-    with LazyMode(backend):
+    with backend.later():
         return slotgraph.check(runner, _hosted, only=("races",), progress=False, state=[])
 
 

@@ -21,8 +21,8 @@ from slotgraph.runners.proofs import races
 from slotgraph.runners.proofs.report import Case, Finding
 from slotgraph.runners.proofs.state import state_of
 from slotgraph.runners.state import State
+from tests.invariants.device import Device
 from tests.runners.models import Batch, PlainInputs, assert_right, plain_step, random_batch
-from tests.runners.proofs.lazily import LazyBackend, LazyMode
 from tests.runners.proofs.sound import breakable
 
 if TYPE_CHECKING:
@@ -65,19 +65,19 @@ def as_lists(rows: int, seed: int) -> Batch:
 
 
 def lazy_runner(
-    inputs: type[Inputs] = PlainInputs, step: Any = plain_step, *, ring: bool = True, lowering: str = "in_graph"
-) -> tuple[Any, LazyBackend]:
+    inputs: type[Inputs] = PlainInputs, step: Any = plain_step, *, fault: str = "", lowering: str = "in_graph"
+) -> tuple[Any, Device]:
     """A captured runner on the lazy device."""
-    backend = LazyBackend(ring=ring)
+    backend = Device(fault)
     runner = DecodeRunner(inputs, step, buckets=[4, 8], backend=backend, lowering=lowering)
     runner.capture()
     return runner, backend
 
 
-def found_on(runner: Any, backend: LazyBackend, make: "Callable[[int, int], Batch]") -> list[Finding]:
+def found_on(runner: Any, backend: Device, make: "Callable[[int, int], Batch]") -> list[Finding]:
     """What the check finds there."""
     cases = [Case(make(rows, 7 + rows)) for rows in ROWS]
-    with LazyMode(backend):
+    with backend.later():
         return races.check(runner, cases, State(backend))
 
 
@@ -92,7 +92,7 @@ def test_sound_ring(lowering: str, make: "Callable[[int, int], Batch]") -> None:
 @pytest.mark.parametrize("make", [random_batch, as_arrays], ids=lambda make: make.__name__)
 def test_broken_ring_is_found(make: "Callable[[int, int], Batch]") -> None:
     """A ring that writes an entry whose copy is in flight: the slot that got another step's rows is named."""
-    runner, backend = lazy_runner(ring=False)
+    runner, backend = lazy_runner(fault="mark")
     (found,) = found_on(runner, backend, make)
     assert found.slot in PlainInputs.slotgraph.slots
     assert f"step 0 of {races.STEPS} in flight: output row 0: alone " in found.message
@@ -145,7 +145,7 @@ def test_many_steps_behind_one_another(rows: list[int], seed: int, data: st.Data
     runner, backend = HOSTED[data.draw(st.sampled_from(LOWERINGS))]
     batches = [hosted_batch(count, seed + at) for at, count in enumerate(rows)]
     given_rows = [{name: value.clone() for name, value in batch.items()} for batch in batches]
-    with LazyMode(backend):
+    with backend.later():
         outputs = []
         for batch in given_rows:
             outputs.append(runner(batch).clone())
@@ -160,7 +160,7 @@ HOSTED = {lowering: lazy_runner(Hosted, hosted_step, lowering=lowering) for lowe
 
 def test_eager_steps_wait_too() -> None:
     """A step without a graph whose operators read a host slot is seen on its first run, and waited for."""
-    backend = LazyBackend()
+    backend = Device()
     runner = EagerRunner(Hosted, hosted_step, backend=backend)
     batch = hosted_batch(3, 1)
     assert_right(runner(batch) - batch["lens"][:, None], batch)
@@ -187,7 +187,7 @@ def test_fallback_of_a_runner_with_graphs() -> None:
 
 def test_runners_of_a_pool_have_host_slots_for_themselves() -> None:
     """So that a fill need not wait for another runner's step: the layout says so, and what is in flight is right."""
-    backend, pool = LazyBackend(), InputPool("first", "second")
+    backend, pool = Device(), InputPool("first", "second")
     runners = []
     for phase, step in (("first", hosted_step), ("second", plain_step)):
         made = DecodeRunner(Hosted, step, buckets=[8], backend=backend, lowering="in_graph", phase=pool[phase])
@@ -199,7 +199,7 @@ def test_runners_of_a_pool_have_host_slots_for_themselves() -> None:
     )
     assert not any(low < stop and start < high for low, high in mine for start, stop in others)
     batches = [hosted_batch(1 + at % 8, at) for at in range(12)]
-    with LazyMode(backend):
+    with backend.later():
         outputs = [runners[at % 2](batch).clone() for at, batch in enumerate(batches)]
     backend.synchronize()
     for at, (batch, output) in enumerate(zip(batches, outputs, strict=True)):
