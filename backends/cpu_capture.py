@@ -23,7 +23,7 @@ from ..dataflow.errors import CaptureError, ComputeError, ReplayError
 from .base import NO_PARAMETERS, Capabilities, Graph, Interruption
 from .host import LOWERINGS, HostBackend
 from .program import Call, Part, parts_of
-from .recorder import BELOW_AUTOGRAD, Recorder, active_recorder, is_recording
+from .recorder import Recorder, active_recorder, is_recording, plainly
 from .storages import Seal
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
@@ -135,13 +135,7 @@ class CpuCaptureBackend(HostBackend):
             raise CaptureError(message)
         recorder = Recorder(parameters)
         outputs = _record(recorder, step)
-        gradients = torch.is_grad_enabled()
-        try:
-            torch.set_grad_enabled(False)
-            with _C._InferenceMode(False), BELOW_AUTOGRAD():  # noqa: FBT003, SLF001
-                return _graph(recorder, outputs)
-        finally:
-            torch.set_grad_enabled(gradients)
+        return plainly(_graph, recorder, outputs)
 
     def interrupt(self, run: Interruption) -> Any:
         """Call it as it is, here and in each replay; outside a capture, once."""

@@ -5,13 +5,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dataflow.errors import CaptureError
+from ..dataflow.gradients import without_gradients
 from .base import NO_PARAMETERS, Interruption
 from .collectives import is_collective
 from .program import Operation, Pause
@@ -20,11 +21,7 @@ from .storages import Places, Storages, tensors_in
 from .torch_modes import run_under
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
-BELOW_AUTOGRAD: Final[Any] = _C._AutoDispatchBelowADInplaceOrView  # noqa: SLF001 - as above
-"""Skips autograd and its version counters, without which an inference tensor can be written in any mode.
-
-With torch's own guard for inference mode it makes ordinary tensors, whatever the caller's mode.
-"""
+T = TypeVar("T")
 _PLAIN: Final[Any] = _C._disabled_torch_dispatch_impl  # noqa: SLF001 - a tensor's that no subclass takes apart
 
 # Composites that torch takes apart, which read the host on the CPU alone, to check values.
@@ -61,6 +58,16 @@ def active_recorder() -> "Recorder | None":
 def is_recording() -> bool:
     """Whether this thread is capturing a step."""
     return active_recorder() is not None
+
+
+def plainly(call: Callable[..., T], *args: Any) -> T:
+    """Call something that makes ordinary tensors, without gradients, whatever modes the caller has on.
+
+    It skips autograd and its version counters, without which an inference tensor can be written in any mode. torch's
+    guard for inference mode switches gradients on, so they are switched off inside of it.
+    """
+    with _C._InferenceMode(False), _C._AutoDispatchBelowADInplaceOrView():  # noqa: FBT003, SLF001
+        return without_gradients(call, *args)
 
 
 def _drop_left_over() -> None:
@@ -122,9 +129,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         try:
             _ACTIVE.recorder = self
             self._host_reads.paused = False
-            torch.set_grad_enabled(False)
-            with _compiled_eagerly(), _C._InferenceMode(False), BELOW_AUTOGRAD():  # noqa: FBT003, SLF001
-                return run_under(self._host_reads, lambda: run_under(self, step))
+            with _compiled_eagerly():
+                return plainly(run_under, self._host_reads, lambda: run_under(self, step))
         finally:
             _ACTIVE.recorder = None
             self._host_reads.paused = True
@@ -172,16 +178,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
             return func(*args, **(kwargs or {}))
         if any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in types):
             return NotImplemented  # the subclass takes itself apart, and its parts come here
-        gradients = torch.is_grad_enabled()
         try:
-            torch.set_grad_enabled(False)
-            with _C.DisableTorchFunction(), _C._InferenceMode(False), BELOW_AUTOGRAD():  # noqa: FBT003, SLF001
-                return self._run(func, args, dict(kwargs or {}))
+            with _C.DisableTorchFunction():
+                return plainly(self._run, func, args, dict(kwargs or {}))
         except CaptureError as error:
             self._refused = self._refused or error
             raise
-        finally:
-            torch.set_grad_enabled(gradients)
 
     def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _check_order(operator)

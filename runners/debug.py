@@ -2,7 +2,7 @@
 
 import abc
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 import torch
@@ -233,14 +233,6 @@ for _mode, _prover in _PROVERS.items():
     register(_mode, _prover)
 
 
-def watch_in(runner: Runner[Any], modes: Collection[str], state: State | None = None) -> list[Prover]:
-    """Have those modes look at a runner's steps that do so; the watchers, to be removed again."""
-    made: list[Prover] = [prover(runner, state) for mode, prover in _PROVERS.items() if mode in modes]
-    for watcher in made:
-        runner.watch.add(watcher)
-    return made
-
-
 @contextlib.contextmanager
 def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
     """Have debug modes look at the steps of a captured runner for a while, whatever it was made with.
@@ -255,7 +247,9 @@ def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] 
         message = f"debug mode {others[0]!r} is part of how a runner is made: give it debug={others[0]!r}"
         raise ConfigError(message)
     given = None if state is None else State.of(runner.parts.stage.backend, state)
-    made = watch_in(runner, modes, given)
+    made = [prover(runner, given) for mode, prover in _PROVERS.items() if mode in modes]
+    for watcher in made:
+        runner.watch.add(watcher)
     try:
         yield
     finally:

@@ -243,6 +243,21 @@ def test_sources_stay_alive_at_their_addresses() -> None:
     assert gone() is None
 
 
+@pytest.mark.parametrize("mode", [True, False])
+def test_gradients_are_off_while_it_records(*, mode: bool) -> None:
+    """Whatever the caller has on, and afterwards the caller has that again; operators may choose kernels by it."""
+    seen = []
+
+    def step() -> torch.Tensor:
+        seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        return torch.ones(2)
+
+    with torch.inference_mode(mode):
+        capture(step)
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (not mode, mode)
+    assert seen == [(False, False)]
+
+
 MOVES: dict[str, Callable[[torch.Tensor], object]] = {
     "set_": lambda value: cast("Any", value).set_(torch.randn(8)),
     "data": lambda value: setattr(value, "data", torch.randn(8)),
