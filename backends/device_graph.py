@@ -111,7 +111,7 @@ class Recording:
 
     Libraries release their workspaces when a graph begins and before it ends. So the operators of the graph allocate
     workspaces in the graph's own pool, and nothing outside the graph uses them later. A workspace from a warm-up lies
-    outside the pool: whoever clears it would free memory that replays read (pytorch issues 192061 and 193402).
+    outside the pool. Clearing it would free memory that replays read (pytorch issues 192061 and 193402).
     """
 
     def __init__(self, shared: Shared, pool: GraphPool, manner: Manner) -> None:

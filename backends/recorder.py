@@ -93,7 +93,7 @@ def _compiled_eagerly() -> AbstractContextManager[object]:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
     """Runs a step's operators and writes them down, with aliases of their tensors."""
 
-    supports_higher_order_operators = True  # or torch would refuse them, in words that help nobody
+    supports_higher_order_operators = True  # torch would refuse them without a way out
 
     def __init__(self, parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Modes of torch that watch a call: off again after it, whatever interrupts it.
 
-A mode of torch is switched off by Python code, which a signal may interrupt: a KeyboardInterrupt then leaves the mode
-on for all that the thread does later. So whoever watches a call runs it here.
+Python code switches a mode of torch off, and a signal may interrupt it. A KeyboardInterrupt then leaves the mode on for
+the rest of the thread. Calls that are watched by a mode are therefore run here.
 """
 
 import functools

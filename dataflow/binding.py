@@ -19,7 +19,7 @@ Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Placement], torch.
 @final
 @attrs.frozen(eq=False)
 class Exclusive:
-    """A tensor to adopt that nobody but the runner writes: `bind={"ids": Exclusive(tensor)}`.
+    """A tensor to adopt that only the runner writes: `bind={"ids": Exclusive(tensor)}`.
 
     Its tail is then reset where an earlier step left it dirty, as that of memory which the runner allocates. Any other
     adopted tensor may be written by its owner between steps, so that its tail is reset in each step.

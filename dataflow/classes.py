@@ -18,7 +18,7 @@ _WORDS: Final = (copied, host_parameter, computed, constant, staged, output, slo
 _UNMADE: Final = type(attrs.field())
 """What a field is until attrs makes an attribute of it."""
 _CLASS_VARS: Final = ("typing.ClassVar", "ClassVar", "t.ClassVar", "typing_extensions.ClassVar")
-"""How annotations begin that attrs takes for no attribute's."""
+"""Prefixes of annotations that attrs ignores."""
 
 
 def slot_in(field: object) -> Slot | None:
@@ -40,7 +40,7 @@ def is_inherited(field: "attrs.Attribute[Any]") -> bool:
 
 
 def inherited(cls: type) -> dict[str, Slot | None]:
-    """What the bases of a class declare, by name: a slot, or None for a field that is none."""
+    """What the bases of a class declare, by name: a slot, or None for a field without a slot."""
     fields = [field for base in reversed(cls.__mro__[1:]) for field in attributes(base) if not is_inherited(field)]
     return {field.name: slot_in(field) for field in fields}
 
@@ -75,7 +75,7 @@ def parameter_faults(cls: type) -> Faults:
 
 
 def lost_slots(cls: type) -> Faults:
-    """Slots of bases that are no declarations, which attrs does not look into."""
+    """Slots of bases that do not derive from Inputs. attrs does not read such bases."""
     for base in cls.__mro__[1:]:
         for name, value in vars(base).items():
             if slot_in(value) is not None:

@@ -11,7 +11,7 @@ import torch
 from .errors import CaptureError, ComputeError, SlotGraphError
 
 _OTHERS: Final = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__)
-"""Files whose lines nobody looks for: those of torch, and of this library."""
+"""Files that a failure is not blamed on: those of torch, and of this library."""
 
 
 def place_of(error: BaseException) -> str:

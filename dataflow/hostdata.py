@@ -82,7 +82,7 @@ def tensors_of(values: Sequence[Any], wanted: Sequence[tuple[torch.dtype, int] |
                 for value, want in pairs
             ]
         )
-    except (RuntimeError, TypeError, ValueError):  # which whoever admits sources says in words
+    except (RuntimeError, TypeError, ValueError):  # admission says in words what is wrong
         return None
 
 
@@ -120,7 +120,7 @@ def _check_even(value: Any) -> None:
             raise ValueError(message)
         if isinstance(rows[0], torch.Tensor):
             message = "a list of tensors: bring one tensor, such as torch.stack makes of them"
-            raise ValueError(message)  # noqa: TRY004 - as for all that is no box of numbers
+            raise ValueError(message)  # noqa: TRY004 - one type of error for all bad data
         rows, dim = [one for row in rows for one in row], dim + 1
 
 

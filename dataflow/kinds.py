@@ -44,7 +44,7 @@ class Kind:
 
     dtype: the source's, once it is prepared. carrier: what makes bytes of it, if it travels with its bytes, `nbytes` of
     them. prepare: what makes another tensor of it first. host: its type, if it is no tensor. loose: whether its carrier
-    or `prepare` takes all kinds of host data, and asks itself what it is.
+    or `prepare` takes all kinds of host data, and looks at the type by itself.
     """
 
     dtype: torch.dtype

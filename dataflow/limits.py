@@ -55,7 +55,7 @@ class Limit:
             raise BatchError(message)
 
     def is_over(self, value: Any) -> bool:
-        """Whether host data holds more; what is no number is refused by whoever copies it."""
+        """Whether host data holds more; the fill refuses what is no number."""
         try:
             if isinstance(value, list | tuple):
                 value, _ = unnested(value, self.dims)

@@ -31,7 +31,7 @@ _STAND_INS: Final[Mapping[str, Any]] = {
     "value": lambda _: 0,
 }
 _OF_DTYPE: Final = frozenset({"pad", "starts", "poison", "limit", "converts", "value", "argument"})
-"""Parameters that a slot's dtype must suit, which nobody knows where the dtype is wrong."""
+"""Parameters that must suit the slot's dtype. They are not checked if the dtype itself is wrong."""
 
 
 def slot(kind: Slot, *, init: bool = True, default: Any = attrs.NOTHING) -> Any:

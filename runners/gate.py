@@ -6,7 +6,7 @@ from ..dataflow.errors import ReplayError
 
 
 class Gate:
-    """Lets one step or capture in, and refuses whoever comes while it is in there: another thread, or the step itself.
+    """Lets one step or capture in, and refuses every call meanwhile: another thread's, or one of the step itself.
 
     lock: to be held by the step, after a look whether someone holds it. Who looks at the same moment as another waits
     for that one's step instead, which is as safe. A lock of C, because a signal that comes between a function's return
@@ -26,7 +26,7 @@ class Gate:
         return self.lock
 
     def refusal(self) -> ReplayError:
-        """What is said to whoever comes while it is taken."""
+        """The error for a caller that finds the runner busy."""
         message = (
             f"this {self._runner} is in the middle of a step or a capture: another thread runs it, or its own step "
             "calls it; give each thread a runner of its own, or take turns by a lock of yours"

@@ -1,4 +1,4 @@
-"""The options that each runner uses: keywords beside its arguments, and what is said of others."""
+"""The options that each runner uses: keywords beside its arguments, and the error for any other."""
 
 import difflib
 import functools
@@ -94,7 +94,7 @@ def keywords_of(kind: type) -> frozenset[str]:
 
 
 def _refusal(kind: type, name: str) -> str:
-    """What is said of a keyword that a runner does not take."""
+    """The error for a keyword that a runner does not take."""
     own, everyone = keywords_of(kind), {one.__name__: keywords_of(one) for one in _runners()}
     users = {
         known: sorted(runner for runner, used in everyone.items() if known in used)

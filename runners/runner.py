@@ -25,7 +25,7 @@ from .watching import Watch
 class Runner(Unique, abc.ABC, Generic[V]):
     """Fills a declaration's slots from a batch and runs a step on the view. Subclasses are final, or abstract.
 
-    A call is a fill and a replay; whoever watches a runner is told of both. A function under torch.compile may call it.
+    A call is a fill and a replay, and watchers are told of both. A function under torch.compile may call it.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
