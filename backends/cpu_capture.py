@@ -20,6 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..dataflow.errors import CaptureError, ComputeError, ReplayError
+from ..dataflow.guard import below_modes
 from .base import NO_PARAMETERS, Capabilities, Graph, Interruption
 from .host import LOWERINGS, HostBackend
 from .program import Call, Part, parts_of
@@ -90,7 +91,7 @@ class CapturedGraph(Graph):
             message = "a graph cannot be replayed while this thread is capturing"
             raise ReplayError(message)
         for calls, run in self._parts:
-            _run_all(calls)
+            below_modes(_run_all, calls)
             if run is not None:
                 run()
 

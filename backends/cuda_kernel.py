@@ -48,8 +48,11 @@ def fill_lanes(
     row = table + tl.program_id(0) * _COLUMNS
     places = tl.load(row + 1)
     armed = tl.load(packet)
-    meta = tl.load(packet + (places & _PLACE))
-    source = tl.load(packet + (places >> 32))
+    lane = packet + (places & _PLACE)
+    lanes = places >> 32
+    meta = tl.load(lane)
+    pace = tl.load(lane + lanes)
+    source = tl.load(lane + 2 * lanes)
     target = tl.load(row)
     outer = tl.load(row + 2)
     start = tl.load(row + 3)
@@ -62,7 +65,7 @@ def fill_lanes(
         code = meta >> _SHIFT
         size = (flags & _SIZE).to(tl.int32)
         width = _width(code, size)
-        since = source + (outer * length + start) * width
+        since = source + (outer * pace + start) * width
         to = target + (outer * stride + start) * size
         # From here on places count from the block's start; what is written begins at `first` and ends before `stop`.
         span = BLOCK * 8 // size

@@ -32,13 +32,16 @@ def fill_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torc
 def _fill_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
     """Fill every lane of a table from a packet, if that is armed; `targets` are the slots' buffers."""
     del targets
-    words = packet.view(torch.int64).numpy()
-    for row in table.numpy().reshape(-1, COLUMNS).tolist():
+    rows = table.view(-1, COLUMNS).tolist()
+    lanes = rows[0][1] >> 32 if rows else 0
+    words = packet.view(torch.int64)[: 1 + 3 * lanes].tolist()
+    for row in rows:
         if words[0] == row[-1] >> OWNER_SHIFT:
-            _fill(row, int(words[row[1] & _PLACE]), int(words[row[1] >> 32]))
+            place = row[1] & _PLACE
+            _fill(row, words[place], words[place + lanes], words[place + 2 * lanes])
 
 
-def _fill(row: list[int], meta: int, source: int) -> None:
+def _fill(row: list[int], meta: int, pace: int, source: int) -> None:
     """Fill one outer row of one lane from a table row's first element on: what other blocks fill is filled again."""
     target, _, outer, start, padded, stride, pad, flags = row
     if meta < 0:
@@ -47,7 +50,7 @@ def _fill(row: list[int], meta: int, source: int) -> None:
     live = min(length, padded)
     to = target + outer * stride * size
     if source and live > start:
-        first, count = outer * length + start, live - start
+        first, count = outer * pace + start, live - start
         if code:
             _convert(source, first, to + start * size, count, code, flags >> CODE_SHIFT & BYTE)
         else:

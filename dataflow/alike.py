@@ -18,29 +18,29 @@ class Alike:
 
     Tensors by one guard; arrays by dtype, shape and strides; lists by their type, since a carrier tells their length.
     Nothing is asked of sources of a loose kind. tensors: which are tensors. only_tensors, only_arrays: whether all are.
+    guard: what is asked of the tensors.
     """
 
     def __init__(self, kinds: Sequence[Kind], sources: Sources) -> None:
         strict = [(index, kind.host) for index, kind in enumerate(kinds) if not kind.loose]
         arrays = [index for index, host in strict if host is np.ndarray]
+        self.only_arrays = len(arrays) == len(kinds)
         self.tensors = tuple(index for index, host in strict if host is None)
         self.only_tensors = len(self.tensors) == len(kinds)
-        self.only_arrays = len(arrays) == len(kinds)
-        self.chosen = chosen(self.tensors)
-        self.guard = guard_over(self.chosen(sources))
-        self._arrays = chosen(arrays)
-        self._array_facts = [*map(_ARRAY_FACTS, self._arrays(sources))]
+        self._chosen = chosen(self.tensors)
+        self.guard = guard_over(self._chosen(sources))
+        self._arrays = [(index, _ARRAY_FACTS(sources[index])) for index in arrays]
         self._lists = [(index, host) for index, host in strict if host not in (None, np.ndarray)]
 
     def __call__(self, sources: Sources) -> bool:
         """Whether all are."""
-        return self.hosts(sources) and self.guard(*self.chosen(sources))
-
-    def hosts(self, sources: Sources) -> bool:
-        """Whether those are that are no tensors."""
-        try:
-            if [*map(_ARRAY_FACTS, self._arrays(sources))] != self._array_facts:
+        for index, kind in self._lists:
+            if type(sources[index]) is not kind:
                 return False
+        try:
+            for index, facts in self._arrays:
+                if _ARRAY_FACTS(sources[index]) != facts:
+                    return False
         except AttributeError:  # no array
             return False
-        return all(type(sources[index]) is kind for index, kind in self._lists)
+        return self.guard(*self._chosen(sources))

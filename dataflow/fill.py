@@ -12,7 +12,7 @@ from .capabilities import DEVICE
 from .copies import copy_all
 from .gather import Gather, Sources, chosen
 from .gradients import without_gradients
-from .guard import guard_over
+from .guard import below_modes, guard_over
 from .hostdata import tensors_of
 from .plan import FUSED
 from .readable import NOT_TOLD, has_memory, unreadable
@@ -81,7 +81,7 @@ class Fill:
 
     def _taken(self, ready: Ready, sources: Sources) -> Sources | None:
         """What `write` takes, of sources that fit as they are; None where they do not."""
-        if not self._fits(sources if self._chosen is None else self._chosen(sources), ready):
+        if not below_modes(self._fits, sources if self._chosen is None else self._chosen(sources), ready):
             return None
         return sources if ready.cargo is None else ready.cargo.carry(sources)
 

@@ -6,6 +6,7 @@ import attrs
 
 from .feed import Feed
 from .fill import Fill
+from .guard import below_modes
 from .kinds import Misfit
 from .packer import Packer
 from .ready import Ready
@@ -29,7 +30,7 @@ class FusedFill:
         fill = self.fill
         ready = fill.ready(live)
         sources = fill.gather(batch, side)
-        packed = self.packer.pack(ready, sources)
+        packed = below_modes(self.packer.pack, ready, sources)
         if isinstance(packed, Misfit):
             return packed
         words, data, sources = packed

@@ -2,17 +2,29 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
 Guard = Callable[..., bool]
+T = TypeVar("T")
 _FACTS: Final = operator.attrgetter("__class__", "dtype", "device", "shape")
 _IS_NESTED: Final = operator.attrgetter("is_nested")
 _POINTER: Final = torch.Tensor.data_ptr
 _C: Final[Any] = torch._C  # noqa: SLF001 - what torch.compile guards its own inputs with has no public name
 _TRIED: Final = ((2, 11), (2, 13))
 """First and last version of torch whose own guards were tried; with other arguments than these they may crash."""
+
+
+def below_modes(call: Callable[..., T], *args: Any) -> T:
+    """Call something that only looks at tensors, without the modes that watch torch's functions.
+
+    A default device is such a mode. Torch asks it about each attribute of each tensor, which doubles a step's time.
+    """
+    if not _C._len_torch_function_stack():  # noqa: SLF001 - torch's stack of modes has no public name
+        return call(*args)
+    with _C.DisableTorchFunction():
+        return call(*args)
 
 
 def guard_over(tensors: Sequence[torch.Tensor]) -> Guard:

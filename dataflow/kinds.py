@@ -21,7 +21,7 @@ from .hostdata import (
     tensor_carrier,
     tensor_of,
 )
-from .lanes import converts
+from .lanes import converts, row_stride
 from .readable import has_memory, unreadable
 
 Detour = Literal["foreign_stream", "other"]
@@ -43,14 +43,16 @@ class Kind:
     """One source's way: by its address, where it needs that after `prepare`, or with its bytes in the packet.
 
     dtype: the source's, once it is prepared. carrier: what makes bytes of it, if it travels with its bytes, `nbytes` of
-    them. prepare: what makes another tensor of it first. host: its type, if it is no tensor. loose: whether its carrier
-    or `prepare` takes all kinds of host data, and looks at the type by itself.
+    them. prepare: what makes another tensor of it first. pace: elements from one outer row to the next, of a tensor
+    that the kernel reads in rows apart. host: its type, if it is no tensor. loose: whether its carrier or `prepare`
+    takes all kinds of host data, and looks at the type by itself.
     """
 
     dtype: torch.dtype
     carrier: Carrier | None = None
     nbytes: int = 0
     prepare: Prepare | None = None
+    pace: int | None = None
     host: type | None = None
     loose: bool = False
 
@@ -65,7 +67,7 @@ def kind_of(
     """
     readable = not unreadable(source)
     if readable and is_in_place(source, buffers[want.name]) and tuple(source.shape) == fact[2]:
-        return Kind(source.dtype)
+        return Kind(source.dtype, pace=_pace(want, source))
     if not isinstance(source, HOST_KINDS) and not fits(want, source, fact[2]):
         return Misfit()
     if isinstance(source, torch.Tensor) and not want.is_hosted(source):
@@ -90,7 +92,18 @@ def _of_tensor(want: Wanted, source: torch.Tensor, *, fused: bool) -> Kind:
         return Kind(
             want.dtype, prepare=lambda brought: _live(brought).to(want.dtype, memory_format=torch.contiguous_format)
         )
-    return Kind(source.dtype, prepare=None if source.is_contiguous() else lambda brought: _live(brought).contiguous())
+    pace = _pace(want, source)
+    if pace is not None or source.is_contiguous():
+        return Kind(source.dtype, pace=pace)
+    return Kind(source.dtype, prepare=lambda brought: _live(brought).contiguous())
+
+
+def _pace(want: Wanted, source: torch.Tensor) -> int | None:
+    """How far apart the rows are that the kernel reads; None of a dense tensor, and of one that it cannot read."""
+    varying = want.slot.varying
+    if source.is_contiguous() or not varying or not want.slot.takes_strided():
+        return None
+    return row_stride(source, varying[0])
 
 
 def _live(source: torch.Tensor) -> torch.Tensor:
@@ -108,11 +121,15 @@ def _on_host(want: Wanted, source: Any, fact: Fact, buffers: Buffers) -> Kind:
         return Kind(want.dtype, prepare=lambda brought: admitted_tensor(want, brought, fact, buffers), loose=True)
     if kind.host is np.ndarray:
         return attrs.evolve(kind, carrier=None, nbytes=0, prepare=functools.partial(tensor_of, dtype=want.dtype))
-    carrier, dtype = kind.carrier, want.dtype
+    carrier = kind.carrier
+    with torch.inference_mode(mode=False):
+        made = torch.empty(fact[2], dtype=want.dtype, device="cpu")  # written anew for each batch, and copied at once
+    array: Any = made.numpy()
+    room: Any = memoryview(array).cast("B") if kind.nbytes else bytearray()
 
     def prepare(brought: Any) -> torch.Tensor:
-        data = bytearray(carrier(brought))
-        return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+        room[:] = carrier(brought)
+        return made
 
     return attrs.evolve(kind, carrier=None, nbytes=0, prepare=prepare)
 

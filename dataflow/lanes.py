@@ -3,12 +3,13 @@
 One kernel writes every lane of a bucket. What is fixed at capture stands in the table, a row a block of elements; what
 changes in each step stands in the packet (see `packet`). Both are made of 64-bit words:
 
-    table row   address of the slot, where the lane's two words stand in the packet (the second's place << 32), outer
-                row, first element, elements in a padded row, elements from one outer row to the next, tail pattern of
-                eight bytes, flags
+    table row   address of the slot, where the lane's first word stands in the packet (and the number of lanes << 32),
+                outer row, first element, elements in a padded row, elements from one outer row to the next, tail
+                pattern of eight bytes, flags
     packet      the number of the table that it is meant for, which arms that table's kernel alone; then for each lane
                 a word `live elements | source dtype << 48`, negative where the lane is left alone; then for each lane
-                its source's address, 0 where only the tail is reset
+                the elements from one outer row of its source to the next; then for each lane its source's address, 0
+                where only the tail is reset
 """
 
 import math
@@ -130,7 +131,27 @@ def rest(nbytes: int, unit: int = WORD) -> bytes:
 
 def head_bytes(lanes: int) -> int:
     """Bytes of a packet before what it carries itself."""
-    return WORD * (1 + 2 * lanes)
+    return WORD * (1 + 3 * lanes)
+
+
+def row_stride(source: torch.Tensor, dim: int) -> int | None:
+    """Elements from one outer row of a tensor to the next; None where rows overlap, or have gaps within or between.
+
+    dim: the first dim of a row; those before it are the outer ones.
+    """
+    sizes, strides = source.shape, source.stride()
+    dense = 1
+    for size, stride in zip(reversed(sizes[dim:]), reversed(strides[dim:]), strict=True):
+        if size != 1 and stride != dense:
+            return None
+        dense *= size
+    found, expected = dense, None
+    for size, stride in zip(reversed(sizes[:dim]), reversed(strides[:dim]), strict=True):
+        if size != 1:
+            if expected not in (None, stride):
+                return None
+            found, expected = stride if expected is None else found, stride * size
+    return found if found >= dense else None
 
 
 def table_of(lanes: Sequence[Lane], block: int, owner: int = 1) -> npt.NDArray[np.int64]:
@@ -138,7 +159,7 @@ def table_of(lanes: Sequence[Lane], block: int, owner: int = 1) -> npt.NDArray[n
 
     owner: the table's own number, from 1 to 2^31 - 1.
     """
-    places = [(1 + index) | (1 + len(lanes) + index) << 32 for index in range(len(lanes))]
+    places = [(1 + index) | len(lanes) << 32 for index in range(len(lanes))]
     rows = [
         (lane.target.data_ptr(), place, outer, start, lane.row, lane.stride, bits, lane.flags | owner << OWNER_SHIFT)
         for lane, place in zip(lanes, places, strict=True)

@@ -53,9 +53,8 @@ class Manifest:
     def __init__(
         self, layout: Layout, kinds: Sequence[Kind], sources: Sources, wanted: Sequence[Wanted], buffers: Buffers
     ) -> None:
-        alike = Alike(kinds, sources)
-        self._alike, self.guard = alike, alike.guard
-        self._only_tensors = alike.only_tensors
+        self._alike = alike = Alike(kinds, sources)
+        self._guard = alike.guard if alike.only_tensors else None
         self._prepared = [(index, kind.prepare) for index, kind in enumerate(kinds) if kind.prepare is not None]
         prepared = frozenset(index for index, _ in self._prepared)
         self._tensors = tuple(sorted({*alike.tensors, *prepared}))
@@ -64,7 +63,8 @@ class Manifest:
         self._buffers = buffers
         self._wanted = tuple(wanted)
         by_address = [index for index in self._tensors if index in layout.fused - prepared]
-        self._dense = all(sources[index].is_contiguous() for index in by_address)  # one in place may lie in rows apart
+        self._apart = frozenset(index for index, kind in enumerate(kinds) if kind.pace is not None)
+        self._dense = all(index in self._apart or sources[index].is_contiguous() for index in by_address)
         self._carried = chosen(layout.carried)
         self._fused = chosen(sorted(layout.fused)) if len(layout.fused) < len(kinds) else tuple
         self._carriers = [(i, kinds[i].carrier) for i in layout.carried]
@@ -74,7 +74,7 @@ class Manifest:
         self._order, self._fixed = self._placed()
         near = buffers.near or [(0, 0)]
         self._low, self._high = near[0][0], near[-1][1]
-        self.known: dict[tuple[int, ...], bytes] = {}
+        self._known: dict[tuple[int, ...], bytes] = {}
 
     def _placed(self) -> tuple[Callable[[Sources], Sources], tuple[int, ...]]:
         """What takes the lanes' addresses out of those of all tensors, with the fixed ones behind them."""
@@ -88,14 +88,9 @@ class Manifest:
                 places.append(at[index])
         return chosen(places), tuple(fixed)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every source is a dense tensor that travels by its address."""
-        return self._only_tensors and self._dense and not self._prepared and not self._carriers
-
     def pack(self, sources: Sources) -> Packed | None:
         """The packet but for the host's values; None where sources are not like those this was made for."""
-        if not (self.guard(*sources) if self._only_tensors else self._alike(sources)):
+        if not (self._alike(sources) if self._guard is None else self._guard(*sources)):
             return None
         try:
             if self._prepared:
@@ -104,9 +99,9 @@ class Manifest:
                     made[index] = prepare(made[index])
                 sources = tuple(made)
             pointers = tuple(map(_POINTER, self._chosen(sources)))
-            words = self.known.get(pointers) or self.words(pointers, sources)
+            words = self._known.get(pointers) or self._words_of(pointers, sources)
             if words is None:
-                moved = self.moved(sources)
+                moved = self._moved(sources)
                 if moved is None:
                     return None
                 words, sources = moved
@@ -127,17 +122,17 @@ class Manifest:
         """What the kernel reads later: not what a plain copy has read by then, which may be large."""
         return self._fused(sources)
 
-    def words(self, pointers: tuple[int, ...], sources: Sources) -> bytes | None:
-        """A packet's words; None where a source lies in a buffer, or askew: see `moved`."""
+    def _words_of(self, pointers: tuple[int, ...], sources: Sources) -> bytes | None:
+        """A packet's words; None where a source lies in a buffer, or askew: see `_moved`."""
         if self._dense and self._are_elsewhere(pointers):
-            words = keep_newest(self.known, KEPT)[pointers] = self._words(pointers)
+            words = keep_newest(self._known, KEPT)[pointers] = self._words(pointers)
             return words
         in_place = self._in_place(sources)
         if not all(self._is_readable(index, sources[index]) for index in self._tensors if index not in in_place):
             return None
         return self._words_beside(pointers, in_place)
 
-    def moved(self, sources: Sources) -> tuple[bytes, Sources] | None:
+    def _moved(self, sources: Sources) -> tuple[bytes, Sources] | None:
         """A packet's words, and the sources, of which those are copies that lie in a buffer, or askew.
 
         None where one is strided, and may be so only in place, or where its memory was freed.
@@ -148,7 +143,7 @@ class Manifest:
             if index not in in_place and not self._is_readable(index, source):
                 if not has_memory(source) or not (source.is_contiguous() or want.slot.takes_strided()):
                     return None
-                made[index] = source.clone(memory_format=torch.contiguous_format)
+                made[index] = _copy(source, apart=index in self._apart)
         sources = tuple(made)
         return self._words_beside(tuple(map(_POINTER, self._chosen(sources))), in_place), sources
 
@@ -156,7 +151,7 @@ class Manifest:
         """A packet's words, where some slots are written already: of these the kernel writes the tail alone."""
         if not in_place <= self._layout.fused:
             return self._words(pointers, in_place)  # not remembered: `_in_place` has to tell of these in each step
-        words = keep_newest(self.known, KEPT)[pointers] = self._words(pointers, in_place)
+        words = keep_newest(self._known, KEPT)[pointers] = self._words(pointers, in_place)
         return words
 
     def _words(self, pointers: tuple[int, ...], in_place: Collection[int] = ()) -> bytes:
@@ -170,7 +165,7 @@ class Manifest:
         """Whether a source can be read at its address while slots are written."""
         if source.data_ptr() % source.itemsize or self._buffers.holds(source) or not has_memory(source):
             return False
-        return index not in self._layout.fused or source.is_contiguous()
+        return index not in self._layout.fused or index in self._apart or source.is_contiguous()
 
     def _are_elsewhere(self, pointers: tuple[int, ...]) -> bool:
         """Whether no address is near a buffer, and all are multiples of eight: then there is nothing to look at."""
@@ -187,3 +182,10 @@ class Manifest:
         for index in found - self._layout.fused:
             self._buffers.written_beside(self._wanted[index].name)
         return found
+
+
+def _copy(source: torch.Tensor, *, apart: bool) -> torch.Tensor:
+    """A source elsewhere: as dense rows, or with its rows as far apart as the packet says."""
+    if not apart:
+        return source.clone(memory_format=torch.contiguous_format)
+    return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device).copy_(source)

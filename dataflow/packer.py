@@ -119,14 +119,26 @@ class Packer:
                 fixed[index] = at
                 at += rounded(kinds[source].nbytes)
         metas = [self._meta(index, ready, kinds) for index in range(len(self.lanes))]
-        head = struct.pack(f"<{1 + len(metas)}q", self.owner, *metas)
+        paces = [self._pace(index, ready, kinds) for index in range(len(self.lanes))]
+        head = struct.pack(f"<{1 + 2 * len(metas)}q", self.owner, *metas, *paces)
         order = [source for source in self._sources if source is not None and kinds[source].carrier is not None]
         return Layout(head, tuple(self._sources), fixed, tuple(order), self._fused, at - self._feed.address)
 
     def _meta(self, index: int, ready: Ready, kinds: Sequence[Kind]) -> int:
         """A lane's first word. What the host computed has no tail: every padded row is live."""
-        lane, source, slot = self.lanes[index], self._sources[index], self._slots[index]
+        lane, source = self.lanes[index], self._sources[index]
         dtype = lane.target.dtype if source is None else kinds[source].dtype
+        return meta(self._live(index, ready), dtype, lane.target.dtype)
+
+    def _live(self, index: int, ready: Ready) -> int:
+        """Live elements in a lane's row."""
+        lane, slot = self.lanes[index], self._slots[index]
         if index in self._values_at or not slot.varying:
-            return meta(lane.row, dtype, lane.target.dtype)
-        return meta(slot.shape[slot.varying[0]].at(ready.step.live_sizes) * lane.inner, dtype, lane.target.dtype)
+            return lane.row
+        return slot.shape[slot.varying[0]].at(ready.step.live_sizes) * lane.inner
+
+    def _pace(self, index: int, ready: Ready, kinds: Sequence[Kind]) -> int:
+        """A lane's second word: its source's rows lie one behind another, if they are not apart."""
+        source = self._sources[index]
+        pace = None if source is None else kinds[source].pace
+        return self._live(index, ready) if pace is None else pace

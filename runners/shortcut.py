@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeAlias
 
 import attrs
-import torch
 
 from ..dataflow.bucket import Absent
 from ..dataflow.caches import keep_newest
 from ..dataflow.errors import BatchError
 from ..dataflow.fused import FusedFill
 from ..dataflow.gather import Gather
+from ..dataflow.guard import below_modes
 from ..dataflow.limits import Limits
 from ..dataflow.manifest import Manifest
 from ..dataflow.ready import Ready
@@ -36,8 +36,6 @@ KEPT: Final = 1024
 """Live sizes, each with a pattern of absent slots, that one runner has shortcuts for; the oldest goes first."""
 MIXTURES: Final = 4
 """Kinds of sources that one of these has shortcuts for."""
-_POINTER: Final = torch.Tensor.data_ptr
-
 
 Holds: TypeAlias = Callable[[Any, Side], bool]
 Run: TypeAlias = Callable[[Any, Side], Any]
@@ -156,8 +154,7 @@ class Shortcuts(Generic[V]):
         if any(one is manifest for one, _ in known):
             return
         made = Shortcut(captured, rows, manifest, self._tally.repeats(captured.rows, rows))
-        make = self._straight if manifest.is_plain and ready.plain else self._mixed
-        self._last = run = self._repeating(make(made, fused, ready), (*live, rows))
+        self._last = run = self._repeating(self._run(made, fused, ready), (*live, rows))
         keep_newest(self._runs, KEPT)[key] = [(manifest, run), *known][:MIXTURES]
 
     def _also(self, fused: FusedFill) -> Holds | None:
@@ -178,59 +175,18 @@ class Shortcuts(Generic[V]):
         filler.order()
         clock.stream = turn.stream if clock.stream == last else filler.follow(clock.stream)
 
-    def _straight(self, made: Shortcut, fused: FusedFill, ready: Ready) -> Run:
+    def _run(self, made: Shortcut, fused: FusedFill, ready: Ready) -> Run:  # noqa: C901 - in one piece, as `run` is
         """The step with everything that it needs in local names."""
-        captured, clock, stream = made.captured, self._graphs.clock, self._graphs.filler.stream
-        gather, feed, buffers = fused.fill.gather, fused.feed, self._graphs.buffers
+        captured, clock, filler = made.captured, self._graphs.clock, self._graphs.filler
+        gather, feed, buffers, stream = fused.fill.gather, fused.feed, self._graphs.buffers, filler.stream
         ledger, turn, neighbours = buffers.ledger, buffers.turn, bool(buffers.turn.neighbours)
-        guard, known, manifest = made.manifest.guard, made.manifest.known.get, made.manifest
+        pack, kept, values = made.manifest.pack, made.manifest.kept, _values_of(fused, ready)
+        hosts, apart = filler.hosts if filler.hosts.possible else None, None if ready.plain else fused.fill.write
         replay, outputs, forks, order = captured.graph.replay, self._graphs.outputs, FORKS.count, self._order
-        rows, also, values, counted = made.rows, self._also(fused), _values_of(fused, ready), made.counted
+        rows, also, counted = made.rows, self._also(fused), made.counted
         now, note, due, start = time.perf_counter_ns, counted.times.add, counted.steps + 1, 0
 
-        def run(batch: Any, side: Side) -> Any:
-            nonlocal due, start
-            done = counted.steps
-            if done >= due:
-                start = now()
-            sources = gather(batch, side)
-            if not guard(*sources) or forks != FORKS.count or (also is not None and not also(batch, side)):
-                return MISS
-            if not (here := stream()) == turn.stream == clock.stream or (neighbours and not turn.follows(here)):
-                order()
-            pointers = tuple(map(_POINTER, sources))
-            if (words := known(pointers) or manifest.words(pointers, sources)) is None:
-                if (moved := manifest.moved(sources)) is None:
-                    return MISS
-                words, sources = moved
-            if values is not None:
-                words += values(batch)
-            if neighbours:
-                turn.fills += 1
-            ledger.stamp = buffers.mine = ready
-            buffers.unmarked = True
-            feed.arm(words, sources)
-            if done >= due:
-                note(now() - start)
-                due = done + EVERY
-            replay()
-            clock.replays += 1
-            counted.steps = done + 1
-            return outputs(captured, rows)
-
-        return run
-
-    def _mixed(self, made: Shortcut, fused: FusedFill, ready: Ready) -> Run:
-        """The same where sources are host data, or need care first, or some slots are filled apart."""
-        captured, clock, stream = made.captured, self._graphs.clock, self._graphs.filler.stream
-        gather, feed, buffers = fused.fill.gather, fused.feed, self._graphs.buffers
-        ledger, turn, neighbours = buffers.ledger, buffers.turn, bool(buffers.turn.neighbours)
-        pack, kept, values, hosts = made.manifest.pack, made.manifest.kept, fused.values, self._graphs.filler.hosts
-        replay, outputs, forks, order = captured.graph.replay, self._graphs.outputs, FORKS.count, self._order
-        rows, also, counted, apart = made.rows, self._also(fused), made.counted, fused.fill.write
-        now, note, due, start = time.perf_counter_ns, counted.times.add, counted.steps + 1, 0
-
-        def run(batch: Any, side: Side) -> Any:
+        def run(batch: Any, side: Side) -> Any:  # noqa: C901 - each call saved is a fiftieth of a step
             nonlocal due, start
             done = counted.steps
             if done >= due:
@@ -239,24 +195,30 @@ class Shortcuts(Generic[V]):
                 return MISS
             if not (here := stream()) == turn.stream == clock.stream or (neighbours and not turn.follows(here)):
                 order()  # before sources are read, which may lie in slots
-            if (packed := pack(gather(batch, side))) is None:
+            if (packed := below_modes(pack, gather(batch, side))) is None:
                 return MISS
             words, data, sources = packed
-            turn.fills += neighbours  # before the first write: what follows may raise in the middle
-            hosts.wait()
-            if not ready.plain:
+            if neighbours:
+                turn.fills += 1  # before the first write: what follows may raise in the middle
+            if hosts is not None:
+                hosts.wait()
+            if apart is not None:
                 apart(ready, sources, batch)
-            data = b"".join((words, *values(ready, batch), data))
+            if values is not None:
+                words += values(batch)
+            if data:
+                words += data
             ledger.stamp = buffers.mine = ready
             buffers.unmarked = True
-            feed.arm(data, kept(sources))
+            feed.arm(words, kept(sources))
             if done >= due:
                 note(now() - start)
                 due = done + EVERY
             replay()
             clock.replays += 1
             counted.steps = done + 1
-            hosts.note()
+            if hosts is not None:
+                hosts.note()
             return outputs(captured, rows)
 
         return run

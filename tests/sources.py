@@ -14,7 +14,7 @@ FLAT: Final = ("list", "tuple")
 ARRAYS: Final = ("array", "turned array", "frozen array", "slot's array")
 _NEGATED: Final[Callable[[torch.Tensor], torch.Tensor]] = vars(torch)["_neg_view"]
 HOST_DATA: Final = (*FLAT, *ARRAYS)
-IN_BUFFERS: Final = ("other slot", "own slot", "in place", "slot's array")
+IN_BUFFERS: Final = ("other slot", "own slot", "own columns", "in place", "slot's array")
 OTHERS: Final = ("askew", "negated", "parameter", "inference", "expanded", "sliced", "host")
 KINDS: Final[tuple[str, ...]] = ("plain", "plain", "plain", *HOST_DATA, *IN_BUFFERS, *OTHERS)
 
@@ -49,6 +49,7 @@ class Maker:
             "slot's array": lambda: _numpy(self._other_slot(torch.device("cpu"))),
             "other slot": lambda: self._other_slot(self.value.device),
             "own slot": self._own_slot,
+            "own columns": self._own_columns,
             "in place": self._in_place,
             "askew": self._askew,
             "negated": self._negated,
@@ -108,6 +109,21 @@ class Maker:
         if tensor.dtype != self.value.dtype or not 0 < count < tensor.numel():
             return None
         return tensor.flatten()[1 : 1 + count].view(self.value.shape)
+
+    def _own_columns(self) -> torch.Tensor | None:
+        """The slot's own columns, but for the first: rows that lie apart, where the slot takes strided sources."""
+        tensor, shape = self.buffer.tensor, self.value.shape
+        room = all(size + (dim == len(shape) - 1) <= tensor.shape[dim] for dim, size in enumerate(shape))
+        if (
+            not self.buffer.slot.takes_strided()
+            or tensor.dtype != self.value.dtype
+            or not self.value.numel()
+            or not room
+        ):
+            return None
+        for dim, size in enumerate(shape[:-1]):
+            tensor = tensor.narrow(dim, 0, size)
+        return tensor[..., 1 : 1 + shape[-1]]
 
     def _in_place(self) -> torch.Tensor | None:
         """The slot's own live rows, into which a producer has written the value."""

@@ -356,7 +356,7 @@ def source_for(slot: Slot, capabilities: Capabilities, turn: Round, choice: int)
     value = noise(shape, dtype, turn.seed + choice)
     if slot.takes_strided() and choice & 2 and shape:
         wide = noise((*shape[:-1], shape[-1] * 2 + 1), dtype, turn.seed + choice)
-        return wide[..., : shape[-1] * 2 : 2]
+        return wide[..., : shape[-1] * 2 : 2] if choice & 4 else wide[..., : shape[-1]]
     return value
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph.dataflow.lanes import CODES, Lane, converts, has_lane, head_bytes, meta, table_of
+from slotgraph.dataflow.lanes import CODES, Lane, converts, has_lane, head_bytes, meta, row_stride, table_of
 from slotgraph.dataflow.tails import Number
 from tests.backends.fused_ways import KERNEL, Launch, Way, need_triton, way
 
@@ -37,6 +37,7 @@ class Case:
 
     dim: the dim that varies. before, ahead: elements that come before the buffer, and before the source. turned: the
     buffer has a dim of one whose stride says nothing. action: copy, reset the tail alone, or leave the lane as it is.
+    apart: units of that dim by which the source's rows lie apart.
     """
 
     dtype: torch.dtype
@@ -51,6 +52,7 @@ class Case:
     ahead: int
     turned: bool
     seed: int
+    apart: int = attrs.field(default=0, kw_only=True)
 
     def view(self, raw: torch.Tensor) -> torch.Tensor:
         """The bucket's view of a buffer's bytes."""
@@ -73,8 +75,9 @@ class Case:
 
     def values(self, device: torch.device) -> torch.Tensor:
         """A source of random bits, from somewhere within a larger tensor."""
-        shape = tuple(self.live if dim == self.dim else size for dim, size in enumerate(self.shape))
+        shape = tuple(self.live + self.apart if dim == self.dim else size for dim, size in enumerate(self.shape))
         values = noise(self.ahead + math.prod(shape), self.source, self.seed + 1).to(device)[self.ahead :].view(shape)
+        values = values if self.dim is None else values.narrow(self.dim, 0, self.live)
         return values.unsqueeze(1) if self.turned else values
 
     def lane(self, raw: torch.Tensor) -> Lane:
@@ -87,6 +90,14 @@ class Case:
         """The lane's word in the packet."""
         live = lane.row if self.dim is None else self.live * lane.inner
         return -1 - live if self.action == "leave" else meta(live, self.source, self.dtype)
+
+    def pace(self, lane: Lane, values: torch.Tensor) -> int:
+        """The lane's second word: elements from one row of the source to the next."""
+        if self.dim is None:
+            return lane.row
+        found = row_stride(values, self.dim + self.turned)
+        assert found is not None
+        return found
 
     def refer(self, raw: torch.Tensor, values: torch.Tensor) -> None:
         """The same by torch."""
@@ -139,6 +150,7 @@ def cases(draw: st.DrawFn) -> Case:
         action=draw(st.sampled_from(("copy", "copy", "copy", "reset", "leave"))),
         before=step * draw(offsets),
         ahead=step * draw(offsets),
+        apart=step * draw(offsets) if dim else 0,
         turned=dim is not None and dim > 0 and draw(st.booleans()),
         seed=draw(st.integers(0, 1 << 32)),
     )
@@ -181,10 +193,11 @@ def fill(kernel: Way, cases: Sequence[Case], block: int, *, owner: int = 1, mean
     values = [case.values(kernel.device) for case in cases]
     lanes = [case.lane(raw) for case, raw in zip(cases, raws, strict=True)]
     words = [case.word(lane) for case, lane in zip(cases, lanes, strict=True)]
+    paces = [case.pace(lane, v) for case, lane, v in zip(cases, lanes, values, strict=True)]
     sources = [v.data_ptr() if case.action != "reset" else 0 for case, v in zip(cases, values, strict=True)]
     block = max(block, 1 << (sum(lane.outer * lane.row for lane in lanes) // kernel.programs).bit_length())
     table = torch.from_numpy(table_of(lanes, block, owner)).to(kernel.device)
-    packet = torch.tensor([owner if meant_for is None else meant_for, *words, *sources], device=kernel.device)
+    packet = torch.tensor([owner if meant_for is None else meant_for, *words, *paces, *sources], device=kernel.device)
     assert packet.nbytes == head_bytes(len(lanes))
     if len(table):
         kernel.run(Launch(table, packet, raws, values, block))
