@@ -1,6 +1,6 @@
 """Admission: a batch's sources made ready to copy, or why they do not fit, slot by slot, with the way out."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -14,8 +14,8 @@ from .readable import unreadable
 from .roles import dtype_text
 from .slots import Slot
 
-Fact = tuple[torch.dtype, torch.device | bool, tuple[int, ...]]
-"""What is expected of a source: dtype, place and shape; the place is a device, or True for "on the CPU"."""
+Fact = tuple[torch.dtype, torch.device, tuple[int, ...]]
+"""What is expected of a source: dtype, device and shape."""
 
 
 @attrs.frozen
@@ -45,36 +45,12 @@ class Wanted:
         return isinstance(source, HOST_KINDS)
 
 
-@attrs.frozen
-class Admitted:
-    """Sources as tensors that can be read while slots are written.
+def check_sources(
+    wanted: Sequence[Wanted], sources: Sequence[Any], facts: Sequence[Fact], buffers: Buffers
+) -> list[torch.Tensor]:
+    """All sources as tensors, those of host data on the host.
 
-    source_dtypes: those that differ from their slots', which convert them. in_place: slots whose source is the slot's
-    own memory, written by a producer. hosted: slots on the device whose source is still on the host, dense and of the
-    slot's dtype.
-    """
-
-    sources: tuple[torch.Tensor, ...]
-    source_dtypes: Mapping[str, torch.dtype]
-    in_place: frozenset[str]
-    hosted: frozenset[str] = frozenset()
-
-
-class OtherSources(BatchError):  # noqa: N818 - not an error to the user: the fill plans anew and goes on
-    """The batch fits, but not the plan: other sources are host data, of other dtypes, or written in place."""
-
-    def __init__(self, admitted: Admitted) -> None:
-        super().__init__("sources are not as planned")
-        self.admitted = admitted
-
-
-def admit(
-    wanted: Sequence[Wanted], sources: Sequence[Any], facts: Sequence[Fact], buffers: Buffers, *, packs: bool = False
-) -> Admitted:
-    """Make tensors of all sources: host data goes where its slot is, what lies in a buffer is copied first.
-
-    packs: leave host data on the host. Raises MissingSourceError if sources are missing, else BatchError with every
-    fault.
+    Raises MissingSourceError if sources are missing, else BatchError with every fault.
     """
     rows = list(zip(wanted, sources, facts, strict=True))
     missing = [_missing(want) for want, source, _ in rows if source is None]
@@ -84,13 +60,30 @@ def admit(
     faults = [fault for tensor in found if isinstance(tensor, list) for fault in tensor]
     if faults:
         raise BatchError("; ".join(faults))
-    tensors = [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
-    hosted = frozenset(want.name for want, source, _ in rows if packs and want.is_hosted(source))
-    placed = [
-        _dense(tensor, want.dtype, buffers) if want.name in hosted else _placed(tensor, want)
-        for want, tensor in zip(wanted, tensors, strict=True)
-    ]
-    return attrs.evolve(_apart(wanted, placed, buffers), hosted=hosted)
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def admit(
+    wanted: Sequence[Wanted],
+    sources: Sequence[Any],
+    facts: Sequence[Fact],
+    buffers: Buffers,
+    move: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Make tensors of all sources: host data goes where its slot is, what lies in a buffer is copied first.
+
+    move: what takes host data to the device, in memory of its own there. Raises as `check_sources`.
+    """
+    placed = []
+    for want, source, tensor in zip(wanted, sources, check_sources(wanted, sources, facts, buffers), strict=True):
+        if want.is_hosted(source):
+            made = _dense(tensor, want.dtype, buffers)
+            placed.append(made.to(want.device, copy=True) if move is None else move(made))
+        elif is_in_place(tensor, buffers[want.name]):
+            placed.append(tensor)
+        else:
+            placed.append(_readable(tensor, buffers))
+    return tuple(placed)
 
 
 def host_tensor(want: Wanted, source: Any, fact: Fact, buffers: Buffers) -> torch.Tensor:
@@ -115,10 +108,6 @@ def _dense(tensor: torch.Tensor, dtype: torch.dtype, buffers: Buffers) -> torch.
     return made.clone() if buffers.holds(made) else made
 
 
-def _placed(tensor: torch.Tensor, want: Wanted) -> torch.Tensor:
-    return tensor if tensor.device == want.device else tensor.to(want.device)
-
-
 def _admit(want: Wanted, source: Any, fact: Fact, buffer: Buffer) -> torch.Tensor | list[str]:
     """One source as a tensor, or what is wrong with it."""
     why = unreadable(source)
@@ -135,15 +124,6 @@ def _admit(want: Wanted, source: Any, fact: Fact, buffer: Buffer) -> torch.Tenso
     return faults or source
 
 
-def _apart(wanted: Sequence[Wanted], tensors: Sequence[torch.Tensor], buffers: Buffers) -> Admitted:
-    """Copy what cannot be read while slots are written, and tell what need not be copied at all."""
-    pairs = list(zip(wanted, tensors, strict=True))
-    in_place = frozenset(want.name for want, tensor in pairs if is_in_place(tensor, buffers[want.name]))
-    sources = [tensor if want.name in in_place else _readable(tensor, buffers) for want, tensor in pairs]
-    dtypes = {want.name: tensor.dtype for want, tensor in pairs if tensor.dtype != want.dtype}
-    return Admitted(tuple(sources), dtypes, in_place)
-
-
 def _readable(tensor: torch.Tensor, buffers: Buffers) -> torch.Tensor:
     """A source whose bytes can be read while slots are written: itself, or a copy."""
     if tensor.is_neg() or tensor.is_conj() or tensor.data_ptr() % tensor.itemsize or buffers.holds(tensor):
@@ -156,11 +136,11 @@ def is_in_place(source: Any, buffer: Buffer) -> bool:
     if not isinstance(source, torch.Tensor):
         return False
     mine = buffer.tensor
-    same = source.numel() > 0 and source.data_ptr() == mine.data_ptr() and source.dtype == mine.dtype
+    same = source.data_ptr() == mine.data_ptr() and source.numel() > 0 and source.dtype == mine.dtype
     return same and source.stride() == mine.stride() and not source.is_neg() and not source.is_conj()
 
 
-def check_source(want: Wanted, source: Any, fact: Fact) -> None:
+def check_carried(want: Wanted, source: Any, fact: Fact) -> None:
     """Hold one source that no fill copies to what its slot declares: MissingSourceError or BatchError."""
     why = unreadable(source)
     if why:
@@ -177,8 +157,8 @@ def check_source(want: Wanted, source: Any, fact: Fact) -> None:
 
 
 def fits(want: Wanted, source: Any, shape: tuple[int, ...]) -> bool:
-    """Whether nothing is wrong with a source, asked in the fewest words."""
-    if not isinstance(source, torch.Tensor) or unreadable(source) or tuple(source.shape) != shape:
+    """Whether nothing is wrong with a source that can be read."""
+    if not isinstance(source, torch.Tensor) or source.shape != shape:
         return False
     there = source.device == want.device or (source.is_cpu and want.slot.placement == DEVICE)
     return there and want.takes(source.dtype) and (source.is_contiguous() or want.slot.takes_strided())

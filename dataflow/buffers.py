@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -11,7 +11,6 @@ import torch
 from .arena import Room, separate, together
 from .axes import Sizes, extent
 from .binding import Allocate, Bound, Exclusive, check_bindings, merge, overlaps, span, tensor_in
-from .caches import keep_newest
 from .capabilities import Capabilities
 from .declaration import Declaration
 from .roles import resolve_dtype
@@ -23,9 +22,7 @@ from .values import initial_value, write_all
 NOT_BOUND: Final[Mapping[str, Bound]] = {}
 
 
-Box = tuple[tuple[int, int], ...]
-KEPT: Final = 2048
-"""Views that one buffer keeps; the oldest goes first."""
+Box = Sequence[tuple[int, int]]
 
 
 @attrs.define(eq=False)
@@ -45,7 +42,6 @@ class Buffer:
     owner: torch.Tensor | None = None
     foreign: bool = False
     pooled: bool = False
-    _views: dict[Box, torch.Tensor] = attrs.field(factory=dict, init=False)
 
     @property
     def adopted(self) -> bool:
@@ -59,22 +55,17 @@ class Buffer:
 
     def view(self, sizes: Sizes) -> torch.Tensor:
         """The part that a bucket reads: the first rows along each varying dim."""
-        return self.box(tuple((0, self.slot.shape[dim].at(sizes)) for dim in self.slot.varying))
+        return self.box([(0, self.slot.shape[dim].at(sizes)) for dim in self.slot.varying])
 
     def box(self, ranges: Box) -> torch.Tensor:
-        """The part between two bounds along each varying dim, sliced once for all fills that ask for it."""
-        view = self._views.get(ranges)
-        if view is None:
-            view = keep_newest(self._views, KEPT)[ranges] = self._slice(ranges)
+        """The part between two bounds along each varying dim; no inference tensor, whatever mode is on."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):
+                return self.box(ranges)
+        view = self.tensor
+        for dim, (start, stop) in zip(self.slot.varying, ranges, strict=True):
+            view = view.narrow(dim, start, stop - start)
         return view
-
-    def _slice(self, ranges: Box) -> torch.Tensor:
-        """A view that is no inference tensor, whatever mode is on."""
-        with torch.inference_mode(mode=False):
-            view = self.tensor
-            for dim, (start, stop) in zip(self.slot.varying, ranges, strict=True):
-                view = view.narrow(dim, start, stop - start)
-            return view
 
     def reach(self, sizes: Sizes) -> tuple[int, ...]:
         """A size along each varying dim."""

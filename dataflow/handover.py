@@ -18,10 +18,11 @@ def hand_over(
     A source whose dtype its slot converts comes through as it is; host data for a slot on the device, as a tensor of
     its own there; one that the step writes, as a copy, because the batch is the caller's. Raises as a fill does.
     """
-    fill, ready, sources = bucket.check(batch, live, absent, side)
+    ready, given = bucket.tensors(batch, live, absent, side)
     slots = bucket.declaration.slots
-    named = zip(fill.copied, sources, strict=True)
-    own = {name: value.clone() if slots[name].rewritten or slots[name].restored else value for name, value in named}
+    own = {
+        name: value.clone() if slots[name].rewritten or slots[name].restored else value for name, value in given.items()
+    }
     views: Views = {**ready.shown(), **own}
     declaration = bucket.declaration
     known, fields = {**declaration.given(ready.step), **views}, declaration.fields
@@ -29,9 +30,9 @@ def hand_over(
     with torch.no_grad():
         for computation in host:
             computation.run(batch)
-    if ready.cargo is not None:
+    if ready.packed or ready.moved:
         move = bucket.feed().upload.move
-        for value in ready.cargo.values:
+        for value in (*ready.packed, *ready.moved):
             views = {**views, value.slot: move(value.on(known, fields).tensor_of(batch))}
     known |= views
     device = [computation.on(known, fields) for computation in ready.device]

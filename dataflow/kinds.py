@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import numpy as np
@@ -24,18 +24,10 @@ from .hostdata import (
 from .lanes import converts, row_stride
 from .readable import has_memory, unreadable
 
-Detour = Literal["foreign_stream", "other"]
-"""Why a batch is filled by a later lowering than the runner's: sources belong to another stream, which a debug mode
-finds; or the kernel did not take what the next lowering took, of which no case is known."""
 Prepare = Callable[[Any], torch.Tensor]
 """Makes a tensor of a source that the kernel, or a plain copy, can read; raises as a carrier does where it cannot."""
 Move = Callable[[torch.Tensor], torch.Tensor]
 """Takes a dense host tensor to the device; see `Upload.move`."""
-
-
-@attrs.frozen
-class Misfit:
-    """A batch's sources do not fit: the next lowering says in words what is wrong with them."""
 
 
 @attrs.frozen
@@ -45,7 +37,8 @@ class Kind:
     dtype: the source's, once it is prepared. carrier: what makes bytes of it, if it travels with its bytes, `nbytes` of
     them. prepare: what makes another tensor of it first. pace: elements from one outer row to the next, of a tensor
     that the kernel reads in rows apart. host: its type, if it is no tensor. loose: whether its carrier or `prepare`
-    takes all kinds of host data, and looks at the type by itself.
+    takes all kinds of host data, and looks at the type by itself. in_place: whether it is the slot's own memory, which
+    its producer has written. hosted: whether it is host data that is taken up to a slot on the device.
     """
 
     dtype: torch.dtype
@@ -55,28 +48,43 @@ class Kind:
     pace: int | None = None
     host: type | None = None
     loose: bool = False
+    in_place: bool = False
+    hosted: bool = False
 
 
 def kind_of(
-    want: Wanted, source: Any, fact: Fact, buffers: Buffers, *, fused: bool, carries: bool, move: Move
-) -> Kind | Misfit:
-    """How a source travels to its slot; a misfit where it does not fit, which the next lowering says in words.
+    want: Wanted, source: Any, fact: Fact, buffers: Buffers, *, fused: bool, carries: bool, move: Move | None
+) -> Kind | None:
+    """How a source travels to its slot; None where it does not fit.
 
-    fused: whether the kernel writes the slot; else a plain copy does. carries: whether the packet has room for its
-    bytes. move: what takes to the device the host data that the packet does not carry.
+    fused: whether the kernel writes the slot; else a copy does. carries: whether the packet has room for its bytes.
+    move: what takes to the device the host data that the packet does not carry; None where nothing is uploaded.
     """
-    readable = not unreadable(source)
-    if readable and is_in_place(source, buffers[want.name]) and tuple(source.shape) == fact[2]:
-        return Kind(source.dtype, pace=_pace(want, source))
+    if isinstance(source, torch.Tensor):
+        if unreadable(source) or source.shape != fact[2]:
+            return None
+        if is_in_place(source, buffers[want.name]):
+            return Kind(source.dtype, in_place=True)
+        if not want.is_hosted(source):
+            return _of_tensor(want, source, fused=fused) if fits(want, source, fact[2]) else None
+    return _of_host_data(want, source, fact, buffers, fused=fused, carries=carries, move=move)
+
+
+def _of_host_data(
+    want: Wanted, source: Any, fact: Fact, buffers: Buffers, *, fused: bool, carries: bool, move: Move | None
+) -> Kind | None:
+    """Host data: with its bytes in the packet, by an upload of its own, or as a tensor where its slot is."""
     if not isinstance(source, HOST_KINDS) and not fits(want, source, fact[2]):
-        return Misfit()
-    if isinstance(source, torch.Tensor) and not want.is_hosted(source):
-        return _of_tensor(want, source, fused=fused)
-    if fused and carries:
-        kind = _as_it_is(want, source, fact[2], lambda dtype: _is_taken(want, dtype))
-        return kind or _as_tensor(want, fact, buffers)
-    if want.device.type != "cpu":
-        return Kind(want.dtype, prepare=lambda brought: move(host_tensor(want, brought, fact, buffers)), loose=True)
+        return None
+    if carries:
+        takes = (lambda dtype: _is_taken(want, dtype)) if fused else (lambda dtype: dtype == want.dtype)
+        kind = _as_it_is(want, source, fact[2], takes) or _as_tensor(want, fact, buffers)
+        return attrs.evolve(kind, hosted=True)
+    if move is not None:
+        up = move
+        return Kind(
+            want.dtype, prepare=lambda brought: up(host_tensor(want, brought, fact, buffers)), loose=True, hosted=True
+        )
     return _on_host(want, source, fact, buffers)
 
 
@@ -86,8 +94,8 @@ def _of_tensor(want: Wanted, source: torch.Tensor, *, fused: bool) -> Kind:
         return Kind(
             want.dtype, prepare=lambda brought: _live(brought).resolve_conj().resolve_neg().to(want.dtype).contiguous()
         )
-    if not fused:
-        return Kind(source.dtype)
+    if not fused or (source.dtype == want.dtype and source.is_contiguous()):
+        return _plain(source.dtype)
     if not _is_taken(want, source.dtype):
         return Kind(
             want.dtype, prepare=lambda brought: _live(brought).to(want.dtype, memory_format=torch.contiguous_format)
@@ -96,6 +104,12 @@ def _of_tensor(want: Wanted, source: torch.Tensor, *, fused: bool) -> Kind:
     if pace is not None or source.is_contiguous():
         return Kind(source.dtype, pace=pace)
     return Kind(source.dtype, prepare=lambda brought: _live(brought).contiguous())
+
+
+@functools.cache
+def _plain(dtype: torch.dtype) -> Kind:
+    """A tensor that is read as it lies."""
+    return Kind(dtype)
 
 
 def _pace(want: Wanted, source: torch.Tensor) -> int | None:
@@ -114,11 +128,20 @@ def _live(source: torch.Tensor) -> torch.Tensor:
     return source
 
 
-def _on_host(want: Wanted, source: Any, fact: Fact, buffers: Buffers) -> Kind:
-    """Lists and arrays for a slot that a plain copy fills from host memory, and converts."""
+def _on_host(want: Wanted, source: Any, fact: Fact, buffers: Buffers) -> Kind | None:
+    """Lists and arrays for a slot that a plain copy fills from host memory; None where they do not fit."""
     kind = _as_it_is(want, source, fact[2], want.takes)
     if kind is None or kind.carrier is None:
-        return Kind(want.dtype, prepare=lambda brought: admitted_tensor(want, brought, fact, buffers), loose=True)
+        try:
+            dtype = admitted_tensor(want, source, fact, buffers).dtype
+        except ValueError:
+            return None
+
+        def admitted(brought: Any) -> torch.Tensor:
+            made = admitted_tensor(want, brought, fact, buffers)
+            return made.to(device=want.device, dtype=dtype)
+
+        return Kind(dtype, prepare=admitted, loose=True)
     if kind.host is np.ndarray:
         return attrs.evolve(kind, carrier=None, nbytes=0, prepare=functools.partial(tensor_of, dtype=want.dtype))
     carrier = kind.carrier
@@ -132,16 +155,6 @@ def _on_host(want: Wanted, source: Any, fact: Fact, buffers: Buffers) -> Kind:
         return made
 
     return attrs.evolve(kind, carrier=None, nbytes=0, prepare=prepare)
-
-
-def hosted_kind(want: Wanted, source: Any, fact: Fact, buffers: Buffers, *, loose: bool) -> Kind:
-    """How host data travels to a slot that foreach copies fill: in the slot's own dtype.
-
-    loose: as a tensor, for data that is moved by itself.
-    """
-    if loose:
-        return Kind(want.dtype, lambda brought: host_tensor(want, brought, fact, buffers), loose=True)
-    return _as_it_is(want, source, fact[2], lambda dtype: dtype == want.dtype) or _as_tensor(want, fact, buffers)
 
 
 def _as_tensor(want: Wanted, fact: Fact, buffers: Buffers) -> Kind:

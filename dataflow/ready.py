@@ -8,27 +8,23 @@ from typing import Any, Final
 import attrs
 import torch
 
-from .admission import Fact, Wanted
 from .aliases import Aliases
-from .axes import Sizes, extent
+from .axes import Sizes
 from .buffers import Box, Buffer, Buffers
-from .capabilities import DEVICE, HOST, Placement
-from .cargo import UNIT, Cargo
+from .capabilities import DEVICE, HOST
 from .computation import Computation
 from .compute import SETTINGS, STEP
-from .copies import Groups, Singles, grouped
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError
-from .feed import Feeder
-from .guard import Guard
 from .lanes import WORD
 from .packed import PackedValue
-from .plan import ComputeStep, FillPlan
+from .packet import UNIT
+from .plan import FUSED, ComputeStep, CopyGroup, FillPlan
 from .step import Step
 from .tails import Number
 
 Views = Mapping[str, torch.Tensor | None]
-Reset = tuple[list[torch.Tensor], list[tuple[torch.Tensor, Number]]]
+_FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _SIZES: Final = frozenset({STEP, SETTINGS})
 """What a function needs that depends on nothing but sizes."""
 WHOLE_TAIL: Final = 64 << 10
@@ -36,57 +32,82 @@ WHOLE_TAIL: Final = 64 << 10
 depends on one live size, and not on the one before it too, which may be any."""
 
 
+@attrs.frozen(eq=False)
+class Targets:
+    """Slots that are copied together, and where their live rows go; one alone is copied by a plain copy."""
+
+    names: tuple[str, ...]
+    views: list[torch.Tensor]
+
+
 @attrs.define(eq=False)
 class Ready:
-    """All that one live size needs; the hot loop only walks through it.
+    """All that one live size needs of a plan, sliced and grouped.
 
-    facts: dtype, place and shape expected of each source; the place is a device, or True for "on the CPU" where all
-    buffers are, which is cheaper to ask. always: tails to reset in each step. groups: destinations of each foreach
-    call, and which sources. singles: destinations of plain copies, likewise. marks: buffers whose tail is kept clean,
-    and how far they are dirty after this fill. host, device: computed slots. views: what the step sees, by slot; the
-    fill's own tensors, of which `shown` gives aliases to steps and callers.
-    exact: whether the step sees live rows only, so that tails are dirtied and none is reset. packed: computed slots
-    whose values ride in the upload. plain: whether nothing is left to do beside the upload. cargo: what is taken up
-    before foreach copies, which then begin with its sources. guard: what tells sources like the last ones at one call.
-    manifests: what uploads hold, the last one used first.
-    notes: what a runner keeps beside them.
+    always: tails to reset in each step. early, late: copies to do before the upload, and after it. marks: buffers whose
+    tail is kept clean, and how far they are dirty after this fill. host, device: computed slots. packed: computed slots
+    whose values ride in the upload, and `moved` those that are taken up by themselves. views: what the step sees, by
+    slot; the fill's own tensors, of which `shown` gives aliases to steps and callers. exact: whether the step sees live
+    rows only, so that tails are dirtied and none is reset. notes: what a runner keeps beside them.
     """
 
+    plan: FillPlan
     step: Step
-    facts: list[Fact]
     always: list[tuple[torch.Tensor, Number]]
-    groups: Groups
-    singles: Singles
+    early: list[Targets]
+    late: list[Targets]
     marks: "list[Mark]"
     host: list[Computation]
     device: list[Computation]
+    packed: list[PackedValue]
+    moved: list[PackedValue]
     views: Views
     shown: Callable[[], Views]
     exact: bool
-    packed: list[PackedValue] = attrs.field(factory=list)
-    plain: bool = False
-    cargo: Cargo | None = None
-    guard: Guard | None = None
-    manifests: list[Any] = attrs.field(factory=list)
     notes: dict[str, Any] = attrs.field(factory=dict)
 
-    def reset_from_marks(self) -> Reset:
-        """The tail work where buffers are dirty up to their marks: tensors to zero in one call, others with a value.
+    @property
+    def beside(self) -> bool:
+        """Whether there is anything to do beside an upload."""
+        return bool(self.always or self.early or self.late or self.marks or self.host)
 
-        A buffer's marks are brought to this live size.
-        """
+    def compute_on_device(self, batch: Any = None) -> None:
+        """Run what the device computes from slots: inside the graph, or right after an eager fill from `batch`."""
+        if self.device:
+            with torch.no_grad():
+                for computation in self.device:
+                    computation.run(batch)
+
+    def reset(self, buffers: Buffers) -> None:
+        """Reset tails that an earlier fill may have left dirty, and note how far this one dirties them."""
+        buffers.take_turn()
+        if buffers.ledger.handed_out or (buffers.unmarked and self.plan.lowering not in FUSED):
+            buffers.distrust()
+        elif buffers.unmarked:  # a slot that is apart here may be a lane of another bucket's kernel
+            for mark in self.marks:
+                mark.buffer.distrust()
+        if self.exact:
+            for mark in self.marks:
+                mark.buffer.mark = tuple(map(max, mark.buffer.mark, mark.live))
+        else:
+            self._reset_from_marks()
+        buffers.ledger.stamp = buffers.mine = self
+
+    def _reset_from_marks(self) -> None:
+        """Reset the rows between each buffer's mark and this live size, which is its mark then."""
         zeros: list[torch.Tensor] = []
-        others: list[tuple[torch.Tensor, Number]] = []
         for mark in self.marks:
-            buffer, live = mark.buffer, mark.live
-            if buffer.mark != live:
+            buffer = mark.buffer
+            if buffer.mark != mark.live:
                 tails = mark.tails_to(buffer.mark)
-                buffer.mark = live
+                buffer.mark = mark.live
                 if mark.is_zero:
                     zeros += tails
                 else:
-                    others += [(tail, mark.value) for tail in tails]
-        return zeros, others
+                    for tail in tails:
+                        tail.fill_(mark.value)
+        if zeros:
+            _FOREACH_ZERO(zeros)
 
 
 @attrs.define(eq=False)
@@ -133,72 +154,55 @@ def boxes(live: tuple[int, ...], reach: tuple[int, ...]) -> Iterator[Box]:
 
 
 class Preparer:
-    """Makes `Ready` for any live size of one plan; exact fills see live rows only, padded ones the whole bucket.
-
-    feeder: what gives the packet, where the plan has use for one.
-    """
+    """Makes `Ready` for any live size of one plan; exact fills see live rows only, padded ones the whole bucket."""
 
     def __init__(
-        self,
-        plan: FillPlan,
-        declaration: Declaration,
-        buffers: Buffers,
-        padded: Sizes,
-        *,
-        exact: bool,
-        feeder: Feeder | None = None,
+        self, plan: FillPlan, declaration: Declaration, buffers: Buffers, padded: Sizes, *, exact: bool
     ) -> None:
-        self.plan = plan
-        self.declaration = declaration
-        self.buffers = buffers
-        self.padded = dict(padded)
-        self.exact = exact
-        self.feeder = feeder
-        self.where = "is_cpu" if all(buffer.tensor.is_cpu for buffer in buffers) else DEVICE
+        self._plan = plan
+        self._declaration = declaration
+        self._buffers = buffers
+        self._padded = dict(padded)
+        self._exact = exact
         self._absent = frozenset(plan.absent)
         slots = declaration.slots
         self._computes = {name: compute for name, slot in slots.items() if (compute := slot.computes()) is not None}
-        planned = [(n, group) for group in plan.copies for n in group.slots if n not in self._computes]
-        self.wanted = [Wanted(n, slots[n], group.dst_dtype, buffers[n].tensor.device) for n, group in planned]
-        self.source_dtypes = [group.src_dtype for _, group in planned]
-        self._from_host = frozenset(name for name in (*plan.packed, *plan.moved) if name in self._computes)
-        self._bucket_views = self._views(self.padded)
-        self._asked = False
+        self._bucket_views = self._views(self._padded)
         self._bucket_shown = Aliases(self._bucket_views)
+        uploads = plan.lowering in FUSED or plan.packed or plan.moved
+        self._early = [group for group in plan.copies if not uploads or group.placement == HOST]
+        self._late = [group for group in plan.copies if uploads and group.placement != HOST]
+        self._whole = {tail.slot: self._whole_tail(buffers[tail.slot]) for tail in plan.tails}
+        self._asked = False
 
     def __call__(self, live: tuple[int, ...]) -> Ready:
         """Everything for these live sizes, one for each varying axis. BatchError where they exceed the bucket."""
-        for axis, rows in zip(self.declaration.varying, live, strict=True):
-            if rows > self.padded[axis]:
-                message = f"the batch has {rows} rows on {axis}, more than the {self.padded[axis]} of this bucket"
+        for axis, rows in zip(self._declaration.varying, live, strict=True):
+            if rows > self._padded[axis]:
+                message = f"the batch has {rows} rows on {axis}, more than the {self._padded[axis]} of this bucket"
                 raise BatchError(message)
-        step = self.declaration.step(live, self.padded, exact=self.exact)
+        step = self._declaration.step(live, self._padded, exact=self._exact)
         if not self._asked:
             self._ask(step)
-        sizes = step.live_sizes
-        views = self._views(sizes) if self.exact else self._bucket_views
-        carries = bool(self.plan.packed or self.plan.moved)
-        groups, singles = self._destinations(sizes, DEVICE if carries else None)
-        always = [] if self.exact else list(self._always(sizes))
-        marks = list(self._marks(sizes))
-        apart = [c for c in self.plan.computed if c.on == HOST and not c.packed and c.slot not in self._from_host]
-        host = [self._computation(c, step, views) for c in apart]
-        facts = [self._fact(w.name, dtype, sizes) for w, dtype in zip(self.wanted, self.source_dtypes, strict=True)]
+        sizes, plan = step.live_sizes, self._plan
+        views = self._views(sizes) if self._exact else self._bucket_views
+        unit = WORD if plan.lowering in FUSED else UNIT
+        moved = [c for c in plan.computed if c.slot in plan.moved]
+        host = [c for c in plan.computed if c.on == HOST and not c.packed and c not in moved]
         return Ready(
+            plan=plan,
             step=step,
-            facts=facts,
-            always=always,
-            groups=groups,
-            singles=singles,
-            marks=marks,
-            exact=self.exact,
-            host=host,
-            device=[self._computation(c, step, views) for c in self.plan.computed if c.on == DEVICE],
+            always=[] if self._exact else list(self._always(sizes)),
+            early=self._copies(self._early, sizes),
+            late=self._copies(self._late, sizes),
+            marks=list(self._marks(sizes)),
+            host=[self._computation(c, step, views) for c in host],
+            device=[self._computation(c, step, views) for c in plan.computed if c.on == DEVICE],
+            packed=[PackedValue.of(self._computation(c, step, views), unit) for c in plan.computed if c.packed],
+            moved=[PackedValue.of(self._computation(c, step, views), unit) for c in moved],
             views=views,
-            shown=Aliases(views) if self.exact else self._bucket_shown,
-            packed=[] if carries else [self._value(c, step, views) for c in self.plan.computed if c.packed],
-            plain=not (always or groups or singles or marks or host),
-            cargo=self._cargo(sizes, step, views, facts, host) if carries else None,
+            shown=Aliases(views) if self._exact else self._bucket_shown,
+            exact=self._exact,
         )
 
     def _ask(self, step: Step) -> None:
@@ -206,10 +210,10 @@ class Preparer:
 
         Raises DeclarationError then. Any other error waits for the fill that needs the function's value.
         """
-        for planned in self.plan.computed:
+        for planned in self._plan.computed:
             compute = self._computes[planned.slot]
             if STEP in compute.needs and set(compute.needs) <= _SIZES and not compute.writes_out:
-                given = self.declaration.given(step.of(planned.slot))
+                given = self._declaration.given(step.of(planned.slot))
                 try:
                     compute.function(**{need: given[need] for need in compute.needs})
                 except DeclarationError:
@@ -218,54 +222,47 @@ class Preparer:
                     continue
         self._asked = True
 
-    def _cargo(self, sizes: Sizes, step: Step, views: Views, facts: list[Fact], host: list[Computation]) -> Cargo:
-        if self.feeder is None:
-            message = "this plan takes host data out of a packet, and there is none: give the bucket a feeder"
-            raise ValueError(message)
-        values = [self._value(c, step, views, UNIT) for c in self.plan.computed if c.slot in self._from_host]
-        early = self._destinations(sizes, HOST)
-        return Cargo(self.plan, self.wanted, facts, values, self.buffers, self.feeder, early=early, host=host)
-
     def _views(self, sizes: Sizes) -> Views:
-        views: dict[str, torch.Tensor | None] = dict.fromkeys(self.declaration.disabled)
-        for name in self.declaration.slots:
-            views[name] = None if name in self._absent else self.buffers[name].view(sizes)
+        views: dict[str, torch.Tensor | None] = dict.fromkeys(self._declaration.disabled)
+        for name in self._declaration.slots:
+            views[name] = None if name in self._absent else self._buffers[name].view(sizes)
         return views
 
-    def _fact(self, name: str, dtype: torch.dtype, sizes: Sizes) -> Fact:
-        buffer = self.buffers[name]
-        where = buffer.tensor.device if self.where == DEVICE else True
-        return (dtype, where, extent(buffer.slot.shape, sizes))
-
-    def _destinations(self, sizes: Sizes, placement: Placement | None = None) -> tuple[Groups, Singles]:
-        """Where copies go; those to one placement alone, where it is said. What is computed has every padded row."""
-        padded = sizes if self.exact else self.padded
-        parts = []
-        for group in self.plan.copies:
-            how = group.how if placement in (None, group.placement) else ""
-            views = [self.buffers[n].view(padded if n in self._computes else sizes) for n in group.slots]
-            parts.append((how, views))
-        return grouped(parts, mixed=self.plan.mixed)
+    def _copies(self, groups: list[CopyGroup], sizes: Sizes) -> list[Targets]:
+        """Where copies go. What the host computed has every padded row."""
+        padded = sizes if self._exact else self._padded
+        together: list[Targets] = []
+        alone: list[Targets] = []
+        for group in groups:
+            views = [self._buffers[n].view(padded if n in self._computes else sizes) for n in group.slots]
+            if group.how == "single":
+                alone += [Targets((name,), [view]) for name, view in zip(group.slots, views, strict=True)]
+            elif group.how == "foreach" and together and self._plan.mixed:
+                together[0] = Targets((*together[0].names, *group.slots), together[0].views + views)
+            elif group.how == "foreach":
+                together.append(Targets(group.slots, views))
+        return together + alone
 
     def _always(self, sizes: Sizes) -> Iterator[tuple[torch.Tensor, Number]]:
-        for tail in self.plan.tails:
-            buffer = self.buffers[tail.slot]
+        for tail in self._plan.tails:
+            buffer = self._buffers[tail.slot]
             if tail.always and not tail.fused:
-                for box in boxes(buffer.reach(sizes), buffer.reach(self.padded)):
+                for box in boxes(buffer.reach(sizes), buffer.reach(self._padded)):
                     yield buffer.box(box), tail.value
 
     def _marks(self, sizes: Sizes) -> Iterator[Mark]:
-        for tail in self.plan.tails:
+        for tail in self._plan.tails:
             if not tail.always and not tail.fused:
-                buffer = self.buffers[tail.slot]
-                whole = buffer.reach(self.padded) if buffer.view(self.padded).nbytes <= WHOLE_TAIL else None
-                yield Mark(buffer, buffer.reach(sizes), tail.value, whole)
+                buffer = self._buffers[tail.slot]
+                yield Mark(buffer, buffer.reach(sizes), tail.value, self._whole[tail.slot])
+
+    def _whole_tail(self, buffer: Buffer) -> tuple[int, ...] | None:
+        """How far a small slot reaches in the bucket; None of a large one."""
+        return buffer.reach(self._padded) if buffer.view(self._padded).nbytes <= WHOLE_TAIL else None
 
     def _computation(self, planned: ComputeStep, step: Step, views: Views) -> Computation:
         compute = self._computes[planned.slot]
-        target = self.buffers[planned.slot].view(step.padded_sizes)
-        known = {**self.declaration.given(step), **views}
-        return Computation.bind(planned.slot, compute, known, self.declaration.fields, target)
-
-    def _value(self, planned: ComputeStep, step: Step, views: Views, unit: int = WORD) -> PackedValue:
-        return PackedValue.of(self._computation(planned, step, views), unit)
+        target = None if self._exact else self._bucket_views[planned.slot]
+        target = self._buffers[planned.slot].view(step.padded_sizes) if target is None else target
+        known = {**self._declaration.given(step), **views}
+        return Computation.bind(planned.slot, compute, known, self._declaration.fields, target)

@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -13,7 +13,7 @@ from .axes import Axis, Dim, Sizes
 from .caches import keep_newest
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, MissingSourceError
-from .gather import Gather
+from .gather import Gather, Sources
 from .readable import NOT_TOLD, unreadable
 from .sources import Side, Source
 
@@ -146,6 +146,19 @@ class Sizer:
             return tuple([value.shape[dim] for value, dim in zip(values, self._dims, strict=True)])
         except (*NOT_TOLD, IndexError):
             return tuple([gauge.size(value) for gauge, value in zip(self._firsts, values, strict=True)])
+
+    def told(self, names: Sequence[str]) -> Callable[[Sources], tuple[int, ...]]:
+        """A call that tells the same sizes from the sources of slots, in the order of their names."""
+        read = [(names.index(gauge.slot), gauge) for gauge in self._firsts]
+        places = [(place, gauge.dim) for place, gauge in read]
+
+        def sizes(sources: Sources) -> tuple[int, ...]:
+            try:
+                return tuple([sources[place].shape[dim] for place, dim in places])
+            except (*NOT_TOLD, IndexError):
+                return tuple([gauge.size(sources[place]) for place, gauge in read])
+
+        return sizes
 
     def _spread(self, rows: list[int]) -> tuple[int, ...]:
         return tuple(base + slope * rows[lead] for lead, base, slope in self._lines)

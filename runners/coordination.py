@@ -9,12 +9,11 @@ import torch
 from ..backends.base import Backend, Event
 from ..dataflow.axes import Axis
 from ..dataflow.sampling import Sample
-from ..dataflow.sources import Side
 from .decision import Decision
 
 T = TypeVar("T")
 Step = Callable[[], Any]
-Run = Callable[[Any, Side], Any]
+Run = Callable[..., Any]
 Live = tuple[int, ...]
 
 

@@ -8,14 +8,13 @@ from typing import Any, Final, Unpack, final
 import torch
 
 from ..backends.base import Backend
-from ..dataflow.admission import Wanted, check_source
+from ..dataflow.admission import Wanted, check_carried
 from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes, extent
 from ..dataflow.buffers import Buffers
 from ..dataflow.caches import keep_newest
 from ..dataflow.capabilities import DEVICE
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import BatchError, ReplayError
-from ..dataflow.fill import compute_on_device
 from ..dataflow.gradients import without_gradients
 from ..dataflow.handover import hand_over
 from ..dataflow.limits import Limits
@@ -190,7 +189,7 @@ class EagerRunner(Runner[V], Eager[V]):
         if hosts.possible:
             hosts.wait()
         ready = hand_over(bucket, batch, live, absent, side) if self.no_copy else bucket.fill(batch, live, absent, side)
-        compute_on_device(ready, batch)
+        ready.compute_on_device(batch)
         return self.stage.view(ready, batch, relations)
 
     def admit(self, batch: Any, live: tuple[int, ...], absent: frozenset[str], side: Side) -> None:
@@ -268,7 +267,7 @@ class EagerRunner(Runner[V], Eager[V]):
             source = look_up(batch, want.name)
             known = sized is not None or not isinstance(source, torch.Tensor) or unreadable(source)
             shape = sized or () if known else tuple(source.shape)  # of an axis that no copied slot tells, any size
-            check_source(want, source, (want.dtype, self._home(want.slot), shape))
+            check_carried(want, source, (want.dtype, self._home(want.slot), shape))
 
     def _home(self, slot: Slot) -> torch.device:
         return self.stage.backend.device if slot.placement == DEVICE else torch.device("cpu")

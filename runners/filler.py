@@ -12,14 +12,12 @@ from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering, chosen_lowering
-from ..dataflow.cargo import most_cargo
 from ..dataflow.errors import ConfigError
 from ..dataflow.feed import Feeder
-from ..dataflow.fused import FusedFill
-from ..dataflow.kinds import Misfit
 from ..dataflow.lanes import WORD, table_of
-from ..dataflow.packer import most_bytes
+from ..dataflow.packet import Lanes, most_for_copies
 from ..dataflow.plan import FUSED
+from ..dataflow.planner import plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from .capture import capture_step, warm_up
@@ -34,12 +32,11 @@ _NO_STREAMS: Final = frozenset[int]()
 class Filling:
     """One bucket's fills for one pattern of absent slots.
 
-    fused: its fused fill. kernel: what launches the kernel, `table` what it reads. alone: a graph of the kernel by
-    itself, to be replayed where a fill must be done before the step's graph.
+    kernel: what launches the kernel, `table` what it reads. alone: a graph of the kernel by itself, to be replayed
+    where a fill must be done before the step's graph.
     """
 
     bucket: Bucket
-    fused: FusedFill | None = None
     table: torch.Tensor | None = None
     kernel: Any = None
     alone: Graph | None = None
@@ -93,10 +90,12 @@ class Filler(Generic[V]):
         """Bytes of the largest packet that any bucket may ask for."""
         stage = self.stage
         capabilities, declaration = stage.backend.capabilities, stage.declaration
-        most = [most_cargo(declaration, sizes, capabilities) for sizes in buckets if capabilities.packed_uploads]
+        most = [most_for_copies(declaration, sizes, capabilities) for sizes in buckets if capabilities.packed_uploads]
         if self._fusion is not None:
-            made = [Bucket(declaration, sizes, capabilities, self.buffers) for sizes in buckets]
-            most += [most_bytes(bucket.lanes(self.lowering), declaration) for bucket in made]
+            foreign = self.buffers.foreign
+            for sizes in buckets:
+                plan = plan_fill(declaration, sizes, capabilities, lowering=self.lowering, foreign=foreign)
+                most.append(Lanes.of(plan, declaration, self.buffers).most)
         return max(most, default=WORD)
 
     @property
@@ -108,18 +107,17 @@ class Filler(Generic[V]):
         """A bucket with all that fills it but what must be captured."""
         stage, fusion = self.stage, self._fusion
         capabilities = stage.backend.capabilities
-        feeder = self._feeder if capabilities.packed_uploads else None
-        bucket = Bucket(stage.declaration, sizes, capabilities, self.buffers, feeder=feeder)
-        if fusion is None:
+        feeder = self._feeder if capabilities.packed_uploads or fusion is not None else None
+        bucket = Bucket(stage.declaration, sizes, capabilities, self.buffers, lowering=self.lowering, feeder=feeder)
+        lanes = bucket.planned(absent).lanes
+        if fusion is None or lanes is None:
             return Filling(bucket)
-        feed = self._feeder()
-        fused = bucket.fused(self.lowering, feed, absent)
-        rows = table_of(fused.packer.lanes, fusion.block, fused.packer.owner)
+        rows = table_of(lanes.lanes, fusion.block, lanes.owner)
         with torch.inference_mode(mode=False):
             table = torch.from_numpy(rows).to(stage.backend.device)
         self._tables += table.nbytes
-        targets = [lane.target for lane in fused.packer.lanes]
-        return Filling(bucket, fused, table, fusion.kernel(table, feed.upload.packet, targets))
+        targets = [lane.target for lane in lanes.lanes]
+        return Filling(bucket, table, fusion.kernel(table, self._feeder().upload.packet, targets))
 
     def capture_alone(self, filling: Filling, *, warm: bool = False) -> None:
         """Capture the kernel by itself; where it is a step's first node too, it must not run there a second time."""
@@ -178,7 +176,7 @@ class Filler(Generic[V]):
         """
         if self.hosts.possible:
             self.hosts.wait()
-        foreign = self._foreign(filling, batch, absent, side) if self._orders_sources else _NO_STREAMS
+        foreign = self._foreign(filling, batch, side) if self._orders_sources else _NO_STREAMS
         if foreign:
             return self._from_foreign(foreign, filling, batch, live, absent, side)
         return self._filled(filling, batch, live, absent, side, whole=whole)
@@ -186,18 +184,15 @@ class Filler(Generic[V]):
     def _filled(
         self, filling: Filling, batch: Any, live: tuple[int, ...], absent: Absent, side: Side, *, whole: bool
     ) -> Ready:
-        fused = filling.fused
-        if fused is None:
-            return self._plainly(filling, batch, live, absent, side)
-        ready = fused.send(batch, side, live)
-        if isinstance(ready, Misfit):
-            ready = self._plainly(filling, batch, live, absent, side)
-            self.detours["other"] += 1
-            return ready
-        if whole and self.lowering == "in_graph":
-            self.lowered["in_graph"] += 1
-            return ready
-        self._alone(filling)
+        bucket = filling.bucket
+        if self.lowering == "slot_by_slot":
+            ready = bucket.fill_slot_by_slot(batch, live, absent, side)
+        else:
+            ready = bucket.fill(batch, live, absent, side)
+        if filling.kernel is None or (whole and self.lowering == "in_graph"):
+            self.lowered[self.lowering] += 1
+        else:
+            self._alone(filling)
         return ready
 
     def _alone(self, filling: Filling) -> None:
@@ -211,21 +206,9 @@ class Filler(Generic[V]):
         if self.lowering == "in_graph" and self._feeder.made is not None:
             self._feeder.made.was_disarmed()
 
-    def _plainly(self, filling: Filling, batch: Any, live: tuple[int, ...], absent: Absent, side: Side) -> Ready:
-        """Fill without the kernel, which must then leave the slots alone."""
-        bucket = filling.bucket
-        if self.lowering == "slot_by_slot":
-            ready = bucket.fill_slot_by_slot(batch, live, absent, side)
-            self.lowered["slot_by_slot"] += 1
-            return ready
-        ready = bucket.fill(batch, live, absent, side)
-        self.lowered["foreach"] += 1
-        self.rest()
-        return ready
-
-    def _foreign(self, filling: Filling, batch: Any, absent: Absent, side: Side) -> frozenset[int]:
+    def _foreign(self, filling: Filling, batch: Any, side: Side) -> frozenset[int]:
         """Streams other than the current one that sources' memory belongs to."""
-        sources = filling.bucket.fill_for(absent).gather(batch, side)
+        sources = filling.bucket.gather(batch, side)
         device = self.stage.backend.device
         tensors = [one for one in sources if isinstance(one, torch.Tensor) and one.device == device and one.numel()]
         return frozenset(self.stage.backend.streams_of(tensors)) - {self.stream()}

@@ -260,7 +260,7 @@ class GraphSet(Generic[V]):
     def _whole(self, filling: Filling, absent: Absent) -> Ready:
         """What a bucket needs where every row is live."""
         bucket = filling.bucket
-        return bucket.fill_for(absent).ready(tuple(bucket.sizes[axis] for axis in self.stage.declaration.varying))
+        return bucket.ready(tuple(bucket.sizes[axis] for axis in self.stage.declaration.varying), absent)
 
     def _reported(self, reasons: dict[int, str], seconds: float, before: Memory) -> CaptureReport:
         done = tuple(sorted({rows for rows, _ in self._captured}))

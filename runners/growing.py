@@ -6,9 +6,9 @@ from ..dataflow import log
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Bucket
 from ..dataflow.buffers import Buffers
-from ..dataflow.cargo import most_cargo
 from ..dataflow.errors import BatchError
 from ..dataflow.feed import Feeder
+from ..dataflow.packet import most_for_copies
 from .stage import Stage
 
 
@@ -58,7 +58,7 @@ class Growing:
         declaration, backend = self._stage.declaration, self._stage.backend
         capabilities, feeder = backend.capabilities, None
         if capabilities.packed_uploads:
-            feeder = Feeder(backend.upload, most_cargo(declaration, buffers.capacity, capabilities))
+            feeder = Feeder(backend.upload, most_for_copies(declaration, buffers.capacity, capabilities))
         return Bucket(declaration, buffers.capacity, capabilities, buffers, exact=True, feeder=feeder)
 
 

@@ -8,7 +8,6 @@ import attrs
 
 from ..dataflow.capabilities import LADDER
 from ..dataflow.errors import ConfigError
-from ..dataflow.kinds import Detour
 from .coordination import RanksData
 from .decision import EagerData, Why
 from .filltimes import EVERY, FillTimes, FillTimesData
@@ -189,7 +188,7 @@ def _lowerings(stats: Statistics) -> Mapping[str, float]:
 
 
 def _detours(stats: Statistics) -> Mapping[str, float]:
-    return {**dict.fromkeys(get_args(Detour), 0), **stats["detours"]}
+    return {"foreign_stream": 0, **stats["detours"]}
 
 
 def _capture_seconds(stats: Statistics) -> Mapping[str, float]:

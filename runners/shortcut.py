@@ -9,22 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeAlias
 
-import attrs
-
-from ..dataflow.bucket import Absent
+from ..dataflow.bucket import KINDS, gathering
 from ..dataflow.caches import keep_newest
 from ..dataflow.errors import BatchError
-from ..dataflow.fused import FusedFill
-from ..dataflow.gather import Gather
+from ..dataflow.gather import Sources
 from ..dataflow.guard import below_modes
 from ..dataflow.limits import Limits
-from ..dataflow.manifest import Manifest
-from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
+from ..dataflow.specialization import Specialization
 from .captured import FORKS, Captured
 from .coordination import Coordinator
-from .decision import Repeated, Tally
+from .decision import Tally
 from .filltimes import EVERY
 from .graphs import GraphSet
 from .router import Router
@@ -34,52 +30,15 @@ MISS: Final = object()
 """What a shortcut answers where it does not hold."""
 KEPT: Final = 1024
 """Live sizes, each with a pattern of absent slots, that one runner has shortcuts for; the oldest goes first."""
-MIXTURES: Final = 4
-"""Kinds of sources that one of these has shortcuts for."""
 
 Holds: TypeAlias = Callable[[Any, Side], bool]
-Run: TypeAlias = Callable[[Any, Side], Any]
-Key: TypeAlias = tuple[tuple[int, ...], Absent]
-"""Sizes of the sources that tell live sizes, and absent slots."""
-
-
-@attrs.define(eq=False)
-class Shortcut:
-    """One live size's whole step. counted: the runner's own count of such steps."""
-
-    captured: Captured
-    rows: int
-    manifest: Manifest
-    counted: Repeated
-
-
-@attrs.frozen(eq=False)
-class _Absent:
-    """Whether a batch comes without certain slots."""
-
-    gather: Gather
-
-    def __call__(self, batch: Any, side: Side) -> bool:
-        return all(value is None for value in self.gather(batch, side))
-
-
-def _never(batch: Any, side: Side) -> Any:
-    """No shortcut."""
-    del batch, side
-    return MISS
-
-
-def _values_of(fused: FusedFill, ready: Ready) -> Callable[[Any], bytes] | None:
-    """What makes bytes of the host's values; None where it computes none."""
-    if not ready.packed:
-        return None
-    if len(ready.packed) == 1:
-        return ready.packed[0].bytes_of
-    return lambda batch: b"".join(fused.values(ready, batch))
+Run: TypeAlias = Callable[..., Any]
+Key: TypeAlias = tuple[Any, ...]
+"""Sizes of the sources that tell live sizes, and which optional sources are there."""
 
 
 class Shortcuts(Generic[V]):
-    """The shortcuts of one runner whose graphs begin with their fill.
+    """The shortcuts of one runner, whose graphs are replayed right after their fill.
 
     tally: where they are counted. repeating: what a step of some live sizes becomes for those who are to know of it.
     holds: what must be true of a batch beside its sources for its steps to go as those before.
@@ -97,10 +56,12 @@ class Shortcuts(Generic[V]):
         self._holds = tuple(holds)
         self._graphs = graphs
         self._arguments = graphs.stage.declaration.arguments
-        self._sizes = size.sizes
         self._tally = tally
-        self._runs: dict[Key, list[tuple[Manifest, Run]]] = {}
-        self._last: Run = _never
+        declaration = graphs.stage.declaration
+        names, self._gather = gathering(declaration)
+        self._told = size.told(names)
+        self._optional = [names.index(name) for name, _ in declaration.optional]
+        self._runs: dict[Key, list[tuple[Specialization, Run]]] = {}
 
     @classmethod
     def of(
@@ -112,11 +73,11 @@ class Shortcuts(Generic[V]):
         coordinator: Coordinator,
         limits: Limits | None,
     ) -> "Shortcuts[V] | None":
-        """Those of a runner whose fills are part of graphs, where required sources tell all sizes; None of others.
+        """Those of a runner where required sources tell all sizes; None of others, and of fills slot by slot.
 
         Nor are there any where other ranks are asked before each step.
         """
-        if not coordinator.quiet or graphs.filler.lowering != "in_graph" or not size.required:
+        if not coordinator.quiet or graphs.filler.lowering == "slot_by_slot" or not size.required:
             return None
         holds: list[Holds] = [lambda batch, _: router.same_fields(batch)] if router.decides_by_fields else []
         holds += [limits.allow] if limits is not None else []
@@ -126,44 +87,36 @@ class Shortcuts(Generic[V]):
         """The outputs of a step that goes as one before it; MISS where nothing was done."""
         if side and self._arguments is not None and not self._arguments.issuperset(side):
             return MISS  # the general way refuses it
-        outputs = self._last(batch, side)  # steps are alike more often than not, and its guard tells
-        return self._other(batch, side) if outputs is MISS else outputs
-
-    def _other(self, batch: Any, side: Side) -> Any:
+        sources = self._gather(batch, side)
         try:
-            runs = self._runs.get((self._sizes(batch, side), self._graphs.stage.absent(batch, side)), ())
+            known = self._runs.get(self._key(sources), [])
         except (BatchError, TypeError):  # which the general way words better
             return MISS
-        last = self._last
-        for _, run in runs:
-            outputs = MISS if run is last else run(batch, side)
+        for place, (_, run) in enumerate(known):
+            outputs = run(batch, side, sources)
             if outputs is not MISS:
-                self._last = run
+                if place:
+                    known.insert(0, known.pop(place))
                 return outputs
         return MISS
 
-    def learn(self, batch: Any, side: Side, captured: Captured, live: tuple[int, ...], rows: int) -> None:
-        """Remember how a step was done, if it was by an upload and a replay."""
-        fused = captured.filling.fused
-        ready = fused.fill.ready(live) if fused is not None else None
-        if fused is None or ready is None or not ready.manifests:
-            return
-        manifest: Manifest = ready.manifests[0]
-        key = self._sizes(batch, side), self._graphs.stage.absent(batch, side)
-        known = self._runs.get(key, [])
-        if any(one is manifest for one, _ in known):
-            return
-        made = Shortcut(captured, rows, manifest, self._tally.repeats(captured.rows, rows))
-        self._last = run = self._repeating(self._run(made, fused, ready), (*live, rows))
-        keep_newest(self._runs, KEPT)[key] = [(manifest, run), *known][:MIXTURES]
+    def _key(self, sources: Sources) -> Key:
+        sizes = self._told(sources)
+        return (sizes, *[sources[place] is None for place in self._optional]) if self._optional else sizes
 
-    def _also(self, fused: FusedFill) -> Holds | None:
+    def learn(self, batch: Any, side: Side, captured: Captured, live: tuple[int, ...], rows: int) -> None:
+        """Remember how a step was done."""
+        found = captured.filling.bucket.latest(live, self._graphs.stage.absent(batch, side))
+        key = self._key(self._gather(batch, side))
+        known = self._runs.get(key, [])
+        if any(one is found for one, _ in known):
+            return
+        run = self._repeating(self._run(found, captured, rows), (*live, rows))
+        keep_newest(self._runs, KEPT)[key] = [(found, run), *known][:KINDS]
+
+    def _also(self) -> Holds | None:
         """What is asked of a batch beside its sources: None where there is nothing, which is the fastest."""
-        slots = self._graphs.stage.declaration.slots
-        missing = [source for name in fused.fill.plan.absent if (source := slots[name].reads(name)) is not None]
-        asked = [*self._holds]
-        if missing:
-            asked.append(_Absent(Gather(missing)))
+        asked = self._holds
         if len(asked) > 1:
             return lambda batch, side: all(holds(batch, side) for holds in asked)
         return asked[0] if asked else None
@@ -175,18 +128,17 @@ class Shortcuts(Generic[V]):
         filler.order()
         clock.stream = turn.stream if clock.stream == last else filler.follow(clock.stream)
 
-    def _run(self, made: Shortcut, fused: FusedFill, ready: Ready) -> Run:  # noqa: C901 - in one piece, as `run` is
+    def _run(self, found: Specialization, captured: Captured, rows: int) -> Run:  # noqa: C901 - in one piece, as `run` is
         """The step with everything that it needs in local names."""
-        captured, clock, filler = made.captured, self._graphs.clock, self._graphs.filler
-        gather, feed, buffers, stream = fused.fill.gather, fused.feed, self._graphs.buffers, filler.stream
-        ledger, turn, neighbours = buffers.ledger, buffers.turn, bool(buffers.turn.neighbours)
-        pack, kept, values = made.manifest.pack, made.manifest.kept, _values_of(fused, ready)
-        hosts, apart = filler.hosts if filler.hosts.possible else None, None if ready.plain else fused.fill.write
+        clock, filler, turn = self._graphs.clock, self._graphs.filler, self._graphs.buffers.turn
+        take, write, stream, neighbours = found.take, found.write, filler.stream, bool(turn.neighbours)
+        hosts = filler.hosts if filler.hosts.possible else None
+        alone = captured.filling.alone.replay if filler.lowering == "fused" and captured.filling.alone else None
         replay, outputs, forks, order = captured.graph.replay, self._graphs.outputs, FORKS.count, self._order
-        rows, also, counted = made.rows, self._also(fused), made.counted
+        also, counted = self._also(), self._tally.repeats(captured.rows, rows)
         now, note, due, start = time.perf_counter_ns, counted.times.add, counted.steps + 1, 0
 
-        def run(batch: Any, side: Side) -> Any:  # noqa: C901 - each call saved is a fiftieth of a step
+        def run(batch: Any, side: Side, sources: Sources) -> Any:
             nonlocal due, start
             done = counted.steps
             if done >= due:
@@ -195,22 +147,15 @@ class Shortcuts(Generic[V]):
                 return MISS
             if not (here := stream()) == turn.stream == clock.stream or (neighbours and not turn.follows(here)):
                 order()  # before sources are read, which may lie in slots
-            if (packed := below_modes(pack, gather(batch, side))) is None:
+            if (taken := below_modes(take, sources)) is None:
                 return MISS
-            words, data, sources = packed
             if neighbours:
                 turn.fills += 1  # before the first write: what follows may raise in the middle
             if hosts is not None:
                 hosts.wait()
-            if apart is not None:
-                apart(ready, sources, batch)
-            if values is not None:
-                words += values(batch)
-            if data:
-                words += data
-            ledger.stamp = buffers.mine = ready
-            buffers.unmarked = True
-            feed.arm(words, kept(sources))
+            write(taken, batch)
+            if alone is not None:
+                alone()
             if done >= due:
                 note(now() - start)
                 due = done + EVERY

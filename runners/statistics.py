@@ -43,8 +43,9 @@ def statistics_of(parts: Parts[Any]) -> Statistics:
     graphs, tally = parts.graphs, parts.tally
     lowerings, detours = (graphs.filler.lowered, graphs.filler.detours) if graphs is not None else ({}, {})
     lowered = dict(lowerings)
-    if tally.by_shortcut():
-        lowered["in_graph"] = lowered.get("in_graph", 0) + tally.by_shortcut()
+    if graphs is not None and tally.by_shortcut():
+        lowering = graphs.filler.lowering
+        lowered[lowering] = lowered.get(lowering, 0) + tally.by_shortcut()
     return {
         **tally.as_data(),
         "lowerings": lowered,

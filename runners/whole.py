@@ -4,7 +4,6 @@ from typing import Any, Generic
 
 import torch
 
-from ..dataflow.fill import compute_on_device
 from ..dataflow.ready import Ready
 from .filler import Filler, Filling
 from .running import Running, under_way
@@ -27,7 +26,7 @@ class WholeStep(Generic[V]):
         """Run it."""
         with torch.no_grad():
             self._filler.first_node(self._filling)
-            compute_on_device(self._ready)
+            self._ready.compute_on_device()
             view = self._stage.capture_view(self._ready)
             with under_way(Running(view)):
                 return self._stage.run(view)

@@ -6,11 +6,11 @@ import torch
 
 from slotgraph.backends.host_fusion import HostFusion
 from slotgraph.backends.host_upload import HostUpload
+from slotgraph.dataflow.bucket import Absent, Bucket
 from slotgraph.dataflow.buffers import Buffers
-from slotgraph.dataflow.cargo import UNIT
-from slotgraph.dataflow.feed import Feed, Feeder
-from slotgraph.dataflow.fused import FusedFill
+from slotgraph.dataflow.feed import Feeder
 from slotgraph.dataflow.lanes import WORD, head_bytes, table_of
+from slotgraph.dataflow.packet import UNIT
 
 Kernel = Callable[[], None]
 
@@ -21,13 +21,9 @@ def feeder_for(buffers: Buffers) -> Feeder:
     return Feeder(HostUpload, head_bytes(len(buffers)) + UNIT + bodies)
 
 
-def feed_for(buffers: Buffers) -> Feed:
-    """The same, made."""
-    return feeder_for(buffers)()
-
-
-def kernel_of(fused: FusedFill) -> Kernel:
-    """What launches the kernel of a fused fill."""
-    fusion, lanes = HostFusion(), fused.packer.lanes
-    table = torch.from_numpy(table_of(lanes, fusion.block, fused.packer.owner))
-    return fusion.kernel(table, fused.feed.upload.packet, [lane.target for lane in lanes])
+def kernel_of(bucket: Bucket, absent: Absent = frozenset()) -> Kernel:
+    """What launches the kernel of a bucket."""
+    fusion, lanes = HostFusion(), bucket.planned(absent).lanes
+    assert lanes is not None
+    table = torch.from_numpy(table_of(lanes.lanes, fusion.block, lanes.owner))
+    return fusion.kernel(table, bucket.feed().upload.packet, [lane.target for lane in lanes.lanes])

@@ -193,7 +193,7 @@ class Memory:
         """What a runner holds by now: a ring grows with what goes through it."""
         captured = [runner.graphs.get(rows, frozenset()) for rows in workload.buckets]
         fillings = [one.filling for one in captured if one is not None]
-        uploads = [filling.fused.feed.upload for filling in fillings if filling.fused is not None]
+        uploads = [filling.bucket.feed().upload for filling in fillings if filling.kernel is not None]
         packet = uploads[0].packet.nbytes if uploads else 0
         slots, capabilities = workload.inputs.slotgraph.slots, workload.backend.capabilities
         return cls(

@@ -18,9 +18,9 @@ from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.capabilities import DEVICE, HOST, Lowering
 from ...dataflow.inputs import Inputs
-from ...dataflow.manifest import KEPT
 from ...dataflow.roles import resolve_dtype
 from ...dataflow.sources import side
+from ...dataflow.specialization import KEPT
 from ...dataflow.specifiers import computed, copied
 from ..decode import DecodeRunner
 from ..shortcut import KEPT as KEPT_SIZES

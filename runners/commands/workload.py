@@ -13,8 +13,8 @@ from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS, Axis, Sizes
 from ...dataflow.buffers import Buffers, allocate
 from ...dataflow.inputs import Inputs
-from ...dataflow.manifest import KEPT
 from ...dataflow.roles import CACHE_LOC, Role, resolve_dtype
+from ...dataflow.specialization import KEPT
 from ...dataflow.specifiers import computed, copied
 from ...dataflow.step import Step
 from ...dataflow.tails import Number

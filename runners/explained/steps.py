@@ -7,9 +7,9 @@ from typing import Final
 import attrs
 
 from ...dataflow.capabilities import DEVICE, HOST, Capabilities
-from ...dataflow.cargo import UNIT
 from ...dataflow.declaration import Declaration
 from ...dataflow.lanes import WORD, head_bytes, rounded
+from ...dataflow.packet import UNIT
 from ...dataflow.plan import FUSED, ComputeStep, CopyGroup, FillPlan, TailReset
 from ...dataflow.planner import slot_bytes
 from ...dataflow.roles import dtype_text

@@ -7,7 +7,6 @@ import torch
 from ...dataflow.axes import BATCH
 from ...dataflow.binding import span
 from ...dataflow.bucket import Absent
-from ...dataflow.fill import compute_on_device
 from ...dataflow.inputs import Inputs
 from ..captured import Captured
 from ..parts import Parts
@@ -39,8 +38,7 @@ def ran_eagerly(parts: Parts[Any], view: Inputs) -> Any:
     with torch.no_grad(), under_way(Running(view)):
         if captured is not None and parts.tally.path == "graph":  # of which the graph alone computes on the device
             bucket, varying = captured.filling.bucket, parts.stage.declaration.varying
-            fill = bucket.fill_for(absent_in(parts, view))
-            compute_on_device(fill.ready(tuple(bucket.sizes[axis] for axis in varying)))
+            bucket.ready(tuple(bucket.sizes[axis] for axis in varying), absent_in(parts, view)).compute_on_device()
         return parts.stage.run(view)
 
 

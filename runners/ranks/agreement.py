@@ -13,7 +13,6 @@ from ...backends.base import Backend, Event
 from ...dataflow.axes import TOKENS, Axis, Sizes
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RankError
-from ...dataflow.sources import Side
 from ..arguments import checked
 from ..config import RunnerConfig
 from ..coordination import Coordinator, Live, RanksData, Run, Step, T
@@ -154,10 +153,10 @@ class Agreement(Coordinator):
         """Make a step of quiet ranks that goes as one before it. One that is broken off is told to the others."""
         begin, broke_off, brought = self.ranks.brought, self.ranks.broke_off, self._same(live)
 
-        def told(batch: Any, side: Side) -> Any:
+        def told(*args: Any) -> Any:
             begin(brought)
             try:
-                return run(batch, side)
+                return run(*args)
             except BaseException as error:
                 broke_off(error)
                 raise

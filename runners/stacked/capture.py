@@ -89,7 +89,7 @@ class StackCapture(Generic[V]):
         live = tuple(sizes[axis] for axis in stage.declaration.varying)
         with told_as_capture_error(), stage.backend.stream(), torch.no_grad():
             fields = fill_placeholder(stage, self._buffers, stage.declaration.step(live, bucket.sizes), absent)
-            ready = bucket.fill_for(absent).ready(live)
+            ready = bucket.ready(live, absent)
             view = live_view(stage, self._buffers, ready, fields)
             shown = stage.sealed(live_view(stage, self._buffers, ready, carried(stage.declaration.fields, None)))
             state = look(functools.partial(_whole, stage, view))

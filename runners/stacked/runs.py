@@ -11,7 +11,6 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS, Axis
 from ...dataflow.capabilities import chosen_lowering
 from ...dataflow.errors import BatchError, ConfigError, ReplayError
-from ...dataflow.fill import compute_on_device
 from ...dataflow.limits import Limits
 from ...dataflow.sizing import Sizer
 from ...dataflow.sources import Side
@@ -178,7 +177,7 @@ class StackRuns(Generic[V]):
             if isinstance(route, Decision):
                 return self._fill_eagerly(batch, route, side, live, start)
             ready = graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=False)
-            compute_on_device(ready, batch)
+            ready.compute_on_device(batch)
         except BaseException as error:
             self.coordinator.refuse(error)
             if isinstance(error, BatchError):

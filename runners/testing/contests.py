@@ -11,7 +11,6 @@ from ...backends.base import Backend
 from ...dataflow.axes import Sizes
 from ...dataflow.capabilities import Lowering
 from ...dataflow.errors import ConfigError, WrongBytesError
-from ...dataflow.fill import compute_on_device
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.sampling import Values, sample_batch
 from ...dataflow.slots import Output, Slot, Staged
@@ -160,7 +159,7 @@ def _lowered(ground: Ground, padded: Sizes, lowering: Lowering, absent: frozense
     def fill(load: Load) -> Any:
         ready = filler.fill(filling, load.batch, load.live, absent, load.side, whole=False)
         if lowering != "slot_by_slot":  # which has done it all
-            compute_on_device(ready, load.batch)
+            ready.compute_on_device(load.batch)
         return stage.view(ready, load.batch)
 
     return fill

@@ -10,7 +10,6 @@ from ...dataflow.axes import Sizes
 from ...dataflow.bucket import Absent
 from ...dataflow.capabilities import Lowering
 from ...dataflow.errors import WrongBytesError
-from ...dataflow.fill import compute_on_device
 from ...dataflow.inputs import Inputs
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.sampling import NO_VALUES, Values
@@ -91,7 +90,7 @@ class Twins:
         with torch.no_grad():
             ready = self._filler.fill(filling, sample.batch, live, turn.absent, sample.side, whole=False)
             if self._lowering != "slot_by_slot":  # which has done it all
-                compute_on_device(ready, sample.batch)
+                ready.compute_on_device(sample.batch)
             step, capabilities = ground.step(turn.live, turn.padded), ground.backend.capabilities
             right = fill_slot_by_slot(ground.declaration, self._right, capabilities, step, sample.batch, sample.side)
             ground.backend.synchronize()

@@ -132,7 +132,7 @@ def test_plan_keeps_to_the_record(backend: Backend) -> None:
     backend.synchronize()
     assert torch.equal(outputs.cpu(), answer(table, batch))
     assert runner._memory.held is not None
-    groups = runner._memory.held.fill_for().plan.copies
+    groups = runner._memory.held.planned().plan.copies
     assert sorted(name for group in groups for name in group.slots) == sorted(batch)
     for group in groups:
         allowed = record.foreach_device if group.placement == "device" else record.foreach_host

@@ -19,13 +19,10 @@ from slotgraph.backends.ring import ENTRIES
 from slotgraph.dataflow import planner
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import Buffers, allocate
-from slotgraph.dataflow.cargo import UNIT, most_cargo
 from slotgraph.dataflow.feed import Feeder
-from slotgraph.dataflow.fill import compute_on_device
-from slotgraph.dataflow.fused import FusedFill
-from slotgraph.dataflow.kinds import Misfit
 from slotgraph.dataflow.lanes import WORD, head_bytes, table_of
 from slotgraph.dataflow.oracle import fill_slot_by_slot
+from slotgraph.dataflow.packet import UNIT, most_for_copies
 from slotgraph.dataflow.planner import LARGE_BYTES
 from slotgraph.dataflow.ready import Views
 from slotgraph.dataflow.roles import resolve_dtype
@@ -79,7 +76,7 @@ class World:
         room = head_bytes(len(self.mine)) + UNIT + sum(WORD * buffer.tensor.numel() + UNIT for buffer in self.mine)
         self.feeder = Feeder(backend.upload, room)
         self.feed = self.feeder()
-        self.kernels: dict[tuple[Any, ...], tuple[Bucket, FusedFill | None, Any]] = {}
+        self.kernels: dict[tuple[Any, ...], tuple[Bucket, Bucket | None, Any]] = {}
 
     def _buffers(self, seed: int) -> Buffers:
         made = allocate(self.slots, self.capacity, self.backend.capabilities, self.backend.empty)
@@ -89,17 +86,19 @@ class World:
         made.distrust()
         return made
 
-    def bucket(self, turn: Round) -> tuple[Bucket, FusedFill | None, Any]:
-        """A turn's bucket, its fused fill and what launches the kernel, made once as a runner does."""
+    def bucket(self, turn: Round) -> tuple[Bucket, Bucket | None, Any]:
+        """A turn's bucket, one for its kernel and what launches that, made once as a runner does."""
         key = (turn.absent, *(turn.padded[axis] for axis in AXES))
         if key not in self.kernels:
             bucket = Bucket(self.slots, turn.padded, self.backend.capabilities, self.mine, feeder=self.feeder)
             if self.fusion is None:
                 return self.kernels.setdefault(key, (bucket, None, None))
-            fused = bucket.fused("fused", self.feed, turn.absent)
-            rows = table_of(fused.packer.lanes, self.fusion.block, fused.packer.owner)
-            table = torch.from_numpy(rows).to(self.backend.device)
-            targets = [lane.target for lane in fused.packer.lanes]
+            capabilities = self.backend.capabilities
+            fused = Bucket(self.slots, turn.padded, capabilities, self.mine, lowering="fused", feeder=self.feeder)
+            lanes = fused.planned(turn.absent).lanes
+            assert lanes is not None
+            table = torch.from_numpy(table_of(lanes.lanes, self.fusion.block, lanes.owner)).to(self.backend.device)
+            targets = [lane.target for lane in lanes.lanes]
             self.kernels[key] = bucket, fused, self.fusion.kernel(table, self.feed.upload.packet, targets)
         return self.kernels[key]
 
@@ -128,8 +127,8 @@ class World:
         batch, side = batch_of(self.declaration, capabilities, turn, {n: one.value for n, one in brought.items()})
         live = tuple(turn.live[axis] for axis in self.slots.varying)
         bucket, fused, kernel = self.bucket(turn)
-        ready = fused.send(batch, side, live) if fused is not None and way == "fused" else Misfit()
-        if not isinstance(ready, Misfit):
+        if fused is not None and way == "fused":
+            ready = fused.fill(batch, live, turn.absent, side)
             kernel()
         elif way == "slot_by_slot":
             ready = bucket.fill_slot_by_slot(batch, live, turn.absent, side)
@@ -137,7 +136,7 @@ class World:
             ready = bucket.fill(batch, live, turn.absent, side)
         for one in brought.values():
             spoil(one.value)
-        compute_on_device(ready, batch)
+        ready.compute_on_device(batch)
         step = Step(turn.live, turn.padded)
         batch, side = batch_of(self.declaration, capabilities, turn, {n: one.plain for n, one in brought.items()})
         right = fill_slot_by_slot(self.slots, self.right, capabilities, step, batch, side)
@@ -208,7 +207,7 @@ def test_more_steps_in_flight_than_the_ring_has_entries(
     monkeypatch.setattr(planner, "LARGE_BYTES", most)
     capabilities, sizes, slots = backend.capabilities, {BATCH: 8}, QUEUED.slotgraph
     buffers = allocate(slots, sizes, capabilities, backend.empty)
-    feeder = Feeder(backend.upload, most_cargo(slots, sizes, capabilities))
+    feeder = Feeder(backend.upload, most_for_copies(slots, sizes, capabilities))
     bucket = Bucket(slots, sizes, capabilities, buffers, feeder=feeder)
     if backend.device.type == "cuda":
         torch.cuda._sleep(BUSY)  # type: ignore[no-untyped-call]

@@ -15,9 +15,6 @@ from slotgraph.dataflow import lanes, planner
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.capabilities import Capabilities, Lowering
 from slotgraph.dataflow.errors import ComputeError
-from slotgraph.dataflow.fill import compute_on_device
-from slotgraph.dataflow.fused import FusedFill
-from slotgraph.dataflow.kinds import Misfit
 from slotgraph.dataflow.lanes import MOST_OUTER, WORD
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.planner import LARGE_BYTES, LARGE_LANE_BYTES
@@ -27,7 +24,7 @@ from slotgraph.dataflow.slots import Copied
 from slotgraph.dataflow.tails import Pad
 from slotgraph.runners.testing.bytes import scribble
 from tests.dataflow.test_lowerings import World, assert_same
-from tests.fused import Kernel, feed_for, kernel_of
+from tests.fused import Kernel, feeder_for, kernel_of
 from tests.sources import HOST_DATA, IN_BUFFERS, KINDS, Given, Maker
 from tests.strategies import (
     AXES,
@@ -86,15 +83,17 @@ class FusedWorld(World):
         self.slots = declaration.slotgraph
         self.feed = self.feeder()
         self.exact = Bucket(self.slots, self.capacity, capabilities, self.mine, exact=True, feeder=self.feeder)
-        self.kernels: dict[tuple[Any, ...], tuple[FusedFill, Kernel]] = {}
+        self.kernels: dict[tuple[Any, ...], tuple[Bucket, Kernel]] = {}
         self.mine.ledger.handed_out = out
 
-    def fused(self, turn: Round) -> tuple[FusedFill, Kernel]:
-        """The fused fill of a turn's bucket and pattern, and its kernel."""
+    def fused(self, turn: Round) -> tuple[Bucket, Kernel]:
+        """A turn's bucket for one pattern, filled by a kernel, and its kernel."""
         key = (turn.absent, *(turn.padded[axis] for axis in AXES))
         if key not in self.kernels:
-            fused = self.bucket(turn).fused("in_graph", self.feed, turn.absent)
-            self.kernels[key] = fused, kernel_of(fused)
+            fused = Bucket(
+                self.slots, turn.padded, self.capabilities, self.mine, lowering="in_graph", feeder=self.feeder
+            )
+            self.kernels[key] = fused, kernel_of(fused, turn.absent)
         return self.kernels[key]
 
     def given(self, turn: Turn) -> dict[str, Given]:
@@ -150,14 +149,13 @@ class FusedWorld(World):
             ready = (self.exact if turn.way == "exact" else bucket).fill(batch, live, absent, side)
             self.feed.disarm()
             self.fused(turn.round)[1]()
-        compute_on_device(ready, batch)
+        ready.compute_on_device(batch)
         return ready
 
     def by_kernel(self, turn: Turn, batch: Any, live: tuple[int, ...], side: Mapping[str, Any]) -> Ready:
         """Fill by the kernel, which takes every batch that fits."""
         fused, kernel = self.fused(turn.round)
-        ready = fused.send(batch, side, live)
-        assert not isinstance(ready, Misfit)
+        ready = fused.fill(batch, live, turn.round.absent, side)
         for _ in range(1 + turn.twice):
             kernel()
         if turn.way == "alone":
@@ -200,17 +198,17 @@ class Small(Inputs):
     limit: int = 100
 
 
-def small(lowering: Lowering = "in_graph") -> tuple[FusedFill, Kernel]:
+def small(lowering: Lowering = "in_graph") -> tuple[Bucket, Kernel]:
     """A bucket of four rows with its kernel."""
     declaration, capabilities, sizes = Small.slotgraph, Capabilities(), {BATCH: 4}
-    bucket = Bucket(declaration, sizes, capabilities, poisoned(Small, capabilities, sizes, 5))
-    fused = bucket.fused(lowering, feed_for(bucket.buffers))
-    return fused, kernel_of(fused)
+    buffers = poisoned(Small, capabilities, sizes, 5)
+    bucket = Bucket(declaration, sizes, capabilities, buffers, lowering=lowering, feeder=feeder_for(buffers))
+    return bucket, kernel_of(bucket)
 
 
-def contents(fused: FusedFill) -> list[Any]:
+def contents(bucket: Bucket) -> list[Any]:
     """What the buffers hold."""
-    return [buffer.tensor.tolist() for buffer in fused.fill.buffers]
+    return [buffer.tensor.tolist() for buffer in bucket.buffers]
 
 
 def test_by_hand() -> None:
@@ -218,7 +216,7 @@ def test_by_hand() -> None:
     fused, kernel = small()
     weights = torch.tensor([[1, 2], [3, 4], [5, 6.0]])
     batch = {"rows": [3, 4, 5], "ends": np.array([1, 2, 3], np.int16), "starts": (7, 8, 9), "weights": weights}
-    assert not isinstance(fused.send(batch, {}, (3,)), Misfit)
+    fused.fill(batch, (3,))
     kernel()
     pairs = [[1, 2], [3, 4], [5, 6], [-1.5, -1.5]]
     assert contents(fused) == [[3, 4, 5, 7], [1, 2, 3, -9], [7, 8, 9, -8], pairs, [103]]
@@ -235,17 +233,17 @@ def test_the_same_sources_are_read_again() -> None:
     """A step with the same tensors uploads nothing, and reads what they hold by then."""
     fused, kernel = small()
     sent: list[bytes] = []
-    send = fused.feed._send
+    send = fused.feed()._send
 
     def counted(data: bytes, kept: object) -> None:
         sent.append(data)
         send(data, kept)
 
-    fused.feed._send = counted
+    fused.feed()._send = counted
     batch = three_rows()
     for seed in range(4):
         batch["rows"].copy_(noise((3,), torch.int64, seed))
-        fused.send(batch, {}, (3,))
+        fused.fill(batch, (3,))
         kernel()
         assert contents(fused)[0] == [*batch["rows"].tolist(), 7]
     assert len(sent) == 1
@@ -255,14 +253,14 @@ def test_what_does_not_fit_is_said_before_anything_is_sent() -> None:
     """A host function whose result its slot cannot hold raises; packet and buffers stay, and the next step is right."""
     fused, kernel = small()
     batch = three_rows()
-    fused.send(batch, {}, (3,))
+    fused.fill(batch, (3,))
     kernel()
-    before, packet = contents(fused), fused.feed.upload.packet.clone()
+    before, packet = contents(fused), fused.feed().upload.packet.clone()
     for limit in (126, 1e9, "many", [1, 2]):
         with pytest.raises((ComputeError, TypeError)):
-            fused.send({**batch, "rows": batch["rows"] + 1, "limit": limit}, {}, (3,))
-        assert torch.equal(fused.feed.upload.packet, packet)
+            fused.fill({**batch, "rows": batch["rows"] + 1, "limit": limit}, (3,))
+        assert torch.equal(fused.feed().upload.packet, packet)
         assert contents(fused) == before
-    fused.send({**batch, "limit": 124}, {}, (3,))
+    fused.fill({**batch, "limit": 124}, (3,))
     kernel()
     assert contents(fused)[-1] == [127]

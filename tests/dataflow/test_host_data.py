@@ -15,8 +15,7 @@ from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError
 from slotgraph.dataflow.hostdata import tensor_of
-from slotgraph.dataflow.kinds import Misfit
-from tests.fused import feed_for, kernel_of
+from tests.fused import feeder_for, kernel_of
 from tests.strategies import DTYPES, declaration_of, empty, noise, same_bytes
 
 ODD: Final[tuple[Any, ...]] = (
@@ -37,26 +36,25 @@ class Way:
             {"rows": copied(BATCH, dtype=dtype, pad=True if dtype == torch.bool else 1)}
         )
         sizes, capabilities = {BATCH: MOST}, Capabilities()
+        slots, memory = made.slotgraph, [allocate(made.slotgraph, sizes, capabilities, empty) for _ in range(2)]
         self.buckets = [
-            Bucket(made.slotgraph, sizes, capabilities, allocate(made.slotgraph, sizes, capabilities, empty))
-            for _ in range(2)
+            Bucket(slots, sizes, capabilities, memory[0]),
+            Bucket(slots, sizes, capabilities, memory[1], lowering="in_graph", feeder=feeder_for(memory[1])),
         ]
-        self.fused = self.buckets[1].fused("in_graph", feed_for(self.buckets[1].buffers))
-        self.kernel = kernel_of(self.fused)
+        self.kernel = kernel_of(self.buckets[1])
 
     def foreach(self, value: Any) -> torch.Tensor | None:
         """The slot, or nothing where the value is refused."""
-        return self._by_foreach(0, value)
+        return self._filled(0, value)
 
     def by_kernel(self, value: Any) -> torch.Tensor | None:
         """The same by the kernel, which takes all that foreach takes."""
-        if isinstance(self.fused.send({"rows": value}, {}, (len(value),)), Misfit):
-            assert self._by_foreach(1, value) is None
-            return None
-        self.kernel()
-        return self.buckets[1].buffers["rows"].tensor
+        filled = self._filled(1, value)
+        if filled is not None:
+            self.kernel()
+        return filled
 
-    def _by_foreach(self, which: int, value: Any) -> torch.Tensor | None:
+    def _filled(self, which: int, value: Any) -> torch.Tensor | None:
         bucket = self.buckets[which]
         try:
             bucket.fill({"rows": value}, (len(value),))
@@ -188,13 +186,13 @@ def test_an_array_over_a_slot_that_is_copied_apart() -> None:
         "apart": copied(BATCH, dtype=torch.int64, pad=0, placement="host"),
     }
     slots, sizes = declaration_of(fields).slotgraph, {BATCH: MOST}
-    bucket = Bucket(slots, sizes, Capabilities(), allocate(slots, sizes, Capabilities(), empty))
-    fused = bucket.fused("in_graph", feed_for(bucket.buffers))
-    kernel = kernel_of(fused)
+    buffers = allocate(slots, sizes, Capabilities(), empty)
+    bucket = Bucket(slots, sizes, Capabilities(), buffers, lowering="in_graph", feeder=feeder_for(buffers))
+    kernel = kernel_of(bucket)
     for seed in range(3):
         rows = bucket.buffers["apart"].tensor[:3].numpy()
         right, apart = rows.tolist(), noise((3,), torch.int64, seed)
-        assert not isinstance(fused.send({"rows": rows, "apart": apart}, {}, (3,)), Misfit)
+        bucket.fill({"rows": rows, "apart": apart}, (3,))
         kernel()
         assert bucket.buffers["rows"].tensor[:3].tolist() == right
         assert bucket.buffers["apart"].tensor[:3].tolist() == apart.tolist()

@@ -11,7 +11,6 @@ from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.declaration import declare
-from slotgraph.dataflow.fill import compute_on_device
 from slotgraph.dataflow.handover import hand_over
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.planner import plan_fill
@@ -70,7 +69,7 @@ class World:
         batch, side = batch_of(self.declaration, self.capabilities, turn)
         live = tuple(turn.live[axis] for axis in self.declaration.slotgraph.varying)
         ready = self.bucket(turn).fill(batch, live, turn.absent, side)
-        compute_on_device(ready)
+        ready.compute_on_device()
         step = Step(turn.live, turn.padded)
         right = fill_slot_by_slot(self.declaration.slotgraph, self.right, self.capabilities, step, batch, side)
         assert_same(ready.views, right, self.declaration, turn.live)
@@ -100,7 +99,7 @@ def test_exact_fill_gives_the_oracles_bytes(
         batch, side = batch_of(declaration, capabilities, turn)
         live = tuple(turn.live[axis] for axis in slots.varying)
         ready = exact.fill(batch, live, turn.absent, side)
-        compute_on_device(ready)
+        ready.compute_on_device()
         right = fill_slot_by_slot(slots, world.right, capabilities, Step(turn.live, turn.live), batch, side)
         assert_same(ready.views, right, declaration, turn.live)
 
@@ -117,7 +116,7 @@ def test_handing_over_shows_the_batch_itself(data: st.DataObject, declaration: t
     live = tuple(turn.live[axis] for axis in slots.varying)
     exact = Bucket(slots, world.capacity, capabilities, world.mine, exact=True)
     ready = hand_over(exact, batch, live, turn.absent, side)
-    compute_on_device(ready)
+    ready.compute_on_device()
     right = fill_slot_by_slot(slots, world.right, capabilities, Step(turn.live, turn.live), batch, side)
     assert_same(ready.views, right, declaration, turn.live)
     for name, slot in slots.slots.items():

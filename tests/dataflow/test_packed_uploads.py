@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, CACHE_LOC, Inputs, Step, computed, copied
 from slotgraph.backends.host_upload import HostUpload
 from slotgraph.dataflow import bucket as buckets
-from slotgraph.dataflow import fill, planner
+from slotgraph.dataflow import planner
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.cargo import most_cargo
 from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, MissingSourceError
 from slotgraph.dataflow.feed import Feeder
 from slotgraph.dataflow.handover import hand_over
+from slotgraph.dataflow.packet import most_for_copies
 from slotgraph.dataflow.planner import FEW_NUMBERS, LARGE_BYTES, plan_fill
 from slotgraph.dataflow.serial import plan_from_json, plan_to_json
 from slotgraph.dataflow.upload import Upload
@@ -78,7 +78,7 @@ class Rig:
     def __init__(self, declaration: type[Inputs] = Small, *, exact: bool = False) -> None:
         self.slots = declaration.slotgraph
         self.buffers = poisoned(declaration, PACKS, SIZES, 5)
-        self.feeder = Feeder(Counted, most_cargo(self.slots, SIZES, PACKS))
+        self.feeder = Feeder(Counted, most_for_copies(self.slots, SIZES, PACKS))
         self.bucket = Bucket(self.slots, SIZES, PACKS, self.buffers, exact=exact, feeder=self.feeder)
 
     @property
@@ -180,7 +180,8 @@ def test_plan_of_large_slots() -> None:
 @pytest.mark.parametrize("most", [1, 24])
 def test_what_is_too_large_is_moved(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Slots from a size on go by themselves, computed ones too, and leave the same bytes."""
-    monkeypatch.setattr(planner, "LARGE_BYTES", most)
+    for module in (planner, buckets):
+        monkeypatch.setattr(module, "LARGE_BYTES", most)
     rig = Rig()
     for seed in range(6):
         batch = host_batch(seed)
@@ -203,7 +204,7 @@ def test_steady_steps_plan_nothing(monkeypatch: pytest.MonkeyPatch, kind: Callab
         pytest.fail("a steady step went the long way")
 
     monkeypatch.setattr(buckets, "plan_fill", fail)
-    monkeypatch.setattr(fill, "admit", fail)
+    monkeypatch.setattr(buckets, "kind_of", fail)
     for seed in range(4, 8):
         batch = host_batch(seed)
         rig.bucket.fill({**batch, "lens": kind(batch["lens"].tolist())}, (3,))
@@ -212,7 +213,7 @@ def test_steady_steps_plan_nothing(monkeypatch: pytest.MonkeyPatch, kind: Callab
 
 def test_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """However sources change places between host and device, a bucket keeps a few plans, and each step is right."""
-    monkeypatch.setattr(buckets, "KEPT", 3)
+    monkeypatch.setattr(buckets, "PATTERNS", 3)
     rig = Rig()
     for seed in range(40):
         batch = host_batch(seed)
@@ -222,20 +223,20 @@ def test_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
                 mixed[name] = torch.as_tensor(batch[name])
         rig.bucket.fill(mixed, (3,))
         assert rig.contents() == right
-    assert len(rig.bucket._fills) <= 3
+    assert len(rig.bucket._plans) <= 3
 
 
-def test_patterns_share_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The more patterns there are, the fewer live sizes each keeps ready, and each step is right."""
-    monkeypatch.setattr(buckets, "SIZES", 6)
+def test_live_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many live sizes there are, and kinds of sources, a bucket keeps a few, and each step is right."""
+    monkeypatch.setattr(buckets, "KEPT", 2)
+    monkeypatch.setattr(buckets, "KINDS", 2)
     rig = Rig()
     for seed in range(40):
         batch = host_batch(seed, 1 + seed % 4)
-        mixed = {**batch, "rows": torch.tensor(batch["rows"])} if seed % 3 else batch
+        mixed = {**batch, "rows": (list, tuple, np.array, torch.tensor)[seed % 3](batch["rows"])}
         rig.bucket.fill(mixed, (1 + seed % 4,))
         assert rig.contents() == expected(batch)
-    assert len(rig.bucket._fills) == 3
-    assert sum(len(one._ready) for one in rig.bucket._fills.values()) <= 6
+    assert [len(kinds) <= 2 for kinds in rig.bucket._table.values()] == [True] * 2
 
 
 def spoilt(batch: dict[str, Any]) -> Sequence[tuple[type[Exception], dict[str, Any]]]:

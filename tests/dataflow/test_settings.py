@@ -16,7 +16,6 @@ from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.errors import DeclarationError, DeclarationErrors
 from slotgraph.dataflow.explain import explain_declaration
-from slotgraph.dataflow.fill import compute_on_device
 from slotgraph.dataflow.handover import hand_over
 from slotgraph.dataflow.mermaid import mermaid
 from slotgraph.dataflow.oracle import fill_slot_by_slot
@@ -112,13 +111,13 @@ def test_every_way_to_fill_knows_them(*, ranks: Ranks, shape: Any, rows: int, to
     padded = {BATCH: data.draw(st.integers(rows, 6)), TOKENS: data.draw(st.integers(tokens, 9))}
     sizes = tuple(live[axis] for axis in declaration.varying)
     ready = Bucket(declaration, padded, Capabilities(), fresh(declaration)).fill(batch, sizes)
-    compute_on_device(ready)
+    ready.compute_on_device()
     assert shown(ready.views) == right_views(batch, ranks, padded)
     by_hand = fill_slot_by_slot(declaration, fresh(declaration), Capabilities(), Step(live, padded), batch)
     assert shown(by_hand) == right_views(batch, ranks, padded)
     exact = Bucket(declaration, CAPACITY, Capabilities(), fresh(declaration), exact=True)
     for ready in (exact.fill(batch, sizes), hand_over(exact, batch, sizes)):
-        compute_on_device(ready)
+        ready.compute_on_device()
         assert shown(ready.views) == right_views(batch, ranks, live)
 
 

@@ -15,7 +15,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.kinds import Detour
 from slotgraph.runners.decision import Why
 from slotgraph.runners.filltimes import BOUNDS, EVERY
 from slotgraph.runners.metrics import EDGES, Collector, exposition
@@ -69,7 +68,7 @@ def expected(label: str, path: str, captured: Sequence[int], stats: Statistics) 
     for why in typing.get_args(Why)[1:]:
         counts = stats["eager"].get(why, nothing)
         steps[label, "eager", "", why] = (counts["steps"], counts["live"], counts["live"])
-    detours: dict[tuple[str, ...], float] = {(label, why): 0 for why in typing.get_args(Detour)}
+    detours: dict[tuple[str, ...], float] = {(label, "foreign_stream"): 0}
     memory, capture = {**stats["memory"], "driver": stats["capture"]["driver"]}, stats["capture"]
     del memory["total"], memory["shared"]
     return {
@@ -133,7 +132,7 @@ def test_every_name_is_there_before_the_first_step(cpu: str) -> None:
 
 def test_fill_times(cpu: str) -> None:
     """A histogram of seconds: as many as were timed, and their sum."""
-    runner = plain_runner(cpu, lowering="foreach")
+    runner = plain_runner(cpu, lowering="slot_by_slot")
     for number in range(2 * EVERY + 2):
         runner(random_batch(3, seed=number))
     found = parsed(exposition(runner))

@@ -81,7 +81,7 @@ def test_fills_are_timed(cpu: str, kind: str, lowering: str) -> None:
 
 def test_no_bucket_is_left_out(cpu: str) -> None:
     """Buckets that take turns are all timed, since one fill in a prime number is."""
-    runner = plain_runner(cpu, lowering="foreach")
+    runner = plain_runner(cpu, lowering="slot_by_slot")
     for number in range(4 * EVERY):
         runner(random_batch((3, 6)[number % 2], seed=number))
     times = runner.stats()["fills"]["buckets"]

@@ -13,7 +13,6 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied, 
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.errors import BatchError, DeclarationError, DeclarationErrors
-from slotgraph.dataflow.fill import compute_on_device
 from slotgraph.dataflow.limits import Limits
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.step import Step
@@ -73,7 +72,7 @@ def test_any_base_with_any_mixins(
     ready = Bucket(declaration, padded, NPU, buffers[0]).fill(
         batch, tuple(live[axis] for axis in declaration.varying), side=beside
     )
-    compute_on_device(ready)
+    ready.compute_on_device()
     right = fill_slot_by_slot(declaration, buffers[1], NPU, Step(live, padded), batch, beside)
     for name, expected in right.items():
         got = ready.views[name]

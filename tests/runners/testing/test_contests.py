@@ -8,8 +8,8 @@ import torch
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, computed, copied, standard
 from slotgraph.backends import Backend, choose
-from slotgraph.dataflow import fill
 from slotgraph.dataflow.errors import ConfigError, RegressionError, WrongBytesError
+from slotgraph.dataflow.ready import Ready
 from slotgraph.runners.testing.benchmarks import KEY, Baseline, FillBenchmark, RunnerBenchmark, Timer, WaysBenchmark
 from slotgraph.runners.testing.contests import Contest, Figures, Load, contest_of_fills, contest_of_steps, draw_for
 from slotgraph.runners.testing.ground import Ground
@@ -86,7 +86,7 @@ def test_fills_of_standard_declarations() -> None:
 
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lowering that leaves tails is named, with slot and row."""
-    monkeypatch.setattr(fill.Fill, "_reset", lambda *_: None)
+    monkeypatch.setattr(Ready, "reset", lambda *_: None)
     ground = Ground.of(Rows, "cpu")
     with pytest.raises(WrongBytesError, match=r"Rows filled by 'foreach': slot 'ids', row 3 \(its tail\)"):
         contest_of_fills(ground, {BATCH: 3}, {BATCH: 8}, {}, (), ())

@@ -9,8 +9,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from slotgraph import BATCH, TOKENS, Inputs, computed, copied, standard
 from slotgraph.backends import Backend
-from slotgraph.dataflow import fill, oracle
+from slotgraph.dataflow import oracle, specialization
 from slotgraph.dataflow.errors import ConfigError, WrongBytesError
+from slotgraph.dataflow.ready import Ready
+from slotgraph.dataflow.specialization import Specialization
 from slotgraph.runners.testing.fills import assert_fill_equals_oracle
 from tests.packing import PackingBackend
 from tests.runners.testing.declared import HIDDEN, Mixed
@@ -52,7 +54,7 @@ def found(inputs: type[Inputs] = Mixed, *, shrunk: bool = False, **said: Any) ->
 
 def test_a_tail_that_no_one_resets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by the first step, whose tails hold random bytes; lowering, step and sizes are named."""
-    monkeypatch.setattr(fill.Fill, "_reset", lambda *_: None)
+    monkeypatch.setattr(Ready, "reset", lambda *_: None)
     message = found(lowerings=("foreach",))
     assert "Mixed filled by 'foreach', step 1 of " in message
     assert "(its tail): it holds" in message
@@ -60,19 +62,19 @@ def test_a_tail_that_no_one_resets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slot_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that does not happen is found in a live row."""
-    monkeypatch.setattr(fill, "copy_all", lambda *_: None)
+    monkeypatch.setattr(specialization, "_copy_of", lambda *_: lambda _: None)
     assert "(a live row): it holds" in found(lowerings=("foreach",))
 
 
 def test_a_row_of_another_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fill that writes over its bucket, into rows that tails keep, is found too."""
-    plain = fill.Fill.write
+    plain = Specialization.write
 
-    def wide(self: fill.Fill, *given: Any) -> None:
+    def wide(self: Specialization, *given: Any) -> None:
         plain(self, *given)
-        self.buffers["temperatures"].tensor[-1] = 7.0
+        self._buffers["temperatures"].tensor[-1] = 7.0
 
-    monkeypatch.setattr(fill.Fill, "write", wide)
+    monkeypatch.setattr(Specialization, "write", wide)
     assert "slot 'temperatures', row " in (message := found(lowerings=("foreach",)))
     assert "written, though no rule has a fill write it" in message or "(its tail)" in message
 

@@ -1,0 +1,303 @@
+"""Specializations: a plan bound to one bucket, one set of live sizes and one kind of each source.
+
+The first batch of a kind takes the long way, which makes one of these. A later batch is like it if the guard says so.
+What one source needs first, such as another dtype or dense memory, is done to that source alone.
+"""
+
+import itertools
+import operator
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from .admission import is_in_place
+from .buffers import Buffers
+from .caches import keep_newest
+from .feed import Feed
+from .gather import Sources, chosen
+from .gradients import without_gradients
+from .guard import guard_over
+from .hostdata import NOT_CARRIED, Bytes
+from .kinds import Kind
+from .lanes import WORD, head_bytes, rest, rounded
+from .packet import UNARMED, UNIT, Lanes
+from .readable import has_memory
+from .ready import Ready, Targets
+
+_POINTER: Final = torch.Tensor.data_ptr
+_FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
+_ARRAY_FACTS: Final = operator.attrgetter("dtype", "shape", "strides")
+KEPT: Final = 256
+"""Sets of addresses that one specialization remembers the words of; the oldest goes first."""
+
+Taken = tuple[bytes, Sources]
+"""What a packet begins with and the host data in it, and sources as the kernel and copies read them."""
+Words = Callable[[tuple[int, ...]], bytes]
+"""Makes what a packet begins with, out of the addresses of sources."""
+
+
+class Specialization:
+    """Fills from sources that are like those it was made for.
+
+    ready: what its live sizes need. `take` looks at sources and writes nothing; `write` fills from what it took.
+    """
+
+    def __init__(
+        self,
+        ready: Ready,
+        names: Sequence[str],
+        kinds: Mapping[str, Kind],
+        sources: Sources,
+        buffers: Buffers,
+        feed: Feed | None,
+        lanes: Lanes | None,
+    ) -> None:
+        """Bind a plan.
+
+        Args:
+            ready: What the live sizes need of the plan.
+            names: The slots that sources are for, in the order of sources; some may be absent.
+            kinds: How each source travels, by slot.
+            sources: Those that this is made for.
+            buffers: The memory behind the slots.
+            feed: What takes packets to the device; None where nothing is uploaded.
+            lanes: What the kernel writes; None where copies fill the slots.
+
+        """
+        self.ready = ready
+        self._buffers = buffers
+        self._feed = feed
+        places = {name: place for place, name in enumerate(names) if name in kinds}
+        found = {place: kinds[name] for name, place in places.items()}
+        strict = [(place, kind.host) for place, kind in found.items() if not kind.loose]
+        tensors = [place for place, host in strict if host is None]
+        self._tensors = tuple if len(tensors) == len(names) else chosen(tensors)
+        self._guard = guard_over(self._tensors(sources))
+        self._arrays = [(place, _ARRAY_FACTS(sources[place])) for place, host in strict if host is np.ndarray]
+        self._lists = [(place, host) for place, host in strict if host not in {None, np.ndarray}]
+        self._hosted = bool(self._arrays or self._lists)
+        self._prepared = [(place, kind.prepare) for place, kind in found.items() if kind.prepare is not None]
+        self._addressed = [place for place, kind in found.items() if kind.carrier is None]
+        self._at_addresses = tuple if len(self._addressed) == len(names) else chosen(self._addressed)
+        self._names = tuple(names)
+        fused = frozenset(lane.slot for lane in lanes.lanes) if lanes is not None else frozenset[str]()
+        in_place = {place: name for name, place in places.items() if kinds[name].in_place}
+        self._in_place = {place: buffers[name].tensor.data_ptr() for place, name in in_place.items()}
+        beside = [name for name in in_place.values() if name not in fused]
+        self._unmarked, self._marked = (beside, []) if lanes is not None else (list[str](), beside)
+        self._fused = frozenset(places[name] for name in fused & places.keys())
+        self._apart = frozenset(place for place, kind in found.items() if kind.pace is not None)
+        self._kept = chosen([place for place in sorted(self._fused) if found[place].carrier is None])
+        near = buffers.near or [(0, 0)]
+        self._low, self._high = near[0][0], near[-1][1]
+        self._known: dict[tuple[int, ...], bytes] = {}
+        self._lay_out(kinds, places, lanes)
+        self._early = [_copy_of(copies, self._sources_of) for copies in ready.early]
+        self._late = [_copy_of(copies, self._sources_of) for copies in ready.late]
+        self._is_kernel = lanes is not None
+        self._writes = ready.beside or not self._is_kernel
+
+    def _lay_out(self, kinds: Mapping[str, Kind], places: Mapping[str, int], lanes: Lanes | None) -> None:
+        """Give everything that the packet carries its place."""
+        ready, feed = self.ready, self._feed
+        unit = UNIT if lanes is None else WORD
+        head = UNARMED if feed is not None else b""
+        at = len(head) if lanes is None else head_bytes(len(lanes.lanes))
+        carried = [name for name in places if kinds[name].carrier is not None]
+        starts: dict[str, int] = {}
+        sizes = {value.slot: value.nbytes for value in ready.packed}
+        for name in (*carried, *sizes):
+            starts[name] = at
+            at += rounded(kinds[name].nbytes, unit) if name in carried else sizes[name]
+        if feed is not None and at > feed.room:
+            message = f"the packet has {feed.room} bytes, too few for a bucket that it was not made for"
+            raise ValueError(message)
+        self._carriers = [(places[name], carrier) for name in carried if (carrier := kinds[name].carrier) is not None]
+        self._parts: list[Bytes] = [part for name in carried for part in (b"", rest(kinds[name].nbytes, unit))]
+        self._sources_of = dict(places)
+        self._fixed: tuple[torch.Tensor, ...] = ()
+        if lanes is not None and feed is not None:
+            address = feed.upload.packet.data_ptr()
+            values = frozenset(sizes)
+            words = lanes.words(kinds, values, ready.step.live_sizes)
+            known = {name: address + start for name, start in starts.items()}
+            known |= {name: 0 for name, place in places.items() if place in self._in_place}
+            order = {place: at for at, place in enumerate(self._addressed)}
+            self._head: Words = _words_with(words, [lane.slot for lane in lanes.lanes], known, places, order)
+            return
+        self._head = lambda _: head
+        if feed is not None:
+            self._place_parts(starts, feed)
+
+    def _place_parts(self, starts: Mapping[str, int], feed: Feed) -> None:
+        """Have the packet's parts at hand as tensors: copies read them where they lie, at the same place each step."""
+        packet, parts = feed.upload.packet, list[torch.Tensor]()
+        targets = {value.slot: value.scratch for value in self.ready.packed}
+        pairs = [zip(copies.names, copies.views, strict=True) for copies in self.ready.late]
+        views = dict(itertools.chain.from_iterable(pairs))
+        with torch.inference_mode(mode=False):
+            for name, start in starts.items():
+                target = targets.get(name, views[name])
+                part = packet[start : start + target.nbytes]
+                parts.append(part.view(target.dtype).view(target.shape))
+                self._sources_of[name] = len(self._names) + len(parts) - 1
+        for value in self.ready.moved:
+            self._sources_of[value.slot] = len(self._names) + len(parts) + self.ready.moved.index(value)
+        self._fixed = tuple(parts)
+
+    def take(self, sources: Sources) -> Taken | None:
+        """Look at a batch's sources; None where they are not like those that this was made for. Writes no slot."""
+        if not self._guard(*self._tensors(sources)):
+            return None
+        if self._hosted and not self._are_alike(sources):
+            return None
+        try:
+            if self._prepared:
+                made = list(sources)
+                for place, prepare in self._prepared:
+                    made[place] = prepare(made[place])
+                sources = tuple(made)
+            data = self._data(sources) if self._carriers else b""
+            pointers = tuple(map(_POINTER, self._at_addresses(sources)))
+            head = self._known.get(pointers)
+            if head is None:
+                found = self._taken_anew(pointers, sources)
+                if found is None:
+                    return None
+                head, sources = found
+        except NOT_CARRIED:
+            return None
+        return head + data if data else head, sources
+
+    def _are_alike(self, sources: Sources) -> bool:
+        """Whether lists and arrays are like those before. A carrier tells the length of a list."""
+        for place, kind in self._lists:
+            if type(sources[place]) is not kind:
+                return False
+        for place, facts in self._arrays:
+            if type(sources[place]) is not np.ndarray or _ARRAY_FACTS(sources[place]) != facts:
+                return False
+        return True
+
+    def _data(self, sources: Sources) -> bytes:
+        """The bytes of all host data; NOT_CARRIED where some lies in pieces, or is no list of numbers."""
+        parts = self._parts.copy()
+        parts[::2] = [carry(sources[place]) for place, carry in self._carriers]
+        return b"".join(parts)
+
+    def _taken_anew(self, pointers: tuple[int, ...], sources: Sources) -> Taken | None:
+        """A packet's first words, and the sources, with copies of those that slots' writes would change, or lie askew.
+
+        None where a source is its slot's own memory now, or no longer is, or has no memory.
+        """
+        if not self._in_place and self._are_elsewhere(pointers):
+            head = keep_newest(self._known, KEPT)[pointers] = self._head(pointers)
+            return head, sources
+        copies = {}
+        for place, pointer in zip(self._addressed, pointers, strict=True):
+            source = sources[place]
+            if place in self._in_place:
+                if pointer != self._in_place[place]:
+                    return None
+            elif not has_memory(source) or (
+                self._low <= pointer < self._high and is_in_place(source, self._buffers[self._names[place]])
+            ):
+                return None
+            elif pointer % source.itemsize or self._buffers.holds(source):
+                copies[place] = _copy(source, apart=place in self._apart)
+        if not copies:
+            head = keep_newest(self._known, KEPT)[pointers] = self._head(pointers)
+            return head, sources
+        sources = tuple([copies.get(place, source) for place, source in enumerate(sources)])
+        return self._head(tuple(map(_POINTER, self._at_addresses(sources)))), sources
+
+    def _are_elsewhere(self, pointers: tuple[int, ...]) -> bool:
+        """Whether no address is near a buffer, and all are multiples of eight: then there is nothing to look at."""
+        low, high, bits = self._low, self._high, 0
+        for pointer in pointers:
+            bits |= pointer
+            if low <= pointer < high or not pointer:
+                return False
+        return not bits % WORD
+
+    def write(self, taken: Taken, batch: Any) -> None:
+        """Fill from what `take` gave, all but what the device computes. ComputeError as `Computation.run` raises it."""
+        if self._writes:
+            without_gradients(self._write, taken, batch)
+        else:
+            self._send(taken, batch)
+
+    def _write(self, taken: Taken, batch: Any) -> None:
+        buffers, ready, sources = self._buffers, self.ready, taken[1]
+        try:
+            for name in self._unmarked:
+                buffers.written_beside(name)
+            if buffers.ledger.stamp is not ready or buffers.ledger.handed_out:
+                ready.reset(buffers)
+            for tail, number in ready.always:
+                tail.fill_(number)
+            for copy in self._early:
+                copy(sources)
+            for computation in ready.host:
+                computation.run(batch)
+            sources = self._send(taken, batch)
+            for copy in self._late:
+                copy(sources)
+            for name in self._marked:
+                buffers[name].distrust()  # its producer may have written any row
+        except BaseException:
+            buffers.distrust()
+            raise
+
+    def _send(self, taken: Taken, batch: Any) -> Sources:
+        """Compute what the upload takes along, and send it; the sources of later copies, those in the packet too."""
+        data, sources = taken
+        ready, feed, buffers = self.ready, self._feed, self._buffers
+        if feed is None:
+            return sources
+        for value in ready.packed:
+            data += value.bytes_of(batch)
+        if self._is_kernel:
+            buffers.ledger.stamp = buffers.mine = ready
+            buffers.unmarked = True
+            feed.arm(data, self._kept(sources))
+            return sources
+        moved = [value.tensor_of(batch) for value in ready.moved]
+        if len(data) > UNIT:
+            feed.carry(data)
+        return (*sources, *self._fixed, *map(feed.upload.move, moved))
+
+
+def _words_with(
+    words: bytes, slots: Sequence[str], known: Mapping[str, int], places: Mapping[str, int], order: Mapping[int, int]
+) -> Words:
+    """A call that makes a packet's words out of its fixed ones and the addresses of sources.
+
+    known: addresses that are the same in each step, by slot; a slot that has no source has 0. order: where each
+    source's address stands among those that the call is given.
+    """
+    fixed = [known.get(name, 0) for name in slots]
+    given = [order.get(places[name]) if name in places and name not in known else None for name in slots]
+    picked = chosen([len(order) + at if place is None else place for at, place in enumerate(given)])
+    pack = struct.Struct(f"<{len(slots)}Q").pack
+    rest_of_all = tuple(fixed)
+    return lambda pointers: words + pack(*picked((*pointers, *rest_of_all)))
+
+
+def _copy_of(copies: Targets, places: Mapping[str, int]) -> Callable[[Sources], object]:
+    """A call that does some copies: together in one call of torch's, or one plain copy."""
+    if len(copies.names) == 1:
+        view, place = copies.views[0], places[copies.names[0]]
+        return lambda sources: view.copy_(sources[place])
+    views, picked = copies.views, chosen([places[name] for name in copies.names])
+    return lambda sources: _FOREACH_COPY(views, picked(sources))
+
+
+def _copy(source: torch.Tensor, *, apart: bool) -> torch.Tensor:
+    """A source elsewhere: as dense rows, or with its rows as far apart as the packet says."""
+    if not apart:
+        return source.clone(memory_format=torch.contiguous_format)
+    return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=source.device).copy_(source)
