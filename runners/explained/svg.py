@@ -32,6 +32,7 @@ STYLE: Final = (
     "svg.slotgraph text.faint{fill:var(--muted);font-size:10.5px}svg.slotgraph text.title{font-weight:600}"
     "rect.held{fill:var(--panel);stroke:var(--rule)}rect.node{fill-opacity:.2}rect.riding{stroke-dasharray:4 3}"
     + "".join(f"rect.{kind}{{fill:{colour};stroke:{colour}}}" for kind, colour in COLOURS.items())
+    + "rect.frame{fill:none;stroke-width:2}"
 )
 """What a picture brings along, light and dark."""
 _UNFIT: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff\u202a-\u202e\u2066-\u2069]")
@@ -84,9 +85,9 @@ def _box(at: tuple[float, ...], class_: str, lines: Sequence[str] = (), hint: st
     ET.SubElement(made, "title").text = clean(hint)
     numbers = {"x": x, "y": y, "width": width, "height": height, "rx": 4}
     ET.SubElement(made, "rect", {name: f"{value:.6g}" for name, value in numbers.items()} | {"class": class_})
-    for at, line in enumerate(lines):
-        base = y + height / 2 + 4 + 15 * (at - (len(lines) - 1) / 2)
-        made.append(_text(line, x + 4, base, "faint" if at else "", room=width - 6))
+    for row, line in enumerate(lines):
+        base = y + height / 2 + 4 + 15 * (row - (len(lines) - 1) / 2)
+        made.append(_text(line, x + 4, base, "faint" if row else "", room=width - 6))
     return made
 
 
@@ -117,7 +118,7 @@ def _steps(fill: Fill, top: float, unit: float) -> tuple[list[ET.Element], float
         framed = min(framed, x) if step.inside else framed
         x += width + 4
     if framed < x:
-        boxes.insert(0, _box((framed - 3, top - 3, x - framed + 2, 50), "node graph"))
+        boxes.insert(0, _box((framed - 3, top - 3, x - framed + 2, 50), "graph frame"))
     return boxes, x - 4
 
 
