@@ -30,7 +30,7 @@ from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration
 from slotgraph.dataflow.mermaid import mermaid
 from slotgraph.dataflow.planner import plan_fill
-from slotgraph.dataflow.tables import tables
+from slotgraph.runners.explained.tables import tables
 from tests.strategies import declarations
 
 HIDDEN = Axis("HIDDEN", fixed=True)
