@@ -164,11 +164,11 @@ def _memory(explanation: RunnerExplanation) -> str:
             height = 20 + 2.5 * max(0.0, math.log2(max(place.nbytes, 1) / 64))
             middle, gap = top + height / 2 + 4, f" + {place.gap:,}" if place.gap else ""
             since, until = memory.phases.index(place.since), memory.phases.index(place.until) + 1
-            at = (_LEFT + since * column + 2, top, (until - since) * column - 4, height)
+            span = (_LEFT + since * column + 2, top, (until - since) * column - 4, height)
             label = f"{place.slot}, {kinds[place.slot]}"
             shapes.append(_text(f"{place.offset:,}", _LEFT - 8, middle, "faint", "end"))
             shapes.append(_box((_LEFT, top, _AREA, height), "held"))
-            shapes.append(_box(at, f"node {_colour(kinds[place.slot])}", [label], _lies(place)))
+            shapes.append(_box(span, f"node {_colour(kinds[place.slot])}", [label], _lies(place)))
             shapes.append(_text(f"{place.nbytes:,} B{gap}", _LEFT + _AREA + 8, middle, "faint"))
             top += height + 3
     return _svg(f"Memory of {explanation.kind} over a step", _LEFT + _AREA + _RIGHT, top + _EDGE, shapes)

@@ -39,8 +39,6 @@ _HELD: Final = {
     "shared": "slots in a pool's memory, which is no runner's own",
     "driver": "gone from the device in the capture, beside all of that",
 }
-_MOST_NAMED: Final = 8
-"""Buckets that a diagram names; of more the first and the last."""
 
 
 @attrs.frozen
@@ -97,7 +95,7 @@ def diagram(explanation: Explanation | RunnerExplanation) -> str:
     if isinstance(explanation, Explanation):
         return mermaid(explanation)
     rows = [bucket.rows for bucket in explanation.buckets if any(not graph.why for graph in bucket.graphs)]
-    named = ", ".join(map(str, rows)) if len(rows) <= _MOST_NAMED else f"{rows[0]} to {rows[-1]}"
+    named = ", ".join(map(str, rows)) if not rows[8:] else f"{rows[0]} to {rows[-1]}"
     graphs = f"{len(rows)} buckets: {named}" if len(rows) > 1 else f"bucket {named}" if rows else "nothing captured"
     lines = [explanation.kind, "without graphs" if explanation.path == "eager" else graphs]
     lines.append(f"filled {explanation.lowering}")

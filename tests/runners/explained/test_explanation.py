@@ -50,7 +50,7 @@ def test_every_kind_of_runner(kind: Kind) -> None:
 
 
 def test_facts_read_back(backend: Backend) -> None:
-    """On each backend and by each lowering, what is told of a slot of every kind comes back from JSON."""
+    """On each backend and by each lowering, an explanation comes back from JSON, and its plans are the runner's."""
     if backend.capabilities.host_parameters:
         pytest.skip(f"{backend.name} hands host parameters to operators, and the step of this house calls none")
     for lowering in backend.capabilities.lowerings:
@@ -63,7 +63,12 @@ def test_facts_read_back(backend: Backend) -> None:
         assert read_back(found) == found
         assert (found.backend, found.lowering, found.device) == (backend.name, lowering, str(backend.device))
         assert {graph.why for bucket in found.buckets for graph in bucket.graphs} == {""}
-        assert all(bucket.fill.launches == (2 if lowering == "fused" else 1) for bucket in found.buckets)
+        for bucket in found.buckets:
+            fill, moved = bucket.fill, [step for step in bucket.fill.steps if step.kind in ("copy", "kernel")]
+            assert (fill.plan, fill.copied) == (runner.plan(bucket.rows), fill.plan.nbytes)
+            assert fill.launches == (2 if lowering == "fused" else 1)
+            assert sum(step.nbytes or 0 for step in moved) >= fill.copied
+        assert (found.declaration.plan, found.declaration.nbytes) == (runner.plan(8), found.buckets[-1].nbytes)
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch does not say
@@ -90,26 +95,20 @@ class Written(Inputs):
 
 
 def written_batch(rows: int) -> dict[str, torch.Tensor]:
-    """Random values."""
-    return {
-        "ids": torch.randint(1, 9, (rows,)),
-        "places": torch.randint(1, 9, (rows,)),
-        "scales": torch.rand(rows),
-        "pairs": torch.randint(1, 9, (2, rows), dtype=torch.int32),
-        "lens": torch.randint(1, 9, (rows,), dtype=torch.int32),
-    }
+    """Random values that are no tail's."""
+    slots, dtypes = Written.slotgraph.slots, {"ids": torch.int64, "places": torch.int64, "scales": torch.float32}
+    shapes = {name: (2, rows) if name == "pairs" else (rows,) for name in slots}
+    return {name: torch.randint(3, 9, shapes[name], dtype=dtypes.get(name, torch.int32)) for name in slots}
 
 
 @pytest.mark.parametrize("lowering", ["foreach", "slot_by_slot"])
 def test_calls_are_those_that_are_made(lowering: str) -> None:
     """Copies and resets of a fill that finds every tail dirty are as many operators as are told."""
-    runner = DecodeRunner(
-        Written, lambda view: view.ids + 1, buckets=[8], backend="cpu", lowering=lowering, progress=False
-    )
+    options: dict[str, Any] = {"buckets": [8], "backend": "cpu", "lowering": lowering, "progress": False}
+    runner = DecodeRunner(Written, lambda view: view.ids + 1, **options)
     runner.capture()
-    runner.fill(written_batch(7))
-    runner.fill(written_batch(2))
-    runner.fill(written_batch(7))
+    for rows in (7, 2, 7):
+        runner.fill(written_batch(rows))
     with Calls() as calls:
         runner.fill(written_batch(2))
     found = slotgraph.explain(runner).buckets[0].fill
@@ -208,22 +207,28 @@ def test_when_values_count() -> None:
 
 
 def test_shared_memory() -> None:
-    """A runner of a pool says who shares its bytes, and where everyone's slots lie."""
-    pool = InputPool("draft", "verify")
+    """A runner of a pool says who shares its bytes, and where everyone's slots lie; one that comes late shares none."""
+    pool = InputPool("draft", "verify", anytime=["encode"])
+    options: dict[str, Any] = {"backend": "cpu", "buckets": [8]}
     runners = [
-        DecodeRunner(PlainInputs, plain_step, backend="cpu", buckets=[8], phase=pool[name])
-        for name in pool.schedule.phases
+        DecodeRunner(PlainInputs, plain_step, phase=phase, **options)
+        for phase in (pool["draft"].keeping("ids"), pool["verify"])
     ]
     first, second = (slotgraph.explain(runner) for runner in runners)
     assert first.pool is not None
     assert first.pool == second.pool
     assert first.pool.nbytes < first.pool.apart
+    assert read_back(first) == first
     taken = {(place.offset, place.nbytes) for place in places(first).values()}
     assert taken & {(place.offset, place.nbytes) for place in places(second).values()}
-    for place in places(first).values():
-        assert all(name.startswith(f"{second.member}.") for name in place.shares)
-    assert any(place.shares for place in places(first).values())
-    assert read_back(first) == first
+    shares = [name for place in places(first).values() for name in place.shares]
+    assert shares
+    assert all(name.startswith(f"{second.member}.") for name in shares)
+    ids, weights = places(first)["ids"], places(first)["weights"]
+    assert (ids.lasting, ids.since, ids.until) == ("it is kept, because that was asked for", "fill", "outputs")
+    assert (weights.lasting, ids.shares) == (None, ())
+    late = slotgraph.explain(DecodeRunner(PlainInputs, plain_step, phase=pool["draft"].keeping("ids"), **options))
+    assert (late.pool, late.member, places(late)["ids"].lasting) == (None, None, None)
 
 
 def why(runner: DecodeRunner[Any], bucket: int = 8) -> set[str]:
@@ -271,20 +276,6 @@ def test_statistics_are_the_runners() -> None:
     assert found.patterns == ((), ("hidden_states",))
 
 
-def test_plans_are_those_of_the_runner() -> None:
-    """Each bucket has the plan that the runner would say, and the largest is the declaration's."""
-    runner = full_runner(lowering="in_graph")
-    found = slotgraph.explain(runner)
-    for bucket in found.buckets:
-        assert bucket.fill.plan == runner.plan(bucket.rows)
-        assert bucket.fill.copied == bucket.fill.plan.nbytes
-        assert (
-            sum(step.nbytes or 0 for step in bucket.fill.steps if step.kind in ("copy", "kernel")) >= bucket.fill.copied
-        )
-    assert found.declaration.plan == runner.plan(8)
-    assert found.declaration.nbytes == found.buckets[-1].nbytes
-
-
 def test_eager_runner_before_and_after() -> None:
     """Without a batch there is no memory; then the capacity that it grew to, without buckets, tails or graphs."""
     runner = EagerRunner(
@@ -330,22 +321,6 @@ def test_a_slot_without_bytes(backend: Backend) -> None:
     if backend.capabilities.arenas:
         assert len({place.allocation for place in found.memory.places}) == 1
         assert len({place.offset for place in found.memory.places}) == len(found.memory.places)
-
-
-def test_what_a_phase_keeps() -> None:
-    """A slot that was asked to be kept counts throughout a step, and says why; phases at any time may meet all."""
-    pool = InputPool("draft", "verify", anytime=["encode"])
-    options: dict[str, Any] = {"backend": "cpu", "buckets": [8]}
-    runner = DecodeRunner(PlainInputs, plain_step, phase=pool["draft"].keeping("ids"), **options)
-    found = slotgraph.explain(runner)
-    ids, weights = places(found)["ids"], places(found)["weights"]
-    assert (ids.lasting, ids.since, ids.until) == ("it is kept, because that was asked for", "fill", "outputs")
-    assert weights.lasting is None
-    assert found.pool is not None
-    assert found.pool.schedule.anytime == ("encode",)
-    late = slotgraph.explain(DecodeRunner(PlainInputs, plain_step, phase=pool["draft"].keeping("ids"), **options))
-    assert late.pool is None
-    assert places(late)["ids"].lasting is None
 
 
 class ChainInputs(Inputs):

@@ -198,6 +198,7 @@ def test_pictures_are_sound(explained: Callable[[], RunnerExplanation], name: st
 
 def test_fills_are_as_wide_as_calls() -> None:
     """A step of more calls has the wider box, in proportion; a frame holds the graph and what it does."""
+    inside = 0
     for explanation in (many(), full()):
         root = ET.fromstring(pictures(explanation)["fills"])  # noqa: S314 - our own text
         _, fill = explanation.fills[0]
