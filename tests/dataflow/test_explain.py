@@ -66,12 +66,9 @@ class Explained(Inputs):
     mode: str = "decode"
 
 
-def explained(
-    extents: Extents = SIZES, absent: tuple[str, ...] = (), in_place: tuple[str, ...] = (), lowering: str | None = None
-) -> Explanation:
+def explained(extents: Extents = SIZES, **options: Any) -> Explanation:
     """The declaration above, on an NPU's capabilities."""
-    how: Any = lowering
-    return explain_declaration(Explained.slotgraph, NPU, "npu", extents, absent, in_place, how)
+    return explain_declaration(Explained.slotgraph, NPU, "npu", extents, **options)
 
 
 def facts(name: str, found: Explanation | None = None) -> SlotFacts:

@@ -88,17 +88,12 @@ def full_runner(backend: str | Backend = "cpu", **options: Any) -> DecodeRunner[
     return DecodeRunner(FullInputs, full_step, backend=backend, sizes=SIZES, **given)
 
 
-def full_batch(rows: int, seed: int = 0) -> dict[str, Any]:
+def full_batch(rows: int) -> dict[str, Any]:
     """A batch of tensors."""
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        "input_ids": torch.randint(1, 50, (rows,), generator=draw),
-        "seq_lens": torch.randint(1, 9, (rows,), generator=draw, dtype=torch.int32),
-        "out_cache_loc": torch.randint(1, 99, (rows,), generator=draw),
-        "tables": {"decode": torch.randint(1, 9, (rows, 3), generator=draw, dtype=torch.int32)},
-        "temperatures": torch.rand(rows, 1, generator=draw),
-        "lens": torch.randint(1, 9, (rows,), generator=draw, dtype=torch.int32),
-    }
+    short = torch.randint(1, 9, (rows, 3), dtype=torch.int32)
+    batch = {"input_ids": torch.randint(1, 50, (rows,)), "out_cache_loc": torch.randint(1, 99, (rows,))}
+    beside = {"tables": {"decode": short}, "temperatures": torch.rand(rows, 1)}
+    return {**batch, **beside, "seq_lens": short[:, 0].clone(), "lens": short[:, 1].clone()}
 
 
 def proxy(rows: int) -> dict[str, Any]:

@@ -83,18 +83,18 @@ def probed(browser: str, page: str, folder: Path, *, dark: bool = False) -> Any:
     return json.loads(unescape(found[1]))
 
 
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("explained", [full, many, harmful, pooled])
-def test_page_is_shown(browser: str, explained: Callable[[], RunnerExplanation], tmp_path: Path) -> None:
+def test_page_is_shown(
+    browser: str,
+    explained: Callable[[], RunnerExplanation],
+    tmp_path: Path,
+    dark: bool,  # noqa: FBT001 - a parameter
+) -> None:
     """No text lies over another, leaves its box, or leaves the picture; nothing is loaded, nothing scrolls sideways."""
-    found = probed(browser, html(explained()), tmp_path)
-    colours = {"page": "rgb(255, 255, 255)", "ink": "rgb(27, 35, 48)"}
-    assert found == {"faults": [], "pictures": 2, "loaded": [], "wide": False, **colours}
-
-
-def test_dark(browser: str, tmp_path: Path) -> None:
-    """The page is dark if you prefer that, and its pictures are as sound."""
-    found = probed(browser, html(full()), tmp_path, dark=True)
-    assert (found["page"], found["ink"], found["faults"]) == ("rgb(17, 22, 29)", "rgb(231, 235, 241)", [])
+    found = probed(browser, html(explained()), tmp_path, dark=dark)
+    page, ink = ("rgb(17, 22, 29)", "rgb(231, 235, 241)") if dark else ("rgb(255, 255, 255)", "rgb(27, 35, 48)")
+    assert found == {"faults": [], "pictures": 2, "loaded": [], "wide": False, "page": page, "ink": ink}
 
 
 def test_nothing_is_said_or_run(browser: str, tmp_path: Path) -> None:
