@@ -94,7 +94,7 @@ def _box(at: tuple[float, ...], class_: str, lines: Sequence[str] = (), hint: st
 def _fills(explanation: RunnerExplanation) -> str:
     """A row for all buckets that do the same: a box a step, as wide as its calls, and a strip as wide as its bytes."""
     most = max((sum(step.calls or 1 for step in fill.steps) for _, fill in explanation.fills), default=1)
-    unit = min(96.0, max(20.0, _AREA / most))
+    unit = min(96.0, _AREA / most)
     shapes, width, top = list[ET.Element](), _AREA + 2 * _EDGE, _EDGE
     for name, fill in explanation.fills:
         sums = {"uploads": fill.uploads, "launches": fill.launches, "copy calls": fill.copies, "resets": fill.resets}
@@ -110,7 +110,7 @@ def _steps(fill: Fill, top: float, unit: float) -> tuple[list[ET.Element], float
     """A box for each step, and where the last ends; a frame is around the graph and what it does."""
     boxes, x, framed = list[ET.Element](), _EDGE, math.inf
     for number, step in sorted(enumerate(fill.steps, 1), key=lambda one: (one[1].kind == "graph", one[1].inside)):
-        width = unit * (step.calls or 1)
+        width = max(20.0, unit * (step.calls or 1))
         lines = [f"{number} {step.kind}", *([] if step.nbytes is None else [human_bytes(step.nbytes)])]
         lines = lines if width > 8 * len(f"{number} {step.kind}") else [str(number)]
         riding = " riding" if step.maybe or not step.calls else ""
