@@ -58,7 +58,7 @@ def html(explanation: RunnerExplanation) -> str:
 
 def _section(table: Table) -> str:
     columns = {name: ' class="number"' if is_number(table, name) else "" for name in (table.rows or [{}])[0]}
-    head = "".join(f"<th{number}>{_escaped(name)}</th>" for name, number in columns.items())
+    head = "".join(f'<th scope="col"{number}>{_escaped(name)}</th>' for name, number in columns.items())
     body = "\n".join(
         f"<tr>{''.join(f'<td{number}>{_escaped(cell_text(row[name]))}</td>' for name, number in columns.items())}</tr>"
         for row in table.rows
