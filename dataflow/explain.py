@@ -10,12 +10,11 @@ from .axes import Axis, Sizes, extent
 from .capabilities import Capabilities, Lowering, Placement, chosen_lowering
 from .declaration import Declaration
 from .errors import ConfigError
-from .parameters import When
 from .plan import FillPlan
 from .planner import plan_fill, slot_bytes
 from .roles import Role, dtype_text, resolve_dtype
 from .slots import Constant, Padded, Slot
-from .sources import SideArgument, Source
+from .sources import SideArgument
 
 Extents = Mapping[Axis, tuple[int, int]]
 """Live and padded size of every axis."""
@@ -100,58 +99,48 @@ def explain_declaration(
 ) -> Explanation:
     """Explain a declaration on one backend; with `extents` also the plan and bytes of a step of these sizes.
 
-    absent: optional slots that the step comes without. in_place: slots that a producer writes. lowering: how the plan
-    is run; the device's preferred way where nothing is said. hosted: slots that the batch brings host data for.
-    ConfigError where sizes are given but not of every axis, or do not fit together, where `absent` names no optional
-    slot, or one of the others none that is copied.
+    absent: optional slots that the step comes without. in_place: copied slots that a producer writes instead. lowering:
+    how the plan is run; None for the device's preferred way. hosted: slots that the batch brings host data for.
+    ConfigError where sizes do not fit together or miss an axis, or where a named slot is not optional, or not copied.
     """
     how = chosen_lowering(capabilities, lowering)
-    sizes = _Sizes.of(declaration, extents) if extents else None
+    live, padded = _checked_sizes(declaration, extents)
     missing, written = check_optional(declaration, absent), check_copied(declaration, in_place)
     brought = check_hosted(declaration, hosted)
-    unmoved = (*missing, *written)
-    slots = tuple(_facts(name, declaration, capabilities, sizes, unmoved) for name in declaration.slots)
+    still = (*missing, *written)
+    slots = tuple(_facts(name, declaration, capabilities, live, padded, still) for name in declaration.slots)
+    plan = None
+    if extents:
+        plan = plan_fill(
+            declaration, padded, capabilities, lowering=how, absent=missing, in_place=written, hosted=brought
+        )
     return Explanation(
         declaration=declaration.name,
         backend=backend,
-        axes=sizes.axes() if sizes else (),
+        axes=tuple(AxisSize(axis.name, live[axis], size, axis.fixed) for axis, size in padded.items()),
         slots=slots,
         fields=tuple(declaration.fields),
         disabled=declaration.disabled,
         order=declaration.order,
-        plan=plan_fill(
-            declaration, sizes.padded, capabilities, lowering=how, absent=missing, in_place=written, hosted=brought
-        )
-        if sizes
-        else None,
-        nbytes=sum(slot.nbytes or 0 for slot in slots) if sizes else None,
-        copied=sum(slot.copied or 0 for slot in slots) if sizes else None,
+        plan=plan,
+        nbytes=sum(slot.nbytes or 0 for slot in slots) if extents else None,
+        copied=sum(slot.copied or 0 for slot in slots) if extents else None,
     )
 
 
-@attrs.frozen
-class _Sizes:
-    """Live and padded sizes, found to fit a declaration."""
-
-    live: Sizes
-    padded: Sizes
-
-    @classmethod
-    def of(cls, declaration: Declaration, extents: Extents) -> "_Sizes":
-        missing = [axis.name for axis in declaration.axes if axis not in extents]
-        if missing:
-            message = f"{declaration.name}: no size for {', '.join(missing)}; give one for every axis, or none at all"
+def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, Sizes]:
+    """Live and padded sizes by axis, in order of their names. ConfigError where they do not fit the declaration."""
+    missing = [axis.name for axis in declaration.axes if axis not in extents]
+    if extents and missing:
+        message = f"{declaration.name}: no size for {', '.join(missing)}; give one for every axis, or none at all"
+        raise ConfigError(message)
+    for axis, (live, padded) in extents.items():
+        if not 0 <= live <= padded or (axis.fixed and live != padded):
+            wanted = "one size, at least 0" if axis.fixed else "at most as many live rows as padded ones"
+            message = f"{axis.name}={live}/{padded}: expected {wanted}"
             raise ConfigError(message)
-        for axis, (live, padded) in extents.items():
-            if not 0 <= live <= padded or (axis.fixed and live != padded):
-                wanted = "one size, at least 0" if axis.fixed else "at most as many live rows as padded ones"
-                message = f"{axis.name}={live}/{padded}: expected {wanted}"
-                raise ConfigError(message)
-        known = sorted(extents)
-        return cls({axis: extents[axis][0] for axis in known}, {axis: extents[axis][1] for axis in known})
-
-    def axes(self) -> tuple[AxisSize, ...]:
-        return tuple(AxisSize(axis.name, self.live[axis], size, axis.fixed) for axis, size in self.padded.items())
+    known = sorted(extents)
+    return {axis: extents[axis][0] for axis in known}, {axis: extents[axis][1] for axis in known}
 
 
 def check_optional(declaration: Declaration, absent: Iterable[str]) -> tuple[str, ...]:
@@ -184,12 +173,13 @@ def check_copied(
 
 
 def _facts(
-    name: str, declaration: Declaration, capabilities: Capabilities, sizes: _Sizes | None, unmoved: tuple[str, ...]
+    name: str, declaration: Declaration, capabilities: Capabilities, live: Sizes, padded: Sizes, still: tuple[str, ...]
 ) -> SlotFacts:
+    """One slot's facts; still: slots that no copy moves."""
     slot = declaration.slots[name]
     source, compute, limit = slot.reads(name), slot.computes(), slot.most()
     dtype = resolve_dtype(slot.dtype, capabilities)
-    moved = extent(slot.shape, sizes.live) if sizes and source is not None and name not in unmoved else (0,)
+    moved = extent(slot.shape, live) if padded and source is not None and name not in still else (0,)
     return SlotFacts(
         name=name,
         kind=slot.kind,
@@ -197,42 +187,28 @@ def _facts(
         dtype=dtype_text(dtype),
         role=slot.dtype.name if isinstance(slot.dtype, Role) else None,
         placement=slot.placement,
-        tail=_tail(slot) if slot.varying else None,
-        source=str(source) if source is not None else None,
-        limit=str(limit) if limit is not None else None,
-        argument=_argument(source),
+        tail=_tail(slot),
+        source=None if source is None else str(source),
+        limit=None if limit is None else str(limit),
+        argument=source.parts[0] if isinstance(source, SideArgument) else None,
         parameter=slot.parameter(name),
-        value=_value(slot),
+        value=_named(slot.initial()) if isinstance(slot, Constant) else None,
         function=compute.name if compute else None,
         needs=compute.needs if compute else (),
         runs_on=declaration.side(name) if compute else None,
-        when=_when(slot.when),
+        when=None if slot.when is None else _named(slot.when),
         optional=slot.optional,
-        padded=extent(slot.shape, sizes.padded) if sizes else None,
-        nbytes=slot_bytes(slot, sizes.padded, capabilities) if sizes else None,
-        copied=math.prod(moved) * dtype.itemsize if sizes else None,
+        padded=extent(slot.shape, padded) if padded else None,
+        nbytes=slot_bytes(slot, padded, capabilities) if padded else None,
+        copied=math.prod(moved) * dtype.itemsize if padded else None,
     )
 
 
 def _tail(slot: Slot) -> str | None:
     """The tail rule, and what the slot holds at first where that is another value."""
-    rule = slot.rule()
-    if isinstance(slot, Padded) and slot.starts is not None:
-        return f"{rule}, starts as {slot.starts}"
-    return None if rule is None else str(rule)
-
-
-def _argument(source: Source | None) -> str | None:
-    return source.parts[0] if isinstance(source, SideArgument) else None
-
-
-def _value(slot: Slot) -> str | None:
-    """What a constant holds."""
-    return _named(slot.initial()) if isinstance(slot, Constant) else None
-
-
-def _when(when: When | None) -> str | None:
-    return None if when is None else _named(when)
+    rule = slot.rule() if slot.varying else None
+    starts = slot.starts if isinstance(slot, Padded) else None
+    return None if rule is None else str(rule) if starts is None else f"{rule}, starts as {starts}"
 
 
 def _named(value: object | Callable[..., object]) -> str:

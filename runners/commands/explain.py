@@ -15,14 +15,11 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CaptureError
 from ...dataflow.explain import Explanation, explain_declaration
 from ...dataflow.inputs import Inputs
-from ...dataflow.mermaid import mermaid
 from ...dataflow.serial import to_data
-from ...dataflow.tables import tables
-from ..explained import diagram
-from ..explained import tables as runner_tables
 from ..explained.explanation import explain as explain_runner
 from ..explained.html import html
 from ..explained.records import RunnerExplanation
+from ..explained.tables import diagram, tables
 from ..runner import Runner
 from .failures import chosen, fail, reported
 from .lookup import captured, find_explained
@@ -154,7 +151,7 @@ def _names(texts: Sequence[str] | None) -> list[str]:
 def _show(explanation: _Explained, form: Format, output: pathlib.Path | None) -> None:
     if output is None:
         if form == Format.TABLE:
-            screen().print(_tables(explanation))
+            screen().print(tables(explanation))
         else:
             typer.echo(_text(explanation, form), nl=False)
         return
@@ -165,21 +162,17 @@ def _show(explanation: _Explained, form: Format, output: pathlib.Path | None) ->
     typer.echo(f"written to {output}")
 
 
-def _tables(explanation: _Explained) -> Any:
-    return runner_tables.tables(explanation) if isinstance(explanation, RunnerExplanation) else tables(explanation)
-
-
 def _text(explanation: _Explained, form: Format) -> str:
     """The explanation in one form."""
     if form == Format.JSON:
         return json.dumps(to_data(explanation), indent=2, allow_nan=False) + "\n"
+    if form == Format.MERMAID:
+        return diagram(explanation)
     if form == Format.TABLE:
         paper = io.StringIO()
-        Console(file=paper, width=WIDE, highlight=False).print(_tables(explanation))
+        Console(file=paper, width=WIDE, highlight=False).print(tables(explanation))
         return paper.getvalue()
     if isinstance(explanation, RunnerExplanation):
-        return html(explanation) if form == Format.HTML else diagram.mermaid(explanation)
-    if form == Format.HTML:
-        message = "a page is made of a runner: name one, or take --format table, mermaid or json"
-        raise typer.BadParameter(message, param_hint="--format")
-    return mermaid(explanation)
+        return html(explanation)
+    message = "a page is made of a runner: name one, or take --format table, mermaid or json"
+    raise typer.BadParameter(message, param_hint="--format")

@@ -1,30 +1,23 @@
 """A plan's steps in the order that they run in, with the calls that each takes and the bytes that it moves."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from typing import Final
-
-import attrs
+from collections.abc import Iterator, Mapping, Sequence
 
 from ...dataflow.capabilities import DEVICE, HOST, Capabilities
 from ...dataflow.declaration import Declaration
 from ...dataflow.lanes import WORD, head_bytes, rounded
 from ...dataflow.packet import UNIT
-from ...dataflow.plan import FUSED, ComputeStep, CopyGroup, FillPlan, TailReset
+from ...dataflow.plan import FUSED, ComputeStep, CopyGroup, FillPlan
 from ...dataflow.planner import slot_bytes
 from ...dataflow.roles import dtype_text
 from .records import Fill, FillStep, Kind
 
-_CALLS: Final[Collection[Kind]] = ("graph", "kernel")
+Bytes = Mapping[str, int]
+"""Bytes of each slot, padded."""
 
 
 def fill_of(
-    plan: FillPlan,
-    declaration: Declaration,
-    capabilities: Capabilities,
-    *,
-    parts: int = 1,
-    whole: bool = True,
+    plan: FillPlan, declaration: Declaration, capabilities: Capabilities, *, parts: int = 1, whole: bool = True
 ) -> Fill:
     """A plan's steps and their sums.
 
@@ -33,7 +26,7 @@ def fill_of(
     """
     sizes = {axis: size for axis in declaration.axes for name, size in plan.sizes if axis.name == name}
     nbytes = {name: slot_bytes(slot, sizes, capabilities) for name, slot in declaration.slots.items()}
-    steps = tuple(_Steps(plan, nbytes, parts, whole and parts > 0).in_order())
+    steps = tuple(_steps(plan, nbytes, parts, whole=whole and parts > 0))
 
     def calls(*kinds: Kind) -> int:
         return sum(step.calls for step in steps if step.kind in kinds)
@@ -42,7 +35,7 @@ def fill_of(
         plan=plan,
         steps=steps,
         uploads=calls("upload"),
-        launches=calls(*_CALLS) if parts else 0,
+        launches=calls("graph", "kernel"),
         copies=calls("copy"),
         resets=calls("reset"),
         computed=calls("compute"),
@@ -51,123 +44,78 @@ def fill_of(
     )
 
 
-@attrs.frozen
-class _Steps:
-    """The steps of one plan; nbytes: of each slot, padded."""
-
-    plan: FillPlan
-    nbytes: Mapping[str, int]
-    parts: int
-    whole: bool
-
-    def in_order(self) -> Iterator[FillStep]:
-        """As the lowering runs them."""
-        plan = self.plan
-        yield from self._resets()
-        if plan.lowering in FUSED:
-            yield from self._copies(plan.copies)
-            yield from self._computed_on_host()
-            yield from self._packet(plan.fused, head_bytes(len(plan.fused)), WORD)
-            yield from self._kernel()
-        elif plan.packed or plan.moved:
-            yield from self._copies(group for group in plan.copies if group.placement == HOST)
-            yield from self._computed_on_host()
-            yield from self._packet(plan.packed, UNIT, UNIT)
-            yield from self._moved()
-            yield from self._copies(group for group in plan.copies if group.placement == DEVICE)
-        else:
-            yield from self._copies(plan.copies)
-            yield from self._computed_on_host()
-        yield from self._computed_on_device()
-        yield self._step()
-
-    def _resets(self) -> Iterator[FillStep]:
-        """Tails that no kernel resets: those in each step one by one, those found dirty with all zeros in one call."""
-        apart = [tail for tail in self.plan.tails if not tail.fused]
-        always = [tail for tail in apart if tail.always]
-        if always:
-            yield FillStep(kind="reset", label="reset tails", slots=_slots(always), calls=len(always))
-        dirty = [tail for tail in apart if not tail.always]
-        if dirty:
-            zeros = sum(_is_zero(tail) for tail in dirty)
-            calls = min(zeros, 1) + len(dirty) - zeros
-            yield FillStep(kind="reset", label="reset dirty tails", slots=_slots(dirty), calls=calls, maybe=True)
-
-    def _copies(self, groups: Collection[CopyGroup] | Iterator[CopyGroup]) -> Iterator[FillStep]:
-        """One step for each group; one for all that a single foreach call takes."""
-        moved = [group for group in groups if group.how in ("foreach", "single")]
-        together = [group for group in moved if group.how == "foreach"] if self.plan.mixed else []
-        if together:
-            names = tuple(name for group in together for name in group.slots)
-            yield self._copy("foreach of all dtypes", names, 1)
-        for group in moved:
-            if group not in together:
-                each = group.how == "foreach"
-                yield self._copy(_told(group), group.slots, 1 if each else len(group.slots))
-
-    def _copy(self, label: str, names: tuple[str, ...], calls: int) -> FillStep:
-        return FillStep(kind="copy", label=label, slots=names, calls=calls, nbytes=self._bytes(names))
-
-    def _bytes(self, names: Collection[str]) -> int:
-        return sum(self.nbytes[name] for name in names)
-
-    def _carried(self) -> frozenset[str]:
-        """Slots whose values the host computes for an upload."""
-        return frozenset(one.slot for one in self.plan.computed if one.packed) | frozenset(self.plan.moved)
-
-    def _computed_on_host(self) -> Iterator[FillStep]:
-        for one in self.plan.computed:
-            if one.on == HOST:
-                rides = one.slot in self._carried()
-                yield self._compute(one, 0 if rides else 1)
-
-    def _compute(self, one: ComputeStep, calls: int, *, inside: bool = False) -> FillStep:
-        label = f"{one.function} on the {one.on}"
-        size = self.nbytes[one.slot]
-        return FillStep(kind="compute", label=label, slots=(one.slot,), calls=calls, nbytes=size, inside=inside)
-
-    def _packet(self, slots: tuple[str, ...], head: int, unit: int) -> Iterator[FillStep]:
-        """The upload of words and values; host data of the batch would ride with it."""
-        if slots:
-            carried = self.plan.packed or [one.slot for one in self.plan.computed if one.packed]
-            size = head + sum(rounded(self.nbytes[name], unit) for name in carried)
-            yield FillStep(kind="upload", label="one packet", slots=slots, calls=1, nbytes=size)
-
-    def _moved(self) -> Iterator[FillStep]:
-        for name in self.plan.moved:
-            yield FillStep(kind="upload", label="by itself", slots=(name,), calls=1, nbytes=self.nbytes[name])
-
-    def _kernel(self) -> Iterator[FillStep]:
-        names = self.plan.fused
-        if names:
-            inside = self.plan.lowering == "in_graph"
-            label = "fused kernel, the graph's first node" if inside else "fused kernel"
-            size, calls = self._bytes(names), 0 if inside else 1
-            yield FillStep(kind="kernel", label=label, slots=names, calls=calls, nbytes=size, inside=inside)
-
-    def _computed_on_device(self) -> Iterator[FillStep]:
-        inside = self.whole and self.plan.lowering != "slot_by_slot"  # which computes all before the graph, too
-        for one in self.plan.computed:
-            if one.on == DEVICE:
-                yield self._compute(one, 0 if inside else 1, inside=inside)
-
-    def _step(self) -> FillStep:
-        if not self.parts:
-            return FillStep(kind="step", label="the step, without a graph", slots=(), calls=1)
-        label = "graph" if self.parts == 1 else f"{self.parts} graphs, breaks between"
-        return FillStep(kind="graph", label=label, slots=(), calls=self.parts)
+def _steps(plan: FillPlan, nbytes: Bytes, parts: int, *, whole: bool) -> Iterator[FillStep]:
+    """As the lowering runs them."""
+    between = plan.lowering not in FUSED and bool(plan.packed or plan.moved)
+    yield from _resets(plan)
+    yield from _copies(plan, [group for group in plan.copies if not between or group.placement == HOST], nbytes)
+    ride = {one.slot for one in plan.computed if one.packed} | {*plan.moved}
+    for one in plan.computed:
+        if one.on == HOST:
+            yield _compute(one, nbytes, calls=0 if one.slot in ride else 1)
+    yield from _uploads(plan, nbytes)
+    if between:
+        yield from _copies(plan, [group for group in plan.copies if group.placement == DEVICE], nbytes)
+    inside = whole and plan.lowering != "slot_by_slot"  # which computes all before the graph, too
+    for one in plan.computed:
+        if one.on == DEVICE:
+            yield _compute(one, nbytes, calls=0 if inside else 1, inside=inside)
+    if parts:
+        label = "graph" if parts == 1 else f"{parts} graphs, breaks between"
+        yield FillStep(kind="graph", label=label, slots=(), calls=parts)
+    else:
+        yield FillStep(kind="step", label="the step, without a graph", slots=(), calls=1)
 
 
-def _slots(tails: Collection[TailReset]) -> tuple[str, ...]:
-    return tuple(tail.slot for tail in tails)
+def _resets(plan: FillPlan) -> Iterator[FillStep]:
+    """Tails that no kernel resets: those in each step one by one, those found dirty with all zeros in one call."""
+    apart = [tail for tail in plan.tails if not tail.fused]
+    always, dirty = [tail for tail in apart if tail.always], [tail for tail in apart if not tail.always]
+    if always:
+        yield FillStep(kind="reset", label="reset tails", slots=tuple(tail.slot for tail in always), calls=len(always))
+    if dirty:
+        zeros = sum(tail.value == 0 and math.copysign(1.0, tail.value) > 0 for tail in dirty)
+        slots, calls = tuple(tail.slot for tail in dirty), min(zeros, 1) + len(dirty) - zeros
+        yield FillStep(kind="reset", label="reset dirty tails", slots=slots, calls=calls, maybe=True)
 
 
-def _is_zero(tail: TailReset) -> bool:
-    return tail.value == 0 and math.copysign(1.0, tail.value) > 0
+def _copies(plan: FillPlan, groups: Sequence[CopyGroup], nbytes: Bytes) -> Iterator[FillStep]:
+    """One step for each group; one for all that a single foreach call takes."""
+    together = [group for group in groups if group.how == "foreach"] if plan.mixed else []
+    if together:
+        names = tuple(name for group in together for name in group.slots)
+        yield _moving("copy", "foreach of all dtypes", names, 1, nbytes)
+    for group in groups:
+        if group.how in ("foreach", "single") and group not in together:
+            cast = "" if group.src_dtype == group.dst_dtype else f"{dtype_text(group.src_dtype)} to "
+            how = f"{group.how}, {group.why}" if group.why else group.how
+            label = f"{cast}{dtype_text(group.dst_dtype)} on the {group.placement}, {how}"
+            yield _moving("copy", label, group.slots, 1 if group.how == "foreach" else len(group.slots), nbytes)
 
 
-def _told(group: CopyGroup) -> str:
-    """How a group is copied, in a few words."""
-    cast = "" if group.src_dtype == group.dst_dtype else f"{dtype_text(group.src_dtype)} to "
-    how = f"{group.how}, {group.why}" if group.why else group.how
-    return f"{cast}{dtype_text(group.dst_dtype)} on the {group.placement}, {how}"
+def _uploads(plan: FillPlan, nbytes: Bytes) -> Iterator[FillStep]:
+    """The packet of words and values, values sent by themselves, and the kernel that takes a packet up."""
+    fused = plan.lowering in FUSED
+    slots, head, unit = (plan.fused, head_bytes(len(plan.fused)), WORD) if fused else (plan.packed, UNIT, UNIT)
+    if slots:
+        carried = plan.packed or [one.slot for one in plan.computed if one.packed]
+        size = head + sum(rounded(nbytes[name], unit) for name in carried)
+        yield FillStep(kind="upload", label="one packet", slots=slots, calls=1, nbytes=size)
+    if not fused:
+        yield from (_moving("upload", "by itself", (name,), 1, nbytes) for name in plan.moved)
+    elif slots:
+        inside = plan.lowering == "in_graph"
+        label = "fused kernel, the graph's first node" if inside else "fused kernel"
+        yield _moving("kernel", label, slots, 0 if inside else 1, nbytes, inside=inside)
+
+
+def _compute(one: ComputeStep, nbytes: Bytes, *, calls: int, inside: bool = False) -> FillStep:
+    return _moving("compute", f"{one.function} on the {one.on}", (one.slot,), calls, nbytes, inside=inside)
+
+
+def _moving(
+    kind: Kind, label: str, slots: tuple[str, ...], calls: int, nbytes: Bytes, *, inside: bool = False
+) -> FillStep:
+    """A step that moves all bytes of some slots."""
+    size = sum(nbytes[name] for name in slots)
+    return FillStep(kind=kind, label=label, slots=slots, calls=calls, nbytes=size, inside=inside)

@@ -30,7 +30,7 @@ from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration
 from slotgraph.dataflow.mermaid import mermaid
 from slotgraph.dataflow.planner import plan_fill
-from slotgraph.dataflow.tables import tables
+from slotgraph.runners.explained.tables import tables
 from tests.strategies import declarations
 
 HIDDEN = Axis("HIDDEN", fixed=True)
@@ -66,12 +66,9 @@ class Explained(Inputs):
     mode: str = "decode"
 
 
-def explained(
-    extents: Extents = SIZES, absent: tuple[str, ...] = (), in_place: tuple[str, ...] = (), lowering: str | None = None
-) -> Explanation:
+def explained(extents: Extents = SIZES, **options: Any) -> Explanation:
     """The declaration above, on an NPU's capabilities."""
-    how: Any = lowering
-    return explain_declaration(Explained.slotgraph, NPU, "npu", extents, absent, in_place, how)
+    return explain_declaration(Explained.slotgraph, NPU, "npu", extents, **options)
 
 
 def facts(name: str, found: Explanation | None = None) -> SlotFacts:
@@ -79,31 +76,21 @@ def facts(name: str, found: Explanation | None = None) -> SlotFacts:
     return next(slot for slot in (found or explained()).slots if slot.name == name)
 
 
-def test_dtype_is_the_declared_role_and_the_resolved_one() -> None:
-    """A reader sees both what was declared and what the backend makes of it."""
-    assert (facts("out_cache_loc").dtype, facts("out_cache_loc").role) == ("int32", "cache_loc")
-    assert (facts("input_ids").dtype, facts("input_ids").role) == ("int64", None)
-
-
-def test_where_values_come_from() -> None:
-    """Sources, side arguments, functions with their needs, and constants stand as they were written."""
-    assert facts("out_cache_loc").source == "batch.spec.locations"
-    assert (facts("tables").source, facts("tables").argument) == ("argument tables.decode", "tables")
-    assert (facts("count").function, facts("count").needs, facts("count").runs_on) == (
-        "_live_tokens",
-        ("step",),
-        "host",
-    )
-    assert (facts("rows").needs, facts("rows").runs_on) == (("seq_lens",), "host")
-    assert facts("ones").value == "1"
-    assert (facts("mrope").optional, facts("mrope").when) == (True, "_windowed")
-    assert (facts("ones").when, facts("seq_lens").placement) == ("extend.on", "host")
-
-
-def test_tails_are_said_where_there_is_one() -> None:
-    """A rule stands as it was declared, and not at all where the slot has no rows to pad."""
-    assert (facts("seq_lens").tail, facts("tables").tail) == ("pad=seq_len_fill", "keep (not read)")
-    assert (facts("count").tail, facts("logits").tail) == (None, None)
+def test_slots_in_words() -> None:
+    """Dtypes and roles, sources, functions with their needs, constants and tails stand as they were declared."""
+    expected: dict[str, dict[str, object]] = {
+        "input_ids": {"dtype": "int64", "role": None, "tail": "pad=0", "source": "batch.input_ids"},
+        "seq_lens": {"placement": "host", "tail": "pad=seq_len_fill"},
+        "out_cache_loc": {"dtype": "int32", "role": "cache_loc", "source": "batch.spec.locations"},
+        "tables": {"source": "argument tables.decode", "argument": "tables", "tail": "keep (not read)"},
+        "mrope": {"optional": True, "when": "_windowed"},
+        "count": {"function": "_live_tokens", "needs": ("step",), "runs_on": "host", "tail": None},
+        "rows": {"needs": ("seq_lens",), "runs_on": "host"},
+        "ones": {"value": "1", "when": "extend.on"},
+        "logits": {"kind": "output", "tail": None, "source": None},
+    }
+    for name, known in expected.items():
+        assert {field: getattr(facts(name), field) for field in known} == known
 
 
 def test_sizes_give_bytes_and_the_plan() -> None:
@@ -117,24 +104,18 @@ def test_sizes_give_bytes_and_the_plan() -> None:
     assert [axis.name for axis in found.axes] == ["BATCH", "HIDDEN", "TOKENS"]
 
 
-def test_absent_slots_are_left_out_of_the_plan() -> None:
-    """The plan of a batch that comes without an optional slot neither copies nor resets it."""
-    found = explained(absent=("mrope",))
-    assert found.plan is not None
-    assert found.plan.absent == ("mrope",)
-    assert facts("mrope", found).copied == 0
-
-
-def test_slots_in_place_are_not_copied() -> None:
-    """The plan of a batch whose producer wrote a slot names it, resets its tail, and moves no bytes of it."""
-    whole, found = explained(), explained(in_place=("input_ids",))
+def test_absent_slots_and_slots_in_place() -> None:
+    """Neither is copied; the plan leaves an absent slot out, and resets the tail of one that a producer wrote."""
+    whole, absent, in_place = explained(), explained(absent=("mrope",)), explained(in_place=("input_ids",))
     assert whole.plan is not None
-    assert found.plan is not None
-    assert [group.slots for group in found.plan.copies if group.how == "in place"] == [("input_ids",)]
-    assert [tail.always for tail in found.plan.tails if tail.slot == "input_ids"] == [True]
-    assert whole.plan.nbytes - found.plan.nbytes == 48 * 8
-    assert facts("input_ids", found).copied == 0
-    assert found.copied == (whole.copied or 0) - 37 * 8
+    assert absent.plan is not None
+    assert in_place.plan is not None
+    assert absent.plan.absent == ("mrope",)
+    assert facts("mrope", absent).copied == facts("input_ids", in_place).copied == 0
+    assert [group.slots for group in in_place.plan.copies if group.how == "in place"] == [("input_ids",)]
+    assert [tail.always for tail in in_place.plan.tails if tail.slot == "input_ids"] == [True]
+    assert whole.plan.nbytes - in_place.plan.nbytes == 48 * 8
+    assert in_place.copied == (whole.copied or 0) - 37 * 8
 
 
 def test_host_data() -> None:
@@ -146,9 +127,7 @@ def test_host_data() -> None:
     assert plans[0] is not None
     assert "input_ids" in plans[0].packed
     assert plans[1] == explain_declaration(Explained.slotgraph, Capabilities(), "some", SIZES).plan
-    with pytest.raises(
-        ConfigError, match="Explained: a batch cannot bring host data for 'count': it is no slot that is"
-    ):
+    with pytest.raises(ConfigError, match="a batch cannot bring host data for 'count': it is no slot that is copied"):
         explain_declaration(Explained.slotgraph, Capabilities(), "some", SIZES, hosted=["count"])
 
 
@@ -158,14 +137,7 @@ def test_plan_of_a_lowering(lowering: str | None) -> None:
     plan = explained(lowering=lowering).plan
     assert plan is not None
     assert plan.lowering == ("slot_by_slot" if lowering == "slot_by_slot" else "foreach")
-    singles = [group for group in plan.copies if group.how == "single"]
-    assert (len(singles) == len(plan.copies)) == (lowering == "slot_by_slot")
-
-
-def test_lowering_that_the_device_has_not() -> None:
-    """A device is not said to run what it cannot run."""
-    with pytest.raises(ConfigError, match="lowering 'fused': this backend has foreach, slot_by_slot; or say 'auto'"):
-        explained(lowering="fused")
+    assert all(group.how == "single" for group in plan.copies) == (lowering == "slot_by_slot")
 
 
 def test_without_sizes_the_declaration_alone() -> None:
@@ -177,28 +149,23 @@ def test_without_sizes_the_declaration_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("extents", "absent", "message"),
+    ("options", "message"),
     [
-        ({BATCH: (1, 1)}, (), "no size for HIDDEN, TOKENS"),
-        ({**SIZES, BATCH: (49, 48)}, (), "BATCH=49/48: expected at most as many live rows as padded ones"),
-        ({**SIZES, BATCH: (-1, 48)}, (), "BATCH=-1/48: expected at most"),
-        ({**SIZES, HIDDEN: (32, 64)}, (), "HIDDEN=32/64: expected one size"),
-        (SIZES, ("seq_lens",), "a batch cannot come without 'seq_lens': optional are mrope"),
-        (SIZES, ("nothing",), "cannot come without 'nothing'"),
+        ({"extents": {BATCH: (1, 1)}}, "no size for HIDDEN, TOKENS"),
+        ({"extents": {**SIZES, BATCH: (49, 48)}}, "BATCH=49/48: expected at most as many live rows as padded ones"),
+        ({"extents": {**SIZES, BATCH: (-1, 48)}}, "BATCH=-1/48: expected at most"),
+        ({"extents": {**SIZES, HIDDEN: (32, 64)}}, "HIDDEN=32/64: expected one size"),
+        ({"absent": ["seq_lens"]}, "a batch cannot come without 'seq_lens': optional are mrope"),
+        ({"absent": ["nothing"]}, "cannot come without 'nothing'"),
+        ({"in_place": ["count"]}, "Explained: a producer cannot write 'count' in place: it is no slot that is copied"),
+        ({"in_place": ["nothing"]}, "a producer cannot write 'nothing' in place"),
+        ({"lowering": "fused"}, "lowering 'fused': this backend has foreach, slot_by_slot; or say 'auto'"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(extents: Extents, absent: tuple[str, ...], message: str) -> None:
-    """A missing size, more live rows than padded ones, or an absent slot that is required is an error in words."""
+def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    """A missing size, more live rows than padded ones, or a slot that cannot be what it is named for: told in words."""
     with pytest.raises(ConfigError, match=re.escape(message)):
-        explained(extents, absent)
-
-
-@pytest.mark.parametrize("name", ["count", "hidden", "nothing"])
-def test_what_no_producer_writes_in_place(name: str) -> None:
-    """Only a slot that is copied can be written in its place instead."""
-    message = f"Explained: a producer cannot write '{name}' in place: it is no slot that is copied"
-    with pytest.raises(ConfigError, match=message):
-        explained(in_place=(name,))
+        explained(**options)
 
 
 def shown(found: Explanation) -> str:
@@ -212,24 +179,15 @@ def shown(found: Explanation) -> str:
 def test_tables_show_everything() -> None:
     """Every slot, its dtype and role, the tail, where it comes from, the plan and the bytes are in the text."""
     text = shown(explained())
-    for slot in explained().slots:
-        assert slot.name in text
-    assert "int32 (cache_loc)" in text
-    assert "keep (not read)" in text
-    assert "_live_tokens(step)" in text
-    assert "set once: 1" in text
-    assert "copied, optional, when _windowed" in text
-    assert str(explained().plan).splitlines()[0] in text
-    assert "carried from the batch as they are: mode" in text
-    assert "BATCH=37/48, HIDDEN=64, TOKENS=37/48" in text
+    wanted = [slot.name for slot in explained().slots] + str(explained().plan).splitlines()
+    wanted += ["int32 (cache_loc)", "keep (not read)", "_live_tokens(step)", "set once: 1", "computed on the host"]
+    wanted += ["copied, optional, when _windowed", "carried from the batch as they are: mode", "[BATCH, 4]"]
+    wanted += ["computed in this order: count, rows", "BATCH=37/48, HIDDEN=64, TOKENS=37/48", "bytes of buffers"]
+    assert [part for part in wanted if part not in text] == []
+    assert "Give the size of every axis" in shown(explained({}))
 
 
-def test_tables_take_text_as_it_stands() -> None:
-    """Square brackets are shapes, not rich's markup."""
-    assert "[BATCH, 4]" in shown(explained({}))
-
-
-def test_tables_name_what_is_switched_off() -> None:
+def test_slots_that_are_switched_off() -> None:
     """Slots that the settings switch off are named, so that no one looks for them."""
     found = explain_declaration(Explained.slotgraph.under({"extend": {"on": False}}), NPU, "npu")
     assert "switched off by the settings: ones" in shown(found)

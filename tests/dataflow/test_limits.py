@@ -14,7 +14,7 @@ from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, DeclarationErrors
 from slotgraph.dataflow.explain import explain_declaration
 from slotgraph.dataflow.limits import Limits
-from slotgraph.dataflow.tables import tables
+from slotgraph.runners.explained.tables import tables
 
 CONTEXT = Axis("CONTEXT", fixed=True)
 MOST = 40

@@ -31,7 +31,7 @@ from slotgraph.dataflow.explain import Explanation, explain_declaration
 from slotgraph.dataflow.mermaid import mermaid
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.dataflow.slots import Constant, Copied, HostParameter, Output
-from slotgraph.dataflow.tables import tables
+from slotgraph.runners.explained.tables import tables
 from tests.strategies import declaration_of
 
 CONTEXT = Axis("CONTEXT", fixed=True)
@@ -210,7 +210,7 @@ def test_shown() -> None:
     shown = console.file.getvalue()
     for part in (
         "parameter, argument actual_seq_lengths_kv ",
-        "computed, argument actual_seq_lengths ",
+        "computed on the host, argument actual_seq_lengths ",
         "parameter, argument context_lens, optional, when paged",
         "at most CONTEXT",
     ):

@@ -3,7 +3,6 @@
 import io
 import json
 from typing import Any, Final
-from xml.etree import ElementTree as ET
 
 import attrs
 import pytest
@@ -14,11 +13,10 @@ from structlog.testing import capture_logs
 import slotgraph
 from slotgraph import EagerRunner
 from slotgraph.dataflow.serial import from_data, to_data
-from slotgraph.runners.explained.diagram import mermaid
+from slotgraph.runners.decision import Decision
 from slotgraph.runners.explained.html import html
-from slotgraph.runners.explained.pictures import pictures
-from slotgraph.runners.explained.records import DecisionFacts, Forced, RunnerExplanation
-from slotgraph.runners.explained.tables import tables
+from slotgraph.runners.explained.records import RunnerExplanation
+from slotgraph.runners.explained.tables import diagram, tables
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.axes import DP
@@ -71,20 +69,19 @@ def test_explained(found: list[Found]) -> None:
         assert (ranks.rank, ranks.size, ranks.on, ranks.equal, ranks.shards) == (rank, 2, "host", False, 1)
         assert ranks.asked == ("global_num_tokens",)
         reason = "rank 1: 11 rows are more than the largest bucket, 8"
-        assert ranks.agreed == DecisionFacts(path="eager", bucket=None, why="too_large", reason=reason, rank=1)
-        assert set(ranks.forced) == {
-            Forced(rank=rank, why=why, steps=FORCED[rank, why] - ((rank, why) == (0, "fits"))) for rank, why in FORCED
-        }
+        assert ranks.agreed == Decision("eager", None, "too_large", reason, rank=1)
+        forced = one.after.statistics["ranks"]["forced"]
+        assert forced == {"0": {"fits": 1, "too_large": 1}, "1": {"fits": 1, "too_large": 2}}
         assert one.before.ranks is not None
-        assert (one.before.ranks.agreed, one.before.ranks.forced) == (None, ())
+        assert one.before.ranks.agreed is None
+        assert not any(one.before.statistics["ranks"]["forced"].values())
         assert from_data(json.loads(json.dumps(to_data(one.after))), RunnerExplanation) == one.after
 
 
 def test_what_a_rank_would_do_alone(found: list[Found]) -> None:
     """Of a batch that is asked about, each rank tells its own way, and that nobody else was asked."""
     assert [one.before.asked for one in found] == [
-        DecisionFacts(path="graph", bucket=bucket, why="fits", reason=f"bucket {bucket} fits", alone=True)
-        for bucket in (2, 4)
+        Decision("graph", bucket, "fits", f"bucket {bucket} fits") for bucket in (2, 4)
     ]
     text = said(found[1].before)
     assert (
@@ -102,18 +99,14 @@ def said(explanation: RunnerExplanation) -> str:
 
 
 def test_shown(found: list[Found]) -> None:
-    """Tables, page and pictures say the same."""
+    """Tables, page and diagram say the same."""
     agreed = "eager, forced by rank 1: rank 1: 11 rows are more than the largest bucket, 8"
     for rank, one in enumerate(found):
         for text in (said(one.after), html(one.after)):
             for wanted in (f"{rank} of 2", "before each step, in host memory", "global_num_tokens", agreed):
                 assert wanted in text
-        assert f"rank {rank} of 2" in mermaid(one.after)
-        picture = ET.fromstring(pictures(one.after)["dependencies"].text)  # noqa: S314 - ours
-        texts = [node.text for node in picture.iter() if node.text]
-        assert "ranks" in texts
-        assert "field ranks" not in texts
-        assert f"rank {rank} of 2" in texts
+        assert f"rank {rank} of 2" in diagram(one.after)
+        assert "ranks of the runner" in diagram(one.after)
 
 
 def test_quiet_ranks_are_explained(two: Processes) -> None:
@@ -123,7 +116,7 @@ def test_quiet_ranks_are_explained(two: Processes) -> None:
         assert (one.ranks.on, one.ranks.equal, one.ranks.agreed) == (None, True, None)
         assert "none before a step: all get the same batches" in said(one)
         assert one.asked is not None
-        assert not one.asked.alone
+        assert "alone" not in said(one)
 
 
 def quiet(rank: int) -> RunnerExplanation:

@@ -88,17 +88,12 @@ def full_runner(backend: str | Backend = "cpu", **options: Any) -> DecodeRunner[
     return DecodeRunner(FullInputs, full_step, backend=backend, sizes=SIZES, **given)
 
 
-def full_batch(rows: int, seed: int = 0) -> dict[str, Any]:
+def full_batch(rows: int) -> dict[str, Any]:
     """A batch of tensors."""
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        "input_ids": torch.randint(1, 50, (rows,), generator=draw),
-        "seq_lens": torch.randint(1, 9, (rows,), generator=draw, dtype=torch.int32),
-        "out_cache_loc": torch.randint(1, 99, (rows,), generator=draw),
-        "tables": {"decode": torch.randint(1, 9, (rows, 3), generator=draw, dtype=torch.int32)},
-        "temperatures": torch.rand(rows, 1, generator=draw),
-        "lens": torch.randint(1, 9, (rows,), generator=draw, dtype=torch.int32),
-    }
+    short = torch.randint(1, 9, (rows, 3), dtype=torch.int32)
+    batch = {"input_ids": torch.randint(1, 50, (rows,)), "out_cache_loc": torch.randint(1, 99, (rows,))}
+    beside = {"tables": {"decode": short}, "temperatures": torch.rand(rows, 1)}
+    return {**batch, **beside, "seq_lens": short[:, 0].clone(), "lens": short[:, 1].clone()}
 
 
 def proxy(rows: int) -> dict[str, Any]:
@@ -130,41 +125,18 @@ def harmful_runner() -> DecodeRunner[Any]:
     return DecodeRunner(inputs, failing, backend="cpu", settings=object(), buckets=[2], progress=False)
 
 
-def many_inputs(count: int) -> type[Inputs]:
-    """A declaration of so many copied slots, and some computed ones behind one another."""
-
-    def first(a_slot_with_a_name_03: torch.Tensor, a_slot_with_a_name_20: torch.Tensor) -> torch.Tensor:
-        return a_slot_with_a_name_03 + a_slot_with_a_name_20.sum()
-
-    def second(derived_0: torch.Tensor, a_slot_with_a_name_03: torch.Tensor) -> torch.Tensor:
-        return derived_0 + a_slot_with_a_name_03
-
-    names: dict[str, Any] = {}
-    for at in range(count):
-        shape = ((TOKENS, HIDDEN), (BATCH,), (TOKENS,))[at % 3 if at % 7 else 0]
-        dtype = torch.int64 if at == 3 else (torch.bfloat16, torch.int32, torch.int64)[at % 3]
-        names[f"a_slot_with_a_name_{at:02}"] = copied(*((TOKENS,) if at == 3 else shape), dtype=dtype, pad=0)
-    names["derived_0"] = computed(first, shape=TOKENS, dtype=torch.int64)
-    names["derived_1"] = computed(second, shape=TOKENS, dtype=torch.int64)
-    names |= {f"count_{at}": computed(live_tokens, shape=1, dtype=torch.int32) for at in range(4)}
-    annotations = dict.fromkeys(names, torch.Tensor)
-    inputs: type[Inputs] = type(
-        "ManyInputs", (Inputs,), {"__module__": __name__, "__annotations__": annotations, **names}
-    )
-    return inputs
-
-
 def many_runner(lowering: str = "in_graph") -> DecodeRunner[Any]:
-    """A runner over forty slots and more, in nine buckets."""
+    """A runner over 44 slots, in nine buckets, of which the largest needs copies apart from the others."""
+    names: dict[str, Any] = {"rows": computed(ramp, shape=BATCH, dtype=torch.int64, placement="host")}
+    names["count"] = computed(live_tokens, shape=1, dtype=torch.int32)
+    for at in range(42):
+        dtype = (torch.bfloat16, torch.int32, torch.int64)[at % 3]
+        names[f"a_slot_with_a_name_{at:02}"] = copied(*((TOKENS, HIDDEN), (BATCH,))[at % 2], dtype=dtype, pad=0)
+    body = {"__module__": __name__, "__annotations__": dict.fromkeys(names, torch.Tensor), **names}
+    inputs: type[Inputs] = type("ManyInputs", (Inputs,), body)
     buckets = [1 << power for power in range(9)]
-    return DecodeRunner(
-        many_inputs(42),
-        lambda view: view.derived_1,
-        buckets=buckets,
-        backend="cpu",
-        sizes={HIDDEN: 512},
-        lowering=lowering,
-    )
+    options: dict[str, Any] = {"backend": "cpu", "sizes": {HIDDEN: 512}, "lowering": lowering}
+    return DecodeRunner(inputs, lambda view: view.a_slot_with_a_name_01, buckets=buckets, **options)
 
 
 def places(explanation: RunnerExplanation) -> Mapping[str, Place]:

@@ -1,29 +1,38 @@
-"""The page and the other forms: whole, offline, and deaf to what names try to say to a browser."""
+"""Tables, page and pictures: whole, offline, readable, and deaf to what names try to say to a browser."""
 
 import io
 import itertools
 import json
 import re
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
-from typing import Any
+from typing import Any, NamedTuple
 from xml.etree import ElementTree as ET
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 import slotgraph
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.dataflow.serial import to_data
-from slotgraph.runners.explained import style
-from slotgraph.runners.explained.diagram import mermaid
+from slotgraph.runners.explained import svg
 from slotgraph.runners.explained.html import html
-from slotgraph.runners.explained.markup import clean, node, page_text
-from slotgraph.runners.explained.pictures import pictures
-from slotgraph.runners.explained.tables import tables
-from tests.runners.explained.houses import HARM, full_runner, harmful_runner, many_runner
+from slotgraph.runners.explained.records import RunnerExplanation
+from slotgraph.runners.explained.svg import clean, clipped, pictures
+from slotgraph.runners.explained.tables import diagram, tables
+from tests.runners.explained.houses import (
+    HARM,
+    full_batch,
+    full_runner,
+    harmful_runner,
+    many_runner,
+    pooled_runner,
+    proxy,
+)
 
-SHOWN = clean(HARM)
-"""Hostile text as a page shows it."""
+NAMESPACE = "{http://www.w3.org/2000/svg}"
 
 
 class Parsed(HTMLParser):
@@ -42,128 +51,218 @@ class Parsed(HTMLParser):
         self.text += data
 
 
-def harmful_page() -> str:
-    """The page of a runner whose names mean harm."""
+def full() -> RunnerExplanation:
+    """A runner over every kind of slot that has done some steps."""
+    runner = full_runner(lowering="in_graph")
+    runner.capture()
+    for rows in (1, 5, 7, 11):
+        runner(full_batch(rows), **proxy(rows))
+    return slotgraph.explain(runner)
+
+
+def many() -> RunnerExplanation:
+    """44 slots, nine buckets, one call a slot."""
+    return slotgraph.explain(many_runner("slot_by_slot"))
+
+
+def harmful() -> RunnerExplanation:
+    """Names that mean harm."""
     runner = harmful_runner()
     with pytest.raises(CaptureError):
         runner.capture()
-    return html(slotgraph.explain(runner))
+    return slotgraph.explain(runner)
 
 
-def test_page_has_everything() -> None:
-    """Each section is there with its picture or table, every slot in each, and every link leads somewhere."""
-    explanation = slotgraph.explain(full_runner(lowering="in_graph"))
+def pooled() -> RunnerExplanation:
+    """A runner that shares its memory with others."""
+    return slotgraph.explain(pooled_runner())
+
+
+def shown(explanation: RunnerExplanation) -> str:
+    """The tables as a wide terminal has them."""
+    paper = io.StringIO()
+    Console(file=paper, width=400).print(tables(explanation))
+    return paper.getvalue()
+
+
+def test_tables_and_page_say_it_all() -> None:
+    """Slots, steps, plans, places, bytes, decisions and shared memory are in both, and each slot by name."""
+    explanation = pooled()
     page = Parsed(html(explanation))
-    ids = {attributes.get("id") for _, attributes in page.tags}
-    assert {"dependencies", "fills", "memory"} <= ids
-    links = [str(attributes["href"]) for tag, attributes in page.tags if tag == "a"]
-    assert len(links) == 6
-    assert {link.removeprefix("#") for link in links} <= ids
-    for slot in explanation.declaration.slots:
-        assert page.text.count(slot.name) >= 4
+    assert {"svg", "table", "pre"} <= {tag for tag, _ in page.tags}
+    for text in (shown(explanation), page.text):
+        for part in (
+            "DecodeRunner on cpu",
+            "slots of FullInputs",
+            "steps of a fill, 2 buckets, 2 to 8",
+            "plan of FullInputs for BATCH=8",
+            "memory layout",
+            "a constant, which no step writes",
+            "all that is the runner's own",
+            "shared memory",
+            "without sharing",
+        ):
+            assert part in text
+        assert all(text.count(slot.name) >= 3 for slot in explanation.declaration.slots)
+    assert "nothing is captured yet: call capture()" in shown(many())
+    for part in ("fused kernel, the graph's first node", " 0.25 ", "larger than the largest bucket"):
+        assert part in shown(full()), part
 
 
 def test_page_loads_and_runs_nothing() -> None:
     """No script, no style sheet, image, font or frame from outside, and a policy that forbids all of them."""
-    page = html(slotgraph.explain(full_runner()))
+    page = html(full())
     parsed = Parsed(page)
     assert not {tag for tag, _ in parsed.tags} & {"script", "link", "img", "iframe", "object", "embed", "base", "form"}
-    assert re.findall(r"https?://[^\s\"<]*", page) == ["http://www.w3.org/2000/svg"] * 3
+    assert set(re.findall(r"https?://[^\s\"<]*", page)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"url\(|@import|javascript:", page)
     policy = [attributes["content"] for tag, attributes in parsed.tags if tag == "meta" and "http-equiv" in attributes]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
 
 
 def test_hostile_names_are_letters() -> None:
-    """A name, a rule and a failure that look like markup end up as text: no tag, no attribute of theirs."""
-    page = harmful_page()
-    parsed, plain = Parsed(page), Parsed(html(slotgraph.explain(full_runner())))
-    assert {tag for tag, _ in parsed.tags} <= {tag for tag, _ in plain.tags} | {"desc"}
+    """A name, a rule and a failure that look like markup are text in every form: no tag, no attribute of theirs."""
+    explanation = harmful()
+    page = html(explanation)
+    page.encode()
+    parsed, plain = Parsed(page), Parsed(html(full()))
+    assert {tag for tag, _ in parsed.tags} <= {tag for tag, _ in plain.tags}
     known = {name for _, attributes in plain.tags for name in attributes}
     assert {name for _, attributes in parsed.tags for name in attributes} <= known
-    assert parsed.text.count(SHOWN) >= 5
+    assert parsed.text.count(clean(HARM)) >= 5
     assert not re.search("[\x00\x1b\u202e]", page)
-
-
-def test_hostile_names_do_no_harm_in_other_forms() -> None:
-    """Pictures stay XML, JSON stays JSON, a diagram keeps its lines, and tables print."""
-    runner = harmful_runner()
-    with pytest.raises(CaptureError):
-        runner.capture()
-    explanation = slotgraph.explain(runner)
-    for picture in pictures(explanation).values():
-        root = ET.fromstring(picture.text)  # noqa: S314 - our own text
-        assert not [one for one in root.iter() if one.tag.endswith("script")]
     assert json.loads(json.dumps(to_data(explanation)))["buckets"][0]["graphs"][0]["why"].endswith(HARM)
-    assert "<script>" not in mermaid(explanation)
-    console = Console(file=io.StringIO(), width=400)
-    console.print(tables(explanation))
-    assert "<script>alert(1)</script>" in console.file.getvalue()  # type: ignore[attr-defined] # a StringIO
-
-
-@pytest.mark.parametrize("text", ["</script><b>", 'a" onload="x', "&amp;", "]]>", "\x00\x1b", "\ud800", "a\u202eb"])
-def test_text_and_attributes_are_escaped(text: str) -> None:
-    """Whatever is put in comes out as one text and one attribute, in bytes that UTF-8 holds."""
-    page = page_text(node("p", text, title=text))
-    page.encode()
-    parsed = Parsed(page)
-    assert parsed.tags == [("p", {"title": clean(text)})]
-    assert parsed.text.strip() == clean(text)
-
-
-def test_tables_say_it_all() -> None:
-    """A terminal gets slots, steps, plans, graphs, places, bytes and decisions."""
-    console = Console(file=io.StringIO(), width=220)
-    explanation = slotgraph.explain(full_runner(lowering="in_graph"))
-    console.print(tables(explanation))
-    shown = console.file.getvalue()  # type: ignore[attr-defined] # a StringIO
-    for part in (
-        "DecodeRunner on cpu",
-        "slots of FullInputs",
-        "steps of a fill, 2 buckets, 2 to 8",
-        "fused kernel, the graph's first node",
-        "plan of FullInputs for BATCH=8",
-        "nothing is captured yet: call capture()",
-        "memory layout",
-        "a constant, which no step writes",
-        "all that is the runner's own",
-    ):
-        assert part in shown
-    for slot in explanation.declaration.slots:
-        assert slot.name in shown
+    assert "<script>" not in diagram(explanation)
+    assert "<script>alert(1)</script>" in shown(explanation)
 
 
 def test_diagram_names_the_runner() -> None:
     """The captured step is the runner with its graphs; of many buckets the first and the last are named."""
-    runner = full_runner()
-    runner.capture()
-    assert 'captured[["DecodeRunner<br/>2 buckets: 2, 8<br/>filled foreach"]]' in mermaid(slotgraph.explain(runner))
+    assert 'captured[["DecodeRunner<br/>2 buckets: 2, 8<br/>filled in_graph"]]' in diagram(full())
+    assert "nothing captured" in diagram(many())
     runner = many_runner()
     runner.capture()
-    assert "9 buckets: 1 to 256" in mermaid(slotgraph.explain(runner))
+    assert "9 buckets: 1 to 256" in diagram(slotgraph.explain(runner))
 
 
-def luminance(colour: str) -> float:
-    """Relative luminance, WCAG 2.2."""
-    text = colour.lstrip("#")
-    text = "".join(letter * 2 for letter in text) if len(text) == 3 else text
-    parts = [int(text[at : at + 2], 16) / 255 for at in (0, 2, 4)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+class Rectangle(NamedTuple):
+    """A box from its left upper corner to its right lower one."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, other: "Rectangle") -> bool:
+        """Whether both have more than an edge in common."""
+        apart = self.right < other.left + 0.1 or other.right < self.left + 0.1
+        return not (apart or self.bottom < other.top + 0.1 or other.bottom < self.top + 0.1)
+
+    def holds(self, other: "Rectangle") -> bool:
+        """Whether the other is inside."""
+        starts = self.left <= other.left + 0.1 and self.top <= other.top + 0.1
+        return starts and self.right >= other.right - 0.1 and self.bottom >= other.bottom - 0.1
 
 
-def contrast(one: str, other: str) -> float:
+def boxes(root: ET.Element, class_: str = "node") -> list[Rectangle]:
+    """The boxes of a class."""
+    found = [one.attrib for one in root.iter(f"{NAMESPACE}rect") if class_ in one.get("class", "").split()]
+    places = [[float(one[name]) for name in ("x", "y", "width", "height")] for one in found]
+    return [Rectangle(x, y, x + width, y + height) for x, y, width, height in places]
+
+
+def words(root: ET.Element) -> Iterator[Rectangle]:
+    """At most so much room each line of text takes."""
+    for one in root.iter(f"{NAMESPACE}text"):
+        letter, size = (6.5, 10.5) if one.get("class") == "faint" else (7.4, 12.0)
+        width, x, y = len(one.text or "") * letter, float(one.attrib["x"]), float(one.attrib["y"])
+        left = x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[one.attrib["text-anchor"]]
+        yield Rectangle(left, y - size * 0.78, left + width, y + size * 0.2)
+
+
+@pytest.mark.parametrize("explained", [full, many, harmful, pooled])
+@pytest.mark.parametrize("name", ["fills", "memory"])
+def test_pictures_are_sound(explained: Callable[[], RunnerExplanation], name: str) -> None:
+    """Nothing is outside, no text is over another or leaves its box, no box is empty, and no script is drawn."""
+    root = ET.fromstring(pictures(explained())[name])  # noqa: S314 - our own text
+    whole, texts = Rectangle(*map(float, root.attrib["viewBox"].split())), [*words(root)]
+    shapes = boxes(root) + boxes(root, "held")
+    assert texts
+    assert all(whole.holds(one) for one in (*texts, *shapes))
+    assert not any(one.meets(other) for one, other in itertools.combinations(texts, 2))
+    assert all(shape.right > shape.left and shape.bottom > shape.top for shape in shapes)
+    for group in root.iter(f"{NAMESPACE}g"):
+        assert all(box.holds(text) for box in boxes(group) for text in words(group))
+    assert {one.tag.removeprefix(NAMESPACE) for one in root.iter()} <= {"svg", "style", "g", "title", "rect", "text"}
+
+
+def test_fills_are_as_wide_as_calls() -> None:
+    """A step of more calls has the wider box, in proportion; a frame holds the graph and what it does."""
+    inside = 0
+    for explanation in (many(), full()):
+        root = ET.fromstring(pictures(explanation)["fills"])  # noqa: S314 - our own text
+        _, fill = explanation.fills[0]
+        drawn = [shape for shape in boxes(root) if shape.bottom - shape.top > 40]
+        inside = sum(step.inside for step in fill.steps)
+        in_order = sorted(fill.steps, key=lambda step: (step.kind == "graph", step.inside))
+        widths = [(shape.right - shape.left, step.calls or 1) for step, shape in zip(in_order, drawn, strict=False)]
+        assert len({round(width / calls, 3) for width, calls in widths if width > 20}) == 1
+        held = [sum(frame.holds(shape) for shape in drawn) for frame in boxes(root, "frame")]
+        assert held == ([inside + 1] if inside else [])
+    assert inside == 3
+
+
+def test_memory_is_drawn_while_it_counts() -> None:
+    """Each slot has a pale box over all phases and a coloured one from the first to the last in which it counts."""
+    explanation = full()
+    root, memory = ET.fromstring(pictures(explanation)["memory"]), explanation.memory  # noqa: S314 - our own text
+    column = 760 / len(memory.phases)
+    spans = [(memory.phases.index(place.since), memory.phases.index(place.until) + 1) for place in memory.places]
+    drawn = [(round((one.left - 112) / column), round((one.right - 108) / column)) for one in boxes(root)]
+    assert drawn == spans
+    assert len(boxes(root, "held")) == len(memory.places)
+
+
+def test_alike_buckets_share_a_row() -> None:
+    """Buckets that do the same are one row; the eager fill has one of its own."""
+    assert [name for name, _ in many().fills] == ["9 buckets, 1 to 256", "eager, not padded"]
+    names = [name for name, _ in slotgraph.explain(many_runner("foreach")).fills]
+    assert names == ["8 buckets, 1 to 128", "bucket 256", "eager, not padded"], "the last has copies apart"
+
+
+@given(text=st.text(max_size=40), columns=st.floats(0, 60))
+def test_clipped_text_fits(text: str, columns: float) -> None:
+    """Cut text is no wider than its room, and what fits is not cut."""
+    cut = clipped(text, columns)
+    assert len(cut) <= columns
+    if 2 * len(text) <= columns:
+        assert cut == text
+
+
+def channels(colour: str) -> list[float]:
+    """Red, green and blue."""
+    return [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+
+
+def contrast(one: list[float], other: list[float]) -> float:
     """WCAG 2.2's contrast ratio."""
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    linear = [
+        [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in c] for c in (one, other)
+    ]
+    light, dark = sorted(
+        (sum(s * part for s, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True)) for parts in linear),
+        reverse=True,
+    )
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize("palette", [style._LIGHT, style._DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("palette", [svg.LIGHT, svg.DARK], ids=["light", "dark"])
 def test_letters_can_be_read(palette: str) -> None:
-    """Text stands out from every colour that it is written on, by WCAG's 4.5, and lines from the page by 2."""
-    found: dict[str, Any] = dict(re.findall(r"--([a-z-]+):(#[0-9a-f]+)", palette))
-    fills = [*style._FILLED, "page", "panel", "free"]
-    for ink, fill in itertools.product(("ink", "muted"), fills):
-        assert contrast(found[ink], found[fill]) >= 4.5, (ink, fill)
-    for kind in style._FILLED:
-        assert contrast(found[f"{kind}-line"], found["page"]) >= 2, kind
+    """Text stands out from every colour that it is written on, by WCAG's 4.5, and edges from the page by 2."""
+    found: dict[str, Any] = {name: channels(value) for name, value in re.findall(r"--([a-z]+):(#[0-9a-f]+)", palette)}
+    assert contrast(found["muted"], found["page"]) >= 4.5
+    for colour in map(channels, svg.COLOURS.values()):
+        assert contrast(colour, found["page"]) >= 2
+        for ink, ground in (("ink", "page"), ("muted", "page"), ("ink", "panel")):
+            filled = [0.2 * part + 0.8 * below for part, below in zip(colour, found[ground], strict=True)]
+            assert contrast(found[ink], filled) >= 4.5
