@@ -79,65 +79,69 @@ class Ready:
                     computation.run(batch)
 
     def reset(self, buffers: Buffers) -> None:
-        """Reset tails that an earlier fill may have left dirty, and note how far this one dirties them."""
+        """Reset tails that may be dirty, and note how far this fill dirties them.
+
+        Once producers were given some of the memory, every tail of the bucket is reset: nobody tells what they write.
+        """
         buffers.take_turn()
-        if buffers.ledger.handed_out or (buffers.unmarked and self.plan.lowering not in FUSED):
-            buffers.distrust()
-        elif buffers.unmarked:  # a slot that is apart here may be a lane of another bucket's kernel
-            for mark in self.marks:
-                mark.buffer.distrust()
+        if buffers.unmarked:
+            if self.plan.lowering not in FUSED:
+                buffers.distrust()
+            else:  # a slot that is apart here may be a lane of another bucket's kernel
+                for mark in self.marks:
+                    mark.buffer.distrust()
         if self.exact:
             for mark in self.marks:
                 mark.buffer.mark = tuple(map(max, mark.buffer.mark, mark.live))
+        elif buffers.ledger.handed_out:
+            self._reset([(mark, mark.tails) for mark in self.marks])
         else:
-            self._reset_from_marks()
+            self._reset([(mark, mark.settled()) for mark in self.marks if mark.buffer.mark != mark.live])
         buffers.ledger.stamp = buffers.mine = self
 
-    def _reset_from_marks(self) -> None:
-        """Reset the rows between each buffer's mark and this live size, which is its mark then."""
-        zeros: list[torch.Tensor] = []
-        for mark in self.marks:
-            buffer = mark.buffer
-            if buffer.mark != mark.live:
-                tails = mark.tails_to(buffer.mark)
-                buffer.mark = mark.live
-                if mark.is_zero:
-                    zeros += tails
-                else:
-                    for tail in tails:
-                        tail.fill_(mark.value)
+    def _reset(self, marked: "list[tuple[Mark, list[torch.Tensor]]]") -> None:
+        """Write the values of some tails."""
+        zeros = [tail for mark, tails in marked if mark.is_zero for tail in tails]
         if zeros:
             _FOREACH_ZERO(zeros)
+        for mark, tails in marked:
+            if not mark.is_zero:
+                for tail in tails:
+                    tail.fill_(mark.value)
 
 
 @attrs.define(eq=False)
 class Mark:
     """A buffer whose tail is kept clean: how far one live size reaches, and the tail's value.
 
-    whole: the padded reach, where a tail up to there is small.
+    padded: how far the bucket reaches. small: whether its whole tail is reset where some of it is dirty.
     """
 
     buffer: Buffer
     live: tuple[int, ...]
     value: Number
-    whole: tuple[int, ...] | None
+    padded: tuple[int, ...]
+    small: bool
     is_zero: bool = attrs.field(init=False)
-    _whole_tails: list[torch.Tensor] | None = attrs.field(default=None, init=False)
+    _tails: list[torch.Tensor] | None = attrs.field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
         """Look at the value once."""
         self.is_zero = _is_zero(self.value)
 
-    def tails_to(self, dirty: tuple[int, ...]) -> list[torch.Tensor]:
-        """What to reset where rows are dirty up to there."""
-        buffer, live, whole = self.buffer, self.live, self.whole
-        if whole is None or any(map(operator.gt, dirty, whole)):
-            return [buffer.box(box) for box in boxes(live, dirty)]
-        if not any(map(operator.gt, dirty, live)):
-            return []
-        if self._whole_tails is None:
-            self._whole_tails = [buffer.box(box) for box in boxes(live, whole)]
-        return self._whole_tails
+    @property
+    def tails(self) -> list[torch.Tensor]:
+        """The tail in the bucket, cut when it is first asked for."""
+        if self._tails is None:
+            self._tails = [self.buffer.box(box) for box in boxes(self.live, self.padded)]
+        return self._tails
+
+    def settled(self) -> list[torch.Tensor]:
+        """What to reset, where rows are dirty up to the buffer's mark, which is this live size from now on."""
+        dirty, self.buffer.mark = self.buffer.mark, self.live
+        if not self.small or any(map(operator.gt, dirty, self.padded)):
+            return [self.buffer.box(box) for box in boxes(self.live, dirty)]
+        return self.tails if any(map(operator.gt, dirty, self.live)) else []
 
 
 def _is_zero(value: Number) -> bool:
@@ -172,7 +176,7 @@ class Preparer:
         uploads = plan.lowering in FUSED or plan.packed or plan.moved
         self._early = [group for group in plan.copies if not uploads or group.placement == HOST]
         self._late = [group for group in plan.copies if uploads and group.placement != HOST]
-        self._whole = {tail.slot: self._whole_tail(buffers[tail.slot]) for tail in plan.tails}
+        self._padded_tails = {tail.slot: self._padded_tail(buffers[tail.slot]) for tail in plan.tails}
         self._asked = False
 
     def __call__(self, live: tuple[int, ...]) -> Ready:
@@ -254,11 +258,11 @@ class Preparer:
         for tail in self._plan.tails:
             if not tail.always and not tail.fused:
                 buffer = self._buffers[tail.slot]
-                yield Mark(buffer, buffer.reach(sizes), tail.value, self._whole[tail.slot])
+                yield Mark(buffer, buffer.reach(sizes), tail.value, *self._padded_tails[tail.slot])
 
-    def _whole_tail(self, buffer: Buffer) -> tuple[int, ...] | None:
-        """How far a small slot reaches in the bucket; None of a large one."""
-        return buffer.reach(self._padded) if buffer.view(self._padded).nbytes <= WHOLE_TAIL else None
+    def _padded_tail(self, buffer: Buffer) -> tuple[tuple[int, ...], bool]:
+        """How far a slot reaches in the bucket, and whether it is small."""
+        return buffer.reach(self._padded), buffer.view(self._padded).nbytes <= WHOLE_TAIL
 
     def _computation(self, planned: ComputeStep, step: Step, views: Views) -> Computation:
         compute = self._computes[planned.slot]
