@@ -182,11 +182,13 @@ def allocate(
     empty: Allocate,
     bind: Mapping[str, Bound] = NOT_BOUND,
     tenancy: Tenancy | None = None,
+    *,
+    keep_bound: bool = False,
 ) -> Buffers:
     """Buffers for every slot at full capacity, those in `bind` adopted, each with its initial value.
 
-    tenancy: memory for some of them, which others use in their turn. Memory that was handed in is written too: a step
-    is captured on what its inputs hold, which must be harmless.
+    tenancy: memory for some of them, which others use in their turn. keep_bound: leave what adopted memory holds. It is
+    written otherwise: a step is captured on what its inputs hold, which must be harmless.
     Raises BindError where a tensor cannot be adopted, ComputeError where a value does not fit its dtype here.
     """
     check_bindings(declaration, capacity, capabilities, empty, bind)
@@ -214,9 +216,9 @@ def allocate(
         for name, slot in declaration.slots.items()
     }
     buffers = Buffers(made, capacity, tenancy)
-    _initialise(buffers, capabilities)
+    _initialise(buffers, capabilities, adopted=not keep_bound)
     for buffer in buffers:
-        if buffer.pooled or not _is_all_tail(buffer.slot):
+        if buffer.pooled or (buffer.adopted and keep_bound) or not _is_all_tail(buffer.slot):
             buffer.distrust()
     return buffers
 
@@ -227,8 +229,10 @@ def _is_all_tail(slot: Slot) -> bool:
     return not isinstance(rule, Pad) or rule.value is slot.initial()
 
 
-def _initialise(buffers: Buffers, capabilities: Capabilities) -> None:
+def _initialise(buffers: Buffers, capabilities: Capabilities, *, adopted: bool = True) -> None:
     for buffer in buffers:
+        if buffer.adopted and not adopted:
+            continue
         value = initial_value(buffer.name, buffer.slot, buffers.capacity, capabilities)
         with torch.inference_mode(mode=False), torch.no_grad():
             write_all(buffer.tensor, value, f"slot {buffer.name!r}")

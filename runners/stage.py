@@ -117,10 +117,17 @@ class Stage(Generic[V]):
         return cls(inputs, declaration, choose(backend), step, sizes, follow, optional, lend, restored, kept)
 
     def allocate(
-        self, capacity: Sizes, bind: Mapping[str, Bound] = NO_BINDINGS, tenancy: Tenancy | None = None
+        self,
+        capacity: Sizes,
+        bind: Mapping[str, Bound] = NO_BINDINGS,
+        tenancy: Tenancy | None = None,
+        *,
+        keep_bound: bool = False,
     ) -> Buffers:
         """Buffers of a given capacity on the backend; tenancy: what a pool gives of them."""
-        return allocate(self.declaration, capacity, self.backend.capabilities, self.backend.empty, bind, tenancy)
+        backend = self.backend
+        made = backend.capabilities, backend.empty, bind, tenancy
+        return allocate(self.declaration, capacity, *made, keep_bound=keep_bound)
 
     def padded(self, counts: Sizes, said: str) -> Sizes:
         """The padded size of every axis in a bucket, given those of BATCH and TOKENS, which the options `said` decide.

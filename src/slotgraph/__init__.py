@@ -21,6 +21,7 @@ from slotgraph.runners.draft import DraftRunner
 from slotgraph.runners.draft_extend import DraftExtendRunner
 from slotgraph.runners.eager import EagerRunner
 from slotgraph.runners.explained.explanation import explain
+from slotgraph.runners.input_buffers import InputBuffers
 from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
 from slotgraph.runners.pool import InputPool
 from slotgraph.runners.prefill import PrefillRunner
@@ -36,10 +37,10 @@ __version__ = "0.1.0"
 # fmt: off
 __all__ = [
     "BATCH", "CACHE_LOC", "DEVICE", "HOST", "SEQ_LEN_FILL", "TOKENS", "WIDTH", "Axis", "BreakableRunner", "Buckets",
-    "DecodeRunner", "DraftExtendRunner", "DraftRunner", "EagerRunner", "Exclusive", "FillRole", "InputPool", "Inputs",
-    "MultiLayerDraftExtendRunner", "PipelineStage", "PrefillRunner", "Ranks", "Role", "RunnerConfig", "Slot",
-    "SlotGraphError", "Step", "check", "computed", "constant", "copied", "current_view", "debugged", "errors",
-    "explain", "graph_break", "host_parameter", "keep", "once", "output", "record", "side", "slot", "staged",
-    "standard",
+    "DecodeRunner", "DraftExtendRunner", "DraftRunner", "EagerRunner", "Exclusive", "FillRole", "InputBuffers",
+    "InputPool", "Inputs", "MultiLayerDraftExtendRunner", "PipelineStage", "PrefillRunner", "Ranks", "Role",
+    "RunnerConfig", "Slot", "SlotGraphError", "Step", "check", "computed", "constant", "copied", "current_view",
+    "debugged", "errors", "explain", "graph_break", "host_parameter", "keep", "once", "output", "record", "side",
+    "slot", "staged", "standard",
 ]
 # fmt: on

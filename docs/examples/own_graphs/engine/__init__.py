@@ -1,0 +1,1 @@
+"""An engine that captures its own graphs."""

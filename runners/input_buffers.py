@@ -1,0 +1,257 @@
+"""Buffers and fills without a runner, for engines that capture and replay graphs of their own."""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final, Generic, final
+
+from ..backends.base import Backend
+from ..dataflow.axes import Axis, Sizes
+from ..dataflow.binding import Bound
+from ..dataflow.bucket import Absent
+from ..dataflow.capabilities import AUTO, Lowering
+from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError
+from ..dataflow.explain import check_optional
+from ..dataflow.plan import FillPlan
+from ..dataflow.ready import Ready
+from ..dataflow.sizing import Sizer
+from ..dataflow.sources import Side
+from .arguments import checked_by_slot, checked_sizes
+from .filler import Filler, Filling
+from .gate import Gate
+from .stage import NO_BINDINGS, NO_SIZES, Stage, V
+
+NONE_ABSENT: Final[Collection[str]] = ()
+_Key = tuple[tuple[int, ...], Absent]
+
+
+@final
+class InputBuffers(Generic[V]):
+    """The slots of a declaration at fixed addresses, and the fills of them, for graphs that you capture and replay.
+
+    You choose the padded sizes of each fill. Axes do not follow from one another: give BATCH and TOKENS both. Fill and
+    replay on one stream. Runners are built on the same fills.
+    """
+
+    def __init__(
+        self,
+        inputs: type[V],
+        sizes: Sizes,
+        *,
+        settings: object = None,
+        bind: Mapping[str, Bound] = NO_BINDINGS,
+        keep_bound: bool = False,
+        graphs_read_host_slots: bool = True,
+        lowering: str = AUTO,
+        backend: str | Backend = "auto",
+    ) -> None:
+        """Allocate the slots, each with its initial value.
+
+        Args:
+            inputs: The declaration class.
+            sizes: The capacity of every axis: the most rows that a batch brings, and the sizes of fixed axes.
+            settings: What `when=` of slots refers to.
+            bind: Tensors to adopt as buffers, by slot.
+            keep_bound: Leave what adopted tensors hold, in place of each slot's initial value.
+            graphs_read_host_slots: Whether a graph of yours copies from slots in host memory. If so, a fill waits
+                until the device has done all work that it was given, since it would overwrite them under that copy.
+            lowering: How fills are run: one of the backend's `lowerings`, or "auto" for the first of them.
+            backend: A backend or its name.
+
+        Raises:
+            ConfigError: A size is missing, or an argument does not fit.
+            BindError: A tensor cannot be adopted.
+
+        """
+        sizes = checked_sizes(sizes)
+        self._stage = stage = Stage.of(inputs, _no_step, backend, sizes, settings)
+        declaration = stage.declaration
+        missing = sorted(axis.name for axis in declaration.axes if axis not in sizes)
+        if missing:
+            message = f"{declaration.name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings"
+            raise ConfigError(message)
+        self.capacity = {axis: sizes[axis] for axis in declaration.axes}
+        bound = checked_by_slot("bind", bind, "tensors")
+        self._buffers = stage.allocate(self.capacity, bound, keep_bound=keep_bound)
+        self._filler = Filler(stage, self._buffers, lowering, [self.capacity])
+        self._waits = graphs_read_host_slots
+        self._sizer, self._untold = _sizer_of(stage, self.capacity)
+        self._fillings: dict[_Key, Filling] = {}
+        self._in_graph: set[_Key] = set()
+        self._gate = Gate(type(self).__name__)
+
+    @property
+    def lowering(self) -> Lowering:
+        """How fills are run."""
+        return self._filler.lowering
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots and of what fills need, on the device and on the host."""
+        return self._buffers.nbytes + self._filler.nbytes
+
+    def prepare(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = NONE_ABSENT) -> None:
+        """Make what fills of these padded sizes need. A first `fill` does it, too; inside a capture it is too late.
+
+        Raises:
+            ConfigError: A size is larger than the capacity, or an axis or a slot is unknown.
+
+        """
+        with self._gate.open():
+            self._filling(self._key(padded, absent))
+
+    def fill(
+        self,
+        batch: Any,
+        padded: Sizes = NO_SIZES,
+        *,
+        live: Sizes = NO_SIZES,
+        absent: Collection[str] | None = None,
+        **side: Any,
+    ) -> V:
+        """Fill from a batch, reset the padding, compute what follows from slots, and return the view.
+
+        If a graph of yours begins with `fill_in_graph` for these sizes, that part of the fill is left to its replay:
+        replay it next, and read the view after it.
+
+        Args:
+            batch: An object or a mapping that has the sources.
+            padded: The padded size of each axis; the capacity for an axis that is left out.
+            live: Live rows of axes that no source tells.
+            absent: Optional slots that the batch comes without; by default it is asked.
+            side: Side arguments of slots that are declared with `source=side(...)`.
+
+        Returns:
+            The slots at their padded sizes, as an instance of the declaration. A later fill overwrites them.
+
+        Raises:
+            BatchError: The batch does not fit; nothing was written.
+            ConfigError: A size is larger than the capacity, or an axis is unknown.
+
+        """
+        with self._gate.open():
+            pattern = self._stage.absent(batch, side) if absent is None else absent
+            key = self._key(padded, pattern)
+            rows = self._live(batch, live, side)
+            filling, turn = self._filling(key), self._buffers.turn
+            if self._waits and self._filler.hosts.possible:
+                self._filler.hosts.note()
+            turn.fills += 1
+            self._filler.order()
+            whole = key in self._in_graph
+            try:
+                ready = self._filler.fill(filling, batch, rows, key[1], side, whole=whole)
+            except BatchError as error:
+                turn.fills -= 1
+                if self._sizer is not None and not live:
+                    self._sizer.explain(error, batch, side)
+                raise
+            if not whole:
+                ready.compute_on_device(batch)
+            return self._stage.view(ready, batch)
+
+    def fill_in_graph(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = NONE_ABSENT) -> None:
+        """Record the device's part of a fill; call it first inside of your capture.
+
+        With the lowering `in_graph` that is the fused kernel and the slots that are computed on the device, else the
+        latter alone. From then on `fill` leaves it to the replay.
+
+        Raises:
+            CaptureError: Nothing was filled or prepared with these sizes yet, which takes memory and uploads.
+
+        """
+        with self._gate.open():
+            key = self._key(padded, absent)
+            filling = self._fillings.get(key)
+            if filling is None:
+                message = f"{self._said(key)} are new: call fill() or prepare() with them before the capture"
+                raise CaptureError(message)
+            self._filler.first_node(filling)
+            self._ready(filling, key).compute_on_device()
+            self._in_graph.add(key)
+
+    def view(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = NONE_ABSENT, written: bool = False) -> V:
+        """The slots at their padded sizes, for a capture, or for a producer.
+
+        Args:
+            padded: The padded size of each axis; the capacity for an axis that is left out.
+            absent: Optional slots that are None in the view.
+            written: Whether a producer writes slots by this view. It hands the live rows in as the slot's source then,
+                and each later fill resets the padding behind them.
+
+        Raises:
+            ConfigError: A size is larger than the capacity, or an axis or a slot is unknown.
+
+        """
+        with self._gate.open():
+            key = self._key(padded, absent)
+            if written:
+                self._buffers.ledger.handed_out = True
+            return self._stage.sealed(self._stage.view(self._ready(self._filling(key), key), None))
+
+    def plan(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = NONE_ABSENT) -> FillPlan:
+        """How a fill of these padded sizes is run, for tensors on the device of their slots' dtypes."""
+        key = self._key(padded, absent)
+        return self._filling(key).bucket.planned(key[1]).plan
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """Fills by lowering, and why fills took another one."""
+        return {"lowerings": dict(self._filler.lowered), "detours": dict(self._filler.detours)}
+
+    def _ready(self, filling: Filling, key: _Key) -> Ready:
+        bucket = filling.bucket
+        return bucket.ready(tuple(bucket.sizes[axis] for axis in self._stage.declaration.varying), key[1])
+
+    def _filling(self, key: _Key) -> Filling:
+        made = self._fillings.get(key)
+        if made is None:
+            sizes = {**self.capacity, **dict(zip(self._stage.declaration.varying, key[0], strict=True))}
+            made = self._fillings[key] = self._filler.make(sizes, key[1])
+        return made
+
+    def _key(self, padded: Sizes, absent: Collection[str]) -> _Key:
+        """Padded sizes by varying axis, and absent slots. ConfigError where they do not fit."""
+        pattern = (
+            absent if isinstance(absent, frozenset) else frozenset(check_optional(self._stage.declaration, absent))
+        )
+        for axis, size in checked_sizes(padded).items():
+            most = self.capacity.get(axis)
+            if most is None or (axis.fixed and size != most):
+                message = f"padded names {axis}: it takes the axes of slots that vary, and these are {self._axes()}"
+                raise ConfigError(message)
+            if size > most:
+                message = f"padded size {size} of {axis} is more than its capacity, {most}"
+                raise ConfigError(message)
+        return tuple(padded.get(axis, self.capacity[axis]) for axis in self._stage.declaration.varying), pattern
+
+    def _axes(self) -> str:
+        return ", ".join(axis.name for axis in self._stage.declaration.varying)
+
+    def _said(self, key: _Key) -> str:
+        """Padded sizes in words."""
+        sizes = zip(self._stage.declaration.varying, key[0], strict=True)
+        return "padded sizes " + ", ".join(f"{axis} {size}" for axis, size in sizes)
+
+    def _live(self, batch: Any, live: Sizes, side: Side) -> tuple[int, ...]:
+        """Live rows by varying axis: those that were given, and those that sources tell."""
+        varying = self._stage.declaration.varying
+        given = checked_sizes(live)
+        if all(axis in given for axis in varying):
+            self._stage.declaration.check_side(side)
+            return tuple(given[axis] for axis in varying)
+        if self._sizer is None:
+            message = f"{self._untold}, or give live="
+            raise DeclarationError(message)
+        told = self._sizer(batch, side)
+        return tuple(given.get(axis, rows) for axis, rows in zip(varying, told, strict=True))
+
+
+def _sizer_of(stage: Stage[Any], capacity: Mapping[Axis, int]) -> tuple[Sizer | None, str]:
+    """What tells live sizes, or why no copied slot does."""
+    try:
+        return Sizer(stage.declaration, {}, capacity), ""
+    except DeclarationError as error:
+        return None, str(error)
+
+
+def _no_step(view: Any) -> None:
+    """There is no step here."""
+    del view
