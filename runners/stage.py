@@ -22,7 +22,7 @@ from ..dataflow.plan import FillPlan
 from ..dataflow.planner import plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
-from ..dataflow.turns import Tenancy
+from ..dataflow.turns import SharedMemory
 from ..dataflow.views import ViewInfo, carried, make_view
 from .arguments import (
     check_slots,
@@ -117,10 +117,10 @@ class Stage(Generic[V]):
         return cls(inputs, declaration, choose(backend), step, sizes, follow, optional, lend, restored, kept)
 
     def allocate(
-        self, capacity: Sizes, bind: Mapping[str, Bound] = NO_BINDINGS, tenancy: Tenancy | None = None
+        self, capacity: Sizes, bind: Mapping[str, Bound] = NO_BINDINGS, shared: SharedMemory | None = None
     ) -> Buffers:
-        """Buffers of a given capacity on the backend; tenancy: what a pool gives of them."""
-        return allocate(self.declaration, capacity, self.backend.capabilities, self.backend.empty, bind, tenancy)
+        """Buffers of a given capacity on the backend; shared: what a pool gives of them."""
+        return allocate(self.declaration, capacity, self.backend.capabilities, self.backend.empty, bind, shared)
 
     def padded(self, counts: Sizes, said: str) -> Sizes:
         """The padded size of every axis in a bucket, given those of BATCH and TOKENS, which the options `said` decide.

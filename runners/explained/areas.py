@@ -66,11 +66,11 @@ def _lines(place: Place) -> list[str]:
 
 def _shared_spots(pool: PoolFacts, block: int, kinds: Mapping[str, str]) -> Iterator[Spot]:
     """A spot for all slots that hold the same on purpose; this runner's in the colour of its kind."""
-    tenants: dict[int, list[PoolPlace]] = {}
+    allocations: dict[int, list[PoolPlace]] = {}
     for place in pool.places:
         if place.block == block:
-            tenants.setdefault(place.tenant, []).append(place)
-    for places in tenants.values():
+            allocations.setdefault(place.allocation, []).append(place)
+    for places in allocations.values():
         mine = [place for place in places if place.member == pool.member]
         names = [*(place.slot for place in mine), *(place.name for place in places if place not in mine)]
         yield Spot(
@@ -89,4 +89,4 @@ def _shared_lines(place: PoolPlace) -> list[str]:
     lines = [f"{place.name}: {place.dtype} [{', '.join(map(str, place.shape))}]"]
     lines.append(f"bytes {place.offset:,} to {place.offset + place.nbytes:,}")
     lines.append(f"holds {'always' if place.always else 'in ' + ', '.join(place.phases)}: {place.why}")
-    return [*lines, *([f"shared with {', '.join(place.shares)} ({place.tie})"] if place.shares else [])]
+    return [*lines, *([f"shared with {', '.join(place.shares)}"] if place.shares else [])]

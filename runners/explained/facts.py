@@ -129,7 +129,6 @@ def pool_rows(pool: PoolFacts) -> list[Row]:
             "bytes": place.nbytes,
             "holds in": "always" if place.always else ", ".join(place.phases),
             "why": place.why,
-            "tie": place.tie,
             "shared with": ", ".join(place.shares),
         }
         for place in pool.places

@@ -7,7 +7,7 @@ import attrs
 
 from ...dataflow.capabilities import Placement
 from ...dataflow.roles import dtype_text
-from ...dataflow.sharing.layout import Layout
+from ...dataflow.sharing import Layout
 
 
 @attrs.frozen(kw_only=True)
@@ -24,9 +24,9 @@ class PoolBlock:
 class PoolPlace:
     """Where one slot of one runner lies in a pool.
 
-    phases: in which its bytes must hold; always: in all of them, and between them. why: what makes it so. tie: what
-    makes it one with other slots: "alone", "carried", "equal" or "alike"; tenant: their number. shares: those that have
-    a byte in common.
+    phases: in which its bytes must hold; always: in all of them, and between them. why: what makes it so.
+    allocation: a number that slots have in common which are one memory, because a value carries over. shares: those
+    that have a byte in common.
     """
 
     member: str
@@ -39,8 +39,7 @@ class PoolPlace:
     phases: tuple[str, ...]
     always: bool
     why: str
-    tenant: int
-    tie: str
+    allocation: int
     shares: tuple[str, ...]
 
     @property
@@ -77,7 +76,7 @@ def pool_facts(layout: Layout, member: str) -> PoolFacts:
         member=member,
         phases=schedule.phases,
         overlaps=tuple(pair for pair in itertools.combinations(schedule.phases, 2) if schedule.meet(*pair)),
-        members=tuple(layout.phases.items()),
+        members=tuple({place.member: place.phase for place in layout.places}.items()),
         blocks=tuple(
             PoolBlock(device=one.device, placement=one.placement, nbytes=one.nbytes, pooled=one.pooled)
             for one in layout.blocks
@@ -91,11 +90,10 @@ def pool_facts(layout: Layout, member: str) -> PoolFacts:
                 block=place.block,
                 offset=place.offset,
                 nbytes=place.nbytes,
-                phases=schedule.phases if place.lifetime.always else place.lifetime.phases,
-                always=place.lifetime.always,
-                why=place.lifetime.why,
-                tenant=place.tenant,
-                tie=place.tie,
+                phases=place.phases,
+                always=place.always,
+                why=place.why,
+                allocation=place.allocation,
                 shares=tuple(map(str, layout.shared_with(place.member, place.slot))),
             )
             for place in layout.places
