@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..capabilities import Placement
@@ -129,11 +129,12 @@ class Layout:
         """Each block with the slots in it, and why they lie there."""
         saved = f"{self.nbytes:,} bytes, {self.saved:,} fewer than {self.apart:,} without sharing"
         other = f"{self.by_name:,} if only slots of one name shared; {self.peak:,} must hold at once"
-        heads = "block", "from", "bytes", "slot", "needed in", "and why it lies there"
-        table = Table(*heads, title=f"phases: {self.schedule}", caption=f"{saved}; {other}", box=box.SIMPLE_HEAD)
+        heads = "block: from", "bytes", "slot", "needed in", "and why it lies there"
+        columns = [Column(head, overflow="fold") for head in heads]
+        table = Table(*columns, title=f"phases: {self.schedule}", caption=f"{saved}; {other}", box=box.SIMPLE_HEAD)
         for place in sorted(self.places, key=lambda one: (one.block, one.offset, -one.nbytes, str(one))):
-            where = f"{place.block}: {place.device}'s {place.placement} memory"
             told = "; ".join(self._sharing(place)) or f"shares with none: {place.why}"
             needed = "always" if place.always else ", ".join(place.phases)
-            table.add_row(*map(Text, (where, f"{place.offset:,}", f"{place.nbytes:,}", str(place), needed, told)))
+            cells = f"{place.block}: {place.offset:,}", f"{place.nbytes:,}", str(place), needed, told
+            table.add_row(*map(Text, cells))
         return table
