@@ -182,7 +182,7 @@ def filled(runners: Runners, phase: str, requests: int, seed: int) -> dict[str, 
     return {name: view[name].tolist() for name in named if isinstance(view.get(name), torch.Tensor)}
 
 
-turns = st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 7), st.integers(0, 2**31)), min_size=4, max_size=16)
+turns = st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 7), st.integers(0, 2**31)), min_size=8, max_size=24)
 
 
 @given(turns=turns, data=st.data())
@@ -202,7 +202,7 @@ def test_shared_memory_changes_no_output(
     assert pool.layout.saved > 0
     with torch.inference_mode(data.draw(st.booleans())):
         for phase, requests, seed in turns:
-            if seed % 3:
+            if seed % 2:
                 assert torch.equal(run(shared, phase, requests, seed), run(alone, phase, requests, seed))
             else:
                 assert filled(shared, phase, requests, seed) == filled(alone, phase, requests, seed)
