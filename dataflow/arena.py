@@ -46,7 +46,12 @@ def together(rooms: Iterable[Room], empty: Allocate) -> Mapping[str, torch.Tenso
             arena = empty((sum(room.nbytes for room in mine),), torch.uint8, placement)
             start = 0
             for room in mine:
-                used = math.prod(room.shape) * room.dtype.itemsize
-                tensors[room.name] = arena[start : start + used].view(room.dtype).view(room.shape)
+                tensors[room.name] = carve(arena, start, room.shape, room.dtype)
                 start += room.nbytes
     return tensors
+
+
+def carve(block: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in the bytes of a block, from one of them on."""
+    used = math.prod(shape) * dtype.itemsize
+    return block[start : start + used].view(dtype).view(shape)

@@ -16,7 +16,7 @@ from .declaration import Declaration
 from .roles import resolve_dtype
 from .slots import Slot
 from .tails import Pad
-from .turns import NO_MEMORY, Tenancy
+from .turns import NO_MEMORY, SharedMemory
 from .values import initial_value, write_all
 
 NOT_BOUND: Final[Mapping[str, Bound]] = {}
@@ -94,11 +94,11 @@ class Buffers:
     keeps no marks. beside: memory that steps write too, and no fill.
     """
 
-    def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, tenancy: Tenancy | None = None) -> None:
+    def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, shared: SharedMemory | None = None) -> None:
         self._buffers = dict(buffers)
         self.capacity = dict(capacity)
-        tenancy = Tenancy() if tenancy is None else tenancy
-        self.ledger, self.turn = tenancy.ledger, tenancy.turn
+        shared = SharedMemory() if shared is None else shared
+        self.ledger, self.turn = shared.ledger, shared.turn
         self.mine: object | None = None
         self.unmarked = False
         self.beside: tuple[torch.Tensor, ...] = ()
@@ -181,18 +181,18 @@ def allocate(
     capabilities: Capabilities,
     empty: Allocate,
     bind: Mapping[str, Bound] = NOT_BOUND,
-    tenancy: Tenancy | None = None,
+    shared: SharedMemory | None = None,
     *,
     keep_bound: bool = False,
 ) -> Buffers:
     """Buffers for every slot at full capacity, those in `bind` adopted, each with its initial value.
 
-    tenancy: memory for some of them, which others use in their turn. keep_bound: leave what adopted memory holds. It is
+    shared: memory for some of them, which others use in their turn. keep_bound: leave what adopted memory holds. It is
     written otherwise: a step is captured on what its inputs hold, which must be harmless.
     Raises BindError where a tensor cannot be adopted, ComputeError where a value does not fit its dtype here.
     """
     check_bindings(declaration, capacity, capabilities, empty, bind)
-    pooled = NO_MEMORY if tenancy is None else tenancy.tensors
+    pooled = NO_MEMORY if shared is None else shared.tensors
     rooms = [
         Room(name, extent(slot.shape, capacity), resolve_dtype(slot.dtype, capabilities), slot.placement)
         for name, slot in declaration.slots.items()
@@ -215,7 +215,7 @@ def allocate(
         )
         for name, slot in declaration.slots.items()
     }
-    buffers = Buffers(made, capacity, tenancy)
+    buffers = Buffers(made, capacity, shared)
     _initialise(buffers, capabilities, adopted=not keep_bound)
     for buffer in buffers:
         if buffer.pooled or (buffer.adopted and keep_bound) or not _is_all_tail(buffer.slot):

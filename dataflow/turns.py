@@ -65,7 +65,7 @@ class Turn:
 
 
 @attrs.frozen(eq=False)
-class Tenancy:
+class SharedMemory:
     """What a pool gives one set of buffers: memory for some of its slots, and what to know of the others in it."""
 
     tensors: Mapping[str, torch.Tensor] = NO_MEMORY

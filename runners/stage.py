@@ -22,7 +22,7 @@ from ..dataflow.plan import FillPlan
 from ..dataflow.planner import plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
-from ..dataflow.turns import Tenancy
+from ..dataflow.turns import SharedMemory
 from ..dataflow.views import ViewInfo, carried, make_view
 from .arguments import (
     check_slots,
@@ -120,13 +120,13 @@ class Stage(Generic[V]):
         self,
         capacity: Sizes,
         bind: Mapping[str, Bound] = NO_BINDINGS,
-        tenancy: Tenancy | None = None,
+        shared: SharedMemory | None = None,
         *,
         keep_bound: bool = False,
     ) -> Buffers:
-        """Buffers of a given capacity on the backend; tenancy: what a pool gives of them."""
+        """Buffers of a given capacity on the backend; shared: what a pool gives of them."""
         backend = self.backend
-        made = backend.capabilities, backend.empty, bind, tenancy
+        made = backend.capabilities, backend.empty, bind, shared
         return allocate(self.declaration, capacity, *made, keep_bound=keep_bound)
 
     def padded(self, counts: Sizes, said: str) -> Sizes:

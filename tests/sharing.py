@@ -1,6 +1,5 @@
 """What tests of shared memory share: random schedules and members, and a loop that runs them over a map of bytes."""
 
-import hashlib
 import itertools
 import math
 import random
@@ -16,13 +15,9 @@ from slotgraph import BATCH, TOKENS, Inputs, copied
 from slotgraph.dataflow.axes import WIDTH
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.sharing.layout import Layout
-from slotgraph.dataflow.sharing.lifetimes import Carry, Member, is_constant
-from slotgraph.dataflow.sharing.phases import Schedule
-from slotgraph.dataflow.sharing.planner import lay_out
-from slotgraph.dataflow.slots import Slot
+from slotgraph.dataflow.sharing import Carry, Layout, Member, Schedule, lay_out
+from slotgraph.dataflow.slots import Constant
 from slotgraph.dataflow.tails import Keep, Once
-from slotgraph.dataflow.values import initial_value
 from tests.strategies import DTYPES, HIDDEN, PAGES, declaration_of, declarations
 
 PHASES = ("prefill", "draft", "verify", "extend", "prepare")
@@ -32,16 +27,8 @@ def member_of(name: str, phase: str, fields: Mapping[str, Any], **changed: Any) 
     """A member of a declaration made from fields, of 4 requests and 8 tokens."""
     capacity = {BATCH: 4, TOKENS: 8, PAGES: 5, HIDDEN: 3, WIDTH: 2}
     declaration = declaration_of(fields).slotgraph
-    return Member(
-        **{
-            "name": name,
-            "phase": phase,
-            "declaration": declaration,
-            "capacity": capacity,
-            "capabilities": Capabilities(),
-            **changed,
-        }
-    )
+    given = {"name": name, "phase": phase, "declaration": declaration, "capacity": capacity}
+    return Member(**{**given, "capabilities": Capabilities(), **changed})
 
 
 @st.composite
@@ -105,7 +92,7 @@ def shared(draw: st.DrawFn, kinds: st.SearchStrategy[type[Inputs]] | None = None
             kept=draw(st.sets(st.sampled_from(slots), max_size=1)),
             shares=draw(st.sampled_from([None, None, None, True, False])),
         )
-        free = sorted({*slots} - member.bound)
+        free = sorted({*slots}.difference(member.bound))
         chained = draw(st.dictionaries(st.sampled_from(free), st.integers(1, 3), max_size=1)) if free else {}
         members.append(attrs.evolve(member, chained=chained))
     return Shared(schedule, members, draw(_carries(schedule, members)))
@@ -129,25 +116,22 @@ def _carries(draw: st.DrawFn, schedule: Schedule, members: list[Member]) -> list
 
 
 Name = tuple[str, str]
-_WORD = 8
-"""Bytes of a mark: four that tell the kind of value, four that tell which one."""
 
 
 class Loop:
     """A loop that runs members in their phases over a map of bytes, and sees what each finds there.
 
-    Written plainly, to hold layouts against: whoever writes a slot leaves its mark in all bytes of it, and looks for it
-    where it must still be. `wrong` says what was lost, `looked` how often something was looked for.
+    Written plainly, to hold layouts against: each write to a slot leaves a new mark in all bytes of it, and looks for
+    that mark wherever it must still be. `wrong` says what was lost.
     """
 
     def __init__(self, shared: Shared, layout: Layout, seed: int) -> None:
-        self.shared = shared
+        self.schedule = shared.schedule
         self.members = {member.name: member for member in shared.members}
         self.places = {(place.member, place.slot): place for place in layout.places}
         self.map = [np.zeros(block.nbytes, dtype=np.uint8) for block in layout.blocks]
         self.random = random.Random(seed)  # noqa: S311 - no secret
         self.wrong: list[str] = []
-        self.looked = self.writes = 0
         self.active: list[str] = []
         self.marks: dict[Name, np.ndarray] = {}
         self.waiting: dict[Carry, np.ndarray] = {}
@@ -157,9 +141,8 @@ class Loop:
 
     def run(self, events: int) -> None:
         """Begin and end phases at random, as their schedule allows."""
-        schedule = self.shared.schedule
         for _ in range(events):
-            able = [one for one in schedule.phases if all(one != a and self._meet(one, a) for a in self.active)]
+            able = [one for one in self.schedule.phases if all(one != a and self._meet(one, a) for a in self.active)]
             if able and (not self.active or self.random.random() < 0.5):
                 self._begin(self.random.choice(able))
             elif self.active:
@@ -172,7 +155,8 @@ class Loop:
         for carry in [one for one in self.waiting if self._phase(one.ends[1]) == phase]:
             self._look(carry.ends[1], self.waiting.pop(carry), f"what carries over from {carry}")
         self.active.append(phase)
-        for name in self._of(phase):
+        mine = [name for name in self.places if self._phase(name) == phase]
+        for name in self.random.sample(mine, len(mine)):
             self._write(name)
 
     def _end(self, phase: str) -> None:
@@ -184,95 +168,46 @@ class Loop:
 
     def _spoils(self, phase: str, carry: Carry) -> bool:
         """Whether a phase may overwrite a value on its way: the writer's own, or one that never overlaps the way."""
-        schedule, (first, last) = self.shared.schedule, map(self._phase, carry.ends)
-        order = schedule.order[schedule.order.index(first) :] + schedule.order
+        order, (first, last) = self.schedule.order, map(self._phase, carry.ends)
+        order = order[order.index(first) :] + order
         way = [first, *order[1 : order.index(last, 1) + 1]]
         return phase == first or (phase not in way and not any(self._meet(phase, one) for one in way))
 
     def _meet(self, one: str, other: str) -> bool:
         """Whether a phase may begin while another is in use."""
-        schedule = self.shared.schedule
-        pairs = [*schedule.overlaps, *[(b, a) for a, b in schedule.overlaps]]
-        return one in schedule.anytime or other in schedule.anytime or (one, other) in pairs
+        pairs = [*self.schedule.overlaps, *[(b, a) for a, b in self.schedule.overlaps]]
+        return one in self.schedule.anytime or other in self.schedule.anytime or (one, other) in pairs
 
     def _look_around(self) -> None:
-        """Every slot that is in use holds what was written; those that live always hold it, too."""
+        """Every slot that is in use holds what was written; a slot that lives always holds it, too."""
         for name in self.places:
-            kept = isinstance(self._slot(name).rule(), Keep) and not self._is_carried(name)
             if self._phase(name) in self.active or self._lives_always(name):
                 self._look(name, self.marks[name], "its own value")
-            elif kept:
-                self._look(name, self.marks[name], "the kind of value that it kept", kind=True)
 
-    def _look(self, name: Name, value: np.ndarray, what: str, *, kind: bool = False) -> None:
-        place = self.places[name]
+    def _look(self, name: Name, value: np.ndarray, what: str) -> None:
         size = min(len(value), self._used(name))
-        found, want = self.map[place.block][place.offset : place.offset + size], value[:size]
-        if kind:
-            kinds = np.arange(size) % _WORD < _WORD // 2
-            found, want = found[kinds], want[kinds]
-        self.looked += 1
-        if not np.array_equal(found, want):
+        if not np.array_equal(self._bytes(name)[:size], value[:size]):
             self.wrong.append(f"{'.'.join(name)} lost {what} while {self.active} were in use")
 
     def _write(self, name: Name) -> None:
-        place, used = self.places[name], self._used(name)
-        slot, member = self._slot(name), self.members[name[0]]
-        self.writes += 1
-        if is_constant(slot, name[1]):
-            words = _bytes_of(member, name[1])
-        else:
-            word = hashlib.sha256(repr(self._kind(name)).encode()).digest()[: _WORD // 2] + self.writes.to_bytes(4)
-            words = np.frombuffer(word * (used // _WORD + 1), dtype=np.uint8)[:used]
-        self.marks[name] = words
-        self.map[place.block][place.offset : place.offset + used] = words
-
-    def _kind(self, name: Name) -> object:
-        """What tells whether another's value may stand in a kept tail: of every other slot, its own name."""
-        slot, member = self._slot(name), self.members[name[0]]
-        if not isinstance(slot.rule(), Keep) or self._lives_always(name) or self._is_carried(name):
-            return name
-        sizes = {axis: size for axis, size in member.capacity.items() if axis.fixed}
-        return (
-            name[1],
-            slot.rule(),
-            member.dtype(name[1]),
-            member.shape(name[1])[1:],
-            slot.initial(),
-            sorted(sizes.items()),
-        )
+        used = self._used(name)
+        self.marks[name] = np.frombuffer((self.random.randbytes(8) * (used // 8 + 1))[:used], dtype=np.uint8)
+        self._bytes(name)[:] = self.marks[name]
 
     def _lives_always(self, name: Name) -> bool:
-        """Whether nobody else may ever write a byte of it."""
-        slot, member = self._slot(name), self.members[name[0]]
-        if is_constant(slot, name[1]) or not member.pooled:
-            return True
-        asked = name[1] in member.kept or slot.placement == "host" or isinstance(slot.rule(), Once)
-        return asked and not self._is_carried(name)  # which another member writes, too
-
-    def _is_carried(self, name: Name) -> bool:
-        return any(name in carry.ends for carry in self.joined)
-
-    def _of(self, phase: str) -> list[Name]:
-        names = [name for name in self.places if self._phase(name) == phase]
-        self.random.shuffle(names)
-        return names
+        """Whether no other slot may ever write a byte of it; where a value carries over, another member does."""
+        member = self.members[name[0]]
+        slot = member.declaration.slots[name[1]]
+        asked = name[1] in member.kept or slot.placement == "host" or isinstance(slot.rule(), Once | Keep)
+        carried = any(name in carry.ends for carry in self.joined)
+        return not member.pooled or isinstance(slot, Constant) or (asked and not carried)
 
     def _phase(self, name: Name) -> str:
         return self.members[name[0]].phase
 
-    def _slot(self, name: Name) -> Slot:
-        return self.members[name[0]].declaration.slots[name[1]]
-
     def _used(self, name: Name) -> int:
+        return math.prod(self.places[name].shape) * self.places[name].dtype.itemsize
+
+    def _bytes(self, name: Name) -> np.ndarray:
         place = self.places[name]
-        return math.prod(place.shape) * place.dtype.itemsize
-
-
-def _bytes_of(member: Member, name: str) -> np.ndarray:
-    """A constant's values, as bytes."""
-    slot, shape = member.declaration.slots[name], member.room(name).shape
-    value = initial_value(name, slot, member.capacity, member.capabilities)
-    whole = torch.empty(shape, dtype=member.dtype(name))
-    whole.copy_(value) if isinstance(value, torch.Tensor) else whole.fill_(value)
-    return whole.reshape(-1).view(torch.uint8).numpy().copy()
+        return self.map[place.block][place.offset : place.offset + self._used(name)]

@@ -11,7 +11,7 @@ from ...dataflow.bucket import Absent
 from ...dataflow.compute import RANKS
 from ...dataflow.explain import NOT_SIZED, Explanation, explain_declaration
 from ...dataflow.planner import plan_fill, slot_bytes
-from ...dataflow.sharing.layout import Layout
+from ...dataflow.sharing import Layout
 from ..graphs import GraphSet
 from ..outputs import nbytes_of
 from ..parts import Parts
@@ -135,7 +135,9 @@ def _memory(parts: Parts[Any], declaration: Explanation, pool: Layout | None) ->
     if seat is not None and seat.phase is not None and pool is not None:
         kept = seat.phase.kept
         shares = {
-            place.slot: tuple(map(str, pool.shared_with(place.member, place.slot))) for place in pool.of(seat.name)
+            place.slot: tuple(map(str, pool.shared_with(place.member, place.slot)))
+            for place in pool.places
+            if place.member == seat.name
         }
     return memory_of(
         graphs.buffers if graphs is not None else parts.eager.buffers,

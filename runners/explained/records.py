@@ -8,7 +8,7 @@ import attrs
 from ...dataflow.capabilities import Placement
 from ...dataflow.explain import Explanation
 from ...dataflow.plan import FillPlan
-from ...dataflow.sharing.layout import Layout
+from ...dataflow.sharing import Layout
 from ..decision import Decision
 
 Kind = Literal["reset", "copy", "compute", "upload", "kernel", "graph", "step"]

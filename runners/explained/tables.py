@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ...dataflow.explain import Explanation, SlotFacts
 from ...dataflow.mermaid import mermaid
-from ...dataflow.sharing.layout import Layout
+from ...dataflow.sharing import Layout
 from ..decision import Decision, Why
 from ..ranks.group import HOST
 from .records import BucketFacts, FillStep, RankFacts, RunnerExplanation
@@ -223,9 +223,9 @@ def _shared(pool: Layout) -> list[Row]:
     """Where each slot of each runner of a pool lies, who shares with it, and why that is safe."""
     return [
         {
-            **_row(place, "member", "slot", "block", "offset", "nbytes", "lifetime"),
-            "why": place.lifetime.why,
-            "tie": place.tie,
+            **_row(place, "member", "slot", "block", "offset", "nbytes"),
+            "phases": "always" if place.always else ", ".join(place.phases),
+            "why": place.why,
             "shares": pool.shared_with(place.member, place.slot),
         }
         for place in pool.places
@@ -234,7 +234,8 @@ def _shared(pool: Layout) -> list[Row]:
 
 def _sums(pool: Layout) -> Iterator[str]:
     yield f"phases: {pool.schedule}"
-    yield f"runners: {', '.join(f'{name} in {phase}' for name, phase in pool.phases.items())}"
+    phases = {place.member: place.phase for place in pool.places}
+    yield f"runners: {', '.join(f'{name} in {phase}' for name, phase in phases.items())}"
     yield (
         f"{pool.nbytes:,} bytes: {pool.saved:,} fewer than {pool.apart:,} without sharing; {pool.by_name:,} if only "
         f"slots of one name shared; {pool.peak:,} must hold at once"

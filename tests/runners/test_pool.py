@@ -137,22 +137,21 @@ class _Proxy:
 Runners = dict[str, DecodeRunner[Any]]
 
 
-def runners_of(backend: Backend, lowering: str, pool: InputPool | None, **options: Any) -> Runners:
+def runner_of(
+    backend: Backend | str, pool: InputPool | None, phase: str, keeping: tuple[str, ...] = (), **options: Any
+) -> DecodeRunner[Any]:
+    """A runner of one phase, of a pool or by itself."""
+    absent = [{"positions"}] if phase == "verify" else []
+    seat: dict[str, Any] = {} if pool is None else {"phase": pool[phase], "sharing": True}
+    for slot in keeping:
+        seat["phase"] = seat["phase"].keeping(slot)
+    given = {"buckets": BUCKETS, "sizes": SIZES, "absent": absent, "backend": backend, **seat, **options}
+    return DecodeRunner(DECLARATIONS[phase], step, **given)
+
+
+def runners_of(backend: Backend | str, pool: InputPool | None, **options: Any) -> Runners:
     """A runner for each phase, captured, of one pool or each by itself."""
-    made = {
-        phase: DecodeRunner(
-            DECLARATIONS[phase],
-            step,
-            buckets=BUCKETS,
-            sizes=SIZES,
-            absent=[{"positions"}] if phase == "verify" else [],
-            backend=backend,
-            lowering=lowering,
-            phase=None if pool is None else pool[phase],
-            **options,
-        )
-        for phase in PHASES
-    }
+    made = {phase: runner_of(backend, pool, phase, **options) for phase in PHASES}
     for runner in made.values():
         runner.capture()
     return made
@@ -183,12 +182,7 @@ def filled(runners: Runners, phase: str, requests: int, seed: int) -> dict[str, 
     return {name: view[name].tolist() for name in named if isinstance(view.get(name), torch.Tensor)}
 
 
-turns = st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 7), st.integers(0, 2**31)), min_size=4, max_size=16)
-
-
-def lowerings_of(backend: Backend) -> tuple[str, ...]:
-    """All that the backend has."""
-    return backend.capabilities.lowerings
+turns = st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 7), st.integers(0, 2**31)), min_size=8, max_size=24)
 
 
 @given(turns=turns, data=st.data())
@@ -196,134 +190,108 @@ def lowerings_of(backend: Backend) -> tuple[str, ...]:
 def test_shared_memory_changes_no_output(
     backend: Backend, turns: list[tuple[str, int, int]], data: st.DataObject
 ) -> None:
-    """Phases in any order, any sizes, eager ones too: outputs are those of runners with memory of their own."""
-    lowering = data.draw(st.sampled_from(lowerings_of(backend)))
-    pool = InputPool(*PHASES)
-    shared, alone = runners_of(backend, lowering, pool, sharing=True), runners_of(backend, lowering, None)
+    """Phases in any order, any sizes, eager ones too: outputs are those of runners with memory of their own.
+
+    Also where the pool is laid out in another mode, of inference or not, than steps run in.
+    """
+    lowering, pool = data.draw(st.sampled_from(backend.capabilities.lowerings)), InputPool(*PHASES)
+    with torch.inference_mode(data.draw(st.booleans())):
+        shared = runners_of(backend, pool, lowering=lowering)
+    alone = runners_of(backend, None, lowering=lowering)
     assert pool.layout is not None
     assert pool.layout.saved > 0
-    for phase, requests, seed in turns:
-        if seed % 3:
-            assert torch.equal(run(shared, phase, requests, seed), run(alone, phase, requests, seed))
-        else:
-            assert filled(shared, phase, requests, seed) == filled(alone, phase, requests, seed)
+    with torch.inference_mode(data.draw(st.booleans())):
+        for phase, requests, seed in turns:
+            if seed % 2:
+                assert torch.equal(run(shared, phase, requests, seed), run(alone, phase, requests, seed))
+            else:
+                assert filled(shared, phase, requests, seed) == filled(alone, phase, requests, seed)
 
 
-@given(turns=turns)
+OVERLAPS: Final = (("draft", "verify"), ("verify", "extend"))
+interleaved = st.lists(st.tuples(st.sampled_from(OVERLAPS), st.booleans(), st.integers(0, 5), st.integers(0, 2**31)))
+
+
+@given(turns=interleaved)
 @settings(max_examples=10)
-def test_interleaved_phases_that_may_overlap(backend: Backend, turns: list[tuple[str, int, int]]) -> None:
+def test_interleaved_phases_that_may_overlap(
+    backend: Backend, turns: list[tuple[tuple[str, str], bool, int, int]]
+) -> None:
     """A step that is filled while another phase is under way is run later, and neither notices."""
-    pool = InputPool(*PHASES, overlaps=[("draft", "verify"), ("verify", "extend")])
-    shared, alone = runners_of(backend, "auto", pool, sharing=True), runners_of(backend, "auto", None)
-    waiting: list[tuple[str, Any, torch.Tensor]] = []
-    for phase, requests, seed in [*turns, *((phase, 2, 9) for phase in PHASES)]:
-        produce(shared, phase, min(requests, 5), seed)
-        produce(alone, phase, min(requests, 5), seed)
-        batch = batch_of(phase, min(requests, 5), seed)
-        expected = alone[phase](batch).clone()
-        for other, view, wanted in waiting:  # filled one step before, in a phase that may overlap with this one
-            overlapping = {other, phase} in ({"draft", "verify"}, {"verify", "extend"})
-            if overlapping:
-                filled = shared[phase].fill(batch)
-                assert torch.equal(shared[other].replay(view), wanted)
-                assert torch.equal(shared[phase].replay(filled), expected)
-        waiting = [(phase, shared[phase].fill(batch), expected)]
+    pool = InputPool(*PHASES, overlaps=OVERLAPS)
+    shared, alone = runners_of(backend, pool), runners_of(backend, None)
+    for pair, swapped, requests, seed in turns:
+        phases = pair[::-1] if swapped else pair
+        batches = {phase: batch_of(phase, requests, seed) for phase in phases}
+        for runners in (shared, alone):
+            produce(runners, "verify", requests, seed)
+        views = {phase: shared[phase].fill(batch) for phase, batch in batches.items()}
+        for phase, view in views.items():
+            assert torch.equal(shared[phase].replay(view), alone[phase](batches[phase]))
 
 
-def test_carried_value_is_read_where_it_was_written(backend: Backend) -> None:
-    """What one runner's step leaves is the next one's source, in place: not a byte of it is copied."""
+@pytest.mark.parametrize("sharing", [True, False])
+def test_carried_value_is_read_where_it_was_written(backend: Backend, sharing: bool) -> None:  # noqa: FBT001 - a parameter
+    """What one runner's step leaves is the next one's source, in place; a runner with its own memory copies it."""
     pool = InputPool(*PHASES)
     pool.carry("next_hidden", "verify", "extend", into="hidden")
-    shared, alone = runners_of(backend, "auto", pool, sharing=True), runners_of(backend, "auto", None)
+    verify, extend = runner_of(backend, pool, "verify"), runner_of(backend, pool, "extend", sharing=sharing)
+    alone = runners_of(backend, None)
+    for runner in (verify, extend):
+        runner.capture()
+    left = verify.graphs.buffers["next_hidden"].tensor
+    assert (left.data_ptr() == extend.graphs.buffers["hidden"].tensor.data_ptr()) is sharing
     for requests, seed in ((3, 1), (5, 2), (1, 4), (4, 7)):
-        for runners in (shared, alone):
+        for runners in ({"verify": verify}, alone):
             run(runners, "verify", requests, seed)
         batch = batch_of("extend", requests, seed)
         batch.proxy = {"hidden": alone["verify"].graphs.buffers["next_hidden"].tensor[:requests]}
         expected = alone["extend"](batch).clone()
-        left = shared["verify"].graphs.buffers["next_hidden"].tensor
-        assert left.data_ptr() == shared["extend"].graphs.buffers["hidden"].tensor.data_ptr()
         batch.proxy = {"hidden": left[:requests]}
-        assert torch.equal(shared["extend"](batch), expected)
+        assert torch.equal(extend(batch), expected)
 
 
 def test_constants_and_set_once_are_established_for_each(backend: Backend) -> None:
-    """Equal constants are one memory; what is set once is nobody else's; both hold after steps of all."""
-    pool = InputPool(*PHASES)
-    shared = runners_of(backend, "auto", pool, sharing=True)
+    """Constants and what is set once are nobody else's, and hold after steps of all. Their bytes are the pool's."""
+    shared = runners_of(backend, InputPool(*PHASES))
     for seed, phase in enumerate((*PHASES, *PHASES)):
         run(shared, phase, 1 + seed % 4, seed)
     buffers = {phase: runner.graphs.buffers for phase, runner in shared.items()}
-    assert len({one["widths"].tensor.data_ptr() for one in buffers.values()}) == 1
+    assert len({one["widths"].tensor.data_ptr() for one in buffers.values()}) == len(PHASES)
     assert all(one["widths"].tensor.eq(1).all() for one in buffers.values())
     assert len({one["weights"].tensor.data_ptr() for one in buffers.values()}) == len(PHASES)
     assert all(one["weights"].tensor[4].item() == 1.5 for one in buffers.values())
-
-
-class WiderInputs(DraftInputs):
-    """A constant of the same name with other values."""
-
-    widths: torch.Tensor = constant(7, shape=(BATCH,), dtype=torch.int64)
-
-
-def test_constants_that_differ_are_two(backend: Backend) -> None:
-    """Values that depend on a parameter are part of what must match."""
-    pool = InputPool("draft", "verify")
-    made = [
-        DecodeRunner(kind, step, buckets=BUCKETS, sizes=SIZES, backend=backend, sharing=True, phase=pool[phase])
-        for kind, phase in ((DraftInputs, "draft"), (WiderInputs, "verify"))
-    ]
-    for runner in made:
-        runner.capture()
-    assert [runner.graphs.buffers["widths"].tensor[0].item() for runner in made] == [1, 7]
+    memory = shared["verify"].graphs.memory()
+    assert (memory.inputs, memory.shared) == (0, sum(buffer.nbytes for buffer in buffers["verify"]))
 
 
 def test_a_runner_that_joins_late_has_its_own(backend: Backend) -> None:
     """Nothing is moved for it: the pool's memory stays as it was, and an event says so."""
     pool = InputPool(*PHASES)
-    shared = runners_of(backend, "auto", pool, sharing=True)
+    shared = runners_of(backend, pool)
     before = {phase: runner.graphs.buffers.addresses for phase, runner in shared.items()}
     with structlog.testing.capture_logs() as events:
-        late = DecodeRunner(
-            DraftInputs, step, buckets=BUCKETS, sizes=SIZES, backend=backend, sharing=True, phase=pool["draft"]
-        )
+        late = runner_of(backend, pool, "draft")
         late.capture()
     assert [event["phase"] for event in events if event["event"] == "joined_late"] == ["draft"]
     assert not any(buffer.pooled for buffer in late.graphs.buffers)
-    assert before == {
-        phase: {buffer.name: buffer.tensor.data_ptr() for buffer in runner.graphs.buffers}
-        for phase, runner in shared.items()
-    }
+    for phase, runner in shared.items():
+        assert before[phase] == {buffer.name: buffer.tensor.data_ptr() for buffer in runner.graphs.buffers}
 
 
-def test_record_of_the_backend_decides(backend: Backend) -> None:
+@pytest.mark.parametrize("sharing", [None, False])
+def test_record_of_the_backend_decides(backend: Backend, sharing: bool | None) -> None:  # noqa: FBT001 - a parameter
     """Where a backend pools no inputs nothing is shared unless one is told to; where it does, one may decline."""
     pool = InputPool(*PHASES)
-    shared = runners_of(backend, "auto", pool)
-    pools = backend.capabilities.pools_inputs
-    assert any(b.pooled for b in shared["draft"].graphs.buffers) is pools
-    other = InputPool(*PHASES)
-    declined = runners_of(backend, "auto", other, sharing=False)
-    assert other.layout is None
-    assert not any(b.pooled for b in declined["draft"].graphs.buffers)
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_inside_and_outside_of_inference_mode(backend: Backend, first: bool) -> None:  # noqa: FBT001 - a parameter
-    """A pool that was laid out in one mode serves steps in the other."""
-    pool = InputPool(*PHASES)
-    with torch.inference_mode(first):
-        shared = runners_of(backend, "auto", pool, sharing=True)
-    alone = runners_of(backend, "auto", None)
-    for seed, phase in enumerate((*PHASES, *PHASES)):
-        with torch.inference_mode(not first):
-            assert torch.equal(run(shared, phase, 3, seed), run(alone, phase, 3, seed))
+    shared = runners_of(backend, pool, sharing=sharing)
+    pools = backend.capabilities.pools_inputs and sharing is None
+    assert any(buffer.pooled for buffer in shared["draft"].graphs.buffers) is pools
+    assert (pool.layout is not None) is pools
 
 
 def test_an_output_is_stale_when_another_phase_has_begun(backend: Backend) -> None:
     """In debug mode an output in shared memory is caught that is read after another phase's fill."""
-    pool = InputPool(*PHASES)
-    shared = runners_of(backend, "auto", pool, sharing=True, debug=True)
+    shared = runners_of(backend, InputPool(*PHASES), debug=True)
     produce(shared, "verify", 3, 1)
     outputs = shared["verify"](batch_of("verify", 3, 1))
     assert outputs.sum().isfinite()
@@ -334,22 +302,12 @@ def test_an_output_is_stale_when_another_phase_has_begun(backend: Backend) -> No
 
 def test_memory_goes_with_the_last_runner(backend: Backend) -> None:
     """A pool keeps no runner alive, nor a runner the others."""
-    pool = InputPool(*PHASES)
-    shared = runners_of(backend, "auto", pool, sharing=True)
+    shared = runners_of(backend, InputPool(*PHASES))
     gone = weakref.ref(shared.pop("draft"))
     gc.collect()
     assert gone() is None
-    alone = runners_of(backend, "auto", None)
+    alone = runners_of(backend, None)
     assert torch.equal(run(shared, "verify", 2, 3), run(alone, "verify", 2, 3))
-
-
-def test_account_tells_shared_from_own(backend: Backend) -> None:
-    """Bytes of a pool are no runner's own."""
-    pool = InputPool(*PHASES)
-    shared = runners_of(backend, "auto", pool, sharing=True)
-    memory = shared["verify"].graphs.memory()
-    assert memory.inputs == 0
-    assert memory.shared == sum(buffer.nbytes for buffer in shared["verify"].graphs.buffers)
 
 
 def test_faults_are_said_at_once() -> None:
@@ -359,16 +317,14 @@ def test_faults_are_said_at_once() -> None:
         pool["extend"]
     with pytest.raises(ConfigError, match="no phase 'extend'"):
         pool.carry("hidden", "draft", "extend")
-    bound = {"ids": torch.zeros(3, dtype=torch.int64)}
     with pytest.raises(BindError, match="slot 'ids': expected shape"):
-        DecodeRunner(DraftInputs, step, buckets=BUCKETS, sizes=SIZES, backend="cpu", bind=bound, phase=pool["draft"])
+        runner_of("cpu", pool, "draft", bind={"ids": torch.zeros(3, dtype=torch.int64)})
     pool.carry("next_hidden", "verify", "draft", into="hidden")
-    runner = DecodeRunner(DraftInputs, step, buckets=BUCKETS, sizes=SIZES, backend="cpu", phase=pool["draft"])
-    with pytest.raises(ConfigError, match="expected one runner of phase 'verify' with that slot"):
-        runner.capture()
-    with pytest.raises(ConfigError, match="expected one runner"):  # the pool is as it was, not half laid out
-        runner.capture()
-    DecodeRunner(VerifyInputs, step, buckets=BUCKETS, sizes=SIZES, backend="cpu", phase=pool["verify"])
+    runner = runner_of("cpu", pool, "draft")
+    for _ in range(2):  # the pool is as it was, not half laid out
+        with pytest.raises(ConfigError, match="expected one runner of phase 'verify' with that slot"):
+            runner.capture()
+    runner_of("cpu", pool, "verify")
     runner.capture()
     with pytest.raises(ConfigError, match="laid out"):
         pool.carry("ids", "draft", "verify")
@@ -397,9 +353,7 @@ def test_parents_of_chained_slots_are_shared_too(backend: Backend) -> None:
     options: dict[str, Any] = {"sizes": {HIDDEN: 6}, "width": 2, "buckets": BUCKETS, "backend": backend}
     alone = MultiLayerDraftExtendRunner(ChainInputs, [chained] * 3, **options)
     mine = MultiLayerDraftExtendRunner(ChainInputs, [chained] * 3, **options, sharing=True, phase=pool["extend"])
-    other = DecodeRunner(
-        VerifyInputs, step, buckets=BUCKETS, sizes=SIZES, backend=backend, sharing=True, phase=pool["verify"]
-    )
+    other = runner_of(backend, pool, "verify")
     for runner in (alone, mine, other):
         runner.capture()
     shared = other.graphs.buffers["logits"].tensor.untyped_storage().data_ptr()
@@ -421,9 +375,9 @@ def test_parents_of_chained_slots_are_shared_too(backend: Backend) -> None:
 
 def test_a_step_of_another_ends_a_view(backend: Backend) -> None:
     """A view that was filled before another phase's step is refused, however that step was done."""
-    for lowering in lowerings_of(backend):
+    for lowering in backend.capabilities.lowerings:
         pool = InputPool(*PHASES)
-        shared = runners_of(backend, lowering, pool, sharing=True)
+        shared = runners_of(backend, pool, lowering=lowering)
         batch = batch_of("draft", 3, 2)
         for _ in range(3):
             shared["draft"](batch)  # by a shortcut, where there is one
@@ -435,10 +389,9 @@ def test_a_step_of_another_ends_a_view(backend: Backend) -> None:
 
 def test_a_late_capture_leaves_others_alone(backend: Backend) -> None:
     """A runner that is captured, or asked about, between another's fill and its replay changes neither of them."""
-    pool, alone = InputPool(*PHASES), runners_of(backend, "foreach", None)
+    pool, alone = InputPool(*PHASES), runners_of(backend, None, lowering="foreach")
+    first, second = (runner_of(backend, pool, phase, lowering="foreach") for phase in ("verify", "extend"))
     options: dict[str, Any] = {"buckets": BUCKETS, "backend": backend, "sharing": True, "lowering": "foreach"}
-    first = DecodeRunner(VerifyInputs, step, sizes=SIZES, absent=[{"positions"}], **options, phase=pool["verify"])
-    second = DecodeRunner(ExtendInputs, step, sizes=SIZES, **options, phase=pool["extend"])
     third = MultiLayerDraftExtendRunner(
         ChainInputs, [chained] * 3, sizes={HIDDEN: 6}, width=2, **options, phase=pool["draft"]
     )
@@ -456,8 +409,8 @@ def test_a_late_capture_leaves_others_alone(backend: Backend) -> None:
 
 def test_producers_of_another_are_known(backend: Backend) -> None:
     """Rows that a producer wrote for a step that never came are no row of anyone's tail."""
-    pool, alone = InputPool(*PHASES), runners_of(backend, "foreach", None)
-    shared = runners_of(backend, "foreach", pool, sharing=True)
+    pool, alone = InputPool(*PHASES), runners_of(backend, None, lowering="foreach")
+    shared = runners_of(backend, pool, lowering="foreach")
     draft = batch_of("draft", 1, 4)
     for _ in range(2):
         shared["draft"](draft)
@@ -471,9 +424,8 @@ def test_producers_of_another_are_known(backend: Backend) -> None:
 def test_kept_slots_share_with_nobody(backend: Backend) -> None:
     """A producer that writes only what changed finds the rest as it was, whatever steps came between."""
     pool = InputPool(*PHASES)
-    options: dict[str, Any] = {"buckets": BUCKETS, "sizes": SIZES, "backend": backend, "sharing": True}
-    verify = DecodeRunner(VerifyInputs, step, **options, phase=pool["verify"].keeping("mask"))
-    extend = DecodeRunner(ExtendInputs, step, **options, phase=pool["extend"])
+    verify = runner_of(backend, pool, "verify", ("mask", "ids"))
+    extend = runner_of(backend, pool, "extend")
     verify.capture()
     mask = verify.graphs.buffers["mask"].tensor
     before = torch.randint(0, 2, mask.shape, generator=torch.Generator().manual_seed(3)).bool()
@@ -482,19 +434,6 @@ def test_kept_slots_share_with_nobody(backend: Backend) -> None:
     for seed in range(3):
         run({"extend": extend}, "extend", 5, seed)
     assert torch.equal(mask.cpu(), before)
-
-
-def test_a_value_of_a_runner_apart_is_copied() -> None:
-    """What is carried to a runner that shares nothing is copied from the batch, as without a pool."""
-    pool = InputPool(*PHASES)
-    pool.carry("next_hidden", "verify", "extend", into="hidden")
-    options: dict[str, Any] = {"buckets": BUCKETS, "sizes": SIZES, "backend": "cpu"}
-    verify = DecodeRunner(VerifyInputs, step, **options, phase=pool["verify"])
-    extend = DecodeRunner(ExtendInputs, step, **options, sharing=False, phase=pool["extend"])
-    verify.capture()
-    extend.capture()
-    assert pool.layout is not None
-    assert extend.seat.layout is None
 
 
 PAGES: Final = Axis("PAGES")
@@ -523,7 +462,7 @@ class WideInputs(Inputs):
 
 def test_a_step_that_broke_off_ends_the_view_of_another(backend: Backend) -> None:
     """What a step has written before it raises may be another's slot, whose view is refused then, by whatever way."""
-    for lowering in lowerings_of(backend):
+    for lowering in backend.capabilities.lowerings:
         pool = InputPool("wide", "paged")
         options: dict[str, Any] = {"buckets": [4], "backend": backend, "lowering": lowering, "sharing": True}
         wide = DecodeRunner(WideInputs, lambda view: view.rows.sum(1), phase=pool["wide"], **options)
@@ -555,45 +494,41 @@ class WrittenInputs(Inputs):
     hidden: torch.Tensor = staged(TOKENS, HIDDEN, dtype=torch.float64, pad=0.25)
 
 
+def carried(backend: Backend | str, *, writes: bool, reads: bool) -> Runners:
+    """A runner that leaves hidden states, and one in whose staged slot they are to be."""
+    pool = InputPool("verify", "extend")
+    pool.carry("next_hidden", "verify", "extend", into="hidden")
+    verify = runner_of(backend, pool, "verify", sharing=writes)
+    options: dict[str, Any] = {"buckets": BUCKETS, "sizes": {HIDDEN: 6}, "backend": backend, "sharing": reads}
+    extend = DecodeRunner(WrittenInputs, lambda view: view.hidden + view.ids[:, None], phase=pool["extend"], **options)
+    return {"verify": verify, "extend": extend}
+
+
 @pytest.mark.parametrize(("writes", "reads"), [(False, True), (True, False), (False, False)])
 def test_a_value_that_no_batch_brings_needs_shared_memory(writes: bool, reads: bool) -> None:  # noqa: FBT001 - parameters
     """Where one of both runners shares nothing, what is carried to a staged slot would never get there: refused."""
-    pool = InputPool("verify", "extend")
-    pool.carry("next_hidden", "verify", "extend", into="hidden")
-    options: dict[str, Any] = {"buckets": BUCKETS, "backend": "cpu"}
-    verify = DecodeRunner(VerifyInputs, step, sizes=SIZES, sharing=writes, phase=pool["verify"], **options)
-    extend = DecodeRunner(
-        WrittenInputs, lambda view: view.hidden, sizes={HIDDEN: 6}, sharing=reads, phase=pool["extend"], **options
-    )
-    verify.capture()
+    runners = carried("cpu", writes=writes, reads=reads)
+    runners["verify"].capture()
     with pytest.raises(ConfigError, match="slot 'next_hidden' of phase 'verify' would never get to slot 'hidden'"):
-        extend.capture()
+        runners["extend"].capture()
 
 
 def test_a_value_that_no_batch_brings_is_where_it_was_written(backend: Backend) -> None:
     """A staged slot that a value is carried to holds it, in every live row."""
-    pool = InputPool("verify", "extend")
-    pool.carry("next_hidden", "verify", "extend", into="hidden")
-    options: dict[str, Any] = {"buckets": BUCKETS, "backend": backend, "sharing": True}
-    verify = DecodeRunner(VerifyInputs, step, sizes=SIZES, absent=[{"positions"}], phase=pool["verify"], **options)
-    extend = DecodeRunner(
-        WrittenInputs, lambda view: view.hidden + view.ids[:, None], sizes={HIDDEN: 6}, phase=pool["extend"], **options
-    )
-    for runner in (verify, extend):
+    runners = carried(backend, writes=True, reads=True)
+    for runner in runners.values():
         runner.capture()
     for seed, requests in enumerate((3, 5, 1, 4)):
-        run({"verify": verify}, "verify", requests, seed)
-        left = verify.graphs.buffers["next_hidden"].tensor[:requests].clone()
+        run(runners, "verify", requests, seed)
+        left = runners["verify"].graphs.buffers["next_hidden"].tensor[:requests].clone()
         ids = torch.arange(requests) + seed
-        assert torch.equal(extend({"ids": ids}), left + ids.to(left.device)[:, None])
+        assert torch.equal(runners["extend"]({"ids": ids}), left + ids.to(left.device)[:, None])
 
 
 def test_a_capture_waits_for_steps_on_other_streams(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a capture writes to shared memory comes after another runner's step there, on whatever stream that is."""
     pool = InputPool("draft", "extend")
-    options: dict[str, Any] = {"buckets": BUCKETS, "sizes": SIZES, "backend": backend, "sharing": True}
-    draft = DecodeRunner(DraftInputs, step, phase=pool["draft"], **options)
-    extend = DecodeRunner(ExtendInputs, step, phase=pool["extend"], **options)
+    draft, extend = runner_of(backend, pool, "draft"), runner_of(backend, pool, "extend")
     draft.capture()
     run({"draft": draft}, "draft", 3, 1)
     waits: list[tuple[int, int]] = []

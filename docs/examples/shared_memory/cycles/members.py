@@ -6,10 +6,7 @@ import attrs
 
 from slotgraph import BATCH, TOKENS, WIDTH, Axis, Inputs, standard
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.sharing.layout import Layout
-from slotgraph.dataflow.sharing.lifetimes import Member
-from slotgraph.dataflow.sharing.phases import Schedule
-from slotgraph.dataflow.sharing.planner import lay_out
+from slotgraph.dataflow.sharing import Layout, Member, Schedule, lay_out
 
 
 @attrs.frozen(kw_only=True)

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from cycles.members import Cycle, Scale, cycles
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.sharing.tables import layout_tables
 
 MB = 1e6
 
@@ -38,13 +37,16 @@ class Figures:
     @classmethod
     def of(cls, cycle: Cycle) -> "Figures":
         """Lay a cycle out."""
-        layout = cycle.layout
+        layout, largest = cycle.layout, dict[tuple[str, str], int]()
+        for place in layout.places:
+            key = place.placement, place.slot
+            largest[key] = max(largest.get(key, 0), place.nbytes)
         return cls(
             cycle=cycle.name,
             runners=len(cycle.members),
             slots=len(layout.places),
             apart=layout.apart,
-            blindly=layout.blindly,
+            blindly=sum(largest.values()),
             by_name=layout.by_name,
             shared=layout.nbytes,
             peak=layout.peak,
@@ -81,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             names = "; ".join(cycle.name for cycle in cycles(scale, capabilities))
             sys.stderr.write(f"no cycle {options.layout!r}: there are {names}\n")
             return 2
-        console.print(layout_tables(chosen[0].layout))
+        console.print(chosen[0].layout)
         return 0
     found = [*figures(scale, capabilities)]
     if options.json:
