@@ -4,30 +4,31 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from ...backends.base import Backend
 from ..recording.fingerprint import versions
 from ..testing.contests import PER_SLOT, REGROUPED
 from ..testing.timing import THREADS, Run, Spread, measure
-from .contestants import FILL, ORACLE, STEP, Contestant, by_lowering, contestants, verify
 from .failures import chosen, reported
 from .habits import BASE, habits
 from .screen import screen
-from .workload import Case, cases
+from .workload import FILL, ORACLE, STEP, Case, Contestant, by_lowering, cases, contestants, verify
 
 _MOST_SLOTS: Final = 1000
+_WIDTH: Final = 110
 _TITLES: Final = {FILL: "fill and view", STEP: "whole step: fill, view and replay"}
 _TIMES: Final = {"host_us": "host", "gpu_us": "device"}
 
 Row = dict[str, Any]
+Cell = tuple[tuple[str, ...], str, str]
+"""A row's key, a column, and what stands there."""
 
 
 class Effort(NamedTuple):
@@ -77,10 +78,13 @@ def bench(
         raise typer.BadParameter(message, param_hint="--json")
     with reported():
         on = chosen(backend)
-        rows, habitual = measured_rows(on, counts, effort), measured_habits(on, effort)
+        with Console(stderr=True).status("measuring"):
+            rows, habitual = measured_rows(on, counts, effort), measured_habits(on, effort)
     ours = on.capabilities.lowerings[0]
-    show_rows(rows, ours, screen())
-    show_habits(habitual, screen())
+    console = screen()
+    console.width = max(console.width, _WIDTH)  # what does not fit a terminal is wrapped there, and not cut off
+    show_rows(rows, ours, console)
+    show_habits(habitual, console)
     if json_file is not None:
         about = {"ours": ours, "backend": on.name, "device": str(on.device), "threads": THREADS, "quick": quick}
         data = {"rows": rows, "habits": habitual, "conditions": {**about, **dict(versions())}}
@@ -108,7 +112,7 @@ def measured_rows(backend: Backend, counts: Sequence[int], effort: Effort) -> li
                 if way is not None:
                     rows.append({"what": what, "lowering": one.name, **told})
                     runs.append(Run(way, case.batches))
-    _measure(runs, backend, effort, "fills and steps")
+    measure(runs, backend, *effort)
     return [{**row, **_times(run)} for row, run in zip(rows, runs, strict=True)]
 
 
@@ -119,7 +123,7 @@ def measured_habits(backend: Backend, effort: Effort) -> list[Row]:
         ways = [by_lowering(case, one) for one in backend.capabilities.lowerings if one != ORACLE]
         verify(case, ways, (STEP,))
         found += [(case, way, Run(way.step, case.batches, case.around, case.before)) for way in ways]
-    _measure([run for *_, run in found], backend, effort, "habits")
+    measure([run for *_, run in found], backend, *effort)
     bases = {way.name: run for case, way, run in found if case.name == BASE}
     return [
         {
@@ -132,14 +136,6 @@ def measured_habits(backend: Backend, effort: Effort) -> list[Row]:
         }
         for case, way, run in found
     ]
-
-
-def _measure(runs: Sequence[Run], backend: Backend, effort: Effort, what: str) -> None:
-    """Time the runs, with a bar on stderr where that is a terminal."""
-    console, device_rounds = Console(stderr=True), 0 if backend.device.type == "cpu" else effort.device_rounds
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(f"measuring {what}", total=effort.rounds + 1 + device_rounds)
-        measure(runs, backend, effort.rounds, effort.steps, device_rounds, lambda: progress.advance(task))
 
 
 def _times(run: Run) -> Row:
@@ -158,48 +154,44 @@ def _ratio(one: Spread | None, base: Spread | None) -> float | None:
 
 def show_rows(rows: Sequence[Row], ours: str, console: Console) -> None:
     """Print medians of fills and of whole steps, and how many times more than `ours` the hand-written ones take."""
+
+    def cells(what: str, time: str) -> Iterator[Cell]:
+        times: dict[tuple[tuple[str, ...], str], float] = {}
+        for row in rows:
+            if row["what"] == what and row[time] is not None:
+                key = str(row["slots"]), f"{row['live']}/{row['padded']}", row["sources"]
+                times[key, row["lowering"]] = row[time]
+                yield key, row["lowering"], f"{row[time]:.1f}"
+        for (key, name), took in times.items():
+            if name in (PER_SLOT, REGROUPED) and (key, ours) in times:
+                yield key, f"{name} / ours", f"{took / times[key, ours]:.1f} x"
+
     for (what, title), (time, where) in itertools.product(_TITLES.items(), _TIMES.items()):
-        timed = [row for row in rows if row["what"] == what and row[time] is not None]
-        found: dict[tuple[str, ...], dict[str, float]] = {}
-        for row in timed:
-            key = str(row["slots"]), f"{row['live']}/{row['padded']}", row["sources"]
-            found.setdefault(key, {})[row["lowering"]] = row[time]
-        names = list(dict.fromkeys(row["lowering"] for row in timed))
-        table = _table(["slots", "rows", "sources", *names, *(f"{name} / ours" for name in (PER_SLOT, REGROUPED))])
-        for key, times in found.items():
-            cells = [f"{times[name]:.1f}" if name in times else "-" for name in names]
-            ratios = [
-                f"{times[name] / times[ours]:.1f} x" if {name, ours} <= times.keys() else "-"
-                for name in (PER_SLOT, REGROUPED)
-            ]
-            table.add_row(*key, *cells, *ratios)
-        if timed:
-            console.print(f"\n[bold]{where} microseconds, {title}[/]", table)
+        _print(console, f"{where} microseconds, {title}", ("slots", "rows", "sources"), cells(what, time))
     console.print(f"ours: {ours}, which this backend prefers. lists: three slots come as lists, the others as arrays")
 
 
 def show_habits(rows: Sequence[Row], console: Console) -> None:
     """Print what a whole step takes under each habit by each lowering, with the ratio to the base."""
-    names = list(dict.fromkeys(row["lowering"] for row in rows))
     for (time, where), ratio in zip(_TIMES.items(), ("ratio", "gpu_ratio"), strict=True):
-        found: dict[str, dict[str, str]] = {}
-        for row in rows:
-            if row[time] is not None:
-                found.setdefault(row["habit"], {})[row["lowering"]] = f"{row[time]:.1f} ({row[ratio]:.2f})"
-        table = _table(["habit", *names])
-        for habit, cells in found.items():
-            table.add_row(habit, *(cells.get(name, "-") for name in names))
-        if found:
-            console.print(
-                f"\n[bold]{where} microseconds of a whole step under each habit (ratio to the base)[/]", table
-            )
+        timed = [row for row in rows if row[time] is not None]
+        cells = (((row["habit"],), row["lowering"], f"{row[time]:.1f} ({row[ratio]:.2f})") for row in timed)
+        _print(console, f"{where} microseconds of a whole step under each habit (ratio to the base)", ("habit",), cells)
     detours = [f"{row['habit']} by {row['lowering']}: {row['detours']}" for row in rows if row["detours"]]
     console.print(f"steps filled by another lowering than the runner's: {', '.join(detours) or 'none'}")
 
 
-def _table(titles: Sequence[str]) -> Table:
-    """Columns with narrow titles."""
+def _print(console: Console, title: str, keys: Sequence[str], cells: Iterable[Cell]) -> None:
+    """Print a table with a row a key and a column a lowering, if there are cells."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for key, column, text in cells:
+        found.setdefault(key, {})[column] = text
+        columns[column] = None
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for title in titles:
-        table.add_column(title.replace("_", "\n").replace(" /", "\n/"), justify="right", no_wrap=True)
-    return table
+    for name in (*keys, *columns):
+        table.add_column(name.replace("_", "\n").replace(" /", "\n/"), justify="right", no_wrap=True)
+    for key, texts in found.items():
+        table.add_row(*key, *(texts.get(column, "-") for column in columns))
+    if found:
+        console.print(f"\n[bold]{title}[/]", table)

@@ -18,7 +18,6 @@ from ...dataflow.capabilities import HOST
 from ...dataflow.sources import side
 from ...dataflow.specifiers import copied
 from ..decode import DecodeRunner
-from ..testing.contests import SETS
 from .workload import LIVE, PADDED, Batch, Case, Way, declare_decode, draw
 
 BASE: Final = "base"

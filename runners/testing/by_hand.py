@@ -59,25 +59,23 @@ class FillByHand:
         backend: Where they are.
         padded: The bucket's sizes.
         grouped: Whether copies go by foreach, the groups built anew in each step, and not one by one.
+
+    Attributes:
+        slots: Every padded row of each slot.
     """
 
     def __init__(self, declaration: Declaration, backend: Backend, padded: Sizes, *, grouped: bool = False) -> None:
         self._declaration, self._capabilities, self._padded = declaration, backend.capabilities, padded
         buffers = allocate(declaration, padded, backend.capabilities, backend.empty)
-        self._buffers = {name: buffers[name].tensor for name in declaration.slots}
+        self.slots: Mapping[str, torch.Tensor] = {name: buffers[name].tensor for name in declaration.slots}
         self._copy = self._regrouped if grouped else self._one_by_one
         self._moves = not backend.capabilities.foreach_host
         self._plans: dict[tuple[int, ...], _Plan] = {}
 
-    @property
-    def slots(self) -> Any:
-        """All slots, every padded row of them."""
-        return types.SimpleNamespace(**self._buffers)
-
     def __call__(self, batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> Any:
         """Fill from a batch and return the view: `fill`, and all slots sliced."""
         self.fill(batch, live, side)
-        view = self.slots
+        view = types.SimpleNamespace(**self.slots)
         for name, buffer, box in self._plans[live].views:
             setattr(view, name, buffer[box])
         return view
@@ -145,7 +143,7 @@ class FillByHand:
         plan = self._plans[live] = _Plan([], [], [], [], [])
         known: dict[str, Any] = {}
         for name, slot in declaration.slots.items():
-            source, buffer, box = slot.reads(name), self._buffers[name], _rows(slot, step.padded_sizes)
+            source, buffer, box = slot.reads(name), self.slots[name], _rows(slot, step.padded_sizes)
             known[name] = buffer[box] if slot.varying else buffer
             if slot.varying:
                 plan.views.append((name, buffer, box))

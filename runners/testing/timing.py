@@ -119,14 +119,7 @@ def _quiet() -> Iterator[None]:
             gc.enable()
 
 
-def measure(
-    runs: Sequence[Run],
-    backend: Backend,
-    rounds: int,
-    steps: int,
-    device_rounds: int = 0,
-    tick: Callable[[], object] = lambda: None,
-) -> None:
+def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, device_rounds: int = 0) -> None:
     """Time all runs on the host, then on the device, if the backend has one; the runs take turns in each round.
 
     A run has no device time where the host cannot get ahead of the device: some ways wait for it in each step.
@@ -137,7 +130,6 @@ def measure(
         rounds: Rounds on the host, after one that is left out.
         steps: Steps in a round.
         device_rounds: Rounds on the device.
-        tick: Called after each round.
     """
     with _quiet():
         for number in range(rounds + 1):
@@ -145,7 +137,6 @@ def measure(
                 run.once(steps, backend.synchronize)
                 if number == 0:
                     run.host.clear()
-            tick()
         if backend.device.type == "cpu" or not device_rounds:
             return
         occupy = _occupier(backend)
@@ -154,7 +145,6 @@ def measure(
                 found = device_time(run, occupy, backend) if number == 0 or run.device else None
                 if found is not None:
                     run.device.append(found)
-            tick()
 
 
 def _occupier(backend: Backend) -> Occupy:
