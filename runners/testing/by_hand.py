@@ -12,6 +12,7 @@ import torch
 from ...backends.base import Backend
 from ...dataflow.axes import Sizes, extent
 from ...dataflow.buffers import allocate
+from ...dataflow.capabilities import DEVICE
 from ...dataflow.computation import field_of
 from ...dataflow.compute import OUT
 from ...dataflow.declaration import Declaration
@@ -59,18 +60,29 @@ class FillByHand:
         backend: Where they are.
         padded: The bucket's sizes.
         grouped: Whether copies go by foreach, the groups built anew in each step, and not one by one.
+        on_device: Whether slots that the device computes are computed here, and not in a graph.
 
     Attributes:
         slots: Every padded row of each slot.
     """
 
-    def __init__(self, declaration: Declaration, backend: Backend, padded: Sizes, *, grouped: bool = False) -> None:
+    def __init__(
+        self,
+        declaration: Declaration,
+        backend: Backend,
+        padded: Sizes,
+        *,
+        grouped: bool = False,
+        on_device: bool = True,
+    ) -> None:
         self._declaration, self._capabilities, self._padded = declaration, backend.capabilities, padded
         buffers = allocate(declaration, padded, backend.capabilities, backend.empty)
         self.slots: Mapping[str, torch.Tensor] = {name: buffers[name].tensor for name in declaration.slots}
         self._copy = self._regrouped if grouped else self._one_by_one
         self._moves = not backend.capabilities.foreach_host
         self._plans: dict[tuple[int, ...], _Plan] = {}
+        wanted = [name for name in declaration.order if on_device or declaration.side(name) != DEVICE]
+        self._computes = [(name, made) for name in wanted if (made := declaration.slots[name].computes()) is not None]
 
     def __call__(self, batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> Any:
         """Fill from a batch and return the view: `fill`, and all slots sliced."""
@@ -152,13 +164,11 @@ class FillByHand:
                 plan.copied.append(self._part(buffer, slot, step))
             elif slot.rewritten:
                 plan.reset.append(self._part(buffer, slot, step))
-        for name in declaration.order:
-            compute = declaration.slots[name].computes()
-            if compute is not None:
-                given = {**known, **declaration.given(step.of(name)), OUT: known[name]}
-                bound = {need: given[need] for need in (*compute.needs, *[OUT] * compute.writes_out) if need in given}
-                needs = [need for need in compute.needs if need not in given]
-                plan.computed.append((name, known[name], functools.partial(compute.function, **bound), needs))
+        for name, compute in self._computes:
+            given = {**known, **declaration.given(step.of(name)), OUT: known[name]}
+            bound = {need: given[need] for need in (*compute.needs, *[OUT] * compute.writes_out) if need in given}
+            needs = [need for need in compute.needs if need not in given]
+            plan.computed.append((name, known[name], functools.partial(compute.function, **bound), needs))
         return plan
 
     def _part(self, buffer: torch.Tensor, slot: Slot, step: Step) -> _Part:
