@@ -27,7 +27,7 @@ class Model:
 
     def __init__(self, device: torch.device | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.table = torch.randn(128, WIDTH, generator=generator).to(device)
+        self.table = torch.randn(512, WIDTH, generator=generator).to(device)
         self.weights = [torch.randn(WIDTH, WIDTH, generator=generator).to(device) / 8 for _ in range(LAYERS)]
 
     def __call__(self, view: Any) -> torch.Tensor:
