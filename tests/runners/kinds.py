@@ -1,33 +1,28 @@
-"""What `slotgraph bench` has a row for: each runner over its standard declaration, at the sizes of a server."""
+"""Each runner over its standard declaration, with batches for it."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, Final
 
 import attrs
 import torch
 from torch import nn
 
-from ...backends.base import Backend
-from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Sizes, extent
-from ...dataflow.capabilities import HOST
-from ...dataflow.declaration import Declaration
-from ...dataflow.inputs import Inputs
-from ...dataflow.roles import resolve_dtype
-from .. import standard
-from ..breakable import BreakableRunner
-from ..decode import DecodeRunner
-from ..draft import DraftRunner, DraftStep
-from ..draft_extend import DraftExtendRunner
-from ..eager import EagerRunner
-from ..multi_layer import MultiLayerDraftExtendRunner
-from .workload import SETS, Batch
+from slotgraph import BATCH, TOKENS, BreakableRunner, DecodeRunner, EagerRunner, Inputs, standard
+from slotgraph.backends import Backend
+from slotgraph.dataflow.axes import WIDTH, Axis, Sizes, extent
+from slotgraph.dataflow.capabilities import HOST
+from slotgraph.dataflow.declaration import Declaration
+from slotgraph.dataflow.roles import resolve_dtype
+from slotgraph.runners.draft import DraftRunner
+from slotgraph.runners.draft_extend import DraftExtendRunner
+from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
 
 TOPK: Final = 4
 STEPS: Final = 3
 FRONT: Final = 2
 DRAFTS: Final = 8
 SETTINGS: Final = standard.Sharding()
-EXTEND: Final = "extend_seq_lens"
 
 
 @attrs.frozen(kw_only=True)
@@ -37,14 +32,11 @@ class Scale:
     most_prompts: requests that a prefill has room for. hidden: elements of one token's hidden state.
     """
 
-    requests: tuple[int, int] = (200, 256)
-    tokens: tuple[int, int] = (1800, 2048)
-    prompts: int = 8
-    most_prompts: int = 32
-    hidden: int = 1024
-
-
-SERVING: Final = Scale()
+    requests: tuple[int, int]
+    tokens: tuple[int, int]
+    prompts: int
+    most_prompts: int
+    hidden: int
 
 
 class DecodeCounted(standard.DecodeInputs, standard.ExpertParallel):
@@ -59,34 +51,23 @@ class PrefillCounted(standard.BreakableInputs, standard.ExpertParallel):
     """A prefill with the count that its experts need."""
 
 
-class Runner(Protocol):
-    """What a row is about."""
-
-    def fill(self, batch: Any) -> Any:
-        """Fill the inputs from a batch and return the view."""
-
-
 @attrs.frozen(kw_only=True, eq=False)
 class Kind:
     """One kind of step: its declaration, and the runner that engines would run it with.
 
     runner: the class's name. make: a captured runner. leading: the axis that `live` and `padded` count, and `width`
-    the tokens of a request where that is BATCH. unpadded: axes of which a view has the live rows alone. computes:
-    whether a fill computes what needs slots on the device, too; elsewhere a graph does. requests: live ones of a
-    prefill, and how many it has room for.
+    the tokens of a request where that is BATCH. requests: live ones of a prefill, and how many it has room for.
     """
 
     phase: str
     runner: str
     inputs: type[Inputs]
-    make: Callable[["Kind", Backend], Runner]
+    make: Callable[["Kind", Backend], Any]
     live: int
     padded: int
     hidden: int
     width: int = 1
     leading: Axis = BATCH
-    unpadded: frozenset[Axis] = frozenset()
-    computes: bool = False
     requests: tuple[int, int] = (0, 0)
 
     @property
@@ -95,27 +76,10 @@ class Kind:
         return self.inputs.slotgraph.under(SETTINGS)
 
     @property
-    def declared(self) -> str:
-        """The standard classes that the declaration is made of."""
-        own = self.inputs.__module__ == __name__
-        return ", ".join(base.__name__ for base in (self.inputs.__bases__ if own else (self.inputs,)))
-
-    @property
-    def shown(self) -> int:
-        """Rows that a view has along the leading axis."""
-        return self.live if self.leading in self.unpadded else self.padded
-
-    @property
     def fixed(self) -> dict[Axis, int]:
         """Sizes of all fixed axes; VOCAB is one of outputs, which no fill writes, and so as small as a draft bears."""
         own = {standard.HIDDEN: self.hidden, standard.VOCAB: TOPK, standard.FILL: 1, WIDTH: self.width}
         return {**own, standard.TOPK: TOPK, standard.STEPS: STEPS, standard.FRONT: FRONT}
-
-    @property
-    def capacity(self) -> Sizes:
-        """The sizes that buffers have."""
-        padded = self.sizes(self.padded)
-        return {**padded, BATCH: self.requests[1]} if self.leading == TOKENS else padded
 
     def sizes(self, live: int) -> Sizes:
         """All sizes of a batch."""
@@ -127,25 +91,18 @@ class Kind:
         """What each runner is given."""
         axes = self.inputs.slotgraph.axes
         sizes = {axis: size for axis, size in self.fixed.items() if axis in axes and axis != WIDTH}
-        shown = {} if self.runner == EagerRunner.__name__ else {"progress": False}
+        shown = {} if self.runner == "EagerRunner" else {"progress": False}
         return {"sizes": sizes, "settings": SETTINGS, "backend": backend, **shown}
 
-    def sets(self, backend: Backend) -> list[Batch]:
-        """Batches that take turns, each with addresses and values of its own."""
-        return [self.batch(backend, self.live, number) for number in range(SETS)]
-
-    def batch(self, backend: Backend, live: int, number: int = 0) -> Batch:
+    def batch(self, backend: Backend, live: int, number: int = 0) -> Any:
         """A batch with seeded values, all of them others than under another number."""
-        seeded, sizes = torch.Generator().manual_seed(live + number), self.sizes(live)
-        requests, tokens = sizes[BATCH], sizes[TOKENS]
-        padded = live if self.leading in self.unpadded else self.padded
-        made = Batch(rows=live, padded=padded, lives=(requests, tokens))
+        seeded, sizes, made = torch.Generator().manual_seed(live + number), self.sizes(live), SimpleNamespace()
         for name, slot in self.declaration.slots.items():
             if slot.reads(name) is not None:
                 shape, dtype = extent(slot.shape, sizes), resolve_dtype(slot.dtype, backend.capabilities)
                 values = torch.randint(100 * number + 2, 100 * number + 102, shape, device="cpu", generator=seeded)
-                if name == EXTEND:
-                    values = _lengths(requests, tokens, seeded)
+                if name == "extend_seq_lens":
+                    values = _lengths(sizes[BATCH], sizes[TOKENS], seeded)
                 setattr(made, name, values.to(dtype).to("cpu" if slot.placement == HOST else backend.device))
         return made
 
@@ -156,91 +113,62 @@ def _lengths(requests: int, tokens: int, seeded: torch.Generator) -> torch.Tenso
     return torch.diff(torch.tensor([0, *cuts.tolist(), tokens], device="cpu"))
 
 
-def kinds(scale: Scale = SERVING) -> Iterator[Kind]:
-    """One for each row."""
-    requests, tokens, hidden = scale.requests, scale.tokens, scale.hidden
-    sized: Mapping[str, Any] = {"live": requests[0], "padded": requests[1], "hidden": hidden}
-    extended: Mapping[str, Any] = {**sized, "width": DRAFTS}
-    yield Kind(phase="decode", runner="DecodeRunner", inputs=DecodeCounted, make=_decode, **sized)
-    yield Kind(phase="verify", runner="DecodeRunner", inputs=VerifyCounted, make=_decode, **extended)
-    yield Kind(
-        phase="eager",
-        runner="EagerRunner",
-        inputs=standard.EagerInputs,
-        make=_eager,
-        unpadded=frozenset({BATCH, TOKENS}),
-        computes=True,
-        **sized,
-    )
-    yield Kind(
-        phase="prefill",
-        runner="BreakableRunner",
-        inputs=PrefillCounted,
-        make=_prefill,
-        live=tokens[0],
-        padded=tokens[1],
-        hidden=hidden,
-        leading=TOKENS,
-        unpadded=frozenset({BATCH}),
-        computes=True,
-        requests=(scale.prompts, scale.most_prompts),
-    )
-    yield Kind(
-        phase="draft", runner="DraftRunner", inputs=standard.DraftInputs, make=_draft, **{**sized, "width": TOPK}
-    )
-    yield Kind(phase="extend", runner="DraftExtendRunner", inputs=standard.DraftExtendInputs, make=_extend, **extended)
-    yield Kind(
-        phase="multi-layer",
-        runner="MultiLayerDraftExtendRunner",
-        inputs=standard.MultiLayerDraftExtendInputs,
-        make=_multi_layer,
-        **{**sized, "width": FRONT + DRAFTS},
-    )
+def kinds(scale: Scale) -> Iterator[Kind]:
+    """One for each."""
+    sized: dict[str, Any] = {"live": scale.requests[0], "padded": scale.requests[1], "hidden": scale.hidden}
+    for phase, runner, inputs, make, width in (
+        ("decode", "DecodeRunner", DecodeCounted, _decode, 1),
+        ("verify", "DecodeRunner", VerifyCounted, _decode, DRAFTS),
+        ("eager", "EagerRunner", standard.EagerInputs, _eager, 1),
+        ("prefill", "BreakableRunner", PrefillCounted, _prefill, 1),
+        ("draft", "DraftRunner", standard.DraftInputs, _draft, TOPK),
+        ("extend", "DraftExtendRunner", standard.DraftExtendInputs, _extend, DRAFTS),
+        ("multi-layer", "MultiLayerDraftExtendRunner", standard.MultiLayerDraftExtendInputs, _layers, FRONT + DRAFTS),
+    ):
+        told = {**sized, "phase": phase, "runner": runner, "inputs": inputs, "make": make, "width": width}
+        if phase == "prefill":
+            told |= {"leading": TOKENS, "requests": (scale.prompts, scale.most_prompts)}
+            told |= {"live": scale.tokens[0], "padded": scale.tokens[1]}
+        yield Kind(**told)
 
 
-def _decode(kind: Kind, backend: Backend) -> Runner:
-    options = {**kind.options(backend), "width": kind.width, "output_rows": BATCH}
-    runner = DecodeRunner(kind.inputs, _next, buckets=[kind.padded], **options)
+def _captured(runner: Any) -> Any:
     runner.capture()
     return runner
 
 
-def _eager(kind: Kind, backend: Backend) -> Runner:
+def _decode(kind: Kind, backend: Backend) -> Any:
+    options = {**kind.options(backend), "width": kind.width, "output_rows": BATCH}
+    return _captured(DecodeRunner(kind.inputs, _next, buckets=[kind.padded], **options))
+
+
+def _eager(kind: Kind, backend: Backend) -> Any:
     return EagerRunner(kind.inputs, _next, no_copy=False, **kind.options(backend))
 
 
-def _prefill(kind: Kind, backend: Backend) -> Runner:
+def _prefill(kind: Kind, backend: Backend) -> Any:
     stack, options = _Stack(), {**kind.options(backend), "max_batch": kind.requests[1], "output_rows": TOKENS}
-
-    def step(view: Any) -> Any:
-        return stack(view.positions)
-
-    runner = BreakableRunner(kind.inputs, step, stack=stack, buckets=[kind.padded], **options)
-    runner.capture()
-    return runner
+    step: Callable[[Any], Any] = lambda view: stack(view.positions)  # noqa: E731 - as small as one can be
+    return _captured(BreakableRunner(kind.inputs, step, stack=stack, buckets=[kind.padded], **options))
 
 
-def _draft(kind: Kind, backend: Backend) -> Runner:
-    runner = DraftRunner(kind.inputs, _forward, topk=TOPK, steps=STEPS, buckets=[kind.padded], **kind.options(backend))
-    runner.capture()
-    return runner
+def _draft(kind: Kind, backend: Backend) -> Any:
+    options = {"topk": TOPK, "steps": STEPS, "buckets": [kind.padded], **kind.options(backend)}
+    return _captured(DraftRunner(kind.inputs, _forward, **options))
 
 
-def _extend(kind: Kind, backend: Backend) -> Runner:
-    runner = DraftExtendRunner(kind.inputs, _next, width=kind.width, buckets=[kind.padded], **kind.options(backend))
-    runner.capture()
-    return runner
+def _extend(kind: Kind, backend: Backend) -> Any:
+    options = {"width": kind.width, "buckets": [kind.padded], **kind.options(backend)}
+    return _captured(DraftExtendRunner(kind.inputs, _next, **options))
 
 
-def _multi_layer(kind: Kind, backend: Backend) -> Runner:
-    steps, options = [_layer] * STEPS, kind.options(backend)
-    runner = MultiLayerDraftExtendRunner(kind.inputs, steps, width=kind.width, buckets=[kind.padded], **options)
-    runner.capture()
-    return runner
+def _layers(kind: Kind, backend: Backend) -> Any:
+    steps, options = [_layer] * STEPS, {"width": kind.width, "buckets": [kind.padded], **kind.options(backend)}
+    return _captured(MultiLayerDraftExtendRunner(kind.inputs, steps, **options))
 
 
 def _next(view: Any) -> Any:
-    """The step: as small as one can be. It is captured, and never timed."""
+    """The step: as small as one can be."""
     return view.seq_lens + 1
 
 
@@ -249,7 +177,7 @@ def _layer(view: Any, after: Any) -> Any:
     return _next(view)
 
 
-def _forward(view: Any, step: DraftStep) -> tuple[torch.Tensor, None]:
+def _forward(view: Any, step: object) -> tuple[torch.Tensor, None]:
     del step
     return view.positions[:, None].expand(-1, TOPK).float(), None
 

@@ -183,7 +183,7 @@ def test_slots_in_place(options: tuple[str, ...]) -> None:
         (("explained_inputs:decodeinput",), "has no 'decodeinput'; did you mean 'DecodeInputs'?"),
         (("explained_inputs",), "say which one, as in explained_inputs:DecodeInputs"),
         (("explained_inputs:HIDDEN",), "'HIDDEN' in explained_inputs is no subclass of slotgraph.Inputs"),
-        (("json:JSONDecoder",), "json has no subclass of slotgraph.Inputs"),
+        (("json:JSONDecoder",), "in json is no subclass of slotgraph.Inputs, nor a runner; json has none"),
         (("what/is this:X",), "expected a module's name or a .py file"),
         (("explained_inputs:DecodeInputs", "--size", "bach=3"), "has no axis 'bach'; did you mean 'BATCH'?"),
         (("explained_inputs:DecodeInputs", "--size", "batch:3"), "expected AXIS=LIVE/PADDED"),
@@ -227,7 +227,7 @@ def test_declaration_faults_stand_one_a_line(target: str) -> None:
     [
         ("no_inputs:X", "no_inputs cannot be imported: ModuleNotFoundError: No module named 'explained_nothing'"),
         ("raising_inputs:X", "raising_inputs cannot be imported: KeyError: 'oops'"),
-        ("raising_inputs.py:X", "line 2"),
+        ("raising_inputs.py:X", "KeyError: 'oops' at raising_inputs.py:2"),
     ],
 )
 def test_a_module_that_raises_is_reported(target: str, message: str) -> None:
