@@ -48,11 +48,11 @@ def _tables(found: list[dict[str, Any]]) -> Iterator[Table]:
         here = Text("yes", style="green") if facts["available"] else Text("no", style="red")
         made.add_row(Text(facts["name"]), here, facts["device"] or "-", Text(facts["reason"] or "-"))
     yield made
-    here = [facts for facts in found if facts["capabilities"] is not None]
-    if here:
-        made = table("capability", *(facts["name"] for facts in here))
+    able = [facts for facts in found if facts["capabilities"] is not None]
+    if able:
+        made = table("capability", *(facts["name"] for facts in able))
         for field in attrs.fields(Capabilities):
-            made.add_row(field.name, *(Text(_words(facts["capabilities"][field.name])) for facts in here))
+            made.add_row(field.name, *(Text(_words(facts["capabilities"][field.name])) for facts in able))
         yield made
 
 

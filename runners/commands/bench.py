@@ -162,9 +162,9 @@ def show_rows(rows: Sequence[Row], ours: str, console: Console) -> None:
                 key = str(row["slots"]), f"{row['live']}/{row['padded']}", row["sources"]
                 times[key, row["lowering"]] = row[time]
                 yield key, row["lowering"], f"{row[time]:.1f}"
-        for (key, name), took in times.items():
-            if name in (PER_SLOT, REGROUPED) and (key, ours) in times:
-                yield key, f"{name} / ours", f"{took / times[key, ours]:.1f} x"
+        for (at, name), took in times.items():
+            if name in (PER_SLOT, REGROUPED) and (at, ours) in times:
+                yield at, f"{name} / ours", f"{took / times[at, ours]:.1f} x"
 
     for (what, title), (time, where) in itertools.product(_TITLES.items(), _TIMES.items()):
         _print(console, f"{where} microseconds, {title}", ("slots", "rows", "sources"), cells(what, time))

@@ -103,10 +103,10 @@ def _holds(header: Header, file: pathlib.Path) -> Iterator[RenderableType]:
         made.add_row(_text(step.number), *(_text("-" if cell in (None, "") else cell) for cell in cells))
     yield made
     if header.steps:
-        yield from _step(header.steps[-1])
-        raised = header.steps[-1].raised
-        if raised is not None and raised.traceback:
-            yield _text(f"where it was raised: --step {header.steps[-1].number}")
+        last = header.steps[-1]
+        yield from _step(last)
+        if last.raised is not None and last.raised.traceback:
+            yield _text(f"where it was raised: --step {last.number}")
 
 
 def _step(step: StepRecord) -> Iterator[RenderableType]:

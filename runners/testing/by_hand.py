@@ -172,7 +172,8 @@ class FillByHand:
         return plan
 
     def _part(self, buffer: torch.Tensor, slot: Slot, step: Step) -> _Part:
-        rule, tails, pad = slot.rule(), [], 0
+        rule, tails = slot.rule(), list[Box]()
+        pad: Number = 0
         if isinstance(rule, Pad):
             live, padded = (extent(slot.shape, sizes) for sizes in (step.live_sizes, step.padded_sizes))
             pad = resolve_value(rule.value, self._capabilities, {a: n for a, n in self._padded.items() if a.fixed})

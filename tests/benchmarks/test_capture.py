@@ -32,7 +32,7 @@ class Model:
 
     def __call__(self, view: Any) -> torch.Tensor:
         """One row of outputs a token."""
-        hidden = self.table[view.input_ids] + view.positions[:, None]
+        hidden: torch.Tensor = self.table[view.input_ids] + view.positions[:, None]
         for weight in self.weights:
             hidden = hidden + torch.relu(hidden @ weight)
         return hidden

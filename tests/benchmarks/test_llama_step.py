@@ -6,6 +6,7 @@ pytest tests/benchmarks/test_llama_step.py -m cuda -s
 import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def race_steps(title: str, steps: Steps, backend: Backend, rounds: int, each: in
         torch.testing.assert_close(runner(batches[1]).clone(), other(batches[1]), rtol=0.05, atol=0.05)
     captured = other.graphs.get(BUCKET, frozenset())
     assert captured is not None
-    ways = {"bare replay": lambda _: captured.graph.replay(), "runner(batch)": runner}
+    ways: dict[str, Any] = {"bare replay": lambda _: captured.graph.replay(), "runner(batch)": runner}
     around = functools.partial(served, steps)
     race(title, ways, batches, backend, rounds=rounds, steps=each, around=around)
 

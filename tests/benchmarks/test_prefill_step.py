@@ -3,6 +3,7 @@
 pytest tests/benchmarks/test_prefill_step.py -m cuda -s
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -121,7 +122,7 @@ def batch_of(lengths: list[int], vocabulary: int, seed: int, device: torch.devic
 
 
 def race_paths(
-    shape: Shape, backend: Backend, dtype: torch.dtype, lengths: list[int], close: float, **how: int
+    shape: Shape, backend: Backend, dtype: torch.dtype, lengths: list[int], close: float, **how: Any
 ) -> None:
     """Each path over requests of these lengths, one token in ten padding, the host waiting for each step's outputs."""
     model = shape.model(backend.device, dtype, ROOM)
@@ -188,16 +189,31 @@ class Chain(nn.Module):
         return values
 
 
-def race_breaks(backend: Backend, **how: int) -> None:
+def on_values(chain: Chain, view: Any) -> Any:
+    """A step that is nothing but its stack."""
+    return chain(view.values)
+
+
+def nothing(values: torch.Tensor) -> torch.Tensor | None:
+    """Written in place, or not at all: there is nothing to move."""
+    del values
+    return None
+
+
+def same(values: torch.Tensor) -> torch.Tensor | None:
+    """An answer, which is moved to where the next graph reads it."""
+    return values
+
+
+def race_breaks(backend: Backend, **how: Any) -> None:
     """A step in one graph, and the same in as many as there are breaks, whose answers are to be moved or not."""
     batches = [{"values": torch.randn(16, 64, device=backend.device)} for _ in range(SETS)]
     told: dict[str, Any] = {"buckets": [16], "output_rows": TOKENS, "backend": backend, "progress": False}
     runners = {}
-    ways: dict[str, Any] = {"no break": lambda _: None}
-    ways |= {"silent": graph_break(lambda _: None), "answering": graph_break(lambda values: values)}
+    ways = {"no break": nothing, "silent": graph_break(nothing), "answering": graph_break(same)}
     for name, between in ways.items():
         chain = Chain(between)
-        runners[name] = BreakableRunner(Rows, lambda view, chain=chain: chain(view.values), stack=chain, **told)
+        runners[name] = BreakableRunner(Rows, functools.partial(on_values, chain), stack=chain, **told)
         runners[name].capture()
         torch.testing.assert_close(runners[name](batches[0]).clone(), batches[0]["values"] + BREAKS)
     race(f"{BREAKS} small kernels, with no break and with one after each", runners, batches, backend, **how)

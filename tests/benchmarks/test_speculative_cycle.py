@@ -42,12 +42,17 @@ class Part:
         self.replay()
 
 
+def smallest(view: Any) -> Any:
+    """A step so small that its graph hides nothing of what inputs take."""
+    return view.seq_lens + 1
+
+
 def part_of(inputs: type[Inputs], width: int, backend: Backend) -> Part:
-    """A step so small that its graph hides nothing of what inputs take. Both fills must be the same."""
+    """A step both ways, whose fills must leave the same bytes."""
     sizes = {axis: size for axis, size in SIZES.items() if axis in inputs.slotgraph.axes}
     told: dict[str, Any] = {"sizes": sizes, "width": width, "backend": backend, "output_rows": BATCH}
     runner, other = (
-        DecodeRunner(inputs, lambda view: view.seq_lens + 1, buckets=[PADDED], lowering=how, progress=False, **told)
+        DecodeRunner(inputs, smallest, buckets=[PADDED], lowering=how, progress=False, **told)
         for how in ("auto", "foreach")
     )
     runner.capture()
