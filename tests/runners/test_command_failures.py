@@ -144,7 +144,7 @@ def test_a_check_that_checked_nothing(target: str) -> None:
 def test_the_line_of_the_users_code_is_told() -> None:
     """An error of a user's own function has its file and its line."""
     done = run("check", "failing_module:make", "--batches", "raises")
-    assert 'KeyError at failing_module.py:23, `raise KeyError("no such thing")`' in done.stderr
+    assert 'KeyError at failing_module.py:22, `raise KeyError("no such thing")`' in done.stderr
 
 
 @pytest.mark.parametrize("form", ["table", "json"])
