@@ -1,61 +1,55 @@
 """`slotgraph bench`: what a step's inputs cost host and device, against the two ways that engines hand-write them."""
 
+import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Final
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, Final, NamedTuple
 
-import attrs
 import typer
+from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from ...backends.base import Backend
-from .bench_tables import show
-from .conditions import conditions_of
-from .failures import chosen, fail, reported
-from .figures import FILL, STEP, Figure, HabitFigure, Memory, Results, RunnerFigure, What
-from .habit_races import run_habits
-from .habits import habits
-from .lowerings import IN_GRAPH, Contestant, Way, contestants
-from .plot import ENDINGS, INSTALL, can_plot, draw
-from .runner_races import Race, races
+from ..recording.fingerprint import versions
+from ..testing.contests import PER_SLOT, REGROUPED
+from ..testing.timing import THREADS, Run, Spread, measure
+from .failures import chosen, reported
+from .habits import BASE, habits
 from .screen import screen
-from .timing import Run, Spread, Times, device_times, measure
-from .verifying import verify
-from .workload import FLAT, MIXED, WALK, Batch, Case, Workload, cases_of, flat_cases
+from .workload import FILL, ORACLE, STEP, Case, Contestant, by_lowering, cases, contestants, verify
 
 _MOST_SLOTS: Final = 1000
+_WIDTH: Final = 110
+_TITLES: Final = {FILL: "fill and view", STEP: "whole step: fill, view and replay"}
+_TIMES: Final = {"host_us": "host", "gpu_us": "device"}
+
+Row = dict[str, Any]
+Cell = tuple[tuple[str, ...], str, str]
+"""A row's key, a column, and what stands there."""
 
 
-@attrs.frozen
-class Effort:
-    """How long to measure: rounds on host and device, and in each round the steps of one live size, and of a walk."""
+class Effort(NamedTuple):
+    """How long to measure: rounds on host and device, and the steps of each round."""
 
     rounds: int
-    device_rounds: int
     steps: int
-    walk: int
+    device_rounds: int
 
 
-FULL: Final = Effort(rounds=50, device_rounds=9, steps=20, walk=WALK)
-QUICK: Final = Effort(rounds=5, device_rounds=3, steps=5, walk=8)
+FULL: Final = Effort(rounds=50, steps=20, device_rounds=9)
+QUICK: Final = Effort(rounds=5, steps=5, device_rounds=3)
 
 _Backend = Annotated[str, typer.Option(metavar="NAME", help="Measure on this backend; see `slotgraph backends`.")]
 _Slots = Annotated[str, typer.Option(metavar="N,N,...", help="Numbers of slots to declare.")]
-_Plot = Annotated[pathlib.Path | None, typer.Option(metavar="FILE", help=f"Draw the figures ({', '.join(ENDINGS)}).")]
 _Json = Annotated[pathlib.Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON.")]
 _Quick = Annotated[bool, typer.Option("--quick", help="A few rounds only: seconds, and rough figures.")]
 
 
 def bench(
-    *,
-    backend: _Backend = "auto",
-    slots: _Slots = "4,12,48",
-    plot: _Plot = None,
-    json_file: _Json = None,
-    quick: _Quick = False,
+    *, backend: _Backend = "auto", slots: _Slots = "4,12,48", json_file: _Json = None, quick: _Quick = False
 ) -> None:
     """Measure what a step's inputs cost host and device, against hand-written fills and a bare replay.
 
@@ -65,40 +59,36 @@ def bench(
     in_graph, fused, foreach, slot_by_slot
                 this library by each lowering that the backend has, whole: from
                 sizing to the typed view, or to the outputs of the replay
-    fill_alone  its fill without the runner's sizing, routing and view
     bare        the replay of a graph that holds the step alone, and no fill
 
     Each is first held to the oracle, byte for byte; then all take turns in one run, so that ratios can be trusted where
     the machine is noisy.
 
-    One more table has a row for each runner over its standard declaration: fill and view, against the same by hand.
-    Another has a row for each habit of serving loops, such as lists, other dtypes, absent slots or streams that take
-    turns: a whole step, as a ratio to the same step without it.
+    Another table has a row for each habit of serving loops, such as lists, other dtypes, absent slots or streams that
+    take turns: a whole step, and its ratio to the same step without the habit.
 
     \b
     Examples:
       slotgraph bench --quick --slots 12
-      slotgraph bench --backend cuda --json figures.json --plot figures.png
+      slotgraph bench --backend cuda --json figures.json
     """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
-    counts = _counts(slots)
-    _check_files(plot, json_file)
+    counts, effort = _counts(slots), QUICK if quick else FULL
+    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        message = f"{str(json_file)!r} is no file in a folder that exists"
+        raise typer.BadParameter(message, param_hint="--json")
     with reported():
         on = chosen(backend)
-        results = measured(on, counts, QUICK if quick else FULL)
-    show(results, screen())
-    with reported():
-        _write(results, on, plot, json_file, quick=quick)
-
-
-def _write(
-    results: Results, backend: Backend, plot: pathlib.Path | None, json_file: pathlib.Path | None, *, quick: bool
-) -> None:
-    """Write the files that were asked for."""
+        with Console(stderr=True).status("measuring"):
+            rows, habitual = measured_rows(on, counts, effort), measured_habits(on, effort)
+    ours = on.capabilities.lowerings[0]
+    console = screen()
+    console.width = max(console.width, _WIDTH)  # what does not fit a terminal is wrapped there, and not cut off
+    show_rows(rows, ours, console)
+    show_habits(habitual, console)
     if json_file is not None:
-        data = results.as_data({**conditions_of(backend), "quick": quick})
+        about = {"ours": ours, "backend": on.name, "device": str(on.device), "threads": THREADS, "quick": quick}
+        data = {"rows": rows, "habits": habitual, "conditions": {**about, **dict(versions())}}
         json_file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    if plot is not None:
-        draw(results, plot)
 
 
 def _counts(text: str) -> list[int]:
@@ -109,118 +99,99 @@ def _counts(text: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def _check_files(plot: pathlib.Path | None, json_file: pathlib.Path | None) -> None:
-    """Refuse before minutes of measuring what could not be written after them."""
-    for option, file in (("--plot", plot), ("--json", json_file)):
-        if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-            message = f"{str(file)!r} is no file in a folder that exists"
-            raise typer.BadParameter(message, param_hint=option)
-    if plot is not None and plot.suffix.lower() not in ENDINGS:
-        message = f"expected a name that ends in {', '.join(ENDINGS)}, got {str(plot)!r}"
-        raise typer.BadParameter(message, param_hint="--plot")
-    if plot is not None and not can_plot():
-        fail(f"--plot needs matplotlib: {INSTALL}")
-
-
-@attrs.frozen(eq=False)
-class _Measured:
-    """One contestant on one case, and what is measured of it."""
-
-    what: What
-    name: str
-    case: Case
-    run: Run
-
-
-def measured(backend: Backend, counts: Sequence[int], effort: Effort) -> Results:
-    """Verify every contestant, then measure all of them by turns, for each number of slots."""
-    steps: list[_Measured] = []
-    workloads = []
-    for workload, cases in _workloads(backend, counts, effort):
-        found = contestants(workload)
-        verify(workload, found, _to_verify(cases))
-        steps += [one for case in cases for contestant in found for one in _of_case(case, contestant)]
-        workloads.append((workload, found))
-    each_runner = list(races(backend))
-    with _progress() as progress:
-        times = _timed([step.run for step in steps], effort, backend, progress)
-        runners = _runners(each_runner, effort, backend, progress)
-        habitual = _habits(effort, backend, progress)
-    figures = [_figure(step, *time) for step, time in zip(steps, times, strict=True)]
-    memory = [one for workload, found in workloads for one in _memory(workload, found)]
-    return Results(figures, memory, backend.capabilities.lowerings[0], runners, habitual)
-
-
-def _timed(runs: Sequence[Run], effort: Effort, backend: Backend, progress: Progress) -> list[Times]:
-    """Each run's time on the host, and on the device."""
-    host, device = (progress.add_task(f"measuring {name}", total=1) for name in ("the host", "the device"))
-    spreads = measure(runs, effort.rounds, effort.steps, backend, lambda: progress.advance(host, 1 / effort.rounds))
-    share = 1 / effort.device_rounds
-    gpu = device_times(runs, effort.device_rounds, backend, lambda: progress.advance(device, share))
-    return list(zip(spreads, gpu, strict=True))
-
-
-def _runners(found: Sequence[Race], effort: Effort, backend: Backend, progress: Progress) -> list[RunnerFigure]:
-    """Each runner's fill and the one by hand, all of them by turns."""
-    times = _timed([run for race in found for run in race.runs()], effort, backend, progress)
-    by_race = zip(found, times[::2], times[1::2], strict=True)
-    return [RunnerFigure.of(race, per_slot, ours) for race, per_slot, ours in by_race]
-
-
-def _habits(effort: Effort, backend: Backend, progress: Progress) -> list[HabitFigure]:
-    """What each habit costs, by each lowering."""
-    every = effort.rounds + (effort.device_rounds if backend.device.type != "cpu" else 0)
-    task = progress.add_task("measuring habits", total=every)
-    sizes = effort.rounds, effort.device_rounds, effort.steps
-    return run_habits(habits(backend), backend, *sizes, lambda: progress.advance(task))
-
-
-def _workloads(backend: Backend, counts: Sequence[int], effort: Effort) -> Iterator[tuple[Workload, list[Case]]]:
+def measured_rows(backend: Backend, counts: Sequence[int], effort: Effort) -> list[Row]:
+    """Fills and whole steps of all contestants, for each number of slots. WrongBytesError where one fills wrongly."""
+    rows, runs = list[Row](), list[Run]()
     for count in counts:
-        workload = Workload.of(count, backend)
-        yield workload, list(cases_of(workload, effort.walk))
-        if count == MIXED:
-            workload = Workload.of(count, backend, FLAT)
-            yield workload, list(flat_cases(workload))
+        for case in cases(count, backend):
+            found = contestants(case)
+            verify(case, found)
+            told = {"sources": case.name, "slots": count, "live": case.sizes[0], "padded": case.padded}
+            for what, one in itertools.product((FILL, STEP), found):
+                way = getattr(one, what)
+                if way is not None:
+                    rows.append({"what": what, "lowering": one.name, **told})
+                    runs.append(Run(way, case.batches))
+    measure(runs, backend, *effort)
+    return [{**row, **_times(run)} for row, run in zip(rows, runs, strict=True)]
 
 
-def _to_verify(cases: Sequence[Case]) -> list[Batch]:
-    """Growing and shrinking batches of all kinds, the last of each case twice: what is uploaded is not sent again."""
-    forth = [batch for case in cases for batch in (*case.batches[:WALK], case.batches[-1])]
-    return [*forth, *(case.batches[0] for case in reversed(cases))]
+def measured_habits(backend: Backend, effort: Effort) -> list[Row]:
+    """Whole steps of each habit by each lowering but the oracle, and their ratios to the base. WrongBytesError."""
+    found: list[tuple[Case, Contestant, Run]] = []
+    for case in habits(backend):
+        ways = [by_lowering(case, one) for one in backend.capabilities.lowerings if one != ORACLE]
+        verify(case, ways, (STEP,))
+        found += [(case, way, Run(way.step, case.batches, case.around, case.before)) for way in ways]
+    measure([run for *_, run in found], backend, *effort)
+    bases = {way.name: run for case, way, run in found if case.name == BASE}
+    return [
+        {
+            "habit": case.name,
+            "lowering": way.name,
+            "detours": 0 if way.runner is None else sum(way.runner.stats()["detours"].values()),
+            **_times(run),
+            "ratio": _ratio(run.spreads[0], bases[way.name].spreads[0]),
+            "gpu_ratio": _ratio(run.spreads[1], bases[way.name].spreads[1]),
+        }
+        for case, way, run in found
+    ]
 
 
-def _of_case(case: Case, contestant: Contestant) -> Iterator[_Measured]:
-    ways: tuple[tuple[What, Way | None], ...] = ((FILL, contestant.fill), (STEP, contestant.step))
-    for what, way in ways:
-        if way is not None:
-            yield _Measured(what, contestant.name, case, Run(way, case.batches))
+def _times(run: Run) -> Row:
+    """Microseconds a step; None on the device where that was not measured."""
+    found: Row = {}
+    for name, spread in zip(("host", "gpu"), run.spreads, strict=True):
+        values = (None,) * 3 if spread is None else (spread.median, spread.p10, spread.p90)
+        names = (f"{name}_us", f"{name}_p10_us", f"{name}_p90_us")
+        found |= {key: value and round(value, 3) for key, value in zip(names, values, strict=True)}
+    return found
 
 
-def _figure(measured_: _Measured, host: Spread, gpu: Spread | None) -> Figure:
-    case = measured_.case
-    return Figure(
-        what=measured_.what,
-        lowering=measured_.name,
-        sources=case.sources,
-        slots=case.slots,
-        lowest=case.lowest,
-        live=case.live,
-        padded=case.padded,
-        host=host,
-        gpu=gpu,
-    )
+def _ratio(one: Spread | None, base: Spread | None) -> float | None:
+    return None if one is None or base is None else round(one.median / base.median, 3)
 
 
-def _memory(workload: Workload, found: Sequence[Contestant]) -> Iterator[Memory]:
-    """Of the runner that the backend prefers, and of one that feeds the fused kernel."""
-    for contestant in found:
-        if contestant.runner is not None and contestant.name in (workload.backend.capabilities.lowerings[0], IN_GRAPH):
-            yield Memory.of(workload, contestant.runner)
+def show_rows(rows: Sequence[Row], ours: str, console: Console) -> None:
+    """Print medians of fills and of whole steps, and how many times more than `ours` the hand-written ones take."""
+
+    def cells(what: str, time: str) -> Iterator[Cell]:
+        times: dict[tuple[tuple[str, ...], str], float] = {}
+        for row in rows:
+            if row["what"] == what and row[time] is not None:
+                key = str(row["slots"]), f"{row['live']}/{row['padded']}", row["sources"]
+                times[key, row["lowering"]] = row[time]
+                yield key, row["lowering"], f"{row[time]:.1f}"
+        for (at, name), took in times.items():
+            if name in (PER_SLOT, REGROUPED) and (at, ours) in times:
+                yield at, f"{name} / ours", f"{took / times[at, ours]:.1f} x"
+
+    for (what, title), (time, where) in itertools.product(_TITLES.items(), _TIMES.items()):
+        _print(console, f"{where} microseconds, {title}", ("slots", "rows", "sources"), cells(what, time))
+    console.print(f"ours: {ours}, which this backend prefers. lists: three slots come as lists, the others as arrays")
 
 
-def _progress() -> Progress:
-    """Bars on stderr; none where that is no terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+def show_habits(rows: Sequence[Row], console: Console) -> None:
+    """Print what a whole step takes under each habit by each lowering, with the ratio to the base."""
+    for (time, where), ratio in zip(_TIMES.items(), ("ratio", "gpu_ratio"), strict=True):
+        timed = [row for row in rows if row[time] is not None]
+        cells = (((row["habit"],), row["lowering"], f"{row[time]:.1f} ({row[ratio]:.2f})") for row in timed)
+        _print(console, f"{where} microseconds of a whole step under each habit (ratio to the base)", ("habit",), cells)
+    detours = [f"{row['habit']} by {row['lowering']}: {row['detours']}" for row in rows if row["detours"]]
+    console.print(f"steps filled by another lowering than the runner's: {', '.join(detours) or 'none'}")
+
+
+def _print(console: Console, title: str, keys: Sequence[str], cells: Iterable[Cell]) -> None:
+    """Print a table with a row a key and a column a lowering, if there are cells."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for key, column, text in cells:
+        found.setdefault(key, {})[column] = text
+        columns[column] = None
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in (*keys, *columns):
+        table.add_column(name.replace("_", "\n").replace(" /", "\n/"), justify="right", no_wrap=True)
+    for key, texts in found.items():
+        table.add_row(*key, *(texts.get(column, "-") for column in columns))
+    if found:
+        console.print(f"\n[bold]{title}[/]", table)

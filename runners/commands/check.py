@@ -1,7 +1,5 @@
 """`slotgraph check`: a runner held to what its declaration promises, bucket by bucket, slot by slot."""
 
-import json
-from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -11,15 +9,7 @@ from ..proofs.check import check as check_runner
 from ..proofs.report import CHECKS
 from .failures import FAILED, reported
 from .lookup import captured, find_batches, find_runner
-from .screen import screen
-
-
-class Format(StrEnum):
-    """How a report is printed."""
-
-    TABLE = "table"
-    JSON = "json"
-
+from .screen import Form, FormOption, show
 
 _Target = Annotated[
     str,
@@ -43,7 +33,6 @@ _ReadOutside = Annotated[
 ]
 _Rounds = Annotated[int, typer.Option(min=1, max=MOST_ROUNDS, help="Batches of random rows for each bucket.")]
 _Seed = Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Where random batches begin.")]
-_Format = Annotated[Format, typer.Option("--format", help="A table, or JSON.")]
 
 
 def check(
@@ -54,7 +43,7 @@ def check(
     read_outside: _ReadOutside = None,
     rounds: _Rounds = 2,
     seed: _Seed = 0,
-    form: _Format = Format.TABLE,
+    form: FormOption = Form.TABLE,
 ) -> None:
     """Hold a runner to what its declaration promises; it is captured first, if it is not yet.
 
@@ -72,15 +61,10 @@ def check(
       slotgraph check engine.py:make_runner --rounds 8 --seed 3 --format json
     """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
     with reported():
-        runner = captured(find_runner(target))
-        given: Any = find_batches(target, batches) if batches is not None else None
-        report = check_runner(
-            runner, given, only=_names(only), read_outside=_names(read_outside), rounds=rounds, seed=seed
-        )
-    if form == Format.JSON:
-        typer.echo(json.dumps(report.as_data(), indent=2))
-    else:
-        screen().print(report.table())
+        runner, given = captured(find_runner(target)), None if batches is None else find_batches(target, batches)
+        named: dict[str, Any] = {"only": _names(only), "read_outside": _names(read_outside)}
+        report = check_runner(runner, given, rounds=rounds, seed=seed, **named)
+    show(form, report.as_data(), report.table())
     if not report.ok:
         raise typer.Exit(FAILED)
 

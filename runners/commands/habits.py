@@ -6,9 +6,7 @@ list, or another stream. It is timed beside the same step without the peculiarit
 
 import functools
 import random
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
@@ -16,121 +14,57 @@ import torch
 
 from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
-from ...dataflow.capabilities import DEVICE, HOST, Lowering
-from ...dataflow.inputs import Inputs
-from ...dataflow.roles import resolve_dtype
+from ...dataflow.capabilities import HOST
 from ...dataflow.sources import side
-from ...dataflow.specialization import KEPT
-from ...dataflow.specifiers import computed, copied
+from ...dataflow.specifiers import copied
 from ..decode import DecodeRunner
-from ..shortcut import KEPT as KEPT_SIZES
-from .workload import COUNT, SETS, plus_one
+from .workload import LIVE, PADDED, Batch, Case, Way, declare_decode, draw
 
 BASE: Final = "base"
-LIVE: Final = 200
-PADDED: Final = 256
-_SLOTS: Final[Mapping[str, tuple[Any, torch.dtype, Any]]] = {
-    "input_ids": (TOKENS, torch.int64, 0),
-    "seq_lens": (BATCH, torch.int32, 1),
-    "positions": (TOKENS, torch.int64, 0),
-    "out_cache_loc": (TOKENS, torch.int64, 0),
-    "req_pool_indices": (BATCH, torch.int64, 0),
-    "temperatures": (BATCH, torch.float32, 1.0),
-    "lora_ids": (BATCH, torch.int32, 0),
-    "encoder_lens": (BATCH, torch.int32, 0),
-}
-"""Axis, dtype and tail of the base's slots; a ninth is a count that the host computes."""
+_SLOTS: Final = 9
 _WIDE: Final = 4 * PADDED
 _MOST: Final = 2048
 """Rows of the bucket for sizes that never repeat, of which there are more than any cache keeps."""
+_FRESH: Final = 512
+"""Sets of tensors, more than any cache keeps addresses."""
 _ODD: Final = ("bool", "uint8", "float16", "bfloat16", "float8_e4m3fn")
+_NONE: Final[Mapping[str, Any]] = {}
 
-Batch = types.SimpleNamespace
-Change = Callable[[Batch, int, Backend], object]
+Change = Callable[[Batch, int], Any]
 """Gives a batch of the base its peculiarity; the number says which batch of several it is."""
-Step = Callable[[Any], Any]
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Habit:
-    """One way to bring batches.
-
-    more: slots beside those of the base. change: what a batch brings otherwise. made: all batches, where `change` is
-    not enough. way: the step, where it is more than a call of the runner. around: what the whole loop runs in. before:
-    what precedes each step untimed; it gets the number of steps that are left. absent: as runners take it. bucket: its
-    padded rows. streams: whether it needs a device that has streams.
-    """
-
-    name: str
-    more: Mapping[str, Any] = attrs.field(factory=dict)
-    change: Change | None = None
-    made: Callable[["Habit", Backend], list[Any]] | None = None
-    way: Callable[[DecodeRunner[Any]], Step] | None = None
-    around: Callable[[Backend], AbstractContextManager[object]] | None = None
-    before: Callable[[Backend], Callable[[int], object]] | None = None
-    absent: tuple[tuple[str, ...], ...] = ()
-    bucket: int = PADDED
-    streams: bool = False
-
-    @functools.cached_property
-    def inputs(self) -> type[Inputs]:
-        """The declaration."""
-        body: dict[str, Any] = {name: copied(axis, dtype=dtype, pad=pad) for name, (axis, dtype, pad) in _SLOTS.items()}
-        body |= {COUNT: computed(_live_tokens, shape=1, dtype=torch.int32), **self.more}
-        annotated = {"__annotations__": dict.fromkeys(body, torch.Tensor | None), "__module__": __name__}
-        made: type[Inputs] = types.new_class("Habitual", (Inputs,), {}, lambda space: space.update(annotated | body))
-        return made
-
-    def batches(self, backend: Backend) -> list[Any]:
-        """What takes turns."""
-        if self.made is not None:
-            return self.made(self, backend)
-        return [self.batch(backend, number) for number in range(SETS)]
-
-    def batch(self, backend: Backend, number: int, rows: int = LIVE) -> Batch:
-        """One batch, with seeded values that no other number has."""
-        made, draw = Batch(), torch.Generator().manual_seed(1000 * rows + number)
-        for name, slot in self.inputs.slotgraph.slots.items():
-            if slot.reads(name) is not None:
-                shape = [dim if isinstance(dim, int) else rows for dim in _sizes(slot.shape, rows)]
-                dtype = resolve_dtype(slot.dtype, backend.capabilities)
-                most = 2 if dtype == torch.bool else 100
-                values = torch.randint(0, most, shape, device="cpu", generator=draw).to(dtype)
-                setattr(made, name, values.to(backend.device) if slot.placement == DEVICE else values)
-        if self.change is not None:
-            self.change(made, number, backend)
-        return made
-
-    def runner(self, backend: Backend, lowering: Lowering) -> DecodeRunner[Any]:
-        """A captured runner."""
-        options: dict[str, Any] = {"buckets": [self.bucket], "absent": self.absent, "progress": False}
-        runner = DecodeRunner(self.inputs, plus_one, backend=backend, lowering=lowering, **options)
-        runner.capture()
-        return runner
-
-
-def _sizes(shape: Sequence[Any], rows: int) -> Iterator[int]:
-    for dim in shape:
-        yield dim.at(dict.fromkeys(dim.axes, rows))
-
-
-def _live_tokens(step: Any) -> int:
-    return int(step.live(TOKENS))
-
-
-def habits(backend: Backend) -> list[Habit]:
+def habits(backend: Backend) -> list[Case]:
     """All that this backend can show, the base first."""
-    has_streams = backend.device.type != "cpu"
-    found = [Habit(name=BASE), *_on_host(), *_on_device(), *_absent(), *_sized(), *_called(), *_streamed()]
-    return [habit for habit in found if has_streams or not habit.streams]
+    made = functools.partial(_habit, backend)
+    found = [made(BASE), *_on_host(made), *_on_device(made), *_absent(made), *_sized(made), *_called(made, backend)]
+    return found if backend.device.type == "cpu" else [*found, *_streamed(made, backend)]
+
+
+def _habit(
+    backend: Backend, name: str, more: Mapping[str, Any] = _NONE, change: Change | None = None, **options: Any
+) -> Case:
+    """A case, whose declaration has slots beside those of the base."""
+    inputs = declare_decode(_SLOTS, **more)
+
+    def drawn(rows: int, number: int) -> Any:
+        batch = draw(inputs, backend, rows, number)
+        return batch if change is None else change(batch, number)
+
+    return Case(name=name, inputs=inputs, backend=backend, draw=drawn, **options)
 
 
 def _replaced(name: str, change: Callable[[torch.Tensor], Any]) -> Change:
     """Another source in one slot's place."""
-    return lambda batch, _number, _backend: setattr(batch, name, change(getattr(batch, name)))
+
+    def replaced(batch: Batch, _number: int) -> Batch:
+        setattr(batch, name, change(getattr(batch, name)))
+        return batch
+
+    return replaced
 
 
-def _on_host() -> Iterator[Habit]:
+def _on_host(made: Callable[..., Case]) -> Iterator[Case]:
     lengths = {"seq_lens_cpu": copied(BATCH, dtype=torch.int32, pad=1, placement=HOST, converts=(torch.int64,))}
     ways: dict[str, Callable[[torch.Tensor], Any]] = {
         "host slot": lambda source: source,
@@ -140,28 +74,28 @@ def _on_host() -> Iterator[Habit]:
         "host slot, NumPy converted": lambda source: source.long().numpy(),
     }
     for name, change in ways.items():
-        yield Habit(name=name, more=lengths, change=_replaced("seq_lens_cpu", change))
+        yield made(name, lengths, _replaced("seq_lens_cpu", change))
 
 
-def _on_device() -> Iterator[Habit]:
+def _on_device(made: Callable[..., Case]) -> Iterator[Case]:
     lengths = {"seq_lens": copied(BATCH, dtype=torch.int32, pad=1, converts=(torch.int64,))}
     heats = {"temperatures": copied(BATCH, dtype=torch.float32, pad=1.0, converts=(torch.float64, torch.int64))}
     halves = {"halves": copied(BATCH, dtype=torch.float16, pad=0.5)}
     mrope = {"mrope": copied(3, TOKENS, dtype=torch.int64, pad=0, strided=True)}
     tables = {"tables": copied(BATCH, 4, dtype=torch.int32, pad=0)}
     odd = {name: copied(BATCH, dtype=getattr(torch, name), pad=0 if name != "bool" else False) for name in _ODD}
-    yield Habit(name="converted by the kernel", more=lengths, change=_replaced("seq_lens", torch.Tensor.long))
-    yield Habit(name="converted, float64", more=heats, change=_replaced("temperatures", torch.Tensor.double))
-    yield Habit(name="converted, int64 to float32", more=heats, change=_replaced("temperatures", torch.Tensor.long))
-    yield Habit(name="a list", change=_replaced("input_ids", torch.Tensor.tolist))
-    yield Habit(name="a NumPy array", change=_replaced("input_ids", lambda source: source.cpu().numpy()))
-    yield Habit(name="a host tensor", change=_replaced("input_ids", torch.Tensor.cpu))
-    yield Habit(name="a NumPy array in pieces", change=_replaced("input_ids", lambda one: one.cpu().numpy()[::-1]))
-    yield Habit(name="a list for float16", more=halves, change=_replaced("halves", torch.Tensor.tolist))
-    yield Habit(name="a nested list", more=tables, change=_replaced("tables", torch.Tensor.tolist))
-    yield Habit(name="odd dtypes", more=odd)
-    yield Habit(name="a strided source", more=mrope, change=_replaced("mrope", _strided))
-    yield Habit(name="in place", way=_in_place)
+    yield made("converted by the kernel", lengths, _replaced("seq_lens", torch.Tensor.long))
+    yield made("converted, float64", heats, _replaced("temperatures", torch.Tensor.double))
+    yield made("converted, int64 to float32", heats, _replaced("temperatures", torch.Tensor.long))
+    yield made("a list", change=_replaced("input_ids", torch.Tensor.tolist))
+    yield made("a NumPy array", change=_replaced("input_ids", lambda source: source.cpu().numpy()))
+    yield made("a host tensor", change=_replaced("input_ids", torch.Tensor.cpu))
+    yield made("a NumPy array in pieces", change=_replaced("input_ids", lambda one: one.cpu().numpy()[::-1]))
+    yield made("a list for float16", halves, _replaced("halves", torch.Tensor.tolist))
+    yield made("a nested list", tables, _replaced("tables", torch.Tensor.tolist))
+    yield made("odd dtypes", odd)
+    yield made("a strided source", mrope, _replaced("mrope", _strided))
+    yield made("in place", call=_in_place)
 
 
 def _strided(source: torch.Tensor) -> torch.Tensor:
@@ -171,77 +105,63 @@ def _strided(source: torch.Tensor) -> torch.Tensor:
     return wider[:, : source.shape[1]]
 
 
-def _in_place(runner: DecodeRunner[Any]) -> Step:
+def _in_place(runner: DecodeRunner[Any]) -> Way:
     """One slot's live rows are written by their producer where they belong."""
-    rows = runner.inputs(PADDED).positions[:LIVE]
-    rows.copy_(torch.arange(LIVE, device=rows.device))
+    rows = runner.inputs(PADDED).positions
+    rows.copy_(torch.arange(PADDED, device=rows.device))
 
     def step(batch: Batch) -> Any:
-        batch.positions = rows
+        batch.positions = rows[: batch.rows]
         return runner(batch)
 
     return step
 
 
-def _absent() -> Iterator[Habit]:
+def _absent(made: Callable[..., Case]) -> Iterator[Case]:
     more = {"extra": copied(TOKENS, dtype=torch.float32, pad=0.0, default=None)}
 
-    def gone(batch: Batch, number: int, _backend: Backend, every: int) -> None:
+    def gone(batch: Batch, number: int, every: int) -> Batch:
         if number % every == 0:
             batch.extra = None
+        return batch
 
-    yield Habit(name="absent", more=more, absent=(("extra",),), change=functools.partial(gone, every=1))
-    yield Habit(
-        name="absent and present in turn", more=more, absent=(("extra",),), change=functools.partial(gone, every=2)
-    )
-
-
-def _sized() -> Iterator[Habit]:
-    def walk(habit: Habit, backend: Backend) -> list[Any]:
-        sizes = random.Random(0).sample(range(1, PADDED), 64)  # noqa: S311 - a seeded walk, no secret
-        return [habit.batch(backend, 0, rows) for rows in sizes]
-
-    def never(habit: Habit, backend: Backend) -> list[Any]:
-        whole = vars(habit.batch(backend, 0, _MOST))
-        sizes = random.Random(0).sample(range(_MOST - KEPT_SIZES - 16, _MOST), KEPT_SIZES + 16)  # noqa: S311 - likewise
-        return [Batch(**{name: values[:rows] for name, values in whole.items()}) for rows in sizes]
-
-    def fresh(habit: Habit, backend: Backend) -> list[Any]:
-        return [habit.batch(backend, number) for number in range(KEPT + SETS)]
-
-    yield Habit(name="sizes at random", made=walk)
-    yield Habit(name="sizes that never repeat", made=never, bucket=_MOST)
-    yield Habit(name="fresh tensors each step", made=fresh)
+    for name, every in (("absent", 1), ("absent and present in turn", 2)):
+        yield made(name, more, functools.partial(gone, every=every), absent=(("extra",),))
 
 
-def _called() -> Iterator[Habit]:
-    def kinds(habit: Habit, backend: Backend) -> list[Any]:
-        batches = [habit.batch(backend, number) for number in range(SETS)]
-        return [batch if number % 2 else vars(batch) for number, batch in enumerate(batches)]
+def _sized(made: Callable[..., Case]) -> Iterator[Case]:
+    sizes = list(range(1, _MOST))
+    random.Random(0).shuffle(sizes)  # noqa: S311 - a seeded walk, no secret
+    never = made("sizes that never repeat", padded=_MOST, sizes=sizes)
+    whole = vars(never.draw(_MOST, 0))
 
-    def beside(runner: DecodeRunner[Any]) -> Step:
-        return lambda batch: runner(batch, extra=batch.extra)
+    def cut(rows: int, _number: int) -> Batch:
+        return Batch(**{**{name: one[:rows] for name, one in whole.items() if name != "rows"}, "rows": rows})
 
+    yield made("sizes at random", sizes=[size for size in sizes if size < PADDED][:64])
+    yield attrs.evolve(never, draw=cut)
+    yield made("fresh tensors each step", sizes=(LIVE,) * _FRESH)
+
+
+def _called(made: Callable[..., Case], backend: Backend) -> Iterator[Case]:
     more = {"extra": copied(TOKENS, dtype=torch.float32, pad=0.0, source=side("extra"))}
-    yield Habit(name="fill, then replay", way=lambda runner: lambda batch: runner.replay(runner.fill(batch)))
-    yield Habit(name="a side argument", more=more, way=beside)
-    yield Habit(name="mappings and objects in turn", made=kinds)
-    yield Habit(name="inference mode", around=lambda _: torch.inference_mode())
-    yield Habit(name="a default device", around=lambda backend: backend.device)
+    yield made("fill, then replay", call=lambda runner: lambda batch: runner.replay(runner.fill(batch)))
+    yield made("a side argument", more, call=lambda runner: lambda batch: runner(batch, extra=batch.extra))
+    yield made("mappings and objects in turn", change=lambda batch, number: batch if number % 2 else vars(batch))
+    yield made("inference mode", around=torch.inference_mode)
+    yield made("a default device", around=lambda: backend.device)
 
 
-def _streamed() -> Iterator[Habit]:
-    def turns(backend: Backend) -> Callable[[int], object]:
-        module = torch.get_device_module(backend.device)
-        streams = module.current_stream(backend.device), module.Stream(backend.device)
-        return lambda left: module.set_stream(streams[left % 2])  # the last of several steps is on the first
+def _streamed(made: Callable[..., Case], backend: Backend) -> Iterator[Case]:
+    module = torch.get_device_module(backend.device)
+    streams = module.current_stream(backend.device), module.Stream(backend.device)
 
-    def elsewhere(habit: Habit, backend: Backend) -> list[Any]:
-        module = torch.get_device_module(backend.device)
-        with module.stream(module.Stream(backend.device)):
-            batches = [habit.batch(backend, number) for number in range(SETS)]
+    def elsewhere(batch: Batch, _number: int) -> Batch:
+        with module.stream(streams[1]):
+            moved = {name: value if name == "rows" else value.clone() for name, value in vars(batch).items()}
         backend.synchronize()
-        return batches
+        return Batch(**moved)
 
-    yield Habit(name="two streams in turn", before=turns, streams=True)
-    yield Habit(name="sources of another stream", made=elsewhere, streams=True)
+    # the last of several steps is on the first
+    yield made("two streams in turn", before=lambda left: module.set_stream(streams[left % 2]))
+    yield made("sources of another stream", change=elsewhere)

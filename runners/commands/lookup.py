@@ -7,21 +7,28 @@ import inspect
 import pathlib
 import pkgutil
 import sys
-import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import typer
 
 from ...dataflow.errors import SlotGraphError
+from ...dataflow.failures import place_of
 from ...dataflow.inputs import Inputs
 from ..runner import GraphRunner, Runner
 from .failures import fail, nearest
 
-_NAME: Final = "MODULE:NAME"
-_RUNNER: Final = "MODULE:RUNNER"
 _NOTHING: Final[Mapping[str, Any]] = {}
+
+
+class _Named(NamedTuple):
+    """A target's module, the two parts of its text, and what is there, or None."""
+
+    module: ModuleType
+    place: str
+    name: str
+    value: Any
 
 
 def find_explained(target: str) -> type[Inputs] | Runner[Any]:
@@ -30,13 +37,19 @@ def find_explained(target: str) -> type[Inputs] | Runner[Any]:
     Modules of the current directory are found. Exits with 2 where there is no such module or name, with 1 where the
     module fails to import, or a function to make a runner.
     """
-    with _about(_NAME):
-        module, place, name, found = _looked_up(target)
-        is_class = isinstance(found, type) and issubclass(found, Inputs) and found is not Inputs
-        if not (is_class or isinstance(found, Runner) or _makes(found)):
-            _no_class(module, place, name, found)
-        explained: type[Inputs] | Runner[Any] = found if is_class else _runner_in(module, place, name, found)
-        return explained
+
+    def is_declaration(value: object) -> bool:
+        return isinstance(value, type) and issubclass(value, Inputs) and value is not Inputs
+
+    with _about("MODULE:NAME"):
+        found = _named(target)
+        if is_declaration(found.value):
+            declaration: type[Inputs] = found.value
+            return declaration
+        if not (isinstance(found.value, Runner) or _makes(found.value)):
+            why = "is no subclass of slotgraph.Inputs, nor a runner"
+            _refuse(found, lambda value: is_declaration(value) or isinstance(value, Runner), "one", why)
+        return _runner_of(found)
 
 
 def find_runner(target: str, **given: Any) -> Runner[Any]:
@@ -46,25 +59,8 @@ def find_runner(target: str, **given: Any) -> Runner[Any]:
     left it: `captured` sees to its graphs. Exits with 2 where there is no such module or runner,
     with 1 where the module fails to import, or the function to make a runner.
     """
-    with _about(_RUNNER):
-        return _runner_in(*_looked_up(target), given)
-
-
-def _runner_in(
-    module: ModuleType, place: str, name: str, found: Any, given: Mapping[str, Any] = _NOTHING
-) -> Runner[Any]:
-    """What was found as a runner, or the one that it makes."""
-    if isinstance(found, Runner):
-        return found
-    if not _makes(found, given):
-        _no_runner(module, place, name, found)
-    try:
-        made = found(**{one: given[one] for one in inspect.signature(found).parameters if one in given})
-    except Exception as error:  # noqa: BLE001 - what a user's function raises can be anything
-        _broken(f"{place}:{name}", error, "failed to make a runner")
-    if not isinstance(made, Runner):
-        _unknown(f"{name!r} in {place} returned {type(made).__name__}, which is no runner")
-    return made
+    with _about("MODULE:RUNNER"):
+        return _runner_of(_named(target), given)
 
 
 def find_batches(target: str, name: str) -> Any:
@@ -74,13 +70,14 @@ def find_batches(target: str, name: str) -> Any:
     """
     place = target.rpartition(":")[0] or target
     with _about("--batches"):
-        module = _loaded(place) or _module(place)
+        # A file that was loaded before is not run again: that would make other classes.
+        loaded = [one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == place]
+        module = loaded[-1] if loaded else _module(place)
         found = getattr(module, name, None)
         if not (callable(found) or (isinstance(found, Iterable) and not isinstance(found, str))):
-            what = f"{place} has no {name!r}" if found is None else f"{name!r} in {place} is no batches"
-            known = [one for one, value in vars(module).items() if inspect.isfunction(value)]
-            _unknown(f"{what}: name several batches, or a function of rows and a generator{_near(name, known)}")
-        if callable(found) and not _takes_two(found):
+            why = "is no batches: name several, or a function of rows and a generator"
+            _refuse(_Named(module, place, name, found), inspect.isfunction, "batches", why)
+        if callable(found) and not _takes(found, 1, None):
             _unknown(f"{name!r} in {place} takes other arguments than two, rows and a torch.Generator")
         return found
 
@@ -102,8 +99,7 @@ def _about(argument: str) -> Iterator[None]:
         raise
 
 
-def _looked_up(target: str) -> tuple[ModuleType, str, str, Any]:
-    """A target's module, the two parts of its text, and what is there, or None."""
+def _named(target: str) -> _Named:
     place, colon, name = target.rpartition(":")
     if not colon:
         place, name = target, ""
@@ -111,35 +107,41 @@ def _looked_up(target: str) -> tuple[ModuleType, str, str, Any]:
     found: object = module
     for part in name.split("."):
         found = getattr(found, part, None)
-    return module, place, name, found
+    return _Named(module, place, name, found)
 
 
-def _module(place: str) -> ModuleType:
-    return _from_file(pathlib.Path(place)) if place.endswith(".py") else _from_name(place)
+def _runner_of(found: _Named, given: Mapping[str, Any] = _NOTHING) -> Runner[Any]:
+    """What was found as a runner, or the one that it makes."""
+    _, place, name, value = found
+    if isinstance(value, Runner):
+        return value
+    if not _makes(value, given):
+        why = "is no runner, nor a function without required arguments that makes one"
+        _refuse(found, lambda one: isinstance(one, Runner), "runner", why)
+    try:
+        made = value(**{one: given[one] for one in inspect.signature(value).parameters if one in given})
+    except Exception as error:  # noqa: BLE001 - what a user's function raises can be anything
+        _broken(f"{place}:{name}", error, "failed to make a runner")
+    if not isinstance(made, Runner):
+        _unknown(f"{name!r} in {place} returned {type(made).__name__}, which is no runner")
+    return made
 
 
-def _loaded(place: str) -> ModuleType | None:
-    """The module of a file that was loaded before: to run it again would make other classes."""
-    modules = reversed(list(sys.modules.values()))
-    return next((module for module in modules if getattr(module, "__file__", None) == place), None)
-
-
-def _makes(found: object, given: Collection[str] = ()) -> bool:
+def _makes(found: object, given: Mapping[str, Any] = _NOTHING) -> bool:
     """Whether it is a function that can be called without arguments, but for those that are given."""
     if not callable(found) or isinstance(found, type):
         return False
     try:
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(found).parameters
     except (TypeError, ValueError):
         return False
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return all(p.default is not p.empty or p.kind in variadic or p.name in given for p in parameters)
+    return _takes(found, **{name: given[name] for name in parameters if name in given})
 
 
-def _takes_two(found: Callable[..., Any]) -> bool:
-    """Whether a function can be called with two arguments, as far as it tells."""
+def _takes(function: Callable[..., Any], *arguments: Any, **named: Any) -> bool:
+    """Whether a function can be called with such arguments, as far as it tells."""
     try:
-        inspect.signature(found).bind(1, None)
+        inspect.signature(function).bind(*arguments, **named)
     except TypeError:
         return False
     except ValueError:  # it does not tell
@@ -147,35 +149,19 @@ def _takes_two(found: Callable[..., Any]) -> bool:
     return True
 
 
-def _no_runner(module: ModuleType, place: str, name: str, found: object) -> NoReturn:
-    known = [n for n, value in vars(module).items() if isinstance(value, Runner)]
+def _refuse(found: _Named, is_wanted: Callable[[Any], bool], what: str, why: str) -> NoReturn:
+    """Say that a name is none of those that are wanted, and the nearest of them that the module has."""
+    module, place, name, value = found
+    known = [known for known, one in vars(module).items() if is_wanted(one)]
+    near = nearest(name, known) if known else f"; {place} has none"
     if not name:
-        _unknown(f"say which runner, as in {place}:{known[0] if known else 'make_runner'}{_near('', known)}")
-    if found is None:
-        _unknown(f"{place} has no {name!r}{_near(name, known)}")
-    wanted = "is no runner, nor a function without required arguments that makes one"
-    _unknown(f"{name!r} in {place} {wanted}{_near(name, known)}")
+        _unknown(f"say which {what}, as in {place}:{known[0] if known else 'make_runner'}{near}")
+    _unknown(f"{place} has no {name!r}{near}" if value is None else f"{name!r} in {place} {why}{near}")
 
 
-def _near(name: str, known: list[str]) -> str:
-    return nearest(name, known) if known else ""
-
-
-def _no_class(module: ModuleType, place: str, name: str, found: object) -> NoReturn:
-    known = [
-        n for n, kind in inspect.getmembers(module, inspect.isclass) if issubclass(kind, Inputs) and kind is not Inputs
-    ]
-    known += [n for n, value in vars(module).items() if isinstance(value, Runner)]
-    if not known:
-        _unknown(f"{place} has no subclass of slotgraph.Inputs, and no runner")
-    if not name:
-        _unknown(f"say which one, as in {place}:{known[0]}{nearest('', known)}")
-    what = (
-        f"{place} has no {name!r}"
-        if found is None
-        else f"{name!r} in {place} is no subclass of slotgraph.Inputs, nor a runner"
-    )
-    _unknown(f"{what}{nearest(name, known)}")
+def _module(place: str) -> ModuleType:
+    path = pathlib.Path(place)
+    return _from_file(path) if place.endswith(".py") else _from_name(place)
 
 
 def _from_name(name: str) -> ModuleType:
@@ -184,12 +170,10 @@ def _from_name(name: str) -> ModuleType:
         _unknown(f"expected a module's name or a .py file before the colon, got {name!r}")
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if name == missing or name.startswith(f"{missing}."):
-            _no_module(name, missing)
-        _broken(name, error)
     except Exception as error:  # noqa: BLE001 - what a user's module raises can be anything
+        missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        if missing and f"{name}.".startswith(f"{missing}."):
+            _no_module(name, missing)
         _broken(name, error)
 
 
@@ -221,18 +205,15 @@ def _no_module(name: str, missing: str) -> NoReturn:
     parent, _, last = missing.rpartition(".")
     places: Iterable[str] = getattr(sys.modules[parent], "__path__", ()) if parent else [str(pathlib.Path.cwd())]
     near = nearest(last, (module.name for module in pkgutil.iter_modules(list(places))))
-    what = (
-        f"there is no module {name!r}" if missing == name else f"there is no module {missing!r}, which {name!r} is in"
-    )
-    _unknown(f"{what}{near}")
+    of = "" if missing == name else f", which {name!r} is in"
+    _unknown(f"there is no module {missing!r}{of}{near}")
 
 
 def _broken(name: str, error: Exception, what: str = "cannot be imported") -> NoReturn:
     """A user's module or function that raises: the library's own faults as ever, others with the place that raised."""
     if isinstance(error, SlotGraphError):
         raise error
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    fail(f"{name} {what}: {type(error).__name__}: {error} ({last.filename}, line {last.lineno})")
+    fail(f"{name} {what}: {type(error).__name__}: {error}{place_of(error)}")
 
 
 def _unknown(message: str) -> NoReturn:

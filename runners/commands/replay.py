@@ -1,34 +1,21 @@
 """`slotgraph replay`: what a recorded file holds, and its steps run again on a runner."""
 
-import json
 import pathlib
 from collections.abc import Iterator
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ...dataflow.errors import RecordingError
-from ...dataflow.serial import to_data
 from ..recording.files import RecordedFile
 from ..recording.ranks import RecordedRanks
 from ..recording.records import Header, StepRecord
-from ..recording.replaying import Replayed, ReplayReport, replay_file
+from ..recording.replaying import ReplayReport, replay_file
 from .failures import FAILED, reported
 from .lookup import captured, find_runner
-from .screen import screen
-
-
-class Format(StrEnum):
-    """How results are printed."""
-
-    TABLE = "table"
-    JSON = "json"
-
+from .screen import Form, FormOption, show, table
 
 _File = Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="A file that `slotgraph.record` wrote.")]
 _Target = Annotated[
@@ -36,10 +23,10 @@ _Target = Annotated[
     typer.Argument(metavar="MODULE:RUNNER", help="A module or a .py file, and a runner or a function that makes one."),
 ]
 _Step = Annotated[int | None, typer.Option("--step", metavar="K", help="Run this step alone, by its number.")]
-_Format = Annotated[Format, typer.Option("--format", help="Tables, or JSON.")]
+_NUMBERS: Final = ("step", "bytes", "replays")
 
 
-def replay(file: _File, target: _Target = None, *, step: _Step = None, form: _Format = Format.TABLE) -> None:
+def replay(file: _File, target: _Target = None, *, step: _Step = None, form: FormOption = Form.TABLE) -> None:
     """Run recorded steps again, by the graph and eagerly, and show by slot and row where they differ first.
 
     Without a runner, show what the file holds. The file is data alone: nothing in it is run, the runner is yours.
@@ -62,7 +49,7 @@ def replay(file: _File, target: _Target = None, *, step: _Step = None, form: _Fo
                 found = replay_file(read, captured(find_runner(target, **_given(read))), step)
         except RecordingError as error:
             raise typer.BadParameter(printable(str(error))) from error
-    _show(found, form, file)
+    show(form, found, _shown(found, file))
     if isinstance(found, ReplayReport) and not found.ok:
         raise typer.Exit(FAILED)
 
@@ -87,26 +74,17 @@ def _only(read: RecordedFile, number: int) -> StepRecord:
     raise RecordingError(message)
 
 
-def _show(found: Header | StepRecord | ReplayReport, form: Format, file: pathlib.Path) -> None:
-    if form == Format.JSON:
-        typer.echo(json.dumps(to_data(found), indent=2, allow_nan=False))
-    elif isinstance(found, Header):
-        screen().print(Group(*_holds(found, file)))
-    elif isinstance(found, StepRecord):
-        screen().print(Group(*_step(found), *_traceback(found)))
-    else:
-        screen().print(Group(*_replayed(found)))
+def _shown(found: Header | StepRecord | ReplayReport, file: pathlib.Path) -> RenderableType:
+    """Tables of what a file holds, of one step, or of steps that were run again."""
+    if isinstance(found, Header):
+        return Group(*_holds(found, file))
+    if isinstance(found, ReplayReport):
+        return Group(*_replayed(found))
+    return Group(*_step(found), *([_text(found.raised.traceback)] if found.raised is not None else []))
 
 
 def _text(*parts: Any, style: str = "") -> Text:
     return Text(printable("".join(map(str, parts))), style=style)
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in names:
-        table.add_column(name, overflow="fold", justify="right" if name in ("step", "bytes", "replays") else "left")
-    return table
 
 
 def _holds(header: Header, file: pathlib.Path) -> Iterator[RenderableType]:
@@ -115,42 +93,30 @@ def _holds(header: Header, file: pathlib.Path) -> Iterator[RenderableType]:
     yield _text(f"{file.name}: {runner.kind} over {runner.inputs} on {runner.backend}{rank}", style="bold")
     yield _text("recorded with ", ", ".join(f"{name} {version}" for name, version in header.versions))
     yield from (_text(note) for note in header.notes)
-    table = _table("step", "path", "bucket", "live", "absent", "values", "outputs", "replays", "raised")
+    made = table("step", "path", "bucket", "live", "absent", "values", "outputs", "replays", "raised", right=_NUMBERS)
     for step in header.steps:
-        table.add_row(*map(_text, _cells(step)))
-    yield table
+        missing, live = len(step.missing()), ", ".join(f"{axis}={rows}" for axis, rows in step.live)
+        values = f"{len(step.slots)}, {missing} without data" if missing else len(step.slots)
+        kept = None if step.outputs is None else len(step.outputs)
+        raised = None if step.raised is None else step.raised.kind
+        cells = (step.path, step.bucket, live, ", ".join(step.absent), values, kept, step.replays, raised)
+        made.add_row(_text(step.number), *(_text("-" if cell in (None, "") else cell) for cell in cells))
+    yield made
     if header.steps:
-        yield from _step(header.steps[-1])
-        raised = header.steps[-1].raised
-        if raised is not None and raised.traceback:
-            yield _text(f"where it was raised: --step {header.steps[-1].number}")
-
-
-def _cells(step: StepRecord) -> Iterator[str]:
-    missing = len(step.missing())
-    yield str(step.number)
-    yield step.path or "-"
-    yield "-" if step.bucket is None else str(step.bucket)
-    yield _live(step)
-    yield ", ".join(step.absent) or "-"
-    yield f"{len(step.slots)}, {missing} without data" if missing else str(len(step.slots))
-    yield "-" if step.outputs is None else str(len(step.outputs))
-    yield str(step.replays)
-    yield "-" if step.raised is None else step.raised.kind
-
-
-def _live(step: StepRecord) -> str:
-    return ", ".join(f"{axis}={rows}" for axis, rows in step.live) or "-"
+        last = header.steps[-1]
+        yield from _step(last)
+        if last.raised is not None and last.raised.traceback:
+            yield _text(f"where it was raised: --step {last.number}")
 
 
 def _step(step: StepRecord) -> Iterator[RenderableType]:
     """One step: what the batch brought."""
     yield _text(f"step {step.number}: {step.reason or 'no decision'}", style="bold")
-    table = _table("slot or field", "what it brought")
+    made = table("slot or field", "what it brought")
     for kind, values in (("", step.slots), ("field ", step.fields)):
         for value in values:
-            table.add_row(_text(kind, value.name), _text(value, "" if value.kept else f"; not kept: {value.why}"))
-    yield table
+            made.add_row(_text(kind, value.name), _text(value, "" if value.kept else f"; not kept: {value.why}"))
+    yield made
     if step.ranks is not None:
         brought = "; ".join(f"{axis} {', '.join(map(str, rows))}" for axis, rows in step.ranks.live)
         yield _text(f"ranks brought {brought}; alone, this one: {step.ranks.alone}")
@@ -159,25 +125,13 @@ def _step(step: StepRecord) -> Iterator[RenderableType]:
         yield _text(f"it raised {step.raised.kind}: {step.raised.message}")
 
 
-def _traceback(step: StepRecord) -> Iterator[RenderableType]:
-    if step.raised is not None:
-        yield _text(step.raised.traceback)
-
-
 def _replayed(report: ReplayReport) -> Iterator[RenderableType]:
     yield _text(f"{report.file} on {report.runner}", style="bold")
     yield from (_text("note: ", note) for note in report.notes)
-    table = _table("step", "path", "bucket", "result", "why this path")
+    made = table("step", "path", "bucket", "result", "why this path", right=_NUMBERS)
     for step in report.steps:
-        table.add_row(*map(_text, _row(step)))
-    yield table
+        bucket = "-" if step.bucket is None else step.bucket
+        made.add_row(*map(_text, (step.number, step.path or "-", bucket, step.outcome, step.reason or "-")))
+    yield made
     for step in report.steps:
         yield from (_text(f"step {step.number}: {line}") for line in step.lines)
-
-
-def _row(step: Replayed) -> Iterator[str]:
-    yield str(step.number)
-    yield step.path or "-"
-    yield "-" if step.bucket is None else str(step.bucket)
-    yield step.outcome
-    yield step.reason or "-"

@@ -1,25 +1,33 @@
-"""What `slotgraph bench` runs: decode-shaped declarations of any number of slots, and batches for them."""
+"""What `slotgraph bench` runs: decode steps of any number of slots, by hand and by this library, held to the oracle."""
 
-import bisect
-import random
+import contextlib
+import functools
+import itertools
 import types
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import attrs
 import torch
 
 from ...backends.base import Backend
-from ...dataflow.axes import BATCH, TOKENS, Axis, Sizes
-from ...dataflow.buffers import Buffers, allocate
+from ...dataflow.axes import BATCH, TOKENS, extent
+from ...dataflow.capabilities import DEVICE, Lowering
+from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
 from ...dataflow.roles import CACHE_LOC, Role, resolve_dtype
-from ...dataflow.specialization import KEPT
+from ...dataflow.sources import look_up
 from ...dataflow.specifiers import computed, copied
 from ...dataflow.step import Step
 from ...dataflow.tails import Number
+from ..capture import capture_step, warm_up
+from ..decode import DecodeRunner
+from ..testing.by_hand import FillByHand
+from ..testing.bytes import difference, differences
+from ..testing.contests import PER_SLOT, REGROUPED, SETS
 
-_SHAPES: Final[Sequence[tuple[str, Axis, torch.dtype | Role, Number]]] = (
+_SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
     ("input_ids", TOKENS, torch.int64, 0),
     ("seq_lens", BATCH, torch.int32, 1),
     ("positions", TOKENS, torch.int64, 0),
@@ -33,41 +41,23 @@ _SHAPES: Final[Sequence[tuple[str, Axis, torch.dtype | Role, Number]]] = (
     ("mamba_indices", BATCH, torch.int32, 0),
 )
 """Name, axis, dtype and tail of what engines feed a decode step; beyond these the same again under other names."""
-COUNT: Final = "num_token_non_padded"
-
-CASES: Final = ((1, 1), (7, 8), (37, 48), (200, 256))
+SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))
 """Live and padded rows."""
-BUCKETS: Final = tuple(padded for _, padded in CASES)
-FLAT: Final = (1, 64, 512, 4096)
-"""Live sizes, each in a bucket of just that size, over which a step's cost should not grow."""
-MIXED: Final = 12
-"""The number of slots that the live sizes of `FLAT`, and sources that are always the same or never, are measured with.
-"""
-WALK: Final = 64
-"""Steps of a walk: requests come and go, so that the live size differs from step to step."""
-_CHANGES: Final = (-4, -3, -2, -1, 1, 2, 3, 4)
+LIVE, PADDED = SIZES[3]
+BARE: Final = "bare"
+ORACLE: Final = "slot_by_slot"
+FILL: Final = "fill"
+STEP: Final = "step"
+_LISTS: Final = 3
 
-Sources = Literal["device", "same", "new", "numpy", "lists"]
-"""What batches bring: tensors on the device, of which several sets take turns, the same ones each time, or ones at
-addresses that were not seen lately; arrays; or lists for the first `LISTS` slots, and arrays for the others."""
-SOURCES: Final[tuple[Sources, ...]] = get_args(Sources)
-HOST_SOURCES: Final[tuple[Sources, ...]] = ("numpy", "lists")
-LISTS: Final = 3
-SETS: Final = 4
-"""Sets of sources that take turns, each with addresses and values of its own: a step must not find what it found last,
-or it could spare itself the upload."""
-_SETS: Final[dict[Sources, int]] = {"same": 1, "new": KEPT + SETS}
+Way = Callable[[Any], Any]
+"""Takes a batch; returns a view where it fills, and outputs where it runs a whole step."""
 
 
 class Batch(types.SimpleNamespace):
-    """One batch: its sources as attributes, as an engine's own batch has them, with its live and padded rows."""
+    """One batch: its sources as attributes, as an engine's own batch has them, with its live rows."""
 
     rows: int
-    padded: int
-
-
-def _live_tokens(step: Step) -> int:
-    return step.live(TOKENS)
 
 
 def plus_one(view: Any) -> Any:
@@ -75,142 +65,177 @@ def plus_one(view: Any) -> Any:
     return view.input_ids + 1
 
 
-def declare_decode(slots: int) -> type[Inputs]:
-    """A decode declaration of `slots` slots, at least 2: all copied but one count, which the host computes."""
-    body: dict[str, Any] = {
-        "__annotations__": {},
-        "__module__": __name__,
-        "__doc__": f"A decode step of {slots} slots.",
-    }
-    for name, axis, dtype, pad in _slots(slots - 1):
-        body[name] = copied(axis, dtype=dtype, pad=pad)
-        body["__annotations__"][name] = torch.Tensor
-    body[COUNT] = computed(_live_tokens, shape=1, dtype=torch.int32)
-    body["__annotations__"][COUNT] = torch.Tensor
-    made: type[Inputs] = types.new_class(f"Decode{slots}", (Inputs,), {}, lambda namespace: namespace.update(body))
+def declare_decode(slots: int, **more: Any) -> type[Inputs]:
+    """A decode declaration of `slots` slots, at least 2: all copied but one count, which the host computes.
+
+    Args:
+        slots: How many slots there are without those in `more`.
+        **more: Slots beside these, or in the place of those of the same name.
+    """
+    body: dict[str, Any] = {}
+    for index in range(slots - 1):
+        again, which = divmod(index, len(_SLOTS))
+        name, axis, dtype, pad = _SLOTS[which]
+        body[f"{name}_{again}" if again else name] = copied(axis, dtype=dtype, pad=pad)
+    body |= {"num_token_non_padded": computed(_live_tokens, shape=1, dtype=torch.int32), **more}
+    body |= {"__annotations__": dict.fromkeys(body, torch.Tensor | None), "__module__": __name__}
+    made: type[Inputs] = types.new_class(f"Decode{slots}", (Inputs,), {}, lambda space: space.update(body))
     return made
 
 
-def _slots(count: int) -> Iterator[tuple[str, Axis, torch.dtype | Role, Number]]:
-    for index in range(count):
-        again, which = divmod(index, len(_SHAPES))
-        name, axis, dtype, pad = _SHAPES[which]
-        yield f"{name}_{again}" if again else name, axis, dtype, pad
+def _live_tokens(step: Step) -> int:
+    return step.live(TOKENS)
 
 
-@attrs.frozen(eq=False)
-class Workload:
-    """A declaration on one backend, and the buckets that its batches go to."""
+def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> Batch:
+    """A batch with seeded values, all of them others than under another number, but for those of bools."""
+    made, seeded = Batch(rows=rows), torch.Generator().manual_seed(rows)
+    for name, slot in inputs.slotgraph.slots.items():
+        if slot.reads(name) is not None:
+            dtype = resolve_dtype(slot.dtype, backend.capabilities)
+            shape = extent(slot.shape, {BATCH: rows, TOKENS: rows})
+            low, high = (0, 2) if dtype == torch.bool else (100 * number, 100 * number + 100)
+            values = torch.randint(low, high, shape, device="cpu", generator=seeded).to(dtype)
+            setattr(made, name, values.to(backend.device) if slot.placement == DEVICE else values)
+    return made
 
+
+@attrs.frozen(kw_only=True, eq=False)
+class Case:
+    """Steps of one bucket, and how a loop runs them.
+
+    Args:
+        name: What is special about it.
+        inputs: The declaration.
+        backend: Where it runs.
+        draw: A batch of so many rows; the number says which of several it is.
+        padded: Rows of the bucket.
+        sizes: Live rows of the batches that take turns.
+        absent: As runners take it.
+        call: Makes of a runner what runs a step.
+        around: What the whole loop runs in.
+        before: What precedes each step untimed; it gets the number of steps that are left.
+    """
+
+    name: str
     inputs: type[Inputs]
     backend: Backend
-    buckets: tuple[int, ...]
+    draw: Callable[[int, int], Any]
+    padded: int = PADDED
+    sizes: Sequence[int] = (LIVE,) * SETS
+    absent: Sequence[Sequence[str]] = ()
+    call: Callable[[DecodeRunner[Any]], Way] = attrs.field(default=lambda runner: runner)
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    before: Callable[[int], object] | None = None
 
-    @classmethod
-    def of(cls, slots: int, backend: Backend, buckets: tuple[int, ...] = BUCKETS) -> "Workload":
-        """A decode step of so many slots."""
-        return cls(declare_decode(slots), backend, buckets)
-
-    @property
-    def slots(self) -> int:
-        """How many slots are declared."""
-        return len(self.inputs.slotgraph.slots)
-
-    @property
-    def capacity(self) -> Sizes:
-        """The sizes of the largest bucket."""
-        return {BATCH: self.buckets[-1], TOKENS: self.buckets[-1]}
-
-    def padded(self, rows: int) -> int:
-        """The bucket of a batch."""
-        return self.buckets[bisect.bisect_left(self.buckets, rows)]
-
-    def buffers(self) -> Buffers:
-        """Buffers for the largest bucket, beside any runner's."""
-        backend = self.backend
-        return allocate(self.inputs.slotgraph, self.capacity, backend.capabilities, backend.empty)
-
-    def sets(self, rows: int, sources: Sources = "device") -> list[Batch]:
-        """Batches of one live size that take turns."""
-        return [self.batch(rows, sources, number) for number in range(_SETS.get(sources, SETS))]
-
-    def batch(self, rows: int, sources: Sources = "device", number: int = 0) -> Batch:
-        """A batch with seeded values, all of them others than under another number, but for those of bools."""
-        seeded = torch.Generator().manual_seed(rows)
-        made, lists = Batch(rows=rows, padded=self.padded(rows)), LISTS if sources == "lists" else 0
-        for name, slot in self.inputs.slotgraph.slots.items():
-            if slot.reads(name) is not None:
-                dtype = resolve_dtype(slot.dtype, self.backend.capabilities)
-                low, high = (0, 2) if dtype == torch.bool else (100 * number, 100 * number + 100)
-                values = torch.randint(low, high, (rows,), device="cpu", generator=seeded).to(dtype)
-                setattr(made, name, self._source(values, sources, as_list=lists > 0))
-                lists -= 1
-        return made
-
-    def _source(self, values: torch.Tensor, sources: Sources, *, as_list: bool) -> Any:
-        if sources in HOST_SOURCES:
-            return values.tolist() if as_list else values.numpy()
-        return values.to(self.backend.device)
+    @functools.cached_property
+    def batches(self) -> list[Any]:
+        """What takes turns."""
+        return [self.draw(rows, number) for number, rows in enumerate(self.sizes)]
 
 
-@attrs.frozen(eq=False)
-class Case:
-    """Batches that take turns, and what is to be said of them; `lowest` is below `live` where live sizes change."""
+def cases(slots: int, backend: Backend) -> Iterator[Case]:
+    """What is measured for one number of slots: sources on the device in each bucket, and host data in one."""
+    inputs = declare_decode(slots)
 
-    slots: int
-    lowest: int
-    live: int
-    padded: int
-    sources: Sources
-    batches: Sequence[Batch]
+    def hosted(rows: int, number: int, lists: int) -> Batch:
+        batch = draw(inputs, backend, rows, number)
+        for index, (name, value) in enumerate([one for one in vars(batch).items() if one[0] != "rows"]):
+            setattr(batch, name, value.tolist() if index < lists else value.cpu().numpy())
+        return batch
 
-    @classmethod
-    def steady(cls, workload: Workload, live: int, sources: Sources = "device") -> "Case":
-        """The same live size in each step."""
-        batches = workload.sets(live, sources)
-        return cls(workload.slots, live, live, workload.padded(live), sources, batches)
-
-    @classmethod
-    def walk(cls, workload: Workload, steps: int) -> "Case":
-        """Another live size in each step, all of them in the largest bucket."""
-        sizes = walk_sizes(workload.buckets[-1], workload.buckets[-2], steps)
-        batches = [workload.batch(rows, "device", number % SETS) for number, rows in enumerate(sizes)]
-        return cls(workload.slots, min(sizes), max(sizes), workload.buckets[-1], "device", batches)
+    for live, padded in SIZES:
+        drawn = functools.partial(draw, inputs, backend)
+        yield Case(name="device", inputs=inputs, backend=backend, draw=drawn, padded=padded, sizes=(live,) * SETS)
+    for name, lists in (("numpy", 0), ("lists", _LISTS)):
+        yield Case(name=name, inputs=inputs, backend=backend, draw=functools.partial(hosted, lists=lists))
 
 
-def cases_of(workload: Workload, walk: int) -> Iterator[Case]:
-    """What is measured for one number of slots: live sizes, host data in the largest bucket, and a walk."""
-    most = CASES[-1][0]
-    for live, _ in CASES:
-        yield Case.steady(workload, live)
-    for sources in SOURCES if workload.slots == MIXED else HOST_SOURCES:
-        if sources != "device":
-            yield Case.steady(workload, most, sources)
-    yield Case.walk(workload, walk)
+@attrs.frozen(kw_only=True, eq=False)
+class Contestant:
+    """One way to run a case.
+
+    Args:
+        name: A lowering's, or that of a way by hand.
+        step: Fill, view and replay.
+        fill: Fill and view alone, where that is measured.
+        slots: What its steps fill, every padded row.
+        runner: Whose it is, where it is this library's.
+    """
+
+    name: str
+    step: Way
+    fill: Way | None = None
+    slots: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    runner: DecodeRunner[Any] | None = None
 
 
-def flat_cases(workload: Workload) -> Iterator[Case]:
-    """Every bucket, full."""
-    for rows in workload.buckets:
-        yield Case.steady(workload, rows)
+def contestants(case: Case) -> list[Contestant]:
+    """Two by hand, a runner for each lowering that the backend has, and a bare replay."""
+    lowerings = [by_lowering(case, lowering) for lowering in case.backend.capabilities.lowerings]
+    return [by_hand(case, PER_SLOT), by_hand(case, REGROUPED), *lowerings, by_hand(case, BARE)]
 
 
-def make_batches(inputs: type[Inputs], sizes: Sequence[int], backend: Backend) -> list[Batch]:
-    """A batch for each live size, with tensors on the backend's device."""
-    workload = Workload(inputs, backend, tuple(sorted(set(sizes))))
-    return [workload.batch(rows) for rows in sizes]
+def by_lowering(case: Case, lowering: Lowering) -> Contestant:
+    """A captured runner: the public path, with sizing, routing and checks."""
+    options: dict[str, Any] = {"buckets": [case.padded], "absent": case.absent, "progress": False}
+    runner = DecodeRunner(case.inputs, plus_one, backend=case.backend, lowering=lowering, **options)
+    runner.capture()
+    buffers, fill = runner.graphs.buffers, None if lowering == ORACLE else runner.fill
+    slots = {name: buffers[name].tensor for name in case.inputs.slotgraph.slots}
+    return Contestant(name=lowering, step=case.call(runner), fill=fill, slots=slots, runner=runner)
 
 
-def integers_of(slots: int, live: int) -> int:
-    """Whole numbers that a batch of "lists" brings in lists."""
-    return min(LISTS, slots - 1) * live
+def by_hand(case: Case, name: str) -> Contestant:
+    """A way that engines hand-write, or a bare replay: of a graph that holds the step, and nothing of a fill."""
+    backend, declaration = case.backend, case.inputs.slotgraph
+    axes = len(declaration.varying)
+    filled = FillByHand(
+        declaration, backend, dict.fromkeys(declaration.varying, case.padded), grouped=name == REGROUPED
+    )
+    captured = torch.no_grad()(functools.partial(plus_one, types.SimpleNamespace(**filled.slots)))
+    warm_up(backend, captured)
+    graph = capture_step(backend, captured, pool=backend.pool())
+
+    def fill(batch: Any) -> Any:
+        return filled(batch, (batch.rows,) * axes)
+
+    def step(batch: Any) -> Any:
+        filled.fill(batch, (batch.rows,) * axes)
+        graph.replay()
+        return graph.outputs[: batch.rows]
+
+    if name == BARE:
+        return Contestant(name=name, step=lambda _: graph.replay())
+    return Contestant(name=name, step=step, fill=fill, slots=filled.slots)
 
 
-def walk_sizes(padded: int, smaller: int, steps: int = WALK) -> list[int]:
-    """Live sizes of a walk between two buckets: in each step up to four requests come or go; seeded."""
-    drawn = random.Random(padded)  # noqa: S311 - a seeded walk, no secret
-    sizes = [(smaller + padded) // 2]
-    while len(sizes) < steps:
-        changes = [change for change in _CHANGES if smaller < sizes[-1] + change <= padded]
-        sizes.append(sizes[-1] + drawn.choice(changes))
-    return sizes
+def verify(case: Case, found: Sequence[Contestant], whats: Sequence[str] = (FILL, STEP)) -> None:
+    """Hold what each contestant leaves in the slots, and returns, to the oracle. WrongBytesError says a difference.
+
+    Batches are those of the case, and then others that grow and shrink.
+    """
+    oracle, declared = by_lowering(case, ORACLE), case.inputs.slotgraph.slots
+    sizes = [*case.sizes[: 2 * SETS], case.padded, 1, *case.sizes[:2]]
+
+    def run(one: Contestant, what: str, batch: Any) -> tuple[Any, dict[str, torch.Tensor | None]]:
+        """What it returns, and what it leaves in each slot that the batch has."""
+        with torch.no_grad(), case.around():
+            returned = getattr(one, what)(batch)
+        case.backend.synchronize()
+        gone = {name for name, slot in declared.items() if slot.reads(name) and look_up(batch, name) is None}
+        return returned, {name: None if name in gone else tensor for name, tensor in one.slots.items()}
+
+    for number, rows in enumerate(sizes):
+        batch = case.draw(rows, number)
+        outputs, wanted = run(oracle, STEP, batch)
+        for one, what in itertools.product(found, whats):
+            if not one.slots or getattr(one, what) is None:
+                continue
+            returned, held = run(one, what, batch)
+            fault = next(differences(held, wanted, declared, {BATCH: rows, TOKENS: rows}), None)
+            if what == STEP and (returned.shape != outputs.shape or difference(returned, outputs)):
+                fault = fault or "it returned other outputs"
+            if fault is not None:
+                message = f"{case.name}, {rows}/{case.padded} rows, the {what} of {one.name}: {fault}"
+                raise WrongBytesError(message)

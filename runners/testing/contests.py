@@ -1,7 +1,9 @@
 """Contests: a declaration's fills, or a runner's steps, by this library and by hand, in turn in one run."""
 
+import contextlib
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import attrs
@@ -16,15 +18,17 @@ from ...dataflow.sampling import Values, sample_batch
 from ...dataflow.slots import Output, Slot, Staged
 from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
-from ..commands.fill_by_hand import FillByHand
-from ..commands.timing import Run, Sized, Spread, measure
-from ..commands.workload import SETS
 from ..filler import Filler
 from ..runner import Runner
 from ..stage import Stage
+from .by_hand import FillByHand
 from .bytes import differences, spoil
 from .ground import Ground, make_filling
+from .timing import Run, Spread, measure
 
+SETS: Final = 4
+"""Sets of sources that take turns, each with addresses and values of its own: a step that found what the last one left
+could spare itself the upload."""
 PER_SLOT: Final = "per_slot"
 REGROUPED: Final = "regrouped"
 EAGER: Final = "eager"
@@ -42,11 +46,6 @@ class Load:
     side: Side
     live: tuple[int, ...]
 
-    @property
-    def rows(self) -> int:
-        """All sizes together, by which a contest tells loads that differ in size."""
-        return sum(self.live)
-
 
 Way = Callable[[Load], Any]
 
@@ -55,19 +54,23 @@ Way = Callable[[Load], Any]
 class Contest:
     """Ways to do the same, and the loads that take turns.
 
-    ours: the way whose time is the library's. base: the one that all others are held to.
+    ours: the way whose time is the library's. base: the one that all others are held to. around: what a round of each
+    way runs in.
     """
 
     ways: Mapping[str, Callable[[Any], Any]]
-    loads: Sequence[Sized]
+    loads: Sequence[Any]
     ours: str
     backend: Backend
     base: str = PER_SLOT
+    around: Mapping[str, Callable[[], AbstractContextManager[object]]] = attrs.field(factory=dict)
 
     def run(self, rounds: int, steps: int) -> "Figures":
         """Time all ways, round by round in turn."""
-        runs = {name: Run(way, self.loads, prepare=getattr(way, "prepare", None)) for name, way in self.ways.items()}
-        measure(list(runs.values()), rounds, steps, self.backend, lambda: None)
+        runs = {
+            name: Run(way, self.loads, self.around.get(name, contextlib.nullcontext)) for name, way in self.ways.items()
+        }
+        measure(list(runs.values()), self.backend, rounds, steps)
         return Figures.of({name: run.host for name, run in runs.items()}, rounds, self.base)
 
 
@@ -145,7 +148,7 @@ def draw_for(
 
 
 def _by_hand(ground: Ground, padded: Sizes, *, grouped: bool) -> Way:
-    fill = FillByHand(ground.declaration, ground.backend, padded, ground.declaration.varying, grouped=grouped)
+    fill = FillByHand(ground.declaration, ground.backend, padded, grouped=grouped)
     return lambda load: fill(load.batch, load.live, load.side)
 
 
@@ -200,14 +203,27 @@ def contest_of_steps(runner: Runner[Any], batches: Sequence[tuple[Any, Side]]) -
     stage, varying = parts.stage, parts.stage.declaration.varying
     loads = [Load(batch, side, tuple(parts.size(batch, side))[: len(varying)]) for batch, side in batches]
     bucket = _only_bucket(runner, loads)
-    by_hand = FillByHand(stage.declaration, stage.backend, parts.sizes[bucket], varying)
-    replayed = _Replayed(runner, by_hand, loads[0])
+    by_hand = FillByHand(stage.declaration, stage.backend, parts.sizes[bucket])
+    view: Any = None
+
+    def replayed(load: Load) -> Any:
+        """A fill by hand, and then the runner's own replay, on the view that it filled last."""
+        by_hand.fill(load.batch, load.live, load.side)
+        return runner.replay(view)
+
+    @contextlib.contextmanager
+    def filled() -> Iterator[None]:
+        """Fill by the runner, so that there is a view to replay."""
+        nonlocal view
+        view = runner.fill(loads[0].batch, **loads[0].side)
+        yield
+
     ways: dict[str, Way] = {
         PER_SLOT: replayed,
         EAGER: lambda load: parts.eager(load.batch, **load.side),
         RUNNER: lambda load: runner(load.batch, **load.side),
     }
-    return Contest(ways, loads, RUNNER, stage.backend)
+    return Contest(ways, loads, RUNNER, stage.backend, around={PER_SLOT: filled})
 
 
 def _only_bucket(runner: Runner[Any], loads: Sequence[Load]) -> int:
@@ -223,22 +239,3 @@ def _only_bucket(runner: Runner[Any], loads: Sequence[Load]) -> int:
         message = f"batches must be of one size, without the same slots, and take one bucket's graph; they took {took}"
         raise ConfigError(message)
     return bucket
-
-
-@attrs.define(eq=False)
-class _Replayed:
-    """A fill by hand, and then the runner's own replay, on the view that it filled last."""
-
-    runner: Runner[Any]
-    by_hand: FillByHand
-    load: Load
-    view: Any = None
-
-    def __call__(self, load: Load) -> Any:
-        """One step."""
-        self.by_hand(load.batch, load.live, load.side)
-        return self.runner.replay(self.view)
-
-    def prepare(self) -> None:
-        """Fill by the runner, so that there is a view to replay."""
-        self.view = self.runner.fill(self.load.batch, **self.load.side)

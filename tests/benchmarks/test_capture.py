@@ -7,7 +7,8 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from slotgraph import TOKENS, DecodeRunner, EagerRunner, Inputs, copied
-from slotgraph.runners.decode import DecodeRunner as Runner
+from slotgraph.backends import choose
+from slotgraph.runners.testing.benchmarks import WaysBenchmark
 
 ROWS = 8
 LAYERS = 4
@@ -24,54 +25,35 @@ class Step(Inputs):
 class Model:
     """A few linear layers over an embedding: some twenty operators."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.table = torch.randn(128, WIDTH, generator=generator)
-        self.weights = [torch.randn(WIDTH, WIDTH, generator=generator) / 8 for _ in range(LAYERS)]
+        self.table = torch.randn(512, WIDTH, generator=generator).to(device)
+        self.weights = [torch.randn(WIDTH, WIDTH, generator=generator).to(device) / 8 for _ in range(LAYERS)]
 
-    def __call__(self, view: Step) -> torch.Tensor:
+    def __call__(self, view: Any) -> torch.Tensor:
         """One row of outputs a token."""
-        hidden = self.table[view.input_ids] + view.positions[:, None]
+        hidden: torch.Tensor = self.table[view.input_ids] + view.positions[:, None]
         for weight in self.weights:
             hidden = hidden + torch.relu(hidden @ weight)
         return hidden
 
 
-def batch_of(rows: int) -> Step:
-    """A batch of so many tokens."""
-    return Step(input_ids=torch.arange(rows), positions=torch.arange(rows))
-
-
-def captured(backend: str) -> Runner[Step]:
+def captured(backend: str) -> DecodeRunner[Step]:
     """A runner that has captured one bucket."""
     runner = DecodeRunner(Step, Model(), buckets=[ROWS], backend=backend, progress=False)
     runner.capture()
     return runner
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
-def test_step_replayed(benchmark: BenchmarkFixture, backend: str) -> None:
-    """Fill and replay through the runner."""
-    benchmark.group = f"a step of {LAYERS} layers, {ROWS} rows"
-    runner, batch = captured(backend), batch_of(ROWS)
-    outputs = benchmark(runner, batch)
-    assert torch.equal(outputs, Model()(batch))
-
-
-def test_step_eager(benchmark: BenchmarkFixture) -> None:
-    """The same declaration without a graph."""
-    benchmark.group = f"a step of {LAYERS} layers, {ROWS} rows"
-    runner, batch = EagerRunner(Step, Model(), backend="cpu"), batch_of(ROWS)
-    outputs = benchmark(runner, batch)
-    assert torch.equal(outputs, Model()(batch))
-
-
-def test_step_bare(benchmark: BenchmarkFixture) -> None:
-    """The model on the batch's own tensors, no library in between: what the others are measured against."""
-    benchmark.group = f"a step of {LAYERS} layers, {ROWS} rows"
-    model, batch = Model(), batch_of(ROWS)
-    with torch.no_grad():
-        benchmark(model, batch)
+@pytest.mark.slotgraph_backends("cpu")
+def test_step(benchmark_ways: WaysBenchmark) -> None:
+    """The model on the batch's own tensors, the same declaration without a graph, and replays."""
+    batch, model = Step(input_ids=torch.arange(ROWS), positions=torch.arange(ROWS)), Model()
+    runners = {"bare": model, "eager": EagerRunner(Step, model, backend=choose("cpu"))}
+    ways: dict[str, Any] = runners | {name: captured(name) for name in ("cpu", "cpu-capture")}
+    for way in ways.values():
+        assert torch.equal(way(batch), model(batch))
+    benchmark_ways(ways, [batch], f"a step of {LAYERS} layers, {ROWS} rows")
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])

@@ -1,34 +1,64 @@
 """What a real step's inputs cost: a Llama's decode step by the runner beside a bare replay, and captures beside a loop.
 
-pytest tests/benchmarks/test_llama_step.py -m cuda
+pytest tests/benchmarks/test_llama_step.py -m cuda -s
 """
+
+import functools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from serving.timing import Race
-from slotgraph.backends import choose
+from serving.steps import Steps
+from slotgraph.backends import Backend, choose
 from slotgraph.backends.cuda import CudaBackend
-from tests.benchmarks.llama import (
-    FOUR,
-    HALF,
-    Shape,
-    by_hand,
-    by_runner,
-    capture_seconds,
-    is_sane,
-    ladder,
-    step_times,
-    steps_of,
-)
-from tests.benchmarks.shown import show, table_of
+from tests.benchmarks.llama import FOUR, HALF, REACH, TINY, Shape, batches_of, runner_of, served, steps_of
+from tests.benchmarks.shown import race
 
 # This is about time: what other packages have to say about themselves is no failure.
 pytestmark = pytest.mark.filterwarnings("default")
-
-TINY = Shape(name="tiny", layers=1, hidden=32, heads=2, kv_heads=1, intermediate=32, vocabulary=64)
 LIVE, BUCKET = 7, 8
-BUCKETS = 20
+BUCKETS = [8 * (1 + index) for index in range(20)]
+
+
+def race_steps(title: str, steps: Steps, backend: Backend, rounds: int, each: int) -> None:
+    """Steps by `runner(batch)` beside a bare replay, of a runner whose graphs hold nothing of a fill."""
+    batches = batches_of(LIVE, backend.device)
+    with served(steps):
+        runner, other = runner_of(steps, backend, [BUCKET]), runner_of(steps, backend, [BUCKET], "foreach")
+        other(batches[0])
+        torch.testing.assert_close(runner(batches[1]).clone(), other(batches[1]), rtol=0.05, atol=0.05)
+    captured = other.graphs.get(BUCKET, frozenset())
+    assert captured is not None
+    ways: dict[str, Any] = {"bare replay": lambda _: captured.graph.replay(), "runner(batch)": runner}
+    around = functools.partial(served, steps)
+    race(title, ways, batches, backend, rounds=rounds, steps=each, around=around)
+
+
+def capture_by_hand(steps: Steps, device: torch.device, buckets: Sequence[int]) -> object:
+    """All buckets in a plain loop: one pool, one stream, and a warm-up before each, the largest first."""
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    kept: list[object] = []
+    for rows in sorted(buckets, reverse=True):
+        wide, narrow = (torch.zeros(rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+        view = SimpleNamespace(
+            input_ids=wide,
+            positions=wide.clone(),
+            out_cache_loc=wide.clone(),
+            seq_lens=narrow + 1,
+            block_tables=torch.zeros(rows, REACH, dtype=torch.int32, device=device),
+            num_token_non_padded=narrow[:1],
+        )
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            steps.decode(view)  # type: ignore[arg-type] # it looks like the view
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            kept.append((graph, steps.decode(view)))  # type: ignore[arg-type] # as above
+    return kept
 
 
 @pytest.mark.cuda
@@ -36,34 +66,27 @@ BUCKETS = 20
 @pytest.mark.parametrize(
     ("shape", "goal"), [pytest.param(FOUR, "3 %", id="4-layers"), pytest.param(HALF, "1.5 %", id="24-layers")]
 )
-def test_step_over_bare_replay(shape: Shape, goal: str, cuda: CudaBackend, capsys: pytest.CaptureFixture[str]) -> None:
-    """Many steps one behind another, then a wait: what `runner(batch)` takes beyond its graph's replay."""
+def test_step_over_bare_replay(shape: Shape, goal: str, cuda: CudaBackend) -> None:
+    """What `runner(batch)` takes beyond its graph's replay."""
     steps = steps_of(shape, cuda.device, torch.bfloat16, LIVE)
-    bare, whole = step_times(steps, cuda, LIVE, BUCKET, Race(rounds=21, steps=100, wait=cuda.synchronize))
     title = f"{shape.name}, bfloat16, {LIVE} of {BUCKET} rows: a step; goal: at most {goal} over the bare replay"
-    with capsys.disabled():
-        show(table_of(title, {"bare replay": bare, "runner(batch)": whole}, "us"))
-    assert is_sane([*bare, *whole])
+    race_steps(title, steps, cuda, 21, 100)
 
 
 @pytest.mark.cuda
 @pytest.mark.slow
-def test_capture_beside_a_bare_loop(cuda: CudaBackend, capsys: pytest.CaptureFixture[str]) -> None:
+def test_capture_beside_a_bare_loop(cuda: CudaBackend) -> None:
     """Twenty buckets of the larger model, a warm-up and a capture each."""
     steps = steps_of(HALF, cuda.device, torch.bfloat16, LIVE)
-    loop, runner = capture_seconds((by_hand, by_runner), steps, cuda, ladder(BUCKETS), rounds=5)
-    title = f"{HALF.name}, bfloat16: capture of {BUCKETS} buckets; goal: within 1.2 of the loop"
-    with capsys.disabled():
-        show(table_of(title, {"bare loop": loop, "runner.capture()": runner}, "s"))
-    assert is_sane([*loop, *runner])
+    ways = {
+        "bare loop": lambda buckets: capture_by_hand(steps, cuda.device, buckets),
+        "runner.capture()": lambda buckets: runner_of(steps, cuda, buckets),
+    }
+    title, around = f"{HALF.name}, bfloat16: capture of 20 buckets; goal: within 1.2", functools.partial(served, steps)
+    race(title, ways, [BUCKETS], cuda, rounds=5, steps=1, around=around)
 
 
-def test_a_tiny_step_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    """The same on a CPU, where the figures mean nothing: what is measured is right, and is shown."""
+def test_a_tiny_step_on_a_cpu() -> None:
+    """The same on a CPU, where the figures mean nothing: what is measured is right."""
     backend = choose("cpu-capture")
-    steps = steps_of(TINY, backend.device, torch.float32, LIVE)
-    bare, whole = step_times(steps, backend, LIVE, BUCKET, Race(rounds=2, steps=2, wait=backend.synchronize))
-    (runner,) = capture_seconds((by_runner,), steps, backend, [4, 8], rounds=1)
-    show(table_of("tiny", {"bare replay": bare, "runner(batch)": whole}, "us"))
-    assert "runner(batch)" in capsys.readouterr().out
-    assert is_sane([*bare, *whole, *runner])
+    race_steps("tiny", steps_of(TINY, backend.device, torch.float32, LIVE), backend, 2, 2)

@@ -5,10 +5,10 @@ And what ranks that exchange nothing cost a step on the host, beside one without
 pytest tests/benchmarks/test_ranks.py -s
 """
 
+import contextlib
 import math
 import pathlib
-import statistics
-import time
+from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
+from slotgraph.backends import choose
 from slotgraph.runners.ranks.group import HOST, Ranks
-from tests.benchmarks.shown import show, table_of
+from slotgraph.runners.testing.timing import Run, measure
+from tests.benchmarks.shown import show
 from tests.ranks.processes import ranks
 
 WAYS: Final[tuple[str, ...]] = ("known to be equal", "agreed", "agreed ahead", "agreed on the device", "both")
@@ -59,42 +61,40 @@ class Half:
         return hidden
 
 
+def batches_of(device: torch.device) -> list[Decode]:
+    """Batches that take turns, each with tensors of its own."""
+    draw = torch.Generator().manual_seed(1)
+    drawn = [torch.randint(0, 256, (2, LIVE), generator=draw).to(device) for _ in range(4)]
+    ones = torch.ones(LIVE, dtype=torch.int32, device=device)
+    return [Decode(input_ids=ids, positions=positions, seq_lens=ones.clone()) for ids, positions in drawn]
+
+
 def timed(rank: int, backend: str, layers: int, hidden: int, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Microseconds of a step whose outputs the host waits for, by way: one number a round, ways in turn."""
+    """Microseconds of each step whose outputs the host waits for, by way."""
     device = torch.device("cuda", rank) if backend == "cuda" else torch.device("cpu")
     model = Half(layers, hidden, device, torch.bfloat16 if backend == "cuda" else torch.float32)
-    on_device, ways, runners = WAYS[3:], WAYS if backend == "cuda" else WAYS[:3], {}
-    for way in ways:
-        given: dict[str, Any] = {
-            "backend": backend,
-            "progress": False,
-            "ranks": Ranks(equal=way == WAYS[0], on="cuda" if way in on_device else HOST),
-        }
-        runners[way] = DecodeRunner(Decode, model, buckets=[BUCKET], **given)
-        runners[way].capture()
-    draw = torch.Generator().manual_seed(1)
-    batches = []
-    for _ in range(4):
-        ids, positions = torch.randint(0, 256, (2, LIVE), generator=draw).to(device)
-        batches.append(
-            Decode(input_ids=ids, positions=positions, seq_lens=torch.ones(LIVE, dtype=torch.int32, device=device))
-        )
-    found: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(rounds + 1):
-        for way, runner in runners.items():
-            ahead = way in {WAYS[2], WAYS[4]}
+    batches, runs = batches_of(device), {}
+    for way in WAYS if backend == "cuda" else WAYS[:3]:
+        given = Ranks(equal=way == WAYS[0], on="cuda" if way in WAYS[3:] else HOST)
+        runner = DecodeRunner(Decode, model, buckets=[BUCKET], backend=backend, progress=False, ranks=given)
+        runner.capture()
+
+        def step(number: int, runner: Any = runner, ahead: bool = way in {WAYS[2], WAYS[4]}) -> None:  # noqa: FBT001 - bound here
+            outputs = runner(batches[number])
             if ahead:
-                runner.agree_ahead(batches[0])
-            dist.barrier()
-            begin = time.perf_counter()
-            for step in range(steps):
-                outputs = runner(batches[step % 4])
-                if ahead and step + 1 < steps:
-                    runner.agree_ahead(batches[(step + 1) % 4])
-                outputs[0, 0].item()
-            if number:  # the first warms up
-                found[way].append((time.perf_counter() - begin) / steps * 1e6)
-    return found
+                runner.agree_ahead(batches[(number + 1) % len(batches)])
+            outputs[0, 0].item()
+
+        runs[way] = Run(step, range(len(batches)), around)
+    measure(list(runs.values()), choose(backend), rounds, steps)
+    return {way: run.host for way, run in runs.items()}
+
+
+@contextlib.contextmanager
+def around() -> Iterator[None]:
+    """Ranks begin each round together."""
+    dist.barrier()
+    yield
 
 
 @pytest.mark.parametrize(
@@ -103,78 +103,46 @@ def timed(rank: int, backend: str, layers: int, hidden: int, rounds: int, steps:
     ids=["cpu", "cuda"],
 )
 def test_share_of_a_step(
-    tmp_path: pathlib.Path,
-    capsys: pytest.CaptureFixture[str],
-    backend: str,
-    layers: int,
-    hidden: int,
-    rounds: int,
-    steps: int,
+    tmp_path: pathlib.Path, backend: str, layers: int, hidden: int, rounds: int, steps: int
 ) -> None:
-    """Each way gives a time for each round, of the slower rank."""
+    """Each way gives a time for each step, of the slower rank."""
     if backend == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("cuda: two GPUs are needed, each for a rank of its own")
     with ranks(2, tmp_path, backend="cpu:gloo,cuda:nccl" if backend == "cuda" else "gloo") as made:
         first, second = made.run(timed, backend, layers, hidden, rounds, steps)
-    rows = {way: [max(pair) for pair in zip(first[way], second[way], strict=True)] for way in first}
-    with capsys.disabled():
-        show(table_of(f"{backend}: a decode step of {layers} layers over 2 ranks, {LIVE} of {BUCKET} rows", rows, "us"))
-    assert all(len(times) == rounds and statistics.median(times) > 0 for times in rows.values())
+    times = {way: [max(pair) for pair in zip(first[way], second[way], strict=True)] for way in first}
+    show(f"{backend}: a decode step of {layers} layers over 2 ranks, {LIVE} of {BUCKET} rows", times)
+    assert {len(one) for one in times.values()} == {rounds * steps}
 
 
 QUIET: Final[tuple[str, ...]] = ("without ranks", "quiet ranks", "the same by the general way")
 
 
-def doubled(view: Decode) -> torch.Tensor:
-    """Next to nothing, so that a step's time is the host's."""
-    return view.input_ids * 2
-
-
 def hosted(rank: int, backend: str, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Microseconds of a step on the host, by way: one number a round, ways in turn."""
+    """Microseconds of each step on the host, by way, of which only the last is not by shortcut."""
     del rank
-    device = torch.device("cuda") if backend == "cuda" else torch.device("cpu")
-    given: dict[str, Any] = {"backend": backend, "lowering": "in_graph", "buckets": [BUCKET], "progress": False}
-    runners = {way: DecodeRunner(Decode, doubled, ranks=None if way == QUIET[0] else Ranks(), **given) for way in QUIET}
-    for runner in runners.values():
-        runner.capture()
+    on, runs, runners = choose(backend), {}, {}
+    batches = batches_of(on.device)
+    given: dict[str, Any] = {"backend": on, "lowering": "in_graph", "buckets": [BUCKET], "progress": False}
+    for way in QUIET:
+        told = None if way == QUIET[0] else Ranks()
+        runners[way] = DecodeRunner(Decode, lambda view: view.input_ids * 2, ranks=told, **given)
+        runners[way].capture()
+        runs[way] = Run(runners[way], batches)
     runners[QUIET[2]]._watched(on=True)  # as while someone looks at its steps
-    batches = [
-        Decode(
-            input_ids=torch.arange(1 + number, LIVE + 1 + number, device=device),
-            positions=torch.arange(9 + number, LIVE + 9 + number, device=device),
-            seq_lens=torch.ones(LIVE, dtype=torch.int32, device=device),
-        )
-        for number in range(4)
-    ]
-    found: dict[str, list[float]] = {way: [] for way in QUIET}
-    for number in range(rounds + 1):
-        for way, runner in runners.items():
-            begin = time.perf_counter()
-            for step in range(steps):
-                runner(batches[step % 4])
-            elapsed = time.perf_counter() - begin
-            assert torch.equal(runner(batches[1]), batches[1].input_ids * 2)
-            if number:  # the first warms up
-                found[way].append(elapsed / steps * 1e6)
-    short = [runner.parts.tally.by_shortcut() > 0 for runner in runners.values()]
-    assert short == [True, True, False]
-    return found
+    measure(list(runs.values()), on, rounds, steps)
+    assert all(torch.equal(runner(batches[1]), batches[1].input_ids * 2) for runner in runners.values())
+    assert [runner.parts.tally.by_shortcut() > 0 for runner in runners.values()] == [True, True, False]
+    return {way: run.host for way, run in runs.items()}
 
 
 @pytest.mark.parametrize(
-    ("backend", "rounds", "steps"),
-    [("cpu-capture", 25, 100), pytest.param("cuda", 25, 400, marks=pytest.mark.cuda)],
-    ids=["cpu-capture", "cuda"],
+    ("backend", "steps"), [("cpu-capture", 100), pytest.param("cuda", 400, marks=pytest.mark.cuda)]
 )
-def test_quiet_ranks(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], backend: str, rounds: int, steps: int
-) -> None:
-    """Each way gives a time for each round, and shortcuts are taken where they should be."""
+def test_quiet_ranks(tmp_path: pathlib.Path, backend: str, steps: int) -> None:
+    """Shortcuts are taken where they should be."""
     if backend == "cuda" and not torch.cuda.is_available():
         pytest.skip("cuda: there is no GPU")
     with ranks(1, tmp_path) as made:
-        (first,) = made.run(hosted, backend, rounds, steps)
-    with capsys.disabled():
-        show(table_of(f"{backend}: the host's part of a step, {LIVE} of {BUCKET} rows", first, "us"))
-    assert all(len(times) == rounds and statistics.median(times) > 0 for times in first.values())
+        (times,) = made.run(hosted, backend, 25, steps)
+    show(f"{backend}: the host's part of a step, {LIVE} of {BUCKET} rows", times)

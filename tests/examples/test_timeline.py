@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from slotgraph.backends import choose
+from slotgraph.runners.commands.workload import draw
 from tests.examples.demo import Module
 
 FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "timeline"
@@ -66,8 +67,7 @@ def test_ways_compute_the_same(spans: Module) -> None:
     """The three ways are three ways to one answer, step after step."""
     ways, backend = spans("ways"), choose("cpu-capture")
     inputs, three = ways.make_ways(backend, 8, 2)
-    batches = importlib.import_module("slotgraph.runners.commands.workload").make_batches(inputs, ways.LIVE, backend)
-    for batch in batches:
+    for batch in [draw(inputs, backend, rows) for rows in ways.LIVE]:
         one, *others = [way.call(batch).clone() for way in three]
         assert one.shape == (batch.rows, 8)
         assert one.any()

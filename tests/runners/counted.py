@@ -12,11 +12,11 @@ from slotgraph import EagerRunner
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError
-from slotgraph.runners.commands.runner_kinds import Kind, Scale, kinds
 from slotgraph.runners.runner import Runner
 from slotgraph.runners.statistics import Statistics
 from slotgraph.runners.watching import Watcher
 from tests.runners import prefilled
+from tests.runners.kinds import Kind, Scale, kinds
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 
 Act = Literal["call", "fill", "replay", "replay twice", "refused", "watch"]

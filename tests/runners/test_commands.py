@@ -12,6 +12,7 @@ import typer.testing
 from slotgraph.backends import Availability, choose, names
 from slotgraph.backends.cpu import CpuBackend
 from slotgraph.dataflow.explain import Explanation
+from slotgraph.dataflow.plan import FillPlan
 from slotgraph.dataflow.serial import from_data
 from slotgraph.runners.commands import backends as backends_command
 from slotgraph.runners.commands.app import app
@@ -77,58 +78,34 @@ def explained(*arguments: str) -> Explanation:
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("target", ["explained_inputs:DecodeInputs", "explained_inputs.py:DecodeInputs"])
-def test_explain_table(target: str) -> None:
-    """A module of the current directory and a file are found alike, and shown with plan and bytes."""
+def test_explain_forms(target: str) -> None:
+    """A module of the current directory and a file are found alike: with a plan, without sizes, as a diagram."""
     result = run("explain", target, *SIZED, "--backend", "cpu")
-    assert result.exit_code == 0, result.stderr
+    assert (result.exit_code, result.stderr) == (0, "")
     for part in ("DecodeInputs on cpu", "BATCH=7/8", "live_tokens(step)", "input_ids[live:] = 0", "bytes of buffers"):
         assert part in result.stdout
-    assert result.stderr == ""
+    assert "Give the size of every axis" in run("explain", target).stdout
+    diagram = run("explain", target, "--format", "mermaid").stdout
+    assert diagram.startswith("flowchart LR\n")
+    assert "given_step --> slot_count" in diagram
 
 
 @pytest.mark.usefixtures("folder")
-def test_explain_without_sizes() -> None:
-    """The declaration alone is shown where no size was given, with a word on what would show more."""
-    result = run("explain", "explained_inputs:DecodeInputs")
-    assert result.exit_code == 0
-    assert "Give the size of every axis" in result.stdout
+def test_explain_sizes() -> None:
+    """The JSON is the explanation whole. TOKENS is BATCH times the width unless it is given; names are in any case."""
 
+    def tokens(found: Explanation) -> list[tuple[int | None, int | None]]:
+        return [(axis.live, axis.padded) for axis in found.axes if axis.name == "TOKENS"]
 
-@pytest.mark.usefixtures("folder")
-def test_explain_json_reads_back() -> None:
-    """The JSON is the explanation whole: sizes, slots and plan."""
     found = explained("explained_inputs:DecodeInputs", *SIZED)
-    assert [(axis.name, axis.live, axis.padded) for axis in found.axes] == [
-        ("BATCH", 7, 8),
-        ("HIDDEN", 16, 16),
-        ("TOKENS", 7, 8),
-    ]
+    assert [(axis.name, axis.live, axis.padded) for axis in found.axes[:2]] == [("BATCH", 7, 8), ("HIDDEN", 16, 16)]
     assert found.plan is not None
     assert found.nbytes == 8 * (8 + 4 + 16 * 4 + 4) + 4
-
-
-@pytest.mark.usefixtures("folder")
-def test_tokens_follow_from_batch() -> None:
-    """TOKENS is BATCH times the width unless it is given itself; axis names may be in any case."""
-    found = explained("explained_inputs:DecodeInputs", *SIZED, "--width", "4")
-    assert [(axis.live, axis.padded) for axis in found.axes if axis.name == "TOKENS"] == [(28, 32)]
-    found = explained("explained_inputs:DecodeInputs", *SIZED, "--width", "4", "--size", "Tokens=9/10")
-    assert [(axis.live, axis.padded) for axis in found.axes if axis.name == "TOKENS"] == [(9, 10)]
-
-
-@pytest.mark.usefixtures("folder")
-def test_batch_sizes_tokens_where_no_slot_has_batch() -> None:
-    """A declaration over TOKENS alone takes the size of BATCH too; a nested class is found by its path."""
-    found = explained("explained_inputs:Outer.Nested", "--size", "batch=2/4", "--width", "2")
-    assert [(axis.live, axis.padded) for axis in found.axes if axis.name == "TOKENS"] == [(4, 8)]
-
-
-@pytest.mark.usefixtures("folder")
-def test_explain_mermaid() -> None:
-    """The diagram goes to standard output as it is, to be put into a file."""
-    result = run("explain", "explained_inputs:DecodeInputs", "--format", "mermaid")
-    assert result.stdout.startswith("flowchart LR\n")
-    assert "given_step --> slot_count" in result.stdout
+    assert tokens(found) == [(7, 8)]
+    wide = ("explained_inputs:DecodeInputs", *SIZED, "--width", "4")
+    assert tokens(explained(*wide)) == [(28, 32)]
+    assert tokens(explained(*wide, "--size", "Tokens=9/10")) == [(9, 10)]
+    assert tokens(explained("explained_inputs:Outer.Nested", "--size", "batch=2/4", "--width", "2")) == [(4, 8)]
 
 
 @pytest.mark.usefixtures("folder")
@@ -144,31 +121,21 @@ def test_settings_switch_slots(settings: tuple[str, ...], switched_off: tuple[st
 
 
 @pytest.mark.usefixtures("folder")
-def test_absent_slots() -> None:
-    """The plan of a batch that comes without an optional slot."""
-    found = explained("explained_inputs:DecodeInputs", *SIZED, "--absent", "hidden")
-    assert found.plan is not None
-    assert found.plan.absent == ("hidden",)
+def test_plans() -> None:
+    """A plan is by the lowering that is asked for, without absent slots, and copies none that were written in place."""
 
+    def plan(*options: str) -> FillPlan:
+        found = explained("explained_inputs:DecodeInputs", *SIZED, "--backend", "cpu", *options).plan
+        assert found is not None
+        return found
 
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("lowering", choose("cpu").capabilities.lowerings)
-def test_lowerings(lowering: str) -> None:
-    """The plan is shown as it would be run by the lowering that is asked for."""
-    found = explained("explained_inputs:DecodeInputs", *SIZED, "--backend", "cpu", "--lowering", lowering)
-    assert found.plan is not None
-    assert found.plan.lowering == lowering
-
-
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize("options", [("input_ids,seq_lens",), ("seq_lens, input_ids",), ("seq_lens", "input_ids")])
-def test_slots_in_place(options: tuple[str, ...]) -> None:
-    """The plan of a batch whose producer wrote some slots: named with commas, or one by one."""
-    given = [part for option in options for part in ("--in-place", option)]
-    found = explained("explained_inputs:DecodeInputs", *SIZED, *given)
-    assert found.plan is not None
-    written = {name for group in found.plan.copies if group.how == "in place" for name in group.slots}
-    assert written == {"input_ids", "seq_lens"}
+    for lowering in choose("cpu").capabilities.lowerings:
+        assert plan("--lowering", lowering).lowering == lowering
+    assert plan("--absent", "hidden").absent == ("hidden",)
+    for slots in (("input_ids,seq_lens",), ("seq_lens, input_ids",), ("seq_lens", "input_ids")):
+        copies = plan(*(part for option in slots for part in ("--in-place", option))).copies
+        written = {name for group in copies if group.how == "in place" for name in group.slots}
+        assert written == {"input_ids", "seq_lens"}
 
 
 @pytest.mark.usefixtures("folder")
@@ -183,7 +150,7 @@ def test_slots_in_place(options: tuple[str, ...]) -> None:
         (("explained_inputs:decodeinput",), "has no 'decodeinput'; did you mean 'DecodeInputs'?"),
         (("explained_inputs",), "say which one, as in explained_inputs:DecodeInputs"),
         (("explained_inputs:HIDDEN",), "'HIDDEN' in explained_inputs is no subclass of slotgraph.Inputs"),
-        (("json:JSONDecoder",), "json has no subclass of slotgraph.Inputs"),
+        (("json:JSONDecoder",), "in json is no subclass of slotgraph.Inputs, nor a runner; json has none"),
         (("what/is this:X",), "expected a module's name or a .py file"),
         (("explained_inputs:DecodeInputs", "--size", "bach=3"), "has no axis 'bach'; did you mean 'BATCH'?"),
         (("explained_inputs:DecodeInputs", "--size", "batch:3"), "expected AXIS=LIVE/PADDED"),
@@ -214,64 +181,43 @@ def test_declaration_faults_stand_one_a_line(target: str) -> None:
     """A declaration that breaks rules fails with status 1, and all its faults are told."""
     result = run("explain", target)
     assert result.exit_code == 1
-    lines = result.stderr.splitlines()
-    assert lines[0] == "BrokenInputs breaks 2 rules:"
-    assert "slot 'lens': no tail rule" in lines[1]
-    assert "slot 'mask': it needs 'lenz'" in lines[2]
-    assert len(lines) == 3
+    first, second, third = result.stderr.splitlines()
+    assert first == "BrokenInputs breaks 2 rules:"
+    assert "slot 'lens': no tail rule" in second
+    assert "slot 'mask': it needs 'lenz'" in third
 
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
-    ("target", "message"),
+    ("arguments", "message"),
     [
-        ("no_inputs:X", "no_inputs cannot be imported: ModuleNotFoundError: No module named 'explained_nothing'"),
-        ("raising_inputs:X", "raising_inputs cannot be imported: KeyError: 'oops'"),
-        ("raising_inputs.py:X", "line 2"),
+        (("no_inputs:X",), "no_inputs cannot be imported: ModuleNotFoundError: No module named 'explained_nothing'"),
+        (("raising_inputs:X",), "raising_inputs cannot be imported: KeyError: 'oops'"),
+        (("raising_inputs.py:X",), "KeyError: 'oops' at raising_inputs.py:2"),
+        (("explained_inputs:DecodeInputs", "--set", "model.other"), "slot 'swa' exists when 'model.swa' is set"),
+        (("explained_inputs:DecodeInputs", "--backend", "cpu"), "backend 'cpu' cannot run here: no such chip"),
     ],
 )
-def test_a_module_that_raises_is_reported(target: str, message: str) -> None:
-    """What a user's module raises at import is told with its place, in one line."""
-    result = run("explain", target)
-    assert result.exit_code == 1
+def test_what_fails_is_reported(arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's module that raises, a setting that is missing, and a backend that cannot run here, exit with 1."""
+    unavailable = classmethod(lambda _: Availability(available=False, reason="no such chip"))
+    monkeypatch.setattr(CpuBackend, "is_available", unavailable)
+    result = run("explain", *arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
     assert message in result.stderr
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.usefixtures("folder")
-def test_settings_that_are_missing() -> None:
-    """A setting that a slot asks for and that was not given is a failed check, told in one line."""
-    result = run("explain", "explained_inputs:DecodeInputs", "--set", "model.other")
-    assert result.exit_code == 1
-    assert "slot 'swa' exists when 'model.swa' is set" in result.stderr
-
-
-@pytest.mark.usefixtures("folder")
-def test_backend_that_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backend that exists but is not available exits with 1 and says why."""
-    unavailable = classmethod(lambda _: Availability(available=False, reason="no such chip; install one"))
-    monkeypatch.setattr(CpuBackend, "is_available", unavailable)
-    result = run("explain", "explained_inputs:DecodeInputs", "--backend", "cpu")
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == "backend 'cpu' cannot run here: no such chip; install one\n"
-
-
-def test_backends_json() -> None:
-    """Every backend is listed, with its capability record where it can run."""
+def test_backends() -> None:
+    """Every backend is listed, with its capability record where it can run, as data and as tables."""
     result = run("backends", "--format", "json")
     assert result.exit_code == 0
     found = {one["name"]: one for one in json.loads(result.stdout)}
     assert set(found) == set(names())
     assert found["cpu"]["available"]
     assert found["cpu"]["capabilities"]["capture_copies"] == ["device", "pageable", "pinned"]
-
-
-def test_backends_table() -> None:
-    """The table has a row a backend and a row a capability."""
-    result = run("backends")
-    assert result.exit_code == 0
     for part in ("cpu-capture", "foreach_device", "why not", "global, thread_local, relaxed"):
-        assert part in result.stdout
+        assert part in run("backends").stdout
 
 
 def test_backends_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.dataflow.feed import Feed
 from slotgraph.dataflow.serial import from_data, to_data
-from slotgraph.runners.commands.runner_kinds import Kind, Scale, kinds
 from slotgraph.runners.explained.memory import memory_of
 from slotgraph.runners.explained.records import RunnerExplanation
 from slotgraph.runners.pool import InputPool
 from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_runner, full_step, places, proxy, steps
+from tests.runners.kinds import Kind, Scale, kinds
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 from tests.runners.prefilled import KINDS, Model, runner_of
 

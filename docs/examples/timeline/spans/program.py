@@ -11,7 +11,7 @@ import torch
 
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.errors import BackendUnavailableError
-from slotgraph.runners.commands.workload import make_batches
+from slotgraph.runners.commands import workload
 from spans.draw import draw
 from spans.record import Recording, record
 from spans.ways import BUCKET, LIVE, SLOTS, make_ways
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _recorded(backend: Backend, hidden: int, layers: int) -> list[Recording]:
     inputs, ways = make_ways(backend, hidden, layers)
-    batches = make_batches(inputs, LIVE, backend)
+    batches = [workload.draw(inputs, backend, rows) for rows in LIVE]
     return [record(way, batches, backend) for way in ways]
 
 

@@ -1,0 +1,188 @@
+"""Timing: several ways to do the same take turns in one run, so that a machine's noise is the same for all of them.
+
+On the host each step is timed by itself: where another process takes the core for some milliseconds, one step is an
+outlier, and not a whole round. On the device several steps are timed at once, queued behind other work.
+"""
+
+import contextlib
+import gc
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final
+
+import attrs
+import torch
+
+from ...backends.base import Backend
+
+QUEUED: Final = 20
+"""Steps that the host may be ahead by. An upload's ring has 32 entries, of which one event guards 8: at 25 steps the
+host would wait for the device."""
+THREADS: Final = 1
+"""Threads that copies in host memory are spread over."""
+_FEWEST: Final = 4
+_ATTEMPTS: Final = 5
+_MARGIN_US: Final = 300.0
+_BUSY_SIZE: Final = 2048
+_BUSY_TRIES: Final = 8
+
+Occupy = Callable[[float], None]
+"""Queues at least so many microseconds of work on a device."""
+
+
+@attrs.frozen
+class Spread:
+    """Microseconds a step: median, and the tenth and ninetieth percentile."""
+
+    median: float
+    p10: float
+    p90: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Spread":
+        """The spread of samples, at least one."""
+        tenths = statistics.quantiles(samples, n=10, method="inclusive") if len(samples) > 1 else samples
+        return cls(statistics.median(samples), tenths[0], tenths[-1])
+
+
+@attrs.define(eq=False)
+class Run:
+    """One way to run batches that take turns, and what its steps took, in microseconds on host and device.
+
+    Args:
+        way: Takes a batch.
+        batches: What takes turns, from round to round.
+        around: What a whole round runs in.
+        before: Called before each step, untimed, with the number of steps that are left.
+    """
+
+    way: Callable[[Any], Any]
+    batches: Sequence[Any]
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    before: Callable[[int], object] | None = None
+    host: list[float] = attrs.field(factory=list)
+    device: list[float] = attrs.field(factory=list)
+    attempt: int = 0
+    _turns: Iterator[Any] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Batches go on from round to round, rather than begin anew."""
+        self._turns = itertools.cycle(self.batches)
+
+    def once(self, steps: int, wait: Callable[[], None]) -> None:
+        """One round. The step before it, untimed, leaves tails as the round's last step does."""
+        way, turns, before, note, clock = self.way, self._turns, self.before, self.host.append, time.perf_counter_ns
+        with self.around():
+            for number in range(steps):
+                if number % QUEUED == 0:
+                    wait()
+                    way(next(turns))
+                batch = next(turns)
+                if before is not None:
+                    before(steps - 1 - number)
+                start = clock()
+                way(batch)
+                note((clock() - start) / 1e3)
+            wait()
+
+    def queue(self, steps: int) -> None:
+        """So many steps, one behind another."""
+        with self.around():
+            for left in reversed(range(steps)):
+                if self.before is not None:
+                    self.before(left)
+                self.way(next(self._turns))
+
+    @property
+    def spreads(self) -> tuple[Spread, Spread | None]:
+        """What a step took on the host, and on the device where that was measured."""
+        return Spread.of(self.host), Spread.of(self.device) if self.device else None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without gradients, as engines run, on one thread, and without the garbage collector's pauses."""
+    was_on, threads = gc.isenabled(), torch.get_num_threads()
+    gc.collect()
+    gc.disable()
+    torch.set_num_threads(THREADS)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        if was_on:
+            gc.enable()
+
+
+def measure(runs: Sequence[Run], backend: Backend, rounds: int, steps: int, device_rounds: int = 0) -> None:
+    """Time all runs on the host, then on the device, if the backend has one; the runs take turns in each round.
+
+    A run has no device time where the host cannot get ahead of the device: some ways wait for it in each step.
+
+    Args:
+        runs: What is timed; the times are added to each.
+        backend: Where they run.
+        rounds: Rounds on the host, after one that is left out.
+        steps: Steps in a round.
+        device_rounds: Rounds on the device.
+    """
+    with _quiet():
+        for number in range(rounds + 1):
+            for run in runs:
+                run.once(steps, backend.synchronize)
+                if number == 0:
+                    run.host.clear()
+        if backend.device.type == "cpu" or not device_rounds:
+            return
+        occupy = _occupier(backend)
+        for number in range(device_rounds):
+            for run in runs:
+                found = device_time(run, occupy, backend) if number == 0 or run.device else None
+                if found is not None:
+                    run.device.append(found)
+
+
+def _occupier(backend: Backend) -> Occupy:
+    """What keeps a device busy while the host queues steps behind it: matrix products, whose time is measured here."""
+    matrix, result = (torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=backend.device) for _ in range(2))
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            torch.mm(matrix, matrix, out=result)
+
+    multiply(1)
+    backend.synchronize()
+    start = backend.event()
+    multiply(_BUSY_TRIES)
+    stop = backend.event()
+    backend.synchronize()
+    each = max(1.0, stop.microseconds_since(start) / _BUSY_TRIES)
+    return lambda microseconds: multiply(math.ceil(microseconds / each))
+
+
+def device_time(run: Run, occupy: Occupy, backend: Backend) -> float | None:
+    """Microseconds a step, between two events around steps that stood ready when the device got to them.
+
+    Where it got to the first before the host had queued the last, that says nothing: again with more work before, and
+    with fewer steps, since a device also takes no more than some number of launches in advance.
+    """
+    host = statistics.median(run.host)
+    for attempt in range(run.attempt, _ATTEMPTS):
+        steps = max(_FEWEST, QUEUED >> attempt)
+        run.queue(1)
+        backend.synchronize()
+        occupy(_MARGIN_US + (2 << attempt) * steps * host)
+        start = backend.event()
+        run.queue(steps)
+        stop = backend.event()
+        was_ahead = not start.query()
+        backend.synchronize()
+        if was_ahead:
+            run.attempt = attempt
+            return stop.microseconds_since(start) / steps
+    return None
