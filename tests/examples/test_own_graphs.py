@@ -23,7 +23,7 @@ def engine() -> Iterator[Module]:
 
 def test_tokens_are_those_without_graphs(engine: Module, backend_name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A batch that shrinks through three sizes: all tokens are equal, on each backend."""
-    assert engine("program").main(["--backend", backend_name, "--requests", "9", "--tokens", "30"]) == 0
+    assert engine("program").main(["--backend", backend_name, "--requests", "40", "--tokens", "30"]) == 0
     assert "all equal to those without graphs" in capsys.readouterr().out
 
 

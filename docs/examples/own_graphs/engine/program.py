@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(backend: Backend, count: int, tokens: int) -> int:
     """Both ways, compared."""
     pages = count * (tokens // PAGE + 2) + 1
-    prompts = [[1 + 3 * place] for place in range(count)]
+    prompts = [[(1 + 3 * place) % VOCABULARY] for place in range(count)]
     texts = {}
     with torch.no_grad():
         for way in ("graphs", "plain"):
