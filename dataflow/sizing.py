@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -147,18 +147,25 @@ class Sizer:
         except (*NOT_TOLD, IndexError):
             return tuple([gauge.size(value) for gauge, value in zip(self._firsts, values, strict=True)])
 
-    def told(self, names: Sequence[str]) -> Callable[[Sources], tuple[int, ...]]:
-        """A call that tells the same sizes from the sources of slots, in the order of their names."""
+    def told(self, names: Sequence[str]) -> Callable[[Sources], Hashable]:
+        """A call that tells the same sizes, or the one size, from the sources of slots, in the order of their names."""
         read = [(names.index(gauge.slot), gauge) for gauge in self._firsts]
         places = [(place, gauge.dim) for place, gauge in read]
+        place, dim = places[0]
 
-        def sizes(sources: Sources) -> tuple[int, ...]:
+        def size(sources: Sources) -> Hashable:
+            try:
+                return sources[place].shape[dim]  # type: ignore[no-any-return] # a number, of whatever has a shape
+            except (*NOT_TOLD, IndexError):
+                return read[0][1].size(sources[place])
+
+        def sizes(sources: Sources) -> Hashable:
             try:
                 return tuple([sources[place].shape[dim] for place, dim in places])
             except (*NOT_TOLD, IndexError):
                 return tuple([gauge.size(sources[place]) for place, gauge in read])
 
-        return sizes
+        return size if len(places) == 1 else sizes
 
     def _spread(self, rows: list[int]) -> tuple[int, ...]:
         return tuple(base + slope * rows[lead] for lead, base, slope in self._lines)

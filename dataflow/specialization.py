@@ -42,7 +42,8 @@ Words = Callable[[tuple[int, ...]], bytes]
 class Specialization:
     """Fills from sources that are like those it was made for.
 
-    ready: what its live sizes need. `take` looks at sources and writes nothing; `write` fills from what it took.
+    ready: what its live sizes need. take: looks at sources and writes nothing. write: fills from what `take` gave, all
+    but what the device computes; ComputeError as `Computation.run` raises it.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Specialization:
         self._early = [_copy_of(copies, self._sources_of) for copies in ready.early]
         self._late = [_copy_of(copies, self._sources_of) for copies in ready.late]
         self._is_kernel = lanes is not None
-        self._writes = ready.beside or not self._is_kernel
+        self.write = self._write_all if ready.beside or not self._is_kernel else self._send
 
     def _lay_out(self, kinds: Mapping[str, Kind], places: Mapping[str, int], lanes: Lanes | None) -> None:
         """Give everything that the packet carries its place."""
@@ -223,12 +224,9 @@ class Specialization:
                 return False
         return not bits % WORD
 
-    def write(self, taken: Taken, batch: Any) -> None:
-        """Fill from what `take` gave, all but what the device computes. ComputeError as `Computation.run` raises it."""
-        if self._writes:
-            without_gradients(self._write, taken, batch)
-        else:
-            self._send(taken, batch)
+    def _write_all(self, taken: Taken, batch: Any) -> None:
+        """Fill where there is more to do than an upload."""
+        without_gradients(self._write, taken, batch)
 
     def _write(self, taken: Taken, batch: Any) -> None:
         buffers, ready, sources = self._buffers, self.ready, taken[1]

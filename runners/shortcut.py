@@ -6,7 +6,7 @@ those answers, for one live size: whatever differs goes the general way, which i
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, Generic, TypeAlias
 
 from ..dataflow.bucket import KINDS, gathering
@@ -33,7 +33,7 @@ KEPT: Final = 1024
 
 Holds: TypeAlias = Callable[[Any, Side], bool]
 Run: TypeAlias = Callable[..., Any]
-Key: TypeAlias = tuple[Any, ...]
+Key: TypeAlias = Callable[[Sources], Hashable]
 """Sizes of the sources that tell live sizes, and which optional sources are there."""
 
 
@@ -59,9 +59,8 @@ class Shortcuts(Generic[V]):
         self._tally = tally
         declaration = graphs.stage.declaration
         names, self._gather = gathering(declaration)
-        self._told = size.told(names)
-        self._optional = [names.index(name) for name, _ in declaration.optional]
-        self._runs: dict[Key, list[tuple[Specialization, Run]]] = {}
+        self._key = _key_of(size.told(names), [names.index(name) for name, _ in declaration.optional])
+        self._runs: dict[Hashable, list[tuple[Run, Specialization]]] = {}
 
     @classmethod
     def of(
@@ -89,30 +88,31 @@ class Shortcuts(Generic[V]):
             return MISS  # the general way refuses it
         sources = self._gather(batch, side)
         try:
-            known = self._runs.get(self._key(sources), [])
+            known = self._runs.get(self._key(sources))
         except (BatchError, TypeError):  # which the general way words better
             return MISS
-        for place, (_, run) in enumerate(known):
-            outputs = run(batch, side, sources)
+        if known is None:
+            return MISS
+        outputs = known[0][0](batch, side, sources)
+        return outputs if outputs is not MISS or len(known) == 1 else self._other(known, batch, side, sources)
+
+    def _other(self, known: list[tuple[Run, Specialization]], batch: Any, side: Side, sources: Sources) -> Any:
+        """The same by another of the kinds that there are; it comes first from then on."""
+        for place in range(1, len(known)):
+            outputs = known[place][0](batch, side, sources)
             if outputs is not MISS:
-                if place:
-                    known.insert(0, known.pop(place))
+                known.insert(0, known.pop(place))
                 return outputs
         return MISS
-
-    def _key(self, sources: Sources) -> Key:
-        sizes = self._told(sources)
-        return (sizes, *[sources[place] is None for place in self._optional]) if self._optional else sizes
 
     def learn(self, batch: Any, side: Side, captured: Captured, live: tuple[int, ...], rows: int) -> None:
         """Remember how a step was done."""
         found = captured.filling.bucket.latest(live, self._graphs.stage.absent(batch, side))
         key = self._key(self._gather(batch, side))
         known = self._runs.get(key, [])
-        if any(one is found for one, _ in known):
-            return
-        run = self._repeating(self._run(found, captured, rows), (*live, rows))
-        keep_newest(self._runs, KEPT)[key] = [(found, run), *known][:KINDS]
+        if all(one is not found for _, one in known):
+            run = self._repeating(self._run(found, captured, rows), (*live, rows))
+            keep_newest(self._runs, KEPT)[key] = [(run, found), *known][:KINDS]
 
     def _also(self) -> Holds | None:
         """What is asked of a batch beside its sources: None where there is nothing, which is the fastest."""
@@ -167,3 +167,10 @@ class Shortcuts(Generic[V]):
             return outputs(captured, rows)
 
         return run
+
+
+def _key_of(told: Key, optional: Sequence[int]) -> Key:
+    """What tells sizes, and which optional sources are there, where there are any."""
+    if not optional:
+        return told
+    return lambda sources: (told(sources), *[sources[place] is None for place in optional])

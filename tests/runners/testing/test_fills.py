@@ -68,13 +68,13 @@ def test_a_slot_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_row_of_another_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fill that writes over its bucket, into rows that tails keep, is found too."""
-    plain = Specialization.write
+    plain = Specialization._write_all
 
     def wide(self: Specialization, *given: Any) -> None:
         plain(self, *given)
         self._buffers["temperatures"].tensor[-1] = 7.0
 
-    monkeypatch.setattr(Specialization, "write", wide)
+    monkeypatch.setattr(Specialization, "_write_all", wide)
     assert "slot 'temperatures', row " in (message := found(lowerings=("foreach",)))
     assert "written, though no rule has a fill write it" in message or "(its tail)" in message
 
