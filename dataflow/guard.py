@@ -12,6 +12,8 @@ _FACTS: Final = operator.attrgetter("__class__", "dtype", "device", "shape")
 _IS_NESTED: Final = operator.attrgetter("is_nested")
 _POINTER: Final = torch.Tensor.data_ptr
 _C: Final[Any] = torch._C  # noqa: SLF001 - what torch.compile guards its own inputs with has no public name
+FUNCTION_MODES: Final[Callable[[], int]] = _C._len_torch_function_stack  # noqa: SLF001 - it has no public name
+"""How many modes watch torch's functions in this thread."""
 _TRIED: Final = ((2, 11), (2, 13))
 """First and last version of torch whose own guards were tried; with other arguments than these they may crash."""
 
@@ -21,7 +23,7 @@ def below_modes(call: Callable[..., T], *args: Any) -> T:
 
     A default device is such a mode. Torch asks it about each attribute of each tensor, which doubles a step's time.
     """
-    if not _C._len_torch_function_stack():  # noqa: SLF001 - torch's stack of modes has no public name
+    if not FUNCTION_MODES():
         return call(*args)
     with _C.DisableTorchFunction():
         return call(*args)

@@ -75,14 +75,14 @@ class Specialization:
         found = {place: kinds[name] for name, place in places.items()}
         strict = [(place, kind.host) for place, kind in found.items() if not kind.loose]
         tensors = [place for place, host in strict if host is None]
-        self._tensors = tuple if len(tensors) == len(names) else chosen(tensors)
+        self._tensors = chosen(tensors)
         self._guard = guard_over(self._tensors(sources))
         self._arrays = [(place, _ARRAY_FACTS(sources[place])) for place, host in strict if host is np.ndarray]
         self._lists = [(place, host) for place, host in strict if host not in {None, np.ndarray}]
         self._hosted = bool(self._arrays or self._lists)
         self._prepared = [(place, kind.prepare) for place, kind in found.items() if kind.prepare is not None]
         self._addressed = [place for place, kind in found.items() if kind.carrier is None]
-        self._at_addresses = tuple if len(self._addressed) == len(names) else chosen(self._addressed)
+        self._at_addresses = chosen(self._addressed)
         self._names = tuple(names)
         fused = frozenset(lane.slot for lane in lanes.lanes) if lanes is not None else frozenset[str]()
         in_place = {place: name for name, place in places.items() if kinds[name].in_place}
@@ -91,7 +91,8 @@ class Specialization:
         self._unmarked, self._marked = (beside, []) if lanes is not None else (list[str](), beside)
         self._fused = frozenset(places[name] for name in fused & places.keys())
         self._apart = frozenset(place for place, kind in found.items() if kind.pace is not None)
-        self._kept = chosen([place for place in sorted(self._fused) if found[place].carrier is None])
+        kept = [place for place in sorted(self._fused) if found[place].carrier is None]
+        self._kept = None if len(kept) == len(names) else chosen(kept)
         near = buffers.near or [(0, 0)]
         self._low, self._high = near[0][0], near[-1][1]
         self._known: dict[tuple[int, ...], bytes] = {}
@@ -99,6 +100,9 @@ class Specialization:
         self._early = [_copy_of(copies, self._sources_of) for copies in ready.early]
         self._late = [_copy_of(copies, self._sources_of) for copies in ready.late]
         self._is_kernel = lanes is not None
+        plain = len(tensors) == len(self._addressed) == len(names) and not self._prepared
+        self.take = self._taker() if plain else self._take
+        self._send = self._kernel_sender(feed) if self._is_kernel and feed is not None else self._send_for_copies
         self.write = self._write_all if ready.beside or not self._is_kernel else self._send
 
     def _lay_out(self, kinds: Mapping[str, Kind], places: Mapping[str, int], lanes: Lanes | None) -> None:
@@ -149,8 +153,21 @@ class Specialization:
             self._sources_of[value.slot] = len(self._names) + len(parts) + self.ready.moved.index(value)
         self._fixed = tuple(parts)
 
-    def take(self, sources: Sources) -> Taken | None:
-        """Look at a batch's sources; None where they are not like those that this was made for. Writes no slot."""
+    def _taker(self) -> Callable[[Sources], Taken | None]:
+        """`take` where each source is a tensor that is read as it lies, with what it needs in local names."""
+        guard, known, anew, pointer = self._guard, self._known.get, self._taken_anew, _POINTER
+
+        def take(sources: Sources) -> Taken | None:
+            if not guard(*sources):
+                return None
+            pointers = tuple(map(pointer, sources))
+            head = known(pointers)
+            return (head, sources) if head is not None else anew(pointers, sources)
+
+        return take
+
+    def _take(self, sources: Sources) -> Taken | None:
+        """`take` in general."""
         if not self._guard(*self._tensors(sources)):
             return None
         if self._hosted and not self._are_alike(sources):
@@ -250,20 +267,31 @@ class Specialization:
             buffers.distrust()
             raise
 
-    def _send(self, taken: Taken, batch: Any) -> Sources:
+    def _kernel_sender(self, feed: Feed) -> Callable[[Taken, Any], Sources]:
+        """Computes what the upload takes along, and sends it for the kernel, with what it needs in local names."""
+        ready, buffers, kept, arm = self.ready, self._buffers, self._kept, feed.arm
+        ledger, values = buffers.ledger, [value.bytes_of for value in ready.packed]
+
+        def send(taken: Taken, batch: Any) -> Sources:
+            data, sources = taken
+            for value in values:
+                data += value(batch)
+            ledger.stamp = buffers.mine = ready
+            buffers.unmarked = True
+            arm(data, sources if kept is None else kept(sources))
+            return sources
+
+        return send
+
+    def _send_for_copies(self, taken: Taken, batch: Any) -> Sources:
         """Compute what the upload takes along, and send it; the sources of later copies, those in the packet too."""
         data, sources = taken
-        ready, feed, buffers = self.ready, self._feed, self._buffers
+        feed = self._feed
         if feed is None:
             return sources
-        for value in ready.packed:
+        for value in self.ready.packed:
             data += value.bytes_of(batch)
-        if self._is_kernel:
-            buffers.ledger.stamp = buffers.mine = ready
-            buffers.unmarked = True
-            feed.arm(data, self._kept(sources))
-            return sources
-        moved = [value.tensor_of(batch) for value in ready.moved]
+        moved = [value.tensor_of(batch) for value in self.ready.moved]
         if len(data) > UNIT:
             feed.carry(data)
         return (*sources, *self._fixed, *map(feed.upload.move, moved))

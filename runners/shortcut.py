@@ -13,7 +13,7 @@ from ..dataflow.bucket import KINDS, gathering
 from ..dataflow.caches import keep_newest
 from ..dataflow.errors import BatchError
 from ..dataflow.gather import Sources
-from ..dataflow.guard import below_modes
+from ..dataflow.guard import FUNCTION_MODES, below_modes
 from ..dataflow.limits import Limits
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
@@ -136,7 +136,7 @@ class Shortcuts(Generic[V]):
         alone = captured.filling.alone.replay if filler.lowering == "fused" and captured.filling.alone else None
         replay, outputs, forks, order = captured.graph.replay, self._graphs.outputs, FORKS.count, self._order
         also, counted = self._also(), self._tally.repeats(captured.rows, rows)
-        now, note, due, start = time.perf_counter_ns, counted.times.add, counted.steps + 1, 0
+        now, note, due, start, modes = time.perf_counter_ns, counted.times.add, counted.steps + 1, 0, FUNCTION_MODES
 
         def run(batch: Any, side: Side, sources: Sources) -> Any:
             nonlocal due, start
@@ -147,7 +147,7 @@ class Shortcuts(Generic[V]):
                 return MISS
             if not (here := stream()) == turn.stream == clock.stream or (neighbours and not turn.follows(here)):
                 order()  # before sources are read, which may lie in slots
-            if (taken := below_modes(take, sources)) is None:
+            if (taken := below_modes(take, sources) if modes() else take(sources)) is None:
                 return MISS
             if neighbours:
                 turn.fills += 1  # before the first write: what follows may raise in the middle
