@@ -149,7 +149,7 @@ def _step(step: StepRecord) -> Iterator[RenderableType]:
     table = _table("slot or field", "what it brought")
     for kind, values in (("", step.slots), ("field ", step.fields)):
         for value in values:
-            table.add_row(_text(kind, value.name), _text(value, "" if value.kept else f"; not kept: {value.why}"))
+            table.add_row(_text(kind, value.name), _text(value))
     yield table
     if step.ranks is not None:
         brought = "; ".join(f"{axis} {', '.join(map(str, rows))}" for axis, rows in step.ranks.live)

@@ -3,10 +3,10 @@
 import pytest
 
 from slotgraph.backends import choose
-from slotgraph.runners.recording.keeping import Keeper
+from slotgraph.runners.recording.recorder import Window
 
 
 @pytest.fixture
-def backend_cpu() -> Keeper:
+def backend_cpu() -> Window:
     """What copies values of a runner on the CPU."""
-    return Keeper(choose("cpu"), 1 << 20)
+    return Window(choose("cpu"), 1, 1 << 20)

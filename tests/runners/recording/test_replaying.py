@@ -20,9 +20,8 @@ from slotgraph.dataflow.sources import Source
 from slotgraph.runners.commands.app import app
 from slotgraph.runners.commands.replay import printable
 from slotgraph.runners.recording.files import RecordedFile
-from slotgraph.runners.recording.fingerprint import differences, runner_record
-from slotgraph.runners.recording.rebuilding import RecordedBatch, rebuilt
-from slotgraph.runners.recording.replaying import ReplayReport, replay_file
+from slotgraph.runners.recording.records import RunnerRecord
+from slotgraph.runners.recording.replaying import RecordedBatch, ReplayReport, differences, rebuilt, replay_file
 from tests.runners import prefilled
 from tests.runners import test_draft as drafting
 from tests.runners.recording.steps import Flaw, Mixed, Scored, mixed_batch, mixed_runner, mixed_side
@@ -275,7 +274,7 @@ def test_every_difference_is_named(tmp_path: pathlib.Path) -> None:
         "slot 'lengths': shape: the file has [BATCH], the runner [BATCH, 2]; "
         "slot 'more': the file has no such slot, the runner copied int64 [TOKENS]"
     )
-    noted = differences(runner_record(runner.parts), other.parts).noted
+    _, noted = differences(RunnerRecord.of(runner.parts), other.parts)
     assert "kind: the file has DecodeRunner, the runner EagerRunner" in noted
     assert "slot 'ids': tail: the file has pad=0, the runner pad=1" in noted
     assert "slot 'lengths': source: the file has lengths_of(batch), the runner batch.lengths" in noted
@@ -409,7 +408,7 @@ def test_equal_steps_exit_with_0() -> None:
     done = command("fine.safetensors", "replayed_runners:right")
     assert done.exit_code == 0, done.output
     assert "equal" in done.stdout
-    assert json.loads(command("fine.safetensors", "--format", "json").stdout)["format"] == 1
+    assert json.loads(command("fine.safetensors", "--format", "json").stdout)["format"] == 2
     assert "input_ids" in command("fine.safetensors", "--step", "0").stdout
 
 
