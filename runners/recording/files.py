@@ -26,20 +26,8 @@ MOST_RANKS: Final = 1 << 20
 """The ranks that a file may tell of."""
 _LONGEST: Final = 2000
 """The letters of an error about a file."""
-_NATIVE: Final = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    }
-)
+_FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NATIVE: Final = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_FLOATS}
 """The dtypes that every version of safetensors has. Others are kept as bytes."""
 
 
@@ -47,24 +35,19 @@ def check_place(path: str | os.PathLike[str]) -> pathlib.Path:
     """The path of a file that can be written, as far as can be known now. ConfigError says why it cannot."""
     try:
         file = pathlib.Path(path)
-    except TypeError as error:
-        message = f"a recording is written to a path, got {path!r:.100}"
-        raise ConfigError(message) from error
-    try:
-        if file.suffix != ".safetensors":
-            message = f"a recording is a .safetensors file, got {str(file)!r:.300}"
-        elif file.is_dir():
-            message = f"{str(file)!r} is a folder: name a file to record to"
-        elif not file.parent.is_dir():
-            message = f"there is no folder {str(file.parent)!r:.300} to record to"
-        else:
+        fault = (
+            "it is a folder" if file.is_dir() else "" if file.suffix == ".safetensors" else "it is no .safetensors file"
+        )
+        if not fault:
             with contextlib.suppress(FileNotFoundError):
                 file.lstat()  # fails if the name is too long
             with tempfile.TemporaryFile(dir=file.parent):
                 return file
-    except (OSError, ValueError) as error:
-        message = f"{str(file)!r:.300} cannot be recorded to: {getattr(error, 'strerror', None) or error}"
-        raise ConfigError(message) from error
+    except (OSError, TypeError, ValueError) as error:
+        fault = getattr(error, "strerror", None) or str(error)
+    message = (
+        f"{path!r:.300} cannot be recorded to: {fault}: name a .safetensors file in a folder that you may write to"
+    )
     raise ConfigError(message)
 
 

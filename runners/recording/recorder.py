@@ -7,7 +7,7 @@ import pathlib
 import traceback
 from collections.abc import Collection, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Final, Literal, Self, final
+from typing import Any, Final, Self, final
 
 import numpy as np
 import torch
@@ -36,14 +36,11 @@ from .records import (
     StepRanks,
     StepRecord,
     Value,
+    ValueKind,
     plain_to_data,
     versions,
 )
 
-LAST: Final = 8
-"""The default of `last`."""
-MAX_BYTES: Final = 1 << 28
-"""The default of `max_bytes`: 256 MiB."""
 _LONGEST: Final = 4000
 """The letters of an error that are kept."""
 _WORD: Final = 8
@@ -78,8 +75,7 @@ class Window:
 
     def take(self, step: StepRecord, named: Named) -> tuple[Value, ...]:
         """Values for the step that came last, copied where there is room for them. Without room, only their sizes."""
-        found = [(self.find(name, source), source) for name, source in named]
-        values = tuple(value for value, _ in found)
+        values = tuple(self.find(name, source) for name, source in named)
         needed = step.nbytes + sum(value.nbytes for value in values)
         if needed > self._most:
             why = f"{needed:,} bytes are more than the {self._most:,} that max_bytes allows"
@@ -89,21 +85,22 @@ class Window:
             self.steps.popleft()
         try:
             with torch.no_grad(), torch.inference_mode(mode=False):
-                self._copy([(value, source) for value, source in found if value.kind == "tensor"])
+                self._copy(values)
         except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
             self._fail(error)
             return _lost(values, f"the device failed: {self.fault}")
         return values
 
     def find(self, name: str, source: Any) -> Value:
-        """What a source is, in a record that does not have a tensor's elements yet. Never raises."""
+        """What a source is. A tensor is not copied yet. Never raises."""
         try:
             if isinstance(source, torch.Tensor):
-                return self._find_tensor(name, source)
+                return self._described(name, "tensor", source)
             if isinstance(source, np.ndarray):
-                return _find_array(name, source)
-            if isinstance(source, list | tuple) and (value := self._find_numbers(name, source)) is not None:
-                return value
+                return self._described(name, "array", _array(source))
+            numbers = _numbers_in(source, self._most) if isinstance(source, list | tuple) else None
+            if numbers is not None:
+                return self._described(name, "list" if isinstance(source, list) else "tuple", numbers)
             value = Value(name=name, kind="plain", value=plain_to_data(source))
             value.nbytes = len(repr(value.value))
         except NotPlainError as error:
@@ -112,37 +109,23 @@ class Window:
             return Value(name=name, kind="other", why=f"{type(error).__name__}: {error}"[:300])
         return value
 
-    def _find_tensor(self, name: str, source: torch.Tensor) -> Value:
-        if source.layout != torch.strided or source.is_meta:
-            what = "meta" if source.is_meta else source.layout
-            return Value(name=name, kind="other", why=f"a {what} tensor of shape {list(source.shape)}")
-        value = _described(name, "tensor", source)
-        value.where = "device" if source.device.type == self._backend.device.type else "host"
-        value.dense = source.is_contiguous() and not source.is_neg() and not source.is_conj()
+    def _described(self, name: str, kind: ValueKind, tensor: torch.Tensor) -> Value:
+        if kind == "tensor" and (tensor.is_meta or tensor.layout != torch.strided):
+            message = f"a {'meta' if tensor.is_meta else tensor.layout} tensor of shape {list(tensor.shape)}"
+            raise NotPlainError(message)
+        value = Value(name=name, kind=kind, dtype=dtype_text(tensor.dtype), shape=tuple(tensor.shape))
+        value.where = "device" if kind == "tensor" and tensor.device.type == self._backend.device.type else "host"
+        value.dense = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+        value.elements, value.nbytes = tensor, tensor.numel() * tensor.element_size()
         return value
 
-    def _find_numbers(self, name: str, source: Sequence[Any]) -> Value | None:
-        """Nested lists of one kind of number. None of all else, which may be plain data.
-
-        Lists that would take more bytes than are kept are not looked through.
-        """
-        kind: Literal["list", "tuple"] = "list" if isinstance(source, list) else "tuple"
-        shape = _shape_of(source)
-        if _WORD * math.prod(shape) > self._most:
-            value = Value(name=name, kind=kind, shape=shape)
-            value.nbytes = _WORD * math.prod(shape)
-            return value
-        numbers = _numbers_in(source)
-        if numbers is None:
-            return None
-        value = _described(name, kind, numbers)
-        value.elements = numbers
-        return value
-
-    def _copy(self, found: Sequence[tuple[Value, torch.Tensor]]) -> None:
-        for value, source in found:
-            value.elements = self._copied(source)
-        later = [value for value, source in found if not source.is_cpu]
+    def _copy(self, values: Iterable[Value]) -> None:
+        later = []
+        for value in values:
+            if value.kind == "tensor" and (source := value.elements) is not None:
+                value.elements = self._copied(source)
+                if not source.is_cpu:
+                    later.append(value)
         if later:
             if self._one is None:
                 self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
@@ -184,33 +167,26 @@ def _lost(values: tuple[Value, ...], why: str) -> tuple[Value, ...]:
     return values
 
 
-def _described(name: str, kind: Literal["tensor", "array", "list", "tuple"], tensor: torch.Tensor) -> Value:
-    value = Value(name=name, kind=kind, dtype=dtype_text(tensor.dtype), shape=tuple(tensor.shape))
-    value.nbytes = tensor.numel() * tensor.element_size()
-    return value
-
-
-def _find_array(name: str, source: "np.ndarray[Any, Any]") -> Value:
+def _array(source: "np.ndarray[Any, Any]") -> torch.Tensor:
+    """A copy of an array."""
     if array_dtype(source) is None:
-        return Value(name=name, kind="other", why=f"an array of {source.dtype}, which torch has no dtype for")
-    elements = torch.from_numpy(np.array(source, order="C"))
-    value = _described(name, "array", elements)
-    value.elements = elements
-    return value
+        message = f"an array of {source.dtype}, which torch has no dtype for"
+        raise NotPlainError(message)
+    return torch.from_numpy(np.array(source, order="C"))
 
 
-def _shape_of(source: Sequence[Any]) -> tuple[int, ...]:
-    """The shape of nested lists, by the first of each."""
+def _numbers_in(source: Sequence[Any], most: int) -> torch.Tensor | None:
+    """A tensor of nested lists of one kind of number and one shape. None of all else, which may be plain data.
+
+    Lists that would take more bytes than are kept are not looked through: they give a tensor without memory.
+    """
     shape: list[int] = []
     row: Any = source
     while isinstance(row, list | tuple) and row and len(shape) <= DEPTH:
         shape.append(len(row))
         row = row[0]
-    return tuple(shape)
-
-
-def _numbers_in(source: Sequence[Any]) -> torch.Tensor | None:
-    """A tensor of nested lists of one kind of number and one shape. None if they are not, or nested too deeply."""
+    if _WORD * math.prod(shape) > most:
+        return torch.empty(shape, dtype=torch.int64, device="meta")
     shape, flat = [len(source)], list(source)
     while flat and all(type(one) is list for one in flat) and len({len(one) for one in flat}) == 1:
         shape.append(len(flat[0]))
@@ -408,8 +384,8 @@ def record(
     runner: Runner[Any],
     path: str | os.PathLike[str],
     *,
-    last: int = LAST,
-    max_bytes: int = MAX_BYTES,
+    last: int = 8,
+    max_bytes: int = 1 << 28,
     outputs: bool = False,
     staged: Collection[str] = (),
 ) -> Recording:

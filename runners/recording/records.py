@@ -3,6 +3,7 @@
 import importlib.metadata
 import math
 import platform
+import reprlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal, TypeAlias
 
@@ -12,7 +13,6 @@ import torch
 
 from ...dataflow.errors import RecordingError
 from ...dataflow.roles import Role, dtype_text
-from ...dataflow.slots import Slot
 from ..decision import Why
 from ..parts import Parts
 from ..ranks.group import Ranks
@@ -31,7 +31,6 @@ LIST_DIMS: Final = 4
 ValueKind: TypeAlias = Literal["tensor", "array", "list", "tuple", "plain", "other"]
 Part: TypeAlias = Literal["slots", "fields", "staged", "outputs"]
 PARTS: Final[tuple[Part, ...]] = ("slots", "fields", "staged", "outputs")
-Facts: TypeAlias = Mapping[str, str]
 
 
 @attrs.define(kw_only=True)
@@ -178,22 +177,12 @@ class StepRecord:
 
 @attrs.frozen(kw_only=True)
 class RunnerRecord:
-    """The runner that was recorded, in text.
-
-    Attributes:
-        kind: Its name.
-        inputs: The name of its declaration.
-        facts: The rest: its lowering, buckets, options and settings.
-        sizes: Sizes of fixed axes.
-        slots: How each slot is declared.
-    """
+    """The runner that was recorded: its name, its declaration's, its backend's, and more facts in text, by subject."""
 
     kind: str
     inputs: str
     backend: str
     facts: dict[str, str]
-    sizes: dict[str, int]
-    slots: dict[str, dict[str, str]]
     ranks: RanksRecord | None = None
 
     @classmethod
@@ -201,47 +190,36 @@ class RunnerRecord:
         """A runner as it is now."""
         stage, graphs = parts.stage, parts.graphs
         declaration = stage.declaration
-        options = {f"config {name!r}": _text_of(value) for name, value in parts.config.as_data().items()}
-        settings = {f"settings {name!r}": _text_of(value) for name, value in _named_in(declaration.settings)}
-        return cls(
-            kind=parts.name,
-            inputs=declaration.name,
-            backend=stage.backend.name,
-            facts={
-                "lowering": "" if graphs is None else graphs.filler.lowering,
-                "buckets": ", ".join(map(str, sorted(parts.sizes))),
-                "disabled": ", ".join(declaration.disabled),
-                "fields": ", ".join(declaration.fields),
-                **options,
-                **settings,
-            },
-            sizes={axis.name: size for axis, size in stage.sizes.items() if axis.fixed},
-            slots={name: _declared(name, slot) for name, slot in declaration.slots.items()},
-            ranks=RanksRecord.of(declaration.ranks),
-        )
+        facts = {
+            "lowering": "" if graphs is None else graphs.filler.lowering,
+            "buckets": ", ".join(map(str, sorted(parts.sizes))),
+            "disabled": ", ".join(declaration.disabled),
+            "fields": ", ".join(declaration.fields),
+            "ranks": str(RanksRecord.of(declaration.ranks) or ""),
+        }
+        facts |= {f"config {name!r}": _text_of(value) for name, value in parts.config.as_data().items()}
+        facts |= {f"settings {name!r}": _text_of(value) for name, value in _named_in(declaration.settings).items()}
+        facts |= {f"size of {axis}": str(size) for axis, size in stage.sizes.items() if axis.fixed}
+        for name, slot in declaration.slots.items():
+            source, rule, compute = slot.reads(name), slot.rule(), slot.computes()
+            dtype = f"{slot.dtype.name} (role)" if isinstance(slot.dtype, Role) else dtype_text(slot.dtype)
+            facts |= {
+                f"slot {name!r}": f"{slot.kind} {dtype} [{', '.join(map(str, slot.shape))}] on {slot.placement}",
+                f"slot {name!r}: tail": str(rule or ""),
+                f"slot {name!r}: source": str(source or (compute.name if compute is not None else "")),
+                f"slot {name!r}: optional": str(slot.optional),
+            }
+        ranks = RanksRecord.of(declaration.ranks)
+        return cls(kind=parts.name, inputs=declaration.name, backend=stage.backend.name, facts=facts, ranks=ranks)
 
 
-def _declared(name: str, slot: Slot) -> dict[str, str]:
-    source, rule, compute = slot.reads(name), slot.rule(), slot.computes()
-    return {
-        "kind": slot.kind,
-        "shape": f"[{', '.join(map(str, slot.shape))}]",
-        "dtype": f"{slot.dtype.name} (role)" if isinstance(slot.dtype, Role) else dtype_text(slot.dtype),
-        "placement": slot.placement,
-        "tail": "" if rule is None else str(rule),
-        "source": str(source) if source is not None else "" if compute is None else compute.name,
-        "optional": str(slot.optional),
-    }
-
-
-def _named_in(settings: Any) -> Iterator[tuple[str, Any]]:
+def _named_in(settings: Any) -> Mapping[str, Any]:
     """Settings by name: those of a mapping, or of an object's fields or attributes."""
     if isinstance(settings, Mapping):
-        yield from ((str(name), value) for name, value in settings.items())
-    elif attrs.has(type(settings)):
-        yield from ((one.name, getattr(settings, one.name)) for one in attrs.fields(type(settings)))
-    else:
-        yield from getattr(settings, "__dict__", {}).items()
+        return settings
+    if attrs.has(type(settings)):
+        return attrs.asdict(settings, recurse=False)
+    return getattr(settings, "__dict__", {})
 
 
 def _text_of(value: Any) -> str:
@@ -270,9 +248,13 @@ def versions() -> tuple[tuple[str, str], ...]:
         own = importlib.metadata.version("slotgraph")
     except importlib.metadata.PackageNotFoundError:  # copied into another package
         own = "unknown"
-    cuda = () if torch.version.cuda is None else (("cuda", torch.version.cuda),)
-    python, system = platform.python_version(), platform.platform()
-    return (("slotgraph", own), ("python", python), ("torch", str(torch.__version__)), ("platform", system), *cuda)
+    found = {
+        "slotgraph": own,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+    return (*((name, str(one)) for name, one in found.items() if one), ("platform", platform.platform()))
 
 
 class NotPlainError(TypeError):
@@ -299,38 +281,30 @@ def _to_data(value: Any, room: list[int], depth: int) -> Any:
     if kind in (list, tuple):
         inner = [_to_data(one, room, depth - 1) for one in value]
         return inner if kind is list else {"tuple": inner}
-    if kind is dict:
-        return {"dict": {_key(name): _to_data(one, room, depth - 1) for name, one in value.items()}}
+    if kind is dict and all(type(name) is str for name in value):
+        room[0] -= sum(map(len, value))
+        return {"dict": {name: _to_data(one, room, depth - 1) for name, one in value.items()}}
     if kind is float and not math.isfinite(value):
         return {"float": str(value)}
     if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() < _BITS):
         return value
-    message = "an integer with too many digits" if kind is int else f"{kind.__module__}.{kind.__qualname__}"
+    what = {int: "an integer with too many digits", dict: "a dict with keys that are no text"}
+    message = what.get(kind, f"{kind.__module__}.{kind.__qualname__}")
     raise NotPlainError(message)
-
-
-def _key(name: Any) -> str:
-    if type(name) is not str or len(name) > MOST:
-        message = f"a dict with a key that is {type(name).__qualname__}, or too long"
-        raise NotPlainError(message)
-    return name
 
 
 def plain_from_data(data: Any, depth: int = DEPTH) -> Any:
     """What `plain_to_data` was given. RecordingError if it never writes such data."""
-    if depth == 0:
-        message = f"plain data is more than {DEPTH} levels deep"
-        raise RecordingError(message)
     match data:
-        case list():
+        case list() if depth:
             return [plain_from_data(one, depth - 1) for one in data]
+        case {"tuple": list(inner), **rest} if depth and not rest:
+            return tuple(plain_from_data(one, depth - 1) for one in inner)
+        case {"dict": dict(inner), **rest} if depth and not rest:
+            return {name: plain_from_data(one, depth - 1) for name, one in inner.items()}
         case {"float": "inf" | "-inf" | "nan" as text, **rest} if not rest:
             return float(text)
-        case {"tuple": list(inner), **rest} if not rest:
-            return tuple(plain_from_data(one, depth - 1) for one in inner)
-        case {"dict": dict(inner), **rest} if not rest:
-            return {name: plain_from_data(one, depth - 1) for name, one in inner.items()}
-        case dict():
-            message = f"plain data has unknown words: {', '.join(map(repr, sorted(data)[:3]))}"
-            raise RecordingError(message)
-    return data
+        case None | bool() | int() | float() | str():
+            return data
+    message = f"plain data is more than {DEPTH} levels deep, or has words that no recording has: {reprlib.repr(data)}"
+    raise RecordingError(message)

@@ -1,7 +1,7 @@
 """Replaying: recorded steps run again, by the graph and eagerly, and the first places where their results differ."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, Literal, TypeAlias
 
@@ -26,15 +26,13 @@ from ..runner import Runner
 from ..stage import Stage
 from .files import RecordedFile
 from .ranks import RecordedRanks
-from .records import LIST_DIMS, Facts, RunnerRecord, StepRecord, Value, plain_from_data
+from .records import LIST_DIMS, RunnerRecord, StepRecord, Value, plain_from_data
 
 Outcome: TypeAlias = Literal["equal", "different", "raised", "left out"]
 Values: TypeAlias = Mapping[str, Any]
 UNPADDED: Final = ("graph", "eager without padding")
 HOME: Final = ("here", "recorded")
 _SLOT: Final = "slot "
-_NEEDED: Final = ("shape", "dtype", "placement")
-"""Facts of a copied slot that its recorded value needs."""
 
 
 @attrs.frozen(kw_only=True)
@@ -117,58 +115,31 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
 
 def differences(theirs: RunnerRecord, parts: Parts[Any]) -> tuple[list[str], list[str]]:
     """Where a runner differs from the recorded one: what keeps its steps from running, and what is worth a note."""
-    ours = RunnerRecord.of(parts)
-    slots = parts.stage.declaration.slots
-    sizes = {axis: str(size) for axis, size in theirs.sizes.items() if axis in ours.sizes}
-    refused = [line for _, line in _apart(sizes, {axis: str(ours.sizes[axis]) for axis in sizes}, "size of ")]
-    alone = theirs.ranks is None and ours.ranks is not None and ours.ranks.size == 1
-    if theirs.ranks != ours.ranks and not alone:
-        way_out = "" if theirs.ranks is None else "; make it of ranks=RecordedRanks.of(file), without a process group"
-        refused.append(f"ranks: the file has {theirs.ranks or 'none'}, the runner {ours.ranks or 'none'}{way_out}")
+    ours, slots = RunnerRecord.of(parts), parts.stage.declaration.slots
+    needed = {f"slot {name!r}": slot.optional for name, slot in slots.items() if slot.reads(name) is not None}
     old, new = ({"kind": one.kind, "inputs": one.inputs, "backend": one.backend, **one.facts} for one in (theirs, ours))
-    noted = [line for _, line in _apart(old, new)]
-    for name in dict.fromkeys([*theirs.slots, *ours.slots]):
-        copied = name in slots and slots[name].reads(name) is not None
-        if name in theirs.slots and name in ours.slots:
-            for fact, line in _apart(theirs.slots[name], ours.slots[name], f"slot {name!r}: "):
-                (refused if copied and fact in _NEEDED else noted).append(line)
-        else:
-            line = f"slot {name!r}: the file has {_said(theirs, name)}, the runner {_said(ours, name)}"
-            (refused if copied and not slots[name].optional else noted).append(line)
+    refused: list[str] = []
+    noted: list[str] = []
+    for name in dict.fromkeys([*old, *new]):
+        is_shared = name in old and name in new
+        line = f"{name}: the file has {old.get(name) or 'none'}, the runner {new.get(name) or 'none'}"
+        if old.get(name) == new.get(name) or (not is_shared and ":" in name):  # more of a slot that one does not have
+            continue
+        if name == "ranks" and theirs.ranks is not None:
+            line += "; make it of ranks=RecordedRanks.of(file), without a process group"
+        must = not needed[name] or is_shared if name in needed else name.startswith("size of ") and is_shared
+        if name == "ranks":
+            must = theirs.ranks is not None or (ours.ranks is not None and ours.ranks.size > 1)
+        (refused if must else noted).append(line)
     return refused, noted
 
 
-def _apart(theirs: Facts, ours: Facts, what: str = "") -> Iterator[tuple[str, str]]:
-    """Facts that differ, each with a line that says how."""
-    for name in dict.fromkeys([*theirs, *ours]):
-        old, new = theirs.get(name), ours.get(name)
-        if old != new:
-            yield name, f"{what}{name}: the file has {old or 'none'}, the runner {new or 'none'}"
-
-
-def _said(runner: RunnerRecord, name: str) -> str:
-    slot = runner.slots.get(name)
-    return "no such slot" if slot is None else " ".join(slot.get(fact, "") for fact in ("kind", "dtype", "shape"))
-
-
-class RecordedBatch(Mapping[str, Any], Answering):
+class RecordedBatch(dict[str, Any], Answering):
     """A batch made of what was recorded. It answers for functions of the batch, which are not called."""
 
     def __init__(self, names: Values, answers: Mapping[int, Any]) -> None:
-        self._names = dict(names)
-        self._answers = dict(answers)
-
-    def __getitem__(self, name: str) -> Any:
-        """What the batch had under a name."""
-        return self._names[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Its names."""
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self._names)
+        super().__init__(names)
+        self._answers = answers
 
     def answer(self, source: Source) -> Any:
         """What the source found when it was recorded. None if it found nothing."""
@@ -281,22 +252,19 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
     if step.raised is not None:
         lines.append(f"at home it raised {step.raised.kind}: {step.raised.message}")
     batch, side = batch_of(step, runner.parts.stage)
-    outcome: Outcome = "raised"
-    found: list[Difference] = []
-    before, decision = runner.agreed, None
+    done = Replayed(number=step.number, outcome="raised")
+    before = runner.agreed
     try:
-        decision = runner.decide(batch, **side)
+        done = _decided(done, runner.decide(batch, **side))
         with _others_of(step, runner.parts, lines):
             found = _compared(step, runner, lines)
     except Exception as error:  # noqa: BLE001 - what a step raises is a result
         lines.append(f"it raises {type(error).__name__}: {error}")
     else:
-        outcome = "different" if found else "equal"
         lines += [one.text for one in found]
-    agreed = runner.agreed
-    decision = decision if agreed is None or agreed is before else agreed
-    done = Replayed(number=step.number, outcome=outcome, differences=tuple(found), lines=tuple(lines))
-    return done if decision is None else _decided(done, decision)
+        done = attrs.evolve(done, outcome="different" if found else "equal", differences=tuple(found))
+    done = done if runner.agreed in (None, before) else _decided(done, runner.agreed)
+    return attrs.evolve(done, lines=tuple(lines))
 
 
 def _decided(done: Replayed, decision: Decision) -> Replayed:

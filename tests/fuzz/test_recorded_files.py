@@ -339,7 +339,7 @@ def nested(depth: int) -> Any:
         (lambda f: first(f.s, "fields").update(value=nested(200)), "plain data is more than 32 levels deep"),
         (
             lambda f: first(f.s, "fields").update(value={"__reduce__": ["os.system", "false"]}),
-            "unknown words: '__reduce__'",
+            "words that no recording has: .*__reduce__",
         ),
         (lambda f: f.s["runner"].update(facts=[1]), "facts"),
         (lambda f: f.s["runner"].update(facts={"a": nested(200)}), "expected str"),

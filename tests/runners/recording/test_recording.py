@@ -129,16 +129,16 @@ def test_debug_modes_leave_a_file(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"path": "x.pt"}, r"\.safetensors file, got 'x\.pt'"),
-        ({"path": "nowhere/x.safetensors"}, "there is no folder 'nowhere'"),
-        ({"path": None}, "a recording is written to a path, got None"),
-        ({"path": 3}, "a recording is written to a path, got 3"),
-        ({"path": b"x.safetensors"}, "a recording is written to a path, got b'x.safetensors'"),
-        ({"path": "/"}, "a .safetensors file, got '/'"),
-        ({"path": "folder.safetensors"}, "'folder.safetensors' is a folder: name a file"),
-        ({"path": "a file/x.safetensors"}, "there is no folder 'a file'"),
+        ({"path": "x.pt"}, r"'x\.pt' cannot be recorded to: it is no \.safetensors file"),
+        ({"path": "nowhere/x.safetensors"}, "'nowhere/x.safetensors' cannot be recorded to: No such file"),
+        ({"path": None}, "None cannot be recorded to"),
+        ({"path": 3}, "3 cannot be recorded to"),
+        ({"path": b"x.safetensors"}, "b'x.safetensors' cannot be recorded to"),
+        ({"path": "/"}, "'/' cannot be recorded to: it is a folder"),
+        ({"path": "folder.safetensors"}, "it is a folder: name a .safetensors file"),
+        ({"path": "a file/x.safetensors"}, "cannot be recorded to: Not a directory"),
         ({"path": "x" * 300 + ".safetensors"}, "cannot be recorded to: File name too long"),
-        ({"path": "x" * 5000 + "/x.safetensors"}, "cannot be recorded to: File name too long|there is no folder"),
+        ({"path": "x" * 5000 + "/x.safetensors"}, "cannot be recorded to: File name too long"),
         ({"path": "a\0b.safetensors"}, "cannot be recorded to: .*null"),
         ({"path": "/proc/x.safetensors"}, "cannot be recorded to"),
         ({"last": 0}, "last= is a whole number of at least 1, got 0"),
@@ -265,7 +265,7 @@ def test_file_is_its_owner_s(tmp_path: pathlib.Path) -> None:
     with safe_open(file, framework="pt") as opened:
         assert opened.get_tensor("0.slots.rows").tolist() == [3, 3]
         header = json.loads(opened.metadata()["slotgraph"])
-    assert header["runner"]["slots"]["rows"]["tail"] == "pad=0"
+    assert header["runner"]["facts"]["slot 'rows': tail"] == "pad=0"
     assert dict(header["versions"])["torch"] == torch.__version__
 
 

@@ -270,15 +270,16 @@ def test_every_difference_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(RecordingError) as caught:
         report_of(tmp_path / "x.safetensors", other)
     assert str(caught.value) == (
-        "x.safetensors does not fit the runner: slot 'ids': dtype: the file has int64, the runner int32; "
-        "slot 'lengths': shape: the file has [BATCH], the runner [BATCH, 2]; "
-        "slot 'more': the file has no such slot, the runner copied int64 [TOKENS]"
+        "x.safetensors does not fit the runner: slot 'ids': the file has copied int64 [TOKENS] on device, "
+        "the runner copied int32 [TOKENS] on device; slot 'lengths': the file has copied int32 [BATCH] on device, the "
+        "runner copied int32 [BATCH, 2] on device; slot 'more': the file has none, the runner copied int64 [TOKENS] on "
+        "device"
     )
     _, noted = differences(RunnerRecord.of(runner.parts), other.parts)
     assert "kind: the file has DecodeRunner, the runner EagerRunner" in noted
     assert "slot 'ids': tail: the file has pad=0, the runner pad=1" in noted
     assert "slot 'lengths': source: the file has lengths_of(batch), the runner batch.lengths" in noted
-    assert "slot 'perhaps': the file has no such slot, the runner copied int64 [TOKENS]" in noted
+    assert "slot 'perhaps': the file has none, the runner copied int64 [TOKENS] on device" in noted
     assert "buckets: the file has 2, 4, the runner none" in noted
 
 

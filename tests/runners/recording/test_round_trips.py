@@ -151,7 +151,7 @@ def doubled(times: int) -> Any:
     [
         (object(), "builtins.object"),
         (types.SimpleNamespace(a=1), "SimpleNamespace"),
-        ({1: 2}, "a key that is int"),
+        ({1: 2}, "keys that are no text"),
         ({1, 2}, "builtins.set"),
         (b"bytes", "builtins.bytes"),
         (1j, "complex"),
