@@ -6,7 +6,6 @@ import os
 import pathlib
 import traceback
 from collections.abc import Collection, Iterable, Sequence
-from types import TracebackType
 from typing import Any, Final, Self, final
 
 import numpy as np
@@ -54,11 +53,6 @@ class Window:
 
     Values on the device are copied in the order of the stream, into pinned memory, and nobody waits for them. So a copy
     is what the step found, and copies that were made before a device failed can be read after it did.
-
-    Args:
-        backend: The runner's.
-        last: How many steps are kept.
-        most: How many bytes of their values are kept.
     """
 
     def __init__(self, backend: Backend, last: int, most: int) -> None:
@@ -79,7 +73,7 @@ class Window:
         needed = step.nbytes + sum(value.nbytes for value in values)
         if needed > self._most:
             why = f"{needed:,} bytes are more than the {self._most:,} that max_bytes allows"
-            note(step, f"only sizes are kept: {why}")
+            _note(step, f"only sizes are kept: {why}")
             return _lost(values, why)
         while self.nbytes - step.nbytes + needed > self._most:
             self.steps.popleft()
@@ -120,18 +114,16 @@ class Window:
         return value
 
     def _copy(self, values: Iterable[Value]) -> None:
-        later = []
-        for value in values:
-            if value.kind == "tensor" and (source := value.elements) is not None:
-                value.elements = self._copied(source)
-                if not source.is_cpu:
-                    later.append(value)
-        if later:
+        flag: torch.Tensor | None = None
+        sources = [(value, value.elements) for value in values if value.kind == "tensor"]
+        for value, source in sources:
+            value.elements = None if source is None else self._copied(source)
+        for value in (value for value, source in sources if source is not None and not source.is_cpu):
             if self._one is None:
                 self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
-            flag = self._backend.empty((1,), torch.uint8, HOST).zero_().copy_(self._one, non_blocking=True)
-            for value in later:
-                value.arrived = flag
+            if flag is None:
+                flag = self._backend.empty((1,), torch.uint8, HOST).zero_().copy_(self._one, non_blocking=True)
+            value.arrived = flag
 
     def _copied(self, source: torch.Tensor) -> torch.Tensor:
         if source.is_cpu:
@@ -155,8 +147,7 @@ class Window:
         self.fault = f"{type(error).__name__}: {error}"[:_LONGEST]
 
 
-def note(step: StepRecord, text: str) -> None:
-    """Say something about a step in the file."""
+def _note(step: StepRecord, text: str) -> None:
     step.notes = (*step.notes, text[:_LONGEST])
 
 
@@ -180,13 +171,13 @@ def _numbers_in(source: Sequence[Any], most: int) -> torch.Tensor | None:
 
     Lists that would take more bytes than are kept are not looked through: they give a tensor without memory.
     """
-    shape: list[int] = []
     row: Any = source
-    while isinstance(row, list | tuple) and row and len(shape) <= DEPTH:
-        shape.append(len(row))
+    lengths: list[int] = []
+    while isinstance(row, list | tuple) and row and len(lengths) <= DEPTH:
+        lengths.append(len(row))
         row = row[0]
-    if _WORD * math.prod(shape) > most:
-        return torch.empty(shape, dtype=torch.int64, device="meta")
+    if _WORD * math.prod(lengths) > most:
+        return torch.empty(lengths, dtype=torch.int64, device="meta")
     shape, flat = [len(source)], list(source)
     while flat and all(type(one) is list for one in flat) and len({len(one) for one in flat}) == 1:
         shape.append(len(flat[0]))
@@ -202,15 +193,7 @@ def _numbers_in(source: Sequence[Any], most: int) -> torch.Tensor | None:
 
 @final
 class Recording(Watcher):
-    """The recording of a runner's steps, from the moment `record` makes it until `close` or the end of its `with`.
-
-    Args:
-        runner: Any runner.
-        path: The file.
-        window: The steps that are kept.
-        outputs: Whether outputs are kept.
-        staged: The staged slots whose contents are kept.
-    """
+    """The recording of a runner's steps, from the moment `record` makes it until `close` or the end of its `with`."""
 
     def __init__(
         self, runner: Runner[Any], path: pathlib.Path, window: Window, *, outputs: bool, staged: dict[str, Slot]
@@ -315,9 +298,7 @@ class Recording(Watcher):
         """Record the steps of a block, and write them at its end."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         """Write the file, unless the device has failed and the file says so."""
         self.close()
         if self._is_last_word:
@@ -346,7 +327,7 @@ class Recording(Watcher):
             found = [(name, source.read(batch, side)) for name, source in self._sources]
             fields = [(name, look_up(batch, name)) for name in self._fields]
         except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
-            note(step, f"the batch could not be read: {type(error).__name__}: {error}")
+            _note(step, f"the batch could not be read: {type(error).__name__}: {error}")
             return
         step.absent = tuple(name for name, value in found if value is None)
         step.slots = self._window.take(step, [row for row in found if row[1] is not None])
@@ -375,9 +356,14 @@ def _fields_of(parts: Parts[Any]) -> list[str]:
 
 def _leaves_of(outputs: Any) -> list[tuple[str, torch.Tensor]]:
     """The tensors of what a step returned, by number, in the order in which `map_tensors` finds them."""
-    found: list[torch.Tensor] = []
-    map_tensors(outputs, found.append)
-    return [(str(number), tensor) for number, tensor in enumerate(found)]
+    found: list[tuple[str, torch.Tensor]] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:  # an outputs class may refuse anything but a tensor
+        found.append((str(len(found)), tensor))
+        return tensor
+
+    map_tensors(outputs, note)
+    return found
 
 
 def record(
@@ -411,10 +397,10 @@ def record(
             message = f"{name}= is a whole number of at least 1, got {value!r}"
             raise ConfigError(message)
     stage = runner.parts.stage
-    slots = {name: stage.declaration.slots.get(name) for name in staged}
-    known = {name: slot for name, slot in slots.items() if isinstance(slot, Staged)}
-    if unknown := slots.keys() - known.keys():
-        message = f"staged= names {min(unknown)!r}, which is no staged slot of {stage.declaration.name}"
-        raise ConfigError(message)
+    slots = stage.declaration.slots
+    for name in staged:
+        if not isinstance(slots.get(name), Staged):
+            message = f"staged= names {name!r}, which is no staged slot of {stage.declaration.name}"
+            raise ConfigError(message)
     window = Window(stage.backend, last, max_bytes)
-    return Recording(runner, place, window, outputs=outputs, staged=dict(known))
+    return Recording(runner, place, window, outputs=outputs, staged={name: slots[name] for name in staged})

@@ -35,30 +35,22 @@ PARTS: Final[tuple[Part, ...]] = ("slots", "fields", "staged", "outputs")
 
 @attrs.define(kw_only=True)
 class Value:
-    """One value of a step.
+    """One value of a step. A tensor, an array, and nested lists of numbers have their elements in a tensor of the file.
 
-    Attributes:
-        kind: A tensor, an array, or nested lists or tuples of numbers, whose elements are a tensor of the file; "plain"
-            for data in `value`; "other" for what cannot be kept.
-        where: Where a tensor was.
-        dense: Whether a tensor was contiguous.
-        why: Why the file does not have the value. Empty if it has.
-        elements: The elements. They are in the file, but not in its header, as are the next two.
-        nbytes: How much memory the value takes while it is kept.
-        arrived: A flag on the host that the device sets after it has copied the elements.
+    Fields without an `init` are not in the file's header.
     """
 
     name: str
-    kind: ValueKind
+    kind: ValueKind  # "plain" has its data in `value`, "other" cannot be kept
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    where: Literal["device", "host"] = "host"
-    dense: bool = True
+    where: Literal["device", "host"] = "host"  # of a tensor
+    dense: bool = True  # whether a tensor was contiguous
     value: Any = None
-    why: str = ""
+    why: str = ""  # why the file does not have the value
     elements: torch.Tensor | None = attrs.field(default=None, init=False, eq=False, repr=False)
-    nbytes: int = attrs.field(default=0, init=False, eq=False, repr=False)
-    arrived: torch.Tensor | None = attrs.field(default=None, init=False, eq=False, repr=False)
+    nbytes: int = attrs.field(default=0, init=False, eq=False)  # of memory, while it is kept
+    arrived: torch.Tensor | None = attrs.field(default=None, init=False, eq=False)  # set once the device has copied it
 
     @property
     def has_elements(self) -> bool:
@@ -113,53 +105,32 @@ class RanksRecord:
 
 @attrs.frozen(kw_only=True)
 class StepRanks:
-    """What the ranks told each other before a step.
+    """What the ranks told each other before a step."""
 
-    Attributes:
-        live: The live rows of each rank, by varying axis.
-        forced: The rank whose needs decided on path and bucket. None if nothing was exchanged.
-        why: Its reason in one word.
-        alone: What this rank would have done by itself, in a sentence.
-    """
-
-    live: tuple[tuple[str, tuple[int, ...]], ...]
-    forced: int | None = None
-    why: Why = "fits"
-    alone: str = ""
+    live: tuple[tuple[str, tuple[int, ...]], ...]  # the live rows of each rank, by varying axis
+    forced: int | None = None  # the rank whose needs decided; None if nothing was exchanged
+    why: Why = "fits"  # its reason
+    alone: str = ""  # what this rank would have done by itself, in a sentence
 
 
 @attrs.define(kw_only=True)
 class StepRecord:
-    """One step.
+    """One step."""
 
-    Attributes:
-        number: Its number in the recording, from 0.
-        path, bucket, reason: The decision of the runner, or of all ranks, or why there was none.
-        live: Live rows by varying axis.
-        slots: What the batch brought for copied slots.
-        absent: Optional slots that it did not bring.
-        fields: Fields of the batch that are no slots.
-        staged: What producers had written into staged slots, for those that were asked for.
-        outputs: The tensors that the step returned, if they were asked for.
-        replays: How often the step ran.
-        notes: What is missing from the file, and why.
-        ranks: None if the runner has no ranks, or the step ended before they exchanged anything.
-    """
-
-    number: int
-    path: str = ""
+    number: int  # in the recording, from 0
+    path: str = ""  # the decision of the runner, or of all ranks
     bucket: int | None = None
-    reason: str = ""
-    live: tuple[tuple[str, int], ...] = ()
-    slots: tuple[Value, ...] = ()
-    absent: tuple[str, ...] = ()
+    reason: str = ""  # of the decision, or why there was none
+    live: tuple[tuple[str, int], ...] = ()  # rows by varying axis
+    slots: tuple[Value, ...] = ()  # what the batch brought for copied slots
+    absent: tuple[str, ...] = ()  # optional slots that it did not bring
     fields: tuple[Value, ...] = ()
     staged: tuple[Value, ...] = ()
-    outputs: tuple[Value, ...] | None = None
+    outputs: tuple[Value, ...] | None = None  # the tensors that it returned, if they were asked for
     replays: int = 0
     raised: Raised | None = None
-    notes: tuple[str, ...] = ()
-    ranks: StepRanks | None = None
+    notes: tuple[str, ...] = ()  # what is missing from the file, and why
+    ranks: StepRanks | None = None  # None without ranks, or if the step ended before they exchanged anything
 
     def values(self) -> Iterator[tuple[str, Value]]:
         """All values, each with the name of its elements in the file."""
@@ -190,12 +161,13 @@ class RunnerRecord:
         """A runner as it is now."""
         stage, graphs = parts.stage, parts.graphs
         declaration = stage.declaration
+        ranks = RanksRecord.of(declaration.ranks)
         facts = {
             "lowering": "" if graphs is None else graphs.filler.lowering,
             "buckets": ", ".join(map(str, sorted(parts.sizes))),
             "disabled": ", ".join(declaration.disabled),
             "fields": ", ".join(declaration.fields),
-            "ranks": str(RanksRecord.of(declaration.ranks) or ""),
+            "ranks": str(ranks or ""),
         }
         facts |= {f"config {name!r}": _text_of(value) for name, value in parts.config.as_data().items()}
         facts |= {f"settings {name!r}": _text_of(value) for name, value in _named_in(declaration.settings).items()}
@@ -209,7 +181,6 @@ class RunnerRecord:
                 f"slot {name!r}: source": str(source or (compute.name if compute is not None else "")),
                 f"slot {name!r}: optional": str(slot.optional),
             }
-        ranks = RanksRecord.of(declaration.ranks)
         return cls(kind=parts.name, inputs=declaration.name, backend=stage.backend.name, facts=facts, ranks=ranks)
 
 
@@ -261,16 +232,18 @@ class NotPlainError(TypeError):
     """A value is not plain data. The message says what it is."""
 
 
-def plain_to_data(value: Any) -> Any:
+def plain_to_data(value: Any, room: list[int] | None = None, depth: int = DEPTH) -> Any:
     """None, bools, numbers, text, and lists, tuples and dicts of them, in JSON's words.
+
+    Args:
+        value: Anything.
+        room: The number of values and letters that it may still have.
+        depth: How deep it may still be nested.
 
     Raises:
         NotPlainError: It is anything else, or too large or too deep.
     """
-    return _to_data(value, [MOST], DEPTH)
-
-
-def _to_data(value: Any, room: list[int], depth: int) -> Any:
+    room = [MOST] if room is None else room
     if isinstance(value, np.generic):
         value = value.item()
     kind = type(value)
@@ -279,11 +252,11 @@ def _to_data(value: Any, room: list[int], depth: int) -> Any:
         message = f"more than {MOST:,} values and letters" if depth else f"more than {DEPTH} levels deep"
         raise NotPlainError(message)
     if kind in (list, tuple):
-        inner = [_to_data(one, room, depth - 1) for one in value]
+        inner = [plain_to_data(one, room, depth - 1) for one in value]
         return inner if kind is list else {"tuple": inner}
     if kind is dict and all(type(name) is str for name in value):
         room[0] -= sum(map(len, value))
-        return {"dict": {name: _to_data(one, room, depth - 1) for name, one in value.items()}}
+        return {"dict": {name: plain_to_data(one, room, depth - 1) for name, one in value.items()}}
     if kind is float and not math.isfinite(value):
         return {"float": str(value)}
     if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() < _BITS):

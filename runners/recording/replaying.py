@@ -37,41 +37,27 @@ _SLOT: Final = "slot "
 
 @attrs.frozen(kw_only=True)
 class Difference:
-    """Where two runs of a step first differ.
-
-    Attributes:
-        between: The two runs.
-        where: The slot or the output.
-        row: The row. None if there is none, or shapes differ.
-        index: The place within the slot or output.
-        values: The values of both.
-        text: All of that, and further differences, in a sentence.
-    """
+    """Where two runs of a step first differ."""
 
     between: tuple[str, str]
-    where: str
-    row: int | None
+    where: str  # the slot or the output
+    row: int | None  # None if it has no rows, or shapes differ
     index: tuple[int, ...]
     values: tuple[Any, Any]
-    text: str
+    text: str  # all of that, and further differences
 
 
 @attrs.frozen(kw_only=True)
 class Replayed:
-    """The result of one recorded step.
-
-    Attributes:
-        path, bucket, reason: The decision of this runner, or of all ranks.
-        lines: All that there is to say about the step.
-    """
+    """The result of one recorded step."""
 
     number: int
     outcome: Outcome
-    path: str = ""
+    path: str = ""  # the decision of this runner, or of all ranks
     bucket: int | None = None
     reason: str = ""
     differences: tuple[Difference, ...] = ()
-    lines: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()  # all that there is to say
 
 
 @attrs.frozen(kw_only=True)
@@ -125,11 +111,12 @@ def differences(theirs: RunnerRecord, parts: Parts[Any]) -> tuple[list[str], lis
         line = f"{name}: the file has {old.get(name) or 'none'}, the runner {new.get(name) or 'none'}"
         if old.get(name) == new.get(name) or (not is_shared and ":" in name):  # more of a slot that one does not have
             continue
-        if name == "ranks" and theirs.ranks is not None:
-            line += "; make it of ranks=RecordedRanks.of(file), without a process group"
-        must = not needed[name] or is_shared if name in needed else name.startswith("size of ") and is_shared
-        if name == "ranks":
+        must = is_shared and name.startswith("size of ")
+        if name in needed:
+            must = is_shared or not needed[name]
+        elif name == "ranks":
             must = theirs.ranks is not None or (ours.ranks is not None and ours.ranks.size > 1)
+            line += "; make it of ranks=RecordedRanks.of(file), without a process group" if theirs.ranks else ""
         (refused if must else noted).append(line)
     return refused, noted
 
@@ -215,28 +202,20 @@ def _value_of(value: Value, device: torch.device) -> Any:
         return plain_from_data(value.value)
     if value.elements is None:
         return None
-    many = len(value.shape) not in range(1, LIST_DIMS + 1) or 0 in value.shape
     try:
-        if value.kind == "tensor":
-            there = value.elements.to(device if value.where == DEVICE else "cpu", copy=True)
-            return there if value.dense else _not_dense(there)
         if value.kind == "array":
             return value.elements.clone().numpy()
-        if not many:
-            rows = value.elements.tolist()
-            return rows if value.kind == "list" else tuple(rows)
+        if value.kind == "tensor":
+            there = value.elements.to(device if value.where == DEVICE else "cpu", copy=True)
+            return there if value.dense else torch.stack([there, there], -1)[..., 0]
     except (TypeError, ValueError, RuntimeError) as error:
         message = f"{value.name!r} is no {value.kind}: {error}"
         raise RecordingError(message) from error
-    message = f"{value.name!r} is no {value.kind} of numbers: its shape is {list(value.shape)}"
-    raise RecordingError(message)
-
-
-def _not_dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values, not in one piece."""
-    wide = tensor.new_empty((*tensor.shape, 2))
-    wide[..., 0] = tensor
-    return wide[..., 0]
+    if 0 in value.shape or not 0 < len(value.shape) <= LIST_DIMS:  # lists that could take far more than their numbers
+        message = f"{value.name!r} is no {value.kind} of numbers: its shape is {list(value.shape)}"
+        raise RecordingError(message)
+    rows = value.elements.tolist()
+    return rows if value.kind == "list" else tuple(rows)
 
 
 def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
@@ -263,7 +242,8 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
     else:
         lines += [one.text for one in found]
         done = attrs.evolve(done, outcome="different" if found else "equal", differences=tuple(found))
-    done = done if runner.agreed in (None, before) else _decided(done, runner.agreed)
+    if runner.agreed is not None and runner.agreed is not before:
+        done = _decided(done, runner.agreed)
     return attrs.evolve(done, lines=tuple(lines))
 
 
