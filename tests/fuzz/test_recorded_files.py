@@ -311,7 +311,6 @@ def nested(depth: int) -> Any:
     ("change", "says"),
     [
         (lambda f: f.s.update(format=1), "format 1, and this version reads 2"),
-        (lambda f: f.s.update(format="1"), "format '1'"),
         (lambda f: f.s.pop("runner"), "'runner' is missing"),
         (lambda f: f.s.update(extra=1), "unknown key 'extra'"),
         (lambda f: f.s.update(steps={"0": {}}), "expected a list"),
@@ -319,11 +318,6 @@ def nested(depth: int) -> Any:
         (lambda f: f.s["steps"][0]["slots"].append(first(f.s)), "two of its steps, or two values of a step"),
         (lambda f: f.s["steps"][0].update(number=1 << 80), "do not both have '0.outputs.0'"),
         (lambda f: f.s["steps"].pop(), "do not both have '1.outputs.0'"),
-        (
-            lambda f: first(f.s).update(name="../../etc/passwd"),
-            r"do not both have '0\.slots\.\.\./\.\./etc/passwd'",
-        ),
-        (lambda f: first(f.s).update(name="\x1b[31m"), r"\\x1b\[31m"),
         (lambda f: first(f.s).update(name="\ud800"), "do not both have '0.slots.ids'"),
         (lambda f: first(f.s).update(dtype="float32"), r"holds torch.int64 \[2\], and its header says float32 \[2\]"),
         (lambda f: first(f.s).update(dtype="complex64"), "its header says complex64"),
@@ -333,7 +327,6 @@ def nested(depth: int) -> Any:
         (lambda f: first(f.s).update(kind="pickle"), "pickle"),
         (lambda f: first(f.s).update(shape=[1 << 62, 1 << 62]), r"its header says int64 \[4611686018427387904, "),
         (lambda f: first(f.s).update(shape=[10**2000]), "its header says int64"),
-        (lambda f: first(f.s).update(shape=[1] * 100_000), "its header says int64"),
         (lambda f: first(f.s).update(shape=[-2]), "its header says int64"),
         (lambda f: first(f.s).update(kind="list", shape=[]), r"its header says int64 \[\]"),
         (lambda f: first(f.s, "fields").update(value=nested(200)), "plain data is more than 32 levels deep"),
@@ -346,7 +339,6 @@ def nested(depth: int) -> Any:
         (lambda f: f.h.pop("0.slots.ids"), "no recording that can be read"),
         (lambda f: f.h["0.slots.ids"].update(shape=[1 << 60]), "no recording that can be read"),
         (lambda f: f.h["0.slots.ids"].update(data_offsets=[0, 1 << 60]), "no recording that can be read"),
-        (lambda f: f.h["0.slots.ids"].update(data_offsets=[8, 0]), "no recording that can be read"),
         (lambda f: f.h["0.slots.ids"].update(dtype="F4"), "no recording that can be read"),
         (
             lambda f: f.h.update({"../../x": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}),

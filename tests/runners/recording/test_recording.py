@@ -132,13 +132,8 @@ def test_debug_modes_leave_a_file(tmp_path: pathlib.Path) -> None:
         ({"path": "x.pt"}, r"'x\.pt' cannot be recorded to: it is no \.safetensors file"),
         ({"path": "nowhere/x.safetensors"}, "'nowhere/x.safetensors' cannot be recorded to: No such file"),
         ({"path": None}, "None cannot be recorded to"),
-        ({"path": 3}, "3 cannot be recorded to"),
-        ({"path": b"x.safetensors"}, "b'x.safetensors' cannot be recorded to"),
-        ({"path": "/"}, "'/' cannot be recorded to: it is a folder"),
         ({"path": "folder.safetensors"}, "it is a folder: name a .safetensors file"),
-        ({"path": "a file/x.safetensors"}, "cannot be recorded to: Not a directory"),
         ({"path": "x" * 300 + ".safetensors"}, "cannot be recorded to: File name too long"),
-        ({"path": "x" * 5000 + "/x.safetensors"}, "cannot be recorded to: File name too long"),
         ({"path": "a\0b.safetensors"}, "cannot be recorded to: .*null"),
         ({"path": "/proc/x.safetensors"}, "cannot be recorded to"),
         ({"last": 0}, "last= is a whole number of at least 1, got 0"),
@@ -152,13 +147,12 @@ def test_wrong_options(
     """What makes no sense is refused at once, before a step is lost; nothing is watched, and nothing left behind."""
     monkeypatch.chdir(tmp_path)
     pathlib.Path("folder.safetensors").mkdir()
-    pathlib.Path("a file").touch()
     runner = eager()
     given = {"path": tmp_path / "x.safetensors", **options}
     with pytest.raises(ConfigError, match=says):
         slotgraph.record(runner, given.pop("path"), **given)
     assert not runner.watch.watchers
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["a file", "folder.safetensors"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["folder.safetensors"]
 
 
 def test_failing_step(backend_name: str, tmp_path: pathlib.Path) -> None:

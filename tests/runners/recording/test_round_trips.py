@@ -1,7 +1,6 @@
 """What is replayed is what was brought: every kind of value, through a file, byte for byte."""
 
 import json
-import math
 import pathlib
 import types
 from typing import Any
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 import slotgraph
 from slotgraph import BATCH, EagerRunner, Inputs, copied
+from slotgraph.backends import choose
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import RecordingError, SlotGraphError
 from slotgraph.runners.recording.files import RecordedFile
@@ -109,9 +109,7 @@ def test_dtypes(tmp_path: pathlib.Path, dtype: torch.dtype, shape: tuple[int, ..
     assert same_bytes(found["value"], value)
 
 
-plain_leaves = (
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=8)
-)
+plain_leaves = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)
 plain_values = st.recursive(
     plain_leaves,
     lambda inner: (
@@ -126,11 +124,6 @@ def test_plain_data(value: object) -> None:
     """Plain data comes back equal and of the same types, tuples and infinity among it."""
     data = json.loads(json.dumps(plain_to_data(value), allow_nan=False))
     assert repr(plain_from_data(data)) == repr(value)
-
-
-def test_plain_nan() -> None:
-    """NaN, which equals nothing, comes back too."""
-    assert math.isnan(plain_from_data(plain_to_data([math.nan]))[0])
 
 
 def nested(depth: int) -> Any:
@@ -167,9 +160,9 @@ def doubled(times: int) -> Any:
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 50 else "",
 )
-def test_what_cannot_be_kept(backend_cpu: Window, value: object, why: str) -> None:
+def test_what_cannot_be_kept(value: object, why: str) -> None:
     """What is no data is left out, and the record says what it was; nothing raises."""
-    found = backend_cpu.find("x", value)
+    found = Window(choose("cpu"), 1, 1 << 20).find("x", value)
     assert (found.name, found.kind, found.nbytes, found.elements) == ("x", "other", 0, None)
     assert why in found.why
 
