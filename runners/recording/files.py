@@ -19,7 +19,7 @@ from .records import FORMAT, Header, Value, plain_from_data
 
 _KEY: Final = "slotgraph"
 MOST_HEADER: Final = 1 << 25
-"""The bytes of a file's header: 32 MiB."""
+"""The letters of a file's header."""
 MOST_RECORDS: Final = 1 << 18
 """The steps, values and other objects of a header."""
 MOST_RANKS: Final = 1 << 20
@@ -58,7 +58,7 @@ def write(path: pathlib.Path, header: Header) -> None:
         RecordingError: The header is larger than one that can be read, or the file cannot be written.
     """
     text = json.dumps(to_data(header), allow_nan=False)
-    if len(text) * 2 > MOST_HEADER or text.count("{") > MOST_RECORDS:  # each letter may be escaped in the file
+    if len(text) > MOST_HEADER or text.count("{") > MOST_RECORDS:
         message = f"{path.name}: {len(text):,} letters of plain data are more than a header takes: keep fewer steps"
         raise RecordingError(message)
     found = {key: one.elements for step in header.steps for key, one in step.values()}
@@ -101,7 +101,7 @@ class RecordedFile:
             message = f"a recording is read from a path, got {path!r:.100}"
             raise RecordingError(message) from error
         try:
-            _check_length(file)
+            _check_kind(file)
             with safe_open(file, framework="pt", device="cpu") as opened:
                 return cls(file, _header(opened))
         except Exception as error:  # each layer has its own errors for a file that it cannot read
@@ -109,15 +109,9 @@ class RecordedFile:
             raise RecordingError(message) from error
 
 
-def _check_length(file: pathlib.Path) -> None:
-    """Refuse a header that is too large before any of it is read."""
+def _check_kind(file: pathlib.Path) -> None:
     if file.exists() and not file.is_file():  # to open a pipe would wait for its writer
         message = "it is no file"
-        raise ValueError(message)
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-    if length > MOST_HEADER:
-        message = f"it is no safetensors file, or its header is larger than {MOST_HEADER:,} bytes"
         raise ValueError(message)
 
 
@@ -127,8 +121,8 @@ def _header(opened: Any) -> Header:
     if text is None:
         message = "it has no steps of slotgraph"
         raise ValueError(message)
-    if text.count("{") > MOST_RECORDS:
-        message = f"its header has more than {MOST_RECORDS:,} records"
+    if len(text) > MOST_HEADER or text.count("{") > MOST_RECORDS:
+        message = f"its header has more than {MOST_HEADER:,} letters, or more than {MOST_RECORDS:,} records"
         raise ValueError(message)
     data = json_data(text)
     number = data.get("format") if isinstance(data, dict) else None
