@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...backends.base import Backend
-from ..recording.fingerprint import versions
+from ..recording.records import versions
 from ..testing.contests import PER_SLOT, REGROUPED
 from ..testing.timing import THREADS, Run, Spread, measure
 from .failures import chosen, reported

@@ -115,7 +115,7 @@ def _step(step: StepRecord) -> Iterator[RenderableType]:
     made = table("slot or field", "what it brought")
     for kind, values in (("", step.slots), ("field ", step.fields)):
         for value in values:
-            made.add_row(_text(kind, value.name), _text(value, "" if value.kept else f"; not kept: {value.why}"))
+            made.add_row(_text(kind, value.name), _text(value))
     yield made
     if step.ranks is not None:
         brought = "; ".join(f"{axis} {', '.join(map(str, rows))}" for axis, rows in step.ranks.live)

@@ -12,12 +12,12 @@ import torch
 from ...backends.base import Event
 from ...dataflow.axes import Axis
 from ...dataflow.errors import RecordingError
-from ..decision import Decision, Why
+from ..decision import Why
 from ..ranks.exchange import Exchange
 from ..ranks.group import HOST, Ranks
 from ..ranks.message import EAGER, FITS, Message
 from .files import RecordedFile
-from .records import RanksRecord, StepRecord, Together
+from .records import RanksRecord, StepRanks, StepRecord
 
 
 @final
@@ -75,22 +75,7 @@ class RecordedRanks(Ranks):
         """Nobody waits for this rank."""
 
 
-def ranks_record(ranks: Ranks | None) -> RanksRecord | None:
-    """Ranks as a file remembers them."""
-    if ranks is None:
-        return None
-    return RanksRecord(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
-
-
-def together(ranks: Ranks, axes: Sequence[Axis], agreed: Decision | None, alone: str) -> Together:
-    """What ranks told of the step that was agreed on last. alone: why this one would do what, by itself."""
-    live = tuple((axis.name, ranks.live(axis)) for axis in dict.fromkeys(axes))
-    if agreed is None:
-        return Together(live=live, alone=alone)
-    return Together(live=live, forced=agreed.rank, why=agreed.why, alone=alone)
-
-
-def _messages(step: StepRecord, told: Together, axes: Sequence[Axis], size: int) -> list[Message]:
+def _messages(step: StepRecord, told: StepRanks, axes: Sequence[Axis], size: int) -> list[Message]:
     """What each rank told of a step: its rows, and, of the one that forced it, what it needs."""
     rows: Mapping[str, Sequence[int]] = dict(told.live)
     missing = [axis.name for axis in axes if axis.name not in rows]

@@ -1,59 +1,75 @@
-"""What a recorded file says of its steps, their values, the runner and its declaration: plain records."""
+"""What a recorded file says: its steps and their values, the runner and its declaration, as records and plain data."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal, TypeAlias, get_args
+import importlib.metadata
+import math
+import platform
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal, TypeAlias
 
 import attrs
+import numpy as np
+import torch
 
+from ...dataflow.errors import RecordingError
+from ...dataflow.roles import Role, dtype_text
 from ..decision import Why
+from ..parts import Parts
+from ..ranks.group import Ranks
 
-FORMAT: Final = 1
-"""The number of this way to write files; a file of another number is refused."""
-MOST_RANKS: Final = 1 << 20
-"""Ranks that a file may tell of."""
+FORMAT: Final = 2
+"""The number of this format. A file of another number is refused."""
+MOST: Final = 1 << 16
+"""The values, and the letters of their text, that one piece of plain data may have."""
+DEPTH: Final = 32
+"""How deep plain data may be nested."""
+_BITS: Final = 1 << 13
+"""The bits of an integer that is kept: Python does not read longer ones from text."""
+LIST_DIMS: Final = 4
+"""The dims of nested lists that are kept as a tensor: more would hold far more lists than numbers."""
 
 ValueKind: TypeAlias = Literal["tensor", "array", "list", "tuple", "plain", "other"]
 Part: TypeAlias = Literal["slots", "fields", "staged", "outputs"]
-Where: TypeAlias = Literal["device", "host"]
+PARTS: Final[tuple[Part, ...]] = ("slots", "fields", "staged", "outputs")
 
 
-@attrs.frozen(kw_only=True)
+@attrs.define(kw_only=True)
 class Value:
-    """One value of a step.
+    """One value of a step. A tensor, an array, and nested lists of numbers have their elements in a tensor of the file.
 
-    kind: a tensor, an array, a list or a tuple of numbers, each with its elements in the file as a tensor of a dtype
-    and a shape; "plain" with its data in `value`; "other" for what is no data. where: a tensor's place. dense: whether
-    it lay in one piece. kept: whether the elements are in the file. why: why they are not, or what it is instead.
+    Fields without an `init` are not in the file's header.
     """
 
     name: str
-    kind: ValueKind
+    kind: ValueKind  # "plain" has its data in `value`, "other" cannot be kept
     dtype: str = ""
     shape: tuple[int, ...] = ()
-    where: Where = "host"
-    dense: bool = True
-    kept: bool = True
+    where: Literal["device", "host"] = "host"  # of a tensor
+    dense: bool = True  # whether a tensor was contiguous
     value: Any = None
-    why: str = ""
+    why: str = ""  # why the file does not have the value
+    elements: torch.Tensor | None = attrs.field(default=None, init=False, eq=False, repr=False)
+    nbytes: int = attrs.field(default=0, init=False, eq=False)  # of memory, while it is kept
+    arrived: torch.Tensor | None = attrs.field(default=None, init=False, eq=False)  # set once the device has copied it
 
     @property
-    def has_tensor(self) -> bool:
+    def has_elements(self) -> bool:
         """Whether its elements are a tensor of the file."""
-        return self.kept and self.kind not in ("plain", "other")
+        return not self.why and self.kind not in ("plain", "other")
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether the file cannot tell what it was."""
-        return self.kind == "other" or not self.kept
+    def lose(self, why: str) -> None:
+        """Keep nothing of it but what it was."""
+        self.value, self.elements, self.nbytes, self.why = None, None, 0, why
 
     def __str__(self) -> str:
         """What it is, in a word or two."""
         if self.kind == "other":
             return self.why
-        if self.kind == "plain":
-            return "plain data" if self.kept else self.why
-        what = f"{self.dtype} [{', '.join(map(str, self.shape))}], {self.kind}"
-        return f"{what} on the device" if self.where == "device" else what
+        what = (
+            "plain data" if self.kind == "plain" else f"{self.dtype} [{', '.join(map(str, self.shape))}], {self.kind}"
+        )
+        place = " on the device" if self.where == "device" else ""
+        return f"{what}{place}; not kept: {self.why}" if self.why else what + place
 
 
 @attrs.frozen(kw_only=True)
@@ -67,109 +83,123 @@ class Raised:
 
 @attrs.frozen(kw_only=True)
 class RanksRecord:
-    """The ranks that ran each step together: which one this is, of how many; equal, shards: as of `Ranks`."""
+    """The ranks that ran each step together: which one this is, of how many; equal and shards as in `Ranks`."""
 
     rank: int
     size: int
     equal: bool
     shards: int
 
+    @classmethod
+    def of(cls, ranks: Ranks | None) -> "RanksRecord | None":
+        """A runner's ranks, if it has any."""
+        if ranks is None:
+            return None
+        return cls(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
 
-@attrs.frozen(kw_only=True)
-class Together:
-    """What ranks told of a step.
-
-    live: on each varying axis, the rows of each rank. forced: the rank whose need is the step's path and bucket, None
-    where nothing was exchanged; why: in one word. alone: what this rank would have done by itself, in a sentence.
-    """
-
-    live: tuple[tuple[str, tuple[int, ...]], ...]
-    forced: int | None = None
-    why: str = "fits"
-    alone: str = ""
+    def __str__(self) -> str:
+        """The ranks in a sentence."""
+        shards = f", {self.shards} shards" if self.shards > 1 else ""
+        return f"rank {self.rank} of {self.size}{shards}{', known to get the same batches' if self.equal else ''}"
 
 
 @attrs.frozen(kw_only=True)
+class StepRanks:
+    """What the ranks told each other before a step."""
+
+    live: tuple[tuple[str, tuple[int, ...]], ...]  # the live rows of each rank, by varying axis
+    forced: int | None = None  # the rank whose needs decided; None if nothing was exchanged
+    why: Why = "fits"  # its reason
+    alone: str = ""  # what this rank would have done by itself, in a sentence
+
+
+@attrs.define(kw_only=True)
 class StepRecord:
-    """One step.
+    """One step."""
 
-    number: which of the recording's, from 0. path, bucket, reason: the runner's decision, or why it made none; that of
-    all ranks, where there are some. live: rows on each varying axis. slots: what the batch brought for each copied
-    slot; absent: optional ones that it came without. fields: its fields that are no slots. outputs: what the step
-    returned, leaf by leaf, where asked for.
-    replays: how often it was run. notes: what is not in the file, and why. ranks: what they told; None where there are
-    none, or the step ended before.
-    """
-
-    number: int
-    path: str = ""
+    number: int  # in the recording, from 0
+    path: str = ""  # the decision of the runner, or of all ranks
     bucket: int | None = None
-    reason: str = ""
-    live: tuple[tuple[str, int], ...] = ()
-    slots: tuple[Value, ...] = ()
-    absent: tuple[str, ...] = ()
+    reason: str = ""  # of the decision, or why there was none
+    live: tuple[tuple[str, int], ...] = ()  # rows by varying axis
+    slots: tuple[Value, ...] = ()  # what the batch brought for copied slots
+    absent: tuple[str, ...] = ()  # optional slots that it did not bring
     fields: tuple[Value, ...] = ()
     staged: tuple[Value, ...] = ()
-    outputs: tuple[Value, ...] | None = None
+    outputs: tuple[Value, ...] | None = None  # the tensors that it returned, if they were asked for
     replays: int = 0
     raised: Raised | None = None
-    notes: tuple[str, ...] = ()
-    ranks: Together | None = None
+    notes: tuple[str, ...] = ()  # what is missing from the file, and why
+    ranks: StepRanks | None = None  # None without ranks, or if the step ended before they exchanged anything
 
-    def parts(self) -> "list[tuple[Part, tuple[Value, ...]]]":
-        """The values of each part."""
-        return [
-            ("slots", self.slots),
-            ("fields", self.fields),
-            ("staged", self.staged),
-            ("outputs", self.outputs or ()),
-        ]
+    def values(self) -> Iterator[tuple[str, Value]]:
+        """All values, each with the name of its elements in the file."""
+        return ((f"{self.number}.{part}.{one.name}", one) for part in PARTS for one in getattr(self, part) or ())
 
-    def values(self) -> "list[tuple[str, Value]]":
-        """Each value with the name that its elements have in the file."""
-        return [(key_of(self.number, part, one.name), one) for part, found in self.parts() for one in found]
+    @property
+    def nbytes(self) -> int:
+        """How much memory its values take."""
+        return sum(value.nbytes for _, value in self.values())
 
     def missing(self) -> list[str]:
-        """What the batch brought for slots and is not in the file, a line each: without it the step cannot be run."""
-        return [f"slot {one.name!r}: {one.why or one}" for one in (*self.slots, *self.staged) if one.is_lost]
-
-
-@attrs.frozen(kw_only=True)
-class SlotRecord:
-    """A slot as it is declared."""
-
-    name: str
-    kind: str
-    shape: tuple[str, ...]
-    dtype: str
-    placement: str
-    tail: str
-    source: str
-    optional: bool
+        """The inputs that the file does not have, a line each. Without them the step cannot run."""
+        return [f"slot {one.name!r}: {one.why}" for one in (*self.slots, *self.staged) if one.why]
 
 
 @attrs.frozen(kw_only=True)
 class RunnerRecord:
-    """The runner that was recorded.
-
-    kind: its name. inputs: its declaration's. config, settings: as far as they are plain data. sizes: of each fixed
-    axis, and capacities. buckets: padded sizes by rows. slots, fields, disabled: the declaration. ranks: those that ran
-    each step together, if any did.
-    """
+    """The runner that was recorded: its name, its declaration's, its backend's, and more facts in text, by subject."""
 
     kind: str
     inputs: str
     backend: str
-    lowering: str
-    config: Any
-    settings: Any
-    sizes: tuple[tuple[str, int], ...]
-    buckets: tuple[int, ...]
-    slots: tuple[SlotRecord, ...]
-    fields: tuple[str, ...]
-    disabled: tuple[str, ...]
-    fixed: tuple[str, ...]
+    facts: dict[str, str]
     ranks: RanksRecord | None = None
+
+    @classmethod
+    def of(cls, parts: Parts[Any]) -> "RunnerRecord":
+        """A runner as it is now."""
+        stage, graphs = parts.stage, parts.graphs
+        declaration = stage.declaration
+        ranks = RanksRecord.of(declaration.ranks)
+        facts = {
+            "lowering": "" if graphs is None else graphs.filler.lowering,
+            "buckets": ", ".join(map(str, sorted(parts.sizes))),
+            "disabled": ", ".join(declaration.disabled),
+            "fields": ", ".join(declaration.fields),
+            "ranks": str(ranks or ""),
+        }
+        facts |= {f"config {name!r}": _text_of(value) for name, value in parts.config.as_data().items()}
+        facts |= {f"settings {name!r}": _text_of(value) for name, value in _named_in(declaration.settings).items()}
+        facts |= {f"size of {axis}": str(size) for axis, size in stage.sizes.items() if axis.fixed}
+        for name, slot in declaration.slots.items():
+            source, rule, compute = slot.reads(name), slot.rule(), slot.computes()
+            dtype = f"{slot.dtype.name} (role)" if isinstance(slot.dtype, Role) else dtype_text(slot.dtype)
+            facts |= {
+                f"slot {name!r}": f"{slot.kind} {dtype} [{', '.join(map(str, slot.shape))}] on {slot.placement}",
+                f"slot {name!r}: tail": str(rule or ""),
+                f"slot {name!r}: source": str(source or (compute.name if compute is not None else "")),
+                f"slot {name!r}: optional": str(slot.optional),
+            }
+        return cls(kind=parts.name, inputs=declaration.name, backend=stage.backend.name, facts=facts, ranks=ranks)
+
+
+def _named_in(settings: Any) -> Mapping[str, Any]:
+    """Settings by name: those of a mapping, or of an object's fields or attributes."""
+    if isinstance(settings, Mapping):
+        return settings
+    if attrs.has(type(settings)):
+        return attrs.asdict(settings, recurse=False)
+    return getattr(settings, "__dict__", {})
+
+
+def _text_of(value: Any) -> str:
+    """Plain data as Python writes it. Of anything else only the type: its text may hold an address."""
+    try:
+        plain_to_data(value)
+    except NotPlainError as error:
+        return f"left out: {error}"
+    return repr(value)
 
 
 @attrs.frozen(kw_only=True)
@@ -183,25 +213,71 @@ class Header:
     notes: tuple[str, ...] = ()
 
 
-def key_of(number: int, part: Part, name: str) -> str:
-    """The name of a value's elements in the file."""
-    return f"{number}.{part}.{name}"
+def versions() -> tuple[tuple[str, str], ...]:
+    """What this process runs on."""
+    try:
+        own = importlib.metadata.version("slotgraph")
+    except importlib.metadata.PackageNotFoundError:  # copied into another package
+        own = "unknown"
+    found = {
+        "slotgraph": own,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+    return (*((name, str(one)) for name, one in found.items() if one), ("platform", platform.platform()))
 
 
-def ranks_faults(ranks: RanksRecord | None, steps: Sequence[StepRecord]) -> Iterator[str]:
-    """What makes no sense in what a file says of ranks."""
-    if ranks is not None and not (0 <= ranks.rank < ranks.size <= MOST_RANKS and ranks.shards > 0):
-        yield f"there is no rank {ranks.rank} of {ranks.size}, with {ranks.shards} shards, as which its runner ran"
-        return
-    for step in steps:
-        told = step.ranks
-        if told is None:
-            continue
-        sized = ranks is not None and all(_is_told(rows, ranks.size) for _, rows in told.live)
-        forced = told.forced is None or (ranks is not None and 0 <= told.forced < ranks.size)
-        if not sized or not forced or told.why not in get_args(Why):
-            yield f"what ranks told of step {step.number} is not what {ranks.size if ranks else 0} ranks tell"
+class NotPlainError(TypeError):
+    """A value is not plain data. The message says what it is."""
 
 
-def _is_told(rows: Sequence[int], size: int) -> bool:
-    return len(rows) == size and all(one >= 0 for one in rows)
+def plain_to_data(value: Any, room: list[int] | None = None, depth: int = DEPTH) -> Any:
+    """None, bools, numbers, text, and lists, tuples and dicts of them, in JSON's words.
+
+    Args:
+        value: Anything.
+        room: The number of values and letters that it may still have.
+        depth: How deep it may still be nested.
+
+    Raises:
+        NotPlainError: It is anything else, or too large or too deep.
+    """
+    room = [MOST] if room is None else room
+    if isinstance(value, np.generic):
+        value = value.item()
+    kind = type(value)
+    room[0] -= 1 + len(value) if kind is str else 1
+    if room[0] < 0 or depth == 0:
+        message = f"more than {MOST:,} values and letters" if depth else f"more than {DEPTH} levels deep"
+        raise NotPlainError(message)
+    if kind in (list, tuple):
+        inner = [plain_to_data(one, room, depth - 1) for one in value]
+        return inner if kind is list else {"tuple": inner}
+    if kind is dict and all(type(name) is str for name in value):
+        room[0] -= sum(map(len, value))
+        return {"dict": {name: plain_to_data(one, room, depth - 1) for name, one in value.items()}}
+    if kind is float and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() < _BITS):
+        return value
+    what = {int: "an integer with too many digits", dict: "a dict with keys that are no text"}
+    message = what.get(kind, f"{kind.__module__}.{kind.__qualname__}")
+    raise NotPlainError(message)
+
+
+def plain_from_data(data: Any, depth: int = DEPTH) -> Any:
+    """What `plain_to_data` was given. RecordingError if it never writes such data."""
+    match data:
+        case list() if depth:
+            return [plain_from_data(one, depth - 1) for one in data]
+        case {"tuple": list(inner), **rest} if depth and not rest:
+            return tuple(plain_from_data(one, depth - 1) for one in inner)
+        case {"dict": dict(inner), **rest} if depth and not rest:
+            return {name: plain_from_data(one, depth - 1) for name, one in inner.items()}
+        case {"float": "inf" | "-inf" | "nan" as text, **rest} if not rest:
+            return float(text)
+        case None | bool() | int() | float() | str():
+            return data
+    message = f"plain data is more than {DEPTH} levels deep, or has words that no recording has: {reprlib.repr(data)}"
+    raise RecordingError(message)

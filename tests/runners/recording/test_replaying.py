@@ -1,9 +1,8 @@
 """Replays: recorded steps of every runner are run again, and what differs is shown by slot and row."""
 
+import importlib
 import json
 import pathlib
-import shutil
-import subprocess
 import sys
 from typing import Any
 
@@ -15,14 +14,13 @@ import typer.testing
 import slotgraph
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied, staged
 from slotgraph.backends import load
-from slotgraph.dataflow.errors import ConfigError, RecordingError
+from slotgraph.dataflow.errors import BatchError, ConfigError, RecordingError
 from slotgraph.dataflow.sources import Source
 from slotgraph.runners.commands.app import app
 from slotgraph.runners.commands.replay import printable
 from slotgraph.runners.recording.files import RecordedFile
-from slotgraph.runners.recording.fingerprint import differences, runner_record
-from slotgraph.runners.recording.rebuilding import RecordedBatch, rebuilt
-from slotgraph.runners.recording.replaying import ReplayReport, replay_file
+from slotgraph.runners.recording.records import RunnerRecord
+from slotgraph.runners.recording.replaying import RecordedBatch, ReplayReport, differences, rebuilt, replay_file
 from tests.runners import prefilled
 from tests.runners import test_draft as drafting
 from tests.runners.recording.steps import Flaw, Mixed, Scored, mixed_batch, mixed_runner, mixed_side
@@ -46,12 +44,6 @@ class Model:
 
 model = Model()
 
-def decode():
-    runner = DecodeRunner(DecodeInputs, model, buckets=[4], backend="cpu-capture", progress=False)
-    runner.capture()
-    model.window = 7                              # too late for the graph
-    return runner
-
 def right():
     return DecodeRunner(DecodeInputs, model, buckets=[4], backend="cpu-capture", progress=False)
 
@@ -68,11 +60,10 @@ def report_of(file: pathlib.Path, runner: Any, only: int | None = None) -> Repla
     return replay_file(RecordedFile.read(file), runner, only)
 
 
-@pytest.mark.parametrize("outputs", [True, False])
-def test_decode(backend_name: str, tmp_path: pathlib.Path, outputs: bool) -> None:  # noqa: FBT001 - a parameter
+def test_decode(backend_name: str, tmp_path: pathlib.Path) -> None:
     """Padded, full, absent and too large batches, of every kind of value, are equal where nothing is wrong."""
     runner, device = mixed_runner(backend_name), load(backend_name)().device
-    with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=outputs):
+    with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=True):
         for rows, bias in ((3, True), (4, True), (1, False), (6, True)):
             runner(mixed_batch(rows, rows, device, bias=bias), **mixed_side(rows, rows, device))
     report = report_of(tmp_path / "x.safetensors", mixed_runner(backend_name))
@@ -271,15 +262,16 @@ def test_every_difference_is_named(tmp_path: pathlib.Path) -> None:
     with pytest.raises(RecordingError) as caught:
         report_of(tmp_path / "x.safetensors", other)
     assert str(caught.value) == (
-        "x.safetensors does not fit the runner: slot 'ids': dtype: the file has int64, the runner int32; "
-        "slot 'lengths': shape: the file has [BATCH], the runner [BATCH, 2]; "
-        "slot 'more': the file has no such slot, the runner copied int64 [TOKENS]"
+        "x.safetensors does not fit the runner: slot 'ids': the file has copied int64 [TOKENS] on device, "
+        "the runner copied int32 [TOKENS] on device; slot 'lengths': the file has copied int32 [BATCH] on device, the "
+        "runner copied int32 [BATCH, 2] on device; slot 'more': the file has none, the runner copied int64 [TOKENS] on "
+        "device"
     )
-    noted = differences(runner_record(runner.parts), other.parts).noted
+    _, noted = differences(RunnerRecord.of(runner.parts), other.parts)
     assert "kind: the file has DecodeRunner, the runner EagerRunner" in noted
     assert "slot 'ids': tail: the file has pad=0, the runner pad=1" in noted
     assert "slot 'lengths': source: the file has lengths_of(batch), the runner batch.lengths" in noted
-    assert "slot 'perhaps': the file has no such slot, the runner copied int64 [TOKENS]" in noted
+    assert "slot 'perhaps': the file has none, the runner copied int64 [TOKENS] on device" in noted
     assert "buckets: the file has 2, 4, the runner none" in noted
 
 
@@ -341,7 +333,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     """A current directory with a user's module; what it brings to sys is taken back."""
     (tmp_path / "replayed_runners.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "replayed_runners", raising=False)
     return tmp_path
 
@@ -351,66 +343,30 @@ def command(*arguments: str) -> Any:
     return typer.testing.CliRunner().invoke(app, ["replay", *arguments])
 
 
-def ran(folder: pathlib.Path, *lines: str) -> str:
-    """What a program in a folder with the user's module wrote to stderr."""
-    program = "\n".join(["import slotgraph", "import replayed_runners as r", *lines])
-    command = [sys.executable, "-c", program]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False).stderr  # noqa: S603 - ours
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Files as a server leaves them, from a process of its own: of a step that raised, and of one that did not."""
-    folder = tmp_path_factory.mktemp("server")
-    (folder / "replayed_runners.py").write_text(MODULE, encoding="utf-8")
-    errors = ran(
-        folder,
-        "runner = r.right()",
-        "runner.capture()",
-        "with slotgraph.record(runner, 'fine.safetensors'):",
-        "    runner({'input_ids': [2, 5], 'limits': {'window': [7]}})",
-        "runner = r.decode()",
-        "slotgraph.record(runner, 'home.safetensors', outputs=True)",
-        "runner({'input_ids': [2, 5, 9], 'limits': {'window': [7]}})",
-        "runner({'input_ids': [2.5], 'limits': {'window': [7]}})",
-    )
-    assert "`slotgraph replay` runs them again" in errors
-    return folder
-
-
 @pytest.fixture
-def taken_home(folder: pathlib.Path, server: pathlib.Path) -> pathlib.Path:
-    """A folder with the server's files."""
-    for name in ("fine", "home"):
-        shutil.copy(server / f"{name}.safetensors", folder)
+def taken_home(folder: pathlib.Path) -> pathlib.Path:
+    """A folder with a file of two steps, the last of which raised."""
+    runner = importlib.import_module("replayed_runners").right()
+    runner.capture()
+    with slotgraph.record(runner, "home.safetensors", outputs=True):
+        runner({"input_ids": [2, 5, 9], "limits": {"window": [7]}})
+        with pytest.raises(BatchError):
+            runner({"input_ids": [2.5], "limits": {"window": [7]}})
     return folder
 
 
 @pytest.mark.usefixtures("taken_home")
-def test_as_a_new_user() -> None:
-    """A server's file, on another machine: what it holds, where graph and eager part, and a runner without the flaw."""
-    shown = command("home.safetensors")
-    assert shown.exit_code == 0, shown.output
-    assert "DecodeRunner over DecodeInputs on cpu-capture" in shown.stdout
-    assert "it raised BatchError: slot 'input_ids': expected int64" in shown.stdout
-    found = command("home.safetensors", "replayed_runners:decode")
-    assert found.exit_code == 1
-    assert "step 0: slot 'logits' row 1, at [1, 0]: graph 1.0, eager 0.0; outputs row 1" in found.stdout
-    assert "step 1: it raises BatchError: slot 'input_ids'" in found.stdout
-    done = command("home.safetensors", "replayed_runners.py:late", "--step", "0", "--format", "json")
+def test_command() -> None:
+    """The exit status says whether all is the same; JSON says what differs, or what the file holds."""
+    assert command("home.safetensors", "replayed_runners:right", "--step", "0").exit_code == 0
+    done = command("home.safetensors", "replayed_runners.py:late", "--format", "json")
     assert done.exit_code == 1
-    (apart,) = json.loads(done.stdout)["steps"][0]["differences"]
+    first, last = json.loads(done.stdout)["steps"]
+    (apart,) = first["differences"]
     assert (apart["between"], apart["where"], apart["row"]) == (["here", "recorded"], "outputs", 1)
-
-
-@pytest.mark.usefixtures("taken_home")
-def test_equal_steps_exit_with_0() -> None:
-    """Where all is the same, the command says so with its status, too."""
-    done = command("fine.safetensors", "replayed_runners:right")
-    assert done.exit_code == 0, done.output
-    assert "equal" in done.stdout
-    assert json.loads(command("fine.safetensors", "--format", "json").stdout)["format"] == 1
-    assert "input_ids" in command("fine.safetensors", "--step", "0").stdout
+    assert last["outcome"] == "raised"
+    assert json.loads(command("home.safetensors", "--format", "json").stdout)["format"] == 2
+    assert "input_ids" in command("home.safetensors", "--step", "0").stdout
 
 
 @pytest.mark.usefixtures("taken_home")
@@ -421,7 +377,7 @@ def test_equal_steps_exit_with_0() -> None:
         (["replayed_runners.py"], "replayed_runners.py: "),
         (["home.safetensors", "replayed_runners:decod"], "has no 'decod'"),
         (["home.safetensors", "replayed_runners:nothing"], "nothing"),
-        (["home.safetensors", "replayed_runners:decode", "--step", "7"], "no step 7: it has 0, 1"),
+        (["home.safetensors", "replayed_runners:right", "--step", "7"], "no step 7: it has 0, 1"),
         (["home.safetensors", "--step", "7"], "no step 7: it has 0, 1"),
     ],
 )
