@@ -27,7 +27,7 @@ _MOST: Final = 2048
 """Rows of the bucket for sizes that never repeat, of which there are more than any cache keeps."""
 _FRESH: Final = 512
 """Sets of tensors, more than any cache keeps addresses."""
-_ODD: Final = ("bool", "uint8", "float16", "bfloat16", "float8_e4m3fn")
+_ODD: Final = ("bool", "uint8", "int8", "float16", "bfloat16")  # float8 is not on every device
 _NONE: Final[Mapping[str, Any]] = {}
 
 Change = Callable[[Batch, int], Any]
