@@ -96,7 +96,7 @@ class Bucket:
         self.declaration = declaration
         self.sizes = dict(sizes)
         self.buffers = buffers
-        self.lowering = lowering
+        self.lowering: Lowering = lowering
         self._capabilities = capabilities
         self._exact = exact
         self._feeder = feeder

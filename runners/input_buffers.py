@@ -174,8 +174,7 @@ class InputBuffers(Generic[V]):
         Args:
             padded: The padded size of each axis; the capacity for an axis that is left out.
             absent: Optional slots that are None in the view.
-            written: Whether a producer writes slots by this view. It hands the live rows in as the slot's source then,
-                and each later fill resets the padding behind them.
+            written: Whether a producer writes slots by this view. Each later fill then resets the padding behind them.
 
         Raises:
             ConfigError: A size is larger than the capacity, or an axis or a slot is unknown.

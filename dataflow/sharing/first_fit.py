@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from ..capabilities import Placement
 from .layout import Block, Layout, Place
 from .lifetimes import LiveSlot, Member, Schedule
 from .proof import check_layout
@@ -25,7 +26,8 @@ def lay_out(members: Sequence[Member], schedule: Schedule, carries: Sequence[Car
     slots = [*live_slots(members, schedule, carries).values()]
     largest = {one.allocation: one for one in sorted(slots, key=lambda one: one.nbytes)}
     blocks, spots, peak, by_name = list[Block](), dict[int, tuple[int, int]](), 0, 0
-    for device, placement in sorted({(one.device, one.placement) for one in slots}):
+    homes: set[tuple[str, Placement]] = {(one.device, one.placement) for one in slots}
+    for device, placement in sorted(homes):
         there = [member for member in members if member.device == device]
         arenas, pooled = all(one.capabilities.arenas for one in there), any(one.pooled for one in there)
         mine = [one for one in largest.values() if (one.device, one.placement) == (device, placement)]
