@@ -192,7 +192,8 @@ def copy_of(drawn: Drawn, name: str, *, parameter: bool) -> Any:
     if not is_once:
         drawn.parameter("starts", [None, *values], misfit=misfit)
     drawn.parameter("poison", [None, "stale", (), tuple(values)], misfit=misfit)
-    drawn.parameter("source", [None, f"nested.{name}", side(f"beside.{name}"), lambda batch: batch[f"called_{name}"]])
+    called = [lambda batch: batch.get(f"called_{name}")]
+    drawn.parameter("source", [None, f"nested.{name}", side(f"beside.{name}"), *called])
     drawn.parameter("strided", [True, False])
     drawn.parameter("converts", [(), (torch.int32,), (torch.int64, torch.uint8)])
     drawn.parameter("when", [None, "on", "deep.on", lambda found: found["on"]])
