@@ -4,13 +4,12 @@ import collections
 import contextlib
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import attrs
 import torch
 
 from .axes import Axis, Dim, Sizes
-from .caches import keep_newest
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, MissingSourceError
 from .gather import Gather, Sources
@@ -18,8 +17,6 @@ from .readable import NOT_TOLD, unreadable
 from .sources import Side, Source
 
 Relations = Mapping[Axis, Dim]
-KEPT: Final = 4096
-"""Sizes that a sizer remembers the rows of."""
 
 
 @attrs.frozen
@@ -94,9 +91,7 @@ class Sizer:
         self._check_side = declaration.check_side
         self.required = all(gauges[0].required for gauges in self._gauges)
         self._firsts = tuple(gauges[0] for gauges in self._gauges)
-        self._dims = tuple(gauge.dim for gauge in self._firsts)
         self._gather = Gather([gauge.source for gauge in self._firsts])
-        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
 
     def explain(self, error: BatchError, batch: Any, side: Side) -> None:
@@ -124,48 +119,45 @@ class Sizer:
         if side:
             self._check_side(side)
         if not self.required:
-            return self._spread([_first(gauges, batch, side) for gauges in self._gauges])
-        sizes = self.sizes(batch, side)
-        try:
-            live = self._known.get(sizes)
-        except TypeError:  # what is no plain number, such as the size of a tensor that stands for others
-            return self._live(sizes, batch, side)
-        if live is None:
-            live = keep_newest(self._known, KEPT)[sizes] = self._live(sizes, batch, side)
-        return live
-
-    def _live(self, sizes: tuple[int, ...], batch: Any, side: Side) -> tuple[int, ...]:
+            return self._spread([_first_rows(gauges, batch, side) for gauges in self._gauges])
+        sources = self._gather(batch, side)
+        sizes = [gauge.size(source) for gauge, source in zip(self._firsts, sources, strict=True)]
         return self._spread([gauge.rows(size, batch, side) for gauge, size in zip(self._firsts, sizes, strict=True)])
 
-    def sizes(self, batch: Any, side: Side) -> tuple[int, ...]:
-        """The sizes of the sources that tell, where all of them are required; MissingSourceError or BatchError."""
-        values = self._gather(batch, side)
-        try:
-            if len(values) == 1:
-                return (values[0].shape[self._dims[0]],)
-            return tuple([value.shape[dim] for value, dim in zip(values, self._dims, strict=True)])
-        except (*NOT_TOLD, IndexError):
-            return tuple([gauge.size(value) for gauge, value in zip(self._firsts, values, strict=True)])
-
     def told(self, names: Sequence[str]) -> Callable[[Sources], Hashable]:
-        """A call that tells the same sizes, or the one size, from the sources of slots, in the order of their names."""
-        read = [(names.index(gauge.slot), gauge) for gauge in self._firsts]
-        places = [(place, gauge.dim) for place, gauge in read]
-        place, dim = places[0]
+        """Make a call that tells from sources which sizes they have, on the axes that others follow from.
 
-        def size(sources: Sources) -> Hashable:
-            try:
-                return sources[place].shape[dim]  # type: ignore[no-any-return] # a number, of whatever has a shape
-            except (*NOT_TOLD, IndexError):
-                return read[0][1].size(sources[place])
+        It is for batches of which one knows which optional sources they have: two batches that are alike in that and
+        in what is told have the same live sizes.
+
+        Args:
+            names: The slots of the sources that the call is given, in their order.
+
+        """
+        tellers = [[(names.index(gauge.slot), gauge.dim, gauge) for gauge in gauges] for gauges in self._gauges]
+        places = [(place, dim) for (place, dim, _), *_ in tellers]
+
+        def told(sources: Sources) -> Hashable:
+            return tuple([_first(gauges, sources) for gauges in tellers])
 
         def sizes(sources: Sources) -> Hashable:
             try:
                 return tuple([sources[place].shape[dim] for place, dim in places])
             except (*NOT_TOLD, IndexError):
-                return tuple([gauge.size(sources[place]) for place, gauge in read])
+                return told(sources)
 
-        return size if len(places) == 1 else sizes
+        def size(sources: Sources) -> Hashable:
+            try:
+                return sources[first].shape[dim]  # type: ignore[no-any-return] # a number, of whatever has a shape
+            except (*NOT_TOLD, IndexError):
+                return told(sources)
+
+        if not self.required:
+            return told
+        if len(places) != 1:
+            return sizes
+        ((first, dim),) = places
+        return size
 
     def _spread(self, rows: list[int]) -> tuple[int, ...]:
         return tuple(base + slope * rows[lead] for lead, base, slope in self._lines)
@@ -235,8 +227,16 @@ def _told_by(gauge: Gauge, votes: Mapping[Gauge, int]) -> str:
     return f"{gauge.axis} off slot {gauge.slot!r}"
 
 
-def _first(gauges: tuple[Gauge, ...], batch: Any, side: Side) -> int:
-    """The size that the first of several optional sources tells; no rows where the batch has none of them."""
+def _first(gauges: Sequence[tuple[int, int, Gauge]], sources: Sources) -> int:
+    """The size of the first source that is there, of those that may tell one axis; 0 where none is."""
+    for place, _, gauge in gauges:
+        if sources[place] is not None:
+            return gauge.size(sources[place])
+    return 0
+
+
+def _first_rows(gauges: tuple[Gauge, ...], batch: Any, side: Side) -> int:
+    """The rows that the first of several optional sources tells; no rows where the batch has none of them."""
     for gauge in gauges:
         if gauge.source.read(batch, side) is not None:
             return gauge.rows(gauge.read(batch, side), batch, side)

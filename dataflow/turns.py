@@ -27,12 +27,17 @@ class Ledger:
 class Turn:
     """One set of buffers' turns in memory that others use in theirs.
 
-    fills: how often it was filled. stream: the one that its last fill or step was on. reading: an event behind the last
-    step that copies from slots in host memory; None where none does. neighbours: all with whom it shares a byte, and
-    `overwriters` the same by slot.
+    Attributes:
+        fills: How often it was filled.
+        eager_runs: How often a step ran on it without a graph.
+        stream: The one that its last fill or step was on.
+        reading: An event behind the last step that copies from slots in host memory; None where none does.
+        neighbours: All with whom it shares a byte.
+        overwriters: The same by slot.
     """
 
     fills: int = 0
+    eager_runs: int = 0
     stream: int | None = None
     reading: Any = None
     neighbours: tuple["Turn", ...] = ()

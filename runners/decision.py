@@ -129,22 +129,26 @@ class Tally:
         counts.steps += 1
         counts.live += rows
 
-    def unfit(self, decision: Decision, runner: str, start: int) -> None:
-        """A batch that no graph takes is filled; start: see `timed`, 0 for a fill that is not.
+    def filled(self, route: int | Decision, start: int, runner: str) -> None:
+        """A fill is done.
 
-        The first time for a reason, and for a rank that forces it, one event says so.
+        The first fill without a graph for a reason, and for a rank that forces it, sends one event.
+
+        Args:
+            route: The bucket, or why there is no graph.
+            start: When a fill that is timed began, by `perf_counter_ns`; 0 for another.
+            runner: Its name, for the event.
+
         """
         if start:
-            self.timed(self.reasons[decision.why], start)
-        if (decision.why, decision.rank) not in self._warned:
-            self._warned.add((decision.why, decision.rank))
-            ranks = {} if decision.rank is None else {"rank": decision.rank}
-            log.warning("fallback", runner=runner, why=decision.why, reason=decision.reason, **ranks)
-
-    @staticmethod
-    def timed(counts: Counts, start: int) -> None:
-        """A fill that began at `start`, by `perf_counter_ns`, is done."""
-        counts.times.add(time.perf_counter_ns() - start)
+            counts = self.buckets[route] if isinstance(route, int) else self.reasons[route.why]
+            counts.times.add(time.perf_counter_ns() - start)
+        if isinstance(route, int) or route.why == "always_eager":
+            return
+        if (route.why, route.rank) not in self._warned:
+            self._warned.add((route.why, route.rank))
+            ranks = {} if route.rank is None else {"rank": route.rank}
+            log.warning("fallback", runner=runner, why=route.why, reason=route.reason, **ranks)
 
     def by_shortcut(self) -> int:
         """Steps that shortcuts did."""

@@ -1,6 +1,6 @@
 """The draft runner: a tree of tokens drafted in several steps of a small model, all of them inside one graph."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeAlias, Unpack, final
 
 import attrs
@@ -12,11 +12,12 @@ from ..dataflow.binding import Bound
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
 from .arguments import check_step, checked_names, checked_sizes, declaration_of
-from .decode import DecodeRunner
-from .options import DraftOptions, config_of
+from .decode import RequestRunner
+from .options import CaptureOptions, config_of
+from .pool import Phase
+from .ranks.group import Ranks
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V
 from .standard.axes import STEPS, TOPK
-from .through import Through
 from .tree import Drafts, Frontier, top_tokens
 
 POSITIONS: Final = ("positions", "mrope_positions")
@@ -44,7 +45,7 @@ Forward: TypeAlias = Callable[[V, DraftStep], tuple[torch.Tensor, torch.Tensor |
 
 
 @final
-class DraftRunner(Through[V]):
+class DraftRunner(RequestRunner[V]):
     """Drafts a tree of tokens for each request: `steps` deep, with topk nodes a step, by one replay.
 
     inputs: the declaration, with `topk_p` and `topk_index` [BATCH, TOPK], the children of the tokens that are known,
@@ -69,19 +70,23 @@ class DraftRunner(Through[V]):
         absent: Sequence[Collection[str]] = NO_PATTERNS,
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
+        phase: Phase | None = None,
+        state: Iterable[torch.Tensor] | None = None,
+        ranks: Ranks | None = None,
         backend: str | Backend = "auto",
-        **options: Unpack[DraftOptions],
+        **options: Unpack[CaptureOptions],
     ) -> None:
-        config_of(type(self), backend, options)
+        config = config_of(type(self), backend, options)
         _check_counts(topk, steps)
         check_step("forward", forward, "the view and a DraftStep")
         declaration = declaration_of(inputs)
         advances = _checked_advances(declaration, advances)
         known = {axis: size for axis, size in ((TOPK, topk), (STEPS, steps)) if axis in declaration.axes}
         self.topk, self.steps = topk, steps
-        self._decode = DecodeRunner(
+        super().__init__(
             inputs,
             _Drafting(forward, topk, steps, advances),
+            attrs.evolve(config, width=topk),
             sizes=_joined(sizes, known),
             settings=settings,
             bind=bind,
@@ -89,17 +94,12 @@ class DraftRunner(Through[V]):
             lend=lend,
             carry=carry,
             output_rows=BATCH,
-            one_width=True,
-            width=topk,
+            phase=phase,
+            state=state,
+            ranks=ranks,
             backend=backend,
-            **options,
+            one_width=True,
         )
-        self._decode.name = type(self).__name__
-
-    @property
-    def decode(self) -> DecodeRunner[V]:
-        """The decode runner of width topk that drafts."""
-        return self._decode
 
 
 @attrs.frozen(eq=False)

@@ -1,21 +1,24 @@
 """The draft-extend runner: after a verify, the draft model takes in what was accepted, and begins the next tree."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Unpack, final
+
+import torch
 
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, Axis, Sizes
 from ..dataflow.binding import Bound
 from ..dataflow.errors import ConfigError
 from .config import RunnerConfig
-from .decode import DecodeRunner
+from .decode import RequestRunner
 from .options import ExtendOptions, config_of
+from .pool import Phase
+from .ranks.group import Ranks
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V
-from .through import Through
 
 
 @final
-class DraftExtendRunner(Through[V]):
+class DraftExtendRunner(RequestRunner[V]):
     """Runs a step over `width` tokens a request, of which it returns one row a request.
 
     width: required; every request brings that many tokens, those that were accepted first. What depends on it, such as
@@ -35,13 +38,16 @@ class DraftExtendRunner(Through[V]):
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
         output_rows: Axis | None = BATCH,
+        phase: Phase | None = None,
+        state: Iterable[torch.Tensor] | None = None,
+        ranks: Ranks | None = None,
         backend: str | Backend = "auto",
         **options: Unpack[ExtendOptions],
     ) -> None:
-        check_width(type(self), backend, options)
-        self._decode = DecodeRunner(
+        super().__init__(
             inputs,
             step,
+            check_width(type(self), backend, options),
             sizes=sizes,
             settings=settings,
             bind=bind,
@@ -49,15 +55,11 @@ class DraftExtendRunner(Through[V]):
             lend=lend,
             carry=carry,
             output_rows=output_rows,
+            phase=phase,
+            state=state,
+            ranks=ranks,
             backend=backend,
-            **options,
         )
-        self._decode.name = type(self).__name__
-
-    @property
-    def decode(self) -> DecodeRunner[V]:
-        """The decode runner of this width."""
-        return self._decode
 
 
 def check_width(kind: type, backend: str | Backend, options: ExtendOptions) -> RunnerConfig:

@@ -189,14 +189,17 @@ class Filler(Generic[V]):
             ready = bucket.fill_slot_by_slot(batch, live, absent, side)
         else:
             ready = bucket.fill(batch, live, absent, side)
-        if filling.kernel is None or (whole and self.lowering == "in_graph"):
-            self.lowered[self.lowering] += 1
+        if whole and self.lowering == "in_graph":
+            self.lowered["in_graph"] += 1
         else:
-            self._alone(filling)
+            self.launched(filling)
         return ready
 
-    def _alone(self, filling: Filling) -> None:
-        """Launch the kernel now."""
+    def launched(self, filling: Filling) -> None:
+        """Count a fill, and launch the kernel now where there is one."""
+        if filling.kernel is None:
+            self.lowered[self.lowering] += 1
+            return
         self.lowered["fused"] += 1
         if filling.alone is None:  # the first time: a graph that does it itself has no need of this before
             self.capture_alone(filling)

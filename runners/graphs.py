@@ -52,8 +52,7 @@ class GraphSet(Generic[V]):
     modes: of debugging: stamp outputs, and check addresses at each replay instead of the first only. recipe: makes what
     is captured of a bucket; the whole step, where it is not given. holder: what reaches the tensors that graphs read
     beside slots; the step, where no recipe is given. parameters: slots whose values each replay hands to its graph,
-    by the operator's argument; all that are declared, where it is not given. eager_runs: how often a step ran on the
-    buffers without a graph.
+    by the operator's argument; all that are declared, where it is not given.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class GraphSet(Generic[V]):
         self.buffers = buffers
         self.filler = filler
         self.report: CaptureReport | None = None
-        self.eager_runs = 0
         self._pool = stage.backend.pool()
         self.clock = clock_of(self._pool)
         self.rows_each = rows_each
@@ -287,6 +285,13 @@ class GraphSet(Generic[V]):
         outputs = self.outputs(captured, rows)
         return map_tensors(outputs, self._stamp) if self._stamps else outputs
 
+    def order(self) -> None:
+        """Let a whole step wait for what was handed to other streams, of these graphs and of others of their pool."""
+        filler, turn, clock = self.filler, self.buffers.turn, self.clock
+        last = turn.stream
+        filler.order()
+        clock.stream = turn.stream if clock.stream == last else filler.follow(clock.stream)
+
     def outputs(self, captured: Captured, rows: int) -> Any:
         """What the last replay of a graph left, for `rows` live rows of the leading axis."""
         return captured.live(None if self.rows_each is None else rows * self.rows_each)
@@ -309,7 +314,7 @@ class GraphSet(Generic[V]):
             return Stamped.stamp(tensor, lambda: self.clock.replays)
         name, turn = inside.name, self.buffers.turn
         if isinstance(inside.slot, Output):
-            return Stamped.stamp(tensor, lambda: self.clock.replays + self.eager_runs + turn.overwritten(name))
+            return Stamped.stamp(tensor, lambda: self.clock.replays + turn.eager_runs + turn.overwritten(name))
         return Stamped.stamp(tensor, lambda: turn.fills + turn.overwritten(name))
 
     def _verify(self, graph: Graph) -> None:

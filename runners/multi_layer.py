@@ -1,6 +1,6 @@
 """The multi-layer draft-extend runner: several steps, each with a layer of its own, over one set of buffers."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeAlias, Unpack, final
 
 import attrs
@@ -18,19 +18,19 @@ from ..dataflow.tails import Number, Once, Pad, resolve_value
 from ..dataflow.values import initial_value
 from ..dataflow.views import make_view
 from .arguments import checked_by_slot, checked_names, declaration_of
-from .decode import DecodeRunner
+from .decode import RequestRunner
 from .draft_extend import check_width
 from .options import ExtendOptions
-from .pool import Chain
+from .pool import Chain, Phase
+from .ranks.group import Ranks
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V, with_width
-from .through import Through
 
 CHAINED: Final = ("input_ids", "hidden_states")
 ChainedStep: TypeAlias = Callable[[V, V | None], Any]
 
 
 @final
-class MultiLayerDraftExtendRunner(Through[V]):
+class MultiLayerDraftExtendRunner(RequestRunner[V]):
     """Runs several steps one behind another in one graph; each may write what the next one reads.
 
     steps: each called with its view and the next step's, None for the last; returns one row a request. width: required,
@@ -53,20 +53,24 @@ class MultiLayerDraftExtendRunner(Through[V]):
         lend: Mapping[str, Lend] = NO_LOANS,
         carry: tuple[str, ...] = (),
         output_rows: Axis | None = BATCH,
+        phase: Phase | None = None,
+        state: Iterable[torch.Tensor] | None = None,
+        ranks: Ranks | None = None,
         backend: str | Backend = "auto",
         **options: Unpack[ExtendOptions],
     ) -> None:
         config = check_width(type(self), backend, options)
         whole, chained = declaration_of(inputs), checked_names("chained", chained)
         _check(whole, steps, chained, checked_by_slot("bind", bind, "tensors"))
-        declaration = whole.under(settings, ranks=options.get("ranks"))
+        declaration = whole.under(settings, ranks=ranks)
         adapter, largest, width = choose(backend), config.ladder().largest, config.width
         capacity = {BATCH: largest, TOKENS: largest * width, **with_width(inputs, sizes, width)}
         chain = {name: declaration.slots[name] for name in chained if name in declaration.slots}
         tails = _tails(chain, adapter.capabilities, capacity)
-        self._decode = DecodeRunner(
+        super().__init__(
             inputs,
             _Chain(tuple(steps), tails, lambda: self.parents),
+            config,
             sizes=sizes,
             settings=settings,
             bind={**bind, **dict.fromkeys(chain, Chain(len(steps)))},
@@ -74,21 +78,17 @@ class MultiLayerDraftExtendRunner(Through[V]):
             lend=lend,
             carry=carry,
             output_rows=output_rows,
+            phase=phase,
+            state=state,
+            ranks=ranks,
             backend=adapter,
-            **options,
         )
-        self._decode.name = type(self).__name__
 
     @property
     def parents(self) -> Mapping[str, torch.Tensor]:
         """By chained slot, memory for every step's, [steps, capacity...]."""
-        _ = self._decode.graphs  # with which they are made
-        return self._decode.seat.parents
-
-    @property
-    def decode(self) -> DecodeRunner[V]:
-        """The decode runner that runs all steps as one."""
-        return self._decode
+        _ = self.graphs  # with which they are made
+        return self.seat.parents
 
 
 @attrs.frozen(eq=False)

@@ -3,19 +3,16 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, Required, TypedDict, get_args
 
 import attrs
-import torch
 
 from ..backends.base import Backend
 from ..backends.registry import name_of
 from ..dataflow.errors import ConfigError
 from .config import RunnerConfig
 from .modes import Wanted
-from .pool import Phase
-from .ranks.group import Ranks
 from .unique import Unique
 
 _NEAR: Final = 0.7
@@ -56,16 +53,8 @@ class StackOptions(CaptureOptions, total=False):
     max_tokens: int
 
 
-class DraftOptions(CaptureOptions, total=False):
-    """Of a draft runner, whose width is its `topk`, and what it hands on to the decode runner that it is made of."""
-
-    phase: Phase | None
-    state: Iterable[torch.Tensor] | None
-    ranks: Ranks | None
-
-
-class ExtendOptions(DraftOptions, total=False):
-    """Of a runner over the `width` tokens that each request brings after a verify; likewise."""
+class ExtendOptions(CaptureOptions, total=False):
+    """Of a runner over the `width` tokens that each request brings after a verify."""
 
     width: Required[int]
 

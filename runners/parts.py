@@ -1,51 +1,21 @@
 """What a runner is made of, for all that looks at runners: checks, records, pictures, books."""
 
-import abc
 from collections.abc import Collection, Mapping
-from typing import Any, Generic
+from typing import Generic
 
 import attrs
 
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent
-from ..dataflow.buffers import Buffers
 from ..dataflow.sizing import Sizer
 from .config import RunnerConfig
 from .coordination import Coordinator
 from .decision import Tally
+from .eagerly import Eagerly
 from .graphs import GraphSet
 from .pool import Seat
 from .stage import Stage, V
 from .watching import Watch
-
-
-class Eager(abc.ABC, Generic[V]):
-    """What runs a runner's step without a graph: the runner itself, or another beside it."""
-
-    stage: Stage[V]
-    no_copy: bool
-
-    @property
-    @abc.abstractmethod
-    def buffers(self) -> Buffers | None:
-        """The buffers at their present capacity; none before the first batch."""
-
-    @property
-    @abc.abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of the buffers at their present capacity."""
-
-    @abc.abstractmethod
-    def fill(self, batch: Any, **side: Any) -> V:
-        """Fill the inputs from a batch and return the exact view."""
-
-    @abc.abstractmethod
-    def run(self, view: V) -> Any:
-        """Run the step on the view that was filled last, and tell no watcher."""
-
-    @abc.abstractmethod
-    def __call__(self, batch: Any, **side: Any) -> Any:
-        """Run one step."""
 
 
 @attrs.frozen(eq=False)
@@ -66,7 +36,7 @@ class Parts(Generic[V]):
     sizes: Mapping[int, Sizes]
     patterns: Collection[Absent]
     graphs: GraphSet[V] | None
-    eager: Eager[V]
+    eager: Eagerly[V]
     coordinator: Coordinator
     size: Sizer
     tally: Tally

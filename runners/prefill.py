@@ -13,7 +13,6 @@ from .pool import Phase
 from .ranks.group import Ranks
 from .stacked.capture import Boundary
 from .stacked.runner import StackRunner
-from .stacked.runs import StackRuns
 from .stacked.splitting import Operator, Splitter
 from .stacked.stack import find_stack
 from .stage import NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, Stage, V
@@ -52,15 +51,7 @@ class PrefillRunner(StackRunner[V]):
         backend: str | Backend = "auto",
         **options: Unpack[StackOptions],
     ) -> None:
-        self.config = config = config_of(type(self), backend, options)
-        self.stage = stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend, ranks=ranks, state=state)
+        config = config_of(type(self), backend, options)
+        stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend, ranks=ranks, state=state)
         boundary = Boundary(find_stack(step, stack), "piecewise", Splitter(splits))
-        name = type(self).__name__
-        self._runs = StackRuns(
-            stage, boundary, config, name=name, absent=absent, carry=carry, output_rows=output_rows, phase=phase
-        )
-
-    @property
-    def runs(self) -> StackRuns[V]:
-        """The parts that it is made of."""
-        return self._runs
+        super().__init__(stage, boundary, config, absent=absent, carry=carry, output_rows=output_rows, phase=phase)

@@ -3,13 +3,12 @@
 import functools
 import reprlib
 from collections.abc import Callable, Collection
-from typing import Any, Final
+from typing import Any
 
 import attrs
 
 from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
 from ..dataflow.bucket import Absent
-from ..dataflow.caches import keep_newest
 from ..dataflow.computation import field_of
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import RankError, ReplayError
@@ -20,9 +19,7 @@ from .coordination import Coordinator, Live
 from .decision import Decision, Path, Why
 from .graphs import GraphSet
 
-Admit = Callable[[Any, Live, Absent, Side], None]
-KEPT: Final = 4096
-"""Live sizes whose route is remembered."""
+Admit = Callable[[Any, Live, Side], None]
 
 
 class Router:
@@ -52,7 +49,6 @@ class Router:
         self._coordinator = coordinator
         self._admit_eagerly = admit
         self._table = buckets.table()
-        self._routes: dict[tuple[tuple[int, ...], Absent], Captured] = {}
         self._fits = {rows: Decision(path, rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
         self._counted = "rows" if BATCH in leading else "tokens"
         own = [(i, axis) for i, axis in enumerate(declaration.varying) if axis not in leading]
@@ -71,15 +67,10 @@ class Router:
         if not self._coordinator.quiet:
             return self._agreed_route(live, absent, batch, side)
         self._coordinator.bring(live)
-        known = self._routes.get((live, absent))
-        if known is not None:
-            return known
         decision = self.decide(live, absent, batch)
         captured = self._graphs.get(decision.bucket, absent)
         if captured is None:  # a late capture that failed is decided anew
             return decision if decision.path == "eager" else self.decide(live, absent, batch)
-        if not self._fixed_fields:  # else each batch decides anew
-            keep_newest(self._routes, KEPT)[live, absent] = captured
         return captured
 
     def _agreed_route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Captured | Decision:
@@ -99,8 +90,10 @@ class Router:
     def _admit(self, own: Decision, live: Live, absent: Absent, batch: Any, side: Side) -> None:
         """BatchError where the fill would raise it."""
         captured = self._graphs.get(own.bucket, absent)
-        admit = self._admit_eagerly if captured is None else captured.filling.bucket.admit
-        admit(batch, live[:-1], absent, side)
+        if captured is None:
+            self._admit_eagerly(batch, live[:-1], side)
+        else:
+            captured.filling.bucket.admit(batch, live[:-1], absent, side)
 
     def decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
         """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""

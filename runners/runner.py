@@ -1,24 +1,57 @@
-"""The base of all runners: how a step is run, and what can be asked of any runner."""
+"""The base of all runners: one step from the batch to the outputs, and what can be asked of any runner."""
 
 import abc
-from collections.abc import Collection
-from typing import Any, Generic
+import time
+from collections.abc import Callable
+from typing import Any, Final, Generic
+
+import attrs
 
 from ..dataflow import log
-from ..dataflow.capabilities import Lowering
-from ..dataflow.plan import FillPlan
+from ..dataflow.axes import Sizes
+from ..dataflow.bucket import Absent
+from ..dataflow.errors import BatchError, ReplayError
+from ..dataflow.limits import Limits
+from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from .capture import CaptureReport
-from .decision import Decision
-from .graphs import GraphSet
+from ..dataflow.specialization import Specialization
+from ..dataflow.turns import Turn
+from .bound import MISS, BoundSteps, Holds, Run, bind
+from .captured import Captured
+from .config import RunnerConfig
+from .coordination import Coordinator, Live
+from .decision import Decision, Path, Tally
+from .eagerly import Eagerly
+from .gate import Gate
 from .idle import empty_batch
-from .modes import watchers_of
 from .opaque import opaque
 from .parts import Parts
-from .stage import V
+from .stage import Stage, V
 from .statistics import Statistics, statistics_of
 from .unique import Unique
 from .watching import Watch
+
+_STALE: Final = "this view was not filled last: a later fill has overwritten its slots"
+
+
+@attrs.define(eq=False)
+class Filled(Generic[V]):
+    """A filled step.
+
+    Attributes:
+        view: What the step sees; None where the graph is replayed at once, so that nobody asks for it.
+        route: The graph that takes the batch, or why it is run eagerly.
+        live: Live rows on each varying axis, and last those of the leading axis.
+    """
+
+    view: V | None
+    route: Captured | Decision
+    live: Live
+
+    @property
+    def rows(self) -> int:
+        """Live rows on the leading axis."""
+        return self.live[-1] if self.live else 0
 
 
 @opaque
@@ -27,6 +60,41 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     A call is a fill and a replay, and watchers are told of both. A function under torch.compile may call it.
     """
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        stage: Stage[V],
+        size: Sizer,
+        coordinator: Coordinator,
+        *,
+        capacity: Sizes,
+        path: Path = "graph",
+    ) -> None:
+        """Keep what every runner has.
+
+        Args:
+            config: Its options.
+            stage: The declaration, the backend and the step.
+            size: Tells live sizes, and last those of the leading axis.
+            coordinator: With the same runner of other ranks.
+            capacity: The largest size of each axis.
+            path: What a batch takes that fits a bucket.
+
+        """
+        self.config = config
+        self.stage = stage
+        self.coordinator = coordinator
+        self.watch = Watch()
+        self.name = type(self).__name__
+        self._size = size
+        self._limits = Limits.of(stage.declaration, capacity)
+        self._axes = len(stage.declaration.varying)
+        self._tally = Tally(path)
+        self._gate = Gate(self.name)
+        self._bound: BoundSteps | None = None
+        self._filled: Filled[V] | None = None
+        self._others = 0
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Keep the compiler out of a subclass' own methods, too."""
@@ -40,17 +108,50 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     @property
     @abc.abstractmethod
-    def watch(self) -> Watch:
-        """Who is told of each step."""
+    def _eager(self) -> Eagerly[V]:
+        """What runs steps without a graph."""
+
+    @property
+    @abc.abstractmethod
+    def _turn(self) -> Turn | None:
+        """The turn of the memory that was filled last; None where there is none yet."""
+
+    @abc.abstractmethod
+    def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Captured | Decision:
+        """The graph that takes a batch, or why it is run eagerly. Raises as a call does."""
+
+    @abc.abstractmethod
+    def decide(self, batch: Any, **side: Any) -> Decision:
+        """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
 
     def __call__(self, batch: Any, **side: Any) -> Any:
         """Run one step and return its outputs for the live rows, valid until the next replay.
 
-        Raises BatchError where the batch does not fit its declaration, ReplayError before `capture`.
+        Raises:
+            BatchError: The batch does not fit its declaration. Nothing was written.
+            ReplayError: Nothing is captured yet, or the runner is in the middle of a step.
+
         """
         if self.watch.watchers:
             return self.replay(self.fill(batch, **side))
-        return self._step(batch, side)
+        lock, bound = self._gate.lock, self._bound
+        if lock.locked():
+            raise self._gate.refusal()
+        with lock:
+            if bound is not None:
+                try:
+                    outputs = bound.run(batch, side)
+                except BaseException:
+                    self._broke_off()
+                    raise
+                if outputs is not MISS:
+                    self._filled = None
+                    return outputs
+            filled = self._fill(batch, side, whole=True)
+            outputs = self.coordinator.run(self._run, filled)
+            if bound is not None:
+                self._learn(bound, batch, side, filled, whole=True)
+            return outputs
 
     def fill(self, batch: Any, **side: Any) -> V:
         """Fill the inputs from a batch and return the view that the step sees.
@@ -67,26 +168,171 @@ class Runner(Unique, abc.ABC, Generic[V]):
             return self.watch.replay(lambda: self._replay_view(view), view)
         return self._replay_view(view)
 
-    @abc.abstractmethod
-    def _step(self, batch: Any, side: Side) -> Any:
-        """A fill and a replay at once."""
-
-    @abc.abstractmethod
     def _fill_view(self, batch: Any, side: Side) -> V:
-        """A fill."""
+        bound = self._bound if self.coordinator.size == 1 else None
+        with self._gate.open():
+            filled: Any = MISS
+            if bound is not None:
+                try:
+                    filled = bound.run(batch, side, False)  # noqa: FBT003 - as it says there
+                    if filled is not MISS:
+                        return self._shown(filled)
+                except BaseException:
+                    self._broke_off()
+                    raise
+            filled = self._fill(batch, side, whole=False)
+            if bound is not None:
+                self._learn(bound, batch, side, filled, whole=False)
+            return self._shown(filled)
 
-    @abc.abstractmethod
+    def _shown(self, filled: Filled[V]) -> V:
+        """The view of a fill, which is the last one from now on."""
+        turn = self._turn
+        self._others = 0 if turn is None else turn.others
+        self._filled = filled
+        return filled.view  # type: ignore[return-value] # not of a whole step
+
     def _replay_view(self, view: V) -> Any:
-        """A replay."""
+        with self._gate.open():
+            filled, turn = self._filled, self._turn
+            if filled is None or filled.view is not view or turn is None:
+                raise ReplayError(_STALE)
+            turn.check_others(self._others)
+            try:
+                self._order()
+                return self.coordinator.run(self._run, filled)
+            except BaseException:  # what the step writes on the way may not be as it was filled
+                self._filled = None
+                raise
 
-    @abc.abstractmethod
-    def decide(self, batch: Any, **side: Any) -> Decision:
-        """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
+    def _fill(self, batch: Any, side: Side, *, whole: bool) -> Filled[V]:
+        """The long way. whole: the step runs at once, and nobody asks for the view that its graph sees."""
+        before, self._filled = self._filled, None
+        eager, start = self._eager, time.perf_counter_ns() if next(self._tally.turns) else 0
+        held = eager.held
+        self._begin()
+        self.coordinator.begin()
+        try:
+            live = self._size(batch, side)
+            if self._limits is not None:
+                self._limits.check(batch, side)
+            absent = self.stage.absent(batch, side)
+            filled = self._fill_by(self._route(live, absent, batch, side), batch, side, live, absent, whole=whole)
+        except BatchError as error:
+            self._size.explain(error, batch, side)
+            try:
+                filled = self._fill_otherwise(error, batch, side)
+            except BaseException as refused:
+                self.coordinator.refuse(refused)
+                eager.held = held  # what grew for this batch goes again
+                if isinstance(refused, BatchError):
+                    self._filled = before  # nothing was written: the view filled last still stands
+                    self._undo()
+                raise
+        except BaseException as error:
+            self.coordinator.refuse(error)
+            eager.held = held
+            raise
+        route = filled.route
+        counted = route if isinstance(route, Decision) else route.rows
+        self._tally.filled(counted, start if start > self._late else 0, self.name)
+        return filled
+
+    def _fill_by(
+        self, route: Captured | Decision, batch: Any, side: Side, live: Live, absent: Absent, *, whole: bool
+    ) -> Filled[V]:
+        """Fill for one route: here for a step without a graph."""
+        del absent, whole
+        return Filled(self._eager.fill_sized(batch, live[: self._axes], side), route, live)
+
+    def _fill_otherwise(self, refused: BatchError, batch: Any, side: Side) -> Filled[V]:
+        """Fill in another way what was refused. Raises what refused it where there is none."""
+        del batch, side
+        raise refused
+
+    @property
+    def _late(self) -> int:
+        """When something was last captured in the middle of a fill, whose time then says nothing of fills."""
+        return 0
+
+    def _begin(self) -> None:
+        """A fill begins."""
+
+    def _undo(self) -> None:
+        """A fill that began was refused, and has written nothing."""
+
+    def _order(self) -> None:
+        """Let a replay wait for what was handed to other streams."""
+
+    def _broke_off(self) -> None:
+        """A step ended in the middle, which nobody may believe to be filled."""
+        self._filled = None
+        buffers = self._eager.buffers
+        if buffers is not None:
+            buffers.distrust()
+
+    def _run(self, filled: Filled[V]) -> Any:
+        """Run a filled step, and count it: here without a graph."""
+        outputs = self._eager.run(filled.view)  # type: ignore[arg-type] # a step without a graph has its view
+        self._tally.fell_back(filled.route, filled.rows)  # type: ignore[arg-type] # or why there is no graph
+        return outputs
+
+    def _learn(self, bound: BoundSteps, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:
+        """Let the next batch like this one take the short way."""
+        eager, route = self._eager, filled.route
+        if not isinstance(route, Decision) or route.why == "width_differs" or not eager.repeats:
+            return
+        held = eager.held
+        if held is None:
+            return
+        found = held.latest(eager.own(filled.live[: self._axes]), eager.stage.absent(batch, side))
+
+        def make() -> Run:
+            hosts, times = eager.hosts(), self._tally.reasons[route.why].times
+            finish = self._finish(lambda sent: eager.show(found.ready, sent), filled, whole=whole)
+            holds = [lambda *_: eager.held is held, *self._holds()]
+            return bind(
+                found,
+                finish,
+                turn=held.buffers.turn,
+                times=times,
+                graphs=self.parts.graphs,
+                hosts=hosts if hosts.possible else None,
+                holds=holds,
+            )
+
+        self._keep(bound, batch, side, found, make, filled.live, whole=whole)
+
+    def _keep(
+        self,
+        bound: BoundSteps,
+        batch: Any,
+        side: Side,
+        found: Specialization,
+        make: Callable[[], Run],
+        live: Live,
+        *,
+        whole: bool,
+    ) -> None:
+        """Keep a bound step, of which other ranks are told where they run it too."""
+        told = self.coordinator.repeated
+        bound.learn(batch, side, found, lambda: told(make(), live) if whole else make(), whole=whole)
+
+    def _finish(self, show: Callable[[Any], V], filled: Filled[V], *, whole: bool) -> Callable[[Any], Any]:
+        """What follows a bound fill: the view, and where the step is whole, its run."""
+        route, live, run = filled.route, filled.live, self._run
+        if whole:
+            return lambda batch: run(Filled(show(batch), route, live))
+        return lambda batch: Filled(show(batch), route, live)
+
+    def _holds(self) -> list[Holds]:
+        """What must be true of a batch beside its sources for its step to go as one before it."""
+        return [] if self._limits is None else [self._limits.allow]
 
     @property
     def agreed(self) -> Decision | None:
         """What all ranks did in the last step that they agreed on, and which rank forced it; None where none did."""
-        return self.parts.coordinator.agreed
+        return self.coordinator.agreed
 
     def agree_ahead(self, batch: Any, **side: Any) -> None:
         """Tell the other ranks the sizes of the next step's batch, while this step still runs.
@@ -94,12 +340,12 @@ class Runner(Unique, abc.ABC, Generic[V]):
         The next call then finds what they told. Its batch must have these sizes, and be one that fills admit: the
         others go by it. Without other ranks, or where all get the same batches, nothing is done. Raises as `decide`.
         """
-        parts, coordinator = self.parts, self.parts.coordinator
+        coordinator = self.coordinator
         if coordinator.quiet:
-            parts.stage.declaration.check_side(side)
+            self.stage.declaration.check_side(side)
             return
         with coordinator.before():
-            own, live = self.decide(batch, **side), parts.size(batch, side)
+            own, live = self.decide(batch, **side), self._size(batch, side)
         coordinator.ahead(own, live)
 
     def idle(self, batch: Any = None, **side: Any) -> Any:
@@ -109,7 +355,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         it, where none is given. Raises as a call does; BatchError where the batch has rows, ConfigError where one must
         be given, because a field has no default.
         """
-        parts, coordinator = self.parts, self.parts.coordinator
+        parts, coordinator = self.parts, self.coordinator
         if coordinator.size == 1:
             parts.stage.declaration.check_side(side)
             return None
@@ -124,9 +370,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
         With ranks for no longer than their `timeout`, because a captured collective waits for a lost rank for ever:
         RankError then names it, and the collectives of the group are aborted. All ranks call it as often.
         """
-        parts = self.parts
-        backend = parts.stage.backend
-        parts.coordinator.wait(backend.event(), backend.device)
+        backend = self.stage.backend
+        self.coordinator.wait(backend.event(), backend.device)
 
     def stats(self) -> Statistics:
         """Its books as plain data: what was counted so far, and some of the times of its fills."""
@@ -134,57 +379,4 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def log_stats(self) -> None:
         """One event, `statistics`, with all of them."""
-        parts = self.parts
-        log.info("statistics", runner=parts.name, **statistics_of(parts))
-
-
-class GraphRunner(Runner[V]):
-    """A runner that captures graphs. Subclasses are final, or abstract."""
-
-    _is_debugged = False
-
-    @property
-    @abc.abstractmethod
-    def graphs(self) -> GraphSet[V]:
-        """The captured buckets, and the buffers that they read."""
-
-    @abc.abstractmethod
-    def capture(self) -> CaptureReport:
-        """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it.
-
-        Nothing is captured with `graphs` off. Raises CaptureError where buckets failed; the others are usable all the
-        same, and `report` names both.
-        """
-
-    def _debug(self) -> None:
-        """Let the debug modes that are on watch each step from now on, unless they do."""
-        modes = self.parts.config.modes
-        if modes and not self._is_debugged:
-            self._is_debugged = True
-            for watcher in watchers_of(self, modes):
-                self.watch.add(watcher)
-
-    @property
-    def report(self) -> CaptureReport | None:
-        """What the capture came to, or None before it."""
-        return self.graphs.report
-
-    @property
-    def lowering(self) -> Lowering:
-        """How fills are run."""
-        return self.graphs.filler.lowering
-
-    def plan(
-        self,
-        bucket: int,
-        absent: Collection[str] = (),
-        in_place: Collection[str] = (),
-        hosted: Collection[str] = (),
-    ) -> FillPlan:
-        """How one bucket is filled, for batches without some optional slots, or with some in place or on the host.
-
-        ConfigError where there is no such bucket or slot.
-        """
-        parts = self.parts
-        foreign = self.graphs.buffers.foreign
-        return parts.stage.plan(parts.sizes, bucket, self.lowering, absent, in_place, hosted, foreign)
+        log.info("statistics", runner=self.name, **statistics_of(self.parts))

@@ -7,7 +7,6 @@ from ..dataflow.declaration import Declaration
 from ..dataflow.errors import BatchError, DeclarationError
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from .arguments import checked
 from .decision import Decision
 
 
@@ -21,7 +20,7 @@ class Widths:
 
     def __init__(self, declaration: Declaration, width: int, fixed: Sizes, *, only: bool = False) -> None:
         self._width = width
-        self._only: bool = checked("one_width", "True or False", only, bool)
+        self._only = only
         self._name = declaration.name
         self._bound = [name for name, slot in declaration.slots.items() if WIDTH in slot.axes]
         self._size = _apart(declaration, fixed)

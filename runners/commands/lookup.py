@@ -16,7 +16,8 @@ import typer
 from ...dataflow.errors import SlotGraphError
 from ...dataflow.failures import place_of
 from ...dataflow.inputs import Inputs
-from ..runner import GraphRunner, Runner
+from ..graph_runner import GraphRunner
+from ..runner import Runner
 from .failures import fail, nearest
 
 _NOTHING: Final[Mapping[str, Any]] = {}

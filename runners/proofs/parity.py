@@ -11,7 +11,7 @@ from ...dataflow.buffers import Buffers
 from ...dataflow.errors import MissingSourceError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Constant, Output
-from ..eager import EagerRunner
+from ..eagerly import Eagerly
 from ..parts import Parts
 from ..runner import Runner
 from ..state import Apart, Copies, State
@@ -99,7 +99,7 @@ def _without_padding(parts: Parts[Any], case: Case) -> Seen | str:
     except MissingSourceError:
         if graphs is None:
             raise
-        eager = EagerRunner.beside(parts.stage, graphs.buffers, ())  # which computes what batches may carry
+        eager = Eagerly(parts.stage, parts.name, parts.size, buffers=graphs.buffers)  # which carries nothing
         view = eager.fill(case.batch, **case.side)
     try:
         return seen(view, eager.run(view))

@@ -153,7 +153,7 @@ class Replays(Generic[V]):
         """Whether the runner hands outputs out with their padded rows."""
         runner = self.runner
         if isinstance(runner, StackRunner):
-            return runner.runs._output_rows is None  # noqa: SLF001 - no one else asks
+            return runner.output_rows is None
         graphs = runner.parts.graphs
         return graphs is not None and graphs.rows_each is None
 

@@ -1,70 +1,159 @@
-"""What every runner offers of which only a part is captured, by tokens."""
+"""The base of the prefill runners: a part of the step is captured by tokens, and the rest runs eagerly around it."""
 
-import abc
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from ...dataflow.sources import Side
-from ..buckets import Buckets
-from ..capture import CaptureReport
-from ..decision import Decision
+import torch
+
+from ...dataflow.axes import BATCH, TOKENS, Axis
+from ...dataflow.buffers import Buffers
+from ...dataflow.capabilities import chosen_lowering
+from ...dataflow.errors import ConfigError, ReplayError
+from ...dataflow.ready import Ready
+from ...dataflow.views import carried
+from ..captured import Captured
+from ..config import RunnerConfig
+from ..filler import Filler
+from ..graph_runner import GraphRunner
 from ..graphs import GraphSet
-from ..parts import Parts
-from ..runner import GraphRunner
-from ..stage import V
-from ..watching import Watch
-from .runs import StackRuns
+from ..outputs import live_rows, map_tensors
+from ..pool import Phase
+from ..runner import Filled
+from ..running import Running, under_way
+from ..stage import NO_BINDINGS, Stage, V
+from .answer import Answer, distrusting
+from .capture import Boundary, StackCapture, live_view
 
 
 class StackRunner(GraphRunner[V]):
-    """A runner whose graphs are those of a stack. Subclasses are final, and say what of a step is captured."""
+    """A runner whose graphs are those of a stack. Subclasses are final, and say what of a step is captured.
 
-    @property
-    @abc.abstractmethod
-    def runs(self) -> StackRuns[V]:
-        """The parts that it is made of."""
+    A bucket is captured on the declaration's `placeholder`, one request that owns all its tokens, and its graphs hold
+    for any number of requests. No fill is inside a graph, because what runs before it reads the slots, too.
 
-    def capture(self) -> CaptureReport:
-        """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it.
+    Attributes:
+        output_rows: The axis that the rows of outputs follow; None where outputs are handed out whole.
+    """
 
-        A bucket is captured on the declaration's `placeholder`, one request that owns all its tokens, and its graphs
-        hold for any number of requests. Nothing is captured with `graphs` off. Raises CaptureError where buckets
-        failed; the others are usable all the same, and `report` names both.
+    def __init__(
+        self,
+        stage: Stage[V],
+        boundary: Boundary,
+        config: RunnerConfig,
+        *,
+        absent: Sequence[Collection[str]],
+        carry: tuple[str, ...],
+        output_rows: Axis | None,
+        phase: Phase | None,
+    ) -> None:
+        """Check what is given; `capture` makes the graphs.
+
+        Args:
+            stage: The declaration, the backend and the step.
+            boundary: What of the step is captured.
+            config: The options.
+            absent: Patterns of absent optional slots, beside none.
+            carry: Slots that the batch has computed already where a step runs without a graph.
+            output_rows: The axis that the rows of outputs follow.
+            phase: Of a pool.
+
         """
-        try:
-            return self.runs.capture()
-        finally:
-            self._debug()
+        self._boundary = boundary
+        self.output_rows = output_rows
+        varying = stage.declaration.varying
+        self._requests = varying.index(BATCH) if BATCH in varying else None
+        super().__init__(
+            config,
+            stage,
+            config.token_ladder(),
+            lambda tokens: {TOKENS: tokens, BATCH: config.max_batch},
+            said="max_batch= and buckets=",
+            leading=(TOKENS,),
+            relations={},
+            path=boundary.path,
+            absent=absent,
+            carry=carry,
+            bind=NO_BINDINGS,
+            phase=phase,
+        )
+        _check_axis(output_rows, stage)
 
     @property
-    def buckets(self) -> Buckets:
-        """The tokens that graphs are captured for."""
-        return self.runs.buckets
+    def _lowering(self) -> str:
+        lowering = chosen_lowering(self.stage.backend.capabilities, self.config.lowering)
+        return "fused" if lowering == "in_graph" else lowering  # what runs before the graphs reads the slots, too
 
-    @property
-    def graphs(self) -> GraphSet[V]:
-        """The captured buckets; no fill is inside one, because what runs before it reads the slots, too."""
-        return self.runs.graphs
+    def _graph_set(self, buffers: Buffers, filler: Filler[V]) -> GraphSet[V]:
+        capturing = StackCapture(self.stage, self._boundary, buffers, self.output_rows)
+        return GraphSet(
+            self.stage,
+            buffers,
+            filler,
+            rows_each=None,
+            modes=self.config.modes,
+            recipe=capturing,
+            holder=capturing.holder,
+            parameters=_handed(self.stage),
+        )
 
-    @property
-    def parts(self) -> Parts[V]:
-        """What it is made of, for tools that look at runners."""
-        return self.runs.parts
-
-    @property
-    def watch(self) -> Watch:
-        """Who is told of each step."""
-        return self.runs.watch
-
-    def _step(self, batch: Any, side: Side) -> Any:
-        return self.runs.step(batch, side)
-
-    def _fill_view(self, batch: Any, side: Side) -> V:
+    def _show(self, ready: Ready, batch: Any) -> V:
         """Token slots padded to the bucket, request slots live."""
-        return self.runs.fill(batch, side)
+        ready.compute_on_device(batch)
+        return live_view(self.stage, self.graphs.buffers, ready, carried(self.stage.declaration.fields, batch))
 
-    def _replay_view(self, view: V) -> Any:
-        return self.runs.replay(view)
+    def _run_graph(self, filled: Filled[V], captured: Captured) -> Any:
+        view: V = filled.view  # type: ignore[assignment] # its fills make one
+        stack, stage = self._boundary.stack, self.stage
+        with torch.no_grad(), distrusting(self.graphs), under_way(Running(view, "replay")) as step:
+            answer = Answer(self.graphs, captured, step)
+            if stack is None:
+                outputs = stage.run(view, answer)
+            else:
+                with stack.answered(answer):
+                    outputs = stage.run(view)
+                answer.check(stack.name)
+        self.graphs.filler.hosts.note()  # of what runs around the graphs, too
+        return self._cut(outputs, captured.rows, filled)
 
-    def decide(self, batch: Any, **side: Any) -> Decision:
-        """The path that a batch would take, its bucket, and why."""
-        return self.runs.decide(batch, side)
+    def _cut(self, outputs: Any, padded: int, filled: Filled[V]) -> Any:
+        """The outputs' live rows."""
+        if self.output_rows is None:
+            return outputs
+        if self.output_rows == BATCH:
+            requests = 0 if self._requests is None else filled.live[self._requests]
+            _check_rows(outputs, requests, "requests", "TOKENS, if its rows are tokens")
+            return outputs
+        _check_rows(outputs, padded, "tokens of the bucket", "BATCH, if its rows are requests")
+        return live_rows(outputs, filled.rows)
+
+
+def _check_axis(output_rows: Axis | None, stage: Stage[Any]) -> None:
+    """ConfigError where outputs follow an axis that they cannot, or one that no slot has."""
+    if output_rows is None or (output_rows in (TOKENS, BATCH) and output_rows in stage.declaration.axes):
+        return
+    if output_rows in (TOKENS, BATCH):
+        message = f"output_rows is {output_rows}, which no slot of {stage.declaration.name} has: pass another, or None"
+    else:
+        message = f"output_rows is TOKENS, BATCH or None, got {output_rows!r}"
+    raise ConfigError(message)
+
+
+def _handed(stage: Stage[Any]) -> dict[str, str]:
+    """Host parameters that graphs are handed. Those over requests are for breaks: no graph knows of requests."""
+    slots = stage.declaration.slots
+    return {argument: name for argument, name in stage.declaration.parameters.items() if BATCH not in slots[name].axes}
+
+
+def _check_rows(outputs: Any, rows: int, what: str, otherwise: str) -> None:
+    """Every tensor has so many rows: ReplayError."""
+
+    def check(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] != rows:
+            message = (
+                f"the step returned a tensor of shape {list(tensor.shape)}, expected {rows} rows, the {what}: pass "
+                f"output_rows={otherwise}, or None to get it whole"
+            )
+            raise ReplayError(message)
+        return tensor
+
+    map_tensors(outputs, check)

@@ -131,8 +131,9 @@ def test_plan_keeps_to_the_record(backend: Backend) -> None:
     outputs = runner(batch)
     backend.synchronize()
     assert torch.equal(outputs.cpu(), answer(table, batch))
-    assert runner._memory.held is not None
-    groups = runner._memory.held.planned().plan.copies
+    held = runner.parts.eager.held
+    assert held is not None
+    groups = held.planned().plan.copies
     assert sorted(name for group in groups for name in group.slots) == sorted(batch)
     for group in groups:
         allowed = record.foreach_device if group.placement == "device" else record.foreach_host

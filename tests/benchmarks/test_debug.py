@@ -40,4 +40,4 @@ def test_modes(backend_name: str, subject: str, monkeypatch: pytest.MonkeyPatch)
     race(f"{backend_name}: {subject}, {LIVE} of {BUCKET} rows, under debug modes", runners, batches, backend)
     none, off = runners["no option"], runners["off"]
     assert none.watch.watchers == off.watch.watchers == ()
-    assert (none._shortcuts is None) == (off._shortcuts is None)
+    assert (none._bound is None) == (off._bound is None)

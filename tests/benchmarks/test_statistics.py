@@ -9,7 +9,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import Lowering
-from slotgraph.runners import decision, shortcut
+from slotgraph.runners import bound, decision
 from slotgraph.runners.commands.workload import LIVE, Case, by_lowering, cases
 from slotgraph.runners.filltimes import EVERY, FIRST
 from slotgraph.runners.metrics import exposition
@@ -36,7 +36,7 @@ def test_step(
     every, first = TIMED[row]
     monkeypatch.setattr(decision, "EVERY", every)
     monkeypatch.setattr(decision, "FIRST", first)
-    monkeypatch.setattr(shortcut, "EVERY", every)
+    monkeypatch.setattr(bound, "EVERY", every)
     case, runner = case_and_runner(backend_name, lowering)
     turns = itertools.cycle(case.batches)
     with torch.no_grad():

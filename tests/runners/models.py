@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, computed, copied
+from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, Inputs, Step, computed, copied
 from slotgraph.backends import Backend
 from slotgraph.dataflow.buffers import Buffers
 
@@ -85,9 +85,9 @@ def plain_runner(backend: str | Backend, **options: Any) -> DecodeRunner[PlainIn
     return runner
 
 
-def eager_of(runner: DecodeRunner[Any]) -> EagerRunner[Any]:
-    """The runner that a decode runner falls back to."""
-    return runner._eager
+def eager_of(runner: DecodeRunner[Any]) -> Any:
+    """What runs the steps of a decode runner that no graph takes."""
+    return runner.parts.eager
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

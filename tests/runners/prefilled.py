@@ -255,7 +255,7 @@ def caches_of(runner: Runner | EagerRunner[Prefill]) -> torch.Tensor:
 
 def poison(runner: Runner) -> None:
     """Write what no step may depend on over all inputs, as something that the runner is told of."""
-    buffers = runner.runs.graphs.buffers
+    buffers = runner.graphs.buffers
     for buffer in buffers:
         buffer.tensor.fill_(77)
     buffers.distrust()

@@ -31,6 +31,9 @@ from slotgraph import (
     standard,
 )
 from slotgraph.backends import Backend
+from slotgraph.dataflow.sizing import Sizer
+from slotgraph.runners.eagerly import Eagerly
+from slotgraph.runners.stage import Stage
 from slotgraph.testing import assert_fill_equals_oracle, batches
 from tests.packing import NAME, backend_of
 from tests.strategies import asked, declaration_of, one_sided
@@ -166,6 +169,12 @@ def assert_parts(view: Any, live: Sizes, padded: Sizes, width: int, data: st.Dat
         view.narrow(BATCH, 0, padded[BATCH] + 1)
 
 
+def eager_steps(inputs: type[Inputs], relations: dict[Axis, Any], *, no_copy: bool = False) -> Eagerly[Any]:
+    """The eager steps of a runner whose axes follow from one another."""
+    stage = Stage.of(inputs, all_asked, "cpu", relations=relations)
+    return Eagerly(stage, "eager", Sizer(stage.declaration, stage.relations, stage.sizes), no_copy=no_copy)
+
+
 @settings(max_examples=60)
 @given(data=st.data(), width=st.integers(1, 3), no_copy=st.booleans())
 def test_an_eager_runner_knows_what_a_relation_tells(data: st.DataObject, width: int, *, no_copy: bool) -> None:
@@ -175,7 +184,7 @@ def test_an_eager_runner_knows_what_a_relation_tells(data: st.DataObject, width:
         axis for name, slot in inputs.slotgraph.slots.items() if slot.reads(name) for axis in slot.axes
     }
     relation = {TOKENS: BATCH * width} if over_tokens or width > 1 or data.draw(st.booleans()) else {BATCH: TOKENS * 1}
-    runner = EagerRunner(inputs, all_asked, relations=relation, backend="cpu", no_copy=no_copy)
+    runner = eager_steps(inputs, relation, no_copy=no_copy)
     for requests in data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=5)):
         live = sizes_of(requests, width)
         view = runner.fill(batch_of(inputs, live, requests))
@@ -189,7 +198,7 @@ def test_batches_and_the_oracle_of_the_testing_module(data: st.DataObject, width
     """`batches` draws for such declarations, and each lowering is told what the oracle is told: the batch's sizes."""
     inputs, relations = data.draw(one_sided()), {TOKENS: BATCH * width}
     sample = data.draw(batches(inputs, relations=relations))
-    runner = EagerRunner(inputs, all_asked, relations=relations, backend="cpu")
+    runner = eager_steps(inputs, relations)
     first = next(iter(sample.batch.values()))
     over = next(
         slot.shape[0] for name, slot in inputs.slotgraph.slots.items() if slot.reads(name) and name in sample.batch

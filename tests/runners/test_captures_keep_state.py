@@ -193,7 +193,7 @@ def held_by(model: prefilled.Model) -> list[torch.Tensor]:
 def test_drafts_too(cpu: str) -> None:
     """A draft's model keeps a cache as well; nothing of a capture is left in it."""
     runner = test_draft.made(cpu, 2, 3, buckets=[2, 4])
-    model: Any = runner.decode.stage.step
+    model: Any = runner.stage.step
     model.forward.cache.copy_(torch.rand(model.forward.cache.shape, dtype=torch.float64))
     before = model.forward.cache.clone()
     runner.capture()

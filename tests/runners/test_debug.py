@@ -253,14 +253,12 @@ def test_for_a_while() -> None:
     runner = runner_of(lambda view: plain_step(view) * host["scale"], lowering="in_graph")
     batch = random_batch(3, 1)
     runner(batch)
-    assert runner._shortcuts is not None
+    assert runner._bound
     host["scale"] = 3.0
     runner(batch)
-    with debugged(runner, "parity,poison,addresses"):
-        assert runner._shortcuts is None
-        with pytest.raises(CheckError, match="parity"):
-            runner(batch)
-    assert runner._shortcuts is not None
+    with debugged(runner, "parity,poison,addresses"), pytest.raises(CheckError, match="parity"):
+        runner(batch)
+    assert runner._bound
     runner(batch)
     with pytest.raises(ConfigError, match="'generations' is part of how a runner is made: give it debug='generations'"):
         debugged(runner, "parity,generations").__enter__()
@@ -351,8 +349,7 @@ def test_off_is_nothing() -> None:
     runner = plain_runner(CAPTURES, lowering="in_graph")
     runner(random_batch(3, 1))
     assert runner.watch.watchers == ()
-    assert runner._shortcuts is not None
-    assert runner._shortcuts._runs
+    assert runner._bound
 
 
 def test_others_may_watch() -> None:

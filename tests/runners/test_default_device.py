@@ -118,7 +118,7 @@ def _made(name: str, value: list[Any], make: int, backend: Backend) -> Any:
 def seen(runner: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
     """What a step returns and what its view holds, as plain data."""
     view = runner.fill(batch)
-    outputs = runner.replay(view) if isinstance(runner, DecodeRunner) else runner.run(view)
+    outputs = runner.replay(view)
     backend = runner.parts.stage.backend
     backend.synchronize()
     held = {name: getattr(view, name) for name in SLOTS}

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from slotgraph import BATCH, TOKENS, DraftRunner, EagerRunner, Inputs, copied, standard
+from slotgraph import BATCH, TOKENS, DraftRunner, Inputs, copied, standard
 from slotgraph.backends import load
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
 from slotgraph.runners.draft import DraftStep
+from slotgraph.runners.eagerly import Eagerly
 from slotgraph.runners.tree import Drafts, top_tokens
 from tests.runners.models import Batch, same_batch, snapshot
 from tests.runners.trees import PlainTree
@@ -189,8 +190,8 @@ def test_one_graph_and_so_many_calls(cpu: str) -> None:
     """All steps but the last call the model, and none of them on a replay of what was captured."""
     runner = made(cpu, 2, 4, buckets=[2], warmups=0)
     runner.capture()
-    toy = runner.decode.stage.step.forward  # type: ignore[attr-defined]
-    assert (toy.calls, len(runner.decode.graphs._captured)) == (2 * 2 * 3, 2)  # look and capture, of two patterns
+    toy = runner.stage.step.forward  # type: ignore[attr-defined]
+    assert (toy.calls, len(runner.graphs._captured)) == (2 * 2 * 3, 2)  # look and capture, of two patterns
     runner(batch_of(2, 2, 4, 1))
     assert toy.calls == 2 * 2 * 3 + (3 if cpu == "cpu" else 0)
 
@@ -252,14 +253,7 @@ def test_a_replay_that_raises(cpu: str) -> None:
 def test_an_eager_step_that_raises(cpu: str, *, no_copy: bool) -> None:
     """Neither a step that breaks off nor one that is done moves the batch's own positions, handed through or copied."""
     runner = made(cpu, 2, 3)
-    eager = EagerRunner(
-        ToyInputs,
-        runner.decode.stage.step,
-        sizes=runner.decode.stage.sizes,
-        relations={TOKENS: BATCH * 2},
-        backend=cpu,
-        no_copy=no_copy,
-    )
+    eager = Eagerly(runner.stage, "eager", runner.parts.size, no_copy=no_copy)
     for batch, raises in ((far(batch_of(3, 2, 3, 2), 2), True), (batch_of(3, 2, 3, 4), False)):
         given = snapshot(batch)
         if raises:
@@ -288,7 +282,7 @@ def test_events_and_counts_are_the_draft_runners(cpu: str) -> None:
         runner.capture()
         batch = batch_of(3, 2, 2, 1)
         assert_right(runner(batch), batch, 2, 2)
-    assert {log["runner"] for log in logs if "runner" in log} == {"DraftRunner", "EagerRunner"}
+    assert {log["runner"] for log in logs if "runner" in log} == {"DraftRunner"}
     assert [log["runner"] for log in logs if log["event"] in ("captured", "fallback")] == ["DraftRunner"] * 2
     assert runner.decide(batch).why == "too_large"
     assert runner.stats()["steps"] == {"graph": 0, "eager": 1}

@@ -141,7 +141,7 @@ def test_a_row_a_token_is_no_row_a_request(cpu: str) -> None:
     runner.capture()
     batch = batch_of(3, 2, 1)
     assert torch.equal(runner(batch)[:6], batch["input_ids"] + 1)
-    assert BATCH in runner.decode.stage.declaration.varying
+    assert BATCH in runner.stage.declaration.varying
 
 
 def test_watchers_are_told_once(cpu: str) -> None:

@@ -77,26 +77,26 @@ def test_growth_to_the_next_power_of_two(cpu: str) -> None:
 def test_bytes_follow_growth(cpu: str) -> None:
     """A runner holds nothing before its first batch, and then what its capacity asks for."""
     runner = EagerRunner(PlainInputs, plain_step, backend=cpu)
-    assert runner.buffers is None
+    assert runner.parts.eager.buffers is None
     runner(random_batch(3, seed=1))
-    small = runner.buffers
+    small = runner.parts.eager.buffers
     assert small is not None
     runner(random_batch(4, seed=2))
-    assert runner.buffers is small
+    assert runner.parts.eager.buffers is small
     runner(random_batch(1000, seed=3))
-    assert runner.buffers is not None
-    assert runner.buffers.nbytes >= 1024 * (8 + 8 + 4 + 8 + 8) > small.nbytes
+    assert runner.parts.eager.buffers is not None
+    assert runner.parts.eager.buffers.nbytes >= 1024 * (8 + 8 + 4 + 8 + 8) > small.nbytes
 
 
 def test_capacity_that_is_given(cpu: str) -> None:
     """A capacity given for a varying axis is where growth begins, not where it ends."""
     runner = EagerRunner(PrefillInputs, as_seen, backend=cpu, sizes={WIDTH: 3, PAGES: 100})
     runner(prefill(2, 2, 70))
-    assert runner.buffers is not None
-    assert runner.buffers.capacity[PAGES] == 100
+    assert runner.parts.eager.buffers is not None
+    assert runner.parts.eager.buffers.capacity[PAGES] == 100
     batch = prefill(2, 2, 101)
     assert torch.equal(runner(batch)["pages"], batch["pages"])
-    assert runner.buffers.capacity[PAGES] == 128
+    assert runner.parts.eager.buffers.capacity[PAGES] == 128
 
 
 def test_batch_is_copied(cpu: str) -> None:
@@ -194,7 +194,7 @@ def test_carried_slot_that_is_missing(cpu: str) -> None:
     runner = EagerRunner(PlainInputs, plain_step, backend=cpu, carry=("rows",))
     with pytest.raises(MissingSourceError, match="slot 'rows' is carried from the batch, which has none"):
         runner(random_batch(3, seed=9))
-    assert runner.buffers is None
+    assert runner.parts.eager.buffers is None
 
 
 @pytest.mark.parametrize("rows", [[1, 2, 3], torch.tensor([1, 2]), torch.rand(3)], ids=["list", "length", "dtype"])
@@ -245,15 +245,14 @@ def test_a_stale_view_is_not_run() -> None:
     runner = EagerRunner(PlainInputs, step, backend="cpu")
     first = runner.fill(random_batch(3, seed=1))
     second = runner.fill({**random_batch(3, seed=2), "ids": torch.tensor([1, 3, 5])})
-    for run in (runner.run, runner.replay):
-        assert run(second).tolist() == [101, 103, 105]
-        with pytest.raises(ReplayError, match="not filled last"):
-            run(first)
+    assert runner.replay(second).tolist() == [101, 103, 105]
+    with pytest.raises(ReplayError, match="not filled last"):
+        runner.replay(first)
     slow = runner.fill({**random_batch(3, seed=3), "ids": torch.tensor([7, 7, 7])})
     with concurrent.futures.ThreadPoolExecutor(1) as other:
-        answer = other.submit(runner.run, slow)
+        answer = other.submit(runner.replay, slow)
         assert entered.wait(60)
         with pytest.raises(ReplayError, match="in the middle of a step"):
-            runner.run(slow)
+            runner.replay(slow)
         leave.set()
         assert answer.result().tolist() == [107, 107, 107]

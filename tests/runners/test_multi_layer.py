@@ -123,7 +123,7 @@ def test_steps_are_chained(backend_name: str, drawn: list[tuple[int, int]]) -> N
         given = snapshot(batch)
         assert_right(runner(batch), batch)
         assert same_batch(batch, given)
-    assert len(runner.decode.graphs._captured) == 2 * len(BUCKETS)
+    assert len(runner.graphs._captured) == 2 * len(BUCKETS)
 
 
 def poison(runner: MultiLayerDraftExtendRunner[ChainInputs]) -> None:
@@ -177,7 +177,7 @@ def test_views_share_all_other_slots(cpu: str) -> None:
 
     runner = made(cpu, [step] * 3, buckets=[4], warmups=0)
     for name, parent in runner.parents.items():
-        buffer = runner.decode.graphs.buffers[name].tensor
+        buffer = runner.graphs.buffers[name].tensor
         assert (buffer.data_ptr(), parent.shape) == (parent.data_ptr(), (3, *buffer.shape))
     views, following = zip(*seen[:3], strict=True)
     assert following[2] is None

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, Step, computed, constant, copied, output
 from slotgraph import staged as staged_slot
 from slotgraph.dataflow.errors import BatchError, CaptureError
+from slotgraph.dataflow.sizing import Sizer
+from slotgraph.runners.eagerly import Eagerly
+from slotgraph.runners.stage import Stage
 
 PAGES = Axis("PAGES")
 WIDTH = 2
@@ -88,7 +91,8 @@ def decode(buckets: list[int]) -> DecodeRunner[MicroInputs]:
 
 parts = functools.cache(lambda rows: decode([rows]))  # a runner for each size of a micro-batch
 WHOLE = decode([8])
-EAGER = EagerRunner(MicroInputs, lambda view: view, backend="cpu", relations={TOKENS: BATCH * WIDTH})
+STAGE = Stage.of(MicroInputs, lambda view: view, "cpu", relations={TOKENS: BATCH * WIDTH})
+EAGER = Eagerly(STAGE, "eager", Sizer(STAGE.declaration, STAGE.relations, STAGE.sizes))
 
 
 def assert_same_views(one: MicroInputs, other: MicroInputs) -> None:

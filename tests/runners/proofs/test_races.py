@@ -133,8 +133,7 @@ def test_no_wait_where_there_are_no_host_slots() -> None:
         batch = random_batch(3, seed)
         runner(batch)
         backend.synchronize()
-    assert runner._shortcuts is not None
-    assert runner._shortcuts._runs
+    assert runner._bound
     assert not runner.graphs.filler.hosts.possible
 
 
@@ -164,8 +163,7 @@ def test_eager_steps_wait_too() -> None:
     runner = EagerRunner(Hosted, hosted_step, backend=backend)
     batch = hosted_batch(3, 1)
     assert_right(runner(batch) - batch["lens"][:, None], batch)
-    reads = runner._reads
-    assert reads is not None
+    reads = runner.parts.eager.hosts()
     assert reads.slots == {"lens": "aten::clone"}
     assert reads._turn.reading is not None
     runner.fill(hosted_batch(2, 2))
@@ -250,10 +248,10 @@ def test_patterns_of_eager_steps_are_looked_at(cpu: str) -> None:
         Perhaps, lambda view: plain_step(view) if view.lens is None else hosted_step(view), backend=cpu
     )
     runner(random_batch(3, 1))
-    assert (runner._hosts().slots, runner._hosts().notes) == ({}, False)
+    assert (runner.parts.eager.hosts().slots, runner.parts.eager.hosts().notes) == ({}, False)
     runner(hosted_batch(3, 2))
-    assert runner._hosts().slots == {"lens": "aten::clone"}
-    assert runner._hosts().notes
+    assert runner.parts.eager.hosts().slots == {"lens": "aten::clone"}
+    assert runner.parts.eager.hosts().notes
 
 
 def test_batches_are_copied_and_spoilt() -> None:

@@ -210,7 +210,7 @@ def test_graph_alone(backend: Backend) -> None:
     if not has_true_graphs(backend):
         pytest.skip(f"{backend.name} has no graphs")
     runner, _ = around(with_view, backend)
-    captured = runner.runs.graphs.get(8, frozenset())
+    captured = runner.graphs.get(8, frozenset())
     assert captured is not None
     with pytest.raises(ReplayError, match="break 'with_view' needs a step: replay through the runner"):
         captured.graph.replay()
@@ -235,7 +235,7 @@ def test_another_runner_within_a_break(backend: Backend, *, shared: bool) -> Non
         return hidden * 2 if rows is None else hidden + rows.sum()
 
     runner, eager = around(lambda hidden, _: nesting(hidden + 1) * 2, backend)
-    other.graphs.clock = runner.runs.graphs.clock if shared else Clock()  # as where a device's runners share their pool
+    other.graphs.clock = runner.graphs.clock if shared else Clock()  # as where a device's runners share their pool
     wanted[0] = True
     batch = batch_of([2, 1], 3, backend.device)
     if shared:

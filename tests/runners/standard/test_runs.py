@@ -183,7 +183,6 @@ def test_eager_runner(
         reads_tokens,
         sizes=fixed,
         settings=SHARDING,
-        relations={TOKENS: BATCH * width},
         no_copy=no_copy,
         backend=backend_name,
     )
@@ -191,7 +190,7 @@ def test_eager_runner(
     optional = frozenset(n for n, slot in declaration.slots.items() if slot.optional) if absent else frozenset()
     batch, beside = batch_of(declaration, {**sizes, WIDTH: width}, seed, optional)
     view = runner.fill(batch, **beside)
-    assert runner.run(view).shape[0] == live * width
+    assert runner.replay(view).shape[0] == live * width
     right = fill_slot_by_slot(
         declaration, poisoned(inputs, capabilities, sizes, seed), capabilities, Step(sizes, sizes), batch, beside
     )

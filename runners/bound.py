@@ -1,0 +1,148 @@
+"""Bound steps: a step as straight-line code, with everything that the batches before it found out.
+
+The long way sizes a batch, routes it to a bucket and makes a specialization. A bound step repeats the answers, and one
+guard over the sources says whether they still hold. Where they do not, the long way follows, which alone refuses.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, TypeAlias
+
+from ..dataflow.bucket import KINDS, gathering
+from ..dataflow.caches import keep_newest
+from ..dataflow.declaration import Declaration
+from ..dataflow.errors import BatchError
+from ..dataflow.gather import Sources
+from ..dataflow.guard import FUNCTION_MODES, below_modes
+from ..dataflow.sizing import Sizer
+from ..dataflow.sources import Side
+from ..dataflow.specialization import Specialization
+from ..dataflow.turns import Turn
+from .captured import FORKS
+from .filltimes import EVERY, FIRST, FillTimes
+from .graphs import GraphSet
+from .hostreads import HostReads
+
+MISS: Final = object()
+"""What a bound step answers to a batch that is not like those before it. Nothing was done."""
+KEPT: Final = 1024
+"""Live sizes, each with a pattern of absent slots, that one runner keeps bound steps for. The oldest goes first."""
+
+Holds: TypeAlias = Callable[[Any, Side], bool]
+Run: TypeAlias = Callable[[Any, Side, Sources], Any]
+Key: TypeAlias = Callable[[Sources], Hashable]
+
+
+class BoundSteps:
+    """The bound steps of one runner, by live sizes and by which optional sources a batch has."""
+
+    def __init__(self, declaration: Declaration, size: Sizer) -> None:
+        self._arguments = declaration.arguments
+        names, self._gather = gathering(declaration)
+        self._key = _key_of(size.told(names), [names.index(name) for name, _ in declaration.optional])
+        self._runs: tuple[dict[Hashable, list[tuple[Run, Specialization]]], ...] = ({}, {})
+
+    def __len__(self) -> int:
+        """How many live sizes and patterns there are steps for."""
+        return sum(map(len, self._runs))
+
+    def run(self, batch: Any, side: Side, whole: bool = True) -> Any:  # noqa: FBT001, FBT002 - a keyword takes longer
+        """Run a step, or a fill where it is not `whole`. MISS where no step or fill like it came before."""
+        if side and self._arguments is not None and not self._arguments.issuperset(side):
+            return MISS  # the long way refuses it
+        sources = self._gather(batch, side)
+        try:
+            known = self._runs[whole].get(self._key(sources))
+        except (BatchError, TypeError):  # which the long way words better
+            return MISS
+        if known is None:
+            return MISS
+        outputs = known[0][0](batch, side, sources)
+        return outputs if outputs is not MISS or len(known) == 1 else self._other(known, batch, side, sources)
+
+    def _other(self, known: list[tuple[Run, Specialization]], batch: Any, side: Side, sources: Sources) -> Any:
+        """Try the other kinds of sources that came with these sizes. The one that fits is tried first from then on."""
+        for place in range(1, len(known)):
+            outputs = known[place][0](batch, side, sources)
+            if outputs is not MISS:
+                known.insert(0, known.pop(place))
+                return outputs
+        return MISS
+
+    def learn(self, batch: Any, side: Side, found: Specialization, run: Callable[[], Run], *, whole: bool) -> None:
+        """Keep a step, or a fill, for batches like this one."""
+        runs = self._runs[whole]
+        key = self._key(self._gather(batch, side))
+        known = runs.get(key, [])
+        if all(one is not found for _, one in known):
+            keep_newest(runs, KEPT)[key] = [(run(), found), *known][:KINDS]
+
+
+def bind(
+    found: Specialization,
+    finish: Callable[[Any], Any],
+    *,
+    turn: Turn,
+    times: FillTimes,
+    graphs: GraphSet[Any] | None = None,
+    hosts: HostReads | None = None,
+    launch: Callable[[], object] | None = None,
+    holds: Sequence[Holds] = (),
+) -> Run:
+    """Make a bound step, with everything that it needs in local names.
+
+    Args:
+        found: The specialization that fills the slots.
+        finish: Does the rest with the batch, once the slots are filled.
+        turn: Of the memory that is filled.
+        times: Takes the time of some fills.
+        graphs: The runner's graphs, whose streams a fill waits for.
+        hosts: What device work reads of host slots; None where there are none.
+        launch: What a fill does after it has written, such as a launch of the kernel.
+        holds: What must be true of a batch beside its sources.
+
+    """
+    take, write, forks, also = found.take, found.write, FORKS.count, _all_of(holds)
+    stream = None if graphs is None else graphs.filler.stream
+    clock, order, neighbours = (turn, None, False) if graphs is None else (graphs.clock, graphs.order, turn.neighbours)
+    now, note, modes, left, start = time.perf_counter_ns, times.add, FUNCTION_MODES, FIRST, 0
+
+    def run(batch: Any, side: Side, sources: Sources) -> Any:
+        nonlocal left, start
+        left -= 1
+        if left <= 0:
+            start = now()
+        if forks != FORKS.count or (also is not None and not also(batch, side)):
+            return MISS
+        if stream is not None and (
+            not (here := stream()) == turn.stream == clock.stream or (neighbours and not turn.follows(here))
+        ):
+            order()  # type: ignore[misc] # before sources are read, which may lie in slots
+        if (taken := below_modes(take, sources) if modes() else take(sources)) is None:
+            return MISS
+        turn.fills += 1  # before the first write: what follows may raise in the middle
+        if hosts is not None:
+            hosts.wait()
+        write(taken, batch)
+        if launch is not None:
+            launch()
+        if left <= 0:
+            note(now() - start)
+            left = EVERY
+        return finish(batch)
+
+    return run
+
+
+def _all_of(holds: Sequence[Holds]) -> Holds | None:
+    """What is asked of a batch beside its sources: None where there is nothing, which is the fastest."""
+    if len(holds) > 1:
+        return lambda batch, side: all(one(batch, side) for one in holds)
+    return holds[0] if holds else None
+
+
+def _key_of(told: Key, optional: Sequence[int]) -> Key:
+    """What tells sizes, and which optional sources are there, where there are any."""
+    if not optional:
+        return told
+    return lambda sources: (told(sources), *[sources[place] is None for place in optional])
