@@ -15,7 +15,7 @@ from .capabilities import DEVICE, Capabilities, Lowering
 from .declaration import Declaration
 from .errors import BatchError
 from .feed import Feed, Feeder
-from .gather import Gather, Sources
+from .gradients import without_gradients
 from .guard import below_modes
 from .kinds import Kind, kind_of
 from .oracle import fill_slot_by_slot
@@ -24,7 +24,7 @@ from .plan import FUSED, FillPlan
 from .planner import LARGE_BYTES, NO_CASTS, NONE, plan_fill, slot_bytes
 from .ready import Preparer, Ready
 from .roles import resolve_dtype
-from .sources import NO_SIDE, Side
+from .sources import NO_SIDE, Gather, Side, Sources
 from .specialization import Specialization, Taken
 
 Absent = frozenset[str]
@@ -115,7 +115,7 @@ class Bucket:
         Raises MissingSourceError and BatchError before anything is written.
         """
         found, taken = self.take(self.gather(batch, side), live, absent)
-        found.write(taken, batch)
+        without_gradients(found.write, taken, batch)
         return found.ready
 
     def take(self, sources: Sources, live: tuple[int, ...], absent: Absent = NONE) -> tuple[Specialization, Taken]:

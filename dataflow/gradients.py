@@ -6,13 +6,14 @@ from typing import Any, Final, TypeVar
 import torch
 
 T = TypeVar("T")
-_ARE_ON: Final = torch.is_grad_enabled
+GRADIENTS: Final = torch.is_grad_enabled
+"""Whether gradients are on."""
 _SET: Final[Callable[[bool], None]] = torch._C._set_grad_enabled  # noqa: SLF001 - what `no_grad` calls has no public name
 
 
 def without_gradients(function: Callable[..., T], *args: Any) -> T:
     """Call a function with gradients off, and leave them as they were."""
-    if not _ARE_ON():
+    if not GRADIENTS():
         return function(*args)
     try:
         try:

@@ -9,13 +9,13 @@ import torch
 Guard = Callable[..., bool]
 T = TypeVar("T")
 _FACTS: Final = operator.attrgetter("__class__", "dtype", "device", "shape")
-_IS_NESTED: Final = operator.attrgetter("is_nested")
-_POINTER: Final = torch.Tensor.data_ptr
+IS_NESTED: Final = operator.attrgetter("is_nested")
+POINTER: Final = torch.Tensor.data_ptr
 _C: Final[Any] = torch._C  # noqa: SLF001 - what torch.compile guards its own inputs with has no public name
 FUNCTION_MODES: Final[Callable[[], int]] = _C._len_torch_function_stack  # noqa: SLF001 - it has no public name
 """How many modes watch torch's functions in this thread."""
-_TRIED: Final = ((2, 11), (2, 13))
-"""First and last version of torch whose own guards were tried; with other arguments than these they may crash."""
+_IS_TRIED: Final = (2, 11) <= tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) <= (2, 13)
+"""Whether torch's own guards were tried with this version of it; with other arguments than these they may crash."""
 
 
 def below_modes(call: Callable[..., T], *args: Any) -> T:
@@ -34,22 +34,22 @@ def guard_over(tensors: Sequence[torch.Tensor]) -> Guard:
 
     Where one tensor stands at several places, it must again.
     """
-    if len({*map(id, tensors)}) < len(tensors):
-        return _with_repeats(tensors)
-    check = _own_guard(tensors)
+    check = own_guard(tensors)
 
     def check_safely(*found: Any) -> bool:
         try:
-            return True not in map(_IS_NESTED, found) and check(*found)
+            return True not in map(IS_NESTED, found) and check(*found)
         except AttributeError:  # no tensor
             return False
 
     return check_safely
 
 
-def _own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
-    """The same by torch, where its guards were tried. They end the process where they are asked of a nested tensor."""
-    if not tensors or not _TRIED[0] <= _version() <= _TRIED[1]:
+def own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
+    """The same, for tensors alone, none of them nested: torch's own guards end the process at a nested one."""
+    if len({*map(id, tensors)}) < len(tensors):
+        return _with_repeats(tensors)
+    if not tensors or not _IS_TRIED:
         return plain_guard(tensors)
     sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
     guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
@@ -57,20 +57,12 @@ def _own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
     return check
 
 
-def untouched(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    """A call that says whether these very tensors still have the shapes, strides and memory that they have now."""
-    own = tuple(tensors)
-    check = _own_guard(own)
-    pointers = [*map(_POINTER, own)]
-    return lambda: check(*own) and [*map(_POINTER, own)] == pointers
-
-
 def _with_repeats(tensors: Sequence[torch.Tensor]) -> Guard:
     """The same where a tensor stands at several places, which torch's own guards refuse."""
     firsts = {id(one): place for place, one in reversed([*enumerate(tensors)])}
     places = [firsts[id(one)] for one in tensors]
     once = sorted({*places})
-    check = guard_over([tensors[place] for place in once])
+    check = own_guard([tensors[place] for place in once])
 
     def check_all(*found: Any) -> bool:
         if len(found) != len(places):
@@ -96,7 +88,3 @@ def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*_FACTS(tensor), tensor.stride(), tensor.is_neg(), tensor.is_conj(), tensor.is_inference())
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])

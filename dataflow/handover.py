@@ -6,8 +6,9 @@ import attrs
 import torch
 
 from .bucket import Bucket
-from .ready import Ready, Views
+from .ready import Ready
 from .sources import NO_SIDE, Side
+from .views import Views
 
 
 def hand_over(

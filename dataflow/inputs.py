@@ -11,9 +11,10 @@ from .axes import TOKENS, Axis
 from .classes import attributes, is_inherited, slot_in
 from .declaration import Declaration, declare, refused
 from .errors import DeclarationError, DeclarationErrors
+from .narrow import narrowed
 from .specifiers import computed, constant, copied, host_parameter, output, slot, staged
 from .step import Step
-from .views import ViewInfo, narrowed
+from .views import ViewInfo
 
 
 class _Namespace(dict[str, Any]):

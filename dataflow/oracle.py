@@ -11,12 +11,12 @@ from .capabilities import Capabilities
 from .computation import Computation
 from .declaration import Declaration
 from .hostdata import tensor_of
-from .ready import Views
 from .roles import resolve_dtype
 from .slots import Slot
 from .sources import NO_SIDE, Side
 from .step import Step
 from .tails import Pad, resolve_value
+from .views import Views
 
 
 @torch.no_grad()

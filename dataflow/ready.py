@@ -2,13 +2,12 @@
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import attrs
 import torch
 
-from .aliases import Aliases
 from .axes import Sizes
 from .buffers import Box, Buffer, Buffers
 from .capabilities import DEVICE, HOST
@@ -22,8 +21,8 @@ from .packet import UNIT
 from .plan import FUSED, ComputeStep, CopyGroup, FillPlan
 from .step import Step
 from .tails import Number
+from .views import Aliases, Views
 
-Views = Mapping[str, torch.Tensor | None]
 _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _SIZES: Final = frozenset({STEP, SETTINGS})
 """What a function needs that depends on nothing but sizes."""

@@ -12,9 +12,8 @@ import torch
 from .axes import Axis, Dim, Sizes
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, MissingSourceError
-from .gather import Gather, Sources
 from .readable import NOT_TOLD, unreadable
-from .sources import Side, Source
+from .sources import Gather, Side, Source, Sources
 
 Relations = Mapping[Axis, Dim]
 

@@ -1,7 +1,8 @@
-"""Sources: where in a batch a copied slot finds its value."""
+"""Sources: where in a batch a copied slot finds its value, and how all of them are read at once."""
 
 import abc
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias, final
 
 import attrs
@@ -10,8 +11,7 @@ from .compute import one_argument
 
 Side: TypeAlias = Mapping[str, Any]
 NO_SIDE: Final[Side] = {}
-
-
+Sources: TypeAlias = tuple[Any, ...]
 _IS_MAPPING: Final[dict[type, bool]] = {}
 """Remembered by type: asking an abstract class costs more than the look-up itself."""
 
@@ -162,3 +162,47 @@ def optional_source(source: str | Source | Callable[[Any], Any] | None) -> Sourc
     if isinstance(source, str):
         return Path(_parts(source))
     return Call(one_argument(source, "a dotted path, side(path) or a function of the batch"))
+
+
+def chosen(places: Sequence[int]) -> Callable[[Sources], Sources]:
+    """A call that takes some sources out of all, in a given order, always as a tuple."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda sources: tuple([sources[place] for place in places])
+
+
+class Gather:
+    """Reads a fixed list of sources from batches; an absent one comes as None."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = tuple(sources)
+        names = [source.plain_name for source in sources]
+        self._names = tuple(name for name in names if name is not None) if None not in names else ()
+        self._getters: dict[type, Callable[[Any], Sources]] = {}
+
+    def __call__(self, batch: Any, side: Side) -> Sources:
+        """The sources' values, in order."""
+        if self._names:
+            getter = self._getters.get(type(batch)) or self._getter(type(batch))
+            try:
+                return getter(batch)
+            except (AttributeError, KeyError):
+                return self._one_by_one(batch, side)
+        return self._one_by_one(batch, side)
+
+    def _one_by_one(self, batch: Any, side: Side) -> Sources:
+        return tuple([source.read(batch, side) for source in self._sources])
+
+    def _getter(self, kind: type) -> Callable[[Any], Sources]:
+        names = self._names
+        if hasattr(kind, "__missing__"):  # which an index would call
+
+            def getter(batch: Any) -> Sources:
+                return tuple([look_up(batch, name) for name in names])
+
+        else:
+            make = operator.itemgetter if issubclass(kind, Mapping) else operator.attrgetter
+            many = make(*names)
+            getter = many if len(names) > 1 else lambda batch: (many(batch),)  # type: ignore[assignment] # a tuple of all
+        self._getters[kind] = getter
+        return getter

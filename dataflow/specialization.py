@@ -4,6 +4,7 @@ The first batch of a kind takes the long way, which makes one of these. A later 
 What one source needs first, such as another dtype or dense memory, is done to that source alone.
 """
 
+import functools
 import itertools
 import operator
 import struct
@@ -17,17 +18,15 @@ from .admission import is_in_place
 from .buffers import Buffers
 from .caches import keep_newest
 from .feed import Feed
-from .gather import Sources, chosen
-from .gradients import without_gradients
-from .guard import guard_over
+from .guard import IS_NESTED, POINTER, guard_over, own_guard
 from .hostdata import NOT_CARRIED, Bytes
 from .kinds import Kind
 from .lanes import WORD, head_bytes, rest, rounded
 from .packet import UNARMED, UNIT, Lanes
 from .readable import has_memory
 from .ready import Ready, Targets
+from .sources import Sources, chosen
 
-_POINTER: Final = torch.Tensor.data_ptr
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _ARRAY_FACTS: Final = operator.attrgetter("dtype", "shape", "strides")
 KEPT: Final = 256
@@ -42,8 +41,11 @@ Words = Callable[[tuple[int, ...]], bytes]
 class Specialization:
     """Fills from sources that are like those it was made for.
 
-    ready: what its live sizes need. take: looks at sources and writes nothing. write: fills from what `take` gave, all
-    but what the device computes; ComputeError as `Computation.run` raises it.
+    Attributes:
+        ready: What its live sizes need.
+        take: Looks at sources and writes nothing; None where they are not like those that it was made for.
+        write: Fills from what `take` gave, all but what the device computes. Call it without gradients. ComputeError as
+            `Computation.run` raises it.
     """
 
     def __init__(
@@ -99,11 +101,12 @@ class Specialization:
         self._lay_out(kinds, places, lanes)
         self._early = [_copy_of(copies, self._sources_of) for copies in ready.early]
         self._late = [_copy_of(copies, self._sources_of) for copies in ready.late]
-        self._is_kernel = lanes is not None
         plain = len(tensors) == len(self._addressed) == len(names) and not self._prepared
-        self.take = self._taker() if plain else self._take
-        self._send = self._kernel_sender(feed) if self._is_kernel and feed is not None else self._send_for_copies
-        self.write = self._write_all if ready.beside or not self._is_kernel else self._send
+        self.take = self._taker(sources) if plain else self._take
+        send: Callable[[Taken, Any], Sources] | None = None
+        if feed is not None:
+            send = functools.partial(self._send_for_copies, feed) if lanes is None else self._kernel_sender(feed)
+        self.write: Callable[[Taken, Any], object] = self._writer(send) if ready.beside or send is None else send
 
     def _lay_out(self, kinds: Mapping[str, Kind], places: Mapping[str, int], lanes: Lanes | None) -> None:
         """Give everything that the packet carries its place."""
@@ -153,14 +156,17 @@ class Specialization:
             self._sources_of[value.slot] = len(self._names) + len(parts) + self.ready.moved.index(value)
         self._fixed = tuple(parts)
 
-    def _taker(self) -> Callable[[Sources], Taken | None]:
+    def _taker(self, like: Sources) -> Callable[[Sources], Taken | None]:
         """`take` where each source is a tensor that is read as it lies, with what it needs in local names."""
-        guard, known, anew, pointer = self._guard, self._known.get, self._taken_anew, _POINTER
+        check, known, anew = own_guard(like), self._known.get, self._taken_anew
 
         def take(sources: Sources) -> Taken | None:
-            if not guard(*sources):
+            try:
+                if True in map(IS_NESTED, sources) or not check(*sources):
+                    return None
+            except AttributeError:  # no tensor
                 return None
-            pointers = tuple(map(pointer, sources))
+            pointers = tuple(map(POINTER, sources))
             head = known(pointers)
             return (head, sources) if head is not None else anew(pointers, sources)
 
@@ -179,7 +185,7 @@ class Specialization:
                     made[place] = prepare(made[place])
                 sources = tuple(made)
             data = self._data(sources) if self._carriers else b""
-            pointers = tuple(map(_POINTER, self._at_addresses(sources)))
+            pointers = tuple(map(POINTER, self._at_addresses(sources)))
             head = self._known.get(pointers)
             if head is None:
                 found = self._taken_anew(pointers, sources)
@@ -230,7 +236,7 @@ class Specialization:
             head = keep_newest(self._known, KEPT)[pointers] = self._head(pointers)
             return head, sources
         sources = tuple([copies.get(place, source) for place, source in enumerate(sources)])
-        return self._head(tuple(map(_POINTER, self._at_addresses(sources)))), sources
+        return self._head(tuple(map(POINTER, self._at_addresses(sources)))), sources
 
     def _are_elsewhere(self, pointers: tuple[int, ...]) -> bool:
         """Whether no address is near a buffer, and all are multiples of eight: then there is nothing to look at."""
@@ -241,31 +247,37 @@ class Specialization:
                 return False
         return not bits % WORD
 
-    def _write_all(self, taken: Taken, batch: Any) -> None:
-        """Fill where there is more to do than an upload."""
-        without_gradients(self._write, taken, batch)
+    def _writer(  # noqa: C901 - in one piece: each call within would take longer than what it does
+        self, send: Callable[[Taken, Any], Sources] | None
+    ) -> Callable[[Taken, Any], None]:
+        """`write` where there is more to do than an upload, with what it needs in local names."""
+        buffers, ready, early, late = self._buffers, self.ready, self._early, self._late
+        ledger, always, host, unmarked, marked = buffers.ledger, ready.always, ready.host, self._unmarked, self._marked
 
-    def _write(self, taken: Taken, batch: Any) -> None:
-        buffers, ready, sources = self._buffers, self.ready, taken[1]
-        try:
-            for name in self._unmarked:
-                buffers.written_beside(name)
-            if buffers.ledger.stamp is not ready or buffers.ledger.handed_out:
-                ready.reset(buffers)
-            for tail, number in ready.always:
-                tail.fill_(number)
-            for copy in self._early:
-                copy(sources)
-            for computation in ready.host:
-                computation.run(batch)
-            sources = self._send(taken, batch)
-            for copy in self._late:
-                copy(sources)
-            for name in self._marked:
-                buffers[name].distrust()  # its producer may have written any row
-        except BaseException:
-            buffers.distrust()
-            raise
+        def write(taken: Taken, batch: Any) -> None:
+            sources = taken[1]
+            try:
+                for name in unmarked:
+                    buffers.written_beside(name)
+                if ledger.stamp is not ready or ledger.handed_out:
+                    ready.reset(buffers)
+                for tail, number in always:
+                    tail.fill_(number)
+                for copy, chosen_of in early:
+                    copy(chosen_of(sources))
+                for computation in host:
+                    computation.run(batch)
+                if send is not None:
+                    sources = send(taken, batch)
+                for copy, chosen_of in late:
+                    copy(chosen_of(sources))
+                for name in marked:
+                    buffers[name].distrust()  # its producer may have written any row
+            except BaseException:
+                buffers.distrust()
+                raise
+
+        return write
 
     def _kernel_sender(self, feed: Feed) -> Callable[[Taken, Any], Sources]:
         """Computes what the upload takes along, and sends it for the kernel, with what it needs in local names."""
@@ -283,12 +295,9 @@ class Specialization:
 
         return send
 
-    def _send_for_copies(self, taken: Taken, batch: Any) -> Sources:
+    def _send_for_copies(self, feed: Feed, taken: Taken, batch: Any) -> Sources:
         """Compute what the upload takes along, and send it; the sources of later copies, those in the packet too."""
         data, sources = taken
-        feed = self._feed
-        if feed is None:
-            return sources
         for value in self.ready.packed:
             data += value.bytes_of(batch)
         moved = [value.tensor_of(batch) for value in self.ready.moved]
@@ -313,13 +322,11 @@ def _words_with(
     return lambda pointers: words + pack(*picked((*pointers, *rest_of_all)))
 
 
-def _copy_of(copies: Targets, places: Mapping[str, int]) -> Callable[[Sources], object]:
-    """A call that does some copies: together in one call of torch's, or one plain copy."""
+def _copy_of(copies: Targets, places: Mapping[str, int]) -> tuple[Callable[[Any], object], Callable[[Sources], Any]]:
+    """A call that does some copies, together in one call of torch's or as one plain copy, and what it is given."""
     if len(copies.names) == 1:
-        view, place = copies.views[0], places[copies.names[0]]
-        return lambda sources: view.copy_(sources[place])
-    views, picked = copies.views, chosen([places[name] for name in copies.names])
-    return lambda sources: _FOREACH_COPY(views, picked(sources))
+        return copies.views[0].copy_, operator.itemgetter(places[copies.names[0]])
+    return functools.partial(_FOREACH_COPY, copies.views), chosen([places[name] for name in copies.names])
 
 
 def _copy(source: torch.Tensor, *, apart: bool) -> torch.Tensor:

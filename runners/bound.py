@@ -12,10 +12,10 @@ from ..dataflow.bucket import KINDS, gathering
 from ..dataflow.caches import keep_newest
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import BatchError
-from ..dataflow.gather import Sources
+from ..dataflow.gradients import GRADIENTS, without_gradients
 from ..dataflow.guard import FUNCTION_MODES, below_modes
 from ..dataflow.sizing import Sizer
-from ..dataflow.sources import Side
+from ..dataflow.sources import Side, Sources
 from ..dataflow.specialization import Specialization
 from ..dataflow.turns import Turn
 from .captured import FORKS
@@ -78,7 +78,7 @@ class BoundSteps:
             keep_newest(runs, KEPT)[key] = [(run(), found), *known][:KINDS]
 
 
-def bind(
+def bind(  # noqa: C901 - in one piece: each call within would take longer than what it does
     found: Specialization,
     finish: Callable[[Any], Any],
     *,
@@ -87,6 +87,7 @@ def bind(
     graphs: GraphSet[Any] | None = None,
     hosts: HostReads | None = None,
     launch: Callable[[], object] | None = None,
+    compute: Callable[[Any], object] | None = None,
     holds: Sequence[Holds] = (),
 ) -> Run:
     """Make a bound step, with everything that it needs in local names.
@@ -99,13 +100,15 @@ def bind(
         graphs: The runner's graphs, whose streams a fill waits for.
         hosts: What device work reads of host slots; None where there are none.
         launch: What a fill does after it has written, such as a launch of the kernel.
+        compute: What the device computes from slots and the batch, where the graph does not do it.
         holds: What must be true of a batch beside its sources.
 
     """
     take, write, forks, also = found.take, found.write, FORKS.count, _all_of(holds)
     stream = None if graphs is None else graphs.filler.stream
     clock, order, neighbours = (turn, None, False) if graphs is None else (graphs.clock, graphs.order, turn.neighbours)
-    now, note, modes, left, start = time.perf_counter_ns, times.add, FUNCTION_MODES, FIRST, 0
+    now, note, left, start = time.perf_counter_ns, times.add, FIRST, 0
+    modes, gradients = FUNCTION_MODES, GRADIENTS
 
     def run(batch: Any, side: Side, sources: Sources) -> Any:
         nonlocal left, start
@@ -123,9 +126,14 @@ def bind(
         turn.fills += 1  # before the first write: what follows may raise in the middle
         if hosts is not None:
             hosts.wait()
-        write(taken, batch)
+        if not gradients():
+            write(taken, batch)
+        else:
+            without_gradients(write, taken, batch)
         if launch is not None:
             launch()
+        if compute is not None:
+            compute(batch)
         if left <= 0:
             note(now() - start)
             left = EVERY

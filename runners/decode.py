@@ -75,11 +75,11 @@ class RequestRunner(GraphRunner[V]):
     def _graph_set(self, buffers: Buffers, filler: Filler[V]) -> GraphSet[V]:
         return GraphSet(self.stage, buffers, filler, rows_each=self._rows_each, modes=self.config.modes)
 
-    def _show(self, ready: Ready, batch: Any) -> V:
-        return self.stage.view(ready, batch)
+    def _viewer(self, ready: Ready) -> Callable[[Any], V]:
+        return self.stage.viewer(ready)
 
     @property
-    def _replays_at_once(self) -> bool:
+    def _is_whole(self) -> bool:
         return True
 
     def _run_graph(self, filled: Filled[V], captured: Captured) -> Any:
@@ -91,7 +91,9 @@ class RequestRunner(GraphRunner[V]):
         if not whole:
             return super()._bound_run(captured, ready, filled, whole=whole)
         graphs, filler, rows = self.graphs, self.graphs.filler, filled.rows
-        clock, outputs, counted = graphs.clock, graphs.outputs, self._tally.repeats(captured.rows, rows)
+        clock, outputs, counted = graphs.clock, captured.live, self._tally.repeats(captured.rows, rows)
+        each = graphs.rows_each
+        shown = None if each is None else rows * each
         replay, note = captured.graph.replay, filler.hosts.note if filler.hosts.possible else None
         alone = captured.filling.alone if filler.lowering == "fused" else None
 
@@ -101,7 +103,7 @@ class RequestRunner(GraphRunner[V]):
             counted.steps += 1
             if note is not None:
                 note()
-            return outputs(captured, rows)
+            return outputs(shown)
 
         return finish, None if alone is None else alone.replay
 

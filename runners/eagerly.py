@@ -1,6 +1,6 @@
 """Steps without a graph: exact fills, of memory that grows on demand or of a runner's own, and the step run on them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic
 
 import attrs
@@ -18,11 +18,11 @@ from ..dataflow.gradients import without_gradients
 from ..dataflow.handover import hand_over
 from ..dataflow.packet import most_for_copies
 from ..dataflow.readable import unreadable
-from ..dataflow.ready import Ready
 from ..dataflow.roles import resolve_dtype
 from ..dataflow.sizing import Sizer
 from ..dataflow.slots import Slot
 from ..dataflow.sources import Side, look_up
+from ..dataflow.turns import Turn
 from .hostreads import HostReads
 from .running import Running, under_way
 from .stage import Stage, V
@@ -122,10 +122,7 @@ class Eagerly(Generic[V]):
         if hosts.possible:
             hosts.wait()
         fill = hand_over if self.no_copy else Bucket.fill
-        return self.show(fill(bucket, batch, live, absent, side), batch, relations)
-
-    def show(self, ready: Ready, batch: Any, relations: Mapping[Axis, Dim] | None = None) -> V:
-        """The view of a fill, once the device has computed what follows from slots."""
+        ready = fill(bucket, batch, live, absent, side)
         ready.compute_on_device(batch)
         return self.stage.view(ready, batch, relations)
 
@@ -144,20 +141,36 @@ class Eagerly(Generic[V]):
 
         The first run without some slots finds which slots in host memory the step's operators read.
         """
-        return without_gradients(self._run, view)
-
-    def _run(self, view: V) -> Any:
-        hosts, stage, buffers = self.hosts(), self.stage, self.buffers
+        buffers, hosts = self.buffers, self.hosts()
         if buffers is not None:
             buffers.turn.eager_runs += 1
-        with under_way(Running(view)):
-            if not hosts.possible:
-                return stage.run(view)
+        run: Callable[[V], Any] = self.stage.run
+        if hosts.possible:
             values = view.__dict__
-            absent = frozenset(name for name, _ in stage.declaration.optional if values[name] is None)
-            outputs = hosts.look(lambda: stage.run(view), absent) if hosts.wants(absent) else stage.run(view)
+            absent = frozenset(name for name, _ in self.stage.declaration.optional if values[name] is None)
+            if hosts.wants(absent):
+                outputs = without_gradients(under_way, Running(view), hosts.look, lambda: run(view), absent)
+                hosts.note()
+                return outputs
+        outputs = without_gradients(under_way, Running(view), run, view)
         hosts.note()
         return outputs
+
+    def repeated(self) -> Callable[[V], Any]:
+        """A call that runs the step again on views like one that it was run on."""
+        buffers, hosts, stage = self.buffers, self.hosts(), self.stage
+        step: Callable[[V], Any] = stage.run if stage.lend or stage.restored else stage.step
+        turn = Turn() if buffers is None else buffers.turn
+        note = hosts.note if hosts.possible else None
+
+        def run(view: V) -> Any:
+            turn.eager_runs += 1
+            outputs = without_gradients(under_way, Running(view), step, view)
+            if note is not None:
+                note()
+            return outputs
+
+        return run
 
     def hosts(self) -> HostReads:
         """What steps read of slots in host memory, of the present buffers."""

@@ -88,9 +88,14 @@ class GraphRunner(Runner[V]):
     def _graph_set(self, buffers: Buffers, filler: Filler[V]) -> GraphSet[V]:
         """The graphs over these buffers, none of them captured yet."""
 
+    @property
     @abc.abstractmethod
-    def _show(self, ready: Ready, batch: Any) -> V:
-        """The view of a bucket that was filled."""
+    def _is_whole(self) -> bool:
+        """Whether the graph is the whole step, which then computes on the device, and nobody else sees the view."""
+
+    @abc.abstractmethod
+    def _viewer(self, ready: Ready) -> Callable[[Any], V]:
+        """A call that makes the view of a batch that was filled."""
 
     @abc.abstractmethod
     def _run_graph(self, filled: Filled[V], captured: Captured) -> Any:
@@ -215,12 +220,11 @@ class GraphRunner(Runner[V]):
         if isinstance(route, Decision):
             return super()._fill_by(route, batch, side, live, absent, whole=whole)
         ready = self.graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=whole)
-        return Filled(None if whole and self._replays_at_once else self._show(ready, batch), route, live)
-
-    @property
-    def _replays_at_once(self) -> bool:
-        """Whether the graph is the whole step, so that nothing but the graph looks at the slots."""
-        return False
+        if self._is_whole and whole:
+            return Filled(None, route, live)
+        if not self._is_whole:
+            ready.compute_on_device(batch)
+        return Filled(self._viewer(ready)(batch), route, live)
 
     def _run(self, filled: Filled[V]) -> Any:
         route = filled.route
@@ -249,6 +253,7 @@ class GraphRunner(Runner[V]):
                 graphs=graphs,
                 hosts=hosts if hosts.possible else None,
                 launch=launch,
+                compute=found.ready.compute_on_device if found.ready.device and not self._is_whole else None,
                 holds=self._holds(),
             )
 
@@ -258,9 +263,11 @@ class GraphRunner(Runner[V]):
         self, captured: Captured, ready: Ready, filled: Filled[V], *, whole: bool
     ) -> tuple[Callable[[Any], Any], Callable[[], object] | None]:
         """What follows the writes of a bound fill, and the launch that is part of it."""
-        filler, show = self.graphs.filler, self._show
-        launch = functools.partial(filler.launched, captured.filling)
-        return self._finish(lambda batch: show(ready, batch), filled, whole=whole), launch
+        show, live, run = self._viewer(ready), filled.live, self._run
+        launch = functools.partial(self.graphs.filler.launched, captured.filling)
+        if whole:
+            return lambda batch: run(Filled(show(batch), captured, live)), launch
+        return lambda batch: Filled(show(batch), captured, live), launch
 
     def _holds(self) -> list[Holds]:
         router = self._router

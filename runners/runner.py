@@ -288,17 +288,25 @@ class Runner(Unique, abc.ABC, Generic[V]):
         found = held.latest(eager.own(filled.live[: self._axes]), eager.stage.absent(batch, side))
 
         def make() -> Run:
-            hosts, times = eager.hosts(), self._tally.reasons[route.why].times
-            finish = self._finish(lambda sent: eager.show(found.ready, sent), filled, whole=whole)
-            holds = [lambda *_: eager.held is held, *self._holds()]
+            hosts, ready, counted = eager.hosts(), found.ready, self._tally.reasons[route.why]
+            show, live, rows = eager.stage.viewer(ready), filled.live, filled.rows
+            run = eager.repeated()
+
+            def finish(batch: Any) -> Any:
+                outputs = run(show(batch))
+                counted.steps += 1
+                counted.live += rows
+                return outputs
+
             return bind(
                 found,
-                finish,
+                finish if whole else lambda batch: Filled(show(batch), route, live),
                 turn=held.buffers.turn,
-                times=times,
+                times=counted.times,
                 graphs=self.parts.graphs,
                 hosts=hosts if hosts.possible else None,
-                holds=holds,
+                compute=ready.compute_on_device if ready.device else None,
+                holds=[lambda *_: eager.held is held, *self._holds()],
             )
 
         self._keep(bound, batch, side, found, make, filled.live, whole=whole)
@@ -317,13 +325,6 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """Keep a bound step, of which other ranks are told where they run it too."""
         told = self.coordinator.repeated
         bound.learn(batch, side, found, lambda: told(make(), live) if whole else make(), whole=whole)
-
-    def _finish(self, show: Callable[[Any], V], filled: Filled[V], *, whole: bool) -> Callable[[Any], Any]:
-        """What follows a bound fill: the view, and where the step is whole, its run."""
-        route, live, run = filled.route, filled.live, self._run
-        if whole:
-            return lambda batch: run(Filled(show(batch), route, live))
-        return lambda batch: Filled(show(batch), route, live)
 
     def _holds(self) -> list[Holds]:
         """What must be true of a batch beside its sources for its step to go as one before it."""

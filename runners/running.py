@@ -2,7 +2,7 @@
 
 import contextvars
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, TypeVar
 
 import attrs
@@ -12,7 +12,8 @@ from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.inputs import Inputs
 
 V = TypeVar("V", bound=Inputs)
-_RUNNING: Final[contextvars.ContextVar["weakref.ref[under_way] | None"]] = contextvars.ContextVar(
+T = TypeVar("T")
+_RUNNING: Final[contextvars.ContextVar["weakref.ref[Running] | None"]] = contextvars.ContextVar(
     "slotgraph_running", default=None
 )
 _NOTHING: Final[Mapping[int, Any]] = {}
@@ -42,26 +43,16 @@ class Running:
 def running() -> Running | None:
     """The step that this thread runs."""
     reference = _RUNNING.get()
-    context = None if reference is None else reference()
-    return None if context is None else context.step
+    return None if reference is None else reference()
 
 
-class under_way:  # noqa: N801 - a context, which a generator would make three times as slow
-    """While a step runs: as long as the `with` statement holds this, so that no interrupt leaves a step behind."""
-
-    __slots__ = ("__weakref__", "_token", "step")
-
-    def __init__(self, step: Running) -> None:
-        self.step = step
-
-    def __enter__(self) -> Running:
-        """It runs."""
-        self._token = _RUNNING.set(weakref.ref(self))
-        return self.step
-
-    def __exit__(self, *_: object) -> None:
-        """What ran before it does."""
-        _RUNNING.reset(self._token)
+def under_way(step: Running, function: Callable[..., T], *args: Any) -> T:
+    """Call a function while a step runs. An interrupt leaves no step behind: only this call holds it."""
+    token = _RUNNING.set(weakref.ref(step))
+    try:
+        return function(*args)
+    finally:
+        _RUNNING.reset(token)
 
 
 def current_view(inputs: type[V]) -> V:

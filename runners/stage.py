@@ -23,7 +23,7 @@ from ..dataflow.planner import plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from ..dataflow.turns import SharedMemory
-from ..dataflow.views import ViewInfo, carried, make_view
+from ..dataflow.views import ViewInfo, viewer
 from .arguments import (
     check_slots,
     check_step,
@@ -39,7 +39,6 @@ from .outputs import map_tensors
 
 V = TypeVar("V", bound=Inputs)
 NO_SIZES: Final[Sizes] = {}
-_NO_FIELDS: Final[Mapping[str, Any]] = {}
 NO_BINDINGS: Final[Mapping[str, Bound]] = {}
 Lend: TypeAlias = Callable[[torch.Tensor | None], object]
 """Who gets a slot's view before the step's code runs (at capture, and in eager runs), and None after it."""
@@ -194,12 +193,19 @@ class Stage(Generic[V]):
 
     def view(self, ready: Ready, batch: Any, relations: Mapping[Axis, Dim] | None = None) -> V:
         """The view of a fill. relations: those that hold for its sizes, where they are not the stage's."""
-        info = ready.notes.get("info")
-        if info is None:
-            follow = self.relations if relations is None else relations
-            info = ready.notes["info"] = ViewInfo(ready.step, follow, self.declaration, exact=ready.exact)
-        fields = carried(self.declaration.fields, batch) if self.declaration.fields else _NO_FIELDS
-        return make_view(self.inputs, ready.shown(), fields, info)
+        return self.viewer(ready, relations)(batch)
+
+    def viewer(self, ready: Ready, relations: Mapping[Axis, Dim] | None = None) -> Callable[[Any], V]:
+        """A call that makes the view of a batch that was filled."""
+        known: Callable[[Any], V] | None = ready.notes.get("viewer") if relations is None else None
+        if known is not None:
+            return known
+        follow = self.relations if relations is None else relations
+        info = ViewInfo(ready.step, follow, self.declaration, exact=ready.exact)
+        made = viewer(self.inputs, ready.shown, self.declaration.fields, info)
+        if relations is None:
+            ready.notes["viewer"] = made
+        return made
 
     def run(self, view: V, step: Callable[[V], Any] | None = None) -> Any:
         """Run the step, or another in its place.

@@ -28,5 +28,4 @@ class WholeStep(Generic[V]):
             self._filler.first_node(self._filling)
             self._ready.compute_on_device()
             view = self._stage.capture_view(self._ready)
-            with under_way(Running(view)):
-                return self._stage.run(view)
+            return under_way(Running(view), self._stage.run, view)

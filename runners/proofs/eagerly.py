@@ -35,11 +35,11 @@ def absent_in(parts: Parts[Any], view: Inputs) -> Absent:
 def ran_eagerly(parts: Parts[Any], view: Inputs) -> Any:
     """Run the step without its graph, on a view that is filled: what its graph would leave, padded rows and all."""
     captured = graph_of(parts, view)
-    with torch.no_grad(), under_way(Running(view)):
+    with torch.no_grad():
         if captured is not None and parts.tally.path == "graph":  # of which the graph alone computes on the device
             bucket, varying = captured.filling.bucket, parts.stage.declaration.varying
             bucket.ready(tuple(bucket.sizes[axis] for axis in varying), absent_in(parts, view)).compute_on_device()
-        return parts.stage.run(view)
+        return under_way(Running(view), parts.stage.run, view)
 
 
 def slot_spans(parts: Parts[Any]) -> list[tuple[int, int]]:

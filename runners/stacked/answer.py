@@ -1,7 +1,5 @@
 """The answer of a stack in a replay: it takes the arguments, and its graphs do the rest."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from ...dataflow.errors import ReplayError
@@ -46,13 +44,3 @@ class Answer:
         if self._calls != 1:
             message = f"the step called the stack, {name}, {self._calls} times, and once at capture"
             raise ReplayError(message)
-
-
-@contextlib.contextmanager
-def distrusting(graphs: GraphSet[Any]) -> Iterator[None]:
-    """A step that breaks off may leave slots as it has written them."""
-    try:
-        yield
-    except BaseException:
-        graphs.buffers.distrust()
-        raise

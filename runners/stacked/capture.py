@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
 import attrs
@@ -10,14 +10,14 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...backends.torch_modes import run_under
-from ...dataflow.aliases import Aliases
 from ...dataflow.axes import BATCH, TOKENS, Axis, Sizes
 from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffers
 from ...dataflow.errors import CaptureError
+from ...dataflow.gradients import without_gradients
 from ...dataflow.ready import Ready
 from ...dataflow.step import Step
-from ...dataflow.views import ViewInfo, carried, make_view
+from ...dataflow.views import Aliases, ViewInfo, viewer
 from ..capture import told_as_capture_error
 from ..decision import Path
 from ..filler import Filling
@@ -44,10 +44,10 @@ class Boundary:
     cut: Splitter | None = None
 
 
-def live_view(stage: Stage[V], buffers: Buffers, ready: Ready, fields: Mapping[str, Any]) -> V:
-    """The view of a fill with its request slots cut to the live requests, and every other axis padded."""
-    known = ready.notes.get(_LIVE)
-    if known is None:
+def live_viewer(stage: Stage[V], buffers: Buffers, ready: Ready) -> Callable[[Any], V]:
+    """A call that makes the view of a batch: request slots are cut to the live requests, every other axis is padded."""
+    made: Callable[[Any], V] | None = ready.notes.get(_LIVE)
+    if made is None:
         live = ready.step.live_sizes
         sizes = {axis: live[axis] if axis == BATCH else size for axis, size in ready.step.padded_sizes.items()}
         slots = stage.declaration.slots
@@ -56,9 +56,8 @@ def live_view(stage: Stage[V], buffers: Buffers, ready: Ready, fields: Mapping[s
             for name, view in ready.views.items()
         }
         info = ViewInfo(Step(live, sizes), stage.relations, stage.declaration)
-        known = ready.notes[_LIVE] = (Aliases(views), info)
-    shown, info = known
-    return make_view(stage.inputs, shown(), fields, info)
+        made = ready.notes[_LIVE] = viewer(stage.inputs, Aliases(views), stage.declaration.fields, info)
+    return made
 
 
 class StackCapture(Generic[V]):
@@ -90,8 +89,8 @@ class StackCapture(Generic[V]):
         with told_as_capture_error(), stage.backend.stream(), torch.no_grad():
             fields = fill_placeholder(stage, self._buffers, stage.declaration.step(live, bucket.sizes), absent)
             ready = bucket.ready(live, absent)
-            view = live_view(stage, self._buffers, ready, fields)
-            shown = stage.sealed(live_view(stage, self._buffers, ready, carried(stage.declaration.fields, None)))
+            make = live_viewer(stage, self._buffers, ready)
+            view, shown = make(fields), stage.sealed(make(None))
             state = look(functools.partial(_whole, stage, view))
             with state.kept():
                 call, outputs = self._call_of(view, shown)
@@ -112,8 +111,8 @@ class StackCapture(Generic[V]):
     def _noted(self, stack: Stack, view: V) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Any]:
         """Run the step: what it calls its stack with, and what it returns."""
         noted = Noted(stack.module.forward)
-        with stack.answered(noted), under_way(Running(view, "capture")):
-            outputs = self._stage.run(view)
+        with stack.answered(noted):
+            outputs = under_way(Running(view, "capture"), self._stage.run, view)
         return noted.only(stack.name), outputs
 
     def _cut(self, call: StackCall, view: V) -> None:
@@ -122,8 +121,8 @@ class StackCapture(Generic[V]):
             self._check_uncut(call, view, self._boundary.cut.names)
             args, kwargs = call.arguments_in(call.view)
             step = Running(view, "capture", now=call.at_capture(view), shown=call.view)
-            with self._stage.lent(view), under_way(step):
-                call.run = _cut_at(self._boundary.cut(call.run, args, kwargs))
+            with self._stage.lent(view):
+                call.run = _cut_at(under_way(step, self._boundary.cut, call.run, args, kwargs))
 
     def _check_uncut(self, call: StackCall, view: V, names: frozenset[str]) -> None:
         """What the tracer would not see: it takes numbers of requests as constants. CaptureError."""
@@ -144,8 +143,9 @@ class StackCapture(Generic[V]):
         args, kwargs = call.arguments_in(fenced)
         now = {**call.at_capture(view), **stand_ins(fenced, view)}
         watch = Watch({name: self._buffers[name].tensor for name in over}, call.tensors(), breaks)
-        with self._stage.lent(view), under_way(Running(view, "capture", now, shown=fenced)):
-            outputs = run_under(watch, lambda: call.run(*args, **kwargs))
+        step = Running(view, "capture", now, shown=fenced)
+        with self._stage.lent(view):
+            outputs = under_way(step, run_under, watch, lambda: call.run(*args, **kwargs))
         call.use = watch.use
         return outputs
 
@@ -187,8 +187,7 @@ def _cut_at(parts: Callable[[], Any]) -> Callable[..., Any]:
 
 def _whole(stage: Stage[V], view: V) -> Any:
     """Run the step and what is around its stack, without graphs."""
-    with torch.no_grad(), under_way(Running(view, "capture")):
-        return stage.run(view)
+    return without_gradients(under_way, Running(view, "capture"), stage.run, view)
 
 
 @attrs.define(eq=False)
@@ -205,5 +204,5 @@ class Part(Generic[V]):
         if step is not None and id(call.view) in step.now:  # a replay, which lends its own slots
             return call()
         own = Running(self.view, "capture", call.at_capture(self.view), self.stage.backend, call.view)
-        with torch.no_grad(), under_way(own), self.stage.lent(self.view):
-            return call()
+        with torch.no_grad(), self.stage.lent(self.view):
+            return under_way(own, call)

@@ -1,6 +1,6 @@
 """The base of the prefill runners: a part of the step is captured by tokens, and the rest runs eagerly around it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,8 @@ from ...dataflow.axes import BATCH, TOKENS, Axis
 from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import chosen_lowering
 from ...dataflow.errors import ConfigError, ReplayError
+from ...dataflow.gradients import without_gradients
 from ...dataflow.ready import Ready
-from ...dataflow.views import carried
 from ..captured import Captured
 from ..config import RunnerConfig
 from ..filler import Filler
@@ -21,8 +21,8 @@ from ..pool import Phase
 from ..runner import Filled
 from ..running import Running, under_way
 from ..stage import NO_BINDINGS, Stage, V
-from .answer import Answer, distrusting
-from .capture import Boundary, StackCapture, live_view
+from .answer import Answer
+from .capture import Boundary, StackCapture, live_viewer
 
 
 class StackRunner(GraphRunner[V]):
@@ -96,22 +96,29 @@ class StackRunner(GraphRunner[V]):
             parameters=_handed(self.stage),
         )
 
-    def _show(self, ready: Ready, batch: Any) -> V:
+    @property
+    def _is_whole(self) -> bool:
+        return False
+
+    def _viewer(self, ready: Ready) -> Callable[[Any], V]:
         """Token slots padded to the bucket, request slots live."""
-        ready.compute_on_device(batch)
-        return live_view(self.stage, self.graphs.buffers, ready, carried(self.stage.declaration.fields, batch))
+        return live_viewer(self.stage, self.graphs.buffers, ready)
 
     def _run_graph(self, filled: Filled[V], captured: Captured) -> Any:
         view: V = filled.view  # type: ignore[assignment] # its fills make one
         stack, stage = self._boundary.stack, self.stage
-        with torch.no_grad(), distrusting(self.graphs), under_way(Running(view, "replay")) as step:
-            answer = Answer(self.graphs, captured, step)
+        step = Running(view, "replay")
+        answer = Answer(self.graphs, captured, step)
+        try:
             if stack is None:
-                outputs = stage.run(view, answer)
+                outputs = without_gradients(under_way, step, stage.run, view, answer)
             else:
                 with stack.answered(answer):
-                    outputs = stage.run(view)
+                    outputs = without_gradients(under_way, step, stage.run, view)
                 answer.check(stack.name)
+        except BaseException:  # slots may be as the step has written them
+            self.graphs.buffers.distrust()
+            raise
         self.graphs.filler.hosts.note()  # of what runs around the graphs, too
         return self._cut(outputs, captured.rows, filled)
 

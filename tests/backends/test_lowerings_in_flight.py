@@ -24,10 +24,10 @@ from slotgraph.dataflow.lanes import WORD, head_bytes, table_of
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.packet import UNIT, most_for_copies
 from slotgraph.dataflow.planner import LARGE_BYTES
-from slotgraph.dataflow.ready import Views
 from slotgraph.dataflow.roles import resolve_dtype
 from slotgraph.dataflow.slots import Constant, Slot
 from slotgraph.dataflow.tails import Once
+from slotgraph.dataflow.views import Views
 from tests.packing import NAME, backend_of
 from tests.sources import Given, Maker
 from tests.strategies import (

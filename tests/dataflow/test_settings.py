@@ -20,8 +20,8 @@ from slotgraph.dataflow.handover import hand_over
 from slotgraph.dataflow.mermaid import mermaid
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.planner import plan_fill
-from slotgraph.dataflow.ready import Views
 from slotgraph.dataflow.sources import look_up
+from slotgraph.dataflow.views import Views
 from tests.strategies import empty, noise
 
 

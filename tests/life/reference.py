@@ -126,5 +126,6 @@ def _constant(slot: Constant, value: torch.Tensor, capacity: Sizes) -> torch.Ten
     if callable(slot.value):
         made = torch.as_tensor(slot.value(Step(capacity, capacity)))
     else:
-        made = torch.full(whole, resolve_value(slot.value, Capabilities(), {HIDDEN: WIDE}))
+        number = resolve_value(slot.value, Capabilities(), {HIDDEN: WIDE})
+        made = torch.full(whole, number, dtype=value.dtype)  # a NaN that is converted may have other bits
     return made.to(value.dtype)[tuple(slice(0, size) for size in value.shape)]

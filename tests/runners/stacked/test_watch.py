@@ -1,5 +1,8 @@
 """The watch over what graphs read and write, by itself."""
 
+import contextlib
+import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +12,8 @@ import torch
 from torch import nn
 
 from slotgraph import errors
-from slotgraph.runners.running import Running, current_view, under_way
+from slotgraph.runners import running
+from slotgraph.runners.running import Running, current_view
 from slotgraph.runners.stacked.watch import Fenced, Watch, tensors_within
 from tests.runners.prefilled import Prefill
 
@@ -33,11 +37,21 @@ def view_of() -> Prefill:
     )
 
 
+@contextlib.contextmanager
+def while_running(step: Running) -> Iterator[Running]:
+    """While a step runs."""
+    token = running._RUNNING.set(weakref.ref(step))
+    try:
+        yield step
+    finally:
+        running._RUNNING.reset(token)
+
+
 def test_reads_and_writes() -> None:
     """Places are told from addresses, through views of them, and writes from what an operator's schema says."""
     given = [(place, torch.rand(4, 3)) for place in range(5)]
     one, two, three, four, five = (tensor for _, tensor in given)
-    with under_way(Running(view_of())), Watch({}, given) as watch:
+    with while_running(Running(view_of())), Watch({}, given) as watch:
         torch.addmm(one[:, 0], two[:, :2], three[:2, 0:1].expand(2, 4).clone())
         four[1:].mul_(2)
         torch.add(one, two, out=five)
@@ -50,7 +64,7 @@ def test_nothing_is_noted_elsewhere() -> None:
     slot = torch.rand(3)
     with Watch({"slot": slot}, [(0, slot)]) as watch:
         slot.sum()
-        with under_way(Running(view_of(), inside="a break")):
+        with while_running(Running(view_of(), inside="a break")):
             slot.sum()
     assert watch.use.read == frozenset()
 
@@ -58,7 +72,7 @@ def test_nothing_is_noted_elsewhere() -> None:
 def test_forbidden_slots() -> None:
     """A slot over requests is found by its address, whoever made the view of it; empty ones are nowhere."""
     slot, empty = torch.rand(5, 2), torch.empty(0)
-    with under_way(Running(view_of())), Watch({"empty": empty, "lengths": slot}, []):
+    with while_running(Running(view_of())), Watch({"empty": empty, "lengths": slot}, []):
         torch.rand(3).add(1)
         torch.cat([empty, torch.rand(3)])
         with pytest.raises(errors.CaptureError, match=r"aten::slice reads slot 'lengths', whose rows are"):
@@ -73,7 +87,7 @@ def test_operator_that_asks_for_the_view() -> None:
         return torch.mul(value, current_view(Prefill).scale)
 
     value, view = torch.ones(2), view_of()
-    with under_way(Running(view)) as step, Watch({}, []):
+    with while_running(Running(view)) as step, Watch({}, []):
         assert current_view(Prefill) is view
         with pytest.raises(errors.CaptureError, match=r"operator slotgraph_tests::asking asks for the step"):
             asking(value)
@@ -89,7 +103,7 @@ def test_shown_view() -> None:
         """Another declaration."""
 
     view, shown = view_of(), view_of()
-    with under_way(Running(view, shown=shown)) as step:
+    with while_running(Running(view, shown=shown)) as step:
         assert current_view(Prefill) is shown
         step.inside = "a break"
         assert current_view(Prefill) is view

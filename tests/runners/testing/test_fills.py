@@ -62,19 +62,24 @@ def test_a_tail_that_no_one_resets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slot_that_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that does not happen is found in a live row."""
-    monkeypatch.setattr(specialization, "_copy_of", lambda *_: lambda _: None)
+    monkeypatch.setattr(specialization, "_copy_of", lambda *_: (lambda _: None, lambda sources: sources))
     assert "(a live row): it holds" in found(lowerings=("foreach",))
 
 
 def test_a_row_of_another_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fill that writes over its bucket, into rows that tails keep, is found too."""
-    plain = Specialization._write_all
+    plain = Specialization._writer
 
-    def wide(self: Specialization, *given: Any) -> None:
-        plain(self, *given)
-        self._buffers["temperatures"].tensor[-1] = 7.0
+    def wide(self: Specialization, send: Any) -> Any:
+        write = plain(self, send)
 
-    monkeypatch.setattr(Specialization, "_write_all", wide)
+        def too_far(*given: Any) -> None:
+            write(*given)
+            self._buffers["temperatures"].tensor[-1] = 7.0
+
+        return too_far
+
+    monkeypatch.setattr(Specialization, "_writer", wide)
     assert "slot 'temperatures', row " in (message := found(lowerings=("foreach",)))
     assert "written, though no rule has a fill write it" in message or "(its tail)" in message
 
