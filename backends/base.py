@@ -10,7 +10,7 @@ import torch
 
 from ..dataflow.capabilities import DEVICE, HOST, Capabilities, Placement
 from ..dataflow.errors import CaptureError
-from ..dataflow.upload import Upload
+from ..dataflow.feed import Upload
 
 __all__ = [
     "DEVICE",

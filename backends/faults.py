@@ -6,8 +6,7 @@ from typing import Final
 
 import torch
 
-from ..dataflow.errors import CaptureError, ComputeError
-from ..dataflow.failures import place_of
+from ..dataflow.errors import CaptureError, ComputeError, place_of
 
 Advice = Iterable[tuple[str, str]]
 """What an error says, in lower case, and the way out where it says so."""

@@ -7,11 +7,10 @@ import attrs
 import torch
 
 from .buffers import Buffer, Buffers
-from .capabilities import DEVICE
+from .capabilities import DEVICE, dtype_text
 from .errors import BatchError, MissingSourceError
 from .hostdata import HOST_KINDS, tensor_of
 from .readable import unreadable
-from .roles import dtype_text
 from .slots import Slot
 
 Fact = tuple[torch.dtype, torch.device, tuple[int, ...]]

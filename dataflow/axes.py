@@ -1,4 +1,4 @@
-"""Axes: the symbolic sizes that vary by step, and the expressions over them that shapes are made of."""
+"""Axes: named dims whose sizes vary by step, sizes made of them, and the sizes of one step."""
 
 import functools
 import math
@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import attrs
+import numpy as np
 
-from .scalars import python_number
+from .errors import DeclarationError
+
+
+def python_number(value: Any) -> Any:
+    """A NumPy number as Python's own; all else as it is."""
+    if isinstance(value, np.floating):
+        return float(value)
+    return value.item() if isinstance(value, np.bool_ | np.integer) else value
+
 
 Sizes = Mapping["Axis", int]
 MOST: Final = 2**63 - 1
@@ -151,3 +160,55 @@ BATCH: Final = Axis("BATCH")
 TOKENS: Final = Axis("TOKENS")
 WIDTH: Final = Axis("WIDTH", fixed=True)
 """Tokens that one request has in each step; a runner that is given `width` knows its size."""
+
+
+@attrs.frozen
+class Step:
+    """The sizes of one step, as a computed slot sees them.
+
+    live_sizes: rows that the batch brought, per axis. padded_sizes: rows of the bucket, per axis. Fixed axes are in
+    both. An axis that the batch does not tell is in neither. slot: the computed slot whose function is given this
+    step, for error messages.
+    """
+
+    live_sizes: Sizes
+    padded_sizes: Sizes
+    slot: str | None = attrs.field(default=None, kw_only=True, eq=False, repr=False)
+
+    def of(self, slot: str) -> "Step":
+        """The same sizes, as the function of one computed slot is given them."""
+        return Step(self.live_sizes, self.padded_sizes, slot=slot)
+
+    def live(self, size: Axis | Dim) -> int:
+        """Rows that the batch brought on an axis, or an expression's value at these sizes.
+
+        Raises DeclarationError for an axis that the batch does not tell.
+        """
+        return self._at(size, self.live_sizes)
+
+    def padded(self, size: Axis | Dim) -> int:
+        """Rows of the bucket on an axis, or an expression's value at these sizes.
+
+        Raises DeclarationError for an axis that the batch does not tell.
+        """
+        return self._at(size, self.padded_sizes)
+
+    def _at(self, size: Axis | Dim, sizes: Sizes) -> int:
+        try:
+            return sizes[size] if isinstance(size, Axis) else Dim.of(size).at(sizes)
+        except KeyError as error:
+            raise DeclarationError(self._untold(error.args[0])) from None
+
+    def _untold(self, axis: Axis) -> str:
+        """The message for an axis that has no size in this step."""
+        who = "a function" if self.slot is None else f"slot {self.slot!r}: its function"
+        if axis.fixed:
+            return (
+                f"{who} asks for the size of {axis}, which no slot has: declare a slot with a dim of {axis}, so that "
+                "the runner knows its size"
+            )
+        told = ", ".join(sorted(one.name for one in self.live_sizes if not one.fixed)) or "none"
+        return (
+            f"{who} asks for the size of {axis}, which this step does not know (it knows {told}): declare a copied "
+            f"slot with a dim of {axis}, or give an EagerRunner relations= from which {axis} follows"
+        )

@@ -8,10 +8,9 @@ import attrs
 import torch
 
 from .axes import Sizes, extent
-from .capabilities import Capabilities, Placement
+from .capabilities import Capabilities, Placement, dtype_text, resolve_dtype
 from .declaration import Declaration
 from .errors import BindError
-from .roles import dtype_text, resolve_dtype
 
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Placement], torch.Tensor]
 

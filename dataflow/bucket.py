@@ -10,8 +10,7 @@ import torch
 from .admission import Fact, Wanted, admit, check_sources
 from .axes import Sizes, extent
 from .buffers import Buffers
-from .caches import keep_newest
-from .capabilities import DEVICE, Capabilities, Lowering
+from .capabilities import DEVICE, Capabilities, Lowering, resolve_dtype
 from .declaration import Declaration
 from .errors import BatchError
 from .feed import Feed, Feeder
@@ -23,9 +22,9 @@ from .packet import Lanes
 from .plan import FUSED, FillPlan
 from .planner import LARGE_BYTES, NO_CASTS, NONE, plan_fill, slot_bytes
 from .ready import Preparer, Ready
-from .roles import resolve_dtype
 from .sources import NO_SIDE, Gather, Side, Sources
-from .specialization import Specialization, Taken
+from .specialization import Specialization, Taken, keep_newest
+from .views import Views
 
 Absent = frozenset[str]
 KEPT: Final = 1024
@@ -274,3 +273,32 @@ class Bucket:
                 carried = frozenset(want.name for want in self._wanted if self._is_carried(want))
             known = keep_newest(self._plans, PATTERNS)[pattern] = Planned(plan, ready, lanes, carried)
         return known
+
+
+def hand_over(
+    bucket: Bucket, batch: Any, live: tuple[int, ...], absent: frozenset[str] = frozenset(), side: Side = NO_SIDE
+) -> Ready:
+    """What a fill would have made ready, with the batch's tensors in the place of copies.
+
+    A source whose dtype its slot converts comes through as it is; host data for a slot on the device, as a tensor of
+    its own there; one that the step writes, as a copy, because the batch is the caller's. Raises as a fill does.
+    """
+    ready, given = bucket.tensors(batch, live, absent, side)
+    slots = bucket.declaration.slots
+    own = {
+        name: value.clone() if slots[name].rewritten or slots[name].restored else value for name, value in given.items()
+    }
+    views: Views = {**ready.shown(), **own}
+    declaration = bucket.declaration
+    known, fields = {**declaration.given(ready.step), **views}, declaration.fields
+    host = [computation.on(known, fields) for computation in ready.host]
+    with torch.no_grad():
+        for computation in host:
+            computation.run(batch)
+    if ready.packed or ready.moved:
+        move = bucket.feed().upload.move
+        for value in (*ready.packed, *ready.moved):
+            views = {**views, value.slot: move(value.on(known, fields).tensor_of(batch))}
+    known |= views
+    device = [computation.on(known, fields) for computation in ready.device]
+    return attrs.evolve(ready, views=views, shown=lambda: views, host=host, device=device)

@@ -11,13 +11,12 @@ import attrs
 import torch
 
 from . import graph
-from .axes import Axis, Dim, Sizes
+from .axes import Axis, Dim, Sizes, Step
 from .capabilities import Placement
 from .compute import RANKS, SETTINGS, STEP
 from .errors import BatchError, CycleError, DeclarationError, DeclarationErrors
 from .slots import Slot
 from .sources import Source, look_up
-from .step import Step
 
 
 @attrs.frozen(eq=False)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from .roles import dtype_text
+from .capabilities import dtype_text
 
 HOST_KINDS: Final = (list, tuple, np.ndarray, np.generic)
 """What a batch may bring in a tensor's place."""

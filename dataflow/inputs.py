@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
 import attrs
 
 from . import classes
-from .axes import TOKENS, Axis
+from .axes import TOKENS, Axis, Step
 from .classes import attributes, is_inherited, slot_in
 from .declaration import Declaration, declare, refused
 from .errors import DeclarationError, DeclarationErrors
 from .narrow import narrowed
 from .specifiers import computed, constant, copied, host_parameter, output, slot, staged
-from .step import Step
 from .views import ViewInfo
 
 

@@ -6,14 +6,13 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from .axes import BATCH, TOKENS, Axis, Sizes, extent
+from .axes import BATCH, TOKENS, Axis, Sizes, Step, extent
 from .capabilities import DEVICE
 from .computation import Computation
 from .compute import STEP
 from .errors import BatchError
 from .graph import needs_of
 from .slots import Constant, Slot
-from .step import Step
 from .views import ViewInfo, Views, make_view
 
 T = TypeVar("T")

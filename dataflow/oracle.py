@@ -5,16 +5,14 @@ from typing import Any
 
 import torch
 
-from .axes import Sizes
+from .axes import Sizes, Step
 from .buffers import Buffers
-from .capabilities import Capabilities
+from .capabilities import Capabilities, resolve_dtype
 from .computation import Computation
 from .declaration import Declaration
 from .hostdata import tensor_of
-from .roles import resolve_dtype
 from .slots import Slot
 from .sources import NO_SIDE, Side
-from .step import Step
 from .tails import Pad, resolve_value
 from .views import Views
 

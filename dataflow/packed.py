@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from .computation import Computation
-from .failures import blame
+from .errors import blame
 from .hostdata import letter_of
 from .lanes import WORD, rounded
 

@@ -6,8 +6,7 @@ from typing import Final, Literal
 import attrs
 import torch
 
-from .capabilities import Lowering, Placement
-from .roles import dtype_text
+from .capabilities import Lowering, Placement, dtype_text
 from .tails import Number
 
 How = Literal["fused", "foreach", "single", "in place"]

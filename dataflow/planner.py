@@ -8,12 +8,11 @@ import attrs
 import torch
 
 from .axes import Sizes, extent
-from .capabilities import DEVICE, Capabilities, Lowering
+from .capabilities import DEVICE, Capabilities, Lowering, resolve_dtype
 from .compute import OUT
 from .declaration import Declaration
 from .lanes import has_lane
 from .plan import FUSED, ComputeStep, CopyGroup, FillPlan, How, TailReset
-from .roles import resolve_dtype
 from .slots import Slot
 from .tails import Pad, resolve_value
 

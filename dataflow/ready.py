@@ -8,7 +8,7 @@ from typing import Any, Final
 import attrs
 import torch
 
-from .axes import Sizes
+from .axes import Sizes, Step
 from .buffers import Box, Buffer, Buffers
 from .capabilities import DEVICE, HOST
 from .computation import Computation
@@ -19,7 +19,6 @@ from .lanes import WORD
 from .packed import PackedValue
 from .packet import UNIT
 from .plan import FUSED, ComputeStep, CopyGroup, FillPlan
-from .step import Step
 from .tails import Number
 from .views import Aliases, Views
 

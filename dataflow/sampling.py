@@ -8,10 +8,9 @@ import attrs
 import torch
 
 from .axes import Sizes, extent
-from .capabilities import DEVICE, Capabilities
+from .capabilities import CACHE_LOC, DEVICE, SEQ_LEN_FILL, Capabilities, Role, resolve_dtype
 from .declaration import Declaration
 from .errors import ConfigError
-from .roles import CACHE_LOC, SEQ_LEN_FILL, Role, resolve_dtype
 from .slots import Slot
 from .sources import Path, SideArgument
 from .tails import Once, Pad

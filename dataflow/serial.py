@@ -13,9 +13,9 @@ import torch
 from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn
 
+from .capabilities import dtype_from_text, dtype_text
 from .errors import ConfigError
 from .plan import FillPlan
-from .roles import dtype_from_text, dtype_text
 from .tails import Number
 
 T = TypeVar("T")

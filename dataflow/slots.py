@@ -1,22 +1,115 @@
-"""Slots: one input at a fixed address, with its shape, dtype, placement, tail rule and how it gets its value."""
+"""Slots: the inputs of a captured step, and what each one's parameters may be."""
 
 import abc
 import functools
+import keyword
+import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
 
-from . import parameters
-from .axes import Axis, Dim, Shape, shape_of
-from .capabilities import DEVICE, HOST, Placement
-from .compute import Compute, compute_of
-from .parameters import When
-from .roles import FillRole, Role, dtype_text
+from .axes import Axis, Dim, Shape, Step, shape_of
+from .capabilities import DEVICE, HOST, FillRole, Placement, Role, dtype_text
+from .compute import Compute, compute_of, one_argument
 from .sources import Path, Source, optional_source
-from .step import Step
-from .tails import Number, Once, Pad, PadValue, Poison, Tail, tail_of, value_faults
+from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, pad_value, tail_of, value_faults
+
+When = str | Callable[[Any], bool]
+_DTYPES: Final = re.compile(r"bool|u?int(8|16|32|64)|b?float16|float(32|64)|complex(64|128)|float8_\w+")
+"""Dtypes whose tensors torch fills and copies: no quantised ones, no bits, no numbers of less than a byte."""
+
+
+def flag(value: bool) -> bool:  # noqa: FBT001 - the parameter's value itself
+    """True or False, and nothing that is only taken for one of them."""
+    if not isinstance(value, bool):
+        message = "say True or False"
+        raise TypeError(message)
+    return value
+
+
+def dtype_of(value: torch.dtype | Role) -> torch.dtype | Role:
+    """A torch dtype that slots can have, or a role of such ones."""
+    if isinstance(value, Role):
+        if not isinstance(value.name, str):
+            message = f"the name of a role is a text, got {value.name!r}"
+            raise TypeError(message)
+        _torch_dtype(value.default)
+        dtypes_of(value.accepts)
+        return value
+    return _torch_dtype(value)
+
+
+def dtypes_of(value: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
+    """Dtypes that a copy converts, in a tuple."""
+    if not isinstance(value, tuple):
+        message = "expected a tuple of torch dtypes, such as (torch.int32,)"
+        raise TypeError(message)
+    return tuple([_torch_dtype(dtype) for dtype in value])
+
+
+def _torch_dtype(value: torch.dtype) -> torch.dtype:
+    if not isinstance(value, torch.dtype):
+        message = f"expected a torch dtype, such as torch.int64, or a role, got {value!r}"
+        raise TypeError(message)
+    if not _DTYPES.fullmatch(dtype_text(value)):
+        message = f"torch does not fill and copy tensors of {dtype_text(value)}: take torch.uint8 for bytes of your own"
+        raise TypeError(message)
+    return value
+
+
+def placement_of(value: Placement) -> Placement:
+    """One of the two."""
+    if not isinstance(value, str) or value not in (DEVICE, HOST):
+        message = f"say {DEVICE!r} or {HOST!r}"
+        raise TypeError(message)
+    return value
+
+
+def when_of(value: When | None) -> When | None:
+    """A dotted name in the settings, a function of them, or None."""
+    if isinstance(value, str):
+        if not all(value.split(".")):
+            message = "a name in the settings is not empty; dots lead into what it names"
+            raise ValueError(message)
+    elif value is not None:
+        one_argument(value, "a name in the settings, or a function of them")
+    return value
+
+
+def argument_of(value: str | None) -> str | None:
+    """The name of an operator's argument, or None."""
+    if value is not None and (not isinstance(value, str) or not value.isidentifier() or keyword.iskeyword(value)):
+        message = "no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'"
+        raise TypeError(message)
+    return value
+
+
+def limit_of(value: object) -> Dim | None:
+    """A whole number, an axis or an expression; None for no limit."""
+    return None if value is None else Dim.of(value)
+
+
+def starts_of(value: PadValue | None) -> PadValue | None:
+    """A value, or None for the tail's."""
+    return None if value is None else pad_value(value)
+
+
+def poison_of(value: Poison | None) -> Poison | None:
+    """A tuple of values, "stale", or None."""
+    if value is None or (isinstance(value, str) and value == STALE):
+        return value
+    if not isinstance(value, tuple):
+        message = f"say a tuple of the values that its tail bears, or {STALE!r}"
+        raise TypeError(message)
+    return tuple([pad_value(one) for one in value])
+
+
+def constant_of(value: Any) -> Any:
+    """A value, or a function of the step at full capacity."""
+    return one_argument(value, "a function of the step") if callable(value) else pad_value(value)
+
 
 Value = Number | FillRole | Axis | Dim | Callable[[Step], Any]
 
@@ -33,13 +126,13 @@ class Slot(abc.ABC):
     """
 
     shape: Shape = attrs.field(converter=shape_of)
-    dtype: torch.dtype | Role = attrs.field(converter=parameters.dtype_of)
-    placement: Placement = attrs.field(default=DEVICE, converter=parameters.placement_of)
-    when: When | None = attrs.field(default=None, converter=parameters.when_of)
-    optional: bool = attrs.field(default=False, converter=parameters.flag)
-    rewritten: bool = attrs.field(default=False, converter=parameters.flag)
-    restored: bool = attrs.field(default=False, converter=parameters.flag)
-    argument: str | None = attrs.field(default=None, converter=parameters.argument_of)
+    dtype: torch.dtype | Role = attrs.field(converter=dtype_of)
+    placement: Placement = attrs.field(default=DEVICE, converter=placement_of)
+    when: When | None = attrs.field(default=None, converter=when_of)
+    optional: bool = attrs.field(default=False, converter=flag)
+    rewritten: bool = attrs.field(default=False, converter=flag)
+    restored: bool = attrs.field(default=False, converter=flag)
+    argument: str | None = attrs.field(default=None, converter=argument_of)
 
     @abc.abstractmethod
     def initial(self) -> Value:
@@ -126,8 +219,8 @@ class Padded(Slot):
     """
 
     pad: Tail | None = attrs.field(default=None, converter=tail_of)
-    starts: PadValue | None = attrs.field(default=None, converter=parameters.starts_of)
-    poison: Poison | None = attrs.field(default=None, converter=parameters.poison_of)
+    starts: PadValue | None = attrs.field(default=None, converter=starts_of)
+    poison: Poison | None = attrs.field(default=None, converter=poison_of)
 
     def bears(self) -> Poison | None:
         """As declared."""
@@ -164,9 +257,9 @@ class Copied(Padded):
     """
 
     source: Source | None = attrs.field(default=None, converter=optional_source)
-    strided: bool = attrs.field(default=False, converter=parameters.flag)
-    converts: tuple[torch.dtype, ...] = attrs.field(default=(), converter=parameters.dtypes_of)
-    limit: Dim | None = attrs.field(default=None, converter=parameters.limit_of)
+    strided: bool = attrs.field(default=False, converter=flag)
+    converts: tuple[torch.dtype, ...] = attrs.field(default=(), converter=dtypes_of)
+    limit: Dim | None = attrs.field(default=None, converter=limit_of)
 
     def reads(self, name: str) -> Source | None:
         """The declared source, else the slot's own name."""
@@ -204,7 +297,7 @@ class HostParameter(Copied):
     """
 
     placement: Placement = attrs.field(  # pyright: ignore[reportIncompatibleVariableOverride] - a plain one overrides it
-        default=HOST, init=False, converter=parameters.placement_of
+        default=HOST, init=False, converter=placement_of
     )
 
     @property
@@ -241,7 +334,7 @@ class Constant(Slot):
     a tensor or nested lists. Row i of a bucket is row i of the whole, whatever the bucket.
     """
 
-    value: Value = attrs.field(converter=parameters.constant_of)
+    value: Value = attrs.field(converter=constant_of)
 
     def initial(self) -> Value:
         """The declared value."""
@@ -252,7 +345,7 @@ class Constant(Slot):
 class Staged(Padded):
     """Written by a producer inside or beside the step; a fill only resets its tail."""
 
-    rewritten: bool = attrs.field(default=True, converter=parameters.flag)
+    rewritten: bool = attrs.field(default=True, converter=flag)
 
 
 @attrs.frozen(kw_only=True)

@@ -9,14 +9,13 @@ import itertools
 import operator
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
 
 from .admission import is_in_place
 from .buffers import Buffers
-from .caches import keep_newest
 from .feed import Feed
 from .guard import IS_NESTED, POINTER, guard_over, own_guard
 from .hostdata import NOT_CARRIED, Bytes
@@ -26,6 +25,17 @@ from .packet import UNARMED, UNIT, Lanes
 from .readable import has_memory
 from .ready import Ready, Targets
 from .sources import Sources, chosen
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def keep_newest(cache: dict[K, V], size: int) -> dict[K, V]:
+    """Make room for one more entry in a cache of a given size; the oldest goes first."""
+    while len(cache) >= size:
+        del cache[next(iter(cache))]
+    return cache
+
 
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
 _ARRAY_FACTS: Final = operator.attrgetter("dtype", "shape", "strides")

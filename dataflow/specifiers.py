@@ -8,10 +8,8 @@ import attrs
 import torch
 
 from .axes import Axis, Dim
-from .capabilities import DEVICE, Placement
-from .parameters import When
-from .roles import Role
-from .slots import Computed, Constant, Copied, HostParameter, Output, Slot, Staged, Value
+from .capabilities import DEVICE, Placement, Role
+from .slots import Computed, Constant, Copied, HostParameter, Output, Slot, Staged, Value, When
 from .sources import Source
 from .tails import Keep, PadValue, Poison, Tail
 

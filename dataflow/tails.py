@@ -7,10 +7,8 @@ from typing import Any, Final, Literal
 import attrs
 import torch
 
-from .axes import Axis, Dim, Sizes
-from .capabilities import Capabilities
-from .roles import FillRole, Role, dtype_text
-from .scalars import python_number
+from .axes import Axis, Dim, Sizes, python_number
+from .capabilities import Capabilities, FillRole, Role, dtype_text
 
 Number = bool | int | float
 PadValue = Number | FillRole | Axis | Dim

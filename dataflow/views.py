@@ -6,12 +6,11 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from .axes import Axis, Dim
+from .axes import Axis, Dim, Step
 from .computation import field_of
 from .declaration import Declaration
 from .errors import ReplayError
 from .guard import POINTER, Guard, own_guard
-from .step import Step
 
 T = TypeVar("T")
 Views = Mapping[str, torch.Tensor | None]

@@ -9,17 +9,16 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, TypeAlias
 
 from ..dataflow.bucket import KINDS, gathering
-from ..dataflow.caches import keep_newest
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import BatchError
 from ..dataflow.gradients import GRADIENTS, without_gradients
 from ..dataflow.guard import FUNCTION_MODES, below_modes
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side, Sources
-from ..dataflow.specialization import Specialization
+from ..dataflow.specialization import Specialization, keep_newest
 from ..dataflow.turns import Turn
 from .captured import FORKS
-from .filltimes import EVERY, FIRST, FillTimes
+from .decision import EVERY, FIRST, FillTimes
 from .graphs import GraphSet
 from .hostreads import HostReads
 
@@ -78,7 +77,7 @@ class BoundSteps:
             keep_newest(runs, KEPT)[key] = [(run(), found), *known][:KINDS]
 
 
-def bind(  # noqa: C901 - in one piece: each call within would take longer than what it does
+def bind(
     found: Specialization,
     finish: Callable[[Any], Any],
     *,
@@ -106,9 +105,8 @@ def bind(  # noqa: C901 - in one piece: each call within would take longer than 
     """
     take, write, forks, also = found.take, found.write, FORKS.count, _all_of(holds)
     stream = None if graphs is None else graphs.filler.stream
-    clock, order, neighbours = (turn, None, False) if graphs is None else (graphs.clock, graphs.order, turn.neighbours)
-    now, note, left, start = time.perf_counter_ns, times.add, FIRST, 0
-    modes, gradients = FUNCTION_MODES, GRADIENTS
+    clock, order, neighbours = (turn, None, ()) if graphs is None else (graphs.clock, graphs.order, turn.neighbours)
+    now, note, modes, gradients, left, start = time.perf_counter_ns, times.add, FUNCTION_MODES, GRADIENTS, FIRST, 0
 
     def run(batch: Any, side: Side, sources: Sources) -> Any:
         nonlocal left, start
@@ -126,10 +124,7 @@ def bind(  # noqa: C901 - in one piece: each call within would take longer than 
         turn.fills += 1  # before the first write: what follows may raise in the middle
         if hosts is not None:
             hosts.wait()
-        if not gradients():
-            write(taken, batch)
-        else:
-            without_gradients(write, taken, batch)
+        without_gradients(write, taken, batch) if gradients() else write(taken, batch)
         if launch is not None:
             launch()
         if compute is not None:

@@ -12,8 +12,8 @@ import torch
 from ..backends.base import Graph
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent
-from ..dataflow.caches import keep_newest
 from ..dataflow.guard import Guard, own_guard
+from ..dataflow.specialization import keep_newest
 from ..dataflow.views import alias
 from .config import RunnerConfig
 from .coordination import Coordinator, Step

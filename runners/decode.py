@@ -6,10 +6,12 @@ from typing import Any, Unpack, final
 import torch
 
 from ..backends.base import Backend
-from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
+from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Sizes
 from ..dataflow.buffers import Buffers
-from ..dataflow.errors import BatchError, ConfigError, MissingSourceError
+from ..dataflow.declaration import Declaration
+from ..dataflow.errors import BatchError, ConfigError, DeclarationError, MissingSourceError
 from ..dataflow.ready import Ready
+from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .captured import Captured
 from .config import RunnerConfig
@@ -23,7 +25,63 @@ from .pool import Bindings, Phase
 from .ranks.group import Ranks
 from .runner import Filled
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, Stage, V, with_width
-from .widths import Widths
+
+
+class Widths:
+    """Tells batches of another width by their sizes on TOKENS and BATCH, each read by itself.
+
+    width: tokens a request, in every bucket. Only required sources are believed: where they do not tell both axes, each
+    batch counts as one of the captured width, and is refused where it is none. only: whether the step stands for that
+    width alone.
+    """
+
+    def __init__(self, declaration: Declaration, width: int, fixed: Sizes, *, only: bool = False) -> None:
+        self._width = width
+        self._only = only
+        self._name = declaration.name
+        self._bound = [name for name, slot in declaration.slots.items() if WIDTH in slot.axes]
+        self._size = _apart(declaration, fixed)
+        self._tokens = declaration.varying.index(TOKENS) if self._size is not None else 0
+
+    def of(self, batch: Any, side: Side) -> tuple[int, tuple[int, ...]] | None:
+        """The width and live sizes of a batch whose requests have as many tokens each, but not as captured; or None."""
+        if self._size is None:
+            return None
+        try:
+            live = self._size(batch, side)
+        except BatchError:  # which the captured width's own sizes word better
+            return None
+        tokens, requests = live[self._tokens], live[-1]
+        if not tokens or not requests or tokens % requests or tokens == requests * self._width:
+            return None
+        return tokens // requests, live
+
+    def decision(self, width: int) -> Decision:
+        """Eager, for a batch of this width. BatchError where the step, or slots, would be of another than the batch."""
+        said = f"requests have {_tokens(width)} each, and graphs were captured for {_tokens(self._width)}"
+        if self._only:
+            message = f"{said}, the only width of this runner's step: bring {_tokens(self._width)} a request"
+            raise BatchError(message)
+        if self._bound:
+            names = ", ".join(map(repr, self._bound))
+            message = f"{said}; slots {names} of {self._name} follow from WIDTH: make a runner with width={width}"
+            raise BatchError(message)
+        return Decision("eager", None, "width_differs", said)
+
+
+def _apart(declaration: Declaration, fixed: Sizes) -> Sizer | None:
+    """What reads TOKENS and BATCH apart; None where they cannot be, or where one may be absent."""
+    if TOKENS not in declaration.varying or BATCH not in declaration.varying:
+        return None
+    try:
+        size = Sizer(declaration, {}, fixed, BATCH)
+    except DeclarationError:  # one of them follows from the other, and is told by nothing else
+        return None
+    return size if size.required else None
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
 
 
 class RequestRunner(GraphRunner[V]):
@@ -154,7 +212,33 @@ class RequestRunner(GraphRunner[V]):
 
 @final
 class DecodeRunner(RequestRunner[V]):
-    """Captures a step for buckets of requests, and replays the smallest that a batch fits."""
+    """Captures a step for buckets of requests, and replays the smallest that a batch fits.
+
+    Args:
+        inputs: The declaration class.
+        step: Called with its view; returns tensors with one row a token.
+        sizes: Sizes of the fixed axes, and capacities of varying ones beside BATCH and TOKENS.
+        settings: What `when=` of slots refers to.
+        bind: Tensors to adopt as buffers, by slot.
+        absent: Further patterns of absent optional slots to capture, each a collection of names. With none, a
+            batch that lacks one runs eagerly.
+        lend: By slot, a call that gets its view before the step's code runs (warm-up, capture, eager runs), and
+            None after it: so an object outside, such as a KV cache, is part of what is captured.
+        carry: Slots that the batch has computed right where a step runs eagerly, such as counts of padded rows.
+        output_rows: The axis that the rows of outputs follow, TOKENS or BATCH, or None to get outputs whole.
+        phase: Of a pool, whose memory others use in theirs.
+        state: The tensors beside slots, or parts of them, that captures and checks put back after each run of the
+            step that nobody asked for. By default all that its operators write is found and put back; a large KV
+            cache that a custom operator writes may be too large for that: give the parts that padded rows write,
+            or `()`.
+        ranks: Those that run each step together, in one bucket.
+        backend: A backend or its name.
+        options: Those of `DecodeOptions`.
+
+    Raises:
+        ConfigError: An argument does not fit.
+        BindError: A tensor cannot be adopted.
+    """
 
     def __init__(
         self,
@@ -174,34 +258,6 @@ class DecodeRunner(RequestRunner[V]):
         backend: str | Backend = "auto",
         **options: Unpack[DecodeOptions],
     ) -> None:
-        """Check what is given, and allocate the slots; `capture` makes the graphs.
-
-        Args:
-            inputs: The declaration class.
-            step: Called with its view; returns tensors with one row a token.
-            sizes: Sizes of the fixed axes, and capacities of varying ones beside BATCH and TOKENS.
-            settings: What `when=` of slots refers to.
-            bind: Tensors to adopt as buffers, by slot.
-            absent: Further patterns of absent optional slots to capture, each a collection of names. With none, a
-                batch that lacks one runs eagerly.
-            lend: By slot, a call that gets its view before the step's code runs (warm-up, capture, eager runs), and
-                None after it: so an object outside, such as a KV cache, is part of what is captured.
-            carry: Slots that the batch has computed right where a step runs eagerly, such as counts of padded rows.
-            output_rows: The axis that the rows of outputs follow, TOKENS or BATCH, or None to get outputs whole.
-            phase: Of a pool, whose memory others use in theirs.
-            state: The tensors beside slots, or parts of them, that captures and checks put back after each run of the
-                step that nobody asked for. By default all that its operators write is found and put back; a large KV
-                cache that a custom operator writes may be too large for that: give the parts that padded rows write,
-                or `()`.
-            ranks: Those that run each step together, in one bucket.
-            backend: A backend or its name.
-            options: Those of `DecodeOptions`.
-
-        Raises:
-            ConfigError: An argument does not fit.
-            BindError: A tensor cannot be adopted.
-
-        """
         config = config_of(type(self), backend, options)
         super().__init__(
             inputs,

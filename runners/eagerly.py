@@ -9,16 +9,14 @@ import torch
 from ..dataflow import log
 from ..dataflow.admission import Wanted, check_carried
 from ..dataflow.axes import Axis, Dim, Sizes, extent
-from ..dataflow.bucket import Bucket
+from ..dataflow.bucket import Bucket, hand_over
 from ..dataflow.buffers import Buffers
-from ..dataflow.capabilities import DEVICE
+from ..dataflow.capabilities import DEVICE, resolve_dtype
 from ..dataflow.errors import BatchError
 from ..dataflow.feed import Feeder
 from ..dataflow.gradients import without_gradients
-from ..dataflow.handover import hand_over
 from ..dataflow.packet import most_for_copies
 from ..dataflow.readable import unreadable
-from ..dataflow.roles import resolve_dtype
 from ..dataflow.sizing import Sizer
 from ..dataflow.slots import Slot
 from ..dataflow.sources import Side, look_up

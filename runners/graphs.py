@@ -1,4 +1,4 @@
-"""Captured buckets: each with its fill, its graph and its outputs."""
+"""The graphs of one runner: what is captured of each bucket, and how it is replayed."""
 
 import contextlib
 import functools
@@ -33,10 +33,32 @@ from .filler import Filler, Filling
 from .holdings import Holdings
 from .modes import ADDRESSES, GENERATIONS
 from .outputs import Stamped, check_rows, map_tensors, nbytes_of
+from .running import Running, under_way
 from .stage import Stage, V
 from .state import State
-from .whole import WholeStep
 from .writes import check_writes
+
+
+class WholeStep(Generic[V]):
+    """What is captured, without gradients.
+
+    First the fused kernel, where it is the first node; then the device's computed slots, and the step on the view.
+    """
+
+    def __init__(self, stage: Stage[V], filler: Filler[V], filling: Filling, ready: Ready) -> None:
+        self._stage = stage
+        self._filler = filler
+        self._filling = filling
+        self._ready = ready
+
+    def __call__(self) -> Any:
+        """Run it."""
+        with torch.no_grad():
+            self._filler.first_node(self._filling)
+            self._ready.compute_on_device()
+            view = self._stage.capture_view(self._ready)
+            return under_way(Running(view), self._stage.run, view)
+
 
 Key = tuple[int, Absent]
 Look = Callable[[Callable[[], Any]], State]

@@ -9,8 +9,7 @@ import attrs
 from ..dataflow.capabilities import LADDER
 from ..dataflow.errors import ConfigError
 from .coordination import RanksData
-from .decision import EagerData, Why
-from .filltimes import EVERY, FillTimes, FillTimesData
+from .decision import EVERY, EagerData, FillTimes, FillTimesData, Why
 from .runner import Runner
 from .statistics import Statistics
 

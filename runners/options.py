@@ -12,8 +12,8 @@ from ..backends.base import Backend
 from ..backends.registry import name_of
 from ..dataflow.errors import ConfigError
 from .config import RunnerConfig
+from .exclusive import Unique
 from .modes import Wanted
-from .unique import Unique
 
 _NEAR: Final = 0.7
 """How alike two options are of which one may have been meant for the other."""

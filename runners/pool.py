@@ -8,17 +8,16 @@ import attrs
 import torch
 
 from ..dataflow import log
-from ..dataflow.arena import carve
 from ..dataflow.axes import Sizes, extent
 from ..dataflow.binding import Bound, Exclusive, check_bindings
-from ..dataflow.buffers import Buffers
+from ..dataflow.buffers import Buffers, carve
+from ..dataflow.capabilities import resolve_dtype
 from ..dataflow.errors import ConfigError
-from ..dataflow.roles import resolve_dtype
 from ..dataflow.sharing import Carry, Layout, Member, Schedule, lay_out
 from ..dataflow.turns import Ledger, SharedMemory, Turn
 from .arguments import check_slots, checked, checked_by_slot, checked_names
+from .exclusive import Unique
 from .stage import Stage, V
-from .unique import Unique
 
 
 class Named(Protocol):

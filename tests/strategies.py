@@ -30,8 +30,7 @@ from slotgraph import (
 )
 from slotgraph.dataflow.axes import Dim, extent
 from slotgraph.dataflow.buffers import Buffers, allocate
-from slotgraph.dataflow.capabilities import Capabilities, Placement
-from slotgraph.dataflow.roles import resolve_dtype
+from slotgraph.dataflow.capabilities import Capabilities, Placement, resolve_dtype
 from slotgraph.dataflow.slots import Constant, Slot
 from slotgraph.dataflow.sources import look_up
 from slotgraph.dataflow.tails import Once

@@ -7,12 +7,11 @@ from typing import Any
 import attrs
 import torch
 
-from ..arena import Room
 from ..axes import Sizes, extent
-from ..capabilities import HOST, Capabilities, Placement
+from ..buffers import Room
+from ..capabilities import HOST, Capabilities, Placement, resolve_dtype
 from ..declaration import Declaration
 from ..errors import ConfigError
-from ..roles import resolve_dtype
 from ..slots import Constant, Output, Slot, Staged
 from ..tails import Keep, Once, Pad
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
-from ..arena import ALIGNMENT
+from ..buffers import ALIGNMENT
 from ..errors import LayoutError
 from .layout import Layout
 from .lifetimes import LiveSlot, Member

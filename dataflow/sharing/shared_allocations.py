@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
+from ..capabilities import dtype_text
 from ..errors import ConfigError
-from ..roles import dtype_text
 from .lifetimes import LiveSlot, Member, Schedule, is_constant
 
 Key = tuple[str, str]

@@ -9,8 +9,7 @@ import typer
 
 from ...backends.base import Backend
 from ...backends.registry import AUTO, choose, names
-from ...dataflow.errors import BackendUnavailableError, ConfigError, DeclarationErrors, SlotGraphError
-from ...dataflow.failures import place_of
+from ...dataflow.errors import BackendUnavailableError, ConfigError, DeclarationErrors, SlotGraphError, place_of
 
 FAILED: Final = 1
 """A check failed, or a backend cannot run here. What was not understood exits with 2, as typer has it."""

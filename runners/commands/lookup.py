@@ -13,8 +13,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 import typer
 
-from ...dataflow.errors import SlotGraphError
-from ...dataflow.failures import place_of
+from ...dataflow.errors import SlotGraphError, place_of
 from ...dataflow.inputs import Inputs
 from ..graph_runner import GraphRunner
 from ..runner import Runner

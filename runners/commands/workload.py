@@ -12,14 +12,12 @@ import attrs
 import torch
 
 from ...backends.base import Backend
-from ...dataflow.axes import BATCH, TOKENS, extent
-from ...dataflow.capabilities import DEVICE, Lowering
+from ...dataflow.axes import BATCH, TOKENS, Step, extent
+from ...dataflow.capabilities import CACHE_LOC, DEVICE, Lowering, Role, resolve_dtype
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
-from ...dataflow.roles import CACHE_LOC, Role, resolve_dtype
 from ...dataflow.sources import look_up
 from ...dataflow.specifiers import computed, copied
-from ...dataflow.step import Step
 from ...dataflow.tails import Number
 from ..capture import capture_step, warm_up
 from ..decode import DecodeRunner

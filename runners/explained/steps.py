@@ -3,13 +3,12 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from ...dataflow.capabilities import DEVICE, HOST, Capabilities
+from ...dataflow.capabilities import DEVICE, HOST, Capabilities, dtype_text
 from ...dataflow.declaration import Declaration
 from ...dataflow.lanes import WORD, head_bytes, rounded
 from ...dataflow.packet import UNIT
 from ...dataflow.plan import FUSED, ComputeStep, CopyGroup, FillPlan
 from ...dataflow.planner import slot_bytes
-from ...dataflow.roles import dtype_text
 from .records import Fill, FillStep, Kind
 
 Bytes = Mapping[str, int]

@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ...dataflow.explain import Explanation, SlotFacts
-from ...dataflow.mermaid import mermaid
+from ...dataflow.explain import Explanation, SlotFacts, mermaid
 from ...dataflow.sharing import Layout
 from ..decision import Decision, Why
 from ..ranks.group import HOST

@@ -6,9 +6,9 @@ from typing import Any, Final
 import attrs
 import torch
 
+from ...dataflow.axes import Step
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Output, Slot
-from ...dataflow.step import Step
 from ..bits import bits
 from .replays import named, step_of
 from .tails import live_part

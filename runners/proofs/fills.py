@@ -7,11 +7,11 @@ from typing import Any, Final, Generic
 
 import torch
 
+from ...dataflow.axes import Step
 from ...dataflow.buffers import Buffer, Buffers
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import Constant, Output, Slot
-from ...dataflow.step import Step
 from ..bits import first_unequal
 from ..runner import Runner
 from ..stacked.runner import StackRunner

@@ -9,10 +9,9 @@ import attrs
 import torch
 from torch.nn import Module
 
-from ...dataflow.axes import BATCH, TOKENS
+from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Constant, Slot
-from ...dataflow.step import Step
 from ..bits import first_unequal
 from ..runner import Runner
 from ..stacked.runner import StackRunner

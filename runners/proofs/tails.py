@@ -7,11 +7,9 @@ from typing import Final
 import attrs
 import torch
 
-from ...dataflow.axes import Sizes
-from ...dataflow.capabilities import Capabilities
-from ...dataflow.roles import CACHE_LOC, Role
+from ...dataflow.axes import Sizes, Step
+from ...dataflow.capabilities import CACHE_LOC, Capabilities, Role
 from ...dataflow.slots import Constant, Output, Slot
-from ...dataflow.step import Step
 from ...dataflow.tails import STALE, Keep, Number, Once, Pad, resolve_value
 
 MOST: Final = 4096

@@ -15,7 +15,7 @@ from ...backends.base import Event
 from ...dataflow.axes import Axis
 from ...dataflow.errors import ConfigError, RankError
 from ..arguments import check_seconds, checked, refuse
-from ..unique import Unique
+from ..exclusive import Unique
 from .device_wire import DeviceWire
 from .exchange import PATIENCE, Exchange
 from .message import Message

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from ...dataflow.errors import ConfigError, RankError
 from ...dataflow.sources import Side
 from ..arguments import check_seconds, checked, refuse
-from ..opaque import opaque
+from ..exclusive import Unique, opaque
 from ..runner import Runner
-from ..unique import Unique
 from .group import checked_group
 from .pipeline_letter import Letter, Spec, told
 from .pipeline_proxies import Proxies, flattened, nested

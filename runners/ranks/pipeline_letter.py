@@ -7,8 +7,8 @@ from typing import Final
 import attrs
 import torch
 
+from ...dataflow.capabilities import dtype_from_text, dtype_text
 from ...dataflow.errors import ConfigError, RankError
-from ...dataflow.roles import dtype_from_text, dtype_text
 
 NBYTES: Final = 2048
 """Bytes of every letter: its reader must know how many."""

@@ -8,10 +8,9 @@ import torch
 
 from ...dataflow.admission import Wanted
 from ...dataflow.axes import Axis, extent
-from ...dataflow.capabilities import DEVICE
+from ...dataflow.capabilities import DEVICE, dtype_text, resolve_dtype
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, DeclarationError, RankError, ReplayError
-from ...dataflow.roles import dtype_text, resolve_dtype
 from ...dataflow.sizing import Sizer
 from ...dataflow.slots import Slot
 from ...dataflow.sources import Side, SideArgument

@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ...dataflow.capabilities import dtype_from_text
 from ...dataflow.errors import ConfigError, RecordingError
-from ...dataflow.roles import dtype_from_text
 from ...dataflow.serial import from_data, json_data, to_data
 from .records import FORMAT, Header, Value, plain_from_data
 

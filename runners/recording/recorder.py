@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from ...backends.base import HOST, Backend
+from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import ConfigError
 from ...dataflow.hostdata import array_dtype
 from ...dataflow.inputs import Inputs
-from ...dataflow.roles import dtype_text
 from ...dataflow.slots import Slot, Staged
 from ...dataflow.sources import Side, look_up
 from ..outputs import map_tensors

@@ -11,8 +11,8 @@ import attrs
 import numpy as np
 import torch
 
+from ...dataflow.capabilities import Role, dtype_text
 from ...dataflow.errors import RecordingError
-from ...dataflow.roles import Role, dtype_text
 from ..decision import Why
 from ..parts import Parts
 from ..ranks.group import Ranks

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
 import attrs
@@ -10,14 +10,17 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...backends.torch_modes import run_under
-from ...dataflow.axes import BATCH, TOKENS, Axis, Sizes
+from ...dataflow.axes import BATCH, TOKENS, Axis, Sizes, Step, extent
 from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffers
-from ...dataflow.errors import CaptureError
+from ...dataflow.capabilities import dtype_text
+from ...dataflow.computation import initial_value, write_all
+from ...dataflow.errors import CaptureError, ComputeError
 from ...dataflow.gradients import without_gradients
+from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.ready import Ready
-from ...dataflow.step import Step
-from ...dataflow.views import Aliases, ViewInfo, viewer
+from ...dataflow.tails import holds
+from ...dataflow.views import Aliases, ViewInfo, carried, viewer
 from ..capture import told_as_capture_error
 from ..decision import Path
 from ..filler import Filling
@@ -27,10 +30,49 @@ from ..running import Running, running, under_way
 from ..stage import Stage, V
 from ..state import State
 from .call import Noted, StackCall, other_object, stand_ins
-from .placeholder import fill_placeholder
 from .splitting import Splitter
 from .stack import Stack
 from .watch import Fenced, Watch
+
+
+def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Absent) -> dict[str, Any]:
+    """Fill a bucket from the declaration's placeholder, tails and computed slots too; returns its fields by name.
+
+    Copied slots that it does not name hold their pad value. CaptureError where it names what is no copied slot or
+    field, or gives a slot what that cannot hold.
+    """
+    declaration, capabilities = stage.declaration, stage.backend.capabilities
+    one = {BATCH: 1}  # also where no slot is over requests
+    values = dict(stage.inputs.placeholder(Step(one | dict(step.live_sizes), one | dict(step.padded_sizes))))
+    copied = [name for name, slot in declaration.slots.items() if slot.reads(name) is not None]
+    known = {*copied, *declaration.fields, *declaration.disabled}
+    unknown = [name for name in values if name not in known]
+    if unknown:
+        message = f"{declaration.name}.placeholder() names {unknown[0]!r}, which is no copied slot and no field"
+        raise CaptureError(message)
+    given = {name: _value(name, values, buffers, stage, step.live_sizes) for name in copied if name not in absent}
+    fields = carried(declaration.fields, values)
+    buffers.distrust()
+    fill_slot_by_slot(declaration, buffers, capabilities, step, fields, given=given)
+    return fields
+
+
+def _value(name: str, values: Mapping[str, Any], buffers: Buffers, stage: Stage[Any], live: Sizes) -> torch.Tensor:
+    buffer = buffers[name]
+    target = torch.empty(extent(buffer.slot.shape, live), dtype=buffer.tensor.dtype, device=buffer.tensor.device)
+    if name in values:
+        value = values[name]
+    else:
+        value = initial_value(name, buffer.slot, buffers.capacity, stage.backend.capabilities)
+    if isinstance(value, bool | int | float) and not holds(target.dtype, value):
+        message = f"slot {name!r}: its placeholder: {value!r} does not fit {dtype_text(target.dtype)}"
+        raise CaptureError(message)
+    try:
+        write_all(target, value, f"slot {name!r}: its placeholder")
+    except ComputeError as error:
+        raise CaptureError(str(error)) from error
+    return target
+
 
 _LIVE = "live"
 

@@ -2,9 +2,8 @@
 
 import torch
 
-from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis
+from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Step
 from ...dataflow.errors import ComputeError, ConfigError
-from ...dataflow.step import Step
 from ..ranks.group import Ranks
 from .axes import DP
 from .settings import Sharding, batches_of

@@ -3,8 +3,8 @@
 import torch
 
 from ...dataflow.axes import BATCH, TOKENS
+from ...dataflow.capabilities import CACHE_LOC
 from ...dataflow.inputs import Inputs
-from ...dataflow.roles import CACHE_LOC
 from ...dataflow.specifiers import constant, copied, staged
 from ...dataflow.tails import keep
 from .axes import HIDDEN, STEPS, TOPK, VOCAB

@@ -7,9 +7,9 @@ from typing import Any, Final, TypeVar
 import attrs
 import torch
 
+from ...dataflow.capabilities import Role, dtype_text
 from ...dataflow.errors import DeclarationError
 from ...dataflow.inputs import Inputs
-from ...dataflow.roles import Role, dtype_text
 from ...dataflow.specifiers import slot
 
 V = TypeVar("V", bound=Inputs)

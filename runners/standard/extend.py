@@ -3,7 +3,7 @@
 import torch
 
 from ...dataflow.axes import BATCH, TOKENS, WIDTH
-from ...dataflow.roles import CACHE_LOC
+from ...dataflow.capabilities import CACHE_LOC
 from ...dataflow.specifiers import computed, constant, copied, output
 from ...dataflow.tails import keep
 from .axes import FRONT, HIDDEN, VOCAB

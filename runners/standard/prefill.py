@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 
-from ...dataflow.axes import BATCH, TOKENS
+from ...dataflow.axes import BATCH, TOKENS, Step
+from ...dataflow.capabilities import CACHE_LOC, SEQ_LEN_FILL
 from ...dataflow.inputs import Inputs
-from ...dataflow.roles import CACHE_LOC, SEQ_LEN_FILL
 from ...dataflow.specifiers import computed, copied
-from ...dataflow.step import Step
 from .axes import HIDDEN
 from .counts import first_tokens
 from .dtypes import MODEL_DTYPE

@@ -3,9 +3,8 @@
 import torch
 
 from ...dataflow.axes import BATCH
-from ...dataflow.capabilities import HOST
+from ...dataflow.capabilities import HOST, SEQ_LEN_FILL
 from ...dataflow.inputs import Inputs
-from ...dataflow.roles import SEQ_LEN_FILL
 from ...dataflow.specifiers import copied, host_parameter
 from .axes import CONTEXT
 

@@ -10,17 +10,15 @@ import numpy as np
 import torch
 
 from ...backends.base import Backend
-from ...dataflow.axes import Sizes, extent
+from ...dataflow.axes import Sizes, Step, extent
 from ...dataflow.buffers import allocate
 from ...dataflow.capabilities import DEVICE
-from ...dataflow.computation import field_of
+from ...dataflow.computation import field_of, write
 from ...dataflow.compute import OUT
 from ...dataflow.declaration import Declaration
 from ...dataflow.slots import Slot
 from ...dataflow.sources import NO_SIDE, Side, Source
-from ...dataflow.step import Step
 from ...dataflow.tails import Number, Pad, resolve_value
-from ...dataflow.values import write
 
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it
 _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - likewise

@@ -7,13 +7,12 @@ import attrs
 import torch
 
 from ...backends.base import Backend
-from ...dataflow.axes import Axis, Dim, Sizes
+from ...dataflow.axes import Axis, Dim, Sizes, Step
 from ...dataflow.bucket import Absent
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
 from ...dataflow.sampling import sampled_slots
-from ...dataflow.step import Step
 from ..filler import Filler, Filling
 from ..stage import NO_SIZES, Stage
 

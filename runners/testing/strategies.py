@@ -8,8 +8,8 @@ import torch
 
 from ...backends.base import Backend
 from ...dataflow.axes import Sizes, extent
+from ...dataflow.capabilities import resolve_dtype
 from ...dataflow.inputs import Inputs
-from ...dataflow.roles import resolve_dtype
 from ...dataflow.sampling import NO_VALUES, Sample, Values, bounds, is_location, path_of, sample_batch, sampled_slots
 from ...dataflow.slots import Slot
 from ...dataflow.sources import Path

@@ -1,16 +1,14 @@
 """Declare a captured step's inputs once; get the buffers, the fills, the padding, the views and the proofs."""
 
 from slotgraph import errors, standard
-from slotgraph.dataflow.axes import BATCH, TOKENS, WIDTH, Axis
+from slotgraph.dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Step
 from slotgraph.dataflow.binding import Exclusive
-from slotgraph.dataflow.capabilities import DEVICE, HOST
+from slotgraph.dataflow.capabilities import CACHE_LOC, DEVICE, HOST, SEQ_LEN_FILL, FillRole, Role
 from slotgraph.dataflow.errors import SlotGraphError
 from slotgraph.dataflow.inputs import Inputs
-from slotgraph.dataflow.roles import CACHE_LOC, SEQ_LEN_FILL, FillRole, Role
 from slotgraph.dataflow.slots import Slot
 from slotgraph.dataflow.sources import side
 from slotgraph.dataflow.specifiers import computed, constant, copied, host_parameter, output, slot, staged
-from slotgraph.dataflow.step import Step
 from slotgraph.dataflow.tails import keep, once
 from slotgraph.runners.breakable import BreakableRunner
 from slotgraph.runners.buckets import Buckets
@@ -18,11 +16,10 @@ from slotgraph.runners.config import RunnerConfig
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.decode import DecodeRunner
 from slotgraph.runners.draft import DraftRunner
-from slotgraph.runners.draft_extend import DraftExtendRunner
+from slotgraph.runners.draft_extend import DraftExtendRunner, MultiLayerDraftExtendRunner
 from slotgraph.runners.eager import EagerRunner
 from slotgraph.runners.explained.explanation import explain
 from slotgraph.runners.input_buffers import InputBuffers
-from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
 from slotgraph.runners.pool import InputPool
 from slotgraph.runners.prefill import PrefillRunner
 from slotgraph.runners.proofs.check import check

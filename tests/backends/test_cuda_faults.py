@@ -11,7 +11,7 @@ from slotgraph.backends import cuda, faults
 from slotgraph.backends.cuda_faults import ADVICE
 from slotgraph.backends.cuda_runtime import CudaRuntime
 from slotgraph.backends.graph_pool import pool_of
-from slotgraph.dataflow import failures
+from slotgraph.dataflow import errors
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
 
 SYNC = "CUDA error: operation not permitted when stream is capturing\nSearch for `cudaErrorStreamCaptureUnsupported'\n"
@@ -165,7 +165,7 @@ def test_what_was_asked_for() -> None:
 
 def test_place_without_a_traceback() -> None:
     """An error that was never raised has no place; one from inside torch has the line that called it."""
-    assert failures.place_of(RuntimeError("x")) == ""
+    assert errors.place_of(RuntimeError("x")) == ""
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2).view(3)
-    assert "test_cuda_faults.py:" in failures.place_of(caught.value)
+    assert "test_cuda_faults.py:" in errors.place_of(caught.value)

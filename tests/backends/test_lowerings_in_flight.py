@@ -19,12 +19,12 @@ from slotgraph.backends.ring import ENTRIES
 from slotgraph.dataflow import planner
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import Buffers, allocate
+from slotgraph.dataflow.capabilities import resolve_dtype
 from slotgraph.dataflow.feed import Feeder
 from slotgraph.dataflow.lanes import WORD, head_bytes, table_of
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.packet import UNIT, most_for_copies
 from slotgraph.dataflow.planner import LARGE_BYTES
-from slotgraph.dataflow.roles import resolve_dtype
 from slotgraph.dataflow.slots import Constant, Slot
 from slotgraph.dataflow.tails import Once
 from slotgraph.dataflow.views import Views

@@ -11,7 +11,7 @@ from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.runners import bound, decision
 from slotgraph.runners.commands.workload import LIVE, Case, by_lowering, cases
-from slotgraph.runners.filltimes import EVERY, FIRST
+from slotgraph.runners.decision import EVERY, FIRST
 from slotgraph.runners.metrics import exposition
 
 pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")

@@ -27,8 +27,7 @@ from slotgraph import (
 )
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration
-from slotgraph.dataflow.mermaid import mermaid
+from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration, mermaid
 from slotgraph.dataflow.planner import plan_fill
 from slotgraph.runners.explained.tables import tables
 from tests.strategies import declarations

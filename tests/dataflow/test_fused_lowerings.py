@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, Inputs, Step, computed, copied
 from slotgraph.dataflow import lanes, planner
 from slotgraph.dataflow.bucket import Bucket
-from slotgraph.dataflow.capabilities import Capabilities, Lowering
+from slotgraph.dataflow.capabilities import Capabilities, Lowering, resolve_dtype
 from slotgraph.dataflow.errors import ComputeError
 from slotgraph.dataflow.lanes import MOST_OUTER, WORD
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.planner import LARGE_BYTES, LARGE_LANE_BYTES
 from slotgraph.dataflow.ready import Ready
-from slotgraph.dataflow.roles import resolve_dtype
 from slotgraph.dataflow.slots import Copied
 from slotgraph.dataflow.tails import Pad
 from slotgraph.runners.testing.bytes import scribble

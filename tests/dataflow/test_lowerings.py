@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Inputs, Step, computed, copied, keep
-from slotgraph.dataflow.bucket import Bucket
+from slotgraph.dataflow.bucket import Bucket, hand_over
 from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.declaration import declare
-from slotgraph.dataflow.handover import hand_over
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.planner import plan_fill
 from slotgraph.dataflow.views import Views

@@ -13,15 +13,13 @@ from slotgraph import BATCH, CACHE_LOC, Inputs, Step, computed, copied
 from slotgraph.backends.host_upload import HostUpload
 from slotgraph.dataflow import bucket as buckets
 from slotgraph.dataflow import planner
-from slotgraph.dataflow.bucket import Bucket
+from slotgraph.dataflow.bucket import Bucket, hand_over
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, MissingSourceError
-from slotgraph.dataflow.feed import Feeder
-from slotgraph.dataflow.handover import hand_over
+from slotgraph.dataflow.feed import Feeder, Upload
 from slotgraph.dataflow.packet import most_for_copies
 from slotgraph.dataflow.planner import FEW_NUMBERS, LARGE_BYTES, plan_fill
 from slotgraph.dataflow.serial import plan_from_json, plan_to_json
-from slotgraph.dataflow.upload import Upload
 from tests.strategies import declaration_of, noise, poisoned
 
 PACKS = Capabilities(packed_uploads=True, roles={"cache_loc": torch.int32})

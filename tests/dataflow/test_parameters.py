@@ -27,8 +27,7 @@ from slotgraph import (
 )
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationError, DeclarationErrors
-from slotgraph.dataflow.explain import Explanation, explain_declaration
-from slotgraph.dataflow.mermaid import mermaid
+from slotgraph.dataflow.explain import Explanation, explain_declaration, mermaid
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.dataflow.slots import Constant, Copied, HostParameter, Output
 from slotgraph.runners.explained.tables import tables

@@ -27,9 +27,8 @@ from slotgraph import (
 )
 from slotgraph.dataflow.axes import extent
 from slotgraph.dataflow.bucket import Bucket
-from slotgraph.dataflow.capabilities import Capabilities
+from slotgraph.dataflow.capabilities import Capabilities, resolve_dtype
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.roles import resolve_dtype
 from slotgraph.dataflow.sampling import Sample, sample_batch
 from slotgraph.dataflow.sources import Call
 from tests.fused import feeder_for

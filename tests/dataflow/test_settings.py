@@ -10,14 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, HOST, TOKENS, EagerRunner, Inputs, Step, computed, copied
-from slotgraph.dataflow.bucket import Bucket
+from slotgraph.dataflow.bucket import Bucket, hand_over
 from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.errors import DeclarationError, DeclarationErrors
-from slotgraph.dataflow.explain import explain_declaration
-from slotgraph.dataflow.handover import hand_over
-from slotgraph.dataflow.mermaid import mermaid
+from slotgraph.dataflow.explain import explain_declaration, mermaid
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.planner import plan_fill
 from slotgraph.dataflow.sources import look_up

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph.dataflow.capabilities import Capabilities
+from slotgraph.dataflow.capabilities import Capabilities, dtype_from_text
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, explain_declaration
 from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, TailReset
-from slotgraph.dataflow.roles import dtype_from_text
 from slotgraph.dataflow.serial import from_data, plan_from_json, plan_to_json, to_data
 from tests.fuzz.hostile import NASTY_TEXTS, spoilt, values
 from tests.runners.models import PlainInputs

@@ -10,7 +10,7 @@ from slotgraph import BATCH, DecodeRunner, Inputs, Step, computed, copied
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.backends.ring import ENTRIES, Ring
 from slotgraph.backends.torch_ring import Slices, finish_on, packet_on, pinned, ring_on
-from slotgraph.dataflow.upload import Upload
+from slotgraph.dataflow.feed import Upload
 
 pytestmark = pytest.mark.modes("eager", "lazy")
 SENDS = 3 * ENTRIES + 5

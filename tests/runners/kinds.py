@@ -11,12 +11,10 @@ from torch import nn
 from slotgraph import BATCH, TOKENS, BreakableRunner, DecodeRunner, EagerRunner, Inputs, standard
 from slotgraph.backends import Backend
 from slotgraph.dataflow.axes import WIDTH, Axis, Sizes, extent
-from slotgraph.dataflow.capabilities import HOST
+from slotgraph.dataflow.capabilities import HOST, resolve_dtype
 from slotgraph.dataflow.declaration import Declaration
-from slotgraph.dataflow.roles import resolve_dtype
 from slotgraph.runners.draft import DraftRunner
-from slotgraph.runners.draft_extend import DraftExtendRunner
-from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
+from slotgraph.runners.draft_extend import DraftExtendRunner, MultiLayerDraftExtendRunner
 
 TOPK: Final = 4
 STEPS: Final = 3

@@ -22,7 +22,7 @@ from slotgraph import (
     staged,
 )
 from slotgraph.dataflow.axes import Sizes, extent
-from slotgraph.dataflow.roles import resolve_dtype
+from slotgraph.dataflow.capabilities import resolve_dtype
 from slotgraph.dataflow.slots import Slot
 from tests.packing import backend_of
 from tests.sources import Maker

@@ -13,8 +13,8 @@ import torch
 import typer.testing
 
 from slotgraph.backends import Backend, choose
+from slotgraph.dataflow.capabilities import resolve_dtype
 from slotgraph.dataflow.errors import WrongBytesError
-from slotgraph.dataflow.roles import resolve_dtype
 from slotgraph.runners.commands import bench
 from slotgraph.runners.commands.app import app
 from slotgraph.runners.commands.habits import habits

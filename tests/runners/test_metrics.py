@@ -15,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.runners.decision import Why
-from slotgraph.runners.filltimes import BOUNDS, EVERY
+from slotgraph.runners.decision import BOUNDS, EVERY, Why
 from slotgraph.runners.metrics import EDGES, Collector, exposition
 from slotgraph.runners.runner import Runner
 from slotgraph.runners.statistics import Statistics

@@ -13,8 +13,7 @@ from structlog.testing import capture_logs
 
 from slotgraph import DecodeRunner, EagerRunner, InputPool
 from slotgraph.dataflow.errors import ReplayError
-from slotgraph.runners.decision import BucketData, EagerData, FillsData
-from slotgraph.runners.filltimes import BOUNDS, EVERY, FIRST, FillTimes, FillTimesData
+from slotgraph.runners.decision import BOUNDS, EVERY, FIRST, BucketData, EagerData, FillsData, FillTimes, FillTimesData
 from slotgraph.runners.runner import Runner
 from slotgraph.runners.statistics import CaptureData, Statistics
 from tests.runners.counted import EVERY_KIND, Act, Books, act, anew, counted, schedules

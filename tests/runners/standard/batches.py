@@ -6,9 +6,8 @@ import torch
 
 from slotgraph import BATCH, TOKENS, WIDTH, Axis, Inputs, Ranks, standard
 from slotgraph.dataflow.axes import extent
-from slotgraph.dataflow.capabilities import Capabilities
+from slotgraph.dataflow.capabilities import Capabilities, resolve_dtype
 from slotgraph.dataflow.declaration import Declaration
-from slotgraph.dataflow.roles import resolve_dtype
 from slotgraph.dataflow.sources import Path, SideArgument
 from tests.strategies import noise
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Final
 
 from slotgraph import FillRole, Inputs, Role, Slot, standard
+from slotgraph.dataflow.capabilities import dtype_text
 from slotgraph.dataflow.explain import SlotFacts, explain_declaration
-from slotgraph.dataflow.roles import dtype_text
 from slotgraph.dataflow.tails import Pad
 from tests.runners.standard.batches import CLASSES, CUDA, NPU
 

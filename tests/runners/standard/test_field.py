@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from slotgraph import Inputs, standard
+from slotgraph.dataflow.capabilities import CACHE_LOC, resolve_dtype
 from slotgraph.dataflow.explain import explain_declaration
-from slotgraph.dataflow.roles import CACHE_LOC, resolve_dtype
 from tests.runners.standard.batches import CLASSES, CUDA, NPU
 
 FILL: Final = "pad=seq_len_fill"

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied, standard
+from slotgraph.dataflow.axes import Step
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.errors import BatchError, DeclarationError, DeclarationErrors
 from slotgraph.dataflow.limits import Limits
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.dataflow.step import Step
 from tests.runners.standard.batches import NPU, batch_of, ranked, sizes_of
 from tests.strategies import empty, same_bytes
 

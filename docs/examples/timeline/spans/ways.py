@@ -9,7 +9,7 @@ import torch
 
 from slotgraph import DecodeRunner, Inputs
 from slotgraph.backends import Backend
-from slotgraph.dataflow.roles import resolve_dtype
+from slotgraph.dataflow.capabilities import resolve_dtype
 from slotgraph.dataflow.tails import Pad, resolve_value
 from slotgraph.runners.commands.workload import Batch, declare_decode
 
