@@ -1,8 +1,10 @@
-"""Computed slots: a function bound to its arguments, and what it returns written into the slot's memory."""
+"""Computed slots: a function bound to its arguments, and what becomes of its result, in the slot or in the upload."""
 
+import ctypes
 import functools
+import struct
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import attrs
 import numpy as np
@@ -12,7 +14,8 @@ from .axes import Sizes, Step
 from .capabilities import Capabilities, dtype_text, resolve_dtype
 from .compute import OUT, STEP, Compute
 from .errors import ComputeError, blame
-from .hostdata import tensor_of
+from .hostdata import letter_of, tensor_of
+from .lanes import WORD, rounded
 from .slots import Slot
 from .sources import look_up
 from .tails import holds, resolve_value
@@ -57,7 +60,7 @@ def write(target: torch.Tensor, value: Any, what: str) -> None:
     if isinstance(value, bool | int | float):
         _write_number(target, value, what)
         return
-    tensor = _as_tensor(value, target, what)
+    tensor = value if isinstance(value, torch.Tensor) else _as_tensor(value, target, what)
     if tensor.shape != target.shape or tensor.dtype != target.dtype or tensor.layout != target.layout:
         layout = "" if tensor.layout == target.layout else f"{tensor.layout} "
         raise ComputeError(_misfit(what, target, f"{layout}{dtype_text(tensor.dtype)} of shape {list(tensor.shape)}"))
@@ -77,9 +80,7 @@ def _write_number(target: torch.Tensor, value: float, what: str) -> None:
 
 
 def _as_tensor(value: Any, target: torch.Tensor, what: str) -> torch.Tensor:
-    """A tensor as it is; an array as a tensor of its own dtype; lists of numbers that the target's dtype can hold."""
-    if isinstance(value, torch.Tensor):
-        return value
+    """An array as a tensor of its own dtype, or lists of numbers that the target's dtype can hold."""
     if not isinstance(value, list | tuple | np.ndarray | np.generic):
         raise ComputeError(_misfit(what, target, f"{type(value).__name__}"))
     try:
@@ -166,45 +167,84 @@ class Computation:
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything
             blame(self.slot, self.compute.function, error)
         if self.read:
-            self._check_read()
+            now = [alias._version for _, alias in self.read.values()]  # noqa: SLF001 - torch's own name
+            if now != self.versions:
+                self._refuse_writes(now)
         return value
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether the function is given neither fields nor slots, so that it can be called as it is."""
-        return not self.fields and not self.read
-
-    def _check_read(self) -> None:
-        """ComputeError where the function wrote a slot that it was given, or changed its shape."""
-        now = [alias._version for _, alias in self.read.values()]  # noqa: SLF001 - torch's own name
-        if now != self.versions:
-            for slot, alias in self.read.values():
-                alias.data = slot  # its shape again
-            written = [
-                name for name, before, after in zip(self.read, self.versions, now, strict=True) if before != after
-            ]
-            self.versions[:] = now
-            message = (
-                f"slot {self.slot!r}: its function changes {', '.join(map(repr, written))}, which it is given to read: "
-                "let it make a tensor of its own, or return what it computes"
-            )
-            raise ComputeError(message)
+    def _refuse_writes(self, now: list[int]) -> NoReturn:
+        """Raise ComputeError: the function wrote a slot that it was given, or changed its shape."""
+        for slot, alias in self.read.values():
+            alias.data = slot  # its shape again
+        written = [name for name, before, after in zip(self.read, self.versions, now, strict=True) if before != after]
+        self.versions[:] = now
+        message = (
+            f"slot {self.slot!r}: its function changes {', '.join(map(repr, written))}, which it is given to read: "
+            "let it make a tensor of its own, or return what it computes"
+        )
+        raise ComputeError(message)
 
     def store(self, value: Any) -> None:
         """Write what the function returned. ComputeError where the slot cannot hold it."""
+        what = f"slot {self.slot!r}: its function's result"
         if type(value) is self.number:
-            self._fill(value)  # type: ignore[arg-type] # its very type was just compared
+            try:
+                self.target.fill_(value)  # type: ignore[call-overload] # its very type was just compared
+            except (RuntimeError, OverflowError) as error:
+                message = f"{what}: {error}"
+                raise ComputeError(message) from error
         elif not self.compute.writes_out:
-            write(self.target, value, self._what)
+            write(self.target, value, what)
+
+
+@attrs.frozen(eq=False)
+class PackedValue:
+    """A computation whose result becomes bytes: one number at once, anything else by way of a host tensor.
+
+    nbytes: bytes in the upload, a multiple of its unit. pack: for one number of the slot's own kind.
+    """
+
+    computation: Computation
+    scratch: torch.Tensor
+    nbytes: int
+    pack: Callable[[Any], bytes] | None
+
+    @classmethod
+    def of(cls, computation: Computation, unit: int = WORD) -> "PackedValue":
+        """The same computation with a host tensor as its target; unit: what its place's bytes are a multiple of."""
+        target = computation.target
+        nbytes = rounded(target.nbytes, unit)
+        with torch.inference_mode(mode=False):
+            room = torch.zeros(max(nbytes, unit), dtype=torch.uint8, device="cpu")
+            scratch = room[: target.nbytes].view(target.dtype).view(target.shape)
+        letter = letter_of(target.dtype) if target.numel() == 1 else None
+        pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if letter is not None else None
+        return cls(attrs.evolve(computation, target=scratch), scratch, nbytes, pack)
 
     @property
-    def _what(self) -> str:
-        return f"slot {self.slot!r}: its function's result"
+    def slot(self) -> str:
+        """Which slot the value is for."""
+        return self.computation.slot
 
-    def _fill(self, value: float) -> None:
-        """The common case, one number of the right kind, without further checks; torch refuses what does not fit."""
-        try:
-            self.target.fill_(value)
-        except (RuntimeError, OverflowError) as error:
-            message = f"{self._what}: {error}"
-            raise ComputeError(message) from error
+    def on(self, known: Mapping[str, Any], fields: Mapping[str, Any]) -> "PackedValue":
+        """The same function with other arguments."""
+        return attrs.evolve(self, computation=self.computation.on(known, fields))
+
+    def tensor_of(self, batch: Any) -> torch.Tensor:
+        """Call the function; its result on the host, until the next call. ComputeError as `bytes_of`."""
+        with torch.no_grad():
+            self.computation.run(batch)
+        return self.scratch
+
+    def bytes_of(self, batch: Any) -> bytes:
+        """Call the function. ComputeError where it raises, or the slot cannot hold what it returns."""
+        computation = self.computation
+        value = computation.value(batch)
+        if self.pack is not None and type(value) is computation.number:
+            try:
+                return self.pack(value)
+            except (struct.error, OverflowError):
+                computation.store(value)  # which says what does not fit
+        with torch.no_grad():
+            computation.store(value)
+        return ctypes.string_at(self.scratch.data_ptr(), self.nbytes)

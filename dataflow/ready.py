@@ -11,12 +11,11 @@ import torch
 from .axes import Sizes, Step
 from .buffers import Box, Buffer, Buffers
 from .capabilities import DEVICE, HOST
-from .computation import Computation
+from .computation import Computation, PackedValue
 from .compute import SETTINGS, STEP
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError
 from .lanes import WORD
-from .packed import PackedValue
 from .packet import UNIT
 from .plan import FUSED, ComputeStep, CopyGroup, FillPlan
 from .tails import Number

@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -13,7 +13,7 @@ from .axes import Axis, Dim, Sizes
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, MissingSourceError
 from .readable import NOT_TOLD, unreadable
-from .sources import Gather, Side, Source, Sources
+from .sources import Gather, Side, Source
 
 Relations = Mapping[Axis, Dim]
 
@@ -86,10 +86,10 @@ class Sizer:
         sizes = [relations.get(axis, Dim.of(axis)) for axis in wanted]
         leads = sorted({_told(size) for size in sizes})
         self._tellers = tuple(_tellers(declaration, axis, relations, fixed) for axis in leads)
-        self._gauges = tuple(_chosen(tellers) for tellers in self._tellers)
+        self.gauges = tuple(_chosen(tellers) for tellers in self._tellers)
         self._check_side = declaration.check_side
-        self.required = all(gauges[0].required for gauges in self._gauges)
-        self._firsts = tuple(gauges[0] for gauges in self._gauges)
+        self.required = all(gauges[0].required for gauges in self.gauges)
+        self._firsts = tuple(gauges[0] for gauges in self.gauges)
         self._gather = Gather([gauge.source for gauge in self._firsts])
         self._lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
 
@@ -101,12 +101,12 @@ class Sizer:
         votes = [_votes(tellers, batch, side) for tellers in self._tellers]
         if not isinstance(error, MissingSourceError):
             faults = [
-                fault for gauges, rows in zip(self._gauges, votes, strict=True) for fault in _outvoted(gauges, rows)
+                fault for gauges, rows in zip(self.gauges, votes, strict=True) for fault in _outvoted(gauges, rows)
             ]
             if faults:
                 error.args = ("; ".join(faults),)
                 return
-        told = ", ".join(_told_by(gauges[0], rows) for gauges, rows in zip(self._gauges, votes, strict=True))
+        told = ", ".join(_told_by(gauges[0], rows) for gauges, rows in zip(self.gauges, votes, strict=True))
         note = f" (sizes were read: {told})"
         error.args = (str(error).removesuffix(note) + note,)
 
@@ -118,45 +118,10 @@ class Sizer:
         if side:
             self._check_side(side)
         if not self.required:
-            return self._spread([_first_rows(gauges, batch, side) for gauges in self._gauges])
+            return self._spread([_first(gauges, batch, side) for gauges in self.gauges])
         sources = self._gather(batch, side)
         sizes = [gauge.size(source) for gauge, source in zip(self._firsts, sources, strict=True)]
         return self._spread([gauge.rows(size, batch, side) for gauge, size in zip(self._firsts, sizes, strict=True)])
-
-    def told(self, names: Sequence[str]) -> Callable[[Sources], Hashable]:
-        """Make a call that tells from sources which sizes they have, on the axes that others follow from.
-
-        It is for batches of which one knows which optional sources they have: two batches that are alike in that and
-        in what is told have the same live sizes.
-
-        Args:
-            names: The slots of the sources that the call is given, in their order.
-
-        """
-        tellers = [[(names.index(gauge.slot), gauge.dim, gauge) for gauge in gauges] for gauges in self._gauges]
-        places = [(place, dim) for (place, dim, _), *_ in tellers]
-
-        def told(sources: Sources) -> Hashable:
-            return tuple([_first(gauges, sources) for gauges in tellers])
-
-        def sizes(sources: Sources) -> Hashable:
-            try:
-                return tuple([sources[place].shape[dim] for place, dim in places])
-            except (*NOT_TOLD, IndexError):
-                return told(sources)
-
-        def size(sources: Sources) -> Hashable:
-            try:
-                return sources[first].shape[dim]  # type: ignore[no-any-return] # a number, of whatever has a shape
-            except (*NOT_TOLD, IndexError):
-                return told(sources)
-
-        if not self.required:
-            return told
-        if len(places) != 1:
-            return sizes
-        ((first, dim),) = places
-        return size
 
     def _spread(self, rows: list[int]) -> tuple[int, ...]:
         return tuple(base + slope * rows[lead] for lead, base, slope in self._lines)
@@ -226,15 +191,7 @@ def _told_by(gauge: Gauge, votes: Mapping[Gauge, int]) -> str:
     return f"{gauge.axis} off slot {gauge.slot!r}"
 
 
-def _first(gauges: Sequence[tuple[int, int, Gauge]], sources: Sources) -> int:
-    """The size of the first source that is there, of those that may tell one axis; 0 where none is."""
-    for place, _, gauge in gauges:
-        if sources[place] is not None:
-            return gauge.size(sources[place])
-    return 0
-
-
-def _first_rows(gauges: tuple[Gauge, ...], batch: Any, side: Side) -> int:
+def _first(gauges: tuple[Gauge, ...], batch: Any, side: Side) -> int:
     """The rows that the first of several optional sources tells; no rows where the batch has none of them."""
     for gauge in gauges:
         if gauge.source.read(batch, side) is not None:

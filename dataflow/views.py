@@ -114,5 +114,9 @@ def make_view(cls: type[T], tensors: Views, fields: Mapping[str, Any], info: Vie
 
 def carried(fields: Mapping[str, Any], batch: Any) -> dict[str, Any]:
     """The fields that are no slots: the batch's own, else the defaults; those with neither are left out."""
-    found = {name: field_of(batch, name, default) for name, default in fields.items()}
-    return {name: value for name, value in found.items() if value is not None or fields[name] is not attrs.NOTHING}
+    found = {}
+    for name, default in fields.items():
+        value = field_of(batch, name, default)
+        if value is not None or default is not attrs.NOTHING:
+            found[name] = value
+    return found

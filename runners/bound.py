@@ -13,6 +13,7 @@ from ..dataflow.declaration import Declaration
 from ..dataflow.errors import BatchError
 from ..dataflow.gradients import GRADIENTS, without_gradients
 from ..dataflow.guard import FUNCTION_MODES, below_modes
+from ..dataflow.readable import NOT_TOLD
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side, Sources
 from ..dataflow.specialization import Specialization, keep_newest
@@ -38,7 +39,7 @@ class BoundSteps:
     def __init__(self, declaration: Declaration, size: Sizer) -> None:
         self._arguments = declaration.arguments
         names, self._gather = gathering(declaration)
-        self._key = _key_of(size.told(names), [names.index(name) for name, _ in declaration.optional])
+        self._key = _key_of(size, names, [name for name, _ in declaration.optional])
         self._runs: tuple[dict[Hashable, list[tuple[Run, Specialization]]], ...] = ({}, {})
 
     def __len__(self) -> int:
@@ -144,8 +145,31 @@ def _all_of(holds: Sequence[Holds]) -> Holds | None:
     return holds[0] if holds else None
 
 
-def _key_of(told: Key, optional: Sequence[int]) -> Key:
-    """What tells sizes, and which optional sources are there, where there are any."""
-    if not optional:
-        return told
-    return lambda sources: (told(sources), *[sources[place] is None for place in optional])
+def _key_of(size: Sizer, names: Sequence[str], optional: Sequence[str]) -> Key:
+    """Make a call that tells from sources which sizes they have, and which optional ones are there.
+
+    Two batches that are alike in that have the same live sizes, and lack the same slots.
+    """
+    axes = [[(names.index(gauge.slot), gauge) for gauge in gauges] for gauges in size.gauges]
+    firsts = [(place, gauge.dim) for (place, gauge), *_ in axes]
+    absent = [names.index(name) for name in optional]
+
+    def told(sources: Sources) -> Hashable:
+        present = (next(((one, sources[at]) for at, one in axis if sources[at] is not None), None) for axis in axes)
+        return (
+            *[0 if one is None else one[0].size(one[1]) for one in present],
+            *[sources[at] is None for at in absent],
+        )
+
+    def sizes(sources: Sources) -> Hashable:
+        found: list[Any] = []
+        try:
+            for place, dim in firsts:
+                found.append(sources[place].shape[dim])
+        except (*NOT_TOLD, IndexError):  # lists, and what the long way refuses
+            return told(sources)
+        if absent:
+            found += [sources[place] is None for place in absent]
+        return tuple(found)
+
+    return sizes if size.required else told

@@ -14,7 +14,7 @@ from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import DEVICE, resolve_dtype
 from ..dataflow.errors import BatchError
 from ..dataflow.feed import Feeder
-from ..dataflow.gradients import without_gradients
+from ..dataflow.gradients import GRADIENTS, without_gradients
 from ..dataflow.packet import most_for_copies
 from ..dataflow.readable import unreadable
 from ..dataflow.sizing import Sizer
@@ -159,11 +159,15 @@ class Eagerly(Generic[V]):
         buffers, hosts, stage = self.buffers, self.hosts(), self.stage
         step: Callable[[V], Any] = stage.run if stage.lend or stage.restored else stage.step
         turn = Turn() if buffers is None else buffers.turn
-        note = hosts.note if hosts.possible else None
+        note, gradients = hosts.note if hosts.possible else None, GRADIENTS
 
         def run(view: V) -> Any:
             turn.eager_runs += 1
-            outputs = without_gradients(under_way, Running(view), step, view)
+            step_now = Running(view)
+            if gradients():
+                outputs = without_gradients(under_way, step_now, step, view)
+            else:
+                outputs = under_way(step_now, step, view)
             if note is not None:
                 note()
             return outputs

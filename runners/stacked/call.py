@@ -40,6 +40,7 @@ class StackCall:
         self._types = (tuple(map(type, given)), tuple(kwargs)) if is_flat else None
         self.leaves: list[Any] = [view if leaf is own else self._kept(leaf) for leaf in leaves]
         self._slots = _slots_of(view)
+        self._in_slots = [isinstance(one, torch.Tensor) and buffers.holds(one) for one in self.leaves]
 
     def _kept(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or self._buffers.holds(leaf):
@@ -83,10 +84,16 @@ class StackCall:
         """
         leaves = self._leaves_of(args, kwargs)
         values = view.__dict__
-        now: dict[int, Any] = {id(self.view): view, **{key: values[name] for key, name in self._slots}}
+        now: dict[int, Any] = {id(self.view): view}
+        for key, name in self._slots:
+            now[key] = values[name]
         for place, (leaf, kept) in enumerate(zip(leaves, self.leaves, strict=True)):
             if kept is self.view:
-                _check_is(place, leaf, view)
+                if leaf is not view:
+                    message = (
+                        f"argument {place} of the stack was the step's own view at capture, and is another one now"
+                    )
+                    raise ReplayError(message)
             elif place in self.use.read:
                 self._move(place, leaf, kept)
             elif self._is_handed_on(place, kept):
@@ -106,7 +113,7 @@ class StackCall:
             leaves = self._leaves_of(args, kwargs)
             for place in self.use.written:
                 leaf, kept = leaves[place], self.leaves[place]
-                if isinstance(kept, torch.Tensor) and not _is_same_memory(leaf, kept):
+                if isinstance(kept, torch.Tensor) and leaf.data_ptr() != kept.data_ptr():
                     leaf.copy_(kept)
 
     def _leaves_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -135,9 +142,9 @@ class StackCall:
             got = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             message = f"argument {place} of the stack is {got}, and its graphs read one of {list(kept.shape)}"
             raise ReplayError(message)
-        if _is_same_memory(leaf, kept):
+        if leaf.data_ptr() == kept.data_ptr() and leaf.stride() == kept.stride():
             return
-        if self._buffers.holds(kept):
+        if self._in_slots[place]:
             message = f"argument {place} of the stack was a slot at capture, which graphs read, and is other memory now"
             raise ReplayError(message)
         kept.copy_(leaf)
@@ -159,16 +166,6 @@ def stand_ins(seen: Inputs, view: Inputs) -> Mapping[int, Any]:
 
 def _slots_of(view: Inputs) -> list[tuple[int, str]]:
     return [(id(value), name) for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)]
-
-
-def _check_is(place: int, leaf: Any, view: Inputs) -> None:
-    if leaf is not view:
-        message = f"argument {place} of the stack was the step's own view at capture, and is another one now"
-        raise ReplayError(message)
-
-
-def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
 
 
 class Noted:
