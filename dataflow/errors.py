@@ -8,6 +8,15 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+# fmt: off
+__all__ = [  # what `slotgraph.errors` shows
+    "BackendUnavailableError", "BatchError", "BindError", "CaptureError", "CheckError", "ComputeError",
+    "ConfigError", "CycleError", "DeclarationError", "DeclarationErrors", "FailedCheckError", "LayoutError",
+    "MissingSourceError", "RankError", "RecordingError", "RegressionError", "ReplayError", "SlotGraphError",
+    "StaleOutputError", "WrongBytesError",
+]
+# fmt: on
+
 
 class SlotGraphError(Exception):
     """Base of every error of this library, so that one except clause can hold them all."""
