@@ -133,15 +133,14 @@ def _on_host(want: Wanted, source: Any, fact: Fact, buffers: Buffers) -> Kind | 
     kind = _as_it_is(want, source, fact[2], want.takes)
     if kind is None or kind.carrier is None:
         try:
-            dtype = admitted_tensor(want, source, fact, buffers).dtype
+            admitted_tensor(want, source, fact, buffers)
         except ValueError:
             return None
 
-        def admitted(brought: Any) -> torch.Tensor:
-            made = admitted_tensor(want, brought, fact, buffers)
-            return made.to(device=want.device, dtype=dtype)
+        def admitted(brought: Any) -> torch.Tensor:  # of the slot's dtype, whatever this one and those to come are of
+            return admitted_tensor(want, brought, fact, buffers).to(device=want.device, dtype=want.dtype)
 
-        return Kind(dtype, prepare=admitted, loose=True)
+        return Kind(want.dtype, prepare=admitted, loose=True)
     if kind.host is np.ndarray:
         return attrs.evolve(kind, carrier=None, nbytes=0, prepare=functools.partial(tensor_of, dtype=want.dtype))
     carrier = kind.carrier
