@@ -34,7 +34,7 @@ from slotgraph.dataflow.admission import is_in_place
 from slotgraph.dataflow.errors import BatchError, ConfigError, RankError, ReplayError
 from slotgraph.dataflow.sources import Side
 from slotgraph.runners.ranks.pipeline import PipelineStage
-from slotgraph.runners.ranks.pipeline_proxies import Proxies, flattened
+from slotgraph.runners.ranks.proxies import Proxies, flattened
 from slotgraph.runners.watching import Watcher
 from tests.ranks.processes import Outcome, Processes, ranks
 from tests.runners import prefilled
@@ -659,7 +659,7 @@ def lost(rank: int, where: int, *, dies: bool) -> list[str]:
     dist.barrier()
     for end in (stage._before, stage._after):
         if end is not None and not dies:
-            end.neighbour.patience = 0.2 + 2 * rank  # from now on
+            end.patience = 0.2 + 2 * rank  # from now on
     if rank == where:
         if dies:
             os._exit(1)
@@ -777,7 +777,7 @@ def test_declarations_that_no_stage_can_have() -> None:
     """A slot reads one key; and its rows are known without it, or follow from those that are."""
     with pytest.raises(ConfigError, match="slot 'hidden' reads argument pp_proxy_tensors as a whole"):
         PipelineStage(EagerRunner(Whole, print, backend="cpu"))
-    with pytest.raises(ConfigError, match="Untold: TOKENS is told by proxies alone"):
+    with pytest.raises(ConfigError, match="Untold: no copied slot tells the size of TOKENS"):
         PipelineStage(EagerRunner(Untold, print, backend="cpu"))
     runner = DecodeRunner(Untold, lambda view: view.hidden, buckets=[2], width=3, backend="cpu", progress=False)
     with pytest.raises(ConfigError, match=r"the first stage receives nothing, but its slots require 'hidden'"):
