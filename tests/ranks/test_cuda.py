@@ -1,4 +1,4 @@
-"""Two GPUs: collectives in graphs, ranks that agree on which graph it is, and ranks that are lost to each other there."""
+"""Two GPUs: collectives in graphs, ranks that agree on which graph it is, and ranks that lose each other there."""
 
 import os
 import pathlib
