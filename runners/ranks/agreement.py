@@ -91,8 +91,8 @@ class Agreement(Coordinator):
         return False
 
     def _message(self, own: Decision, live: Live, *, idle: bool = False) -> Message:
-        verdict, text = (EAGER, own.reason) if own.bucket is None else (FITS, "")
-        return Message(_digest(self._step), verdict, own.bucket or 0, _WHYS.index(own.why), idle, live, text)
+        answer, text = (EAGER, own.reason) if own.bucket is None else (FITS, "")
+        return Message(_digest(self._step), answer, own.bucket or 0, _WHYS.index(own.why), idle, live, text)
 
     def _begun_ahead(self, own: Decision, live: Live) -> Exchange | None:
         """The exchange that was begun ahead, if one was. RankError if it was of another batch."""
@@ -242,9 +242,9 @@ def agree(own: Decision, messages: Sequence[Message], leading: int) -> tuple[Dec
     return Decision(own.path, bucket, "fits", reason, rank), rank
 
 
-def _first(messages: Sequence[Message], verdict: int) -> int | None:
+def _first(messages: Sequence[Message], answer: int) -> int | None:
     """The first rank that said so."""
-    return next((rank for rank, one in enumerate(messages) if one.verdict == verdict), None)
+    return next((rank for rank, one in enumerate(messages) if one.answer == answer), None)
 
 
 @functools.lru_cache(64)

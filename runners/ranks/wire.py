@@ -27,14 +27,14 @@ _PAUSE: Final = 0.0005
 class Message:
     """What one rank tells the others.
 
-    place: a digest of the place in the program, the same on all ranks. verdict: FITS, EAGER or REFUSED. bucket: the
+    place: a digest of the place in the program, the same on all ranks. answer: FITS, EAGER or REFUSED. bucket: the
     bucket that takes the batch, 0 for none, or any other number to tell. why: the reason's index among the known ones.
     idle: whether the rank has no requests. live: the batch's live sizes by axis; zeros follow them in a message that
     came. text: the reason, of which the first 256 bytes are sent.
     """
 
     place: int
-    verdict: int = FITS
+    answer: int = FITS
     bucket: int = 0
     why: int = 0
     idle: bool = False
@@ -46,14 +46,14 @@ class Message:
         raw, live = self.text.encode(), self.live + (0,) * (AXES - len(self.live))
         if len(raw) > _TEXT:
             raw = raw[: _TEXT - 3].decode(errors="ignore").encode() + b"..."
-        _LAYOUT.pack_into(memory, 0, self.place, self.verdict, self.bucket, self.why, self.idle, *live, raw)
+        _LAYOUT.pack_into(memory, 0, self.place, self.answer, self.bucket, self.why, self.idle, *live, raw)
 
     @classmethod
     def unpack_all(cls, memory: Any) -> "list[Message]":
         """Read the messages that lie in a buffer, one behind the other."""
         return [
-            cls(place, verdict, bucket, why, bool(idle), tuple(live), text.rstrip(b"\0").decode())
-            for place, verdict, bucket, why, idle, *live, text in _LAYOUT.iter_unpack(memory)
+            cls(place, answer, bucket, why, bool(idle), tuple(live), text.rstrip(b"\0").decode())
+            for place, answer, bucket, why, idle, *live, text in _LAYOUT.iter_unpack(memory)
         ]
 
 

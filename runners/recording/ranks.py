@@ -87,5 +87,5 @@ def _messages(step: StepRecord, told: StepRanks, axes: Sequence[Axis], size: int
         found[forced] = attrs.evolve(found[forced], bucket=step.bucket)
     elif forced is not None:
         why, text = get_args(Why).index(told.why), step.reason.removeprefix(f"rank {forced}: ")
-        found[forced] = attrs.evolve(found[forced], verdict=EAGER, why=why, text=text)
+        found[forced] = attrs.evolve(found[forced], answer=EAGER, why=why, text=text)
     return found
