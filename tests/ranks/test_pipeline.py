@@ -391,7 +391,7 @@ def lost(rank: int, where: int, *, dies: bool) -> list[str]:
     dist.barrier()
     for end in (stage._before, stage._after):
         if end is not None and not dies:
-            end.patience = 0.2 + rank  # from now on
+            end.patience = 0.2 + 2 * rank  # from now on
     if rank == where:
         if dies:
             os._exit(1)

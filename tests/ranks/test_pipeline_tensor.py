@@ -239,10 +239,11 @@ def ends_early(rank: int, how: str) -> str:
     """Rank 0's step ends before its runner begins to agree; rank 1 waits for it in what it does next."""
     groups: list[Any] = [dist.new_group([place]) for place in range(2)]
     quiet = how == "ConfigError"
-    of_stage = soon(timeout=1.2, capture_timeout=1.2, equal=quiet)
+    of_stage = soon(timeout=1.2, equal=quiet)
     given: dict[str, Any] = {"buckets": [4], "backend": "cpu", "progress": False, "ranks": of_stage}
     runner, other = (DecodeRunner(First, lambda view: view.positions * 2, **given) for _ in range(2))
     runner.capture()
+    of_stage.capture_timeout = 1.2
     stage = PipelineStage(runner, groups[rank])
     if rank == 1:
         return raised(other.capture) if quiet else raised(stage, batch_of(3, 1))

@@ -184,11 +184,12 @@ def test_collectives_in_shortcuts(two: Processes) -> None:
 
 def breaks_off(rank: int) -> str:
     """Rank 0 breaks off a step in the middle of a shortcut; rank 1 waits for it at a capture."""
-    of = soon(equal=True, capture_timeout=1.2)
+    of = soon(equal=True)
     runner = same_runner(of)
     for number in range(3):
         runner(same_batch(3, number, number))
     assert runner.parts.tally.by_shortcut() == 2
+    of.capture_timeout = 1.2
     return raised(runner, same_batch(3, 5, "no number")) if rank == 0 else raised(same_runner, of)
 
 
