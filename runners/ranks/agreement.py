@@ -109,8 +109,8 @@ class Agreement(Coordinator):
 
     def _messages(self, begun: Exchange, place: str, timeout: float) -> list[Message]:
         """What all ranks say at one place. RankError if some are at another: each then tells where it is."""
-        messages = begun(timeout)
-        if all(one.place == _digest(place) for one in messages):
+        messages, here = begun(timeout), _digest(place)
+        if all(one.place == here for one in messages):
             return messages
         named = self.ranks.begin(Message(0, text=place), place)(timeout)
         where = "; ".join(f"rank {rank} is at {one.text}" for rank, one in enumerate(named))
@@ -119,7 +119,9 @@ class Agreement(Coordinator):
 
     def _check_shared(self, messages: Sequence[Message]) -> None:
         """RankError, on all ranks alike, if ranks that share a batch bring different sizes of it."""
-        shards = self.ranks.shards if self.ranks.batches else 1
+        shards = self.ranks.shards
+        if shards == 1 or not self.ranks.batches:
+            return
         groups = (range(first, first + shards) for first in range(0, self.size, shards))
         torn = [rank for group in groups if len({messages[rank].live for rank in group}) > 1 for rank in group]
         if torn:

@@ -136,7 +136,7 @@ def prefills(rank: int, kind: str) -> list[tuple[bool, str, int | None]]:
     """Two batches of two ranks each, whose outputs are held to an eager runner on this rank alone."""
     models = [prefilled.Model(named=kind == "piecewise") for _ in range(2)]
     options: dict[str, Any] = {"inputs": Prefills, "sizes": {DP: 2}, "ranks": soon(shards=2)}
-    runner = prefilled.runner_of(kind, models[0], "cpu", **options)
+    runner: Any = prefilled.runner_of(kind, models[0], "cpu", **options)
     runner.capture()
     twin, found = EagerRunner(prefilled.Prefill, models[1], backend="cpu"), list[tuple[bool, str, int | None]]()
     for number, _ in enumerate(PREFILLS):
