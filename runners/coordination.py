@@ -18,9 +18,10 @@ Live = tuple[int, ...]
 
 
 class RanksData(TypedDict):
-    """Which rank this is, of how many; the exchanges of its `Ranks`; steps by the rank that forced them, and why.
+    """Which rank this is, of how many, and what its `Ranks` exchanged.
 
-    quiet: whether nothing is exchanged before a step, so that no rank forces any.
+    quiet: whether nothing is exchanged before a step. exchanges: how many there were. forced: steps by the rank that
+    forced them and the reason.
     """
 
     rank: int
@@ -33,39 +34,25 @@ class RanksData(TypedDict):
 class Coordinator:
     """Coordinates one runner's steps with the same runner on other ranks.
 
-    This class is for a single rank and asks nobody; `Agreement` is for a process group. Live sizes are by axis, that of
-    the buckets last.
+    This class is for a single rank and asks nobody; `Agreement` is for a process group.
 
-    axes: of the live sizes. agreed: what all ranks did in the last step that they agreed on. empty: an idle rank's
-    batch, once there was one.
+    Attributes:
+        axes: Those of live sizes, the axis of the buckets last.
+        agreed: What all ranks did in the last step that they agreed on.
+        empty: An idle rank's batch, once there was one.
+        rank: Which rank this is.
+        size: How many ranks there are.
+        quiet: Whether nothing is exchanged before a step: there is one rank, or all are known to get the same batches.
+        timeout: Seconds that this rank waits for the others before a step.
     """
 
     axes: tuple[Axis, ...] = ()
     agreed: Decision | None = None
     empty: Sample | None = None
-
-    @property
-    def rank(self) -> int:
-        """Which rank this is."""
-        return 0
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return 1
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing is exchanged before a step: there is one rank, or all are known to get the same batches."""
-        return True
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that this rank waits for the others before a step."""
-        return 0.0
-
-    def be_patient(self, seconds: float) -> None:
-        """Wait for the others before a step for at least so long."""
+    rank: int = 0
+    size: int = 1
+    quiet: bool = True
+    timeout: float = 0.0
 
     def begin(self) -> None:
         """A fill begins."""
@@ -102,15 +89,15 @@ class Coordinator:
         del own, live
         return True
 
-    def tell(self, what: str, text: str = "", number: int = 0) -> list[tuple[str, int]]:
-        """What each rank has to say at one place beside the steps, this one a text and a number."""
-        del what
+    def tell(self, what: str, text: str = "", number: int = 0, *, capturing: bool = False) -> list[tuple[str, int]]:
+        """What each rank says at one place beside the steps, this one a text and a number."""
+        del what, capturing
         return [(text, number)]
 
     def meet(self, what: str, error: Exception | None = None) -> tuple[int, str] | None:
-        """Wait until all ranks are done with something. The first that failed in it, and what it says, if any did."""
-        del what, error
-        return None
+        """Wait until all ranks are done with a part of a capture. The first that failed and its error, if any did."""
+        told = self.tell(what, "" if error is None else str(error), int(error is not None), capturing=True)
+        return next(((rank, text) for rank, (text, failed) in enumerate(told) if failed), None)
 
     def over_warm_ups(self, backend: Backend) -> contextlib.AbstractContextManager[Callable[[Step], Step]]:
         """A block that warms up a bucket. Steps that its value wraps raise RankError once a rank is lost."""
@@ -124,4 +111,4 @@ class Coordinator:
 
     def as_data(self) -> RanksData:
         """The books, as plain data."""
-        return {"rank": 0, "size": 1, "quiet": True, "exchanges": 0, "forced": {}}
+        return {"rank": self.rank, "size": self.size, "quiet": self.quiet, "exchanges": 0, "forced": {}}

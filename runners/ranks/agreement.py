@@ -2,11 +2,11 @@
 
 import collections
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final, get_args
 
-import attrs
 import torch
 
 from ...backends.base import Backend, Event
@@ -17,25 +17,11 @@ from ..arguments import checked
 from ..config import RunnerConfig
 from ..coordination import Coordinator, Live, RanksData, Run, Step, T
 from ..decision import Decision, Why
-from .exchange import Exchange
-from .group import Ranks
-from .message import AXES, EAGER, FAILED, FITS, REFUSED, Message
-from .verdict import WHYS, check, first, verdict
-from .watchdog import Watchdog
+from .group import Exchange, Ranks
+from .wire import AXES, EAGER, FITS, REFUSED, Message
 
-
-@attrs.frozen
-class Place:
-    """Where in its program a rank is, which must be the same for all. told: in words."""
-
-    told: str
-    digest: int
-
-    @classmethod
-    def of(cls, told: str) -> "Place":
-        """A place, by its words."""
-        raw = hashlib.blake2b(told.encode(), digest_size=8).digest()
-        return cls(told, int.from_bytes(raw, "little", signed=True))
+_WHYS: Final[tuple[Why, ...]] = get_args(Why)
+"""Reasons, by the numbers that messages have for them."""
 
 
 class Agreement(Coordinator):
@@ -50,99 +36,100 @@ class Agreement(Coordinator):
             message = f"ranks tell each other the sizes of {AXES} axes at most, and batches vary on {len(axes)}"
             raise ConfigError(message)
         self.ranks = ranks
-        self.patience = ranks.timeout
+        self.rank, self.size, self.quiet, self.timeout = ranks.rank, ranks.size, ranks.quiet, ranks.timeout
         self.axes = tuple(axes)
-        self.forced: collections.Counter[tuple[int, Why]] = collections.Counter()
-        self._ahead: tuple[Decision, tuple[int, ...], Exchange] | None = None
-        self._settled = self._joined = False
+        self.forced: dict[int, collections.Counter[Why]] = collections.defaultdict(collections.Counter)
+        self._ahead: tuple[Decision, Live, Exchange] | None = None
+        self._told = self._joined = False  # of the present fill: the others know of it, and they run its step
         self._runner = runner
-        self._step = Place.of(f"a step of {runner} with buckets {', '.join(map(str, sorted(buckets))) or 'none'}")
-
-    @property
-    def rank(self) -> int:
-        """Which rank this is."""
-        return self.ranks.rank
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return self.ranks.size
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing is exchanged before a step."""
-        return self.ranks.quiet
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that this rank waits for the others before a step."""
-        return self.ranks.timeout
-
-    def be_patient(self, seconds: float) -> None:
-        """Wait for the others before a step for at least so long."""
-        self.patience = max(self.ranks.timeout, seconds)
+        self._step = f"a step of {runner} with buckets {', '.join(map(str, sorted(buckets))) or 'none'}"
 
     def begin(self) -> None:
         """A fill begins."""
-        self._settled = self._joined = False
+        self._told = self._joined = False
 
     def settle(self, own: Decision, live: Live, admit: Callable[[], None]) -> Decision:
-        """What all ranks do, where this one would do `own`, with live sizes by axis; one exchange, or none if quiet.
+        """What all ranks do, where this one would do `own` with these live sizes; one exchange, or none if quiet.
 
-        admit: raises what the fill to come would raise of the batch, while the others can be told; not called for one
-        that was agreed on ahead.
-        Raises RankError where a rank refused its batch, is elsewhere in its program, or does not come, and where ranks
-        that share a batch bring different sizes of it.
+        admit: raises what the fill to come would raise, while the others can be told; not called for a batch that was
+        agreed on ahead. RankError if a rank refused its batch, is elsewhere in its program, or does not come, and if
+        ranks that share a batch bring different sizes of it.
         """
-        ranks = self.ranks
-        if ranks.quiet:
+        if self.quiet:
             self.bring(live)
             return own
         if self._ahead is None:
             admit()
-        self._settled = True
-        messages = self._exchange(self._said(own, live), self._step, self.patience, self._taken(own, live))
-        check(messages, self.axes, ranks)
-        ranks.brought({axis: tuple(one.live[i] for one in messages) for i, axis in enumerate(self.axes)})
+        self._told = True
+        begun = self._begun_ahead(own, live) or self.ranks.begin(self._message(own, live), self._step)
+        messages = self._messages(begun, self._step, self.timeout)
+        refused = _first(messages, REFUSED)
+        if refused is not None:
+            message = f"rank {refused} refused its batch, so that no rank runs the step: {messages[refused].text}"
+            raise RankError(message)
+        self._check_shared(messages)
+        self.ranks.brought({axis: tuple(one.live[i] for one in messages) for i, axis in enumerate(self.axes)})
         self._joined = True
-        self.agreed, rank = verdict(own, messages)
-        self.forced[rank, self.agreed.why] += 1
+        self.agreed, rank = agree(own, messages, len(self.axes) - 1)
+        self.forced[rank][self.agreed.why] += 1
         return self.agreed
 
     def ahead(self, own: Decision, live: Live) -> None:
         """Tell the others now what `settle` will be asked for next; it then only waits for what they told."""
-        if not self.ranks.quiet:
-            self._ahead = own, live, self.ranks.begin(self._said(own, live), self._step.told)
+        if not self.quiet:
+            self._ahead = own, live, self.ranks.begin(self._message(own, live), self._step)
 
     def idle(self, own: Decision, live: Live) -> bool:
         """Whether all ranks are idle, as this one is, so that none runs a step; else `settle` is asked for it next."""
-        ranks = self.ranks
-        if ranks.quiet:
+        if self.quiet:
             return True
-        exchange = ranks.begin(self._said(own, live, idle=True), self._step.told)
-        messages = ranks.end(exchange, self.patience)
-        if all(one.idle and one.place == self._step.digest for one in messages):
-            ranks.brought({})
+        messages = self.ranks.begin(self._message(own, live, idle=True), self._step)(self.timeout)
+        if all(one.idle and one.place == _digest(self._step) for one in messages):
+            self.ranks.brought({})
             return True
-        self._ahead = own, live, exchange
+        self._ahead = own, live, lambda _: messages
         return False
 
-    def _said(self, own: Decision, live: Live, *, idle: bool = False) -> Message:
-        verdict, text = (EAGER, own.reason) if own.bucket is None else (FITS, "")
-        return Message(self._step.digest, verdict, own.bucket or 0, WHYS.index(own.why), live, idle, text)
+    def _message(self, own: Decision, live: Live, *, idle: bool = False) -> Message:
+        answer, text = (EAGER, own.reason) if own.bucket is None else (FITS, "")
+        return Message(_digest(self._step), answer, own.bucket or 0, _WHYS.index(own.why), idle, live, text)
 
-    def _taken(self, own: Decision, live: Live) -> Exchange | None:
-        """The exchange that was begun ahead, if one was. RankError where it was of another batch."""
+    def _begun_ahead(self, own: Decision, live: Live) -> Exchange | None:
+        """The exchange that was begun ahead, if one was. RankError if it was of another batch."""
         if self._ahead is None:
             return None
         (told, sizes, exchange), self._ahead = self._ahead, None
         if (told, sizes) != (own, live):
-            self.ranks.end(exchange, self.patience)
+            exchange(self.timeout)
             here = f"sizes {live} of {', '.join(axis.name for axis in self.axes)}: {own.reason}"
             error = RankError(f"this is not the batch that was agreed on ahead, with sizes {sizes}; it has {here}")
             self.ranks.broke_off(error)
             raise error
         return exchange
+
+    def _messages(self, begun: Exchange, place: str, timeout: float) -> list[Message]:
+        """What all ranks say at one place. RankError if some are at another: each then tells where it is."""
+        messages, here = begun(timeout), _digest(place)
+        if all(one.place == here for one in messages):
+            return messages
+        named = self.ranks.begin(Message(0, text=place), place)(timeout)
+        where = "; ".join(f"rank {rank} is at {one.text}" for rank, one in enumerate(named))
+        message = f"ranks do not run the same steps: {where}"
+        raise RankError(message)
+
+    def _check_shared(self, messages: Sequence[Message]) -> None:
+        """RankError, on all ranks alike, if ranks that share a batch bring different sizes of it."""
+        shards = self.ranks.shards
+        if shards == 1 or not self.ranks.batches:
+            return
+        groups = (range(first, first + shards) for first in range(0, self.size, shards))
+        torn = [rank for group in groups if len({messages[rank].live for rank in group}) > 1 for rank in group]
+        if torn:
+            sizes = (zip(messages[rank].live, self.axes, strict=False) for rank in torn)
+            each = (", ".join(dict.fromkeys(f"{rows} {axis.name}" for rows, axis in one)) for one in sizes)
+            told = "; ".join(f"rank {rank} brings {one}" for rank, one in zip(torn, each, strict=True))
+            message = f"each {shards} ranks in a row share a batch, so that no rank runs the step: {told}"
+            raise RankError(message)
 
     def bring(self, live: Live) -> None:
         """A step of quiet ranks begins: all of them bring these sizes."""
@@ -151,49 +138,41 @@ class Agreement(Coordinator):
 
     def repeated(self, run: Run, live: Live) -> Run:
         """Make a step of quiet ranks that goes as one before it. One that is broken off is told to the others."""
-        begin, broke_off, brought = self.ranks.brought, self.ranks.broke_off, self._same(live)
+        begin, brought, told = self.ranks.brought, self._same(live), self.run
 
-        def told(*args: Any) -> Any:
+        def repeat(*args: Any) -> Any:
             begin(brought)
-            try:
-                return run(*args)
-            except BaseException as error:
-                broke_off(error)
-                raise
+            return told(run, *args)
 
-        return told
+        return repeat
 
     def _same(self, live: Live) -> dict[Axis, tuple[int, ...]]:
         """What ranks bring that all bring the same."""
-        size = self.ranks.size
-        return {axis: (rows,) * size for axis, rows in zip(self.axes, live, strict=True)}
+        return {axis: (rows,) * self.size for axis, rows in zip(self.axes, live, strict=True)}
 
     def refuse(self, error: BaseException) -> None:
-        """This rank's fill ends in an error: tell the others, who wait, unless they know. RankError as of `settle`.
+        """This rank's fill ends in an error: tell the others, who wait for it, unless they know. Raises as `settle`.
 
-        Where they run the step all the same, and of an interrupt, which waits for no one, those who wait for this rank
-        later are told.
+        If they run the step all the same, ranks that wait for this one later are told. Of an interrupt, which waits for
+        no one, they are told in the same way.
         """
-        ranks = self.ranks
-        if self._joined or ranks.quiet or not isinstance(error, Exception):
-            ranks.broke_off(error)
-            return
-        if self._settled:
-            return
-        self._settled = True
-        if self._ahead is not None:  # the others run the step: this rank has vouched for its batch
-            (_, _, exchange), self._ahead = self._ahead, None
-            ranks.end(exchange, self.patience)
-            ranks.broke_off(error)
-        else:
-            said = Message(self._step.digest, REFUSED, live=(0,) * len(self.axes), text=str(error))
-            self._exchange(said, self._step, self.patience)
+        if self._joined or self.quiet or not isinstance(error, Exception):
+            self.ranks.broke_off(error)
+        elif not self._told:
+            self._told = True
+            if self._ahead is None:
+                refusal = Message(_digest(self._step), REFUSED, live=(0,) * len(self.axes), text=str(error))
+                self._messages(self.ranks.begin(refusal, self._step), self._step, self.timeout)
+            else:  # the others run the step: this rank has vouched for its batch
+                (*_, exchange), self._ahead = self._ahead, None
+                exchange(self.timeout)
+                self.ranks.broke_off(error)
 
     @contextlib.contextmanager
     def before(self) -> Iterator[None]:
-        """While a batch is looked at before its fill: the others, who may wait, are told where it is refused.
+        """A block that looks at a batch before its fill. Ranks that wait for this one are told if it is refused.
 
-        RankError where the step that was agreed on ahead is still to be run.
+        RankError if the step that was agreed on ahead is still to be run.
         """
         if self._ahead is not None:
             message = "the step that was agreed on ahead has not been run: one at a time"
@@ -213,31 +192,32 @@ class Agreement(Coordinator):
             self.ranks.broke_off(error)
             raise
 
-    def meet(self, what: str, error: Exception | None = None) -> tuple[int, str] | None:
-        """Have all ranks be done with the same thing; the first that failed in it, and what it says, if any did."""
+    def tell(self, what: str, text: str = "", number: int = 0, *, capturing: bool = False) -> list[tuple[str, int]]:
+        """What each rank says at one place beside the steps, this one a text and a number."""
         ranks = self.ranks
-        if ranks.size == 1:
-            return None if error is None else (ranks.rank, str(error))
-        place = Place.of(f"{self._runner}: {what}")
-        said = Message(place.digest, FITS if error is None else FAILED, text="" if error is None else str(error))
-        messages = self._exchange(said, place, ranks.capture_timeout)
-        failed = first(messages, FAILED)
-        return None if failed is None else (failed, messages[failed].text)
-
-    def tell(self, what: str, text: str = "", number: int = 0) -> list[tuple[str, int]]:
-        """What each rank has to say at one place beside the steps, this one a text and a number."""
-        if self.ranks.size == 1:
-            return super().tell(what, text, number)
-        place = Place.of(f"{self._runner}: {what}")
-        said = Message(place.digest, bucket=number, text=text)
-        return [(one.text, one.bucket) for one in self._exchange(said, place, self.ranks.timeout)]
+        if self.size == 1:
+            return [(text, number)]
+        place = f"{self._runner}: {what}"
+        begun = ranks.begin(Message(_digest(place), bucket=number, text=text), place)
+        messages = self._messages(begun, place, ranks.capture_timeout if capturing else ranks.timeout)
+        return [(one.text, one.bucket) for one in messages]
 
     def over_warm_ups(self, backend: Backend) -> contextlib.AbstractContextManager[Callable[[Step], Step]]:
-        """A block that warms up a bucket, under a `Watchdog`."""
-        ranks = self.ranks
-        if ranks.size == 1:
-            return super().over_warm_ups(backend)
-        return Watchdog(ranks, backend, ranks.capture_timeout, f"{self._runner}: a warm-up before a capture").kept()
+        """A block that warms up a bucket. Its value wraps steps, which then wait for the device.
+
+        A wrapped step raises RankError if the device stands still for the ranks' `capture_timeout`: its collectives
+        then wait for a lost rank, and the host would wait in the driver next, where nothing can be raised.
+        """
+
+        def watched(step: Step) -> Step:
+            def run() -> Any:
+                outputs = step()
+                self.ranks.wait(backend.event(), backend.device, f"{self._runner}: a warm-up before a capture")
+                return outputs
+
+            return run
+
+        return contextlib.nullcontext(watched)
 
     def wait(self, event: Event, device: torch.device) -> None:
         """Wait until a device is past an event, for no longer than the ranks' `timeout`."""
@@ -245,23 +225,34 @@ class Agreement(Coordinator):
 
     def as_data(self) -> RanksData:
         """The books, as plain data."""
-        forced: dict[int, dict[str, int]] = {}
-        for (rank, why), steps in sorted(self.forced.copy().items()):
-            forced.setdefault(rank, {})[why] = steps
-        ranks = self.ranks
-        rank, size, quiet = ranks.rank, ranks.size, ranks.quiet
-        return {"rank": rank, "size": size, "quiet": quiet, "exchanges": ranks.exchanges, "forced": forced}
+        forced = {rank: dict[str, int](sorted(one.copy().items())) for rank, one in sorted(self.forced.copy().items())}
+        return {**super().as_data(), "exchanges": self.ranks.exchanges, "forced": forced}
 
-    def _exchange(self, said: Message, place: Place, timeout: float, begun: Exchange | None = None) -> list[Message]:
-        """What all say at one place. RankError where some are at another: each then tells where it is."""
-        ranks = self.ranks
-        messages = ranks.end(ranks.begin(said, place.told) if begun is None else begun, timeout)
-        if all(one.place == place.digest for one in messages):
-            return messages
-        named = ranks.end(ranks.begin(Message(0, text=place.told), place.told), timeout)
-        where = "; ".join(f"rank {rank} is at {one.text}" for rank, one in enumerate(named))
-        message = f"ranks do not run the same steps: {where}"
-        raise RankError(message)
+
+def agree(own: Decision, messages: Sequence[Message], leading: int) -> tuple[Decision, int]:
+    """The path of all ranks, and who forced it: the first that must run eagerly, else that needs the largest bucket.
+
+    own: this rank's decision, alone. leading: the index of the axis that buckets are chosen by.
+    """
+    rank = _first(messages, EAGER)
+    if rank is not None:
+        one = messages[rank]
+        return Decision("eager", None, _WHYS[one.why], f"rank {rank}: {one.text}", rank), rank
+    bucket = max(one.bucket for one in messages)
+    rank = next(rank for rank, one in enumerate(messages) if one.bucket == bucket)
+    reason = f"bucket {bucket} fits the {messages[rank].live[leading]} rows of rank {rank}, the most of all"
+    return Decision(own.path, bucket, "fits", reason, rank), rank
+
+
+def _first(messages: Sequence[Message], answer: int) -> int | None:
+    """The first rank that said so."""
+    return next((rank for rank, one in enumerate(messages) if one.answer == answer), None)
+
+
+@functools.lru_cache(64)
+def _digest(place: str) -> int:
+    """A number for a place in the program, which are the same on all ranks."""
+    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def coordinator_of(

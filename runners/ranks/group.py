@@ -2,11 +2,12 @@
 
 import contextlib
 import datetime as dt
+import functools
 import itertools
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,21 @@ from ...dataflow.axes import Axis
 from ...dataflow.errors import ConfigError, RankError
 from ..arguments import check_seconds, checked, refuse
 from ..exclusive import Unique
-from .device_wire import DeviceWire
-from .exchange import PATIENCE, Exchange
-from .message import Message
-from .rollcall import EXCHANGE, WAIT, RollCall
-from .wire import HostWire, Wire
+from .wire import DeviceWire, HostWire, Message
 
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+Exchange = Callable[[float], list[Message]]
+"""An exchange under way: called with a timeout in seconds, it returns every rank's message."""
 HOST: Final = "host"
+EXCHANGE: Final = "exchange"
+WAIT: Final = "wait"
+PATIENCE: Final = 1.0
+"""Seconds after which a rank that waits says in the store that it is there: no good step takes that long."""
+GRACE: Final = 2.0
+"""Seconds that others have to say that they are there, once one rank knows that something is wrong."""
+_LOOK: Final = 0.02
 _BUSY: Final = 0.01
 """Seconds for which the device is asked as often as can be: as long as most steps take."""
 _PAUSE: Final = 0.0001
@@ -34,17 +43,21 @@ _COUNT: Final = itertools.count()
 class Ranks(Unique):
     """The ranks that run each step together, over a process group of torch.distributed.
 
-    group: the one that they form; the default group where none is given. equal: whether all ranks get the same batches,
-    as those of tensor parallelism do: nothing is exchanged before a step then. shards: over how many ranks a bucket's
-    tokens are spread, by which every bucket must divide; where the group divides so, each so many ranks in a row share
-    a batch, and must bring the same sizes. timeout: seconds that a rank waits for the others before a step.
-    capture_timeout: for each bucket while graphs are captured, which some ranks may take longer for; less than the ten
-    minutes after which NCCL, unless told otherwise, ends a process without a word of who was missing.
+    All ranks make it at once, with the same arguments. Runners on the same ranks share one.
 
-    on: where sizes are exchanged: in "host" memory, over a group of gloo, or by the name of a device's kind, such as
-    "cuda", over a group of that kind's own backend, on the current device. Either is made here, by all ranks at once.
-    Runners share one of these where they run on the same ranks. Raises ConfigError where there is no group, or a number
-    makes no sense.
+    Args:
+        group: The process group that the ranks form; the default group if None.
+        on: Where sizes are exchanged: in "host" memory, over a group of gloo, or by the name of a device's kind, such
+            as "cuda", over a group of that kind's own backend, on the current device.
+        equal: Whether all ranks get the same batches, as those of tensor parallelism do. Nothing is exchanged then.
+        shards: Over how many ranks a bucket's tokens are spread: every bucket must divide by it. If the group divides,
+            too, each `shards` ranks in a row share a batch and must bring the same sizes.
+        timeout: Seconds that a rank waits for the others before a step.
+        capture_timeout: The same for each bucket of a capture. Stay below the ten minutes after which NCCL, by default,
+            ends a process without a word of who was missing.
+
+    Raises:
+        ConfigError: There is no such group, or an argument makes no sense.
     """
 
     def __init__(
@@ -73,14 +86,14 @@ class Ranks(Unique):
         self.on = on
         self.exchanges = 0
         self._waits = 0
-        self.broken: RankError | None = None
+        self.broken: str | None = None
         self._live: Mapping[Axis, tuple[int, ...]] = {}
         if self.size > 1:
-            self._connection, self._roll = self._connected()
+            self._connection, self._liveness = self._connected()
             self._free = [self._wire()]
 
-    def _connected(self) -> "tuple[dist.ProcessGroup, RollCall]":
-        """The group on the host, and the store that its ranks are called in."""
+    def _connected(self) -> "tuple[dist.ProcessGroup, Liveness]":
+        """The group that sizes are exchanged in, and what its store knows of its ranks."""
         members, number = dist.get_process_group_ranks(self.group), next(_COUNT)
         limit = dt.timedelta(seconds=2 * max(self.timeout, self.capture_timeout))  # beyond both, which come first
         backend = "gloo" if self.on == HOST else dist.get_default_backend_for_device(self.on)
@@ -92,10 +105,10 @@ class Ranks(Unique):
             _get_process_group_store,
         )
 
-        store = _get_process_group_store(made)
-        return made, RollCall(PrefixStore(f"slotgraph{number}", store), self.rank, self.size)
+        store = PrefixStore(f"slotgraph{number}", _get_process_group_store(made))
+        return made, Liveness(store, self.rank, self.size)
 
-    def _wire(self) -> Wire:
+    def _wire(self) -> HostWire:
         """Memory for one more exchange at a time."""
         if self.on == HOST:
             return HostWire(self._connection, self.size)
@@ -129,48 +142,45 @@ class Ranks(Unique):
         self._live = live
 
     def broke_off(self, error: BaseException) -> None:
-        """This rank broke off a step, in which others may wait for it: their errors will say so."""
+        """Tell the ranks that wait for this one in a step, or will, that it broke the step off."""
         if self.size > 1:
-            self._roll.raised(f"{type(error).__name__}: {error}"[:500])
+            self._liveness.broke_off(f"{type(error).__name__}: {error}"[:500])
 
-    def wait(self, event: Event, device: torch.device) -> None:
+    def wait(self, event: Event, device: torch.device, warm_up: str = "") -> None:
         """Wait until a device is past an event, which it never is where its collectives wait for a lost rank.
 
-        RankError after `timeout` seconds; from then on nothing is exchanged, and the group's collectives are aborted.
+        warm_up: which warm-up before a capture the event ends, if it ends one. RankError after `timeout` seconds,
+        `capture_timeout` in a warm-up. From then on nothing is exchanged, and the group's collectives are aborted.
         """
         if self.size == 1:
             event.synchronize()
             return
-        self._waits += 1
+        if warm_up:
+            told, seconds, at = warm_up, self.capture_timeout, (EXCHANGE, self.exchanges + 1)  # which follows it
+        else:
+            self._waits += 1
+            told, seconds, at = "the end of a step on the device", self.timeout, (WAIT, self._waits)
         begin, here = time.monotonic(), False
         while not event.query():
             waited = time.monotonic() - begin
-            if waited > PATIENCE and not here:
-                self._roll.here(WAIT, self._waits)
+            if not here and waited > min(PATIENCE, seconds):
+                self._liveness.arrived(*at)
                 here = True
-            if waited > self.timeout:
-                raise self._lost(WAIT, self._waits, "the end of a step on the device", self.timeout, event, device)
+            if waited > seconds:
+                lost = self._liveness.loss(*at, told, f"within {seconds:g} s")
+                self.broken = str(lost)
+                self._abort(event, device)
+                raise lost
             time.sleep(0 if waited < _BUSY else _PAUSE)
 
-    def stood_still(self, event: Event, device: torch.device, told: str, seconds: float) -> RankError:
-        """A device has stood for so long before an event of a capture: who is lost, as each exchange says after it."""
-        return self._lost(EXCHANGE, self.exchanges + 1, told, seconds, event, device)
-
-    def _lost(self, what: str, number: int, told: str, seconds: float, event: Event, device: torch.device) -> RankError:
-        """Who did not come in so many seconds, before an event that the device never passes."""
-        self._roll.here(what, number)
-        self.broken = self._roll.loss(what, number, told, f"within {seconds:g} s")
-        self._abort(event, device)
-        return self.broken
-
     def _abort(self, event: Event, device: torch.device) -> None:
-        """End the group's collectives on the device, so that nobody waits for it for ever, this process's end neither.
+        """End the group's collectives on the device, so that nothing waits for it for ever, this process's end neither.
 
-        A group without any there has nothing to end, nor has a CPU, where the group's own time-out ends them.
+        A CPU has none to end: the group's own time-out ends them.
         """
         if device.type == "cpu":
             return
-        with contextlib.suppress(RuntimeError):  # which is how it says that it has none
+        with contextlib.suppress(RuntimeError):  # which is how a group says that it has none on the device
             abort = self.group._get_backend(device).abort  # noqa: SLF001 - torch has no other name for it
             threading.Thread(target=abort, name="slotgraph abort", daemon=True).start()  # it does not soon return
             deadline = time.monotonic() + _ABORTED
@@ -178,42 +188,103 @@ class Ranks(Unique):
                 time.sleep(_PAUSE)
 
     def begin(self, message: Message, told: str) -> Exchange:
-        """Tell all ranks; what they tell is to be waited for. RankError where an exchange before failed."""
-        if self.broken is not None:
-            message_now = f"{told}: these ranks are lost to each other: {self.broken}"
-            raise RankError(message_now)
+        """Tell all ranks a message. Call what is returned, with a timeout, for what all of them tell.
+
+        told: the place in the program, for errors. RankError if an exchange before failed.
+        """
+        if self.broken:
+            lost = f"{told}: these ranks are lost to each other: {self.broken}"
+            raise RankError(lost)
         self.exchanges += 1
         wire = self._free.pop() if self._free else self._wire()
-        message.write(wire.writable)
-        wire.begin()
-        return Exchange(wire, self.exchanges, self._roll, told)
+        wire.send(message)
+        return functools.partial(self._end, wire, self.exchanges, told)
 
-    def end(self, exchange: Exchange, timeout: float) -> list[Message]:
-        """What all ranks told, in their order; the same when asked again.
+    def _end(self, wire: HostWire, number: int, told: str, timeout: float) -> list[Message]:
+        """Every rank's message, in their order.
 
-        RankError where one does not come within `timeout` seconds; from then on nothing is exchanged any more.
+        RankError, which names the ranks that did not come, after `timeout` seconds at the latest. From then on nothing
+        is exchanged any more.
         """
-        if exchange.messages is None:
-            try:
-                exchange.messages = exchange.wait(timeout)
-            except BaseException as error:  # an interrupt, too, leaves others with an answer that nobody reads
-                told = str(error) if isinstance(error, RankError) else f"{exchange.told} was broken off"
-                self.broken = RankError(told)
-                raise
-            self._free.append(exchange.wire)
-        return exchange.messages
+        try:
+            self._await(wire, number, told, timeout)
+        except BaseException as error:  # an interrupt, too, leaves others with an answer that nobody reads
+            self.broken = str(error) if isinstance(error, RankError) else f"{told} was broken off"
+            raise
+        messages = wire.messages()
+        self._free.append(wire)
+        return messages
+
+    def _await(self, wire: HostWire, number: int, told: str, timeout: float) -> None:
+        how, cause = f"within {timeout:g} s", None
+        try:
+            if wire.arrives(min(PATIENCE, timeout)):
+                return
+            self._liveness.arrived(EXCHANGE, number)
+            if wire.arrives(timeout - PATIENCE):
+                return
+        except RuntimeError as error:
+            self._liveness.arrived(EXCHANGE, number)
+            how, cause = "before its connection was lost", error
+        raise self._liveness.loss(EXCHANGE, number, told, how) from cause
+
+
+class Liveness:
+    """Which ranks came, asked only when one has waited for long, in a store that all ranks reach and nothing else uses.
+
+    Ranks come to an EXCHANGE and to a WAIT for the device, each counted by itself.
+    """
+
+    def __init__(self, store: "Store", rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+
+    def arrived(self, what: str, number: int) -> None:
+        """This rank is at its exchange or wait of that number, or past it."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, which `loss` says
+            self._store.set(f"{what} {self._rank}", str(number))
+
+    def broke_off(self, why: str) -> None:
+        """This rank broke a step off."""
+        with contextlib.suppress(RuntimeError):  # as above
+            self._store.set(f"broke off {self._rank}", why)
+
+    def loss(self, what: str, number: int, told: str, how: str) -> RankError:
+        """The error of a rank that has waited in vain. told: for what. how: how long, or until what happened."""
+        missing, deadline = [rank for rank in range(self._size) if rank != self._rank], time.monotonic() + GRACE
+        try:
+            while missing := [rank for rank in missing if not self._came(rank, what, number)]:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(_LOOK)
+            lost = "; ".join(f"rank {rank} did not come {how}: {self._fate(rank)}" for rank in missing)
+        except RuntimeError:  # what stores raise, whichever it is
+            lost = "ranks were lost, and so was the store that could tell which: see its host"
+        return RankError(f"{told}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}")
+
+    def _came(self, rank: int, what: str, number: int) -> bool:
+        return int(self._get(f"{what} {rank}") or 0) >= number
+
+    def _fate(self, rank: int) -> str:
+        """What is known of a rank that did not come."""
+        why = self._get(f"broke off {rank}")
+        return f"it broke off a step before: {why}" if why else "it is dead, stuck, or does something else"
+
+    def _get(self, key: str) -> str:
+        """What a rank has left there, or nothing."""
+        return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
 
 
 def _check_place(on: Any) -> None:
     """ConfigError where sizes cannot be exchanged there: it is neither the host nor a kind of device."""
+    kind = "'host' or the name of a device's kind, such as 'cuda'"
     try:
-        known = (
-            checked("on", "'host' or the name of a device's kind", on, str) == HOST or torch.device(on).index is None
-        )
+        known = checked("on", kind, on, str) == HOST or torch.device(on).index is None
     except RuntimeError:  # torch knows no such kind
         known = False
     if not known:
-        refuse("on", "'host' or the name of a device's kind, such as 'cuda'", on)
+        refuse("on", kind, on)
 
 
 def checked_group(group: "dist.ProcessGroup | None") -> "dist.ProcessGroup":

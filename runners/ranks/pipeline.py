@@ -1,9 +1,13 @@
 """Pipelines: each stage runs a part of the model's layers on a rank of its own, and hands on what it computed."""
 
+import contextlib
 import datetime as dt
-from collections.abc import Callable
-from typing import Any, Final, NoReturn, final
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, final
 
+import attrs
+import torch
 import torch.distributed as dist
 
 from ...dataflow.errors import ConfigError, RankError
@@ -11,14 +15,127 @@ from ...dataflow.sources import Side
 from ..arguments import check_seconds, checked, refuse
 from ..exclusive import Unique, opaque
 from ..runner import Runner
-from .group import checked_group
-from .pipeline_letter import Letter, Spec, told
-from .pipeline_proxies import Proxies, flattened, nested
-from .pipeline_wire import Downstream, Neighbour, Upstream
-from .rollcall import GRACE
+from .group import GRACE, checked_group
+from .proxies import Proxies, StageMessage, TensorSpec, flattened, nested
 
+if TYPE_CHECKING:
+    from torch.distributed import Work
+
+_MESSAGES, _REPLIES, _TENSORS = 1, 2, 3
+"""Tags of what hosts send each other."""
+_SOON: Final = 0.99
 _HEADSTART: Final = 1.0
-"""Seconds that whoever learns of a loss from others is more patient than they: their errors so name who is lost."""
+"""Seconds that a rank which learns of a loss from others waits longer than they: their errors name who is lost."""
+
+
+@attrs.define(eq=False)
+class Neighbour:
+    """The stage before or after.
+
+    host: the group that messages and tensors on the host travel in, `group`: those on devices. rank: the neighbour's,
+    among all processes. me, other: this rank and that one in words. patience: seconds to wait for it. broken: why there
+    is nothing to say any more.
+    """
+
+    host: "dist.ProcessGroup"
+    group: "dist.ProcessGroup"
+    rank: int
+    me: str
+    other: str
+    patience: float
+    broken: str | None = None
+    _sent: "list[tuple[Work, torch.Tensor]]" = attrs.field(factory=list)
+
+    def take(self) -> StageMessage:
+        """What the stage before tells of its step. RankError if it does not come."""
+        raw = StageMessage.blank()
+        with self._talk():
+            self._wait(*self._post(dist.irecv, raw, _MESSAGES))
+            return StageMessage.unpacked(raw)
+
+    def reply(self, message: StageMessage, targets: Iterable[torch.Tensor] = ()) -> None:
+        """Answer the stage before, and receive its tensors. RankError if they do not come."""
+        with self._talk():
+            answer = self._post(dist.isend, message.packed(), _REPLIES)
+            for post in [*(self._post(dist.irecv, one, _TENSORS) for one in targets if one.numel()), answer]:
+                self._wait(*post)
+
+    def send(self, message: StageMessage, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Begin to send the stage after a message and its tensors, which the caller may overwrite.
+
+        Tensors on the host are copied. Those on a device are read in stream order: what the present stream does next
+        comes after that. RankError if the other is gone.
+        """
+        packed, reply = message.packed(), StageMessage.blank()
+        steady = [_steady(tensor) for tensor in tensors.values() if tensor.numel()]
+        with self._talk():
+            posts = [self._post(dist.isend, packed, _MESSAGES)]
+            posts += [self._post(dist.isend, tensor, _TENSORS) for tensor in steady]
+            for work, tensor in posts:
+                if not tensor.is_cpu:
+                    work.wait()
+            self._sent = [self._post(dist.irecv, reply, _REPLIES), *posts]
+
+    def settle(self) -> None:
+        """Wait until the stage after has taken what was sent last. RankError if it refused it, is late, or is gone."""
+        sent, self._sent = self._sent, []
+        self._check_unbroken()  # before a step, which other ranks of the stage must not run without this one
+        if sent:
+            with self._talk():
+                for post in sent:
+                    self._wait(*post)
+            reply = StageMessage.unpacked(sent[0][1])
+            if reply.error:
+                message = f"{self.other} refused what {self.me} sent in step {reply.step}: {reply.error}"
+                raise RankError(message)
+
+    def _check_unbroken(self) -> None:
+        """RankError if there is nothing to say any more."""
+        if self.broken is not None:
+            raise RankError(self.broken)
+
+    def _post(self, call: Callable[..., Any], tensor: torch.Tensor, tag: int) -> "tuple[Work, torch.Tensor]":
+        """Begin to send or receive a tensor. RankError if the other is gone."""
+        self._check_unbroken()
+        way = (self.host, tag) if tensor.is_cpu else (self.group, 0)
+        try:
+            return call(tensor, self.rank, *way), tensor
+        except RuntimeError as error:
+            raise self._lost() from error
+
+    def _wait(self, work: "Work", tensor: torch.Tensor) -> None:
+        """Wait for a tensor: in stream order, or on the host; RankError, with the other's name, if it is late there."""
+        if not tensor.is_cpu:
+            work.wait()
+            return
+        start = time.monotonic()
+        try:
+            work.wait(dt.timedelta(seconds=self.patience))
+        except RuntimeError as error:
+            if time.monotonic() - start < self.patience * _SOON:
+                raise self._lost() from error
+            late = f"said nothing for {self.patience:g} s: it is dead, stuck, or does other steps"
+            raise self._lost(late) from error
+
+    def _lost(self, how: str = "is gone: its connection was lost") -> RankError:
+        self.broken = f"{self.me}: {self.other} {how}"
+        return RankError(self.broken)
+
+    @contextlib.contextmanager
+    def _talk(self) -> Iterator[None]:
+        """A part of the talk that, broken off, leaves messages which nobody reads: nothing more is said then."""
+        try:
+            yield
+        except BaseException as error:
+            if self.broken is None:
+                self._lost(f"is not talked to any more, since a step was broken off: {error}")
+            raise
+
+
+def _steady(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor, which stays as it is until it is sent."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor.clone(memory_format=torch.contiguous_format) if tensor.is_cpu else tensor.contiguous()
 
 
 @final
@@ -32,23 +149,29 @@ class PipelineStage(Unique):
     The step of a stage that is not the last returns proxies: a mapping of tensors by key, such as hidden_states and
     residual, of the batch's live rows (`output_rows=TOKENS`). The next stage's runner reads them from the side argument
     that `proxies` names: `copied(..., source=side("pp_proxy_tensors.hidden_states"))`, as in
-    `standard.PipelineProxies`. They are received in the slots themselves where a graph takes the batch, so that its
-    fill finds them in place and resets their tails alone; else they are copied.
+    `standard.PipelineProxies`. If a graph takes the batch, they are received in its slots, and the fill only resets
+    their tails. Otherwise they are copied.
 
-    group: of torch.distributed; the default one where none is given, and a pipeline of one stage where there is none.
-    It moves tensors of the runner's device, by NCCL for instance. What is in host memory goes through groups of gloo
-    that are made here, one for each two neighbours, by all ranks at once and in the same order as other stages of
-    theirs. timeout: seconds that a stage waits for the one before or after, and one second more for each stage that
-    stands before it; with `lazy`, captures take their part of that.
+    Before each step a stage tells the next one which proxies come, so that optional ones may come or not.
 
-    A runner with `ranks=`, those that share the layers of its stage, each of them with a pipeline of its own: a rank
-    whose step ends before its runner agrees with the others refuses it there, so that all of the stage raise. Stages
-    wait as long as `Ranks` do, if that is longer, and four seconds more a stage, and their ranks for each other a
-    second longer than for another stage: so the first to raise is who waits for the one that is lost.
+    A runner with `ranks=` has the ranks that share the layers of its stage. Each of them has a pipeline of its own. If
+    a step of one ends before its runner agrees with the others, all of the stage raise. Stages then wait as long as
+    `Ranks` do, if that is longer, and four seconds more a stage, and their ranks for each other a second longer than
+    for another stage: the first to raise is the one that waits for the lost rank.
 
-    Which proxies come is told by the stage that sends them, in a letter before each step, so that optional ones may
-    come or not, and nobody waits for what is not sent. Raises ConfigError where the group cannot move the runner's
-    tensors, where the first stage's slots require proxies, or where those of another read none.
+    Args:
+        runner: What runs the stage's step.
+        group: The stages' group. The default group if None, or a pipeline of one stage if there is none. It moves
+            tensors of the runner's device, by NCCL for instance. Tensors in host memory go through groups of gloo, one
+            for each two neighbours, which all ranks make here at once, in the same order as other stages of theirs.
+        proxies: The side argument that slots read proxies from.
+        timeout: Seconds that a stage waits for its neighbours, and one second more for each stage before it. With
+            `lazy`, captures take their part of that.
+
+    Raises:
+        ConfigError: The group cannot move the runner's tensors, slots of the first stage require proxies, or those of
+            another read none.
+        RankError: A neighbour did not come to make its stage.
     """
 
     def __init__(
@@ -68,10 +191,11 @@ class PipelineStage(Unique):
         self._proxies = Proxies(runner, proxies)
         self._coordinator = runner.parts.coordinator
         self._steps = 0
-        self._before: Upstream | None = None
-        self._after: Downstream | None = None
-        self._check(group)
+        self._before: Neighbour | None = None
+        self._after: Neighbour | None = None
+        self._check_slots()
         if self.size > 1:
+            self._check_group(group)
             self._connect(group, timeout)
 
     @property
@@ -88,9 +212,9 @@ class PipelineStage(Unique):
         """Run one step: receive proxies, run the runner, and hand its outputs on; the last stage returns them.
 
         It returns as soon as they are under way. The runner may then replay again: what is sent stays as it is.
-        Raises what the runner raises, and RankError, which names the rank: where another stage failed in this step,
-        sent other proxies than the slots declare, refused those of the step before, is lost, or does not come.
-        All later stages raise then, too. The next step is run as if nothing had been, unless a rank is lost.
+        Raises what the runner raises, and RankError, which names the rank: if another stage failed in this step, sent
+        other proxies than the slots declare, refused those of the step before, is lost, or does not come. All later
+        stages raise then, too. The next step is run as if nothing had been, unless a rank is lost.
         """
         self._steps += 1
         self._coordinator.begin()
@@ -100,8 +224,8 @@ class PipelineStage(Unique):
             outputs = self.runner(batch, **received)
             if self._after is not None:
                 tensors = flattened(outputs)
-                specs = {key: Spec.of(one) for key, one in tensors.items()}
-                self._after.send(Letter(self._steps, specs), tensors)
+                specs = {key: TensorSpec(one.dtype, one.device.type, tuple(one.shape)) for key, one in tensors.items()}
+                self._after.send(StageMessage(self._steps, specs), tensors)
         except BaseException as error:
             self._fail(error)
             raise
@@ -110,30 +234,37 @@ class PipelineStage(Unique):
     def flush(self) -> None:
         """Wait until the next stage has received the last step's proxies: before this process ends, for one.
 
-        Each step does so with those of the step before. Raises RankError where it refused them, or does not come; on
-        this rank alone, since other ranks of its stage may not ask.
+        Each step does so with those of the step before. Raises RankError if it refused them, or does not come; on this
+        rank alone, since other ranks of its stage may not ask.
         """
         if self._after is not None:
             self._after.settle()
 
-    def _received(self, before: Upstream, batch: Any, side: Side) -> dict[str, Any]:
+    def _received(self, before: Neighbour, batch: Any, side: Side) -> dict[str, Any]:
         """All side arguments. Whatever is wrong with the step, its tensors are received: the next ones come after."""
-        letter, near = before.take(), before.neighbour
-        if letter.error:
-            before.accept(letter, {})
-            _raise(f"step {letter.step}: {near.other} has nothing for {near.me}: {letter.error}")
+        message = before.take()
+        if message.error:
+            before.reply(StageMessage(message.step))
+            nothing = f"step {message.step}: {before.other} has nothing for {before.me}: {message.error}"
+            raise RankError(nothing)
         try:
-            if letter.step != self._steps:
-                _raise(f"{near.other} is at step {letter.step} of the pipeline, {near.me} at step {self._steps}")
-            targets = self._proxies.places(letter, batch, self._given(side), (near.me, near.other))
+            targets = self._targets(before, message, batch, self._given(side))
         except BaseException as error:
-            before.refuse(letter, error, self.runner.parts.stage.backend.device)
+            device = self.runner.parts.stage.backend.device
+            dropped = [spec.empty(device) for spec in message.specs.values()]
+            before.reply(StageMessage(message.step, error=_in_words(error)), dropped)
             raise
-        before.accept(letter, targets)
+        before.reply(StageMessage(message.step), targets.values())
         return {**side, self._proxies.argument: nested(targets)}
 
+    def _targets(self, before: Neighbour, message: StageMessage, batch: Any, side: Side) -> dict[str, torch.Tensor]:
+        if message.step != self._steps:
+            apart = f"{before.other} is at step {message.step} of the pipeline, {before.me} at step {self._steps}"
+            raise RankError(apart)
+        return self._proxies.targets(message, batch, side, before.me, before.other)
+
     def _given(self, side: Side) -> Side:
-        """The caller's side arguments. ConfigError where the proxies are among them."""
+        """The caller's side arguments. ConfigError if the proxies are among them."""
         if self._proxies.argument in side:
             message = f"{self._proxies.argument} is received from the stage before: do not give it"
             raise ConfigError(message)
@@ -142,32 +273,35 @@ class PipelineStage(Unique):
     def _fail(self, error: BaseException) -> None:
         """Tell the ranks of this stage, unless the runner has, and the next stage, that this rank has no step.
 
-        What they have to say to that is noted in the error. An interrupt waits for no one's answer.
+        What they say to that is noted in the error. An interrupt waits for no one's answer.
         """
         after = self._after
         _noting(error, lambda: self._coordinator.refuse(error))
         if after is not None and isinstance(error, Exception):
-            letter = Letter(self._steps, error=told(error))
-            for say in (after.settle, lambda: after.send(letter, {}), after.settle):
-                if after.neighbour.broken is None:
+            message = StageMessage(self._steps, error=_in_words(error))
+            for say in (after.settle, lambda: after.send(message, {}), after.settle):
+                if after.broken is None:
                     _noting(error, say)
 
-    def _check(self, group: "dist.ProcessGroup | None") -> None:
+    def _check_slots(self) -> None:
+        """ConfigError if the slots are not those of a stage at this place."""
+        argument = self._proxies.argument
         if self.first and self._proxies.required:
             keys = ", ".join(map(repr, self._proxies.required))
-            message = f"the first stage receives nothing, but its slots require {keys} of {self._proxies.argument}"
+            message = f"the first stage receives nothing, but its slots require {keys} of {argument}"
             raise ConfigError(message)
         if not self.first and not self._proxies.wanted:
             message = (
-                f"stage {self.rank} of {self.size} has no slot that reads {self._proxies.argument}: declare one with "
-                f"source=side('{self._proxies.argument}.hidden_states'), or name another argument by proxies="
+                f"stage {self.rank} of {self.size} has no slot that reads {argument}: declare one with "
+                f"source=side('{argument}.hidden_states'), or name another argument by proxies="
             )
             raise ConfigError(message)
+
+    def _check_group(self, group: "dist.ProcessGroup | None") -> None:
+        """ConfigError if the group cannot move tensors of the runner's device."""
         kind = self.runner.parts.stage.backend.device.type
-        if self.size == 1 or kind == "cpu":
-            return
         ways = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
-        if ways.get(kind, "gloo") == "gloo":  # which sends from host memory alone
+        if kind != "cpu" and ways.get(kind, "gloo") == "gloo":  # which sends from host memory alone
             message = f"the group moves tensors by {ways}, not those on {kind} between two ranks: make one that does"
             raise ConfigError(message)
 
@@ -180,7 +314,7 @@ class PipelineStage(Unique):
         found: Any = dist.group.WORLD if group is None else group
         members, patience = dist.get_process_group_ranks(found), self._patience(timeout, self.rank)
         me, limit = members[self.rank], dt.timedelta(seconds=2 * self._patience(timeout, self.size))
-        self._coordinator.be_patient(patience + _HEADSTART)
+        self._coordinator.timeout = max(self._coordinator.timeout, patience + _HEADSTART)
         for turn in range(2):
             place = self.rank + (1 if self.rank % 2 == turn else -1)
             other = members[place] if 0 <= place < self.size else me
@@ -193,12 +327,11 @@ class PipelineStage(Unique):
                 raise RankError(message) from error
             if other == me:
                 continue
-            places = dist.get_group_rank(host, other), place
-            neighbour = Neighbour(host, found, *places, f"rank {me}", f"rank {other}", patience)
+            neighbour = Neighbour(host, found, other, f"rank {me}", f"rank {other}", patience)
             if place < self.rank:
-                self._before = Upstream(neighbour)
+                self._before = neighbour
             else:
-                self._after = Downstream(neighbour)
+                self._after = neighbour
 
     def _patience(self, timeout: float, stage: int) -> float:
         """Seconds that a stage waits for another: longer than the one before takes to find out which rank is lost."""
@@ -208,19 +341,20 @@ class PipelineStage(Unique):
 
 
 def _noting(error: BaseException, say: Callable[[], None]) -> None:
-    """Say it; what others have to say to that is noted in the error."""
+    """Say it; what others say to that is noted in the error."""
     try:
         say()
     except RankError as other:
         error.add_note(str(other))
 
 
-def _raise(message: str) -> NoReturn:
-    raise RankError(message)
+def _in_words(error: BaseException) -> str:
+    """An error for another rank: with its kind, unless it is of ranks anyway."""
+    return str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
 
 
 def _place(group: "dist.ProcessGroup | None") -> tuple[int, int]:
-    """This process' rank and the size of the group; ConfigError where it is not in it."""
+    """This process' rank and the size of the group; ConfigError if it is not in it."""
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     found = checked_group(group)

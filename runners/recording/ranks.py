@@ -13,9 +13,8 @@ from ...backends.base import Event
 from ...dataflow.axes import Axis
 from ...dataflow.errors import RecordingError
 from ..decision import Why
-from ..ranks.exchange import Exchange
-from ..ranks.group import HOST, Ranks
-from ..ranks.message import EAGER, FITS, Message
+from ..ranks.group import HOST, Exchange, Ranks
+from ..ranks.wire import EAGER, FITS, Message
 from .files import RecordedFile
 from .records import RanksRecord, StepRanks, StepRecord
 
@@ -59,16 +58,16 @@ class RecordedRanks(Ranks):
 
     def begin(self, message: Message, told: str) -> Exchange:
         """All have told what they have to tell."""
+        del told
         self.exchanges += 1
         others = self._others
         said = [message] * self.size if others is None else [attrs.evolve(one, place=message.place) for one in others]
         said[self.rank] = message
-        nobody: Any = None  # no wire, and nobody to be called
-        return Exchange(nobody, self.exchanges, nobody, told, said)
+        return lambda _: said
 
-    def wait(self, event: Event, device: torch.device) -> None:
+    def wait(self, event: Event, device: torch.device, warm_up: str = "") -> None:
         """Wait until the device is past an event: no collective of it waits for another rank."""
-        del device
+        del device, warm_up
         event.synchronize()
 
     def broke_off(self, error: BaseException) -> None:
@@ -88,5 +87,5 @@ def _messages(step: StepRecord, told: StepRanks, axes: Sequence[Axis], size: int
         found[forced] = attrs.evolve(found[forced], bucket=step.bucket)
     elif forced is not None:
         why, text = get_args(Why).index(told.why), step.reason.removeprefix(f"rank {forced}: ")
-        found[forced] = attrs.evolve(found[forced], verdict=EAGER, why=why, text=text)
+        found[forced] = attrs.evolve(found[forced], answer=EAGER, why=why, text=text)
     return found

@@ -1,6 +1,5 @@
-"""Groups of processes that all tests of a module share."""
+"""Groups of processes that all tests of a session share."""
 
-import pathlib
 from collections.abc import Iterator
 
 import pytest
@@ -11,16 +10,12 @@ from tests.ranks.processes import Processes, ranks
 @pytest.fixture(scope="session")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """Two ranks."""
-    yield from _shared(2, tmp_path_factory)
+    with ranks(2, tmp_path_factory.mktemp("two")) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    """Four."""
-    yield from _shared(4, tmp_path_factory)
-
-
-def _shared(size: int, factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    folder: pathlib.Path = factory.mktemp(f"ranks{size}")
-    with ranks(size, folder) as made:
+    """Four ranks."""
+    with ranks(4, tmp_path_factory.mktemp("four")) as made:
         yield made

@@ -76,6 +76,15 @@ class Processes:
             process.join(PATIENCE)
 
 
+def raised(call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The kind and the message of what a call raises; nothing if it returns."""
+    try:
+        call(*args, **options)
+    except Exception as error:  # noqa: BLE001 - the test is told
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def all_gather(out: torch.Tensor, own: torch.Tensor) -> None:
     """Into one tensor, under the name that this torch has for it."""
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

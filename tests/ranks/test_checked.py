@@ -1,6 +1,5 @@
 """Checks and debug modes of runners with ranks: all run the same steps, and what one rank finds, all are told."""
 
-import pathlib
 import random
 from collections.abc import Callable
 from typing import Any, Final
@@ -11,14 +10,13 @@ import torch.distributed as dist
 
 import slotgraph
 from slotgraph import BATCH, DecodeRunner, Step, computed, copied, keep
-from slotgraph.dataflow.errors import CheckError, RankError, StaleOutputError
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.proofs.report import CHECKS
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.axes import DP
 from tests.ranks import stepping
-from tests.ranks.processes import Processes, ranks
-from tests.ranks.stepping import Counted, tokens_of_ranks
+from tests.ranks.processes import Processes, raised
+from tests.ranks.stepping import Counted, runner_on, soon, tokens_of_ranks
 from tests.runners import prefilled
 
 MODES: Final = ("generations", "addresses", "streams", "poison", "parity")
@@ -80,21 +78,24 @@ class Model:
 
 def runner_of(step: Callable[[Shared], torch.Tensor], backend: str = "cpu", **options: Any) -> DecodeRunner[Shared]:
     """Captured, over the default group."""
-    made = Ranks(timeout=options.pop("timeout", 20.0), equal=options.pop("equal", False))
-    given: dict[str, Any] = {"sizes": {DP: made.size}, "ranks": made, "backend": backend, "progress": False, **options}
-    runner = DecodeRunner(Shared, step, buckets=[2, 4, 8], **given)
-    runner.capture()
+    made = soon(**{name: options.pop(name) for name in ("timeout", "equal") if name in options})
+    runner: DecodeRunner[Shared] = runner_on(made, step, Shared, sizes={DP: made.size}, backend=backend, **options)
     return runner
+
+
+def change(model: "Model", fault: str) -> None:
+    """Do after the capture what no step of a graph may depend on."""
+    if fault == "scale":
+        model.scale = 3.0
+    if fault == "table":
+        model.table = model.table.clone()
 
 
 def checked(rank: int, backend: str, fault: str, guilty: int, options: dict[str, Any]) -> tuple[Any, int, bool]:
     """The findings by check, slot and message; steps of each check; and whether a step afterwards is right."""
-    model = Model("" if fault == "scale" else fault, guilty)
+    model = Model(fault, guilty)
     runner = runner_of(model, backend, equal=options.pop("equal", False))
-    if fault == "scale" and rank == guilty:
-        model.scale = 3.0
-    if fault == "table" and rank == guilty:
-        model.table = model.table.clone()
+    change(model, model.fault)
     if options.pop("given", False):  # other rows by rank, in the same buckets
         draw = random.Random(rank)  # noqa: S311 - sizes, no secrets
         rows = [draw.randint(bucket // 2 + 1, bucket) for bucket in (8, 4, 8, 2, 4)]
@@ -104,10 +105,8 @@ def checked(rank: int, backend: str, fault: str, guilty: int, options: dict[str,
     assert torch.equal(model.cache, before)
     (steps,) = set(report.steps.values())
     assert set(report.steps) == set(options.get("only", CHECKS))
-    own = batch_of(3, rank)
-    outputs = runner(own)
-    right = bool((outputs[:, 0] > 0).all())
-    return [(one.check, one.slot, one.message) for one in report.findings], steps, right
+    outputs = runner(batch_of(3, rank))
+    return [(one.check, one.slot, one.message) for one in report.findings], steps, bool((outputs[:, 0] > 0).all())
 
 
 def on_both(two: Processes, backend: str, fault: str = "", guilty: int = 0, **options: Any) -> list[Any]:
@@ -128,7 +127,7 @@ def test_a_sound_step(two: Processes, backend: str, options: dict[str, Any]) -> 
 
 def sound(rank: int, kind: str) -> tuple[bool, dict[str, int], str]:
     """A prefill runner, whose requests are as long on all ranks, of other tokens."""
-    runner = prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu", ranks=Ranks(timeout=20.0))
+    runner = prefilled.runner_of(kind, prefilled.Model(named=kind == "piecewise"), "cpu", ranks=soon())
     runner.capture()
 
     def make(tokens: int, generator: torch.Generator) -> dict[str, Any]:
@@ -155,8 +154,7 @@ def test_four_ranks(four: Processes) -> None:
         assert message.startswith("live row 0 " if rank == 2 else "rank 2 found: live row 0 ")
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "guilty"), [("cpu", 0), ("cpu-capture", 1)])
 def test_padding_reaches_live_rows_on_one_rank(two: Processes, backend: str, guilty: int) -> None:
     """The slot and its row are named on that rank, and on the other one which rank found it."""
     found = on_both(two, backend, "mean", guilty, only=["poison"])
@@ -196,13 +194,8 @@ def raises_alone(rank: int, backend: str) -> tuple[list[tuple[str | None, str]],
 
     runner = runner_of(step, backend)
     report = slotgraph.check(runner, only=["poison"], rounds=1, values={"lens": (1, 50)}, progress=False)
-    told = []
-    with debugged(runner, "poison"):
-        for rows in (3, 5, 2):  # in buckets 4, 8 and 2, of which the last has no tail
-            try:
-                runner(batch_of(rows, rank))
-            except CheckError as error:
-                told.append(str(error))
+    with debugged(runner, "poison"):  # in buckets 4, 8 and 2, of which the last has no tail
+        told = [raised(runner, batch_of(rows, rank)) for rows in (3, 5, 2)]
     runner(batch_of(1 + rank, 3))
     return [(one.slot, one.message) for one in report.findings], told
 
@@ -217,9 +210,10 @@ def test_a_step_that_raises_on_one_rank(two: Processes, backend: str) -> None:
     ((slot, told),) = first
     assert slot == "lens"
     assert told.startswith("rank 1 found: the step raised IndexError: index ")
-    assert len(told_first) == len(told_second) == 2
+    assert told_first.pop() == told_second.pop() == ""
     assert all("in the tail of slot 'lens', held " in one for one in told_second)
-    assert all(one.startswith("debug mode poison: rank 1 found: the step raised IndexError") for one in told_first)
+    found = "CheckError: debug mode poison: rank 1 found: the step raised IndexError"
+    assert all(one.startswith(found) for one in told_first)
 
 
 def elsewhere(rank: int) -> list[str]:
@@ -245,49 +239,45 @@ def test_a_change_on_another_rank(two: Processes) -> None:
     assert second.startswith("rank 0 found: on rank 1 live row 0 of the output changed")
 
 
-def test_a_frozen_number_on_one_rank(two: Processes) -> None:
-    """Parity finds it there, and the other rank is told."""
-    found = on_both(two, "cpu-capture", "scale", 1, only=["parity"])
-    assert found[1][0][2].startswith("outputs row 0, at [0, 0]: graph ")
-    assert found[0][0][2].startswith("rank 1 found: outputs row 0, at [0, 0]: graph ")
-
-
-def test_a_tensor_exchanged_on_one_rank(two: Processes) -> None:
-    """So do addresses."""
-    found = on_both(two, "cpu-capture", "table", 0, only=["addresses"])
-    assert "aten::index reads table, and it is other memory than at capture" in found[0][0][2]
-    assert found[1][0][2].startswith("rank 0 found: ")
+@pytest.mark.parametrize(
+    ("fault", "guilty", "only", "wanted"),
+    [
+        ("scale", 1, "parity", "outputs row 0, at [0, 0]: graph "),
+        ("table", 0, "addresses", "aten::index reads table, and it is other memory than at capture"),
+    ],
+)
+def test_a_change_after_the_capture(two: Processes, fault: str, guilty: int, only: str, wanted: str) -> None:
+    """A frozen number, and a tensor that was exchanged, on one rank: it finds them, and the other is told."""
+    found = on_both(two, "cpu-capture", fault, guilty, only=[only])
+    assert wanted in found[guilty][0][2]
+    assert found[1 - guilty][0][2].startswith(f"rank {guilty} found: ")
 
 
 def alone(rank: int) -> str:
     """Rank 0 alone calls it."""
-    runner = runner_of(Model(), timeout=2.0)
-    if rank == 1:
-        return ""
-    with pytest.raises(RankError) as raised:
-        slotgraph.check(runner, progress=False)
-    return str(raised.value)
+    runner = runner_of(Model(), timeout=1.2)
+    return "" if rank == 1 else raised(slotgraph.check, runner, progress=False)
 
 
-def test_one_rank_alone(tmp_path: pathlib.Path) -> None:
+def test_one_rank_alone(two: Processes) -> None:
     """Is told which one did not come."""
-    with ranks(2, tmp_path) as made:
-        message, _ = made.run(alone)
-    assert message.startswith("DecodeRunner: a check of poison, parity, addresses, coverage, races, on batches by ")
-    assert "rank 1 did not come within 2 s: it is dead, stuck, or does something else" in message
+    message, _ = two.run(alone)
+    assert message.startswith("RankError: DecodeRunner: a check of poison, parity, addresses, coverage, races, on ")
+    assert "rank 1 did not come within 1.2 s: it is dead, stuck, or does something else" in message
 
 
 def apart(rank: int, how: str) -> str:
-    """The ranks do not check the same."""
-    runner = runner_of(Model())
+    """The ranks do not check the same; or rank 0 alone looks at its steps, which then have no collectives."""
+    runner = runner_of((lambda view: view.ids * 2) if how == "mode" else Model(), debug=how == "mode" and rank == 0)
+    if how == "mode":
+        if rank == 1:
+            runner(batch_of(3, 1))
+        return raised(runner, batch_of(3, 2 - rank))
+    if how == "step" and rank == 1:
+        return raised(runner, batch_of(3, 1))
     given = [batch_of(3 + 2 * rank, 1)] if how == "buckets" else None
     only = ["parity" if how == "checks" and rank == 1 else "poison"]
-    with pytest.raises(RankError) as raised:  # noqa: PT012 - on one rank a step, on the other a check
-        if how == "step" and rank == 1:
-            runner(batch_of(3, 1))
-        else:
-            slotgraph.check(runner, given, only=only, progress=False)
-    return str(raised.value)
+    return raised(slotgraph.check, runner, given, only=only, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -299,12 +289,14 @@ def apart(rank: int, how: str) -> str:
             "rank 1 is at DecodeRunner: a check of poison, on batches by buckets: 1 for 8; its state looked for",
         ),
         ("checks", "rank 1 is at DecodeRunner: a check of parity, on batches by buckets: "),
+        ("mode", "rank 1 is at a step of DecodeRunner with buckets 2, 4, 8"),
     ],
 )
 def test_something_else(two: Processes, how: str, told: str) -> None:
     """Each is told where all are, at once."""
     for message in two.run(apart, how):
-        assert message.startswith("ranks do not run the same steps: rank 0 is at DecodeRunner: a check of ")
+        at = "a look at a step, of a check or a debug mode; " if how == "mode" else "a check of "
+        assert message.startswith(f"RankError: ranks do not run the same steps: rank 0 is at DecodeRunner: {at}")
         assert told in message
 
 
@@ -319,34 +311,16 @@ def raises_eagerly(rank: int) -> tuple[str, bool]:
 
     runner = runner_of(step, "cpu-capture")
     broken += ["lost a page"] if rank == 1 else []
-    with pytest.raises(ValueError if rank == 1 else RankError) as raised:
-        slotgraph.check(runner, progress=False)
+    error = raised(slotgraph.check, runner, progress=False)
     batch = batch_of(3, rank)
-    return str(raised.value), torch.equal(runner(batch) + 0, batch["ids"] * 2 + 6 + 3 * rank)
+    return error, torch.equal(runner(batch) + 0, batch["ids"] * 2 + 6 + 3 * rank)
 
 
 def test_a_check_that_breaks_off_on_one_rank(two: Processes) -> None:
     """The others are told at once what it raised, and the next step is as good as any."""
     first, second = two.run(raises_eagerly)
-    assert first == ("the look at what a step changes raised on rank 1: ValueError: lost a page", True)
-    assert second == ("lost a page", True)
-
-
-def one_debugs(rank: int) -> str:
-    """Rank 0 alone looks at its steps, which have no collectives."""
-    runner = runner_of(lambda view: view.ids * 2, **({"debug": "poison"} if rank == 0 else {}))
-    if rank == 1:
-        runner(batch_of(3, 1))
-    with pytest.raises(RankError) as raised:
-        runner(batch_of(3, 2 - rank))
-    return str(raised.value)
-
-
-def test_a_mode_on_one_rank_alone(two: Processes) -> None:
-    """Is told on both."""
-    for message in two.run(one_debugs):
-        assert "; rank 1 is at a step of DecodeRunner with buckets 2, 4, 8" in message
-        assert "rank 0 is at DecodeRunner: a look at a step, of a check or a debug mode; " in message
+    assert first == ("RankError: the look at what a step changes raised on rank 1: ValueError: lost a page", True)
+    assert second == ("ValueError: lost a page", True)
 
 
 def debugging(rank: int, mode: str, backend: str, steps: int) -> int:
@@ -375,27 +349,16 @@ def test_debug_modes(two: Processes, backend: str, mode: str) -> None:
     assert two.run(debugging, mode, backend, 30) == [30, 30]
 
 
-def planted(rank: int, mode: str, fault: str, steps: int) -> tuple[list[str], int]:
-    """A bug on rank 1 alone: what is raised in random steps, and how many were let pass."""
-    model = Model("mean" if fault == "mean" else "", 1)
+def planted(rank: int, mode: str, fault: str, steps: int) -> list[str]:
+    """A bug on rank 1 alone: what is raised in random steps."""
+    model, draw = Model(fault, 1), random.Random(4)  # noqa: S311 - sizes, no secrets
     runner = runner_of(model, "cpu-capture")
-    if fault == "scale" and rank == 1:
-        model.scale = 3.0
-    if fault == "table" and rank == 1:
-        model.table = model.table.clone()
-    draw, told, passed = random.Random(4), [], 0  # noqa: S311 - sizes, no secrets
+    change(model, model.fault)
     with debugged(runner, mode):
-        for seed in range(steps):
-            rows = [draw.choice([1, 3, 5, 7, 8]) for _ in range(2)]
-            try:
-                runner(batch_of(rows[rank], seed + 31 * rank))
-            except CheckError as error:
-                told.append(str(error))
-            else:
-                passed += 1
-    outputs = runner(batch_of(2, 5))
-    assert bool((outputs[:, 0] > 0).all())
-    return told, passed
+        rows = ([draw.choice([1, 3, 5, 7, 8]) for _ in range(2)][rank] for _ in range(steps))
+        told = [raised(runner, batch_of(count, seed + 31 * rank)) for seed, count in enumerate(rows)]
+    assert bool((runner(batch_of(2, 5))[:, 0] > 0).all())
+    return told
 
 
 @pytest.mark.parametrize(
@@ -408,23 +371,8 @@ def planted(rank: int, mode: str, fault: str, steps: int) -> tuple[list[str], in
 )
 def test_a_planted_bug(two: Processes, mode: str, fault: str, wanted: str) -> None:
     """Is raised on both ranks in the same steps, by the one that has it and with its rank on the other one."""
-    (first, passed), (second, others) = two.run(planted, mode, fault, 30)
-    assert passed == others
-    assert len(first) == len(second) == 30 - passed > 15
-    assert all(one.startswith(f"debug mode {mode}: ") and wanted in one for one in second)
-    assert all(one.startswith(f"debug mode {mode}: rank 1 found: ") for one in first)
-
-
-def stale(rank: int) -> str:
-    """Outputs that a later step has overwritten."""
-    runner = runner_of(Model(), debug="generations")
-    outputs = runner(batch_of(2 + rank, 1))
-    runner(batch_of(3, 2))
-    with pytest.raises(StaleOutputError) as raised:
-        _ = outputs + 1
-    return str(raised.value)
-
-
-def test_stale_outputs(two: Processes) -> None:
-    """Are each rank's own business."""
-    assert all("generation 1" in one for one in two.run(stale))
+    first, second = two.run(planted, mode, fault, 30)
+    assert sum(map(bool, first)) > 15
+    for other, own in zip(first, second, strict=True):
+        assert own == "" or (own.startswith(f"CheckError: debug mode {mode}: ") and wanted in own)
+        assert other == "" if own == "" else other.startswith(f"CheckError: debug mode {mode}: rank 1 found: ")

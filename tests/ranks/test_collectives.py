@@ -1,15 +1,14 @@
 """Collectives in a recorded step: done again in each replay, in the memory that the step gave them."""
 
-from collections.abc import Callable
+import functools
+from typing import Final
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from slotgraph.backends import choose
-from slotgraph.dataflow.errors import CaptureError
-from tests.ranks.processes import Processes, all_gather
+from tests.ranks.processes import Processes, all_gather, raised
 
 SIZE = 5
 
@@ -65,43 +64,38 @@ def swapped(values: torch.Tensor) -> torch.Tensor:
     return theirs - own
 
 
-STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    step.__name__: step for step in (reduced, reduced_later, gathered, gathered_into_one, from_the_first, swapped)
-}
+STEPS: Final = (reduced, reduced_later, gathered, gathered_into_one, from_the_first, swapped)
 
 
-def replayed(rank: int, name: str) -> list[bool]:
-    """Whether replays over other values are what the step gives when it is run."""
-    step, values = STEPS[name], torch.zeros(SIZE)
-    draw = torch.Generator().manual_seed(rank + 1)
-    values.copy_(torch.rand(SIZE, generator=draw))
-    graph = choose("cpu-capture").capture(lambda: step(values))
-    found = []
-    for _ in range(4):
-        values.copy_(torch.rand(SIZE, generator=draw))
-        graph.replay()
-        outputs = graph.outputs.clone()
-        found.append(torch.equal(outputs, step(values)))
+def replayed(rank: int) -> dict[str, list[bool]]:
+    """Whether replays over other values are what each step gives when it is run."""
+    values, draw, found = torch.zeros(SIZE), torch.Generator().manual_seed(rank + 1), dict[str, list[bool]]()
+    for step in STEPS:
+        graph = choose("cpu-capture").capture(functools.partial(step, values))
+        found[step.__name__] = []
+        for _ in range(4):
+            values.copy_(torch.rand(SIZE, generator=draw))
+            graph.replay()
+            outputs = graph.outputs.clone()
+            found[step.__name__].append(torch.equal(outputs, step(values)))
     return found
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_replays_do_them_again(two: Processes, name: str) -> None:
+def test_replays_do_them_again(two: Processes) -> None:
     """With what other ranks have by then."""
-    assert two.run(replayed, name) == [[True] * 4] * 2
+    assert two.run(replayed) == [{step.__name__: [True] * 4 for step in STEPS}] * 2
 
 
 def functional_one(rank: int) -> str:
     """One whose result is new memory each time."""
     del rank
     values, everyone = torch.rand(SIZE), dist.distributed_c10d._get_default_group()
-    with pytest.raises(CaptureError) as raised:
-        choose("cpu-capture").capture(lambda: functional.all_reduce(values, "sum", everyone) + 1)
-    return str(raised.value)
+    return raised(choose("cpu-capture").capture, lambda: functional.all_reduce(values, "sum", everyone) + 1)
 
 
 def test_functional_ones_are_refused(two: Processes) -> None:
     """With what to use instead."""
     for told in two.run(functional_one):
+        assert told.startswith("CaptureError: ")
         assert "cannot use _c10d_functional::all_reduce, a functional collective" in told
         assert "use the one of torch.distributed that writes into a tensor of yours" in told

@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slotgraph import BATCH, DecodeRunner, EagerRunner, Ranks, copied, standard
-from slotgraph.dataflow.errors import ComputeError, ConfigError, RankError
+from slotgraph import BATCH, EagerRunner, Ranks, copied, standard
 from tests.ranks import stepping
-from tests.ranks.processes import Processes, all_gather, ranks
-from tests.runners import prefilled
+from tests.ranks.processes import Processes, all_gather, raised, ranks
+from tests.ranks.stepping import runner_on, soon
 from tests.strategies import noise
 
 ROOM: Final = 64
@@ -56,15 +55,12 @@ class World:
 
     def runner(self, inputs: type[Any], step: Any) -> Any:
         """One that is ready to step."""
-        of_ranks = Ranks(shards=self.shards, equal=self.equal, timeout=20, capture_timeout=20)
-        sizes = {DP: self.size // self.shards}
-        given: dict[str, Any] = {"sizes": sizes, "ranks": of_ranks, "backend": self.backend}
+        of_ranks, sizes = soon(shards=self.shards, equal=self.equal), {DP: self.size // self.shards}
+        given: dict[str, Any] = {"sizes": sizes, "backend": self.backend}
         if self.kind == "eager":
-            return EagerRunner(inputs, step, **given)
-        options: dict[str, Any] = {"buckets": self.buckets, "width": self.width, "lowering": self.lowering}
-        runner: DecodeRunner[Any] = DecodeRunner(inputs, step, output_rows=None, progress=False, **options, **given)
-        runner.capture()
-        return runner
+            return EagerRunner(inputs, step, ranks=of_ranks, **given)
+        options = {"buckets": self.buckets, "width": self.width, "lowering": self.lowering, "output_rows": None}
+        return runner_on(of_ranks, step, inputs, **options, **given)
 
     def drawn(self, draw: random.Random) -> list[int]:
         """Requests of each batch in one step: idle ones among them, and now and then one too large for a graph."""
@@ -177,7 +173,7 @@ def scheduled(rank: int, world: World, steps: int) -> tuple[list[Any], dict[str,
     return one.wrong, {**one.steps, "exchanged": ranks.exchanges - before}
 
 
-def assert_right(processes: Processes, world: World, steps: int = 120) -> None:
+def assert_right(processes: Processes, world: World, steps: int) -> None:
     """No rank saw a wrong count, in steps of every kind, and none exchanged more than once a step."""
     found = processes.run(scheduled, world, steps)
     assert [wrong for wrong, _ in found] == [[]] * world.size
@@ -200,33 +196,24 @@ each_way = pytest.mark.parametrize("way", WAYS, ids="-".join)
 
 
 @each_way
-@pytest.mark.parametrize("shards", [1, 2])
-def test_two_ranks(two: Processes, shards: int, way: tuple[str, str, str]) -> None:
-    """Of a batch each, and of one that they share."""
-    assert_right(two, World(2, shards, *way))
+def test_counts_of_all_ranks(two: Processes, four: Processes, way: tuple[str, str, str]) -> None:
+    """A computed slot that asks for ranks has each one's live sizes, of this very step, without another exchange.
+
+    Ranks have a batch each, share one, or both at once.
+    """
+    for processes, shards in ((two, 1), (two, 2), (four, 1), (four, 2), (four, 4)):
+        assert_right(processes, World(len(processes.pipes), shards, *way), 90)
 
 
 @each_way
-@pytest.mark.parametrize("shards", [1, 2])
-def test_four_ranks(four: Processes, shards: int, way: tuple[str, str, str]) -> None:
-    """The same; two batches of two ranks each are both at once."""
-    assert_right(four, World(4, shards, *way))
-
-
-def test_four_ranks_of_one_batch(four: Processes) -> None:
-    """Each with a quarter of the tokens."""
-    assert_right(four, World(4, 4, "extend", "cpu-capture"))
-
-
-@pytest.mark.parametrize("shards", [1, 2])
-def test_ranks_that_bring_the_same(two: Processes, shards: int) -> None:
-    """They exchange nothing, and each knows what all bring; so does a rank alone."""
-    for way in WAYS:
+def test_ranks_that_bring_the_same(two: Processes, way: tuple[str, str, str]) -> None:
+    """They exchange nothing, and each knows what all bring."""
+    for shards in (1, 2):
         assert_right(two, World(2, shards, *way, equal=True), 80)
 
 
 def test_one_rank(tmp_path: pathlib.Path) -> None:
-    """Alone."""
+    """Alone, by each way."""
     with ranks(1, tmp_path) as one:
         for way in WAYS:
             assert_right(one, World(1, 1, *way, equal=True), 80)
@@ -252,12 +239,11 @@ def torn(rank: int, kind: str, how: str) -> tuple[str, bool, list[Any]]:
     one.runner.replay(view)
     slots = [getattr(view, name) for name in ("ids", "weights", *COUNTS)]
     before = [slot.clone() for slot in slots]
-    with pytest.raises(RankError) as raised:
-        run_torn(rank, one, how)
+    told = raised(run_torn, rank, one, how)
     same = all(torch.equal(old, slot) for old, slot in zip(before, slots, strict=True))
     for seed in range(2, 6):
         one.play([2, 4], seed, ahead=how == "ahead")
-    return str(raised.value), same, one.wrong
+    return told, same, one.wrong
 
 
 @pytest.mark.parametrize("kind", ["decode", "eager"])
@@ -265,8 +251,9 @@ def torn(rank: int, kind: str, how: str) -> tuple[str, bool, list[Any]]:
 def test_ranks_that_share_a_batch_bring_the_same_sizes(four: Processes, kind: str, how: str) -> None:
     """Where they do not, no rank runs the step, whoever's batch it is; all are told who brings what."""
     sizes = "0 BATCH, 0 TOKENS" if how == "idle" else "4 BATCH, 4 TOKENS"
-    said = "each 2 ranks in a row share a batch, so that no rank runs the step: rank 2 brings 2 BATCH, 2 TOKENS; "
-    assert four.run(torn, kind, how) == [(f"{said}rank 3 brings {sizes}", True, [])] * 4
+    said = "RankError: each 2 ranks in a row share a batch, so that no rank runs the step: "
+    told = f"{said}rank 2 brings 2 BATCH, 2 TOKENS; rank 3 brings {sizes}"
+    assert four.run(torn, kind, how) == [(told, True, [])] * 4
 
 
 class Bare(standard.DataParallelAgreed):
@@ -277,28 +264,20 @@ class Bare(standard.DataParallelAgreed):
 
 def refused(rank: int, case: str) -> str:
     """What a first step raises where ranks and declarations do not fit."""
-    inputs: type[Any] = Bare if case == "axis" else Shared
     shards, batches = {"undivided": (3, 1), "sizes": (2, 4), "axis": (1, 4), "part": (4, 1)}[case]
     halves: list[Any] = [dist.new_group(members) for members in ([0, 2], [1, 3])]
-    group = halves[rank % 2] if case == "part" else None
-    of_ranks = Ranks(group, shards=shards, timeout=20, capture_timeout=20)
-    given: dict[str, Any] = {"sizes": {DP: batches}, "ranks": of_ranks, "backend": "cpu", "progress": False}
+    of_ranks = soon(group=halves[rank % 2] if case == "part" else None, shards=shards)
     if case == "axis":  # where a decode runner knows the tokens of a request
-        runner: Any = EagerRunner(inputs, lambda view: view.ids + 1, sizes={DP: batches}, ranks=of_ranks, backend="cpu")
+        runner = EagerRunner(Bare, lambda view: view.ids + 1, sizes={DP: batches}, ranks=of_ranks, backend="cpu")
     else:
-        runner = DecodeRunner(inputs, lambda view: view.ids + 1, buckets=[12], **given)
-        runner.capture()
-    with pytest.raises(ConfigError) as raised:
-        runner(stepping.batch_of(1 + rank // 2, rank))
-    return str(raised.value)
+        runner = runner_on(of_ranks, lambda view: view.ids + 1, Shared, buckets=[12], sizes={DP: batches})
+    return raised(runner, stepping.batch_of(1 + rank // 2, rank))
 
 
 def follows(rank: int, width: int) -> list[list[int]]:
     """Tokens of each rank's batch, where every slot is over requests: in a graph, and beyond the largest."""
-    of_ranks = Ranks(timeout=20, capture_timeout=20)
-    given: dict[str, Any] = {"sizes": {DP: 4}, "ranks": of_ranks, "width": width, "output_rows": BATCH}
-    runner = DecodeRunner(Bare, lambda view: view.ids + 1, buckets=[4], backend="cpu", progress=False, **given)
-    runner.capture()
+    given: dict[str, Any] = {"sizes": {DP: 4}, "width": width, "output_rows": BATCH, "buckets": [4]}
+    runner = runner_on(soon(), lambda view: view.ids + 1, Bare, **given)
     fills = (runner.fill({"ids": torch.arange(rows + rank) + 1}) for rows in (1, 3))
     return [view.global_num_tokens.tolist() for view in fills]
 
@@ -320,7 +299,7 @@ def test_tokens_that_follow_from_requests(four: Processes) -> None:
 )
 def test_ranks_that_do_not_fit(four: Processes, case: str, said: str) -> None:
     """All are told alike, with the numbers."""
-    assert all(told.startswith(said) for told in four.run(refused, case))
+    assert all(told.startswith(f"ConfigError: {said}") for told in four.run(refused, case))
 
 
 def undivided(rank: int) -> tuple[str, list[Any]]:
@@ -328,37 +307,34 @@ def undivided(rank: int) -> tuple[str, list[Any]]:
     world = World(2, 2)
     one = Rank(world, rank, world.runner(Shared, gathering(2)))
     batch = world.batch(0, 7, 3)
-    with pytest.raises(ComputeError) as raised:
-        one.runner(batch)
+    told = raised(one.runner, batch)
     one.play([5], 4, ahead=False)
-    given: dict[str, Any] = {"sizes": {DP: 1}, "ranks": one.runner.stage.declaration.ranks, "progress": False}
-    runner = DecodeRunner(Shared, lambda view: view.ids + 1, buckets=[2], carry=COUNTS[2:], backend="cpu", **given)
-    runner.capture()
+    given: dict[str, Any] = {"sizes": {DP: 1}, "buckets": [2], "carry": COUNTS[2:]}
+    runner = runner_on(one.runner.stage.declaration.ranks, lambda view: view.ids + 1, Shared, **given)
     view = runner.fill({**batch, "num_token_non_padded": torch.tensor([4 - rank], dtype=torch.int32)})
     right = {COUNTS[0]: [7], COUNTS[1]: [7], COUNTS[2]: [4 - rank]}
     one.compare("carried", right, {name: getattr(view, name).tolist() for name in COUNTS})
     runner.replay(view)
-    return str(raised.value), one.wrong
+    return told, one.wrong
 
 
 def test_a_step_without_padding_whose_tokens_do_not_divide(two: Processes) -> None:
     """Nobody knows who has which: it is refused, with the way out; counts of what ranks bring need none."""
     for told, wrong in two.run(undivided):
-        assert told.startswith("slot 'num_token_non_padded': 7 padded tokens do not divide among 2 attention-TP ranks")
+        assert told.startswith(
+            "ComputeError: slot 'num_token_non_padded': 7 padded tokens do not divide among 2 attention-TP ranks"
+        )
         assert "for steps that run eagerly pad the batch, or name the slot in carry=" in told
         assert wrong == []
 
 
 def of_another_width(rank: int) -> list[list[int]]:
     """Requests of three tokens and of two, in graphs for two: counts by step."""
-    given: dict[str, Any] = {"sizes": {DP: 2}, "ranks": Ranks(timeout=20), "backend": "cpu", "progress": False}
-    runner = DecodeRunner(Extended, lambda view: view.ids + 1, buckets=[4], width=2, **given)
-    runner.capture()
+    runner = runner_on(soon(), lambda view: view.ids + 1, Extended, buckets=[4], width=2, sizes={DP: 2})
     found = []
     for widths in ((3, 2), (2, 2), (2, 3)):
         rows, width = 3 - rank, widths[rank]
-        batch = {"ids": torch.arange(rows * width) + 5, "weights": torch.ones(rows)}
-        view = runner.fill(batch)
+        view = runner.fill({"ids": torch.arange(rows * width) + 5, "weights": torch.ones(rows)})
         found.append([count for name in COUNTS for count in getattr(view, name).tolist()])
         runner.replay(view)
     return found
@@ -374,9 +350,7 @@ def test_a_step_of_another_width(two: Processes) -> None:
 def halves(rank: int) -> list[list[list[int]]]:
     """Counts of both halves of a bucket of eight tokens, six of which are live."""
     del rank
-    given: dict[str, Any] = {"sizes": {DP: 1}, "ranks": Ranks(shards=2, timeout=20), "backend": "cpu"}
-    runner = DecodeRunner(Shared, lambda view: view.ids + 1, buckets=[8], progress=False, **given)
-    runner.capture()
+    runner = runner_on(soon(shards=2), lambda view: view.ids + 1, Shared, buckets=[8], sizes={DP: 1})
     view = runner.fill(stepping.batch_of(6, 3))
     parts = [view.narrow(BATCH, *rows) for rows in ((0, 4), (4, 8))]
     runner.replay(view)
@@ -386,43 +360,3 @@ def halves(rank: int) -> list[list[list[int]]]:
 def test_micro_batches(two: Processes) -> None:
     """They have the whole step's global counts, and this rank's part of their own tokens."""
     assert two.run(halves) == [[[[6], [2]], [[6], [2]]], [[[6], [2]], [[6], [0]]]]
-
-
-class Prefills(prefilled.Prefill, standard.DataParallelAgreed, standard.ExpertParallelSharded):
-    """Tokens of several requests, in pieces."""
-
-
-PREFILLS: Final[tuple[tuple[list[int], list[int]], ...]] = (
-    ([3], [2, 4, 1]),
-    ([], [16]),
-    ([9, 8, 1], [4]),
-    ([1] * 6, [2]),
-    ([2, 2], []),
-    ([16], [1] * 4),
-)
-"""Lengths by batch: of steps that graphs take, one of too many tokens, and one of too many requests."""
-
-
-def prefills(rank: int) -> list[Any]:
-    """What is wrong in steps of two batches of two ranks each."""
-    ranks, model = Ranks(shards=2, timeout=20, capture_timeout=20), prefilled.Model(named=False)
-    runner = prefilled.runner_of("breakable", model, "cpu", inputs=Prefills, sizes={DP: 2}, ranks=ranks)
-    runner.capture()
-    one = Rank(World(4, 2), rank, runner)
-    for seed, lengths in enumerate(PREFILLS):
-        batch = prefilled.batch_of(lengths[rank // 2], seed)
-        prefilled.poison(runner)
-        view = runner.fill(batch)
-        tokens, own = [sum(one) for one in lengths], sum(lengths[rank // 2])
-        chunk = view.input_ids.shape[0] // 2
-        right = {COUNTS[0]: tokens, COUNTS[1]: tokens}
-        right[COUNTS[2]] = [sum(row < own for row in range(chunk * (rank % 2), chunk * (rank % 2 + 1)))]
-        one.compare(f"step {seed}", right, {name: getattr(view, name).tolist() for name in COUNTS})
-        outputs = runner.replay(view)
-        assert outputs.shape[0] == len(lengths[rank // 2])
-    return one.wrong
-
-
-def test_prefill(four: Processes) -> None:
-    """By tokens, eager steps and idle batches among them; both prefill runners fill in the same way."""
-    assert four.run(prefills) == [[]] * 4

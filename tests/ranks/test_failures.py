@@ -5,87 +5,152 @@ import pathlib
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import pytest
 import torch
 
+from slotgraph import DecodeRunner, EagerRunner, Step, computed
+from slotgraph.backends.base import Event
 from slotgraph.dataflow.errors import CaptureError, ConfigError
 from slotgraph.runners.ranks.group import Ranks
 from tests.ranks import stepping
-from tests.ranks.processes import Outcome, Processes, ranks
-from tests.ranks.stepping import Held
+from tests.ranks.processes import Processes, raised, ranks
+from tests.ranks.stepping import Counted, Kept, runner_on, soon
+from tests.runners import prefilled
+
+KINDS: Final = ("decode", "eager", "breakable")
+CPU: Final = torch.device("cpu")
 
 
-def kinds(outcomes: list[Outcome | None]) -> list[str | None]:
-    """What was raised, by rank; None where nothing was, or where the process is gone."""
-    return [None if one is None else one.kind for one in outcomes]
+def same(factor: Any) -> Any:
+    """What the batch says, whatever that is."""
+    return factor
 
 
-def refused(rank: int, how: str) -> tuple[str, bool]:
-    """A batch that does not fit, on rank 1 alone; then all go on."""
-    batch: dict[str, Any] = stepping.batch_of(3, rank)
-    before = [buffer.tensor.clone() for buffer in Held.runner.graphs.buffers]
-    if rank == 1:
-        batch |= {
-            "missing": {"ids": None},
-            "dtype": {"weights": batch["weights"].to(torch.complex64)},
-            "shape": {"weights": batch["weights"][None, None]},
-        }[how]
-    told = "nothing"
-    try:
-        Held.runner(batch)
-    except Exception as error:  # noqa: BLE001 - told to the test
-        told = f"{type(error).__name__}: {error}"
-    after = [buffer.tensor for buffer in Held.runner.graphs.buffers]
-    return told, all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+class Numbered(Counted):
+    """With a number that the host computes."""
+
+    number: torch.Tensor = computed(same, shape=1, dtype=torch.int32)
+    factor: Any
 
 
-@pytest.mark.parametrize("how", ["missing", "dtype", "shape"])
-def test_a_refused_batch(two: Processes, how: str) -> None:
+class NumberedPrefill(prefilled.Prefill):
+    """Likewise."""
+
+    number: torch.Tensor = computed(same, shape=1, dtype=torch.int32)
+    factor: Any
+
+    @classmethod
+    def placeholder(cls, step: Step) -> Mapping[str, Any]:
+        """One request, and a number."""
+        return {**super().placeholder(step), "factor": 1}
+
+
+class Unreadable(dict[str, Any]):
+    """A batch that cannot be read."""
+
+    def __getitem__(self, name: str) -> Any:
+        """Not at all."""
+        message = f"lost {name}"
+        raise OSError(message)
+
+
+def runner_of(kind: str, ranks: Ranks) -> Any:
+    """One of each kind, whose step cannot run nine rows on rank 1."""
+
+    def step(view: Any) -> torch.Tensor:
+        if ranks.rank == 1 and view.ids.shape[0] == 9:
+            message = "lost a page"
+            raise ValueError(message)
+        out: torch.Tensor = view.ids * view.number
+        return out
+
+    if kind == "eager":
+        return EagerRunner(Numbered, step, ranks=ranks, backend="cpu")
+    if kind == "decode":
+        return runner_on(ranks, step, Numbered, buckets=[4])
+    model = prefilled.Model(named=False)
+    made = prefilled.runner_of("breakable", model, "cpu", ranks=ranks, inputs=NumberedPrefill)
+    made.capture()
+    return made
+
+
+def batch_of(kind: str, seed: int, factor: Any, rows: int = 3) -> dict[str, Any]:
+    """A batch of either declaration, of which the host computes a number from a factor."""
+    batch = prefilled.batch_of([2, 1], seed) if kind == "breakable" else stepping.batch_of(rows, seed)
+    return {**batch, "factor": factor}
+
+
+def refuses(rank: int, kind: str) -> list[tuple[str, bool]]:
+    """Steps of which rank 1 refuses every second one, in another way each; and whether slots are as they were."""
+    runner, found = runner_of(kind, soon()), []
+    buffers = [] if kind == "eager" else [buffer.tensor for buffer in runner.graphs.buffers]
+    ids = "input_ids" if kind == "breakable" else "ids"
+    for number in range(9):
+        batch = batch_of(kind, number, number + 1)
+        odd: list[dict[str, Any]] = [
+            {**batch, ids: None},
+            {**batch, ids: batch[ids].to(torch.complex64)},
+            {**batch, ids: batch[ids][None, None]},
+            Unreadable(batch),
+        ]
+        before = [one.clone() for one in buffers]
+        error = raised(runner, odd[number // 2] if rank == 1 and number % 2 else batch)
+        found.append((error, all(torch.equal(old, new) for old, new in zip(before, buffers, strict=True))))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_refused_batch(two: Processes, kind: str) -> None:
     """Nobody runs the step, nothing is written anywhere, each is told, and the next step is as good as any."""
-    two.run(stepping.make)
-    two.run(stepping.run, [3, 2], 5)
-    (other, same), (own, unchanged) = two.run(refused, how)
-    assert same
-    assert unchanged
-    assert own.startswith(("BatchError: slot ", "MissingSourceError: slot "))
-    assert other.startswith("RankError: rank 1 refused its batch, so that no rank runs the step: slot ")
-    assert own.partition(": ")[2][:100] in other
-    assert two.run(stepping.run, [3, 6], 6)[0][:3] == (True, "graph", 8)
+    first, second = two.run(refuses, kind)
+    assert [error for error, _ in first[::2] + second[::2]] == [""] * 10
+    for (other, unwritten), (own, also) in zip(first[1::2], second[1::2], strict=True):
+        assert unwritten
+        assert also
+        assert own.startswith(("BatchError: slot ", "MissingSourceError: slot ", "OSError: lost "))
+        assert other.startswith("RankError: rank 1 refused its batch, so that no rank runs the step: ")
+        assert own.split(": ")[1] in other
+    assert second[7][0].startswith("OSError: lost ")
 
 
-def behind(rank: int) -> None:
-    """Rank 1 is a bucket list behind."""
-    stepping.make(rank, buckets=(2, 4) if rank == 1 else stepping.BUCKETS)
+def breaks_off(rank: int, kind: str, how: str) -> str:
+    """Rank 1 cannot compute a slot of the second step, or cannot run it, and comes to no other."""
+    runner = runner_of(kind, soon())
+    runner(batch_of(kind, 1, 2))
+    if rank == 1:
+        return raised(runner, batch_of(kind, 2, "no number" if how == "fill" else 3, 9 if how == "step" else 3))
+    runner(batch_of(kind, 2, 3, 9 if how == "step" else 3))
+    runner.parts.coordinator.timeout = 1.0  # from now on
+    return raised(runner, batch_of(kind, 3, 4))
 
 
-def test_a_bucket_list_behind(two: Processes) -> None:
-    """It is refused when captures begin, with both lists."""
-    for one in two.outcomes(behind):
-        assert one is not None
-        assert one.kind == "RankError"
-        assert "rank 0 is at DecodeRunner: captures begin, of buckets 2, 4, 8; rank 1 is at" in one.message
-        assert one.message.endswith("of buckets 2, 4")
+@pytest.mark.parametrize(("kind", "how"), [*((kind, "fill") for kind in KINDS), ("decode", "step")])
+def test_a_step_that_one_breaks_off(two: Processes, kind: str, how: str) -> None:
+    """The others run it; who waits for that rank in the next one is told what happened."""
+    first, second = two.run(breaks_off, kind, how)
+    assert second.startswith("ComputeError: slot 'number'" if how == "fill" else "ValueError: lost a page")
+    assert first.startswith("RankError: ")
+    assert f"rank 1 did not come within 1 s: it broke off a step before: {second}" in first
 
 
 def fails_in_capture(rank: int) -> tuple[str, dict[int, str], tuple[int, ...]]:
     """Rank 1 cannot capture bucket 4."""
 
-    def step(view: stepping.Counted) -> torch.Tensor:
+    def step(view: Counted) -> torch.Tensor:
         if rank == 1 and view.ids.shape[0] == 4:
             message = "no room for this one"
             raise ValueError(message)
         return view.ids * 2
 
-    runner = stepping.runner_over(step)
-    with pytest.raises(CaptureError) as raised:
+    runner = DecodeRunner(Counted, step, ranks=soon(), buckets=stepping.BUCKETS, backend="cpu", progress=False)
+    with pytest.raises(CaptureError) as caught:
         runner.capture()
-    report = runner.report
-    assert report is not None
-    decision = runner.decide(stepping.batch_of(3, 1))
-    assert decision.why == "not_captured"
-    return str(raised.value), report.failed, report.captured
+    assert runner.report is not None
+    assert runner.decide(stepping.batch_of(3, 1)).why == "not_captured"
+    return str(caught.value), runner.report.failed, runner.report.captured
 
 
 def test_a_bucket_that_one_cannot_capture(two: Processes) -> None:
@@ -98,105 +163,146 @@ def test_a_bucket_that_one_cannot_capture(two: Processes) -> None:
     assert "no room for this one" in second[1][4]
 
 
-def raises_in_step(rank: int) -> None:
-    """Rank 1 raises in the middle of an eager step, goes on with something else, and comes to no other step."""
-
-    def step(view: stepping.Counted) -> torch.Tensor:
-        if rank == 1 and view.ids.shape[0] == 9:
-            message = "lost a page"
-            raise ValueError(message)
-        return view.ids * 2
-
-    runner = stepping.runner_over(step, timeout=4.0)
-    runner.capture()
-    batch = stepping.batch_of(9, rank)
-    if rank == 1:
-        with pytest.raises(ValueError, match="lost a page"):
-            runner(batch)
-        return
-    runner(batch)
-    runner(batch)
+def behind(rank: int) -> str:
+    """Rank 1 is a bucket list behind."""
+    return raised(stepping.make, rank, buckets=(2, 4) if rank == 1 else stepping.BUCKETS)
 
 
-def test_one_raises_in_a_step(tmp_path: pathlib.Path) -> None:
-    """Who waits for it in the next step is told what happened."""
-    with ranks(2, tmp_path) as made:
-        first, second = made.outcomes(raises_in_step)
-    assert second is not None
-    assert second.kind is None
-    assert first is not None
-    assert first.kind == "RankError"
-    assert "rank 1 did not come within 4 s: it broke off a step before: ValueError: lost a page" in first.message
+def test_a_bucket_list_behind(two: Processes) -> None:
+    """It is refused when captures begin, with both lists."""
+    for error in two.run(behind):
+        assert "rank 0 is at DecodeRunner: captures begin, of buckets 2, 4, 8; rank 1 is at" in error
+        assert error.endswith("of buckets 2, 4")
 
 
-def steps_until_told(rank: int, stalls: bool) -> str:  # noqa: FBT001 - sent as it is
-    """Step until an error says that others are lost; rank 2 stops after some steps, for good or for long."""
-    stepping.make(rank, timeout=4.0)
-    for number in range(1000):
-        if rank == 2 and number == 5:
-            if not stalls:
-                os.kill(os.getpid(), 9)
-            time.sleep(14)
-            return "slept"
-        try:
-            stepping.run(rank, [1, 2, 3], number)
-        except Exception as error:  # noqa: BLE001 - told to the test
-            return f"{type(error).__name__}: {error}"
-    return "nothing"
+def lost(rank: int, stalls: bool) -> list[str]:  # noqa: FBT001 - sent as it is
+    """Rank 2 stops after some steps, for good or for long; what the others are told in two steps."""
+    stepping.make(rank)
+    for number in range(5):
+        stepping.run(rank, [1, 2, 3], number)
+    Kept.runner.parts.coordinator.timeout = 1.5
+    if rank == 2:
+        if not stalls:
+            os.kill(os.getpid(), 9)
+        time.sleep(6)
+        return []
+    return [raised(stepping.run, rank, [1, 2, 3], number) for number in range(2)]
 
 
 @pytest.mark.parametrize("stalls", [False, True], ids=["killed", "stalled"])
 def test_a_rank_is_lost(tmp_path: pathlib.Path, stalls: bool) -> None:  # noqa: FBT001 - a parameter
-    """The others are told which, and none waits for ever."""
+    """The others are told which, none waits for ever, and who tries again is told at once."""
     with ranks(3, tmp_path, timeout=20) as made:
-        outcomes = made.outcomes(steps_until_told, stalls)
+        outcomes = made.outcomes(lost, stalls)
     for one in outcomes[:2]:
         assert one is not None
-        assert one.value.startswith("RankError: a step of DecodeRunner with buckets 2, 4, 8: rank 2 did not come ")
-        assert "rank 0" not in one.value
-        assert "rank 1" not in one.value
+        first, again = one.value
+        assert first.startswith("RankError: a step of DecodeRunner with buckets 2, 4, 8: rank 2 did not come ")
+        assert "rank 0" not in first
+        assert "rank 1" not in first
+        place, _, why = first.removeprefix("RankError: ").partition(": rank 2")
+        assert again == f"RankError: {place}: these ranks are lost to each other: {place}: rank 2{why}"
 
 
-def test_a_lost_group_stays_lost(tmp_path: pathlib.Path) -> None:
-    """Whoever tries again is told at once why nothing is exchanged any more."""
-    with ranks(2, tmp_path) as made:
-        found = made.outcomes(tries_twice)[0]
-    assert found is not None
-    assert found.value[1].startswith(
-        "a step of DecodeRunner with buckets 2, 4, 8: these ranks are lost to each other: "
+class Standing(Event):
+    """A place that the device passes after so many questions, or never: a CPU never stands still itself."""
+
+    def __init__(self, after: float = float("inf")) -> None:
+        self.asked = 0
+        self._after = after
+
+    def query(self) -> bool:
+        """Whether it was asked for often enough."""
+        self.asked += 1
+        return self.asked > self._after
+
+    def synchronize(self) -> None:
+        """What nobody may call."""
+        raise AssertionError
+
+    def microseconds_since(self, earlier: Event) -> float:
+        """What nobody asks."""
+        del earlier
+        raise AssertionError
+
+
+class StandsStill:
+    """A backend whose device passes the ends of two steps, and stands still in the third."""
+
+    device = CPU
+
+    def __init__(self) -> None:
+        self.events = [Standing(), Standing(500), Standing(0)]
+
+    def event(self) -> Event:
+        """The end of a step."""
+        return self.events.pop()
+
+
+def waits(rank: int, absent: int, warm_up: bool) -> tuple[int, list[str]]:  # noqa: FBT001 - sent as it is
+    """Each rank waits for its device, which stands still in the end, but for one that is lost before that."""
+    made, backend, runs = soon(timeout=2.0, capture_timeout=2.0), StandsStill(), list[int]()
+    runner = DecodeRunner(Counted, stepping.step, buckets=[2], ranks=made, backend="cpu", progress=False)
+    place: Any = backend
+
+    def step() -> None:
+        runs.append(1)
+        if not warm_up:
+            made.wait(backend.event(), CPU)
+
+    with runner.parts.coordinator.over_warm_ups(place) as over:
+        run = over(step) if warm_up else step
+        run()
+        run()
+        errors = [] if rank == absent else [raised(run), raised(runner.capture)]
+    return len(runs), errors
+
+
+@pytest.mark.parametrize("absent", [1, -1])
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_a_device_that_stands_still(two: Processes, absent: int, warm_up: bool) -> None:  # noqa: FBT001 - a parameter
+    """Waiting for it ends, with the name of the rank that did not come, if one did not; nothing is exchanged then."""
+    what = "DecodeRunner: a warm-up before a capture" if warm_up else "the end of a step on the device"
+    why = (
+        "all ranks came, but not all within 2 s"
+        if absent < 0
+        else "rank 1 did not come within 2 s: it is dead, stuck, or"
     )
-    assert "rank 1 did not come within 1 s" in found.value[1]
+    for runs, (error, again) in two.run(waits, absent, warm_up)[: 1 if absent == 1 else 2]:
+        assert runs == 3
+        assert error.startswith(f"RankError: {what}: {why}")
+        assert f"these ranks are lost to each other: {what}: {why}" in again
 
 
-def tries_twice(rank: int) -> list[str]:
-    """Rank 1 does not come at all."""
-    stepping.make(rank, timeout=1.0)
-    told = []
-    for _ in range(2 if rank == 0 else 0):
-        with pytest.raises(Exception, match="rank 1") as raised:
-            Held.runner(stepping.batch_of(1, 1))
-        told.append(str(raised.value))
-    if rank == 1:
-        time.sleep(5)
-    return told
+def test_waiting_alone() -> None:
+    """Without other ranks it is the device's own wait."""
+    runner = DecodeRunner(Counted, lambda view: view.ids, buckets=[2], backend="cpu", progress=False)
+    runner.capture()
+    batch = stepping.batch_of(2, 3)
+    outputs = runner(batch)
+    runner.wait()
+    assert outputs.tolist() == batch["ids"].tolist()
 
 
-def test_what_makes_no_sense_is_refused(two: Processes) -> None:
-    """When it is declared."""
-    two.run(refusals)
-
-
-def refusals(rank: int) -> None:
-    """Numbers, groups, buckets that do not divide, late captures."""
+def nonsense(rank: int) -> None:
+    """Numbers, groups, places, buckets that do not divide, late captures."""
     del rank
     with pytest.raises(ConfigError, match=r"timeout: expected seconds, more than 0 .*, got 0 of type int"):
         Ranks(timeout=0)
     with pytest.raises(ConfigError, match="expected a process group that this process is in, got 'tp'"):
         Ranks("tp")  # type: ignore[arg-type] # on purpose
+    for place in ("tpu", "cuda:1"):
+        with pytest.raises(ConfigError, match="on: expected 'host' or the name of a device's kind"):
+            Ranks(on=place)
     with pytest.raises(ConfigError, match="bucket 3 has 3 tokens, which do not divide among 2 shards"):
-        stepping.runner_over(stepping.step, buckets=(2, 3), shards=2)
+        runner_on(soon(shards=2), stepping.step, buckets=(2, 3))
     with pytest.raises(ConfigError, match="lazy=True puts captures off"):
-        stepping.runner_over(stepping.step, lazy=True)
+        runner_on(soon(), stepping.step, lazy=True)
+
+
+def test_what_makes_no_sense_is_refused(two: Processes) -> None:
+    """When it is declared."""
+    two.run(nonsense)
 
 
 def test_a_torch_without_process_groups() -> None:

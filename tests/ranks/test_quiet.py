@@ -12,18 +12,16 @@ from torch._C._distributed_c10d import HashStore
 
 from slotgraph import BATCH, HOST, TOKENS, DecodeRunner, Inputs, Step, computed, copied
 from slotgraph.backends import Backend
-from slotgraph.dataflow.errors import BatchError, ComputeError, RankError
+from slotgraph.dataflow.errors import BatchError
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.axes import DP
-from tests.ranks.processes import Processes, ranks
-from tests.ranks.stepping import tokens_of_ranks
+from tests.ranks.processes import Processes, raised
+from tests.ranks.stepping import runner_on, soon, tokens_of_ranks
 from tests.strategies import noise
-
-BUCKETS = ([1, 2, 4, 8], [3, 6])
 
 
 class Common(Inputs):
-    """Slots on the device and on the host, one that may be absent, and a field that graphs have seen."""
+    """Slots on the device and on the host, of which one may be absent, and a field that graphs have seen."""
 
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     weights: torch.Tensor = copied(TOKENS, 3, dtype=torch.float32, pad=0.0)
@@ -50,7 +48,7 @@ class Ranked(Common):
 
 
 def step(view: Any) -> torch.Tensor:
-    """What every slot on the device says."""
+    """What every slot says."""
     out: torch.Tensor = view.weights.sum(1) * view.input_ids + view.counts.sum() * 1000
     return out if view.extra is None else out + view.extra
 
@@ -76,15 +74,13 @@ def runners_of(backend: Backend, of_one: Ranks, kept: dict[str, list[DecodeRunne
     if "in_graph" not in backend.capabilities.lowerings:
         pytest.skip(f"{backend.name} has no in_graph")
     if backend.name not in kept:
-        given = {"backend": backend, "absent": [{"extra"}], "lowering": "in_graph", "progress": False, "sizes": {DP: 1}}
-        made: list[DecodeRunner[Any]] = [
-            DecodeRunner(inputs, step, buckets=buckets, ranks=of, **given)  # type: ignore[arg-type] # options of all
-            for inputs, of in ((Ranked, of_one), (Alone, None))
-            for buckets in BUCKETS
+        options: dict[str, Any] = {"backend": backend, "absent": [{"extra"}], "lowering": "in_graph", "sizes": {DP: 1}}
+        ways: Any = ((of_one, Ranked), (None, Alone))
+        kept[backend.name] = [
+            runner_on(ranks, step, inputs, buckets=buckets, **options)
+            for ranks, inputs in ways
+            for buckets in ([1, 2, 4, 8], [3, 6])
         ]
-        for runner in made:
-            runner.capture()
-        kept[backend.name] = made
     return kept[backend.name]
 
 
@@ -92,7 +88,7 @@ def batch_of(rows: int, seed: int, mode: str, *, extra: bool, device: torch.devi
     """Random rows."""
     found: dict[str, Any] = {
         "input_ids": noise((rows,), torch.int64, seed).to(device),
-        "weights": noise((rows, 3), torch.float32, seed + 1).to(device),
+        "weights": noise((rows, 2 if mode == "refused" else 3), torch.float32, seed + 1).to(device),
         "lengths": noise((rows,), torch.int32, seed + 3),
         "mode": mode,
     }
@@ -101,7 +97,7 @@ def batch_of(rows: int, seed: int, mode: str, *, extra: bool, device: torch.devi
 
 turns = st.lists(
     st.tuples(
-        st.sampled_from([0, 1]),
+        st.integers(0, 1),
         st.integers(1, 9),
         st.integers(0, 1 << 20),
         st.booleans(),
@@ -120,43 +116,23 @@ def test_any_schedule(
     """Two runners with ranks, in any turn, have the bytes, books and shortcuts of two without; ranks bring what is."""
     runners = runners_of(backend, alone, kept)
     for which, rows, seed, extra, mode in [*schedule, *schedule]:  # the second time there are shortcuts
-        mine, other = runners[which], runners[which + 2]
         batch = batch_of(rows, seed, mode, extra=extra, device=backend.device)
         if mode == "refused":
-            batch["weights"] = batch["weights"][:, :2]
-            for runner in (mine, other):
+            for runner in runners[which::2]:
                 with pytest.raises(BatchError, match="slot 'weights'"):
                     runner(batch)
             continue
-        assert torch.equal(mine(batch), other(batch))
+        assert torch.equal(runners[which](batch), runners[which + 2](batch))
         assert alone.live(TOKENS) == alone.live(BATCH) == (rows,)
     for mine, other in zip(runners[:2], runners[2:], strict=True):
         own, others = mine.stats(), other.stats()
         assert (own["steps"], own["buckets"], own["eager"]) == (others["steps"], others["buckets"], others["eager"])
-        assert mine.parts.tally.by_shortcut() == other.parts.tally.by_shortcut()
         assert own["ranks"] == others["ranks"]
+        assert mine.parts.tally.by_shortcut() == other.parts.tally.by_shortcut()
         assert mine.agreed is None
 
 
-@pytest.mark.parametrize("extra", [True, False])
-def test_shortcuts_are_taken(
-    backend: Backend,
-    alone: Ranks,
-    kept: dict[str, list[DecodeRunner[Any]]],
-    extra: bool,  # noqa: FBT001 - a parameter
-) -> None:
-    """Although a computed slot asks for the ranks; with an optional slot, and without."""
-    runner = runners_of(backend, alone, kept)[0]
-    *before, last = (batch_of(5, seed, "null", extra=extra, device=backend.device) for seed in (1, 2, 3))
-    for batch in before:
-        runner(batch)
-    fills, done = runner.graphs.buffers.turn.fills, runner.parts.tally.by_shortcut()
-    runner(last)
-    assert runner.graphs.buffers.turn.fills == fills  # the general way counts them
-    assert runner.parts.tally.by_shortcut() == done + 1
-
-
-class Shared(Inputs):
+class SameOnAll(Inputs):
     """What two ranks both get, and what they make of it on the host."""
 
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-5)
@@ -165,42 +141,34 @@ class Shared(Inputs):
     factor: Any
 
 
-def reduced(view: Shared) -> torch.Tensor:
+def reduced(view: SameOnAll) -> torch.Tensor:
     """Both ranks' numbers, reduced in the graph."""
     out = view.ids * 3 + view.number + view.counts.sum()
     dist.all_reduce(out)
     return out
 
 
-def shared_batch(rows: int, seed: int, factor: object) -> dict[str, Any]:
+def same_batch(rows: int, seed: int, factor: object) -> dict[str, Any]:
     """Random rows, the same on all ranks."""
     return {"ids": noise((rows,), torch.int64, seed), "factor": factor}
 
 
-def shared_runner(of: Ranks) -> DecodeRunner[Shared]:
+def same_runner(of: Ranks) -> DecodeRunner[SameOnAll]:
     """On two ranks, captured."""
-    runner = DecodeRunner(
-        Shared,
-        reduced,
-        buckets=[2, 4],
-        sizes={DP: 2},
-        backend="cpu-capture",
-        lowering="in_graph",
-        ranks=of,
-        progress=False,
-    )
-    runner.capture()
+    options: dict[str, Any] = {"backend": "cpu-capture", "lowering": "in_graph", "sizes": {DP: 2}, "buckets": [2, 4]}
+    runner: DecodeRunner[SameOnAll] = runner_on(of, reduced, SameOnAll, **options)
     return runner
 
 
 def steps_of_two(rank: int) -> tuple[int, int, list[dict[str, Any]]]:
     """Forty steps of ranks known to be equal: right ones, those by shortcut, and the books before and after."""
     del rank
-    runner, right = shared_runner(Ranks(equal=True, timeout=20.0, capture_timeout=20.0)), 0
+    runner, right = same_runner(soon(equal=True)), 0
     before: Any = runner.stats()["ranks"]
     for number in range(40):
-        batch = shared_batch(1 + number % 4, number, number)
-        right += torch.equal(runner(batch), (batch["ids"] * 3 + number + 2 * (1 + number % 4)) * 2)
+        rows = 1 + number % 4
+        batch = same_batch(rows, number, number)
+        right += torch.equal(runner(batch), (batch["ids"] * 3 + number + 2 * rows) * 2)
     after: Any = runner.stats()["ranks"]
     return right, runner.parts.tally.by_shortcut(), [before, after]
 
@@ -216,23 +184,17 @@ def test_collectives_in_shortcuts(two: Processes) -> None:
 
 def breaks_off(rank: int) -> str:
     """Rank 0 breaks off a step in the middle of a shortcut; rank 1 waits for it at a capture."""
-    of = Ranks(equal=True, capture_timeout=2.0)
-    runner = shared_runner(of)
+    of = soon(equal=True)
+    runner = same_runner(of)
     for number in range(3):
-        runner(shared_batch(3, number, number))
+        runner(same_batch(3, number, number))
     assert runner.parts.tally.by_shortcut() == 2
-    if rank == 0:
-        with pytest.raises(ComputeError) as raised:
-            runner(shared_batch(3, 5, "no number"))
-        return str(raised.value)
-    with pytest.raises(RankError) as caught:
-        shared_runner(of)
-    return str(caught.value)
+    of.capture_timeout = 1.2
+    return raised(runner, same_batch(3, 5, "no number")) if rank == 0 else raised(same_runner, of)
 
 
-def test_a_shortcut_that_breaks_off(tmp_path: Any) -> None:
+def test_a_shortcut_that_breaks_off(two: Processes) -> None:
     """Whoever waits for its rank is told."""
-    with ranks(2, tmp_path) as made:
-        error, told = made.run(breaks_off)
-    assert "slot 'number'" in error
-    assert f"rank 0 did not come within 2 s: it broke off a step before: ComputeError: {error}" in told
+    error, told = two.run(breaks_off)
+    assert error.startswith("ComputeError: slot 'number'")
+    assert f"rank 0 did not come within 1.2 s: it broke off a step before: {error}" in told

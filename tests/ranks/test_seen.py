@@ -22,7 +22,7 @@ from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.axes import DP
 from tests.ranks import stepping
 from tests.ranks.processes import Processes
-from tests.ranks.stepping import Gathered
+from tests.ranks.stepping import Gathered, runner_on, soon
 from tests.runners.models import plain_runner, random_batch
 
 SCHEDULE: Final = ([1, 7], [3, 2], [2, 9], [12, 9], [1, 11], [2, 2])
@@ -40,10 +40,16 @@ class Found:
     exchanges: int
 
 
+def runner_of_counts(ranks: Ranks) -> Any:
+    """A runner whose outputs are the live tokens of each rank."""
+    options: dict[str, Any] = {"output_rows": None, "sizes": {DP: ranks.size}}
+    return runner_on(ranks, lambda view: view.global_num_tokens.clone(), Gathered, **options)
+
+
 def shown(rank: int) -> Found:
     """Explained before and after some steps, whose metrics and events are kept."""
-    ranks = Ranks(timeout=20.0)
-    runner = stepping.runner_of_counts(ranks, 2, 4, 8)
+    ranks = soon()
+    runner = runner_of_counts(ranks)
     before = slotgraph.explain(runner, stepping.batch_of(1 + 2 * rank, rank))
     with capture_logs() as events:
         for seed, rows in enumerate(SCHEDULE[:-1]):
@@ -122,8 +128,8 @@ def test_quiet_ranks_are_explained(two: Processes) -> None:
 def quiet(rank: int) -> RunnerExplanation:
     """Of ranks that are known to get the same batches, and of an eager runner."""
     del rank
-    ranks = Ranks(equal=True, timeout=20.0)
-    runner = stepping.runner_of_counts(ranks, 2, 4, 8)
+    ranks = soon(equal=True)
+    runner = runner_of_counts(ranks)
     runner(stepping.batch_of(3, 1))
     assert "slotgraph_forced_steps_total{" not in exposition(runner)
     eager = EagerRunner(Gathered, lambda view: view.ids * 2, sizes={DP: ranks.size}, ranks=ranks, backend="cpu")
