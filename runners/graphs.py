@@ -34,9 +34,8 @@ from .holdings import Holdings
 from .modes import ADDRESSES, GENERATIONS
 from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .stage import Stage, V
-from .state import State
+from .state import State, check_writes
 from .whole import WholeStep
-from .writes import check_writes
 
 Key = tuple[int, Absent]
 Look = Callable[[Callable[[], Any]], State]

@@ -25,7 +25,7 @@ from slotgraph.runners.input_buffers import InputBuffers
 from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
 from slotgraph.runners.pool import InputPool
 from slotgraph.runners.prefill import PrefillRunner
-from slotgraph.runners.proofs.check import check
+from slotgraph.runners.check.checks import check
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.ranks.pipeline import PipelineStage
 from slotgraph.runners.recording.recorder import record

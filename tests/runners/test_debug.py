@@ -12,7 +12,7 @@ from slotgraph.dataflow.errors import CaptureError, CheckError, ConfigError, Rep
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.modes import CHEAP, MODES, VARIABLE, modes_of
 from slotgraph.runners.outputs import Stamped
-from slotgraph.runners.proofs.replays import named
+from slotgraph.runners.check.replays import named
 from slotgraph.runners.watching import Watcher
 from tests.runners import prefilled, test_draft, test_draft_extend, test_multi_layer
 from tests.runners.models import (
@@ -25,7 +25,7 @@ from tests.runners.models import (
     plain_step,
     random_batch,
 )
-from tests.runners.proofs.sound import KINDS, Found
+from tests.runners.check.sound import KINDS, Found
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import slotgraph
-from tests.runners.proofs.planted import OURS, Planted, runner_of, sound
+from tests.runners.check.planted import OURS, Planted, runner_of, sound
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend

@@ -12,8 +12,8 @@ from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.backends import choose
 from slotgraph.dataflow.errors import CheckError
 from slotgraph.runners import state as states
-from slotgraph.runners.proofs.report import Case
-from slotgraph.runners.proofs.state import state_of
+from slotgraph.runners.check.report import Case
+from slotgraph.runners.check.state import state_of
 from slotgraph.runners.state import State
 from tests.runners.models import bytes_of, plain_runner, random_batch
 

@@ -16,7 +16,7 @@ from slotgraph.backends import choose
 from slotgraph.runners.recording.files import RecordedFile
 from slotgraph.runners.recording.replaying import replay_file
 from tests.regressions.engines import draw
-from tests.runners.proofs.sound import KINDS, Found
+from tests.runners.check.sound import KINDS, Found
 
 
 @contextlib.contextmanager

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied, output
 from slotgraph.dataflow.errors import CheckError
-from slotgraph.runners.proofs import parity
-from slotgraph.runners.proofs.comparison import EXACT, USUAL, Tolerance, first_difference, seen
-from slotgraph.runners.proofs.report import Case, Finding
-from slotgraph.runners.proofs.state import state_of
+from slotgraph.runners.check import parity
+from slotgraph.runners.check.comparison import EXACT, USUAL, Tolerance, first_difference, seen
+from slotgraph.runners.check.report import Case, Finding
+from slotgraph.runners.check.state import state_of
 from slotgraph.runners.state import State
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
-from tests.runners.proofs.sound import breakable
-from tests.runners.proofs.test_addresses import Broken, broken_runner
+from tests.runners.check.sound import breakable
+from tests.runners.check.test_addresses import Broken, broken_runner
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend

@@ -10,12 +10,12 @@ from torch import nn
 
 from slotgraph import BreakableRunner, DecodeRunner, EagerRunner, graph_break
 from slotgraph.runners.holdings import Holdings
-from slotgraph.runners.proofs import addresses
-from slotgraph.runners.proofs.report import Case
-from slotgraph.runners.proofs.state import state_of
+from slotgraph.runners.check import addresses
+from slotgraph.runners.check.report import Case
+from slotgraph.runners.check.state import state_of
 from slotgraph.runners.state import State
 from tests.runners.models import TABLE, PlainInputs, plain_runner, plain_step, random_batch
-from tests.runners.proofs.sound import breakable
+from tests.runners.check.sound import breakable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,9 +10,9 @@ import torch
 
 import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, Step, computed, copied
-from slotgraph.runners.proofs.report import CheckReport
+from slotgraph.runners.check.report import CheckReport
 from tests.invariants.device import Device
-from tests.runners.proofs.planted import OURS, Sound, runner_of, sound
+from tests.runners.check.planted import OURS, Sound, runner_of, sound
 
 PAGE: Final = Path(__file__).parents[3] / "docs" / "checking.md"
 HEAD: Final = ("planted bug", "found by", "slot", "message")

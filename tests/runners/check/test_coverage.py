@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, constant, copied, host_parameter, once, output
 from slotgraph.backends import choose
-from slotgraph.runners.proofs.coverage import _may_be_read
-from slotgraph.runners.proofs.fills import garbage, over_garbage
-from slotgraph.runners.proofs.reads import needed_slots, read_slots
-from slotgraph.runners.proofs.report import Case
+from slotgraph.runners.check.coverage import _may_be_read
+from slotgraph.runners.check.fills import garbage, over_garbage
+from slotgraph.runners.check.reads import needed_slots, read_slots
+from slotgraph.runners.check.report import Case
 from tests.runners.models import bytes_of, memory_of, plain_runner, random_batch
-from tests.runners.proofs.planted import HalfWritten, Sound, runner_of, sound
+from tests.runners.check.planted import HalfWritten, Sound, runner_of, sound
 from tests.strategies import DTYPES
 
 COVERAGE = ("coverage",)

@@ -17,13 +17,13 @@ from slotgraph.backends.ring import ENTRIES
 from slotgraph.dataflow.binding import span
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.runners.pool import InputPool
-from slotgraph.runners.proofs import races
-from slotgraph.runners.proofs.report import Case, Finding
-from slotgraph.runners.proofs.state import state_of
+from slotgraph.runners.check import races
+from slotgraph.runners.check.report import Case, Finding
+from slotgraph.runners.check.state import state_of
 from slotgraph.runners.state import State
 from tests.invariants.device import Device
 from tests.runners.models import Batch, PlainInputs, assert_right, plain_step, random_batch
-from tests.runners.proofs.sound import breakable
+from tests.runners.check.sound import breakable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,15 +16,15 @@ from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationErrors
 from slotgraph.dataflow.tails import Number
 from slotgraph.runners.bits import bits, first_unequal
-from slotgraph.runners.proofs.fills import FillProof
-from slotgraph.runners.proofs.poison import Poisoning, check_step
-from slotgraph.runners.proofs.replays import Replays, difference, named
-from slotgraph.runners.proofs.report import Case
-from slotgraph.runners.proofs.tails import Poison, live_part, poison_of, spread, tail_rows, tails_of
+from slotgraph.runners.check.fills import FillProof
+from slotgraph.runners.check.poison import Poisoning, check_step
+from slotgraph.runners.check.replays import Replays, difference, named
+from slotgraph.runners.check.report import Case
+from slotgraph.runners.check.tails import Poison, live_part, poison_of, spread, tail_rows, tails_of
 from slotgraph.runners.state import State
 from slotgraph.runners.watching import Watcher
 from tests.runners.models import plain_runner, random_batch
-from tests.runners.proofs.planted import OURS, runner_of, sound
+from tests.runners.check.planted import OURS, runner_of, sound
 from tests.runners.standard.batches import CLASSES
 from tests.strategies import noise, same_bytes
 

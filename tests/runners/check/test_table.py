@@ -2,7 +2,7 @@
 
 import re
 
-from tests.runners.proofs.table import PAGE, table
+from tests.runners.check.table import PAGE, table
 
 
 def _numberless(line: str) -> str:

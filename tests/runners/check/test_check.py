@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, errors, once, staged
-from slotgraph.runners.proofs.cases import cases_of
-from slotgraph.runners.proofs.report import CheckReport, Finding
+from slotgraph.runners.check.cases import cases_of
+from slotgraph.runners.check.report import CheckReport, Finding
 from slotgraph.runners.watching import Watcher
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
-from tests.runners.proofs.planted import OURS, Sound, runner_of, sound, tables_on
+from tests.runners.check.planted import OURS, Sound, runner_of, sound, tables_on
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend

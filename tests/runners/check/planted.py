@@ -21,7 +21,7 @@ from slotgraph import (
     slot,
 )
 from slotgraph.dataflow.slots import Copied
-from slotgraph.runners.proofs.report import CheckReport
+from slotgraph.runners.check.report import CheckReport
 from tests.runners.models import TABLE, WORDS
 
 ROOM = 64
