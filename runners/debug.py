@@ -181,8 +181,7 @@ class ParityProver(Prover):
 
     def look(self, trial: Trial[Any]) -> str:
         """Tell what the replay did otherwise."""
-        found = parity.fault_of(trial)
-        return "" if found is None else found.message
+        return next((one.message for one in [parity.fault_of(trial)] if one is not None), "")
 
 
 _PROVERS: Final[Mapping[str, type[Prover]]] = {one.mode: one for one in (AddressProver, PoisonProver, ParityProver)}

@@ -1,7 +1,7 @@
 """The batches that checks run a step on: given ones, or drawn ones for every bucket and captured pattern."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import attrs
@@ -29,32 +29,16 @@ class CheckedBatch:
     side: Side = NO_SIDE
 
 
-Maker: TypeAlias = tuple[Absent, Callable[[], CheckedBatch]]
-"""The optional slots that a batch comes without, and a function that makes the batch."""
+Makers: TypeAlias = Sequence[tuple[Absent, Callable[[], CheckedBatch]]]
+"""For each batch the optional slots that it comes without, and a function that makes it anew whenever it is needed.
 
-
-@attrs.frozen(eq=False)
-class CheckedBatches:
-    """The batches of one check. They are made anew, and the same, in each loop: there may be many, and large ones."""
-
-    makers: Sequence[Maker]
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return len(self.makers)
-
-    def __iter__(self) -> Iterator[CheckedBatch]:
-        """Make each in its turn."""
-        return (make() for _, make in self.makers)
-
-    def by_pattern(self) -> "CheckedBatches":
-        """The first one for each pattern of absent slots."""
-        return CheckedBatches([*dict(reversed(self.makers)).items()])
+There may be many batches, and large ones.
+"""
 
 
 def batches_of(
     runner: Runner[Any], batches: Batches | None, *, rounds: int, seed: int, values: Values = NO_VALUES
-) -> CheckedBatches:
+) -> Makers:
     """The batches that are given, made or drawn.
 
     Made and drawn ones fill each bucket, leave the longest tail in it and the shortest, and `rounds` others.
@@ -68,7 +52,7 @@ def batches_of(
         if not given:
             message = "batches= has none: give some, or a function of rows and a generator, or leave it out"
             raise ConfigError(message)
-        return CheckedBatches([(parts.stage.absent(one.batch, one.side), _same(one)) for one in given])
+        return [(parts.stage.absent(one.batch, one.side), functools.partial(lambda one: one, one)) for one in given]
 
     def made(number: int, bucket: int, rows: int, absent: Absent) -> CheckedBatch:
         generator = torch.Generator().manual_seed(seed + number)
@@ -79,17 +63,18 @@ def batches_of(
 
     patterns = [_ALL] if callable(batches) else sorted(parts.patterns, key=sorted)
     plans = [(*plan, absent) for plan in _sizes(parts, rounds, seed) for absent in patterns]
-    return CheckedBatches([(plan[-1], functools.partial(made, at, *plan)) for at, plan in enumerate(plans)])
+    return [(plan[-1], functools.partial(made, at, *plan)) for at, plan in enumerate(plans)]
+
+
+def by_pattern(makers: Makers) -> Makers:
+    """The first batch for each pattern of absent slots."""
+    return [*dict(reversed(makers)).items()]
 
 
 def _paired(made: Any) -> CheckedBatch:
     """A batch, or a pair of a batch and its side arguments."""
     is_pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)  # noqa: PLR2004 - a pair
     return CheckedBatch(*made) if is_pair else CheckedBatch(made)
-
-
-def _same(one: CheckedBatch) -> Callable[[], CheckedBatch]:
-    return lambda: one
 
 
 def _sizes(parts: Parts[Any], rounds: int, seed: int) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """Checking a runner: every bucket and pattern, on drawn batches or on given ones, by one check after the other."""
 
+import collections
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -12,9 +13,10 @@ import torch
 from ...backends.base import Backend
 from ...dataflow.errors import ConfigError, ReplayError
 from ...dataflow.sampling import NO_VALUES, Values
+from ..decision import Decision
 from ..runner import Runner
 from . import addresses, coverage, parity, poison, races
-from .batches import Batches, CheckedBatch, CheckedBatches, batches_of
+from .batches import Batches, CheckedBatch, Makers, batches_of, by_pattern
 from .report import CheckReport, Finding
 from .trial import Subject, Together, state_of, unwatched
 
@@ -69,29 +71,26 @@ def check(
         note = "it captures nothing: there are no tails, and nothing is replayed"
         return CheckReport(runner=parts.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
     _check_ready(runner, read_outside)
-    given = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
+    makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
     together = Together(parts)
 
     def run() -> CheckReport:
+        decisions = [runner.decide(one.batch, **one.side) for one in (make() for _, make in makers)]
+        taken = [maker for maker, one in zip(makers, decisions, strict=True) if one.bucket is not None]
+        notes = _notes(decisions)
         if together.ranks.size > 1:
-            together.ranks.tell(_begun(runner, wanted, given, is_known=state is not None))
-        taken, notes = _taken(runner, given)
-        known = parts.stage.state if state is None else state
-        subject = Subject(
-            runner, graphs, state_of(runner, given.by_pattern(), known), seed, (*read_outside,), notes
-        )
-        if len(taken):
+            found = "known" if state is not None else f"looked for on {len(by_pattern(makers))} batches"
+            told = f"a check of {', '.join(wanted)}, on batches by buckets: {_buckets(decisions)}; its state {found}"
+            together.ranks.tell(told)
+        known = state_of(runner, (make() for _, make in by_pattern(makers)), state)
+        subject = Subject(runner, graphs, known, seed, (*read_outside,), notes)
+        if taken:
             findings = _run(subject, wanted, taken, progress=progress and together.ranks.rank == 0)
         else:
             message = f"nothing was checked: {'; '.join(notes)}; give batches that a captured bucket takes"
             findings = (Finding(wanted[0], None, message),)
-        return CheckReport(
-            runner=parts.name,
-            findings=findings,
-            steps=dict.fromkeys(wanted, len(taken)),
-            notes=tuple(notes),
-            seconds=time.perf_counter() - start,
-        )
+        steps, seconds = dict.fromkeys(wanted, len(taken)), time.perf_counter() - start
+        return CheckReport(runner=parts.name, findings=findings, steps=steps, notes=(*notes,), seconds=seconds)
 
     with unwatched(runner.watch):
         return together.ranks.run(run)
@@ -127,31 +126,20 @@ def _check_ready(runner: Runner[Any], read_outside: Collection[str]) -> None:
             raise ConfigError(message)
 
 
-def _begun(runner: Runner[Any], wanted: Sequence[str], batches: CheckedBatches, *, is_known: bool) -> str:
-    """A check in words, which are the same on ranks whose checks take the same steps."""
-    taken = [runner.decide(one.batch, **one.side).bucket for one in batches]
-    groups = ((bucket, len(list(group))) for bucket, group in itertools.groupby(taken))
-    buckets = ", ".join(f"{count} for {'none' if bucket is None else bucket}" for bucket, count in groups)
-    state = "known" if is_known else f"looked for on {len(batches.by_pattern())} batches"
-    return f"a check of {', '.join(wanted)}, on batches by buckets: {buckets}; its state {state}"
+def _buckets(decisions: Iterable[Decision]) -> str:
+    """In words the buckets of batches, which are the same on ranks whose checks take the same steps."""
+    groups = itertools.groupby("none" if one.bucket is None else str(one.bucket) for one in decisions)
+    return ", ".join(f"{len(list(group))} for {bucket}" for bucket, group in groups)
 
 
-def _taken(runner: Runner[Any], batches: CheckedBatches) -> tuple[CheckedBatches, dict[str, None]]:
-    """The batches that a graph takes, and a note for each reason for which one does not."""
-    decisions = [runner.decide(one.batch, **one.side) for one in batches]
-    passed = [decision.reason for decision in decisions if decision.bucket is None]
-    notes: dict[str, None] = {}
-    for reason in passed:
-        count = passed.count(reason)
-        them = "a batch was" if count == 1 else f"{count} batches were"
-        notes[f"{them} passed over, which no graph takes: {reason}"] = None
-    pairs = zip(batches.makers, decisions, strict=True)
-    return CheckedBatches([maker for maker, decision in pairs if decision.bucket is not None]), notes
+def _notes(decisions: Iterable[Decision]) -> dict[str, None]:
+    """A note for each reason for which a graph does not take batches."""
+    passed = collections.Counter(one.reason for one in decisions if one.bucket is None)
+    counts = {reason: "a batch was" if count == 1 else f"{count} batches were" for reason, count in passed.items()}
+    return {f"{them} passed over, which no graph takes: {reason}": None for reason, them in counts.items()}
 
 
-def _run(
-    subject: Subject[Any], wanted: Sequence[str], batches: CheckedBatches, *, progress: bool
-) -> tuple[Finding, ...]:
+def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progress: bool) -> tuple[Finding, ...]:
     """One check after the other, under a progress bar on a terminal, until the device answers no more."""
     findings: list[Finding] = []
     console = rich.console.Console(stderr=True)
@@ -165,8 +153,8 @@ def _run(
     try:
         with rich.progress.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
             for name in wanted:
-                shown = bar.track(batches, total=len(batches), description=name)
-                findings += _with_others(subject, name, CHECKS[name](subject, shown))
+                batches = bar.track((make() for _, make in makers), total=len(makers), description=name)
+                findings += _with_others(subject, name, CHECKS[name](subject, batches))
                 if subject.together.any(not _answers(subject.parts.stage.backend)):
                     subject.notes["the device has stopped for good, and what was left to check was not checked"] = None
                     break

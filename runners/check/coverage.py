@@ -50,48 +50,47 @@ def check(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> list[Findin
 
 def _unwritten(subject: Subject[Any], one: CheckedBatch, seed: int) -> list[Finding]:
     """Slots that a fill leaves unwritten. If there are none, those that the step leaves so."""
-    kept, found = "still hold what lay there before", []
-    fills = [_filled(subject, one, seed, flipped=flipped) for flipped in (False, True)]
-    for name in (name for name in fills[0] if is_filled(subject, name)):
-        rows = _rows(fills[0][name], fills[1][name])
-        if rows:
-            rule = "a kind of slot that a fill copies or resets must say so, by reads() and rule()"
-            found.append(Finding(NAME, name, f"slot {name!r} is not written by a fill: {rows} {kept}; {rule}"))
+    left, again = (_filled(subject, one, seed, flipped=flipped) for flipped in (False, True))
+    names = [name for name in left if is_filled(subject, name)]
+    found = [_finding("fill", name, rows) for name in names if (rows := _rows(left[name], again[name]))]
     if subject.together.any(bool(found)):
         return found
-    trial = subject.trial(one)
-    slots = {
-        name: trial.declared[name]
-        for name in trial.slots
-        if isinstance(trial.declared[name], Output) or not is_filled(subject, name)
-    }
+    trial, kinds = subject.trial(one), dict[str, str]()
+    for name in trial.slots:
+        if isinstance(trial.declared[name], Output):
+            kinds[name] = "step"
+        elif not is_filled(subject, name):
+            kinds[name] = "function"
 
     def look(_: Any) -> dict[str, torch.Tensor]:
-        return {
-            name: (
-                live_part(slot, trial.slots[name], trial.step) if isinstance(slot, Output) else trial.slots[name]
-            ).clone()
-            for name, slot in slots.items()
-        }
+        return {name: trial.slots[name].clone() for name in kinds}
 
     def over(*, flipped: bool) -> dict[str, torch.Tensor] | Exception:
         generator = torch.Generator().manual_seed(seed)
-        return trial.run(look, {name: garbage(trial.slots[name], generator, flipped=flipped) for name in slots})
+        return trial.run(look, {name: garbage(trial.slots[name], generator, flipped=flipped) for name in kinds})
 
-    left, again = over(flipped=False), over(flipped=True)
-    if isinstance(left, Exception) or isinstance(again, Exception):  # which is for other checks to tell of
+    first, second = over(flipped=False), over(flipped=True)
+    if isinstance(first, Exception) or isinstance(second, Exception):  # which is for other checks to tell of
         return []
-    for name, slot in slots.items():
-        rows = _rows(left[name], again[name])
-        if rows and isinstance(slot, Output):
-            way_out = "write every live row in each step, or leave the slot out of the declaration"
-            found.append(
-                Finding(NAME, name, f"output slot {name!r} is not written by the step: {rows} {kept}; {way_out}")
-            )
-        elif rows:
-            way_out = "a function that takes `out` must fill all of it, padded rows too"
-            found.append(Finding(NAME, name, f"slot {name!r} is not written by its function: {rows} {kept}; {way_out}"))
+    for name, kind in kinds.items():
+        slot, held = trial.declared[name], (first[name], second[name])
+        rows = _rows(*(live_part(slot, one, trial.step) if kind == "step" else one for one in held))
+        found += [_finding(kind, name, rows)] if rows else []
     return found
+
+
+_UNWRITTEN: Final = {
+    "fill": "slot {!r} is not written by a fill: {}; a kind of slot that a fill copies or resets must say so, by "
+    "reads() and rule()",
+    "step": "output slot {!r} is not written by the step: {}; write every live row in each step, or leave the slot out "
+    "of the declaration",
+    "function": "slot {!r} is not written by its function: {}; a function that takes `out` must fill all of it, padded "
+    "rows too",
+}
+
+
+def _finding(by: str, name: str, rows: str) -> Finding:
+    return Finding(NAME, name, _UNWRITTEN[by].format(name, f"{rows} still hold what lay there before"))
 
 
 def _filled(subject: Subject[Any], one: CheckedBatch, seed: int, *, flipped: bool) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """Parity: a step's graph beside the step as it is written, on the same padded view and on a batch without padding."""
 
+import re
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -30,13 +31,13 @@ another order, layer after layer. What padded rows do to live ones is for poison
 
 
 def check(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> list[Finding]:
-    """Hold graphs to their step. Each difference is told once, where it came up first."""
-    found: dict[tuple[str | None, str], Finding] = {}
+    """Hold graphs to their step. Each slot or output is told once, where it differs first."""
+    found: dict[str, Finding] = {}
     subject.state.check_room(COPIES)
     for one in batches:
         finding = _fault_on(subject, one)
         if finding is not None:
-            found.setdefault((finding.slot, finding.message.split(":")[0]), finding)
+            found.setdefault(finding.slot or re.split(" row |: ", finding.message)[0], finding)
     return list(found.values())
 
 
@@ -49,7 +50,7 @@ def _fault_on(subject: Subject[Any], one: CheckedBatch) -> Finding | None:
         exact = _without_padding(subject, one)
     trial = subject.trial(one)
     finding = fault_of(trial)
-    if finding is not None:
+    if subject.together.any(finding is not None):
         return finding
     if isinstance(exact, str):
         is_empty = not parts.size(one.batch, one.side)[-1]  # which is padded in each step, and nothing of it comes out
@@ -136,8 +137,9 @@ def _other_tails(trial: Trial[Any], turn: int) -> Tensors:
     generator, made = torch.Generator().manual_seed(turn), dict[str, torch.Tensor]()
     for name, filled in trial.filled.items():
         slot = trial.declared[name]
-        if isinstance(slot, Output) or (isinstance(slot.rule(), Keep) and not filled.dtype.is_floating_point):
-            continue  # a step that is run as it is written checks indices
+        is_index = isinstance(slot.rule(), Keep) and not filled.dtype.is_floating_point  # which eager steps check
+        if is_index or slot.rewritten or isinstance(slot, Output):
+            continue
         poison = poison_of(slot, filled, trial.step, trial.parts.stage.backend.capabilities)
         tensor = poisoned(slot, filled, poison, turn, trial.step, generator)
         if tensor is not None:

@@ -40,13 +40,14 @@ def check(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> list[Findin
     stream order.
     """
     wanted = _sequence(subject, list(batches))
-    alone, flight = _alone(subject, wanted), _in_flight(subject, wanted)
+    alone, flight = (_steps(subject, wanted, flight=flight) for flight in (False, True))
     apart = ((number, _apart(one, other)) for number, (one, other) in enumerate(zip(alone, flight, strict=True)))
     first = next(((number, found) for number, found in apart if found is not None), None)
     if not subject.together.any(first is not None):
         return []
     number, told = (0, None) if first is None else first
-    slots = _apart(_alone(subject, wanted, number)[number], _in_flight(subject, wanted, number)[number])
+    alone, flight = (_steps(subject, wanted, number, flight=flight) for flight in (False, True))
+    slots = _apart(alone[number], flight[number])
     return [] if told is None else [_finding(subject, f"step {number} of {len(wanted)} in flight: {told}", slots)]
 
 
@@ -74,30 +75,28 @@ def _sequence(subject: Subject[Any], batches: Sequence[CheckedBatch]) -> list[Ch
     return list(itertools.islice(itertools.cycle(batches), max(2, most)))
 
 
-def _alone(subject: Subject[Any], batches: Sequence[CheckedBatch], asked: int | None = None) -> list[Tensors]:
-    """Each step by itself: the device has done it before the next begins, and nothing is overwritten.
+def _steps(
+    subject: Subject[Any], batches: Sequence[CheckedBatch], asked: int | None = None, *, flight: bool
+) -> list[Tensors]:
+    """Run each step by itself, or all in flight one behind the other, and return what each gave.
+
+    Alone, the device has done a step before the next begins. In flight, sources are overwritten right after the call.
 
     asked: the step of which slots are returned, not outputs. All are then filled by themselves.
     """
-    runs = []
-    with subject.state.kept(), slots_kept(subject.parts):
-        for number, one in enumerate(batches):
-            runs.append(_run(subject, one, number, asked))
-            subject.parts.stage.backend.synchronize()
-    return runs
-
-
-def _in_flight(subject: Subject[Any], batches: Sequence[CheckedBatch], asked: int | None = None) -> list[Tensors]:
-    """All steps one behind the other, likewise."""
     backend, runs = subject.parts.stage.backend, []
-    fresh = [CheckedBatch(fresh_copy(one.batch), fresh_copy(one.side)) for one in batches]
+    given = [CheckedBatch(_copied(one.batch), _copied(one.side)) for one in batches] if flight else batches
     with subject.state.kept(), slots_kept(subject.parts):
         backend.synchronize()
-        _keep_busy(backend)
-        for number, one in enumerate(fresh):
+        if flight:
+            _keep_busy(backend)
+        for number, one in enumerate(given):
+            values = _sources(subject, one)
             runs.append(_run(subject, one, number, asked))
-            spoil(one.batch)
-            spoil(one.side)
+            if flight:
+                _overwrite(values)
+            else:
+                backend.synchronize()
         backend.synchronize()
     return runs
 
@@ -116,8 +115,8 @@ def _run(subject: Subject[Any], one: CheckedBatch, number: int, asked: int | Non
     return held
 
 
-def fresh_copy(batch: Any) -> Any:
-    """A copy of a batch in memory of its own, of the same kind; modules in it, and what cannot be copied, stay."""
+def _copied(batch: Any) -> Any:
+    """A copy of a batch in memory of its own, of the same kind. Modules in it, and what cannot be copied, stay."""
     made: dict[int, Any] = {id(one): one for one in _uncopied(batch)}
     for tensor in tensors_within(batch):
         copied = tensor.detach().clone()
@@ -135,13 +134,11 @@ def _uncopied(batch: Any) -> Iterator[Any]:
         seen.add(id(one))
         parts = [] if isinstance(one, nn.Module) else list(parts_of(one))
         todo += parts
-        if not parts and not _can_be_copied(one):
+        if not parts and (isinstance(one, nn.Module) or not _can_be_copied(one)):
             yield one
 
 
 def _can_be_copied(one: Any) -> bool:
-    if isinstance(one, nn.Module):
-        return False
     try:
         copy.deepcopy(one)
     except Exception:  # noqa: BLE001 - each kind of object has reasons of its own
@@ -149,32 +146,25 @@ def _can_be_copied(one: Any) -> bool:
     return True
 
 
-def spoil(batch: Any) -> None:
-    """Overwrite all that a batch holds with other numbers, none of which is out of an index's range."""
-    for tensor in tensors_within(batch):
-        with contextlib.suppress(RuntimeError), torch.no_grad():  # of memory that is expanded, nothing can be written
-            _overwrite(tensor)
-    for values in _host_data(batch):
-        values[...] = 0
+def _sources(subject: Subject[Any], one: CheckedBatch) -> list[Any]:
+    """What a batch brings for slots."""
+    sources = (slot.reads(name) for name, slot in subject.parts.stage.declaration.slots.items())
+    return [source.read(one.batch, one.side) for source in sources if source is not None]
 
 
-def _overwrite(tensor: torch.Tensor) -> None:
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        tensor.mul_(-1).sub_(1)
-    else:
-        tensor.zero_()
-
-
-def _host_data(batch: Any, depth: int = 5) -> Iterator[Any]:
-    """Arrays, once lists of numbers have been overwritten."""
-    values = batch.values() if isinstance(batch, dict) else vars(batch).values() if hasattr(batch, "__dict__") else ()
-    for value in values if depth else ():
-        if isinstance(value, np.ndarray):
-            yield value
+def _overwrite(values: Iterable[Any]) -> None:
+    """Overwrite sources with other numbers, none of which is out of an index's range."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            with contextlib.suppress(RuntimeError), torch.no_grad():  # nothing can be written to expanded memory
+                if value.dtype.is_floating_point or value.dtype.is_complex:
+                    value.mul_(-1).sub_(1)
+                else:
+                    value.zero_()
+        elif isinstance(value, np.ndarray):
+            value[...] = 0
         elif isinstance(value, list):
-            value[:] = [0] * len(value) if not value or not isinstance(value[0], list) else value[::-1]
-        elif not isinstance(value, torch.Tensor):
-            yield from _host_data(value, depth - 1)
+            value[:] = value[::-1] if value and isinstance(value[0], list) else [0] * len(value)
 
 
 def _keep_busy(backend: Backend) -> None:

@@ -252,12 +252,13 @@ class Subject(Generic[V]):
 
 
 def state_of(runner: Runner[Any], batches: Iterable[CheckedBatch], tensors: Iterable[torch.Tensor] | None) -> State:
-    """The state of a runner's step: the given one, or what its operators write on some batches.
+    """The state of a runner's step: the one given here or to the runner, or what its operators write on some batches.
 
     Raises:
         CheckError: It is too large to be copied.
     """
     parts = runner.parts
+    tensors = parts.stage.state if tensors is None else tensors
     if tensors is not None:
         return State.of(parts.stage.backend, tensors)
     found, together = State(parts.stage.backend), Together(parts)

@@ -13,7 +13,7 @@ import slotgraph
 from slotgraph import BATCH, DecodeRunner, Step, computed, copied, keep
 from slotgraph.dataflow.errors import CheckError, RankError, StaleOutputError
 from slotgraph.runners.debug import debugged
-from slotgraph.runners.check.report import CHECKS
+from slotgraph.runners.check.checks import CHECKS
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.axes import DP
 from tests.ranks import stepping

@@ -12,7 +12,7 @@ from slotgraph.dataflow.errors import CaptureError, CheckError, ConfigError, Rep
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.modes import CHEAP, MODES, VARIABLE, modes_of
 from slotgraph.runners.outputs import Stamped
-from slotgraph.runners.check.replays import named
+from slotgraph.runners.check.comparison import named
 from slotgraph.runners.watching import Watcher
 from tests.runners import prefilled, test_draft, test_draft_extend, test_multi_layer
 from tests.runners.models import (

@@ -1,4 +1,4 @@
-"""Coverage: garbage that shows what is not written, and slots that nothing reads, where that can be known."""
+"""Coverage: garbage that shows what is not written, and slots that nothing reads, if that can be known."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,16 +10,11 @@ from hypothesis import strategies as st
 
 import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, constant, copied, host_parameter, once, output
-from slotgraph.backends import choose
-from slotgraph.runners.check.coverage import _may_be_read
-from slotgraph.runners.check.fills import garbage, over_garbage
-from slotgraph.runners.check.reads import needed_slots, read_slots
-from slotgraph.runners.check.report import Case
+from slotgraph.runners.check.coverage import may_be_read
+from slotgraph.runners.check.fills import garbage
+from tests.runners.check.planted import HalfWritten, Sound, found_by, runner_of, sound
 from tests.runners.models import bytes_of, memory_of, plain_runner, random_batch
-from tests.runners.check.planted import HalfWritten, Sound, runner_of, sound
 from tests.strategies import DTYPES
-
-COVERAGE = ("coverage",)
 
 
 @settings(max_examples=30)
@@ -34,20 +29,22 @@ def test_garbage_differs_everywhere(dtype: torch.dtype, shape: list[int], seed: 
     assert dtype != torch.bool or set(bytes_of(one)) <= {0, 1}
 
 
-def test_garbage_is_taken_back(cpu: str) -> None:
-    """Where a fill is refused, what lay there before lies there again, and the runner goes on."""
+def test_garbage_is_taken_back(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a fill is refused over garbage, what lay there before lies there again."""
     runner = plain_runner(cpu)
     runner(random_batch(8, 1))
-    before, batch = memory_of(runner), random_batch(3, 2)
-    with pytest.raises(ValueError, match="slot 'ids'"):
-        _refused_over_garbage(runner, batch, before)
+    before, during = memory_of(runner), list[dict[str, bytes]]()
+
+    def refused(self: Any, batch: Any, **side: Any) -> None:
+        during.append(memory_of(self))
+        message = "refused"
+        raise ValueError(message)
+
+    monkeypatch.setattr(type(runner), "fill", refused)
+    with pytest.raises(ValueError, match="refused"):
+        found_by("coverage", runner, [random_batch(3, 2)], state=[])
+    assert [one == before for one in during] == [False]
     assert memory_of(runner) == before
-
-
-def _refused_over_garbage(runner: Any, batch: dict[str, torch.Tensor], before: dict[str, bytes]) -> None:
-    with over_garbage(runner, Case(batch, {}, 3), torch.Generator()):
-        assert memory_of(runner) != before
-        runner.fill({**batch, "ids": batch["ids"].float()})
 
 
 class Shapes(Inputs):
@@ -69,7 +66,7 @@ class Shapes(Inputs):
     result: torch.Tensor = output(TOKENS, dtype=torch.float32)
 
 
-@torch.library.custom_op("slotgraph_tests::proofs_twice", mutates_args=())
+@torch.library.custom_op("slotgraph_tests::check_twice", mutates_args=())
 def twice(values: torch.Tensor) -> torch.Tensor:
     """An operator of its own."""
     return values * 2
@@ -82,38 +79,11 @@ def reads_some(view: Shapes) -> torch.Tensor:
     return view.result
 
 
-def shapes_runner(**options: Any) -> DecodeRunner[Shapes]:
-    """A captured runner of that step, which lends a slot."""
-    runner = DecodeRunner(
-        Shapes, reads_some, buckets=[4], backend="cpu", progress=False, lend={"lent": lambda _: None}, **options
-    )
-    runner.capture()
-    return runner
-
-
-def test_what_is_read() -> None:
-    """What an operator takes is read, from a view or whole; what is only looked at is not."""
-    runner = shapes_runner()
-    view = runner.fill(runner_batch(3))
-    assert read_slots(runner.parts, view) == {"ids", "sliced", "by_operator", "needed", "made", "result"}
-    assert needed_slots(Shapes.slotgraph) == {"needed"}
-
-
-def runner_batch(rows: int) -> dict[str, Any]:
-    """A batch of so many rows."""
-    whole = ("ids", "looked_at", "needed", "maybe", "set_once", "on_host", "lent", "outside")
-    batch: dict[str, Any] = {name: torch.arange(rows) + 1 for name in whole}
-    return {
-        **batch,
-        "sliced": torch.randn(rows, 2),
-        "by_operator": torch.randn(rows),
-        "lens": torch.ones(rows, dtype=torch.int32),
-    }
-
-
 def test_unread_slots() -> None:
-    """A finding for each where that can be known, else a note with the reason; none for what is read outside."""
-    report = slotgraph.check(shapes_runner(), only=COVERAGE, progress=False, read_outside=["outside"])
+    """A finding for each if that can be known, else a note with the reason. None for what is read outside."""
+    runner = DecodeRunner(Shapes, reads_some, buckets=[4], backend="cpu", progress=False, lend={"lent": lambda _: None})
+    runner.capture()
+    report = slotgraph.check(runner, only=("coverage",), progress=False, read_outside=["outside"])
     assert [finding.slot for finding in report.findings] == ["looked_at"]
     assert "drop=['looked_at']" in report.findings[0].message
     reasons = {
@@ -129,14 +99,14 @@ def test_unread_slots() -> None:
 
 
 def test_unread_on_a_device() -> None:
-    """Where kernels may be launched beside operators, nobody can know that a slot is not read."""
+    """If kernels may be launched beside operators, nobody can know that a slot is not read."""
     slot = Shapes.slotgraph.slots["looked_at"]
-    assert _may_be_read(slot, lent=False, device=torch.device("cpu")) is None
-    assert _may_be_read(slot, lent=False, device=torch.device("cuda")) == "a kernel that is launched by itself may"
+    assert may_be_read(slot, lent=False, device=torch.device("cpu")) is None
+    assert may_be_read(slot, lent=False, device=torch.device("cuda")) == "a kernel that is launched by itself may"
 
 
 def test_read_in_one_pattern_is_read(cpu: str) -> None:
-    """A slot that is read only where an optional one is absent is no finding."""
+    """A slot that is read only if an optional one is absent is no finding."""
 
     class Either(Inputs):
         ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
@@ -146,9 +116,7 @@ def test_read_in_one_pattern_is_read(cpu: str) -> None:
     def step(view: Either) -> torch.Tensor:
         return view.ids + (view.instead if view.other is None else view.other)
 
-    runner: Any = DecodeRunner(Either, step, buckets=[2], backend=cpu, absent=[{"other"}], progress=False)
-    runner.capture()
-    assert slotgraph.check(runner, only=COVERAGE, progress=False).ok
+    assert found_by("coverage", runner_of(step, cpu, Either, buckets=[2], absent=[{"other"}])) == []
 
 
 def test_rows_are_named(cpu: str) -> None:
@@ -159,23 +127,8 @@ def test_rows_are_named(cpu: str) -> None:
         view.half[:1].copy_(made[:1])
         return made
 
-    report = slotgraph.check(runner_of(step, cpu, HalfWritten, buckets=[8]), only=COVERAGE, progress=False)
-    assert "output slot 'half' is not written by the step: rows 1, 2, 3, 4 and 3 more still hold" in str(report)
-
-
-def test_compiled_steps_are_read(cpu: str) -> None:
-    """A step of which a part is compiled runs as it was written while it is looked at."""
-    if cpu == "cpu":
-        compiled = torch.compile(sound, backend="eager")
-        report = slotgraph.check(runner_of(compiled, cpu, buckets=[4]), only=COVERAGE, progress=False)
-        assert report.ok, str(report)
-
-
-def test_every_kind_of_slot_is_looked_at() -> None:
-    """The sound declaration leaves nothing unread on this machine, so that a finding is the bug's."""
-    report = slotgraph.check(runner_of(sound, choose("cpu"), Sound), only=COVERAGE, progress=False)
-    assert report.ok
-    assert not report.notes
+    (found,) = found_by("coverage", runner_of(step, cpu, HalfWritten, buckets=[8]))
+    assert "output slot 'half' is not written by the step: rows 1, 2, 3, 4 and 3 more still hold" in found.message
 
 
 class Lengths(Inputs):
@@ -186,16 +139,17 @@ class Lengths(Inputs):
 
 
 @pytest.mark.parametrize(
-    "step",
+    ("step", "inputs"),
     [
-        lambda view: view.ids + torch.tensor(view.lens.tolist()),
-        lambda view: view.ids + torch.as_tensor(view.lens.numpy() * 2),
-        lambda view: (view.ids * 2, view.lens),
-        lambda view: torch.cond(view.ids.sum() > 3, torch.mul, torch.add, (view.ids, view.lens)),
+        (lambda view: view.ids + torch.tensor(view.lens.tolist()), Lengths),
+        (lambda view: view.ids + torch.as_tensor(view.lens.numpy() * 2), Lengths),
+        (lambda view: (view.ids * 2, view.lens), Lengths),
+        (lambda view: torch.cond(view.ids.sum() > 3, torch.mul, torch.add, (view.ids, view.lens)), Lengths),
+        (torch.compile(sound, backend="eager"), Sound),
     ],
-    ids=["list", "array", "handed out", "operator of functions"],
+    ids=["list", "array", "handed out", "operator of functions", "compiled"],
 )
-def test_reads_that_are_no_plain_operators(step: Callable[[Any], Any]) -> None:
-    """What the host takes as numbers, what the step hands out, and what an operator of functions takes, is read."""
-    report = slotgraph.check(runner_of(step, "cpu", Lengths), progress=False, only=COVERAGE)
-    assert report.ok, str(report)
+def test_reads_that_are_no_plain_operators(step: Callable[[Any], Any], inputs: type[Inputs]) -> None:
+    """What the host takes as numbers, what the step hands out, what functions take, and a step that is compiled."""
+    report = slotgraph.check(runner_of(step, "cpu", inputs, buckets=[4]), progress=False, only=("coverage",))
+    assert (report.findings, report.notes) == ((), ())

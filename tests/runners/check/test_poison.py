@@ -1,32 +1,24 @@
-"""Poison: what a tail bears, which parts are poisoned, how the guilty slot is told apart, and steps of live traffic."""
+"""Poison: what a tail bears, which parts are poisoned, how the guilty slot is told apart, and fills unlike the oracle."""
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import attrs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import slotgraph
 from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, Step, constant, copied, keep, once, output, staged
-from slotgraph.backends import choose
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationErrors
 from slotgraph.dataflow.tails import Number
 from slotgraph.runners.bits import bits, first_unequal
-from slotgraph.runners.check.fills import FillProof
-from slotgraph.runners.check.poison import Poisoning, check_step
-from slotgraph.runners.check.replays import Replays, difference, named
-from slotgraph.runners.check.report import Case
-from slotgraph.runners.check.tails import Poison, live_part, poison_of, spread, tail_rows, tails_of
-from slotgraph.runners.state import State
-from slotgraph.runners.watching import Watcher
-from tests.runners.models import plain_runner, random_batch
-from tests.runners.check.planted import OURS, runner_of, sound
+from slotgraph.runners.check.comparison import live_part
+from slotgraph.runners.check.tails import Poison, poison_of, spread, tail_rows, tails_of
+from tests.runners.check.planted import OURS, found_by, runner_of, sound
+from tests.runners.models import PlainInputs, plain_runner, random_batch
 from tests.runners.standard.batches import CLASSES
-from tests.strategies import noise, same_bytes
+from tests.strategies import noise
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
@@ -56,7 +48,7 @@ class Rules(Inputs):
 
 
 LARGE = (65504.0, -65504.0, math.inf)
-BEARS: dict[str, tuple[tuple[Number, ...], tuple[Number, ...]] | None] = {
+BEARS: dict[str, Poison | None] = {
     "floats": ((math.nan,), LARGE),
     "whole": ((5, 6, -1), (-1, 6, 5)),
     "steps": ((6, 0), (0, 6)),
@@ -76,13 +68,20 @@ BEARS: dict[str, tuple[tuple[Number, ...], tuple[Number, ...]] | None] = {
 
 @pytest.mark.parametrize("name", BEARS)
 def test_what_a_tail_bears(name: str) -> None:
-    """By rule and dtype, unless the slot says otherwise; live rows are 5 and 6."""
+    """By rule and dtype, unless the slot says otherwise. Live rows are 5 and 6."""
     slot, expected = Rules.slotgraph.slots[name], BEARS[name]
     dtype = slot.dtype if isinstance(slot.dtype, torch.dtype) else torch.int64
-    filled = torch.tensor([5, 6, 1, 1]).to(dtype)
-    found = poison_of(slot, filled, SIZES, Capabilities())
-    wanted = None if expected is None else Poison(*expected)
-    assert repr(found) == repr(wanted)  # by text, since NaN is not itself
+    found = poison_of(slot, torch.tensor([5, 6, 1, 1]).to(dtype), SIZES, Capabilities())
+    assert repr(found) == repr(expected)  # by text, since NaN is not itself
+
+
+@pytest.mark.parametrize("name", ["req_pool_indices", "out_cache_loc", "out_cache_loc_swa", "mamba_track_indices"])
+def test_standard_slots_that_say_where_to_write(name: str) -> None:
+    """In every standard declaration they are held to their pad, which a reserved row is kept for."""
+    classes = [inputs for inputs in CLASSES.values() if name in inputs.slotgraph.slots]
+    assert classes
+    for inputs in classes:
+        assert poison_of(inputs.slotgraph.slots[name], torch.tensor([5, 6, 0, 0]), SIZES, Capabilities()) is None
 
 
 def test_poison_that_no_slot_can_hold() -> None:
@@ -100,7 +99,7 @@ def test_poison_that_no_slot_can_hold() -> None:
 
 @pytest.mark.parametrize("shape", [(BATCH,), (3, TOKENS), (BATCH, PAGES), (TOKENS * 2, 2)], ids=str)
 def test_tails_are_all_but_live_rows(shape: Any) -> None:
-    """The parts of a tail and the live part cover a slot, whichever dims vary; rows of it name their dim."""
+    """The parts of a tail and the live part cover a slot, whichever dims vary. Rows of it name their dim."""
     slot = copied(*shape, dtype=torch.int64, pad=0).metadata["slotgraph.slot"]
     tensor = torch.zeros([dim.at(SIZES.padded_sizes) for dim in slot.shape], dtype=torch.int64)
     for part in tails_of(slot, tensor, SIZES):
@@ -117,19 +116,15 @@ def test_tails_are_all_but_live_rows(shape: Any) -> None:
 
 @given(seed=st.integers(0, 999), size=st.integers(1, 9), at=st.integers(0, 8))
 def test_first_unequal(seed: int, size: int, at: int) -> None:
-    """The index of the first element with another bit; NaN equals itself, and -0.0 is not 0.0."""
+    """The index of the first element with another bit. NaN equals itself, and -0.0 is not 0.0."""
     one = noise((size, 2), torch.float32, seed)
     one[0, 1] = math.nan
     other, row = one.clone(), at % size
     assert first_unequal(one, other) is None
     one[row, 0], other[row, 0] = 0.0, -0.0
     other[size - 1, 1] = 9
-    place = first_unequal(one, other)
-    assert place == (row, 0)
+    assert first_unequal(one, other) == (row, 0)
     assert bits(one).shape == (2 * size, 4)
-    told = difference({".x": one}, {".x": other})
-    assert told is not None
-    assert (told.row, str(told)) == (row, f"live row {row} of the output.x")
     assert first_unequal(torch.tensor(1), torch.tensor(2)) == ()
 
 
@@ -144,50 +139,6 @@ def test_spread(seed: int, dtype: torch.dtype) -> None:
     assert float(drawn[0, 0]) == float(values[0])
 
 
-def test_names_of_outputs() -> None:
-    """Each tensor of a nested result by the place where it is found."""
-
-    class Pair(NamedTuple):
-        left: torch.Tensor
-        right: list[torch.Tensor]
-
-    @attrs.frozen(eq=False)
-    class Held:
-        pair: Pair
-        words: str = "no tensor"
-
-    one, two, three = (torch.tensor(value) for value in (1, 2, 3))
-    found = dict(named({"a": (one, Held(Pair(two, [three])))}))
-    assert found == {"['a'][0]": one, "['a'][1].pair.left": two, "['a'][1].pair.right[0]": three}
-    assert list(named(one)) == [("", one)]
-
-
-def _pairwise(view: Any) -> Any:
-    """Hangs on two tails, but on none alone."""
-    return sound(view) + (view.flags[-1] & (view.ids[-1] != 0))
-
-
-def test_two_slots_together(cpu: str) -> None:
-    """Where no slot makes a difference by itself, the fewest that make one together are named."""
-    report = slotgraph.check(runner_of(_pairwise, cpu), only=("poison",), progress=False)
-    assert [finding.slot for finding in report.findings] == [None]
-    assert "when the tails of slots 'ids', 'flags' held other values together" in str(report), str(report)
-
-
-def test_guilty_row_of_many(cpu: str) -> None:
-    """The row is named that makes the difference, not the first one of the tail."""
-
-    def third_of_tail(view: Any) -> torch.Tensor:
-        return sound(view) * view.weights[-1] if len(view.weights) == 8 else sound(view)
-
-    report = slotgraph.check(runner_of(third_of_tail, cpu), only=("poison",), progress=False)
-    assert "when row 7, in the tail of slot 'weights', held nan instead of 1.0" in str(report)
-
-
-def _state() -> State:
-    return State.of(choose("cpu"), [])
-
-
 def _batch(rows: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     whole = {name: torch.randint(1, 4, (rows,), generator=generator) for name in ("ids", "positions", "seen")}
@@ -197,95 +148,12 @@ def _batch(rows: int, seed: int) -> dict[str, torch.Tensor]:
     return {**whole, **floats, "lens": lens, "flags": flags, "places": 1 + torch.randperm(rows, generator=generator)}
 
 
-def test_live_step(cpu: str) -> None:
-    """A step of live traffic is checked after its replay: the slot is named, and outputs and view are as they were."""
-    told: list[Any] = []
-
-    class Telling(Watcher):
-        def filled(self, view: Inputs) -> None:
-            told.append(view)
-
-    steps = {bug.slot: bug.step for bug in OURS if bug.slot in ("weights", "logits")}
-    for wrong, step in [*steps.items(), (None, sound)]:
-        one = runner_of(step, cpu)
-        one.watch.add(Telling())
-        view = one.fill(_batch(3, 7))
-        outputs = one.replay(view)
-        before, slots = outputs.clone(), {name: value.clone() for name, value in vars(view).items() if name in BOTH}
-        found = check_step(one, view, outputs, _state(), Case(_batch(3, 7), {}, 3))
-        assert [finding.slot for finding in found] == [wrong] * (wrong is not None)
-        assert same_bytes(outputs, before)
-        assert all(same_bytes(vars(view)[name], value) for name, value in slots.items())
-        assert wrong == "logits" or same_bytes(one.replay(view), before)
-    assert len(told) == 3
-
-
-BOTH = ("ids", "positions", "places", "weights", "flags", "temperatures", "lens", "seen")
-
-
-def test_live_step_that_raises(cpu: str) -> None:
-    """Without its batch a step that raises under poison is told of; with it, its slot is named and it goes on."""
-    bug = next(one for one in OURS if one.fatal)
-    runner, batch = runner_of(bug.step, cpu), _batch(3, 7)
-    view = runner.fill(batch)
-    outputs = runner.replay(view)
-    for case in (Case(batch, {}, 3), None):
-        found = check_step(runner, view, outputs, _state(), case)
-        assert [finding.slot for finding in found] == ["lens"]
-        assert ("nothing could be replayed after that" in found[0].message) == (case is None)
-        view = runner.fill(batch)
-        outputs = runner.replay(view)
-
-
-def test_device_that_stops(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing can be filled after a step that raised, the slot that was poisoned last is blamed, and no other."""
-    bug = next(one for one in OURS if one.fatal)
-    runner, batch = runner_of(bug.step, cpu), _batch(3, 7)
-    replays = Replays(runner, runner.fill(batch), _state(), Case(batch, {}, 3))
-
-    def stopped(*_: Any, **__: Any) -> NoReturn:
-        message = "CUDA error: device-side assert triggered"
-        raise RuntimeError(message)
-
-    monkeypatch.setattr(type(runner), "fill", stopped)
-    found = Poisoning(replays, torch.Generator().manual_seed(3)).findings()
-    assert [finding.slot for finding in found] == ["lens"]
-    assert "when the tail of slot 'lens' held poison; nothing could be replayed after that" in found[0].message
-
-
-def test_fill_that_is_not_the_oracles(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lowering that forgets a tail, or writes a wrong live row, is told from one that leaves the right bytes."""
-    runner, case = plain_runner(cpu), Case(random_batch(3, 5), {}, 3)
-    proof, fill = FillProof(runner), type(runner).fill
-    generator = torch.Generator().manual_seed(1)
-    assert proof.check(case, _state(), generator) == []
-
-    def spoilt(row: int) -> Any:
-        def wrong(self: Any, batch: Any, **side: Any) -> Any:
-            view = fill(self, batch, **side)
-            view.ids[row] = 33
-            return view
-
-        return wrong
-
-    monkeypatch.setattr(type(runner), "fill", spoilt(3))
-    tail = proof.check(case, _state(), generator)
-    monkeypatch.setattr(type(runner), "fill", spoilt(1))
-    live = proof.check(case, _state(), generator)
-    assert [finding.slot for finding in (*tail, *live)] == ["ids", "ids"]
-    assert "slot 'ids' kept what lay in its tail: row 3 holds 33 after a fill that must leave 49" in tail[0].message
-    assert "slot 'ids' is not what its declaration says: row 1 holds 33 after a fill, expected" in live[0].message
-
-
-def test_spared_slots(backend: "Backend") -> None:
-    """A slot that was found guilty is held to its rule afterwards, so that others are still looked for."""
-
-    def two_bugs(view: Any) -> Any:
-        return sound(view) * view.weights.amax() + view.lens.sum()
-
-    runner = runner_of(two_bugs, backend)
-    report = slotgraph.check(runner, only=("poison",), progress=False)
-    assert {finding.slot for finding in report.findings} == {"weights", "lens"}
+def test_two_slots_together(cpu: str) -> None:
+    """If no slot makes a difference by itself, the fewest that make one together are named."""
+    runner = runner_of(lambda view: sound(view) + (view.flags[-1] & (view.ids[-1] != 0)), cpu)
+    (found,) = found_by("poison", runner)
+    assert found.slot is None
+    assert "when the tails of slots 'ids', 'flags' held other values together" in found.message
 
 
 def test_two_bugs_in_one_step(cpu: str) -> None:
@@ -294,14 +162,71 @@ def test_two_bugs_in_one_step(cpu: str) -> None:
     def two_bugs(view: Any) -> Any:
         return sound(view) * view.weights.amax() + view.temperatures.amin() * view.flags.any()
 
-    report = slotgraph.check(runner_of(two_bugs, cpu), [_batch(3, 7)], only=("poison",), progress=False)
-    assert [finding.slot for finding in report.findings] == ["weights", "flags"]
+    found = found_by("poison", runner_of(two_bugs, cpu), [_batch(3, 7)])
+    assert [finding.slot for finding in found] == ["weights", "flags"]
 
 
-@pytest.mark.parametrize("name", ["req_pool_indices", "out_cache_loc", "out_cache_loc_swa", "mamba_track_indices"])
-def test_standard_slots_that_say_where_to_write(name: str) -> None:
-    """In every standard declaration they are held to their pad, which a reserved row is kept for."""
-    classes = [inputs for inputs in CLASSES.values() if name in inputs.slotgraph.slots]
-    assert classes
-    for inputs in classes:
-        assert poison_of(inputs.slotgraph.slots[name], torch.tensor([5, 6, 0, 0]), SIZES, Capabilities()) is None
+def test_guilty_row_of_many(cpu: str) -> None:
+    """The row is named that makes the difference, not the first one of the tail."""
+
+    def third_of_tail(view: Any) -> torch.Tensor:
+        return sound(view) * view.weights[-1] if len(view.weights) == 8 else sound(view)
+
+    (found,) = found_by("poison", runner_of(third_of_tail, cpu))
+    assert "when row 7, in the tail of slot 'weights', held nan instead of 1.0" in found.message
+
+
+def test_spared_slots(backend: "Backend") -> None:
+    """A slot that was found guilty is held to its rule afterwards, so that others are still looked for."""
+    runner = runner_of(lambda view: sound(view) * view.weights.amax() + view.lens.sum(), backend)
+    assert {finding.slot for finding in found_by("poison", runner)} == {"weights", "lens"}
+
+
+def test_device_that_stops(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nothing can be filled after a step that raised, the slot that was poisoned last is blamed, and no other."""
+    bug = next(one for one in OURS if one.fatal)
+    runner = runner_of(bug.step, cpu)
+    fill, replay, raised = type(runner).fill, type(runner).replay, list[Exception]()
+
+    def stopping(self: Any, view: Any) -> Any:
+        try:
+            return replay(self, view)
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    def stopped(self: Any, batch: Any, **side: Any) -> Any | NoReturn:
+        if raised:
+            message = "CUDA error: device-side assert triggered"
+            raise RuntimeError(message)
+        return fill(self, batch, **side)
+
+    monkeypatch.setattr(type(runner), "replay", stopping)
+    monkeypatch.setattr(type(runner), "fill", stopped)
+    (found,) = found_by("poison", runner, [_batch(3, 7)] * 2)
+    assert found.slot == "lens"
+    assert "when the tail of slot 'lens' held poison; nothing could be replayed after that" in found.message
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (3, "slot 'ids' kept what lay in its tail: row 3 holds 33 after a fill that must leave 49"),
+        (1, "slot 'ids' is not what its declaration says: row 1 holds 33 after a fill, expected"),
+    ],
+    ids=["tail", "live"],
+)
+def test_fill_that_is_not_the_oracles(cpu: str, monkeypatch: pytest.MonkeyPatch, row: int, said: str) -> None:
+    """A lowering that forgets a tail, or writes a wrong live row, is told from one that leaves the right bytes."""
+    runner, fill = plain_runner(cpu), type(plain_runner(cpu)).fill
+    assert found_by("poison", runner, [random_batch(3, 5)]) == []
+
+    def wrong(self: Any, batch: Any, **side: Any) -> PlainInputs:
+        view: PlainInputs = fill(self, batch, **side)
+        view.ids[row] = 33
+        return view
+
+    monkeypatch.setattr(type(runner), "fill", wrong)
+    found = found_by("poison", runner, [random_batch(3, 5)])[0]
+    assert found.slot == "ids"
+    assert said in found.message
