@@ -35,7 +35,7 @@ def test_garbage_is_taken_back(cpu: str, monkeypatch: pytest.MonkeyPatch) -> Non
     runner(random_batch(8, 1))
     before, during = memory_of(runner), list[dict[str, bytes]]()
 
-    def refused(self: Any, batch: Any, **side: Any) -> None:
+    def refused(self: Any, *_: Any, **__: Any) -> None:
         during.append(memory_of(self))
         message = "refused"
         raise ValueError(message)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, Step, computed, copied
+from slotgraph import BATCH, TOKENS, Inputs, Step, computed, copied
 from slotgraph.runners.check.report import CheckReport
 from tests.invariants.device import Device
 from tests.runners.check.planted import OURS, Planted, Sound, runner_of, sound

@@ -1,7 +1,7 @@
-"""Poison: what a tail bears, which parts are poisoned, how the guilty slot is told apart, and fills unlike the oracle."""
+"""Poison: what a tail bears, which parts are poisoned, how the guilty slot is told, and fills unlike the oracle."""
 
 import math
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -195,7 +195,7 @@ def test_device_that_stops(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
             raised.append(error)
             raise
 
-    def stopped(self: Any, batch: Any, **side: Any) -> Any | NoReturn:
+    def stopped(self: Any, batch: Any, **side: Any) -> Any:
         if raised:
             message = "CUDA error: device-side assert triggered"
             raise RuntimeError(message)

@@ -7,9 +7,9 @@ import torch
 
 import slotgraph
 from slotgraph import DecodeRunner, EagerRunner, Inputs, errors
-from tests.runners.models import PlainInputs, plain_step
 from tests.runners.check.planted import OURS, runner_of, sound
 from tests.runners.check.sound import KINDS, Found, standard_runner
+from tests.runners.models import PlainInputs, plain_step
 from tests.runners.standard.test_runs import WIDTHS
 
 if TYPE_CHECKING:
