@@ -188,7 +188,7 @@ class Trial(Generic[V]):
         Returns:
             What `look` returned, or what the step raised on this rank.
         """
-        self._restore(put)
+        self._write(put)
         found: T | Exception
         try:
             with self.state.kept():
@@ -200,14 +200,14 @@ class Trial(Generic[V]):
         if self.raised and by is None:
             self.lost = not self._fill_again()
         else:
-            self._restore()
+            self._write(self.filled)
         return found
 
-    def _restore(self, put: Tensors = NOTHING) -> None:
+    def _write(self, values: Tensors) -> None:
         self._wait()  # a replay may still read slots in host memory
         with torch.no_grad():
-            for name, tensor in self.slots.items():
-                tensor.copy_(put.get(name, self.filled[name]))
+            for name, value in values.items():
+                self.slots[name].copy_(value)
 
     def _fill_again(self) -> bool:
         """Have all slots as they were, and a view that the runner replays after a step that raised. Whether so."""
@@ -215,7 +215,7 @@ class Trial(Generic[V]):
             if self.one is not None:
                 self.view = self.runner.fill(self.one.batch, **self.one.side)
                 self.slots = self._present()
-            self._restore()
+            self._write(self.filled)
         except Exception:  # noqa: BLE001 - a device that a fault has stopped says so in words of its own
             return False
         return self.one is not None
