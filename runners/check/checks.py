@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+import attrs
 import rich.console
 import rich.progress
 import torch
@@ -15,10 +16,11 @@ from ...dataflow.errors import ConfigError, ReplayError
 from ...dataflow.sampling import NO_VALUES, Values
 from ..decision import Decision
 from ..runner import Runner
+from ..state import State
 from . import addresses, coverage, parity, poison, races
 from .batches import Batches, CheckedBatch, Makers, batches_of, by_pattern
 from .report import CheckReport, Finding
-from .trial import Subject, Together, state_of, unwatched
+from .trial import Subject, state_of, unwatched
 
 Check: TypeAlias = Callable[[Subject[Any], Iterable[CheckedBatch]], list[Finding]]
 CHECKS: Final[Mapping[str, Check]] = {one.NAME: one.check for one in (poison, parity, addresses, coverage, races)}
@@ -72,28 +74,36 @@ def check(
         return CheckReport(runner=parts.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
     _check_ready(runner, read_outside)
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
-    together = Together(parts)
-
-    def run() -> CheckReport:
-        decisions = [runner.decide(one.batch, **one.side) for one in (make() for _, make in makers)]
-        taken = [maker for maker, one in zip(makers, decisions, strict=True) if one.bucket is not None]
-        notes = _notes(decisions)
-        if together.ranks.size > 1:
-            found = "known" if state is not None else f"looked for on {len(by_pattern(makers))} batches"
-            told = f"a check of {', '.join(wanted)}, on batches by buckets: {_buckets(decisions)}; its state {found}"
-            together.ranks.tell(told)
-        known = state_of(runner, (make() for _, make in by_pattern(makers)), state)
-        subject = Subject(runner, graphs, known, seed, (*read_outside,), notes)
-        if taken:
-            findings = _run(subject, wanted, taken, progress=progress and together.ranks.rank == 0)
-        else:
-            message = f"nothing was checked: {'; '.join(notes)}; give batches that a captured bucket takes"
-            findings = (Finding(wanted[0], None, message),)
-        steps, seconds = dict.fromkeys(wanted, len(taken)), time.perf_counter() - start
-        return CheckReport(runner=parts.name, findings=findings, steps=steps, notes=(*notes,), seconds=seconds)
-
+    subject = Subject(runner, graphs, State(parts.stage.backend), seed, tuple(read_outside))
     with unwatched(runner.watch):
-        return together.ranks.run(run)
+        report = subject.together.ranks.run(lambda: _checked(subject, wanted, makers, state, progress=progress))
+    return attrs.evolve(report, seconds=time.perf_counter() - start)
+
+
+def _checked(
+    subject: Subject[Any],
+    wanted: Sequence[str],
+    makers: Makers,
+    state: Iterable[torch.Tensor] | None,
+    *,
+    progress: bool,
+) -> CheckReport:
+    """Find the state, and run the checks on the batches that a graph takes."""
+    runner, ranks = subject.runner, subject.together.ranks
+    decisions = [runner.decide(one.batch, **one.side) for one in (make() for _, make in makers)]
+    taken = [maker for maker, one in zip(makers, decisions, strict=True) if one.bucket is not None]
+    if ranks.size > 1:
+        found = "known" if state is not None else f"looked for on {len(by_pattern(makers))} batches"
+        ranks.tell(f"a check of {', '.join(wanted)}, on batches by buckets: {_buckets(decisions)}; its state {found}")
+    known = state_of(runner, (make() for _, make in by_pattern(makers)), state)
+    subject = attrs.evolve(subject, state=known, notes=_notes(decisions))
+    if taken:
+        findings = _run(subject, wanted, taken, progress=progress and ranks.rank == 0)
+    else:
+        message = f"nothing was checked: {'; '.join(subject.notes)}; give batches that a captured bucket takes"
+        findings = (Finding(wanted[0], None, message),)
+    steps = dict.fromkeys(wanted, len(taken))
+    return CheckReport(runner=subject.parts.name, findings=findings, steps=steps, notes=tuple(subject.notes))
 
 
 def _wanted(only: Collection[str]) -> list[str]:
