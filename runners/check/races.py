@@ -87,7 +87,6 @@ def _steps(
     backend, runs = subject.parts.stage.backend, []
     given = [CheckedBatch(_copied(one.batch), _copied(one.side)) for one in batches] if flight else batches
     with subject.state.kept(), slots_kept(subject.parts):
-        backend.synchronize()
         if flight:
             _keep_busy(backend)
         for number, one in enumerate(given):
@@ -97,7 +96,6 @@ def _steps(
                 _overwrite(values)
             else:
                 backend.synchronize()
-        backend.synchronize()
     return runs
 
 

@@ -115,11 +115,14 @@ def slots_kept(parts: Parts[Any]) -> Iterator[None]:
     """Run a block, and have all slots hold what they held before it. Their tails are then reset by the next fill."""
     buffers = parts.eager.buffers if parts.graphs is None else parts.graphs.buffers
     kept = [one.tensor for one in buffers or () if not isinstance(one.slot, Constant)]
+    wait = parts.stage.backend.synchronize  # steps may still read slots in host memory
+    wait()
     with torch.no_grad():
         before = [tensor.clone() for tensor in kept]
     try:
         yield
     finally:
+        wait()
         with torch.no_grad():
             for tensor, held in zip(kept, before, strict=True):
                 tensor.copy_(held)

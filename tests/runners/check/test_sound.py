@@ -23,12 +23,14 @@ OTHERS_READ = ("req_pool_indices", "seq_lens", "out_cache_loc", "num_correct_dra
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind(backend: "Backend", kind: "Callable[[Backend], Found]") -> None:
-    """Each runner on batches of its own."""
+    """Each runner on batches of its own, outside of inference mode and inside of it."""
     runner, batches = kind(backend)
     outside = [name for name in OTHERS_READ if name in runner.parts.stage.declaration.slots]
-    report = slotgraph.check(runner, batches, read_outside=outside, progress=False)
-    assert report.ok, str(report)
-    assert report.steps["poison"] == report.steps["races"] > 4
+    for inside in (False, True):
+        with torch.inference_mode(mode=inside):
+            report = slotgraph.check(runner, batches, read_outside=outside, progress=False)
+        assert report.ok, str(report)
+        assert report.steps["poison"] == report.steps["races"] > 4
 
 
 @pytest.mark.parametrize("inputs", WIDTHS, ids=lambda inputs: inputs.__name__)
