@@ -260,14 +260,25 @@ def test_batches_that_hold_more_than_data(cpu: str) -> None:
     data["weights"], data["listed"] = data["weights"].numpy(), data["places"].tolist()
     before = copy.deepcopy(data)
 
+    brought: list[Any] = []
+
+    def of_batch(given: Any) -> torch.Tensor:
+        brought.append(given)
+        places: torch.Tensor = given.places
+        return places
+
     class Listed(PlainInputs):
         listed: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        called: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=of_batch)
 
     batch = types.SimpleNamespace(**data, lock=threading.Lock(), owner=types.SimpleNamespace(model=model))
     assert found_by("races", runner_of(plain_step, cpu, Listed, buckets=[4]), [batch]) == []
     assert torch.equal(model.weight, weights)
     for name, value in before.items():
         assert np.array_equal(vars(batch)[name], value), name
+    overwritten = next(one for one in brought if one is not batch)
+    for name in ("ids", "weights", "listed", "places"):
+        assert not np.any(vars(overwritten)[name]), name
 
 
 def on_device(batches: list[Batch], device: torch.device) -> list[Batch]:
