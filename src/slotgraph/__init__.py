@@ -14,6 +14,7 @@ from slotgraph.dataflow.step import Step
 from slotgraph.dataflow.tails import keep, once
 from slotgraph.runners.breakable import BreakableRunner
 from slotgraph.runners.buckets import Buckets
+from slotgraph.runners.check.checks import check
 from slotgraph.runners.config import RunnerConfig
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.decode import DecodeRunner
@@ -25,7 +26,6 @@ from slotgraph.runners.input_buffers import InputBuffers
 from slotgraph.runners.multi_layer import MultiLayerDraftExtendRunner
 from slotgraph.runners.pool import InputPool
 from slotgraph.runners.prefill import PrefillRunner
-from slotgraph.runners.check.checks import check
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.ranks.pipeline import PipelineStage
 from slotgraph.runners.recording.recorder import record

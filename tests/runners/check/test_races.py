@@ -278,7 +278,7 @@ def test_batches_that_hold_more_than_data(cpu: str) -> None:
         assert np.array_equal(vars(batch)[name], value), name
     overwritten = next(one for one in brought if one is not batch)
     for name in ("ids", "weights", "listed", "places"):
-        assert not np.any(vars(overwritten)[name]), name
+        assert not np.asarray(vars(overwritten)[name]).any(), name
 
 
 def on_device(batches: list[Batch], device: torch.device) -> list[Batch]:
