@@ -35,8 +35,7 @@ from .modes import ADDRESSES, GENERATIONS
 from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .running import Running, under_way
 from .stage import Stage, V
-from .state import State
-from .writes import check_writes
+from .state import State, check_writes
 
 
 class WholeStep(Generic[V]):

@@ -1,4 +1,4 @@
-"""Traffic: which memory the operators of a run read and write, of that which was there before the run."""
+"""Traffic: which memory the operators of a run read and write."""
 
 import contextlib
 import sys
@@ -12,42 +12,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..backends.recorder import decompose, is_composite, written
 from ..backends.torch_modes import run_under
 
-_C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
-_PLAIN: Final[Any] = _C._disabled_torch_dispatch_impl  # noqa: SLF001 - a tensor's that no subclass takes apart
-_BORN: Final = frozenset({"aten::lift_fresh", "aten::lift", "aten::lift_fresh_copy"})
-"""Operators that hand on what was made of host data a moment before."""
-See = Callable[[torch.Tensor, str], None]
-SeeWrite = Callable[[torch.Tensor, str, Sequence[Any]], None]
+_PLAIN: Final[Any] = torch._C._disabled_torch_dispatch_impl  # noqa: SLF001 - of a tensor that no subclass takes apart
 T = TypeVar("T")
+Writes = Callable[[torch.Tensor, str, Sequence[Any]], None]
 Done = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
-def _unseen(tensor: torch.Tensor, operator: str) -> None:
-    del tensor, operator
-
-
-def _unwritten(tensor: torch.Tensor, operator: str, args: Sequence[Any]) -> None:
-    del tensor, operator, args
-
-
-def _undone(operator: str, taken: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-    del operator, taken, results
-
-
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Tells of every tensor that an operator takes, and of every one that it writes, before it runs.
+    """Tells of each operator that is run.
 
-    reads: called with the tensor and the operator's name, for memory that was there before the run. writes: likewise,
-    with the operator's positional arguments, too. done: called after an operator that is no mere view, with its name,
-    and the tensors that it took and returned. What does not go through torch's dispatcher, such as a kernel of Triton's
-    that is launched as it is, is not seen.
+    A kernel that does not go through torch's dispatcher, such as a bare Triton kernel, is not seen.
+
+    Args:
+        writes: Called before an operator writes memory that was there before the run: the tensor, the operator's name,
+            and its positional arguments.
+        done: Called after an operator that is no mere view: its name, the tensors that it took, and those it returned.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, reads: See = _unseen, writes: SeeWrite = _unwritten, done: Done = _undone) -> None:
+    def __init__(self, *, writes: Writes | None = None, done: Done | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._reads = reads
         self._writes = writes
         self._done = done
         self._made: set[int] = set()
@@ -69,25 +54,20 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's ow
         if is_plain and is_composite(func):  # which inference mode leaves whole: its parts tell what it reads
             return run_under(self, lambda: decompose(func, args, named))
         name = str(func._schema.name) if is_plain else str(func)  # noqa: SLF001 - likewise
-        if name not in _BORN:
-            self._tell(func, name, args, named)
+        taken = list(_strided((args, named)))
+        if not name.startswith("aten::lift"):  # which hands on what was made of host data a moment before
+            self._found.update({_key(tensor) for tensor in taken} - self._made)
+        if self._writes is not None:
+            # of an operator that takes functions nobody knows what these write
+            for tensor in _strided(list(written(func, args, named))) if is_plain else taken:
+                if _key(tensor) not in self._made:
+                    self._writes(tensor, name, args)
         result = func(*args, **named)
         results = list(_strided(result))
         self._made.update({_key(tensor) for tensor in results} - self._found)
-        if not (is_plain and func.is_view):
-            self._done(name, list(_strided((args, named))), results)
+        if self._done is not None and not (is_plain and func.is_view):
+            self._done(name, taken, results)
         return result
-
-    def _tell(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        for tensor in self._old((args, kwargs)):
-            self._found.add(_key(tensor))
-            self._reads(tensor, name)
-        is_plain = hasattr(func, "_schema")  # of one that takes functions nobody knows what these write
-        for tensor in self._old(list(written(func, args, kwargs)) if is_plain else (args, kwargs)):
-            self._writes(tensor, name, args)
-
-    def _old(self, values: Any) -> Iterator[torch.Tensor]:
-        return (tensor for tensor in _strided(values) if _key(tensor) not in self._made)
 
 
 def _strided(values: Any) -> Iterator[torch.Tensor]:
@@ -102,7 +82,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def run_seen(traffic: Traffic, run: Callable[[], T]) -> T:
-    """Run something while this thread's operators are looked at; compiled functions run as they were written."""
+    """Run something while this thread's operators are looked at. Compiled functions run as they were written."""
     eagerly = contextlib.nullcontext()
     if "torch._dynamo" in sys.modules:  # it cannot trace what is looked at, and would remember that
         eagerly = torch.compiler.set_stance("force_eager")

@@ -4,9 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..proofs.check import MOST_ROUNDS, MOST_SEED
-from ..proofs.check import check as check_runner
-from ..proofs.report import CHECKS
+from ..check.checks import CHECKS, MOST_ROUNDS, MOST_SEED
+from ..check.checks import check as check_runner
 from .failures import FAILED, reported
 from .lookup import captured, find_batches, find_runner
 from .screen import Form, FormOption, show

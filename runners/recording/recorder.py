@@ -18,9 +18,9 @@ from ...dataflow.hostdata import array_dtype
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Slot, Staged
 from ...dataflow.sources import Side, look_up
+from ..check.comparison import live_part
 from ..outputs import map_tensors
 from ..parts import Parts
-from ..proofs.tails import live_part
 from ..runner import Runner
 from ..watching import Watcher
 from .files import check_place, write

@@ -13,15 +13,22 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CheckError, RecordingError
 from ...dataflow.inputs import Inputs
 from ...dataflow.sources import Answering, Call, Path, Side, SideArgument, Source
+from ..check.comparison import (
+    BITWISE,
+    GRAPH_AND_EAGER,
+    USUAL,
+    Mismatch,
+    Seen,
+    computed_apart,
+    first_difference,
+    live_part,
+    seen,
+    step_of,
+)
+from ..check.comparison import differences as differences_of
+from ..check.trial import graph_of, ran_eagerly, slots_kept, state_on
 from ..decision import Decision
 from ..parts import Parts
-from ..proofs.comparison import GRAPH_AND_EAGER, USUAL, Mismatch, Seen, computed_apart, first_difference, seen
-from ..proofs.comparison import differences as differences_of
-from ..proofs.eagerly import graph_of, ran_eagerly
-from ..proofs.parity import BITWISE, written_slots_kept
-from ..proofs.replays import step_of
-from ..proofs.state import state_on
-from ..proofs.tails import live_part
 from ..runner import Runner
 from ..stage import Stage
 from .files import RecordedFile
@@ -275,7 +282,7 @@ def _compared(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[D
             exact = _staged(step, parts.eager.fill(batch, **side))
             plain = seen(exact, parts.eager.run(exact))
         view = _staged(step, runner.fill(batch, **side))
-        with kept(), written_slots_kept(parts.graphs.buffers if parts.graphs is not None else None):
+        with kept(), slots_kept(parts):
             eager = seen(view, ran_eagerly(parts, view))
         here = seen(view, runner.replay(view))
         found = _first(here, eager, plain)

@@ -7,9 +7,9 @@ import torch
 
 from ...dataflow.errors import FailedCheckError
 from ...dataflow.sampling import NO_VALUES, Values
-from ..proofs.cases import Batches
-from ..proofs.check import check
-from ..proofs.report import CheckReport
+from ..check.batches import Batches
+from ..check.checks import check
+from ..check.report import CheckReport
 from ..runner import Runner
 
 

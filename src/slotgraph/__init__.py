@@ -12,6 +12,7 @@ from slotgraph.dataflow.specifiers import computed, constant, copied, host_param
 from slotgraph.dataflow.tails import keep, once
 from slotgraph.runners.breakable import BreakableRunner
 from slotgraph.runners.buckets import Buckets
+from slotgraph.runners.check.checks import check
 from slotgraph.runners.config import RunnerConfig
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.decode import DecodeRunner
@@ -22,7 +23,6 @@ from slotgraph.runners.explained.explanation import explain
 from slotgraph.runners.input_buffers import InputBuffers
 from slotgraph.runners.pool import InputPool
 from slotgraph.runners.prefill import PrefillRunner
-from slotgraph.runners.proofs.check import check
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.ranks.pipeline import PipelineStage
 from slotgraph.runners.recording.recorder import record

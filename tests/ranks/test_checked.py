@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import slotgraph
 from slotgraph import BATCH, DecodeRunner, Step, computed, copied, keep
+from slotgraph.runners.check.checks import CHECKS
 from slotgraph.runners.debug import debugged
-from slotgraph.runners.proofs.report import CHECKS
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.axes import DP
 from tests.ranks import stepping

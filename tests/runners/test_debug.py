@@ -7,25 +7,24 @@ import pytest
 import structlog
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, InputPool, Inputs, copied, keep
+from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, InputPool, Inputs, copied, keep, output
 from slotgraph.dataflow.errors import CaptureError, CheckError, ConfigError, ReplayError, StaleOutputError
+from slotgraph.runners.check.comparison import named
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.modes import CHEAP, MODES, VARIABLE, modes_of
 from slotgraph.runners.outputs import Stamped
-from slotgraph.runners.proofs.replays import named
 from slotgraph.runners.watching import Watcher
 from tests.runners import prefilled, test_draft, test_draft_extend, test_multi_layer
+from tests.runners.check.sound import KINDS, Found
 from tests.runners.models import (
     TABLE,
     PlainInputs,
     assert_right,
     expected,
-    memory_of,
     plain_runner,
     plain_step,
     random_batch,
 )
-from tests.runners.proofs.sound import KINDS, Found
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
@@ -43,8 +42,8 @@ def _no_word_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runner_of(step: Callable[[Any], Any], inputs: type[Inputs] = PlainInputs, **options: Any) -> Any:
-    """A captured runner on the CPU with a device's semantics."""
-    runner = DecodeRunner(inputs, step, buckets=[4, 8], backend=CAPTURES, **options)
+    """A captured runner, by default on the CPU with a device's semantics."""
+    runner = DecodeRunner(inputs, step, buckets=[4, 8], **{"backend": CAPTURES, **options})
     runner.capture()
     return runner
 
@@ -115,26 +114,57 @@ def test_parity_names_what_is_frozen() -> None:
 
 
 def test_poison_names_the_slot() -> None:
-    """A sum over the tail: the slot and the row; a full bucket has no tail, and goes well."""
+    """A sum over the tail: the slot and the row. A full bucket has no tail. Others are told of no replay."""
+    told = []
+
+    class Telling(Watcher):
+        def replayed(self, view: Inputs, outputs: Any) -> Any:
+            told.append(view)
+            return outputs
+
     runner = runner_of(lambda view: plain_step(view) + view.weights.sum(), debug="poison")
+    runner.watch.add(Telling())
     with pytest.raises(CheckError, match=r"debug mode poison: .* row 3, in the tail of slot 'weights', held nan"):
         runner(random_batch(3, 1))
     full = random_batch(4, 1)
     torch.testing.assert_close(runner(full), expected(full) + full["weights"].sum())
+    assert len(told) == 1
+
+
+class Kept(PlainInputs):
+    """Indices that nobody may read in padded rows, and an output."""
+
+    kept: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("nobody reads it"))
+    logits: torch.Tensor = output(BATCH, 4, dtype=torch.float32)
+
+
+def kept_batch(rows: int) -> Any:
+    """One."""
+    return {**random_batch(rows, 1), "kept": torch.arange(rows)}
 
 
 def test_poison_names_the_slot_that_makes_a_step_raise() -> None:
-    """Where a tail holds an index that no table has."""
+    """A tail holds an index that no table has. A view that was filled before the mode was on cannot be filled anew."""
+    runner = runner_of(lambda view: plain_step(view) + TABLE[view.kept], Kept)
+    with debugged(runner, "poison"):
+        with pytest.raises(CheckError, match=r"the step raised IndexError: .* row 3, in the tail of slot 'kept', held"):
+            runner(kept_batch(3))
+        full = kept_batch(4)
+        torch.testing.assert_close(runner(full), expected(full) + TABLE[full["kept"]])
+    view = runner.fill(kept_batch(3))
+    with debugged(runner, "poison"), pytest.raises(CheckError, match=r"held poison; nothing could be replayed after"):
+        runner.replay(view)
 
-    class Kept(PlainInputs):
-        kept: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("nobody reads it"))
 
-    runner = runner_of(lambda view: plain_step(view) + TABLE[view.kept], Kept, debug="poison")
-    good = {**random_batch(3, 1), "kept": torch.tensor([1, 2, 3])}
-    with pytest.raises(CheckError, match=r"the step raised IndexError: .* row 3, in the tail of slot 'kept', held"):
-        runner(good)
-    full = {**random_batch(4, 1), "kept": torch.tensor([1, 2, 3, 4])}
-    torch.testing.assert_close(runner(full), expected(full) + TABLE[full["kept"]])
+def test_poison_names_an_output() -> None:
+    """One that is added to what lay there before."""
+
+    def step(view: Any) -> torch.Tensor:
+        return torch.add(view.logits, plain_step(view), out=view.logits)
+
+    runner = runner_of(step, Kept, debug="poison")
+    with pytest.raises(CheckError, match=r"live row 0 .* when output slot 'logits' held .* before the step: it must"):
+        runner(kept_batch(4))
 
 
 class Model:
@@ -254,6 +284,7 @@ def test_for_a_while() -> None:
     batch = random_batch(3, 1)
     runner(batch)
     assert runner._bound
+    assert runner.watch.watchers == ()
     host["scale"] = 3.0
     runner(batch)
     with debugged(runner, "parity,poison,addresses"), pytest.raises(CheckError, match="parity"):
@@ -265,22 +296,16 @@ def test_for_a_while() -> None:
     assert runner.watch.watchers == ()
 
 
-def test_runner_goes_on_after_a_finding(cpu: str) -> None:
+def test_runner_goes_on_after_a_finding() -> None:
     """Whatever a check raised, nothing is believed of the tails, and the next steps are right."""
-    bad = {"now": False}
-
-    def step(view: Any) -> torch.Tensor:
-        return plain_step(view) + (view.weights.sum() if bad["now"] else 0)
-
-    bad["now"] = True
-    runner = DecodeRunner(PlainInputs, step, buckets=[4, 8], backend="cpu", debug="poison")
-    runner.capture()
+    bad = {"now": True}
+    runner = runner_of(
+        lambda view: plain_step(view) + (view.weights.sum() if bad["now"] else 0), debug="poison", backend="cpu"
+    )
     with pytest.raises(CheckError):
         runner(random_batch(3, 1))
     bad["now"] = False
     play(runner)
-    assert memory_of(runner)
-    del cpu
 
 
 def test_step_that_cannot_be_watched() -> None:
@@ -296,15 +321,10 @@ def test_step_that_cannot_be_watched() -> None:
     runner = runner_of(step, debug="parity")
     wrong["now"] = True
     with structlog.testing.capture_logs() as events:
-        play_captured(runner)
+        for rows in (3, 8):
+            batch = random_batch(rows, rows)
+            assert_right(runner(batch), batch)
     assert [(event["event"], event["reason"]) for event in events] == [("debug_skipped", "RuntimeError: not like this")]
-
-
-def play_captured(runner: Any) -> None:
-    """Steps that a graph takes."""
-    for rows in (3, 8):
-        batch = random_batch(rows, rows)
-        assert_right(runner(batch), batch)
 
 
 def test_step_that_raises(cpu: str) -> None:
@@ -317,8 +337,7 @@ def test_step_that_raises(cpu: str) -> None:
             raise RuntimeError(message)
         return plain_step(view)
 
-    runner = DecodeRunner(PlainInputs, step, buckets=[4, 8], backend=cpu, debug="parity")
-    runner.capture()
+    runner = runner_of(step, backend=cpu, debug="parity")
     runner(random_batch(3, 1))
     wrong["now"] = True
     with pytest.raises(CheckError, match="parity: the step raised RuntimeError: broken where its graph is replayed"):
@@ -342,14 +361,6 @@ def test_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_right(plain_runner("cpu", debug=False)(random_batch(2, 1)), random_batch(2, 1))
     with pytest.raises(ConfigError, match=r"option 'debug': unknown debug mode 'paritty': did you mean 'parity'\?"):
         plain_runner("cpu", debug="paritty")
-
-
-def test_off_is_nothing() -> None:
-    """Without a mode no one watches, shortcuts are taken, and no state was looked for."""
-    runner = plain_runner(CAPTURES, lowering="in_graph")
-    runner(random_batch(3, 1))
-    assert runner.watch.watchers == ()
-    assert runner._bound
 
 
 def test_others_may_watch() -> None:
@@ -434,15 +445,20 @@ def test_parity_where_the_step_moves_its_slots() -> None:
 
 def test_addresses_that_one_bucket_alone_reads() -> None:
     """What one bucket's graph does not read is looked at again when another bucket's turn comes."""
-    held = {"small": torch.arange(9), "large": torch.arange(9)}
+    held, runs = {"small": torch.arange(9), "large": torch.arange(9)}, list[int]()
 
     def step(view: Any) -> torch.Tensor:
+        runs.append(len(view.ids))
         return plain_step(view) + held["small" if len(view.ids) == 4 else "large"][0]
 
     runner = runner_of(step, debug="addresses")
     held["large"] = torch.arange(9) + 1
     batch = random_batch(3, 1)
+    runs.clear()
     assert_right(runner(batch), batch)
+    looks = len(runs)
+    assert_right(runner(batch), batch)
+    assert len(runs) == looks > 0  # once a bucket
     with pytest.raises(CheckError, match=r"reads held\['large'\], and it is other memory than at capture"):
         runner(random_batch(7, 2))
 

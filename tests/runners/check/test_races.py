@@ -1,5 +1,6 @@
 """Steps in flight: a broken ring, and a host slot that is overwritten too early, are found; what is sound is not."""
 
+import copy
 import threading
 import types
 from typing import TYPE_CHECKING, Any
@@ -10,20 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import slotgraph
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied
 from slotgraph.backends import load
 from slotgraph.backends.ring import ENTRIES
 from slotgraph.dataflow.binding import span
 from slotgraph.dataflow.errors import CaptureError
+from slotgraph.runners.check import races
+from slotgraph.runners.check.report import Finding
 from slotgraph.runners.pool import InputPool
-from slotgraph.runners.proofs import races
-from slotgraph.runners.proofs.report import Case, Finding
-from slotgraph.runners.proofs.state import state_of
-from slotgraph.runners.state import State
 from tests.invariants.device import Device
+from tests.runners.check.planted import found_by, runner_of
+from tests.runners.check.sound import breakable
 from tests.runners.models import Batch, PlainInputs, assert_right, plain_step, random_batch
-from tests.runners.proofs.sound import breakable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,16 +68,13 @@ def lazy_runner(
 ) -> tuple[Any, Device]:
     """A captured runner on the lazy device."""
     backend = Device(fault)
-    runner = DecodeRunner(inputs, step, buckets=[4, 8], backend=backend, lowering=lowering)
-    runner.capture()
-    return runner, backend
+    return runner_of(step, backend, inputs, buckets=[4, 8], lowering=lowering), backend
 
 
 def found_on(runner: Any, backend: Device, make: "Callable[[int, int], Batch]") -> list[Finding]:
     """What the check finds there."""
-    cases = [Case(make(rows, 7 + rows)) for rows in ROWS]
     with backend.later():
-        return races.check(runner, cases, State(backend))
+        return found_by("races", runner, [make(rows, 7 + rows) for rows in ROWS], state=[])
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
@@ -95,7 +91,7 @@ def test_broken_ring_is_found(make: "Callable[[int, int], Batch]") -> None:
     runner, backend = lazy_runner(fault="mark")
     (found,) = found_on(runner, backend, make)
     assert found.slot in PlainInputs.slotgraph.slots
-    assert f"step 0 of {races.STEPS} in flight: output row 0: alone " in found.message
+    assert f"step 0 of {races.STEPS} in flight: output row 0, at [0, 0]: alone " in found.message
     assert f"slot {found.slot!r} row 0: alone " in found.message
     assert "the fill read its source, or what carries it to the device, after that was overwritten" in found.message
     assert races.STEPS > ENTRIES
@@ -254,52 +250,46 @@ def test_patterns_of_eager_steps_are_looked_at(cpu: str) -> None:
     assert runner.parts.eager.hosts().notes
 
 
-def test_batches_are_copied_and_spoilt() -> None:
-    """Every kind of source is copied before it is overwritten, and left as it was in the case."""
-    given_batch: Any = {
-        "ids": torch.arange(1, 4),
-        "deep": {"weights": np.arange(1.0, 4.0), "flags": torch.tensor([True, False])},
-        "lists": [1, 2, 3],
-        "nested": [[1, 2], [3, 4]],
-        "floats": torch.rand(3),
-    }
-    fresh = races._fresh(given_batch)
-    races._spoil(fresh)
-    assert given_batch["ids"].tolist() == [1, 2, 3]
-    assert fresh["ids"].tolist() == [0, 0, 0]
-    assert fresh["lists"] == [0, 0, 0]
-    assert fresh["nested"] == [[3, 4], [1, 2]]
-    assert fresh["deep"]["weights"].tolist() == [0, 0, 0]
-    assert fresh["deep"]["flags"].tolist() == [False, False]
-    assert not torch.equal(fresh["floats"], given_batch["floats"])
-
-
 def test_batches_that_hold_more_than_data(cpu: str) -> None:
-    """A lock, which cannot be copied, and a module, whose weights are none of the batch's, stay what they are."""
-    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4], backend=cpu)
-    runner.capture()
+    """What is overwritten is a copy. A lock cannot be copied, and a module's weights are not the batch's."""
     model = torch.nn.Linear(2, 2)
     weights = model.weight.detach().clone()
-    batch = types.SimpleNamespace(**random_batch(3, 1), lock=threading.Lock(), owner=types.SimpleNamespace(model=model))
-    fresh = races._fresh(batch)
-    assert fresh.owner is not batch.owner
-    assert (fresh.lock, fresh.owner.model) == (batch.lock, model)
-    assert slotgraph.check(runner, [batch], progress=False).ok
+    data: dict[str, Any] = random_batch(3, 1)
+    data["weights"], data["listed"] = data["weights"].numpy(), data["places"].tolist()
+    before = copy.deepcopy(data)
+
+    brought: list[Any] = []
+
+    def of_batch(given: Any) -> torch.Tensor:
+        brought.append(given)
+        places: torch.Tensor = given.places
+        return places
+
+    class Listed(PlainInputs):
+        listed: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        called: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=of_batch)
+
+    batch = types.SimpleNamespace(**data, lock=threading.Lock(), owner=types.SimpleNamespace(model=model))
+    assert found_by("races", runner_of(plain_step, cpu, Listed, buckets=[4]), [batch]) == []
     assert torch.equal(model.weight, weights)
+    for name, value in before.items():
+        assert np.array_equal(vars(batch)[name], value), name
+    overwritten = next(one for one in brought if one is not batch)
+    for name in ("ids", "weights", "listed", "places"):
+        assert not np.asarray(vars(overwritten)[name]).any(), name
+
+
+def on_device(batches: list[Batch], device: torch.device) -> list[Batch]:
+    """Batches there, but for what is for slots on the host."""
+    return [{n: v if n == "lens" else v.to(device) for n, v in batch.items()} for batch in batches]
 
 
 def test_sound_runners(backend: "Backend") -> None:
     """On every device: host slots that are copied from, and a stack in parts."""
-    device = backend.device
-    runner = DecodeRunner(Hosted, hosted_step, buckets=[4, 8], backend=backend)
-    runner.capture()
+    runner = runner_of(hosted_step, backend, Hosted, buckets=[4, 8])
     assert "lens" in runner.graphs.filler.hosts.slots
-    batches = [hosted_batch(rows, rows) for rows in ROWS]
-    cases = [Case({n: v if n == "lens" else v.to(device) for n, v in batch.items()}) for batch in batches]
-    assert races.check(runner, cases, state_of(runner, cases)) == []
-    stack, make = breakable(backend)
-    cases = [Case(make(tokens, torch.Generator().manual_seed(tokens))) for tokens in (3, 8)]
-    assert races.check(stack, cases, state_of(stack, cases)) == []
+    assert found_by("races", runner, on_device([hosted_batch(rows, rows) for rows in ROWS], backend.device)) == []
+    assert found_by("races", *breakable(backend)) == []
 
 
 @pytest.mark.cuda
@@ -309,13 +299,11 @@ def test_host_slot_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     if not available:
         pytest.skip(f"cuda: {available.reason}")
     backend = load("cuda")()
-    runner = DecodeRunner(Hosted, hosted_step, buckets=[4, 8], backend=backend)
-    runner.capture()
+    runner = runner_of(hosted_step, backend, Hosted, buckets=[4, 8])
     hosts = runner.graphs.filler.hosts
     assert hosts.slots == {"lens": "aten::_to_copy"}
-    batches = [hosted_batch(rows, rows) for rows in ROWS]
-    cases = [Case({n: v if n == "lens" else v.to(backend.device) for n, v in batch.items()}) for batch in batches]
-    assert races.check(runner, cases, State(backend)) == []
+    batches = on_device([hosted_batch(rows, rows) for rows in ROWS], backend.device)
+    assert found_by("races", runner, batches, state=[]) == []
     monkeypatch.setattr(hosts, "wait", lambda: None)
-    (found,) = races.check(runner, cases, State(backend))
+    (found,) = found_by("races", runner, batches, state=[])
     assert found.slot == "lens"

@@ -7,9 +7,9 @@ import torch
 
 import slotgraph
 from slotgraph import DecodeRunner, EagerRunner, Inputs, errors
+from tests.runners.check.planted import OURS, runner_of, sound
+from tests.runners.check.sound import KINDS, Found, standard_runner
 from tests.runners.models import PlainInputs, plain_step
-from tests.runners.proofs.planted import OURS, runner_of, sound
-from tests.runners.proofs.sound import KINDS, Found, standard_runner
 from tests.runners.standard.test_runs import WIDTHS
 
 if TYPE_CHECKING:
@@ -23,12 +23,14 @@ OTHERS_READ = ("req_pool_indices", "seq_lens", "out_cache_loc", "num_correct_dra
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_kind(backend: "Backend", kind: "Callable[[Backend], Found]") -> None:
-    """Each runner on batches of its own."""
+    """Each runner on batches of its own, outside of inference mode and inside of it."""
     runner, batches = kind(backend)
     outside = [name for name in OTHERS_READ if name in runner.parts.stage.declaration.slots]
-    report = slotgraph.check(runner, batches, read_outside=outside, progress=False)
-    assert report.ok, str(report)
-    assert report.steps["poison"] == report.steps["races"] > 4
+    for inside in (False, True):
+        with torch.inference_mode(mode=inside):
+            report = slotgraph.check(runner, batches, read_outside=outside, progress=False)
+        assert report.ok, str(report)
+        assert report.steps["poison"] == report.steps["races"] > 4
 
 
 @pytest.mark.parametrize("inputs", WIDTHS, ids=lambda inputs: inputs.__name__)

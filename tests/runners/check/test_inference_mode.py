@@ -12,11 +12,9 @@ from torch.nn import functional
 
 import slotgraph
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
-from slotgraph.backends import choose
 from slotgraph.runners.recording.files import RecordedFile
 from slotgraph.runners.recording.replaying import replay_file
 from tests.regressions.engines import draw
-from tests.runners.proofs.sound import KINDS, Found
 
 
 @contextlib.contextmanager
@@ -100,17 +98,6 @@ def test_check_accuses_the_unread_slot_alone(cpu: str, context: str) -> None:
             runner = runner_of(step_of(read), cpu)
             report = slotgraph.check(runner, progress=False, rounds=1)
         assert [finding.slot for finding in report.findings] == ["forgotten"], f"{name}: {report}"
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_sound_runners(kind: "Callable[[Any], Found]", cpu: str) -> None:
-    """A report of each kind of runner is the same inside inference mode as outside of it."""
-    runner, batches = kind(choose(cpu))
-    outside = slotgraph.check(runner, batches, progress=False)
-    with torch.inference_mode():
-        inside = slotgraph.check(runner, batches, progress=False)
-    assert [str(one) for one in inside.findings] == [str(one) for one in outside.findings]
-    assert inside.notes == outside.notes
 
 
 @pytest.mark.parametrize("context", CONTEXTS)

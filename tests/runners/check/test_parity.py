@@ -1,7 +1,7 @@
-"""Graphs are held to their steps: planted bugs are told by slot, leaf and row; sound steps are not accused."""
+"""Graphs are held to their steps: planted bugs are told by slot, leaf and row. Sound steps are not accused."""
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 import pytest
@@ -9,34 +9,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied, output
+from slotgraph import BATCH, TOKENS, Inputs, computed, copied, output
 from slotgraph.dataflow.errors import CheckError
-from slotgraph.runners.proofs import parity
-from slotgraph.runners.proofs.comparison import EXACT, USUAL, Tolerance, first_difference, seen
-from slotgraph.runners.proofs.report import Case, Finding
-from slotgraph.runners.proofs.state import state_of
-from slotgraph.runners.state import State
+from slotgraph.runners.check.comparison import first_difference, named, seen
+from slotgraph.runners.check.report import Finding
+from tests.runners.check.planted import found_by
+from tests.runners.check.planted import runner_of as captured
+from tests.runners.check.sound import breakable
+from tests.runners.check.test_addresses import Broken, broken_runner
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
-from tests.runners.proofs.sound import breakable
-from tests.runners.proofs.test_addresses import Broken, broken_runner
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
 
 CAPTURES = "cpu-capture"
-CASES = [Case(random_batch(rows, 40 + rows)) for rows in (1, 3, 4, 6, 8)]
+BATCHES = [random_batch(rows, 40 + rows) for rows in (1, 3, 4, 6, 8)]
 
 
 def runner_of(step: Any, inputs: type[Inputs] = PlainInputs, backend: Any = CAPTURES, **options: Any) -> Any:
     """A captured runner over two buckets."""
-    runner = DecodeRunner(inputs, step, buckets=[4, 8], backend=backend, **options)
-    runner.capture()
-    return runner
+    return captured(step, backend, inputs, buckets=[4, 8], **options)
 
 
-def findings(runner: Any, cases: list[Case] = CASES, **options: Any) -> list[Finding]:
-    """What parity finds, with the state that the cases show."""
-    return parity.check(runner, cases, state_of(runner, cases), **options)
+def findings(runner: Any, batches: Any = BATCHES, **options: Any) -> list[Finding]:
+    """What parity finds."""
+    return found_by("parity", runner, batches, **options)
 
 
 def test_frozen_host_value() -> None:
@@ -48,9 +45,7 @@ def test_frozen_host_value() -> None:
     (found,) = findings(runner)
     assert found.slot is None
     assert found.message.startswith("outputs[1] row 0, at [0, 0]: graph ")
-    assert (
-        "(bucket 4); all slots agree: the step reads something that is no slot, such as a host value" in found.message
-    )
+    assert "(bucket 4); all slots agree: the step reads something that is no slot, such as a host" in found.message
 
 
 def test_frozen_value_that_reaches_the_state_alone() -> None:
@@ -71,19 +66,15 @@ def test_frozen_value_that_reaches_the_state_alone() -> None:
     assert torch.equal(cache, before)
 
 
-def test_padded_rows_that_reach_live_ones() -> None:
-    """A sum over the bucket: the graph does what the step does, and both differ from the batch alone."""
-    (found,) = findings(runner_of(lambda view: plain_step(view) + view.weights.sum()))
-    assert found.slot is None
-    assert "all slots agree in their live rows; on the padded view the step gives what the graph gives" in found.message
-
-
-def test_count_of_the_bucket() -> None:
-    """A computed slot that is another number for the bucket than for the batch is named."""
+def test_padding_that_reaches_live_rows() -> None:
+    """A sum over the bucket, or a count of it: the graph does what the step does, unlike the batch alone."""
 
     class Counted(PlainInputs):
         count: torch.Tensor = computed(lambda step: step.padded(BATCH), shape=1, dtype=torch.int32)
 
+    (found,) = findings(runner_of(lambda view: plain_step(view) + view.weights.sum()))
+    assert found.slot is None
+    assert "all slots agree in their live rows; on the padded view the step gives what the graph gives" in found.message
     (found,) = findings(runner_of(lambda view: plain_step(view) + view.count, Counted))
     assert found.slot == "count"
     assert "slot 'count' row 0: graph 4, eager 1" in found.message
@@ -99,9 +90,8 @@ def test_fill_that_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         view.places[2:3].add_(1)
         return view
 
-    state = state_of(runner, CASES)
     monkeypatch.setattr(type(runner), "_fill_view", spoiling)
-    (found,) = parity.check(runner, CASES[1:], state)
+    (found,) = findings(runner, BATCHES[1:])
     assert found.slot == "places"
     assert "slot 'places' row 2: graph " in found.message
     assert "the fill of the padded bucket is not that of the batch" in found.message
@@ -124,35 +114,42 @@ def test_outputs_in_slots() -> None:
     assert found.message.startswith("slot 'logits' row 0, at [0, 0]: graph ")
 
 
-def test_step_that_raises_without_padding() -> None:
-    """A step that only bears sizes of buckets is told, not raised."""
+def test_step_that_raises() -> None:
+    """A step that only bears sizes of buckets is told, and so is one that only its graph still runs."""
 
     def step(view: Any) -> torch.Tensor:
-        if view.weights.shape[0] not in (4, 8):
-            message = "four or eight"
+        if view.weights.shape[0] not in allowed:
+            message = "of another size"
             raise ValueError(message)
         return plain_step(view)
 
-    (found,) = parity.check(runner_of(step), CASES, State(runner_of(plain_step).stage.backend))
-    assert found.message == "the step raised on the batch without padding: ValueError: four or eight"
+    allowed = [4, 8]
+    runner = runner_of(step)
+    (found,) = findings(runner)
+    assert found.message == "the step raised on the batch without padding: ValueError: of another size"
+    allowed = [4]
+    (found,) = findings(runner, BATCHES[3:], state=[])
+    assert found.message == "the step raised ValueError: of another size where its graph is replayed"
 
 
-def test_tolerances() -> None:
-    """Bits count on the padded view, unless told otherwise."""
+def test_how_exact() -> None:
+    """Bits count on the padded view. Without padding a thousandth is let pass, as for kernels of other shapes."""
     host = {"scale": 1.0}
     runner = runner_of(lambda view: plain_step(view) * host["scale"])
     host["scale"] = 1 + 3e-7
     assert len(findings(runner)) == 1
-    assert findings(runner, tolerance=USUAL) == []
-    host["scale"] = 1.001
-    assert len(findings(runner, tolerance=USUAL)) == 1
-    loose = {torch.float32: Tolerance(0.01, 0)}
-    assert len(findings(runner, tolerance=loose)) == 1
-    assert findings(runner, tolerance=loose, unpadded=loose) == []
+
+    def by_size(view: Any) -> torch.Tensor:
+        return plain_step(view) * (host["scale"] if len(view.ids) in (4, 8) else 1)
+
+    host["scale"] = 1.0005
+    assert findings(runner_of(by_size)) == []
+    host["scale"] = 1.002
+    assert len(findings(runner_of(by_size))) == 1
 
 
 def test_step_that_is_not_the_same_twice() -> None:
-    """Rounding that comes and goes is no finding; a difference beyond the usual tolerances is."""
+    """Rounding that comes and goes is no finding. A difference beyond the usual tolerances is."""
     turns = itertools.cycle([1.0, 1.0000002, 1.0000001])
     host = {"bias": 0.0}
     runner = runner_of(lambda view: plain_step(view) * next(turns) + host["bias"])
@@ -161,55 +158,34 @@ def test_step_that_is_not_the_same_twice() -> None:
     assert len(findings(runner)) == 1
 
 
-def test_random_steps(backend: "Backend") -> None:
-    """Random numbers are the same for the graph and for its step on the same view."""
-    device = backend.device
+def test_random_numbers_and_state(backend: "Backend") -> None:
+    """They are the same for the graph and for its step on the same view: a step goes on from the same beginning."""
+    held = torch.zeros(1, device=backend.device)
 
     class Drawn(Inputs):
         weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=1)
 
     def step(view: Any) -> torch.Tensor:
-        drawn: torch.Tensor = torch.rand(view.weights.shape, device=device) + view.weights
+        held.add_(1)
+        drawn: torch.Tensor = torch.rand(view.weights.shape, device=backend.device) + view.weights + held
         return drawn
 
     runner = runner_of(step, Drawn, backend, output_rows=BATCH)
-    cases = [Case({"weights": torch.rand(4, device=device)}), Case({"weights": torch.rand(8, device=device)})]
-    assert findings(runner, cases) == []
-
-
-def test_state_goes_on(cpu: str) -> None:
-    """A step that advances a state from row to row is held to itself from the same beginning."""
-    held = torch.zeros(1)
-
-    def step(view: Any) -> torch.Tensor:
-        held.add_(1)
-        return plain_step(view) + held
-
-    runner = runner_of(step, backend=cpu)
     before = held.clone()
-    assert findings(runner) == []
+    assert findings(runner, [{"weights": torch.rand(rows, device=backend.device)} for rows in (4, 8)]) == []
     assert torch.equal(held, before)
 
 
-def test_batches_that_no_graph_takes_are_passed_over(cpu: str) -> None:
-    """They run eagerly both ways."""
-    assert findings(plain_runner(cpu), [Case(random_batch(9, 1))]) == []
-
-
 def test_no_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is run where the state cannot be kept as often as that takes."""
-    runner = plain_runner(CAPTURES)
-    state = State.of(runner.stage.backend, [torch.zeros(1000)])
-    monkeypatch.setattr("slotgraph.runners.state._free_on", lambda *_: 16000)
-    with pytest.raises(CheckError, match=r"changes 3\.9 KiB .* 4 copies"):
-        parity.check(runner, CASES, state)
+    """Nothing is run if the state cannot be kept as often as that takes."""
+    monkeypatch.setattr("slotgraph.runners.state._free_on", lambda *_: 12000)
+    with pytest.raises(CheckError, match=r"changes 3\.9 KiB .* 2 copies"):
+        findings(plain_runner(CAPTURES), state=[torch.zeros(1000)])
 
 
 def test_stack_in_parts(backend: "Backend") -> None:
-    """A sound one is not accused; a number that is frozen in one graph of several is found."""
-    runner, make = breakable(backend)
-    cases = [Case(make(tokens, torch.Generator().manual_seed(tokens))) for tokens in (3, 8)]
-    assert findings(runner, cases) == []
+    """A sound one is not accused. A number that is frozen in one graph of several is found."""
+    assert findings(*breakable(backend)) == []
     model = Broken()
     runner = broken_runner(model, CAPTURES)
     assert findings(runner) == []
@@ -217,6 +193,24 @@ def test_stack_in_parts(backend: "Backend") -> None:
     stack.eager, stack.scale = 5.0, 7.0
     (found,) = findings(runner)
     assert "all slots agree: the step reads something that is no slot" in found.message
+
+
+@pytest.mark.parametrize(("whose", "told"), [("padded", 0), ("live", 1)])
+def test_what_padded_rows_leave_is_no_fault(backend: "Backend", whose: str, told: int) -> None:
+    """They all write one reserved row, and which comes last may depend on anything. Live rows write their own."""
+    cache, host = torch.zeros(1000, device=backend.device), {"scale": 1.0}
+
+    def step(view: PlainInputs) -> torch.Tensor:
+        rows = torch.arange(view.weights.shape[0], device=backend.device)
+        scaled = (rows >= view.live) if whose == "padded" else (rows < view.live)
+        cache[view.places.long()] = view.weights * torch.where(scaled, host["scale"], 1.0)
+        return view.weights * 2
+
+    runner = runner_of(step, backend=backend, output_rows=BATCH)
+    host["scale"] = 3.0  # frozen in graphs
+    found = findings(runner, [random_batch(rows, seed) for seed, rows in enumerate((3, 6))])
+    assert len(found) == (told if runner.parts.stage.backend.name != "cpu" else 0)
+    assert all("leaves other bytes than the step" in one.message for one in found)
 
 
 @attrs.define
@@ -227,15 +221,29 @@ class Both:
     number: int = 3
 
 
-SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+class Pair(NamedTuple):
+    """Outputs in a named tuple."""
+
+    left: torch.Tensor
+    right: list[torch.Tensor]
+
+
+def test_names_of_outputs() -> None:
+    """Each tensor of a nested result by the place where it is found."""
+    one, two, three, four = (torch.tensor(value) for value in (1, 2, 3, 4))
+    found = dict(named({"a": (one, Both(four), Pair(two, [three]))}))
+    assert found == {"['a'][0]": one, "['a'][1].rows": four, "['a'][2].left": two, "['a'][2].right[0]": three}
+    assert list(named(one)) == [("", one)]
+
+
+SHARED = plain_runner("cpu")
 
 
 @settings(max_examples=min(200, settings().max_examples))
 @given(data=st.data(), rows=st.integers(1, 8), seed=st.integers(0, 1 << 20))
 def test_first_difference_is_the_first(data: st.DataObject, rows: int, seed: int) -> None:
     """Of any two runs: the first copied slot that differs, else the first leaf, at its first element in row order."""
-    runner = SHARED
-    view = runner.fill(random_batch(rows, seed))
+    view = SHARED.fill(random_batch(rows, seed))
     outputs = {"a": [view.ids.double(), view.pairs.clone()], "b": Both(torch.rand(view.weights.shape[0], 2, 2))}
     one, other = seen(view, outputs), seen(view, outputs)
     assert first_difference(one, other) is None
@@ -252,18 +260,14 @@ def test_first_difference_is_the_first(data: st.DataObject, rows: int, seed: int
     assert found.index is not None
     assert found.where == expected
     assert found.slot == (expected[6:-1] if expected.startswith("slot") else None)
-    assert found.index == tuple(
-        int(i) for i in torch.unravel_index(torch.tensor(changed[expected]), held[expected].shape)
-    )
+    index = torch.unravel_index(torch.tensor(changed[expected]), held[expected].shape)
+    assert found.index == tuple(int(i) for i in index)
     assert found.values[0] == pytest.approx(found.values[1] - 1, abs=1e-5)
     assert found.row == found.index[0]
 
 
-SHARED = plain_runner("cpu")
-
-
 def test_differences_in_kind() -> None:
-    """Another shape, dtype, container or host value is told as such; NaN is as good as NaN, and padding is none."""
+    """Another shape, dtype, container or host value is told as such. NaN is as good as NaN, and padding is none."""
     view = SHARED.fill(random_batch(3, 1))
     nan = torch.tensor([[float("nan"), 1.0]] * 3)
 
@@ -283,24 +287,3 @@ def test_differences_in_kind() -> None:
     assert told(torch.tensor(1), torch.tensor(2), names=("then", "now")) == "outputs: then 1, now 2"
     assert told(torch.tensor([0.0]), torch.tensor([-0.0]), tolerance={}) == "outputs row 0: graph 0.0, eager -0.0"
     assert told(torch.tensor([1.0]), torch.tensor([1.000001])) == "None"
-    assert EXACT.rtol == EXACT.atol == 0
-
-
-@pytest.mark.parametrize(("whose", "told"), [("padded", 0), ("live", 1)])
-def test_what_padded_rows_leave_is_no_fault(backend: "Backend", whose: str, told: int) -> None:
-    """They all write one reserved row, and which of them comes last may hang on anything; live rows write their own."""
-    cache, host = torch.zeros(1000, device=backend.device), {"scale": 1.0}
-
-    def step(view: PlainInputs) -> torch.Tensor:
-        rows = torch.arange(view.weights.shape[0], device=backend.device)
-        scaled = (rows >= view.live) if whose == "padded" else (rows < view.live)
-        cache[view.places.long()] = view.weights * torch.where(scaled, host["scale"], 1.0)
-        return view.weights * 2
-
-    runner = DecodeRunner(PlainInputs, step, buckets=[4, 8], output_rows=BATCH, backend=backend)
-    runner.capture()
-    host["scale"] = 3.0  # frozen in graphs
-    cases = [Case(random_batch(rows, seed)) for seed, rows in enumerate((3, 6))]
-    found = parity.check(runner, cases, state_of(runner, cases))
-    assert len(found) == (told if runner.parts.stage.backend.name != "cpu" else 0)
-    assert all("leaves other bytes than the step" in one.message for one in found)

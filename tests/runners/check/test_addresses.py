@@ -1,6 +1,7 @@
 """What graphs read stays where it was, or is named: slots, tensors that a step holds, storages that a capture met."""
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -8,21 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from slotgraph import BreakableRunner, DecodeRunner, EagerRunner, graph_break
+from slotgraph import BreakableRunner, graph_break
 from slotgraph.runners.holdings import Holdings
-from slotgraph.runners.proofs import addresses
-from slotgraph.runners.proofs.report import Case
-from slotgraph.runners.proofs.state import state_of
-from slotgraph.runners.state import State
-from tests.runners.models import TABLE, PlainInputs, plain_runner, plain_step, random_batch
-from tests.runners.proofs.sound import breakable
+from tests.runners.check.planted import found_by
+from tests.runners.check.planted import runner_of as captured
+from tests.runners.check.sound import breakable
+from tests.runners.models import TABLE, PlainInputs, plain_runner, random_batch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from slotgraph.backends import Backend
 
-CASES = [Case(random_batch(rows, rows)) for rows in (3, 8)]
+BATCHES = [random_batch(rows, rows) for rows in (3, 8)]
 
 
 class Model(nn.Module):
@@ -42,17 +39,16 @@ class Model(nn.Module):
         return self.table[view.rows] + hidden
 
 
-def runner_of(model: Model, backend: "Backend | str", **options: Any) -> Any:
+def runner_of(step: Callable[[Any], Any], backend: "Backend | str" = "cpu-capture", **options: Any) -> Any:
     """A captured runner."""
-    runner = DecodeRunner(PlainInputs, model.step, buckets=[4, 8], backend=backend, **options)
-    runner.capture()
-    return runner
+    return captured(step, backend, PlainInputs, buckets=[4, 8], **options)
 
 
-def told(runner: Any, backend: "Backend") -> list[str]:
+def told(runner: Any, **options: Any) -> list[str]:
     """What the check says."""
-    cases = [Case({name: value.to(backend.device) for name, value in case.batch.items()}) for case in CASES]
-    return [finding.message for finding in addresses.check(runner, cases, state_of(runner, cases))]
+    device = runner.stage.backend.device
+    batches = [{name: value.to(device) for name, value in batch.items()} for batch in BATCHES]
+    return [finding.message for finding in found_by("addresses", runner, batches, **options)]
 
 
 def _replace_table(model: Model) -> None:
@@ -77,7 +73,7 @@ def _replace_layer(model: Model) -> None:
     model.inner[0] = nn.Linear(2, 4, device=model.table.device)
 
 
-CHANGES: "dict[str, tuple[Callable[[Model], None], str]]" = {
+CHANGES: dict[str, tuple[Callable[[Model], None], str]] = {
     "attribute": (_replace_table, "aten::index reads self.table, and the memory of the capture is freed (float32"),
     "parameter": (_replace_weight, "reads self.inner.0.weight, and the memory of the capture is freed"),
     "data": (_exchange_data, "reads self.inner.0.bias, and the memory of the capture is freed"),
@@ -88,13 +84,13 @@ CHANGES: "dict[str, tuple[Callable[[Model], None], str]]" = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_exchanged_tensor_is_named(backend: "Backend", change: str) -> None:
-    """By the way in which the step reaches it, with the operator; where a replay calls the step it is fine."""
+    """By the way in which the step reaches it, with the operator. If a replay calls the step it is fine."""
     model = Model(backend.device)
-    runner = runner_of(model, backend)
-    assert told(runner, backend) == []
+    runner = runner_of(model.step, backend)
+    assert told(runner) == []
     do, words = CHANGES[change]
     do(model)
-    found = told(runner, backend)
+    found = told(runner)
     if backend.name == "cpu":
         assert found == []
         return
@@ -107,38 +103,35 @@ def test_exchanged_tensor_is_named(backend: "Backend", change: str) -> None:
 def test_what_the_step_does_not_read_may_change(backend: "Backend") -> None:
     """A tensor beside those, new ones, and values in place."""
     model = Model(backend.device)
-    runner = runner_of(model, backend)
+    runner = runner_of(model.step, backend)
     model.spare = model.spare.clone()
     model.fresh = torch.randn(2)
     model.table.mul_(2)
-    assert told(runner, backend) == []
+    assert told(runner) == []
 
 
-def test_resized_storage() -> None:
-    """A workspace that is resized in place is found by both: by the way to it, and by the graph with the operator."""
+def test_what_the_step_hands_out_is_read() -> None:
+    """A part of a table that no operator computes with."""
+    held = {"table": TABLE.clone()}
+    runner = runner_of(lambda view: held["table"][: len(view.ids)])
+    held["table"] = held["table"].clone()
+    assert "the caller reads held['table'], and it is other memory than at capture" in told(runner)[0]
+
+
+def test_memory_that_the_graph_met() -> None:
+    """A workspace that is resized in place, and a tensor that points elsewhere: by the way to it, and by the graph."""
     model = Model()
-    runner = runner_of(model, "cpu-capture")
+    runner = runner_of(model.step)
     model.table.untyped_storage().resize_(1 << 20)
-    found = addresses.check(runner, CASES, State(runner.stage.backend))
-    assert len(found) == 2
-    assert (
-        "bucket 8, 4: a storage of 1600 bytes that aten::index.Tensor takes in the graph was resized"
-        in found[0].message
-    )
-    assert "aten::index reads self.table, and it is other memory than at capture" in found[1].message
-
-
-def test_moved_tensor() -> None:
-    """A tensor of the graph that points elsewhere now is told with its operator."""
+    of_graph, of_step = told(runner, state=[])
+    assert "bucket 8, 4: a storage of 1600 bytes that aten::index.Tensor takes in the graph was resized" in of_graph
+    assert "aten::index reads self.table, and it is other memory than at capture" in of_step
     held = torch.randn(100, 4)
-    runner = DecodeRunner(PlainInputs, lambda view: held[view.rows], buckets=[4], backend="cpu-capture")
-    runner.capture()
+    runner = runner_of(lambda view: held[view.rows])
     held.data = torch.randn(100, 4)
-    found = [finding.message for finding in addresses.check(runner, CASES[:1], State(runner.stage.backend))]
-    assert any(
-        "a tensor of shape (100, 4), torch.float32, that aten::index.Tensor takes has moved" in one for one in found
-    )
-    assert any("aten::index reads held" in one for one in found)
+    of_graph, of_step = told(runner)
+    assert "a tensor of shape (100, 4), torch.float32, that aten::index.Tensor takes has moved" in of_graph
+    assert "aten::index reads held" in of_step
 
 
 def test_moved_slot_is_named(cpu: str) -> None:
@@ -146,7 +139,7 @@ def test_moved_slot_is_named(cpu: str) -> None:
     runner = plain_runner(cpu)
     buffer = runner.graphs.buffers["pairs"]
     buffer.tensor = buffer.tensor.clone()
-    (found,) = addresses.check(runner, [], State(runner.stage.backend))
+    (found,) = found_by("addresses", runner)
     assert found.slot == "pairs"
     assert found.message == (
         "the buffer of slot 'pairs' has moved since capture: its graphs read and write what was there"
@@ -156,18 +149,11 @@ def test_moved_slot_is_named(cpu: str) -> None:
 def test_late_captures(backend: "Backend") -> None:
     """What a bucket of a lazy runner reads is noted when it is captured."""
     model = Model(backend.device)
-    runner = runner_of(model, backend, lazy=True)
+    runner = runner_of(model.step, backend, lazy=True)
     _replace_table(model)
-    assert told(runner, backend) == []
+    assert told(runner) == []
     _replace_table(model)
-    assert bool(told(runner, backend)) == (backend.name != "cpu")
-
-
-def test_stack_in_parts(backend: "Backend") -> None:
-    """What the captured part holds counts; what breaks read, and what runs around the stack, is each step's own."""
-    runner, make = breakable(backend)
-    cases = [Case(make(tokens, torch.Generator().manual_seed(tokens))) for tokens in (3, 8)]
-    assert addresses.check(runner, cases, state_of(runner, cases)) == []
+    assert bool(told(runner)) == (backend.name != "cpu")
 
 
 class Broken(nn.Module):
@@ -207,22 +193,17 @@ def broken_runner(model: Broken, backend: str) -> BreakableRunner[Any]:
     return runner
 
 
-def test_breaks_may_read_what_they_like() -> None:
-    """Only the tensor of the graphs is told."""
+def test_breaks_may_read_what_they_like(backend: "Backend") -> None:
+    """What the captured part holds counts. What breaks read, and what runs around the stack, is each step's own."""
+    assert found_by("addresses", *breakable(backend)) == []
     model = Broken()
     runner = broken_runner(model, "cpu-capture")
     stack: Any = model.layers["stack"]
     model.outside, stack.eager = model.outside.clone(), stack.eager.clone()
-    assert addresses.check(runner, CASES, State(runner.parts.stage.backend)) == []
+    assert found_by("addresses", runner, BATCHES) == []
     stack.scale = stack.scale.clone()
-    (found,) = addresses.check(runner, CASES, State(runner.parts.stage.backend))
+    (found,) = found_by("addresses", runner, BATCHES)
     assert "aten::mul reads self.scale" in found.message
-
-
-def test_eager_runner() -> None:
-    """There is nothing that was captured."""
-    runner = EagerRunner(PlainInputs, plain_step, backend="cpu")
-    assert addresses.check(runner, CASES, State(runner.stage.backend)) == []
 
 
 @attrs.define
@@ -254,29 +235,19 @@ def test_ways_to_a_tensor() -> None:
     def step(scale: torch.Tensor, view: Any) -> Any:
         return inner(view) + kept.inner[0] + scale + model.step(view)
 
-    partial = functools.partial(step, torch.randn(6))
-    names = {holding.name for holding in Holdings.of(partial).found}
-    assert {"[0]", "kept.inner[1]", "inner.first", "inner.GLOBAL"} <= names
-    assert "model.table" in names
-    assert "model.inner.0.weight" in names
-    before = Holdings.of(partial)
+    before = Holdings.of(functools.partial(step, torch.randn(6)))
+    names = {holding.name for holding in before.found}
+    assert {"[0]", "kept.inner[1]", "inner.first", "inner.GLOBAL", "model.table", "model.inner.0.weight"} <= names
     assert before.changed() == []
     kept.inner[1] = torch.randn(5)
     (change,) = before.changed()
     assert (change.holding.name, change.what) == ("kept.inner[1]", "the memory of the capture is freed")
+    (table,) = [one for one in before.found if one.name == "model.table"]
+    assert not table.is_freed
     del model.table
+    assert table.is_freed  # since holdings keep nothing alive
     kept.inner.pop()
     assert before.changed() == []
-
-
-def test_holdings_keep_nothing_alive() -> None:
-    """Memory that everyone else let go is free, and is told to be."""
-    model = Model()
-    held = Holdings.of(model.step)
-    (table,) = [one for one in held.found if one.name == "self.table"]
-    assert not table.is_freed
-    model.table = model.table.clone()
-    assert table.is_freed
 
 
 def test_odd_objects() -> None:

@@ -1,5 +1,6 @@
 """States are found, whatever writes them, and put back; what is too large is refused with all put back."""
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,8 @@ from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.backends import choose
 from slotgraph.dataflow.errors import CheckError
 from slotgraph.runners import state as states
-from slotgraph.runners.proofs.report import Case
-from slotgraph.runners.proofs.state import state_of
+from slotgraph.runners.check.batches import CheckedBatch
+from slotgraph.runners.check.trial import state_of
 from slotgraph.runners.state import State
 from tests.runners.models import bytes_of, plain_runner, random_batch
 
@@ -29,17 +30,6 @@ def bump(kept: torch.Tensor, rows: torch.Tensor) -> None:
     kept[rows] += 1
 
 
-def _writes(write: Callable[[torch.Tensor], object], backend: "Backend") -> tuple[State, torch.Tensor]:
-    """The state of a run that writes a tensor, which is put back."""
-    kept = torch.randn(6, 4, device=backend.device)
-    before = kept.clone()
-    found = State.found(backend, [], lambda: write(kept))
-    assert torch.equal(kept, before)
-    write(kept)
-    assert not torch.equal(kept, before)
-    return found, kept
-
-
 WAYS: dict[str, Callable[[torch.Tensor], object]] = {
     "add_": lambda kept: kept.add_(1),
     "a part": lambda kept: kept[2:4, 1].mul_(3),
@@ -50,24 +40,40 @@ WAYS: dict[str, Callable[[torch.Tensor], object]] = {
     "custom operator": lambda kept: bump(kept, torch.tensor([0, 2], device=kept.device)),
     "data": lambda kept: kept.data.add_(1),
     "bytes": lambda kept: kept.view(torch.uint8).bitwise_xor_(255),
+    "columns": lambda kept: kept.__setitem__((slice(None), torch.tensor([1, 3], device=kept.device)), 7.0),
+    "pairs": lambda kept: kept.__setitem__((torch.tensor([1, 5]), torch.tensor([0, 2])), 7.0),
+    "mask": lambda kept: kept.masked_fill_(kept > 0, -1).__setitem__(kept < -0.5, 3.0),
+    "one row": lambda kept: kept.__setitem__(torch.tensor(2, device=kept.device), 7.0),
+    "index_add_ to a column": lambda kept: kept.index_add_(
+        -1, torch.tensor([2, 2], device=kept.device), kept[:, :2] + 9
+    ),
 }
+
+
+def nbytes_of(state: State) -> int:
+    """Bytes of a copy."""
+    return sum(piece.nbytes for piece in state.pieces)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", ["plain", "no_grad", "inference"])
 def test_every_way_to_write(backend: "Backend", way: str, mode: str) -> None:
-    """It is found whole, under any mode, and is again what it was after a run within `kept`."""
+    """It is found whole, or exactly, under any mode, and is again what it was after a run within `kept`."""
     modes = {"plain": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
-    with modes[mode]():
-        found, kept = _writes(WAYS[way], backend)
-        assert found.nbytes == kept.untyped_storage().nbytes()
-        before = kept.clone()
-        with found.kept():
-            WAYS[way](kept)
-            kept.zero_()
-        assert torch.equal(kept, before)
-    assert "that " in found.pieces[0].told
-    assert "[" in found.pieces[0].told
+    for exact in (False, True):
+        with modes[mode]():
+            kept = torch.randn(6, 4, device=backend.device)
+            before = kept.clone()
+            found = State.found(backend, [], functools.partial(WAYS[way], kept), exact=exact)
+            assert torch.equal(kept, before)
+            with found.kept():
+                WAYS[way](kept)
+                assert not torch.equal(kept, before)
+                if not exact:
+                    kept.zero_()
+            assert torch.equal(kept, before)
+        assert exact or nbytes_of(found) == kept.untyped_storage().nbytes()
+        assert "[" in found.pieces[0].told.partition("that ")[0]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -121,7 +127,7 @@ def test_slots_are_no_state(backend: "Backend") -> None:
     low = slot.data_ptr()
     found = State.found(backend, [(low, low + slot.nbytes)], lambda: [slot.add_(1), right.add_(1)])
     assert [piece.memory.data_ptr() for piece in found.pieces] == [left.data_ptr(), right.data_ptr()]
-    assert found.nbytes == left.nbytes + right.nbytes
+    assert nbytes_of(found) == left.nbytes + right.nbytes
     with found.kept():
         whole.fill_(3)
     assert torch.equal(slot, torch.full_like(slot, 3))
@@ -187,7 +193,7 @@ def test_states_of_several_runs_are_joined() -> None:
 
 def test_state_of_a_runner(cpu: str) -> None:
     """A cache that the step closes over is found, with the operator that writes it; the fill and the slots are none."""
-    assert state_of(plain_runner(cpu), [Case(random_batch(rows, rows)) for rows in (3, 7)]).pieces == ()
+    assert state_of(plain_runner(cpu), [CheckedBatch(random_batch(rows, rows)) for rows in (3, 7)], None).pieces == ()
     cache = torch.randn(64, 2)
 
     class Cached(Inputs):
@@ -201,12 +207,12 @@ def test_state_of_a_runner(cpu: str) -> None:
     runner = DecodeRunner(Cached, step, buckets=[4], backend=cpu)
     runner.capture()
     before = cache.clone()
-    found = state_of(runner, [Case({"places": torch.tensor([5, 9, 33])})])
+    found = state_of(runner, [CheckedBatch({"places": torch.tensor([5, 9, 33])})], None)
     assert torch.equal(cache, before)
     assert [piece.told for piece in found.pieces] == [
         "the float32 tensor of shape [64, 2] that aten::index_put_ writes"
     ]
-    assert state_of(runner, [], [cache[:8]]).nbytes == cache[:8].nbytes
+    assert nbytes_of(state_of(runner, [], [cache[:8]])) == cache[:8].nbytes
 
 
 @st.composite

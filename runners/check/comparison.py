@@ -1,0 +1,248 @@
+"""Comparison of two runs of one step: first what was filled into slots, then what came out, by slot, leaf and row."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeAlias
+
+import attrs
+import torch
+from torch.nn import Module
+
+from ...dataflow.axes import Step
+from ...dataflow.inputs import Inputs
+from ...dataflow.slots import Output, Slot
+from ..bits import bits
+
+DEPTH: Final = 4
+"""Objects within objects in which outputs are looked for."""
+Leaves: TypeAlias = Mapping[str, Any]
+"""Tensors and values by where they stand in what a step returns, or by slot."""
+Tolerances: TypeAlias = Mapping[torch.dtype, tuple[float, float]]
+"""By dtype how far numbers may lie apart: by a share of the second one, and by so much. Others must be equal."""
+BITWISE: Final[Tolerances] = {}
+"""Bit for bit, but that one NaN is as good as another."""
+USUAL: Final[Tolerances] = {
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.float64: (1e-7, 1e-7),
+    torch.complex32: (1e-3, 1e-5),
+    torch.complex64: (1.3e-6, 1e-5),
+    torch.complex128: (1e-7, 1e-7),
+}
+"""As `torch.testing.assert_close` documents its defaults."""
+GRAPH_AND_EAGER: Final = ("graph", "eager")
+
+
+@attrs.frozen(eq=False)
+class Seen:
+    """One run of a step: its sizes, what its slots held, and what it returned, in memory of their own."""
+
+    step: Step
+    declared: Mapping[str, Slot]
+    slots: Leaves
+    outputs: Leaves
+
+
+@attrs.frozen
+class Mismatch:
+    """Where two runs differ."""
+
+    where: str  # the slot, or the place in what the step returned
+    index: tuple[int, ...] | None  # of the first element that differs; None if shapes or values differ
+    values: tuple[Any, Any]
+    names: tuple[str, str] = GRAPH_AND_EAGER  # of the two runs
+    count: int = 1  # elements that differ
+    slot: str | None = None
+
+    @property
+    def row(self) -> int | None:
+        """The row. None if it has no rows."""
+        return self.index[0] if self.index else None
+
+    def __str__(self) -> str:
+        """What differs, as `outputs[0] row 3: graph 1.5, eager 2.5`."""
+        place = "" if self.row is None else f" row {self.row}"
+        if self.index is not None and len(self.index) > 1:
+            place += f", at {list(self.index)}"
+        (one, other), (first, second) = self.values, self.names
+        more = f" ({self.count} elements differ)" if self.count > 1 else ""
+        return f"{self.where}{place}: {first} {one}, {second} {other}{more}"
+
+
+def step_of(view: Inputs) -> Step:
+    """The sizes of a view that a fill made."""
+    info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
+    if info is None:
+        message = "only a view that a fill handed out has sizes"
+        raise ValueError(message)
+    return info.step
+
+
+def live_part(slot: Slot, tensor: torch.Tensor, step: Step) -> torch.Tensor:
+    """The live rows of a padded view."""
+    for dim in slot.varying:
+        tensor = tensor.narrow(dim, 0, min(slot.shape[dim].at(step.live_sizes), tensor.shape[dim]))
+    return tensor
+
+
+def seen(view: Inputs, outputs: Any) -> Seen:
+    """Keep what a run saw in its slots' live rows, and what came out: what it returned, and slots for outputs."""
+    info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
+    step, declared = step_of(view), {} if info is None else info.declaration.slots
+    held = {name: (slot, vars(view)[name]) for name, slot in declared.items()}
+    slots = {name: None if one is None else _copied(live_part(slot, one, step)) for name, (slot, one) in held.items()}
+    returned: dict[str, Any] = copies(outputs, "outputs")
+    if not returned and not isinstance(outputs, Inputs):
+        returned = {"outputs": outputs}
+    written = {_text(name): slots[name] for name, slot in declared.items() if isinstance(slot, Output)}
+    return Seen(step, declared, slots, returned | written)
+
+
+def copies(outputs: Any, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of what a step returned, in memory of their own, each by where it stands."""
+    return {f"{name}{place}": _copied(tensor) for place, tensor in named(outputs)}
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.detach().clone()
+
+
+def named(outputs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of what a step returned, each with where it stands in it, as one writes it."""
+    yield from _named(outputs, "", DEPTH, set())
+
+
+def _named(value: Any, place: str, depth: int, known: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same further in. known: objects that were looked into, some of which may hold themselves."""
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _named(inner, f"{place}[{key!r}]", depth, known)
+    elif isinstance(value, list | tuple):
+        fields = getattr(value, "_fields", None)
+        for index, inner in enumerate(value):
+            where = f"{place}[{index}]" if fields is None else f"{place}.{fields[index]}"
+            yield from _named(inner, where, depth, known)
+    elif depth and id(value) not in known and not isinstance(value, Inputs | type | Module):
+        known.add(id(value))
+        for name in _fields_of(value):
+            yield from _named(getattr(value, name), f"{place}.{name}", depth - 1, known)
+
+
+def _fields_of(value: Any) -> list[str]:
+    """The fields of an attrs or data class, and the attributes of any other object that keeps them."""
+    kind = type(value)
+    fields = (
+        attrs.fields(kind) if attrs.has(kind) else dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    )
+    return [field.name for field in fields] or list(getattr(value, "__dict__", ()))
+
+
+def first_difference(
+    one: Seen, other: Seen, *, tolerance: Tolerances = USUAL, names: tuple[str, str] = GRAPH_AND_EAGER
+) -> Mismatch | None:
+    """Where two runs of one batch first differ: in a copied slot's live rows, bit for bit, else in what came out.
+
+    The number of rows may differ by padding: what both have is compared. Computed slots may differ with the padding,
+    and slots that the step writes are its own affair: `computed_apart` tells of the former.
+    """
+    copied = _slots_apart(one, other, lambda name, slot: slot.reads(name) is not None and not slot.rewritten, names)
+    return next(copied, None) or next(differences(one, other, tolerance=tolerance, names=names), None)
+
+
+def computed_apart(one: Seen, other: Seen, names: tuple[str, str] = GRAPH_AND_EAGER) -> list[Mismatch]:
+    """Computed slots of which both runs saw other values."""
+    return list(_slots_apart(one, other, lambda _, slot: slot.computes() is not None, names))
+
+
+def differences(
+    one: Seen, other: Seen, *, tolerance: Tolerances, names: tuple[str, str] = GRAPH_AND_EAGER
+) -> Iterator[Mismatch]:
+    """The first difference of each leaf of what came out: of what the step returned, and of output slots."""
+    return mismatches(one.outputs, other.outputs, tolerance, names, one.step)
+
+
+def _slots_apart(
+    one: Seen, other: Seen, wanted: Callable[[str, Slot], bool], names: tuple[str, str]
+) -> Iterator[Mismatch]:
+    for name, slot in one.declared.items():
+        if wanted(name, slot) and name in other.slots:
+            mine, others = {_text(name): one.slots[name]}, {_text(name): other.slots[name]}
+            for found in mismatches(mine, others, BITWISE, names, one.step):
+                yield attrs.evolve(found, slot=name)
+
+
+def _text(slot: str) -> str:
+    return f"slot {slot!r}"
+
+
+def mismatches(
+    one: Leaves,
+    other: Leaves,
+    tolerance: Tolerances = BITWISE,
+    names: tuple[str, str] = GRAPH_AND_EAGER,
+    step: Step | None = None,
+) -> Iterator[Mismatch]:
+    """The first difference of each leaf. step: sizes by which leaves may be padded otherwise, if they may at all."""
+    for where in dict.fromkeys((*one, *other)):
+        mine, others = one.get(where), other.get(where)
+        index, count = None, 1
+        values: tuple[Any, Any] = _told(mine), _told(others)
+        if isinstance(mine, torch.Tensor) and isinstance(others, torch.Tensor):
+            if mine.dtype == others.dtype and _may_differ(mine, others, step):
+                for dim in range(mine.dim()):
+                    size = min(mine.shape[dim], others.shape[dim])
+                    mine, others = mine.narrow(dim, 0, size), others.narrow(dim, 0, size)
+                index, count = _first(mine, others.to(mine.device), tolerance.get(mine.dtype))
+                if index is None:
+                    continue
+                values = mine[index].item(), others[index].item()
+        elif _same(mine, others):
+            continue
+        yield Mismatch(where, index, values, names, count)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values that are no tensors are equal, if their type can tell. NaN equals itself."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    if getattr(type(one), "__eq__", None) is object.__eq__:  # what tensors they hold is compared by itself
+        return True
+    return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - as NaN is told
+
+
+def _may_differ(one: torch.Tensor, other: torch.Tensor, step: Step | None) -> bool:
+    """Whether two shapes are one but for padding."""
+    if step is None or one.dim() != other.dim():
+        return one.shape == other.shape
+    pairs = [(max(pair), min(pair)) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
+    varying = [(step.padded_sizes[axis], live) for axis, live in step.live_sizes.items() if axis in step.padded_sizes]
+    return all(big == small or any(big * live == small * padded for padded, live in varying) for big, small in pairs)
+
+
+def _first(
+    one: torch.Tensor, other: torch.Tensor, tolerance: tuple[float, float] | None
+) -> tuple[tuple[int, ...] | None, int]:
+    """The index of the first element that differs, and how many do."""
+    differs = (bits(one) != bits(other)).any(-1)
+    if bool(differs.any()) and (one.dtype.is_floating_point or one.dtype.is_complex):
+        wide = torch.complex128 if one.dtype.is_complex else torch.float64
+        mine, others = one.to(wide).reshape(-1), other.to(wide).reshape(-1)
+        alike = mine.isnan() & others.isnan()
+        if tolerance is not None:
+            alike |= torch.isclose(mine, others, rtol=tolerance[0], atol=tolerance[1])
+        differs &= ~alike
+    count = int(differs.sum())
+    if not count:
+        return None, 0
+    first = differs.nonzero()[0].cpu()
+    return tuple(int(at) for at in torch.unravel_index(first[0], one.shape)), count
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
+    return repr(value)

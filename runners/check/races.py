@@ -1,0 +1,179 @@
+"""Races: steps in flight one behind the other, their sources overwritten right after the call, against each alone."""
+
+import contextlib
+import copy
+import itertools
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import torch
+from torch import nn
+
+from ...backends.base import Backend
+from ...backends.ring import ENTRIES, SEGMENT
+from ...dataflow.capabilities import HOST
+from ..stacked.watch import parts_of, tensors_within
+from .batches import CheckedBatch
+from .comparison import Mismatch, copies, live_part, mismatches, named, step_of
+from .report import Finding
+from .trial import Subject, Tensors, slots_kept
+
+NAME: Final = "races"
+STEPS: Final = ENTRIES + SEGMENT
+"""Steps in flight: more than a ring has entries."""
+SHARE: Final = 0.25
+"""The share of the device's free memory that the outputs of all these steps may take."""
+_DATA: Final = (torch.Tensor, np.ndarray, str, bytes, int, float, complex, type)
+_BUSY, _MOST, _SIDE = 0.03, 500, 1024
+"""Seconds of products of square matrices that a device is given first, so that the host runs ahead; how many at most
+(a queue has an end, too), and their rows."""
+
+
+def check(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> list[Finding]:
+    """Run batches one behind the other without waiting, and each by itself. A step that differs is a finding.
+
+    Host sources are overwritten as soon as the call returns, device sources in stream order. Outputs are copied in
+    stream order.
+    """
+    wanted = _sequence(subject, list(batches))
+    alone, flight = (_steps(subject, wanted, flight=flight) for flight in (False, True))
+    apart = ((number, _apart(one, other)) for number, (one, other) in enumerate(zip(alone, flight, strict=True)))
+    first = next(((number, found) for number, found in apart if found is not None), None)
+    if not subject.together.any(first is not None):
+        return []
+    number, told = (0, None) if first is None else first
+    alone, flight = (_steps(subject, wanted, number, flight=flight) for flight in (False, True))
+    slots = _apart(alone[number], flight[number])
+    return [] if told is None else [_finding(subject, f"step {number} of {len(wanted)} in flight: {told}", slots)]
+
+
+def _apart(alone: Tensors, flight: Tensors) -> Mismatch | None:
+    return next(mismatches(alone, flight, names=("alone", "in flight")), None)
+
+
+def _finding(subject: Subject[Any], what: str, slots: Mismatch | None) -> Finding:
+    """A difference, with the slot through which it came: one whose values differ, or one that the device reads late."""
+    if slots is not None:
+        why = "the fill read its source, or what carries it to the device, after that was overwritten"
+        return Finding(NAME, slots.where, f"{what}; slot {attrs.evolve(slots, where=repr(slots.where))}: {why}")
+    for name, operator in subject.graphs.filler.hosts.slots.items():
+        why = f"{operator} copies from slot {name!r} in host memory when the device gets there"
+        return Finding(NAME, name, f"{what}; {why}, and the next fill came first")
+    return Finding(NAME, None, f"{what}; no slot tells why: it came through an upload, an output, or other memory")
+
+
+def _sequence(subject: Subject[Any], batches: Sequence[CheckedBatch]) -> list[CheckedBatch]:
+    """Batches in turn: as many as there is memory for the outputs of, but two at least."""
+    with subject.state.kept():
+        nbytes = sum(t.nbytes for _, t in named(subject.runner(batches[0].batch, **batches[0].side)))
+    free = subject.parts.stage.backend.memory().free
+    most = subject.together.least(min(STEPS, int(SHARE * free / (2 * nbytes))) if nbytes else STEPS)
+    return list(itertools.islice(itertools.cycle(batches), max(2, most)))
+
+
+def _steps(
+    subject: Subject[Any], batches: Sequence[CheckedBatch], asked: int | None = None, *, flight: bool
+) -> list[Tensors]:
+    """Run each step by itself, or all in flight one behind the other, and return what each gave.
+
+    Alone, the device has done a step before the next begins. In flight, sources are overwritten right after the call.
+
+    asked: the step of which slots are returned, not outputs. All are then filled by themselves.
+    """
+    backend, runs = subject.parts.stage.backend, []
+    given = [CheckedBatch(_copied(one.batch), _copied(one.side)) for one in batches] if flight else batches
+    with subject.state.kept(), slots_kept(subject.parts):
+        if flight:
+            _keep_busy(backend)
+        for number, one in enumerate(given):
+            values = _sources(subject, one)
+            runs.append(_run(subject, one, number, asked))
+            if flight:
+                _overwrite(values)
+            else:
+                backend.synchronize()
+    return runs
+
+
+def _run(subject: Subject[Any], one: CheckedBatch, number: int, asked: int | None) -> Tensors:
+    """Copies of what a step gave. Of the step that is asked for, copied slots on the device as the fill leaves them."""
+    if asked is None:
+        return copies(subject.runner(one.batch, **one.side), "output")
+    view = subject.fill(one)
+    step, held = step_of(view), dict[str, torch.Tensor]()
+    for name, slot in subject.parts.stage.declaration.slots.items() if number == asked else ():
+        tensor = vars(view)[name]
+        if tensor is not None and slot.reads(name) is not None and slot.placement != HOST:
+            held[name] = live_part(slot, tensor, step).clone()
+    subject.runner.replay(view)
+    return held
+
+
+def _copied(batch: Any) -> Any:
+    """A copy of a batch in memory of its own, of the same kind. Modules in it, and what cannot be copied, stay."""
+    made: dict[int, Any] = {id(one): one for one in _uncopied(batch)}
+    for tensor in tensors_within(batch):
+        copied = tensor.detach().clone()
+        made[id(tensor)] = copied.pin_memory() if tensor.is_pinned() else copied
+    return copy.deepcopy(batch, made)
+
+
+def _uncopied(batch: Any) -> Iterator[Any]:
+    """What of a batch is no data: modules, and what no copy can be made of, such as locks."""
+    seen, todo = set[int](), [batch]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, _DATA):
+            continue
+        seen.add(id(one))
+        parts = [] if isinstance(one, nn.Module) else list(parts_of(one))
+        todo += parts
+        if not parts and (isinstance(one, nn.Module) or not _can_be_copied(one)):
+            yield one
+
+
+def _can_be_copied(one: Any) -> bool:
+    try:
+        copy.deepcopy(one)
+    except Exception:  # noqa: BLE001 - each kind of object has reasons of its own
+        return False
+    return True
+
+
+def _sources(subject: Subject[Any], one: CheckedBatch) -> list[Any]:
+    """What a batch brings for slots."""
+    sources = (slot.reads(name) for name, slot in subject.parts.stage.declaration.slots.items())
+    return [source.read(one.batch, one.side) for source in sources if source is not None]
+
+
+def _overwrite(values: Iterable[Any]) -> None:
+    """Overwrite sources with other numbers, none of which is out of an index's range."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            with contextlib.suppress(RuntimeError), torch.no_grad():  # nothing can be written to expanded memory
+                if value.dtype.is_floating_point or value.dtype.is_complex:
+                    value.mul_(-1).sub_(1)
+                else:
+                    value.zero_()
+        elif isinstance(value, np.ndarray):
+            value[...] = 0
+        elif isinstance(value, list):
+            value[:] = value[::-1] if value and isinstance(value[0], list) else [0] * len(value)
+
+
+def _keep_busy(backend: Backend) -> None:
+    """Give the device something to do first, so that steps stand in a queue behind it."""
+    if backend.device.type == "cpu":
+        return
+    block = torch.full((_SIDE, _SIDE), 1 / _SIDE, device=backend.device)  # no random numbers, which steps may draw
+    block = block @ block  # the first may load a library
+    backend.synchronize()
+    begun = time.perf_counter()
+    block = block @ block
+    backend.synchronize()
+    for _ in range(min(_MOST, math.ceil(_BUSY / (time.perf_counter() - begun)))):
+        block = block @ block

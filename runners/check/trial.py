@@ -1,0 +1,272 @@
+"""Trials: runs of a step that nobody asked for, by all ranks at once, which leave slots and state as they were."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, Generic, TypeVar
+
+import attrs
+import torch
+
+from ...dataflow.axes import BATCH
+from ...dataflow.binding import span
+from ...dataflow.bucket import Absent
+from ...dataflow.errors import RankError
+from ...dataflow.inputs import Inputs
+from ...dataflow.slots import Constant
+from ..captured import Captured
+from ..coordination import Coordinator
+from ..graphs import GraphSet
+from ..parts import Parts
+from ..recording.ranks import RecordedRanks
+from ..runner import Runner
+from ..running import Running, under_way
+from ..stage import V
+from ..state import State
+from ..watching import Watch
+from .batches import CheckedBatch
+from .comparison import step_of
+
+T = TypeVar("T")
+Tensors = Mapping[str, torch.Tensor]
+NOTHING: Final[Tensors] = {}
+
+
+class Together:
+    """What the ranks of one runner tell each other, so that all of them run the same.
+
+    Collectives of a step wait for every rank. So what a rank runs next may not depend on what it alone has found.
+    Raises RankError, which names them, if ranks do something else, or do not come.
+    """
+
+    def __init__(self, parts: Parts[Any]) -> None:
+        recorded = isinstance(parts.stage.declaration.ranks, RecordedRanks)
+        self.ranks = Coordinator() if recorded else parts.coordinator
+
+    def any(self, one: bool) -> bool:  # noqa: FBT001 - a vote
+        """Whether it is so on some rank."""
+        return bool(self.first("yes" if one else ""))
+
+    def first(self, text: str, number: int = 0) -> tuple[int, str, int] | None:
+        """The first rank that has something to say, what, and its number. None if none has."""
+        told = self.ranks.tell("a look at a step, of a check or a debug mode", text, number)
+        return next(((rank, *one) for rank, one in enumerate(told) if one[0]), None)
+
+    def least(self, number: int) -> int:
+        """The smallest number of all."""
+        return min(one for _, one in self.ranks.tell("how many steps there is room for", "", number))
+
+    @contextlib.contextmanager
+    def raising(self, what: str) -> Iterator[None]:
+        """A block that all ranks run. An error of one of them is raised on it, and told to the others as RankError."""
+        raised: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised below, once it is told
+            raised = error
+        first = self.first("" if raised is None else f"{type(raised).__name__}: {raised}")
+        if raised is not None:
+            raise raised
+        if first is not None:
+            message = f"{what} raised on rank {first[0]}: {first[1]}"
+            raise RankError(message)
+
+
+@contextlib.contextmanager
+def unwatched(watch: Watch) -> Iterator[None]:
+    """Nobody is told of the steps in the block."""
+    watchers = watch.watchers
+    for watcher in watchers:
+        watch.remove(watcher)
+    try:
+        yield
+    finally:
+        for watcher in watchers:
+            watch.add(watcher)
+
+
+def graph_of(parts: Parts[Any], view: Inputs) -> Captured | None:
+    """The graph that a filled view is replayed on. None if there is none for its bucket, or it runs eagerly."""
+    info, graphs, declaration = view._slotgraph_view, parts.graphs, parts.stage.declaration  # noqa: SLF001 - for runners
+    if info is None or info.exact or graphs is None:
+        return None
+    told = [axis for axis in declaration.varying if axis != BATCH or parts.tally.path == "graph"]
+    for rows, sizes in parts.sizes.items():
+        if all(sizes[axis] == info.step.padded_sizes[axis] for axis in told):
+            return graphs.captured.get((rows, _absent_in(parts, view)))
+    return None
+
+
+def _absent_in(parts: Parts[Any], view: Inputs) -> Absent:
+    return frozenset(name for name, _ in parts.stage.declaration.optional if vars(view)[name] is None)
+
+
+def ran_eagerly(parts: Parts[Any], view: Inputs) -> Any:
+    """Run the step without its graph on a filled view: what its graph would leave, padded rows and all."""
+    captured = graph_of(parts, view)
+    with torch.no_grad():
+        if captured is not None and parts.tally.path == "graph":  # of which the graph alone computes on the device
+            bucket, varying = captured.filling.bucket, parts.stage.declaration.varying
+            bucket.ready(tuple(bucket.sizes[axis] for axis in varying), _absent_in(parts, view)).compute_on_device()
+        return under_way(Running(view), parts.stage.run, view)
+
+
+@contextlib.contextmanager
+def slots_kept(parts: Parts[Any]) -> Iterator[None]:
+    """Run a block, and have all slots hold what they held before it. Their tails are then reset by the next fill."""
+    buffers = parts.eager.buffers if parts.graphs is None else parts.graphs.buffers
+    kept = [one.tensor for one in buffers or () if not isinstance(one.slot, Constant)]
+    wait = parts.stage.backend.synchronize  # steps may still read slots in host memory
+    wait()
+    with torch.no_grad():
+        before = [tensor.clone() for tensor in kept]
+    try:
+        yield
+    finally:
+        wait()
+        with torch.no_grad():
+            for tensor, held in zip(kept, before, strict=True):
+                tensor.copy_(held)
+        if buffers is not None:
+            buffers.distrust()
+
+
+def state_on(runner: Runner[Any], view: Any) -> State:
+    """What a runner's step changes on the view that was filled last. Slots and state are then as they were."""
+    parts = runner.parts
+    backend, given = parts.stage.backend, parts.stage.state
+    if given is not None:
+        return State.of(backend, given)
+    buffers = (parts.eager.buffers, None if parts.graphs is None else parts.graphs.buffers)
+    slots = [span(one.tensor) for held in buffers for one in held or () if one.nbytes]
+    with slots_kept(parts):
+        return State.found(backend, slots, lambda: ran_eagerly(parts, view))
+
+
+class Trial(Generic[V]):
+    """One filled step that is run again and again, each time from the same slots and state.
+
+    Args:
+        runner: The runner, whose watchers are to be told of nothing.
+        view: The view that was filled last.
+        state: What the step changes outside of its slots.
+        one: The batch of the view, to fill it anew after a step raised.
+
+    Attributes:
+        slots: What the view has of slots that are not constant.
+        filled: What they held after the fill.
+        raised: Whether the last run raised on some rank.
+        lost: Whether a step raised and nothing can be replayed since.
+    """
+
+    def __init__(self, runner: Runner[V], view: V, state: State, one: CheckedBatch | None = None) -> None:
+        self.runner, self.view, self.state, self.one = runner, view, state, one
+        self.parts, self.together = runner.parts, Together(runner.parts)
+        self.step, self.declared = step_of(view), runner.parts.stage.declaration.slots
+        self.raised = self.lost = False
+        self.slots = self._present()
+        self._wait()
+        self.filled = {name: tensor.clone() for name, tensor in self.slots.items()}
+
+    def _present(self) -> dict[str, torch.Tensor]:
+        held = ((name, vars(self.view)[name]) for name, slot in self.declared.items() if not isinstance(slot, Constant))
+        return {name: tensor for name, tensor in held if tensor is not None}
+
+    def _wait(self) -> None:
+        self.parts.stage.backend.synchronize()
+
+    def eagerly(self) -> Any:
+        """Run the step as it is written."""
+        return ran_eagerly(self.parts, self.view)
+
+    def run(
+        self, look: Callable[[Any], T], put: Tensors = NOTHING, by: Callable[[], Any] | None = None
+    ) -> T | Exception:
+        """Run the step once more.
+
+        Args:
+            look: Is called with the outputs, before slots and state are put back.
+            put: What slots hold instead of what was filled.
+            by: Runs the step. By default its graph is replayed.
+
+        Returns:
+            What `look` returned, or what the step raised on this rank.
+        """
+        self._write(put)
+        found: T | Exception
+        try:
+            with self.state.kept():
+                found = look(self.runner.replay(self.view) if by is None else by())
+                self._wait()
+        except Exception as error:  # noqa: BLE001 - whatever a step makes of its slots is a result
+            found = error
+        self.raised = self.together.any(isinstance(found, Exception))
+        if self.raised and by is None:
+            self.lost = not self._fill_again()
+        else:
+            self._write(self.filled)
+        return found
+
+    def _write(self, values: Tensors) -> None:
+        self._wait()  # a replay may still read slots in host memory
+        with torch.no_grad():
+            for name, value in values.items():
+                self.slots[name].copy_(value)
+
+    def _fill_again(self) -> bool:
+        """Have all slots as they were, and a view that the runner replays after a step that raised. Whether so."""
+        try:
+            if self.one is not None:
+                self.view = self.runner.fill(self.one.batch, **self.one.side)
+                self.slots = self._present()
+            self._write(self.filled)
+        except Exception:  # noqa: BLE001 - a device that a fault has stopped says so in words of its own
+            return False
+        return self.one is not None
+
+
+@attrs.frozen(eq=False)
+class Subject(Generic[V]):
+    """A captured runner that is checked."""
+
+    runner: Runner[V]
+    graphs: GraphSet[V]
+    state: State
+    seed: int
+    read_outside: tuple[str, ...]
+    notes: dict[str, None] = attrs.field(factory=dict)  # what was left out, and why
+
+    @property
+    def parts(self) -> Parts[V]:
+        """The runner's parts."""
+        return self.runner.parts
+
+    @property
+    def together(self) -> Together:
+        """The runner's ranks."""
+        return Together(self.parts)
+
+    def fill(self, one: CheckedBatch) -> V:
+        """The view of a fill."""
+        return self.runner.fill(one.batch, **one.side)
+
+    def trial(self, one: CheckedBatch) -> Trial[V]:
+        """Fill, to run that step again and again."""
+        return Trial(self.runner, self.fill(one), self.state, one)
+
+
+def state_of(runner: Runner[Any], batches: Iterable[CheckedBatch], tensors: Iterable[torch.Tensor] | None) -> State:
+    """The state of a runner's step: the one given here or to the runner, or what its operators write on some batches.
+
+    Raises:
+        CheckError: It is too large to be copied.
+    """
+    parts = runner.parts
+    tensors = parts.stage.state if tensors is None else tensors
+    if tensors is not None:
+        return State.of(parts.stage.backend, tensors)
+    found, together = State(parts.stage.backend), Together(parts)
+    for one in batches:
+        view = runner.fill(one.batch, **one.side)
+        with together.raising("the look at what a step changes"):
+            found = found.joined(state_on(runner, view))
+    return found

@@ -1,0 +1,232 @@
+"""Poison: what a tail bears, which parts are poisoned, how the guilty slot is told, and fills unlike the oracle."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, Step, constant, copied, keep, once, output, staged
+from slotgraph.dataflow.capabilities import Capabilities
+from slotgraph.dataflow.errors import DeclarationErrors
+from slotgraph.dataflow.tails import Number
+from slotgraph.runners.bits import bits, first_unequal
+from slotgraph.runners.check.comparison import live_part
+from slotgraph.runners.check.tails import Poison, poison_of, spread, tail_rows, tails_of
+from tests.runners.check.planted import OURS, found_by, runner_of, sound
+from tests.runners.models import PlainInputs, plain_runner, random_batch
+from tests.runners.standard.batches import CLASSES
+from tests.strategies import noise
+
+if TYPE_CHECKING:
+    from slotgraph.backends import Backend
+
+STEPS = Axis("STEPS", fixed=True)
+PAGES = Axis("PAGES")
+SIZES = Step({BATCH: 2, TOKENS: 4, PAGES: 1, STEPS: 6}, {BATCH: 4, TOKENS: 8, PAGES: 3, STEPS: 6})
+
+
+class Rules(Inputs):
+    """A slot for each way to say what a tail bears."""
+
+    floats: torch.Tensor = copied(BATCH, dtype=torch.float16, pad=1)
+    whole: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-1)
+    steps: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=STEPS, poison=(STEPS, 0))
+    flags: torch.Tensor = copied(BATCH, dtype=torch.bool, pad=False)
+    places: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=0)
+    asked: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=0, poison="stale")
+    held: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, poison=())
+    unread: torch.Tensor = copied(BATCH, dtype=torch.uint8, pad=keep("no one"))
+    dropped: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("dropped"), poison="stale")
+    unread_floats: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=keep("no one"))
+    set_once: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=once(7.0))
+    written: torch.Tensor = staged(BATCH, dtype=torch.float64, pad=0)
+    fixed: torch.Tensor = constant(1, shape=BATCH, dtype=torch.int32)
+    made: torch.Tensor = output(BATCH, dtype=torch.int16)
+
+
+LARGE = (65504.0, -65504.0, math.inf)
+BEARS: dict[str, Poison | None] = {
+    "floats": ((math.nan,), LARGE),
+    "whole": ((5, 6, -1), (-1, 6, 5)),
+    "steps": ((6, 0), (0, 6)),
+    "flags": ((True,), (False,)),
+    "places": None,
+    "asked": ((5, 6, 0), (0, 6, 5)),
+    "held": None,
+    "unread": ((5, 6), (255, 0)),
+    "dropped": ((5, 6), (6, 5)),
+    "unread_floats": ((math.nan,), (torch.finfo(torch.float32).max, torch.finfo(torch.float32).min, math.inf)),
+    "set_once": ((5.0, 6.0, 7.0), (7.0, 6.0, 5.0)),
+    "written": ((math.nan,), (torch.finfo(torch.float64).max, torch.finfo(torch.float64).min, math.inf)),
+    "fixed": None,
+    "made": ((-(1 << 15),), ((1 << 15) - 1, -(1 << 15))),
+}
+
+
+@pytest.mark.parametrize("name", BEARS)
+def test_what_a_tail_bears(name: str) -> None:
+    """By rule and dtype, unless the slot says otherwise. Live rows are 5 and 6."""
+    slot, expected = Rules.slotgraph.slots[name], BEARS[name]
+    dtype = slot.dtype if isinstance(slot.dtype, torch.dtype) else torch.int64
+    found = poison_of(slot, torch.tensor([5, 6, 1, 1]).to(dtype), SIZES, Capabilities())
+    assert repr(found) == repr(expected)  # by text, since NaN is not itself
+
+
+@pytest.mark.parametrize("name", ["req_pool_indices", "out_cache_loc", "out_cache_loc_swa", "mamba_track_indices"])
+def test_standard_slots_that_say_where_to_write(name: str) -> None:
+    """In every standard declaration they are held to their pad, which a reserved row is kept for."""
+    classes = [inputs for inputs in CLASSES.values() if name in inputs.slotgraph.slots]
+    assert classes
+    for inputs in classes:
+        assert poison_of(inputs.slotgraph.slots[name], torch.tensor([5, 6, 0, 0]), SIZES, Capabilities()) is None
+
+
+def test_poison_that_no_slot_can_hold() -> None:
+    """A value that does not fit, and a word that is none, are faults of the declaration."""
+    with pytest.raises(DeclarationErrors) as caught:
+
+        class Faulty(Inputs):
+            one: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, poison=(0, 0.5))
+            two: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, poison="old")  # type: ignore[arg-type]
+
+    said = sorted(str(error) for error in caught.value.exceptions)
+    assert "slot 'one': 0.5 does not fit int32" in said[0]
+    assert "slot 'two': poison='old': say a tuple of the values that its tail bears, or 'stale'" in said[1]
+
+
+@pytest.mark.parametrize("shape", [(BATCH,), (3, TOKENS), (BATCH, PAGES), (TOKENS * 2, 2)], ids=str)
+def test_tails_are_all_but_live_rows(shape: Any) -> None:
+    """The parts of a tail and the live part cover a slot, whichever dims vary. Rows of it name their dim."""
+    slot = copied(*shape, dtype=torch.int64, pad=0).metadata["slotgraph.slot"]
+    tensor = torch.zeros([dim.at(SIZES.padded_sizes) for dim in slot.shape], dtype=torch.int64)
+    for part in tails_of(slot, tensor, SIZES):
+        part.fill_(1)
+    live_part(slot, tensor, SIZES).sub_(1)
+    assert set(tensor.flatten().tolist()) == {-1, 1}
+    rows = {label: tensor.select(dim, row) for label, dim, row in tail_rows(slot, SIZES, lambda live: live)}
+    assert len(rows) == sum(tensor.shape[dim] - slot.shape[dim].at(SIZES.live_sizes) for dim in slot.varying)
+    assert all((row > 0).any() for row in rows.values())
+    assert ("row 4 along dim 1" in rows) == (shape == (3, TOKENS))
+    also_live = [row for _, dim, row in tail_rows(slot, SIZES, lambda live: live - 1)]
+    assert len(also_live) == len(rows) + len(slot.varying)
+
+
+@given(seed=st.integers(0, 999), size=st.integers(1, 9), at=st.integers(0, 8))
+def test_first_unequal(seed: int, size: int, at: int) -> None:
+    """The index of the first element with another bit. NaN equals itself, and -0.0 is not 0.0."""
+    one = noise((size, 2), torch.float32, seed)
+    one[0, 1] = math.nan
+    other, row = one.clone(), at % size
+    assert first_unequal(one, other) is None
+    one[row, 0], other[row, 0] = 0.0, -0.0
+    other[size - 1, 1] = 9
+    assert first_unequal(one, other) == (row, 0)
+    assert bits(one).shape == (2 * size, 4)
+    assert first_unequal(torch.tensor(1), torch.tensor(2)) == ()
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 99), dtype=st.sampled_from([torch.int8, torch.float16, torch.bool, torch.float8_e4m3fn]))
+def test_spread(seed: int, dtype: torch.dtype) -> None:
+    """Values of a poison alone, the first of them first."""
+    values: tuple[Number, ...] = (True, False) if dtype == torch.bool else (3, 5)
+    drawn = spread(values, torch.empty(4, 5, dtype=dtype), torch.Generator().manual_seed(seed))
+    assert drawn.dtype == dtype
+    assert set(drawn.double().flatten().tolist()) <= {float(value) for value in values}
+    assert float(drawn[0, 0]) == float(values[0])
+
+
+def _batch(rows: int, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    whole = {name: torch.randint(1, 4, (rows,), generator=generator) for name in ("ids", "positions", "seen")}
+    floats = {name: torch.rand(rows, generator=generator) + 1 for name in ("weights", "temperatures")}
+    lens = torch.randint(1, 4, (rows,), generator=generator, dtype=torch.int32)
+    flags = torch.zeros(rows, dtype=torch.bool)
+    return {**whole, **floats, "lens": lens, "flags": flags, "places": 1 + torch.randperm(rows, generator=generator)}
+
+
+def test_two_slots_together(cpu: str) -> None:
+    """If no slot makes a difference by itself, the fewest that make one together are named."""
+    runner = runner_of(lambda view: sound(view) + (view.flags[-1] & (view.ids[-1] != 0)), cpu)
+    (found,) = found_by("poison", runner)
+    assert found.slot is None
+    assert "when the tails of slots 'ids', 'flags' held other values together" in found.message
+
+
+def test_two_bugs_in_one_step(cpu: str) -> None:
+    """Of several slots that make a difference in one replay each is named."""
+
+    def two_bugs(view: Any) -> Any:
+        return sound(view) * view.weights.amax() + view.temperatures.amin() * view.flags.any()
+
+    found = found_by("poison", runner_of(two_bugs, cpu), [_batch(3, 7)])
+    assert [finding.slot for finding in found] == ["weights", "flags"]
+
+
+def test_guilty_row_of_many(cpu: str) -> None:
+    """The row is named that makes the difference, not the first one of the tail."""
+
+    def third_of_tail(view: Any) -> torch.Tensor:
+        return sound(view) * view.weights[-1] if len(view.weights) == 8 else sound(view)
+
+    (found,) = found_by("poison", runner_of(third_of_tail, cpu))
+    assert "when row 7, in the tail of slot 'weights', held nan instead of 1.0" in found.message
+
+
+def test_spared_slots(backend: "Backend") -> None:
+    """A slot that was found guilty is held to its rule afterwards, so that others are still looked for."""
+    runner = runner_of(lambda view: sound(view) * view.weights.amax() + view.lens.sum(), backend)
+    assert {finding.slot for finding in found_by("poison", runner)} == {"weights", "lens"}
+
+
+def test_device_that_stops(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nothing can be filled after a step that raised, the slot that was poisoned last is blamed, and no other."""
+    bug = next(one for one in OURS if one.fatal)
+    runner = runner_of(bug.step, cpu)
+    fill, replay, raised = type(runner).fill, type(runner).replay, list[Exception]()
+
+    def stopping(self: Any, view: Any) -> Any:
+        try:
+            return replay(self, view)
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    def stopped(self: Any, batch: Any, **side: Any) -> Any:
+        if raised:
+            message = "CUDA error: device-side assert triggered"
+            raise RuntimeError(message)
+        return fill(self, batch, **side)
+
+    monkeypatch.setattr(type(runner), "replay", stopping)
+    monkeypatch.setattr(type(runner), "fill", stopped)
+    (found,) = found_by("poison", runner, [_batch(3, 7)] * 2)
+    assert found.slot == "lens"
+    assert "when the tail of slot 'lens' held poison; nothing could be replayed after that" in found.message
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (3, "slot 'ids' kept what lay in its tail: row 3 holds 33 after a fill that must leave 49"),
+        (1, "slot 'ids' is not what its declaration says: row 1 holds 33 after a fill, expected"),
+    ],
+    ids=["tail", "live"],
+)
+def test_fill_that_is_not_the_oracles(cpu: str, monkeypatch: pytest.MonkeyPatch, row: int, said: str) -> None:
+    """A lowering that forgets a tail, or writes a wrong live row, is told from one that leaves the right bytes."""
+    runner, fill = plain_runner(cpu), type(plain_runner(cpu)).fill
+    assert found_by("poison", runner, [random_batch(3, 5)]) == []
+
+    def wrong(self: Any, batch: Any, **side: Any) -> PlainInputs:
+        view: PlainInputs = fill(self, batch, **side)
+        view.ids[row] = 33
+        return view
+
+    monkeypatch.setattr(type(runner), "fill", wrong)
+    found = found_by("poison", runner, [random_batch(3, 5)])[0]
+    assert found.slot == "ids"
+    assert said in found.message
