@@ -26,6 +26,7 @@ __all__ = [
     "Memory",
     "Placement",
     "Upload",
+    "mode_of",
 ]
 
 
@@ -39,6 +40,15 @@ class Availability:
     def __bool__(self) -> bool:
         """Whether the backend can run here."""
         return self.available
+
+
+def mode_of(error_mode: str | None, modes: Sequence[str]) -> str:
+    """A mode of capture, by default the first. CaptureError where there is no such mode."""
+    mode = modes[0] if error_mode is None else error_mode
+    if mode not in modes:
+        message = f"error_mode is one of {', '.join(map(repr, modes))}, not {error_mode!r}"
+        raise CaptureError(message)
+    return mode
 
 
 NO_PARAMETERS: Final[Mapping[str, torch.Tensor]] = {}

@@ -13,7 +13,7 @@ How it behaves, where that is not obvious:
 - Only the capturing thread is recorded, whatever the error mode.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 
 from ..dataflow.errors import CaptureError, ComputeError, ReplayError
 from ..dataflow.guard import below_modes
-from .base import NO_PARAMETERS, Capabilities, Graph, Interruption
+from .base import NO_PARAMETERS, Capabilities, Graph, Interruption, mode_of
 from .host import LOWERINGS, HostBackend
-from .program import Call, Part, parts_of
-from .recorder import Recorder, active_recorder, is_recording, plainly
-from .storages import Seal
+from .program import Call
+from .recorder import Recorder, active_recorder, plainly
+from .storages import Found
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
 
@@ -52,10 +52,12 @@ _CAPABILITIES: Final = Capabilities(
 class CapturedGraph(Graph):
     """The operators of one step, replayed into the storages of its capture."""
 
-    def __init__(self, parts: list[Part], outputs: Any, seal: Seal, nbytes: int) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[list[Call], Call | None]], outputs: Any, found: Sequence[Found], nbytes: int
+    ) -> None:
         self._parts = parts
         self._outputs = outputs
-        self._seal = seal
+        self._found = found
         self._nbytes = nbytes
         self._is_checked = False
 
@@ -76,7 +78,8 @@ class CapturedGraph(Graph):
 
     def check_addresses(self) -> None:
         """Raise ReplayError if a tensor that the graph uses was moved or resized since; the first replay does it."""
-        self._seal.check()
+        for found in self._found:
+            found.check()
 
     def replay(self) -> None:
         """Run the recorded operators again, on whatever their inputs hold now.
@@ -87,7 +90,7 @@ class CapturedGraph(Graph):
         if not self._is_checked:
             self.check_addresses()
             self._is_checked = True
-        if is_recording():
+        if active_recorder() is not None:
             message = "a graph cannot be replayed while this thread is capturing"
             raise ReplayError(message)
         for calls, run in self._parts:
@@ -131,9 +134,7 @@ class CpuCaptureBackend(HostBackend):
         CaptureError for what CUDA refuses, naming the operation and the way out, and from what the step raised.
         """
         del pool
-        if error_mode is not None and error_mode not in _ERROR_MODES:
-            message = f"error_mode is one of {', '.join(map(repr, _ERROR_MODES))}, not {error_mode!r}"
-            raise CaptureError(message)
+        mode_of(error_mode, _ERROR_MODES)
         recorder = Recorder(parameters)
         outputs = _record(recorder, step)
         return plainly(_graph, recorder, outputs)
@@ -163,10 +164,9 @@ def _record(recorder: Recorder, step: Callable[[], Any]) -> Any:
 def _graph(recorder: Recorder, outputs: Any) -> CapturedGraph:
     storages = recorder.storages
     handed_out = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    seal = storages.seal()
-    parts = parts_of(recorder.operations)
+    found = storages.seal()
     storages.poison()
-    return CapturedGraph(parts, outputs, seal, storages.nbytes(handed_out))
+    return CapturedGraph(recorder.parts, outputs, found, storages.nbytes(handed_out))
 
 
 Adapter = CpuCaptureBackend

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from slotgraph.backends.ring import ENTRIES
-from slotgraph.backends.torch_ring import finish_on, packet_on, ring_on
+from slotgraph.backends.ring import ENTRIES, finish_on, packet_on, ring_on
 from tests.packing import Streams, host_memory
 from tests.strategies import noise
 
