@@ -8,8 +8,7 @@ import torch
 
 from slotgraph import BATCH, DecodeRunner, Inputs, Step, computed, copied
 from slotgraph.backends.npu import NpuBackend
-from slotgraph.backends.ring import ENTRIES, Ring
-from slotgraph.backends.torch_ring import Slices, finish_on, packet_on, pinned, ring_on
+from slotgraph.backends.ring import ENTRIES, Ring, Slices, finish_on, packet_on, pinned, ring_on
 from slotgraph.dataflow.upload import Upload
 
 pytestmark = pytest.mark.modes("eager", "lazy")
