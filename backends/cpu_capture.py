@@ -13,19 +13,19 @@ How it behaves, where that is not obvious:
 - Only the capturing thread is recorded, whatever the error mode.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, final
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ..dataflow.errors import CaptureError, ComputeError, ReplayError
+from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.guard import below_modes
 from .base import NO_PARAMETERS, Capabilities, Graph, Interruption, mode_of
+from .faults import raised_by_step
 from .host import LOWERINGS, HostBackend
 from .program import Call
 from .recorder import Recorder, active_recorder, plainly
-from .storages import Found
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
 
@@ -52,13 +52,13 @@ _CAPABILITIES: Final = Capabilities(
 class CapturedGraph(Graph):
     """The operators of one step, replayed into the storages of its capture."""
 
-    def __init__(
-        self, parts: Sequence[tuple[list[Call], Call | None]], outputs: Any, found: Sequence[Found], nbytes: int
-    ) -> None:
-        self._parts = parts
+    def __init__(self, recorder: Recorder, outputs: Any) -> None:
+        storages = recorder.storages
+        self._found = storages.seal()
+        storages.poison()
+        self._parts = recorder.parts
         self._outputs = outputs
-        self._found = found
-        self._nbytes = nbytes
+        self._nbytes = storages.nbytes(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
         self._is_checked = False
 
     @property
@@ -136,37 +136,21 @@ class CpuCaptureBackend(HostBackend):
         del pool
         mode_of(error_mode, _ERROR_MODES)
         recorder = Recorder(parameters)
-        outputs = _record(recorder, step)
-        return plainly(_graph, recorder, outputs)
+        try:
+            outputs = recorder.record(step)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise raised_by_step(error, "while it was captured") from error
+        if recorder.refused is not None:
+            message = f"the step went on after a refusal: {recorder.refused}"
+            raise CaptureError(message) from recorder.refused
+        return plainly(CapturedGraph, recorder, outputs)
 
     def interrupt(self, run: Interruption) -> Any:
         """Call it as it is, here and in each replay; outside a capture, once."""
         recorder = active_recorder()
         return run(None) if recorder is None else recorder.interrupt(run)
-
-
-def _record(recorder: Recorder, step: Callable[[], Any]) -> Any:
-    try:
-        outputs = recorder.record(step)
-    except CaptureError:
-        raise
-    except ComputeError as error:
-        raise CaptureError(str(error)) from error
-    except Exception as error:
-        message = f"the step raised while it was captured: {type(error).__name__}: {error}"
-        raise CaptureError(message) from error
-    if recorder.refused is not None:
-        message = f"the step went on after a refusal: {recorder.refused}"
-        raise CaptureError(message) from recorder.refused
-    return outputs
-
-
-def _graph(recorder: Recorder, outputs: Any) -> CapturedGraph:
-    storages = recorder.storages
-    handed_out = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    found = storages.seal()
-    storages.poison()
-    return CapturedGraph(recorder.parts, outputs, found, storages.nbytes(handed_out))
 
 
 Adapter = CpuCaptureBackend

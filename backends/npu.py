@@ -221,7 +221,7 @@ class NpuBackend(StreamBackend):
         return functools.partial(_stream_number, self.device)
 
     def order(self, first: int, then: int) -> None:
-        """Have one stream wait for another, by their numbers; the host waits for all where torch_npu does not know one."""
+        """Have one stream wait for another, by number; the host waits for all where torch_npu does not know one."""
         try:
             if min(first, then) >= 0:
                 self._stream_of(then).wait_stream(self._stream_of(first))

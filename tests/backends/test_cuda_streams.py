@@ -23,7 +23,7 @@ PAD, WEIGHT = -3, 2.0
 LONG: Final = 40_000_000
 """Cycles that take some twenty milliseconds."""
 MOST_GROWTH = 32 << 20
-NAMES = ["cpu-capture", *(["cuda"] if load("cuda").is_available() else [])]
+DEVICES = [pytest.param("cuda", marks=pytest.mark.cuda)] if load("cuda").is_available() else []
 
 
 class Flow(Inputs):
@@ -139,7 +139,7 @@ class Place:
             assert torch.equal(outputs.cpu(), answer), f"step {index}: {outputs} is not {answer}"
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=["cpu-capture", *DEVICES])
 def place(request: pytest.FixtureRequest) -> Place:
     """Where the steps run."""
     return Place(load(request.param)())
