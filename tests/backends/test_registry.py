@@ -35,7 +35,7 @@ class PreferredBackend(CpuBackend):  # type: ignore[misc]  # likewise
     priority = 1000
 
 
-class BrokenBackend(PreferredBackend):
+class BrokenBackend(PreferredBackend):  # type: ignore[misc]  # likewise
     """A backend that breaks when it is asked whether it can run."""
 
     name = "broken"
