@@ -13,7 +13,7 @@ import torch
 
 from ..dataflow import log
 from .base import Fusion, Upload
-from .ring import Ring, Slices, finish_on, mark_on, packet_on, pinned
+from .ring import Ring, copy_slice, finish_on, mark_on, packet_on, pinned
 
 MOST_INLINE: Final = 32 << 10
 """Bytes up to which a copy from pageable memory beats a pinned entry. One H200, driver 580, host and device us: 216
@@ -47,14 +47,13 @@ class _Copies:
         self._packet = packet
         self._target = packet.data_ptr()
         self._stream = current_stream_on(packet.device)
-        self._by_torch = Slices(packet).copy
         self._copy = _driver_copy()
         self.by_driver = self._copy is not None
 
     def start(self, memory: torch.Tensor, at: int, nbytes: int) -> None:
         """Copy from pinned memory."""
         if self._copy is None or self._copy(self._target, memory.data_ptr() + at, nbytes, self._stream()):
-            self._by_torch(memory, at, nbytes)
+            copy_slice(self._packet, memory, at, nbytes)
 
     def inline(self, data: bytes, nbytes: int) -> None:
         """Copy from bytes, which the driver has read when this returns."""

@@ -24,8 +24,6 @@ SEGMENT: Final = 8
 SEGMENTS: Final = 4
 ENTRIES: Final = SEGMENT * SEGMENTS
 _ALIGNMENT: Final = 256
-_KEPT: Final = 2 * ENTRIES
-"""Copies of the same place and length that one ring keeps sliced: two lengths in turn, as from two buckets."""
 
 
 class Point(Protocol):
@@ -152,7 +150,7 @@ def ring_on(
     packet = packet_on(device, nbytes)
     found = torch.get_device_module(device) if module is None else module
     mark, finish = functools.partial(mark_on, found, device), functools.partial(finish_on, found, device)
-    return Ring(packet, memory, Slices(packet).copy, mark, finish)
+    return Ring(packet, memory, functools.partial(copy_slice, packet), mark, finish)
 
 
 def packet_on(device: torch.device, nbytes: int) -> torch.Tensor:
@@ -178,28 +176,9 @@ def finish_on(module: Any, device: torch.device) -> None:
         module.synchronize(device)
 
 
-@final
-class Slices:
-    """Copies to a packet from slices of one tensor, which tells torch that the memory is pinned: no address would."""
+def copy_slice(packet: torch.Tensor, memory: torch.Tensor, at: int, nbytes: int) -> None:
+    """Start a copy of so many bytes from a place in pinned memory, on the current stream.
 
-    def __init__(self, packet: torch.Tensor) -> None:
-        self._packet = packet
-        self._memory: torch.Tensor | None = None
-        self._known: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def copy(self, memory: torch.Tensor, at: int, nbytes: int) -> None:
-        """Start a copy of so many bytes from a place in pinned memory, on the current stream."""
-        if memory is not self._memory:
-            self._memory = memory
-            self._known.clear()
-        pair = self._known.get((at, nbytes))
-        if pair is None:
-            pair = self._slice(memory, at, nbytes)
-        pair[0].copy_(pair[1], non_blocking=True)
-
-    def _slice(self, memory: torch.Tensor, at: int, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if len(self._known) >= _KEPT:
-            self._known.clear()
-        with torch.inference_mode(mode=False):
-            pair = self._known[at, nbytes] = self._packet[:nbytes], memory[at : at + nbytes]
-        return pair
+    It copies from a slice of one tensor, which tells torch that the memory is pinned: no address would.
+    """
+    packet[:nbytes].copy_(memory[at : at + nbytes], non_blocking=True)

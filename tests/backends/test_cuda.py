@@ -16,9 +16,7 @@ from slotgraph.backends.cuda import CudaBackend
 from slotgraph.backends.device_graph import DeviceGraph
 
 _AVAILABLE = CudaBackend.is_available()
-if not _AVAILABLE:
-    pytest.skip(f"cuda: {_AVAILABLE.reason}", allow_module_level=True)
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not _AVAILABLE, reason=f"cuda: {_AVAILABLE.reason}")]
 
 MIB = 1 << 20
 MODES = [(False, False, True, True), (False, True, False, True), (True, False, False, True), (True, True, True, False)]
@@ -264,21 +262,6 @@ def test_step_that_does_nothing(cuda: CudaBackend) -> None:
     graph.replay()
     assert graph.outputs is source
     assert graph.nbytes == 0
-
-
-def test_event_timings(cuda: CudaBackend) -> None:
-    """Microseconds between events are the device's: ten times the work takes about ten times as long."""
-    sleep(1000)
-    took = []
-    for cycles in (2_000_000, 20_000_000):
-        begin = cuda.event()
-        sleep(cycles)
-        end = cuda.event()
-        assert not end.query()
-        end.synchronize()
-        took.append(end.microseconds_since(begin))
-    assert 500 < took[0] < 10_000
-    assert 7 < took[1] / took[0] < 13
 
 
 def test_memory_is_the_devices(cuda: CudaBackend) -> None:

@@ -22,9 +22,7 @@ from tests.backends.test_cuda import (
 )
 
 _AVAILABLE = CudaBackend.is_available()
-if not _AVAILABLE:
-    pytest.skip(f"cuda: {_AVAILABLE.reason}", allow_module_level=True)
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not _AVAILABLE, reason=f"cuda: {_AVAILABLE.reason}")]
 
 Step = Callable[[torch.Tensor], Any]
 

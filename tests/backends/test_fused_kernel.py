@@ -161,13 +161,10 @@ Words = npt.NDArray[np.uint64]
 
 
 def check_access(addresses: Words, mask: npt.NDArray[np.bool_], size: int, lows: Words, highs: Words) -> None:
-    """Whether each access lies in one of the spans and at a multiple of its size; rows of two go in one access."""
+    """Whether each access lies in one of the spans and at a multiple of its size."""
     used = addresses[mask]
     assert ((used[:, None] >= lows) & (used[:, None] + np.uint64(size) <= highs)).any(axis=1).all(), "out of bounds"
     assert not (used % size).any(), "misaligned"
-    if addresses.ndim > 1:
-        assert (mask[:, 0] == mask[:, 1]).all(), "half of a pair"
-        assert not (addresses[mask[:, 0], 0] % (2 * size)).any(), "misaligned pair"
 
 
 @pytest.fixture(scope="module", params=["host", "interpreter", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -59,19 +59,6 @@ def test_a_source_overwritten_in_flight_corrupts_the_copy() -> None:
 
 
 @only_lazy
-def test_an_event_before_the_overwriting_keeps_the_copy_right(npu: Any) -> None:
-    """Who waits for the copy's event may write into its source."""
-    source, target = numbers().pin_memory(), torch.empty(7, dtype=torch.int64, device="npu")
-    before = source.clone()
-    target.copy_(source, non_blocking=True)
-    copied = npu.Event()
-    copied.record()
-    copied.synchronize()
-    source.fill_(-1)
-    assert torch.equal(target.cpu(), before)
-
-
-@only_lazy
 def test_a_pageable_source_is_read_in_the_call() -> None:
     """The device cannot read pageable memory later, so non_blocking means nothing for it."""
     source, target = numbers(), torch.empty(7, dtype=torch.int64, device="npu")
