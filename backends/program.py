@@ -13,6 +13,7 @@ Call = Callable[[], object]
 _EMPTY: Final = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"},
 )
+_COPIES: Final = frozenset({"clone", "_to_copy"})  # an allocation, and a copy to it
 
 
 def replay_of(
@@ -37,12 +38,23 @@ def replay_of(
         return call
     if operator.namespace == "aten" and operator._opname in _EMPTY:  # noqa: SLF001
         return None
-    out = None if mutates or len(fixed) < len(results) else _out_overload(operator)
-    if out is None or any(_overlaps(tensor) for _, tensor in fixed):
-        return functools.partial(_copy_results, call, fixed)
+    targets, into = [tensor for _, tensor in fixed], None
+    if not mutates and len(targets) == len(results) and not any(map(_overlaps, targets)):
+        into = _into(operator, args, kwargs, targets)
+    return into or functools.partial(_copy_results, call, fixed)
+
+
+def _into(
+    operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Sequence[torch.Tensor]
+) -> Call | None:
+    """The call that writes an operator's results to tensors; None where torch has none."""
+    if operator.namespace == "aten" and operator._opname in _COPIES:  # noqa: SLF001
+        return functools.partial(targets[0].copy_, args[0])
+    out = _out_overload(operator)
+    if out is None:
+        return None
     overload, names = out
-    targets = dict(zip(names, (tensor for _, tensor in fixed), strict=True))
-    return functools.partial(overload._op, *args, **kwargs, **targets)  # noqa: SLF001
+    return functools.partial(overload._op, *args, **kwargs, **dict(zip(names, targets, strict=True)))  # noqa: SLF001
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

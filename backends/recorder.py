@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         for tensor in changed:
             self.storages.write(tensor)
         before = [_place(tensor) for tensor in changed]
-        recorded_args, recorded_kwargs = _aliases(args), _aliases(kwargs)
+        aliases = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         result = operator(*args, **kwargs)
         if before != [_place(tensor) for tensor in changed]:
             refuse(f"{operator} to resize what it writes", MOVED)
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if operator.name() == "aten::lift_fresh":
             self.storages.constant(result)
         elif fixed or changed or _has_effect(operator):
-            call = replay_of(operator, recorded_args, recorded_kwargs, results, fixed, mutates=bool(changed))
+            call = replay_of(operator, *aliases, results, fixed, mutates=bool(changed))
             if call is not None:
                 self.parts[-1][0].append(call)
         return result
@@ -263,14 +263,3 @@ def written(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         if declared or argument.name in undeclared:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from tensors_in(value)
-
-
-def _aliases(value: Any) -> Any:
-    """The same arguments with tensors of their own over the same storages."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, list | tuple):
-        return type(value)(_aliases(item) for item in value)
-    if isinstance(value, dict):
-        return {name: _aliases(item) for name, item in value.items()}
-    return value

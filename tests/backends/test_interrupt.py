@@ -63,8 +63,8 @@ def test_outside_of_a_capture(interrupting: Backend) -> None:
 @settings(max_examples=12)
 @given(parts=st.lists(st.sampled_from(["graph", "break"]), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_any_order_of_graphs_and_calls(interrupting: Backend, parts: list[str], seed: int) -> None:
-    """Calls may come first, last, alone, and behind one another with nothing between them."""
-    x, times = random_on(interrupting, 2, seed=7), [0]
+    """Calls may come first, last, alone, and behind one another with nothing between them; each part is done once."""
+    x, count, times = random_on(interrupting, 2, seed=7), random_on(interrupting, 1, seed=8), [0]
 
     def called(value: torch.Tensor) -> torch.Tensor:
         times[0] += 1
@@ -73,6 +73,8 @@ def test_any_order_of_graphs_and_calls(interrupting: Backend, parts: list[str], 
     def step() -> torch.Tensor:
         value = x
         for part in parts:
+            if part == "graph":
+                count.add_(1)
             value = between(interrupting, partial(called, value)) if part == "break" else value * 2 - 1
         return value
 
@@ -82,9 +84,11 @@ def test_any_order_of_graphs_and_calls(interrupting: Backend, parts: list[str], 
         times[0], expected = 0, x.clone()
         for part in parts:
             expected = expected + expected[0, 0] if part == "break" else expected * 2 - 1
+        count.zero_()
         graph.replay()
         torch.testing.assert_close(graph.outputs, expected)
         assert times[0] == parts.count("break")
+        assert count.tolist() == [[parts.count("graph")] * 3]
 
 
 def test_answers_in_structures(interrupting: Backend) -> None:
