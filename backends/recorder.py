@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         for tensor in changed:
             self.storages.write(tensor)
         before = [_place(tensor) for tensor in changed]
-        aliases = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        alias_args, alias_kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         result = operator(*args, **kwargs)
         if before != [_place(tensor) for tensor in changed]:
             refuse(f"{operator} to resize what it writes", MOVED)
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         if operator.name() == "aten::lift_fresh":
             self.storages.constant(result)
         elif fixed or changed or _has_effect(operator):
-            call = replay_of(operator, *aliases, results, fixed, mutates=bool(changed))
+            call = replay_of(operator, alias_args, alias_kwargs, results, fixed, mutates=bool(changed))
             if call is not None:
                 self.parts[-1][0].append(call)
         return result
