@@ -2,26 +2,91 @@
 
 torch 2.13 has graphs, streams, events and memory under one set of names for every device whose package registers them.
 Nothing is known beyond that, so nothing is taken for granted: no fused fill, no foreach from host memory, one packed
-upload for host data, and memory that an interrupted capture hands on is kept for as long as the graph.
+upload for host data, and memory that an interrupted capture hands on is kept for as long as the graph. torch hands out
+no pool of its own: the first graph brings one, which the later ones are given.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, final
 
 import torch
 
 from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import BackendUnavailableError
-from .accelerator_runtime import AcceleratorRuntime, LateGraph, recording
-from .base import NO_PARAMETERS, Availability, Graph
-from .device_graph import Manner, capture
+from .device import GraphDevice, Handle, Opened, Recorded, device_of
 from .faults import first_line
-from .graph_pool import Shared, mode_of, pool_of, shared_on
 from .streamed import StreamBackend
 
 _ERROR_MODES: Final = ("default", "global", "thread_local", "relaxed")
 _CAPABILITIES: Final = Capabilities(foreach_host=False, packed_uploads=True, capture_error_modes=_ERROR_MODES)
+
+
+@final
+class AcceleratorDevice(GraphDevice):
+    """torch.accelerator, of torch 2.13 or newer."""
+
+    advice = (("synchroniz", "it waits for the device: keep the value there, or hand it to the step in a slot"),)
+    conditions = (("non-default stream", "the current stream is the default one: capture on another"),)
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, torch.accelerator)
+
+    def begin(self, handle: Handle, **options: Any) -> Opened:
+        """A graph, which is told its pool and mode when it is made."""
+        make: Any = torch.accelerator.Graph
+        graph = make(pool=handle, **options)
+        return graph, _recorded(graph, self.stream)
+
+    def new_stream(self) -> Any:
+        """A stream of torch's own."""
+        return torch.Stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """The stream itself is a context."""
+        return stream  # type: ignore[no-any-return] # torch.Stream has no type here
+
+    def new_event(self) -> Any:
+        """A torch.Event."""
+        return torch.Event(self.device, enable_timing=True)
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is."""
+        stream: Any = torch.accelerator.current_stream()
+        return bool(stream.is_capturing())
+
+    def new_handle(self) -> Handle:
+        """None: only a graph has one."""
+        return None
+
+    def handle_of(self, graph: Recorded, handle: Handle) -> Handle:
+        """The graph's own."""
+        captured: Any = graph
+        return captured.pool() if handle is None else handle
+
+    def free_and_total(self) -> tuple[int, int]:
+        """By torch.accelerator.get_memory_info."""
+        free, total = torch.accelerator.get_memory_info(self.device)
+        return int(free), int(total)
+
+    def held_and_used(self) -> tuple[int, int]:
+        """As the allocator counts them."""
+        return torch.accelerator.memory_reserved(self.device), torch.accelerator.memory_allocated(self.device)
+
+    def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return tensor
+
+
+@contextlib.contextmanager
+def _recorded(graph: Any, stream: Any) -> Iterator[None]:
+    with stream, graph:
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(stream)  # a capture ends on its own stream: with another, the device is lost
 
 
 @final
@@ -30,45 +95,36 @@ class AcceleratorBackend(StreamBackend):
 
     name: ClassVar[str] = "accelerator"
     priority: ClassVar[int] = 5
+    error_modes: ClassVar[tuple[str, ...]] = _ERROR_MODES
 
     def __init__(self) -> None:
-        reason = _why_not()
+        reason = self.why_not()
         if reason:
             raise BackendUnavailableError(reason)
         device = torch.device(_kind(), torch.accelerator.current_device_index())
-        self._shared = shared_on(device, AcceleratorRuntime)
+        super().__init__(device_of(AcceleratorDevice, device))
 
     @classmethod
-    def is_available(cls) -> Availability:
-        """Whether torch has graphs for any device, and sees one that has registered its own."""
-        reason = _why_not()
-        return Availability(available=not reason, reason=reason)
+    def why_not(cls) -> str:
+        """Why torch has no graphs for any device, or sees none that has registered its own; nothing where it does."""
+        if not hasattr(torch, "accelerator") or not hasattr(torch.accelerator, "Graph"):
+            return f"torch {torch.__version__} has no graphs for devices in general: torch 2.13 has"
+        if not torch.accelerator.is_available():
+            return (
+                "torch sees no accelerator; a device's own package must be imported first, where torch does not do that"
+            )
+        if getattr(torch.get_device_module(_kind()), "_is_in_bad_fork", lambda: False)():
+            return f"this process was forked after {_kind()!r} was used: start it with multiprocessing's 'spawn' method"
+        try:
+            torch.accelerator.Graph()
+        except RuntimeError as error:
+            return f"{_kind()!r} has no graphs under torch.accelerator ({first_line(error)})"
+        return ""
 
     @property
     def capabilities(self) -> Capabilities:
         """Foreach between device tensors, host data in one upload, nothing fused."""
         return _CAPABILITIES
-
-    @property
-    def shared(self) -> Shared:
-        """What all captures on the device share."""
-        return self._shared
-
-    def capture(
-        self,
-        step: Callable[[], Any],
-        *,
-        pool: object | None = None,
-        error_mode: str | None = None,
-        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
-    ) -> Graph:
-        """Record the step on the capture stream without running it; pool: as `pool()` or a graph's pool() hands it out.
-
-        Raises CaptureError for what the device refuses, naming the line, and from what the step raised.
-        """
-        del parameters  # host memory like any other
-        begin = functools.partial(recording, mode=mode_of(error_mode, _ERROR_MODES))
-        return capture(self._shared, step, pool_of(pool, self._shared.runtime), Manner(LateGraph, begin))
 
     def stream_key(self) -> Callable[[], int]:
         """A call that tells the current stream's number."""
@@ -92,25 +148,6 @@ def _stream_number(device: torch.device) -> int:
 def _kind() -> str:
     current = torch.accelerator.current_accelerator()
     return "" if current is None else current.type
-
-
-def _never() -> bool:
-    return False
-
-
-def _why_not() -> str:
-    """Why no device can be used here in this way; nothing where one can."""
-    if not hasattr(torch, "accelerator") or not hasattr(torch.accelerator, "Graph"):
-        return f"torch {torch.__version__} has no graphs for devices in general: torch 2.13 has"
-    if not torch.accelerator.is_available():
-        return "torch sees no accelerator; a device's own package must be imported first, where torch does not do that"
-    if getattr(torch.get_device_module(_kind()), "_is_in_bad_fork", _never)():
-        return f"this process was forked after {_kind()!r} was used: start it with multiprocessing's 'spawn' method"
-    try:
-        torch.accelerator.Graph()
-    except RuntimeError as error:
-        return f"{_kind()!r} has no graphs under torch.accelerator ({first_line(error)})"
-    return ""
 
 
 Adapter = AcceleratorBackend

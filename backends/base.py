@@ -26,6 +26,7 @@ __all__ = [
     "Memory",
     "Placement",
     "Upload",
+    "mode_of",
 ]
 
 
@@ -39,6 +40,15 @@ class Availability:
     def __bool__(self) -> bool:
         """Whether the backend can run here."""
         return self.available
+
+
+def mode_of(error_mode: str | None, modes: Sequence[str]) -> str:
+    """A mode of capture, by default the first. CaptureError where there is no such mode."""
+    mode = modes[0] if error_mode is None else error_mode
+    if mode not in modes:
+        message = f"error_mode is one of {', '.join(map(repr, modes))}, not {error_mode!r}"
+        raise CaptureError(message)
+    return mode
 
 
 NO_PARAMETERS: Final[Mapping[str, torch.Tensor]] = {}
@@ -100,10 +110,6 @@ class Event(abc.ABC):
     @abc.abstractmethod
     def microseconds_since(self, earlier: "Event") -> float:
         """Device time between `earlier` and this event, in microseconds; both must have passed."""
-
-
-def _no_stream() -> int:
-    return 0
 
 
 class Fusion(abc.ABC):
@@ -208,7 +214,7 @@ class Backend(abc.ABC):
 
     def stream_key(self) -> Callable[[], int]:
         """A call that tells the current stream by a number; one number where the device has no streams."""
-        return _no_stream
+        return int  # int() is 0
 
     def order(self, first: int, then: int) -> None:  # noqa: B027 - there is nothing to wait for without streams
         """Have one stream, told by its number, wait for what was handed to another so far."""

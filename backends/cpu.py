@@ -5,8 +5,9 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from ..dataflow.errors import CaptureError, ComputeError, ReplayError, SlotGraphError
+from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from .base import NO_PARAMETERS, Graph, Interruption
+from .faults import raised_by_step
 from .host import HostBackend
 
 
@@ -64,11 +65,8 @@ class CpuBackend(HostBackend):
             return CallableGraph(step)
         except CaptureError:
             raise
-        except ComputeError as error:
-            raise CaptureError(str(error)) from error
         except Exception as error:
-            message = f"the step raised in its first run: {type(error).__name__}: {error}"
-            raise CaptureError(message) from error
+            raise raised_by_step(error, "in its first run") from error
 
     def interrupt(self, run: Interruption) -> Any:
         """Call it: a replay runs the whole step again, and comes by here each time."""

@@ -19,13 +19,13 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch.utils import _pytree as pytree
 
-from ..dataflow.errors import CaptureError, ComputeError, ReplayError
+from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.guard import below_modes
-from .base import NO_PARAMETERS, Capabilities, Graph, Interruption
+from .base import NO_PARAMETERS, Capabilities, Graph, Interruption, mode_of
+from .faults import raised_by_step
 from .host import LOWERINGS, HostBackend
-from .program import Call, Part, parts_of
-from .recorder import Recorder, active_recorder, is_recording, plainly
-from .storages import Seal
+from .program import Call
+from .recorder import Recorder, active_recorder, plainly
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
 
@@ -52,11 +52,13 @@ _CAPABILITIES: Final = Capabilities(
 class CapturedGraph(Graph):
     """The operators of one step, replayed into the storages of its capture."""
 
-    def __init__(self, parts: list[Part], outputs: Any, seal: Seal, nbytes: int) -> None:
-        self._parts = parts
+    def __init__(self, recorder: Recorder, outputs: Any) -> None:
+        storages = recorder.storages
+        self._found = storages.seal()
+        storages.poison()
+        self._parts = recorder.parts
         self._outputs = outputs
-        self._seal = seal
-        self._nbytes = nbytes
+        self._nbytes = storages.nbytes(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
         self._is_checked = False
 
     @property
@@ -76,7 +78,8 @@ class CapturedGraph(Graph):
 
     def check_addresses(self) -> None:
         """Raise ReplayError if a tensor that the graph uses was moved or resized since; the first replay does it."""
-        self._seal.check()
+        for found in self._found:
+            found.check()
 
     def replay(self) -> None:
         """Run the recorded operators again, on whatever their inputs hold now.
@@ -87,7 +90,7 @@ class CapturedGraph(Graph):
         if not self._is_checked:
             self.check_addresses()
             self._is_checked = True
-        if is_recording():
+        if active_recorder() is not None:
             message = "a graph cannot be replayed while this thread is capturing"
             raise ReplayError(message)
         for calls, run in self._parts:
@@ -131,42 +134,23 @@ class CpuCaptureBackend(HostBackend):
         CaptureError for what CUDA refuses, naming the operation and the way out, and from what the step raised.
         """
         del pool
-        if error_mode is not None and error_mode not in _ERROR_MODES:
-            message = f"error_mode is one of {', '.join(map(repr, _ERROR_MODES))}, not {error_mode!r}"
-            raise CaptureError(message)
+        mode_of(error_mode, _ERROR_MODES)
         recorder = Recorder(parameters)
-        outputs = _record(recorder, step)
-        return plainly(_graph, recorder, outputs)
+        try:
+            outputs = recorder.record(step)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise raised_by_step(error, "while it was captured") from error
+        if recorder.refused is not None:
+            message = f"the step went on after a refusal: {recorder.refused}"
+            raise CaptureError(message) from recorder.refused
+        return plainly(CapturedGraph, recorder, outputs)
 
     def interrupt(self, run: Interruption) -> Any:
         """Call it as it is, here and in each replay; outside a capture, once."""
         recorder = active_recorder()
         return run(None) if recorder is None else recorder.interrupt(run)
-
-
-def _record(recorder: Recorder, step: Callable[[], Any]) -> Any:
-    try:
-        outputs = recorder.record(step)
-    except CaptureError:
-        raise
-    except ComputeError as error:
-        raise CaptureError(str(error)) from error
-    except Exception as error:
-        message = f"the step raised while it was captured: {type(error).__name__}: {error}"
-        raise CaptureError(message) from error
-    if recorder.refused is not None:
-        message = f"the step went on after a refusal: {recorder.refused}"
-        raise CaptureError(message) from recorder.refused
-    return outputs
-
-
-def _graph(recorder: Recorder, outputs: Any) -> CapturedGraph:
-    storages = recorder.storages
-    handed_out = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    seal = storages.seal()
-    parts = parts_of(recorder.operations)
-    storages.poison()
-    return CapturedGraph(parts, outputs, seal, storages.nbytes(handed_out))
 
 
 Adapter = CpuCaptureBackend

@@ -14,8 +14,7 @@ import functools
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final, final
 
 import attrs
@@ -23,33 +22,82 @@ import torch
 
 from ..dataflow.capabilities import LADDER
 from ..dataflow.errors import BackendUnavailableError
-from .base import (
-    NO_PARAMETERS,
-    Availability,
-    Capabilities,
-    Fusion,
-    Graph,
-    Upload,
-)
-from .cuda_fusion import fusion_on
-from .cuda_runtime import CudaRuntime
-from .cuda_upload import current_stream_on, upload_on
-from .device_graph import Manner, capture
-from .faults import first_line
-from .graph_pool import Shared, mode_of, pool_of, shared_on
-from .runtime import Handle
-from .segments import StreamTable
+from .base import Capabilities, Fusion, Upload
+from .cuda_fill import current_stream_on, fusion_on, upload_on
+from .device import GraphDevice, Handle, Opened, device_of
+from .faults import Advice, first_line
 from .streamed import StreamBackend
 
-_ERROR_MODES: Final = ("global", "thread_local", "relaxed")
+_C: Final[Any] = torch._C  # noqa: SLF001 - the allocator's side of a capture has no public name
 _CAPABILITIES: Final = Capabilities(
     packed_uploads=True,
     capture_copies=frozenset({"device", "pinned"}),
-    capture_error_modes=_ERROR_MODES,
+    capture_error_modes=StreamBackend.error_modes,
 )
 _WITH_FUSION: Final = attrs.evolve(_CAPABILITIES, lowerings=LADDER)
 _VISIBLE: Final = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _INSTALL: Final = "on Linux, `pip install --force-reinstall torch` brings one; for ROCm see torch's own install page"
+_ON_DEVICE: Final = (
+    "it waits for the device, as item(), tolist(), cpu(), bool(), nonzero, x[mask], unique, torch.tensor(device=...), "
+    "blocking copies and synchronize do. Keep the value on the device (torch.where, index_select), or hand it to the "
+    "step in a slot"
+)
+_STREAMS: Final = (
+    "it uses a stream or an event that is no part of this capture. Let the other stream wait for the current one "
+    "first, and the current one for it before the step ends"
+)
+_CAUGHT: Final = "an operation of the step was refused, and the step went on after it: let its error through"
+_ADVICE: Final[Advice] = (
+    (
+        "unless the cpu tensor is pinned",
+        "copy from a slot with placement='host', which is pinned, or from a device slot",
+    ),
+    ("operation not permitted when stream is capturing", _ON_DEVICE),
+    ("previous error during capture", _CAUGHT),
+    ("uncaptured work in another stream", _STREAMS),
+    ("legacy stream depend on a capturing", _STREAMS),
+    ("unjoined work", _STREAMS),
+    ("last recorded in a capturing stream", _STREAMS),
+    ("outside graph capture", "a graph draws from the device's default generator alone: leave out generator="),
+    ("not registered to the graph", "a graph draws from the device's default generator alone: leave out generator="),
+    (
+        "cublas_status_not_initialized",
+        "its libraries set themselves up at first use: capture after a warm-up, as warmups= does",
+    ),
+    ("cuda graph is empty", "nothing was recorded: the step works on another stream or device, or does nothing at all"),
+)
+
+
+@final
+class CudaDevice(GraphDevice):
+    """torch.cuda."""
+
+    advice = _ADVICE
+    warns_of_empty = "CUDA Graph is empty"
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, torch.cuda, _C)
+
+    def begin(self, handle: Handle, **options: Any) -> Opened:
+        """A CUDAGraph, by torch.cuda.graph."""
+        graph = torch.cuda.CUDAGraph()
+        return graph, torch.cuda.graph(graph, pool=handle, stream=self.stream, **options)
+
+    def release_workspaces(self) -> None:
+        """Those of cuBLAS and cuBLASLt, which torch keeps for each handle and stream; there is no call for one stream.
+
+        torch's own graph trees (`torch/_inductor/cudagraph_trees.py`) do the same around each recording.
+        """
+        _C._cuda_clearCublasWorkspaces()  # noqa: SLF001
+
+    def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, which it does not keep: as torch's own graph trees hold what lies in a pool."""
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        with torch.inference_mode(mode=False):
+            bare = _C._construct_storage_from_data_pointer(address, tensor.device, nbytes)  # noqa: SLF001
+            fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            return fresh.set_(bare, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 @final
@@ -64,16 +112,19 @@ class CudaBackend(StreamBackend):
     priority: ClassVar[int] = 10
 
     def __init__(self, *, check_input_liveness: bool = False) -> None:
-        self._shared = shared_on(torch.device("cuda", torch.cuda.current_device()), CudaRuntime)
-        statistics = functools.partial(torch.cuda.memory_stats_as_nested_dict, self._shared.device)
-        self._streams = StreamTable(torch.cuda.memory_snapshot, statistics)
-        self._options: dict[str, Any] = _liveness() if check_input_liveness else {}
+        device = torch.device("cuda", torch.cuda.current_device())
+        super().__init__(device_of(CudaDevice, device), **_liveness() if check_input_liveness else {})
 
     @classmethod
-    def is_available(cls) -> Availability:
-        """Whether torch is built for such devices and sees one."""
-        reason = _why_not()
-        return Availability(available=not reason, reason=reason)
+    def why_not(cls) -> str:
+        """Why torch is not built for such devices, or sees none; nothing where it sees one."""
+        if torch.version.cuda is None and torch.version.hip is None:
+            return f"torch {torch.__version__} is built without CUDA: {_INSTALL}"
+        if torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch has no public name for it
+            return "this process was forked after CUDA was used: start it with multiprocessing's 'spawn' method"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it warns of, _no_device says
+            return "" if torch.cuda.is_available() else _no_device()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -106,34 +157,8 @@ class CudaBackend(StreamBackend):
 
         Tens of microseconds; milliseconds where the allocator has taken or given back memory since the last call.
         """
-        return self._streams.streams_of(tensors, self.stream_key()())
-
-    @property
-    def shared(self) -> Shared:
-        """What all captures on the device share."""
-        return self._shared
-
-    def capture(
-        self,
-        step: Callable[[], Any],
-        *,
-        pool: object | None = None,
-        error_mode: str | None = None,
-        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
-    ) -> Graph:
-        """Record the step on the capture stream without running it; pool: as `pool()` or torch hands it out.
-
-        Raises CaptureError for what CUDA refuses, naming the line and the way out, where memory ran out, saying what
-        to lower, and from what the step raised.
-        """
-        del parameters  # host memory like any other
-        options = {"capture_error_mode": mode_of(error_mode, _ERROR_MODES), **self._options}
-
-        def begin(graph: Any, handle: Handle, stream: Any) -> AbstractContextManager[object]:
-            return torch.cuda.graph(graph, pool=handle, stream=stream, **options)
-
-        runtime = self._shared.runtime
-        return capture(self._shared, step, pool_of(pool, runtime), Manner(runtime.new_graph, begin))
+        here = self.stream_key()()
+        return tuple(here if handle is None else handle for handle in self._shared.streams_of(tensors))
 
 
 @functools.lru_cache(maxsize=128)
@@ -153,17 +178,6 @@ def _liveness() -> dict[str, Any]:
         message = f"torch {torch.__version__} cannot check whether inputs are alive: torch 2.13 can"
         raise BackendUnavailableError(message)
     return {"check_input_liveness": True}
-
-
-def _why_not() -> str:
-    """Why no such device can be used here; nothing where one can."""
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"torch {torch.__version__} is built without CUDA: {_INSTALL}"
-    if torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch has no public name for it
-        return "this process was forked after CUDA was used: start it with multiprocessing's 'spawn' method"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it warns of, _no_device says
-        return "" if torch.cuda.is_available() else _no_device()
 
 
 def _no_device() -> str:

@@ -7,17 +7,18 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
-import attrs
 import torch
 from torch.utils import _pytree as pytree
 
 from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from .base import Graph, Interruption
+from .device import GraphDevice, GraphPool, Handle, Opened, Recorded
 from .faults import first_line, ran_out_of_memory
-from .graph_pool import GraphPool, Shared
-from .runtime import Handle, Recorded
+
+Part: TypeAlias = tuple[Callable[[], object], Recorded | None]
+"""What a replay calls: that of a graph, and the graph; or what runs between two graphs, and None."""
 
 
 @final
@@ -27,11 +28,11 @@ class DeviceGraph(Graph):
     parts: graphs, and what is called between them as it is. outputs: what the step returned at capture.
     """
 
-    def __init__(self, parts: "Sequence[Part]", outputs: Any, nbytes: int) -> None:
+    def __init__(self, parts: Sequence[Part], outputs: Any, nbytes: int) -> None:
         self._parts = parts
         self._outputs = outputs
         self._nbytes = nbytes
-        self._calls = [part.call for part in parts]
+        self._calls = [call for call, _ in parts]
         self._launch = self._calls[0] if len(parts) == 1 else self._launch_all
 
     @property
@@ -47,7 +48,7 @@ class DeviceGraph(Graph):
     @property
     def parts(self) -> int:
         """Graphs, without what runs between them."""
-        return sum(part.graph is not None for part in self._parts)
+        return sum(graph is not None for _, graph in self._parts)
 
     @property
     def nbytes(self) -> int:
@@ -75,52 +76,22 @@ class DeviceGraph(Graph):
             call()
 
 
-@attrs.frozen(eq=False)
-class Part:
-    """What a replay calls: that of a graph, or what runs between two of them."""
-
-    call: Callable[[], object]
-    graph: Recorded | None = None
-
-
-@attrs.define(eq=False)
-class _Attempt:
-    """What came of one capture: the step's outputs or error, torch's at the end, and the allocator's bytes before."""
-
-    outputs: Any = None
-    raised: Exception | None = None
-    refused: Exception | None = None
-    before: tuple[int, int] = (0, 0)
-
-    @property
-    def error(self) -> Exception | None:
-        """What came first."""
-        return self.raised or self.refused
-
-
-@attrs.frozen
-class Manner:
-    """How a graph is recorded: what makes one with nothing in it, and what records into it, given pool and stream."""
-
-    new: Callable[[], Recorded]
-    begin: Callable[[Any, Handle, Any], AbstractContextManager[object]]
-
-
-class Recording:
+class DeviceCapture:
     """A capture under way: the graphs so far, what runs between them, and the graph that is being recorded.
+
+    begin: makes a graph that records into a pool.
 
     Libraries release their workspaces when a graph begins and before it ends. So the operators of the graph allocate
     workspaces in the graph's own pool, and nothing outside the graph uses them later. A workspace from a warm-up lies
     outside the pool. Clearing it would free memory that replays read (pytorch issues 192061 and 193402).
     """
 
-    def __init__(self, shared: Shared, pool: GraphPool, manner: Manner) -> None:
+    def __init__(self, device: GraphDevice, pool: GraphPool, begin: Callable[[Handle], Opened]) -> None:
         self.parts: list[Part] = []
         self.handle = pool.handle()
-        self.graph = manner.new()
-        self._shared = shared
-        self._runtime = shared.runtime
-        self._manner = manner
+        self.graph: Recorded | None = None
+        self._device = device
+        self._begin = begin
         self._open: AbstractContextManager[object] | None = None
         self._empty: list[Recorded] = []
         self._answers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -129,27 +100,26 @@ class Recording:
     @property
     def graphs(self) -> list[Recorded]:
         """The graphs that are recorded, and those with nothing in them."""
-        return [*self._empty, *(part.graph for part in self.parts if part.graph is not None)]
+        return [*self._empty, *(graph for _, graph in self.parts if graph is not None)]
 
     def start(self) -> None:
         """Begin a graph."""
         self._ranges = None
-        self.graph = self._manner.new()
-        opened = self._manner.begin(self.graph, self.handle, self._shared.stream)
+        self.graph, opened = self._begin(self.handle)
         opened.__enter__()
         self._open = opened
-        self._runtime.release_workspaces()
+        self._device.release_workspaces()
 
     def stop(self) -> None:
         """End the graph, if one is being recorded, and keep it."""
-        if self._open is not None:
+        if self._open is not None and self.graph is not None:
             try:
-                self._runtime.release_workspaces()
+                self._device.release_workspaces()
             finally:  # whatever interrupts that: a capture that is left open makes the device unusable
                 opened, self._open = self._open, None
                 opened.__exit__(None, None, None)
-            self.parts.append(Part(self.graph.replay, self.graph))
-            self.handle = self._runtime.handle_of(self.graph, self.handle)
+            self.parts.append((self.graph.replay, self.graph))
+            self.handle = self._device.handle_of(self.graph, self.handle)
 
     def interrupt(self, run: Interruption) -> Any:
         """End the graph and do what it records, so that `run` finds it done; call that; begin the next graph."""
@@ -163,7 +133,7 @@ class Recording:
         tensors = [(place, leaf) for place, leaf in zip(places, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
         self._answers = tensors
         kept = [self._alias(place) if isinstance(place, torch.Tensor) else place for place in places]
-        self.parts.append(Part(functools.partial(run, kept)))
+        self.parts.append((functools.partial(run, kept), None))
         return pytree.tree_unflatten(places, structure)
 
     def _do(self) -> None:
@@ -176,100 +146,97 @@ class Recording:
         self._answers = []
         is_empty = False
         for warning in said:
-            if self._runtime.warns_of_empty and self._runtime.warns_of_empty in str(warning.message):
+            if self._device.warns_of_empty and self._device.warns_of_empty in str(warning.message):
                 is_empty = True
             else:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        if is_empty:  # nothing between two breaks, or memory alone, which lives in the pool for as long as a graph does
+        replay, graph = self.parts[-1]
+        if is_empty and graph is not None:  # nothing between two breaks, or memory alone: it lives as long as a graph
             self.parts.pop()
-            self._empty.append(self.graph)
+            self._empty.append(graph)
         else:
-            self.graph.replay()
+            replay()
 
     def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        is_ours = tensor.device.type == self._shared.device.type
-        return _ordinary(self._runtime.alias_of(tensor)) if is_ours else tensor
+        is_ours = tensor.device.type == self._device.device.type
+        return _ordinary(self._device.alias_of(tensor)) if is_ours else tensor
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """An alias of a tensor in the memory that this capture allocates from; any other tensor as it is."""
         plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
-        if not plain or tensor.device.type != self._shared.device.type:
+        if not plain or tensor.device.type != self._device.device.type:
             return tensor
         if self._ranges is None:
-            self._ranges = self._runtime.ranges(self.handle)
+            self._ranges = self._device.ranges(self.handle)
         address = tensor.data_ptr()
         return self._alias(tensor) if any(low <= address < high for low, high in self._ranges) else tensor
 
 
-def capture(shared: Shared, step: Callable[[], Any], pool: GraphPool, manner: Manner) -> DeviceGraph:
+def capture(
+    device: GraphDevice, step: Callable[[], Any], pool: GraphPool, begin: Callable[[Handle], Opened]
+) -> DeviceGraph:
     """Record a step into a pool. CaptureError, chained to what was said, with the device as it was before."""
-    runtime = shared.runtime
-    if runtime.is_capturing():
+    if device.is_capturing():
         message = "a step that is being captured cannot capture another"
         raise CaptureError(message)
-    with shared.lock, runtime.on(shared.stream), _no_collections():
-        alive, recording = pool.graphs(), Recording(shared, pool, manner)
-        around, shared.recording = shared.recording, recording
+    with device.lock, device.on(device.stream), _no_collections():
+        alive, recording = pool.graphs(), DeviceCapture(device, pool, begin)
+        around, device.recording = device.recording, recording
         try:
-            attempt = _attempt(step, recording, shared)
-        except BaseException:  # an interrupt: what else can be raised is in the attempt
-            _discard(shared, recording, pool)
+            outputs, error, before = _attempt(step, recording, device)
+        except BaseException:  # an interrupt: any other error is returned
+            _discard(device, recording, pool)
             raise
         finally:
-            shared.recording = around
+            device.recording = around
         del alive  # kept so that the handle stayed good until here
-        if attempt.error is not None:
-            left = _clean_up(shared, recording, pool, attempt.error)
-            raise _told(shared, attempt.error, left) from attempt.error
+        if error is not None:
+            raise _cleaned_up(device, recording, pool, error) from error
         for graph in recording.graphs:
             pool.add(graph)
-        grown = _grown(attempt.before, runtime.bytes_on(shared.device))
-        return DeviceGraph(recording.parts, ordinary(attempt.outputs), grown)
+        return DeviceGraph(recording.parts, ordinary(outputs), _grown(before, device.held_and_used()))
 
 
-def _attempt(step: Callable[[], Any], recording: Recording, shared: Shared) -> _Attempt:
-    attempt = _Attempt()
+def _attempt(
+    step: Callable[[], Any], recording: DeviceCapture, device: GraphDevice
+) -> tuple[Any, Exception | None, tuple[int, int]]:
+    """The step's outputs, the first error, of the step or of torch, and the allocator's bytes before."""
+    outputs, raised, before = None, None, (0, 0)
     try:
         with contextlib.ExitStack() as quietly, contextlib.ExitStack() as ending:
             ending.callback(recording.stop)  # it may have begun when what follows raises
             recording.start()
-            attempt.before = shared.runtime.bytes_on(shared.device)
+            before = device.held_and_used()
             try:
-                attempt.outputs = step()
+                outputs = step()
             except Exception as error:  # noqa: BLE001 - raised again, once the capture is ended
-                attempt.raised = error
+                raised = error
                 quietly.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")  # that the graph is empty: it is thrown away
-            if recording.parts and shared.runtime.warns_of_empty:  # after a break there may be nothing left to record
+            if recording.parts and device.warns_of_empty:  # after a break there may be nothing left to record
                 quietly.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", message=f".*{shared.runtime.warns_of_empty}")
+                warnings.filterwarnings("ignore", message=f".*{device.warns_of_empty}")
     except Exception as error:  # noqa: BLE001 - likewise; torch says it when the capture begins or ends
-        attempt.refused = error
-    return attempt
+        raised = raised or error
+    return outputs, raised, before
 
 
-def _clean_up(shared: Shared, recording: Recording, pool: GraphPool, error: Exception) -> str:
-    """What the device could not be brought back from; nothing where all else goes on."""
+def _cleaned_up(device: GraphDevice, recording: DeviceCapture, pool: GraphPool, error: Exception) -> CaptureError:
+    """Leave nothing of the capture; the error to raise, which says so where the device cannot go on."""
     if ran_out_of_memory(error):
         traceback.clear_frames(error.__traceback__)  # the step's tensors, which the error would keep alive
+    left = ""
     try:
-        _discard(shared, recording, pool)
-    except RuntimeError as left:
-        return first_line(left)
-    return ""
+        _discard(device, recording, pool)
+    except RuntimeError as refused:
+        left = f". After this the device runs nothing more in this process ({first_line(refused)}): start it again"
+    return CaptureError(f"{error if isinstance(error, CaptureError) else device.error(error)}{left}")
 
 
-def _discard(shared: Shared, recording: Recording, pool: GraphPool) -> None:
+def _discard(device: GraphDevice, recording: DeviceCapture, pool: GraphPool) -> None:
     for graph in recording.graphs:
         graph.reset()
-    shared.discard(recording.graph, pool, recording.handle)
-
-
-def _told(shared: Shared, error: Exception, left: str) -> CaptureError:
-    told = CaptureError(str(error)) if isinstance(error, CaptureError) else shared.runtime.told(error)
-    if not left:
-        return told
-    return CaptureError(f"{told}. After this the device runs nothing more in this process ({left}): start it again")
+    device.discard(recording.graph, pool, recording.handle)
 
 
 def _grown(before: tuple[int, int], after: tuple[int, int]) -> int:

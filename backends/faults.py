@@ -52,6 +52,12 @@ def not_captured(error: BaseException, advice: Advice, conditions: Advice = ()) 
     return CaptureError(f"the step raised {type(error).__name__}{place} while it was captured: {said}")
 
 
+def raised_by_step(error: Exception, when: str) -> CaptureError:
+    """The error for a step that raised on the CPU; a computed slot's error says itself where that was."""
+    own = isinstance(error, ComputeError)
+    return CaptureError(str(error) if own else f"the step raised {when}: {type(error).__name__}: {error}")
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, without a place in C++ before it or the paragraphs after it."""
     lines = _IN_CPP.sub("", str(error).strip()).splitlines()

@@ -1,18 +1,18 @@
 """What all backends on the CPU have in common: host memory, no streams, the host's clock."""
 
+import ctypes
 import math
 import os
 import resource
 import time
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
+from typing import Final, final
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from ..dataflow.capabilities import Lowering
 from .base import Availability, Backend, Capabilities, Event, Fusion, Memory, Placement, Upload
-from .host_upload import HostUpload
 
 LOWERINGS: Final[tuple[Lowering, ...]] = ("foreach", "slot_by_slot", "in_graph", "fused")
 """Foreach is the fastest here; the fused ones show what a device will do."""
@@ -40,6 +40,32 @@ class HostEvent(Event):
             message = f"expected an event of a CPU backend, got {type(earlier).__name__}"
             raise TypeError(message)
         return (self._nanoseconds - earlier._nanoseconds) / 1e3  # noqa: SLF001 - of the same class
+
+
+@final
+class HostUpload(Upload):
+    """A packet that is written at once: what reads the packet before has done so."""
+
+    def __init__(self, nbytes: int) -> None:
+        with torch.inference_mode(mode=False):
+            self._packet = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        self._address = self._packet.data_ptr()
+        self._kept: object = None
+
+    @property
+    def packet(self) -> torch.Tensor:
+        """The packet."""
+        return self._packet
+
+    @property
+    def nbytes(self) -> int:
+        """The packet's."""
+        return self._packet.nbytes
+
+    def send(self, data: bytes, kept: object) -> None:
+        """Write the packet; what it points to lives until the next one."""
+        self._kept = kept
+        ctypes.memmove(self._address, data, len(data))
 
 
 class HostBackend(Backend):
@@ -82,7 +108,7 @@ class HostBackend(Backend):
 
     def fusion(self) -> Fusion | None:
         """The fused fill in plain code."""
-        from .host_fusion import HostFusion  # noqa: PLC0415 - it registers an operator, which few need
+        from .host_fill import HostFusion  # noqa: PLC0415 - it registers an operator, which few need
 
         return HostFusion()
 

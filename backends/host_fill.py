@@ -5,12 +5,14 @@ device will do, and is what the kernel is held to.
 """
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any, Final
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
 
 import torch
 
 from ..dataflow.lanes import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD
+from .base import Fusion
 
 BLOCK: Final = 1 << SHIFT
 """Words that one row of the table takes: blocks mean nothing here, so it takes any row whole."""
@@ -66,3 +68,17 @@ def _convert(source: int, first: int, to: int, count: int, code: int, goal: int)
     data = ctypes.string_at(source + first * one.itemsize, count * one.itemsize)
     made = torch.frombuffer(bytearray(data), dtype=one).to(other)
     ctypes.memmove(to, made.data_ptr(), made.nbytes)
+
+
+@final
+class HostFusion(Fusion):
+    """The fused fill in plain code, so that a laptop shows what a device will do."""
+
+    @property
+    def block(self) -> int:
+        """More than a slot has, so that a table has one row for each outer row."""
+        return BLOCK
+
+    def kernel(self, table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """The operator over a table."""
+        return functools.partial(fill_lanes, table, packet, list(targets))

@@ -8,16 +8,14 @@ one. Here each launch brings its own update, before it, and no update starts unt
 import contextlib
 import functools
 import importlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, Literal, final
 
-import attrs
 import torch
 
 from ..dataflow.errors import CaptureError, ReplayError
 from .faults import first_line
-from .npu_runtime import npu
 
 Fence = Literal["host", "device"]
 FENCES: Final[tuple[Fence, ...]] = ("host", "device")
@@ -25,22 +23,17 @@ FENCES: Final[tuple[Fence, ...]] = ("host", "device")
 which lets the host run ahead, and is right where updates are work of that stream, as CANN's manual says (vLLM-Ascend
 relies on it since pull request 16798; no one has shown it here)."""
 
-
+Update = Mapping[str, Callable[[torch.Tensor], Any]]
+"""What one operator is told at each replay: by argument, what makes it of the slot: a host tensor, or a list."""
+_CLONE: Final[Any] = torch.Tensor.clone
+_LIST: Final[Any] = torch.Tensor.tolist
 _MOST_SHOWN: Final = 60
 _HANDLERS: Final = "torch_npu.npu._npugraph_handlers.npugraph_handler"
 
 
-@attrs.frozen
-class Update:
-    """What one operator is told: the slots' values by argument, as host tensors or as lists of numbers."""
-
-    operator: str
-    tensors: tuple[str, ...]
-    lists: tuple[str, ...]
-
-    def values(self, tensors: Mapping[str, torch.Tensor], lists: Mapping[str, list[int]]) -> dict[str, Any]:
-        """The arguments by name."""
-        return {**{name: tensors[name] for name in self.tensors}, **{name: lists[name] for name in self.lists}}
+def npu() -> Any:
+    """torch.npu, which torch_npu brings; checkers know nothing of it."""
+    return getattr(torch, "npu")  # noqa: B009 - no attribute that a checker could see
 
 
 @final
@@ -56,7 +49,7 @@ class UpdatedGraph:
         self._device = device
         self._parameters = dict(parameters)
         self._fence = fence
-        self._updates: list[Update] = []
+        self._updates: list[Update] = []  # of each operator that takes host arguments
         self._passed: Any = None  # what is recorded after each launch
         self._broken = ""
 
@@ -71,7 +64,7 @@ class UpdatedGraph:
     @property
     def taken(self) -> frozenset[str]:
         """Arguments that some operator takes."""
-        return frozenset(name for update in self._updates for name in (*update.tensors, *update.lists))
+        return frozenset(name for update in self._updates for name in update)
 
     def reset(self) -> None:
         """Let go of the graph."""
@@ -107,10 +100,9 @@ class UpdatedGraph:
 
     def _values(self) -> list[dict[str, Any]]:
         """For each operator, copies of what the host tensors hold, since a queue may read them after the next fill."""
-        given = self._parameters
-        tensors = {name: given[name].clone() for name in {name for update in self._updates for name in update.tensors}}
-        lists = {name: given[name].tolist() for name in {name for update in self._updates for name in update.lists}}
-        return [update.values(tensors, lists) for update in self._updates]
+        wanted = {pair for update in self._updates for pair in update.items()}
+        found = {(name, copy): copy(self._parameters[name]) for name, copy in wanted}
+        return [{name: found[name, copy] for name, copy in update.items()} for update in self._updates]
 
 
 def check_taken(graphs: Sequence[UpdatedGraph], parameters: Collection[str]) -> None:
@@ -141,8 +133,7 @@ def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
             raise CaptureError(_changed(record, name, value, parameters[name]))
     if not found and any(name in given for _, _, name in _specs_of(record)):
         raise CaptureError(_untold(record, parameters))
-    tensors = tuple(name for name, value in found.items() if isinstance(value, torch.Tensor))
-    return Update(_name_of(record), tensors, tuple(name for name in found if name not in tensors))
+    return {name: _CLONE if isinstance(value, torch.Tensor) else _LIST for name, value in found.items()}
 
 
 def _is_held(value: Any, parameter: torch.Tensor) -> bool:

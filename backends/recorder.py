@@ -14,10 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..dataflow.errors import CaptureError
 from ..dataflow.gradients import without_gradients
 from .base import NO_PARAMETERS, Interruption
-from .collectives import is_collective
-from .program import Operation, Pause
-from .refusals import NO_GRADIENTS, HostReads, check, refuse
-from .storages import Places, Storages, tensors_in
+from .program import Call, is_collective, replay_of
+from .refusals import NO_GRADIENTS, RefusingMode, check, refuse
+from .storages import MOVED, Storages, tensors_in
 from .torch_modes import run_under
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
@@ -55,11 +54,6 @@ def active_recorder() -> "Recorder | None":
     return recorder
 
 
-def is_recording() -> bool:
-    """Whether this thread is capturing a step."""
-    return active_recorder() is not None
-
-
 def plainly(call: Callable[..., T], *args: Any) -> T:
     """Call something that makes ordinary tensors, without gradients, whatever modes the caller has on.
 
@@ -77,7 +71,7 @@ def _drop_left_over() -> None:
     when it is collected.
     """
     while _C._len_torch_function_stack():  # noqa: SLF001
-        if not isinstance(_C._get_function_stack_at(_C._len_torch_function_stack() - 1), HostReads):  # noqa: SLF001
+        if not isinstance(_C._get_function_stack_at(_C._len_torch_function_stack() - 1), RefusingMode):  # noqa: SLF001
             return
         _C._pop_torch_function_stack()  # noqa: SLF001
 
@@ -91,21 +85,24 @@ def _compiled_eagerly() -> AbstractContextManager[object]:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Runs a step's operators and writes them down, with aliases of their tensors."""
+    """Runs a step's operators and writes them down, with aliases of their tensors.
+
+    parts: calls that are replayed below autograd, and what is called after them as it is.
+    """
 
     supports_higher_order_operators = True  # torch would refuse them without a way out
 
     def __init__(self, parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = Storages()
-        self.operations: list[Operation | Pause] = []
-        self._host_reads = HostReads(parameters)
+        self.parts: list[tuple[list[Call], Call | None]] = [([], None)]
+        self._refusing = RefusingMode(parameters)
         self._refused: CaptureError | None = None
 
     @property
     def refused(self) -> CaptureError | None:
         """The first refusal, which a step must not outlive even if it catches the error."""
-        return self._refused or self._host_reads.refused
+        return self._refused or self._refusing.refused
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -121,19 +118,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         when the error is forgotten, and then bring back what was on inside of others.
         Raises CaptureError inside another capture.
         """
-        if is_recording():
+        if active_recorder() is not None:
             message = "this thread is capturing already: a capture cannot contain another one"
             raise CaptureError(message)
         _drop_left_over()
         before = torch.get_rng_state(), torch.is_grad_enabled()
         try:
             _ACTIVE.recorder = self
-            self._host_reads.paused = False
+            self._refusing.paused = False
             with _compiled_eagerly():
-                return plainly(run_under, self._host_reads, lambda: run_under(self, step))
+                return plainly(run_under, self._refusing, lambda: run_under(self, step))
         finally:
             _ACTIVE.recorder = None
-            self._host_reads.paused = True
+            self._refusing.paused = True
             try:
                 self._leave(*before)
             except BaseException:  # an interrupt, which seldom comes twice
@@ -150,7 +147,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         """Call something as if nothing was recorded, and note that a replay calls it too."""
         leaves, structure = pytree.tree_flatten(self._unrecorded(lambda: run(None)))
         places = [torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.operations.append(Pause(functools.partial(run, places)))
+        calls, _ = self.parts.pop()
+        self.parts += [(calls, functools.partial(run, places)), ([], None)]
 
         def answer() -> None:
             for place, leaf in zip(places, leaves, strict=True):
@@ -164,11 +162,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         """Call something with all operators let through; the user's own modes see them as they see a replay's."""
         try:
             _ACTIVE.recorder = None
-            self._host_reads.paused = True
+            self._refusing.paused = True
             return call()
         finally:
             _ACTIVE.recorder = self
-            self._host_reads.paused = False
+            self._refusing.paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -202,19 +200,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         changed = list(written(operator, args, kwargs))
         for tensor in changed:
             self.storages.write(tensor)
-        places = Places(changed)
-        recorded_args, recorded_kwargs = _aliases(args), _aliases(kwargs)
+        before = [_place(tensor) for tensor in changed]
+        alias_args, alias_kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         result = operator(*args, **kwargs)
-        places.check(operator)
+        if before != [_place(tensor) for tensor in changed]:
+            refuse(f"{operator} to resize what it writes", MOVED)
         results = list(tensors_in(result))
         fixed = [(place, tensor.detach()) for place, tensor in enumerate(results) if self.storages.made(tensor)]
         if operator.name() == "aten::lift_fresh":
             self.storages.constant(result)
         elif fixed or changed or _has_effect(operator):
-            self.operations.append(
-                Operation(operator, recorded_args, recorded_kwargs, fixed, len(results), bool(changed))
-            )
+            call = replay_of(operator, alias_args, alias_kwargs, results, fixed, mutates=bool(changed))
+            if call is not None:
+                self.parts[-1][0].append(call)
         return result
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
+    """Where a tensor lies, to see whether an operator moves it."""
+    return tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.shape
 
 
 def _check_order(operator: Any) -> None:
@@ -259,14 +263,3 @@ def written(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         if declared or argument.name in undeclared:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from tensors_in(value)
-
-
-def _aliases(value: Any) -> Any:
-    """The same arguments with tensors of their own over the same storages."""
-    if isinstance(value, torch.Tensor):
-        return value.detach()
-    if isinstance(value, list | tuple):
-        return type(value)(_aliases(item) for item in value)
-    if isinstance(value, dict):
-        return {name: _aliases(item) for name, item in value.items()}
-    return value

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
+import attrs
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -54,127 +55,87 @@ _NAMED: Final[Mapping[str, str]] = {
     "linalg_pinv": _SOLVER,
 }
 
-# How much larger than its elements the test set of isin must be for the sorted algorithm, which finds unique values.
-_ISIN_FACTOR: Final = 10.0
-_ISIN_POWER: Final = 0.145
+_COPIED: Final = f"it copies host data to the device: {_FROM_HOST}"
 
 
+@attrs.frozen
 class _Call:
-    """One operator's call, its arguments by their schema's names."""
+    """One operator's call: its arguments by their schema's names, and the storages of constants."""
 
-    def __init__(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], constants: Constants) -> None:
-        self._arguments = operator._schema.arguments  # noqa: SLF001 - OpOverload has no other way to its schema
-        self._args = args
-        self._kwargs = kwargs
-        self._constants = constants
+    named: Mapping[str, Any]
+    constants: Constants
 
     def __getitem__(self, name: str) -> Any:
         """The argument's value, or its default; None where the operator has no such argument."""
-        for position, argument in enumerate(self._arguments):
-            if argument.name == name:
-                if position < len(self._args):
-                    return self._args[position]
-                return self._kwargs.get(name, argument.default_value)
-        return None
+        return self.named.get(name)
 
-    def is_constant(self, value: Any) -> bool:
-        """Whether the value is a tensor that the step made from a host value."""
-        return isinstance(value, torch.Tensor) and storage_key(value) in self._constants
+    def is_constant(self, name: str) -> bool:
+        """Whether the argument is a tensor that the step made from a host value."""
+        return isinstance(self[name], torch.Tensor) and storage_key(self[name]) in self.constants
 
+    def has_mask(self) -> bool:
+        """Whether one of the indices is a mask."""
+        return any(index is not None and index.dtype in {torch.bool, torch.uint8} for index in self["indices"])
 
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.dtype in {torch.bool, torch.uint8}
+    def puts_by_mask(self) -> bool:
+        """Whether masks become positions; CUDA takes one mask with a number as masked_fill_."""
+        indices = [index for index in self["indices"] if index is not None]
+        return self.has_mask() and not (self.is_constant("values") and len(indices) == 1 and not self["accumulate"])
 
+    def compares(self) -> bool:
+        """Whether the values of two tensors are compared, as they are not one and the same."""
+        one, other = self["self"], self["other"]
+        same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape
+        return not (same and one.dtype == other.dtype)
 
-def _index(call: _Call) -> str | None:
-    return _BY_MASK if any(_is_mask(index) for index in call["indices"]) else None
-
-
-def _index_put(call: _Call) -> str | None:
-    """CUDA takes one mask with a number as masked_fill_; other masks become positions, other numbers a host copy."""
-    number = call.is_constant(call["values"])
-    indices = [index for index in call["indices"] if index is not None]
-    if not any(_is_mask(index) for index in indices):
-        return f"the number is copied from the host: {_FROM_HOST}, or index_fill_" if number else None
-    if number and len(indices) == 1 and not call["accumulate"]:
-        return None
-    return "a mask may only be filled with a python number here: use torch.where, or masked_scatter_"
+    def sorts(self) -> bool:
+        """Whether isin has so many test elements that CUDA sorts them, and finds unique values."""
+        elements, tests = self["elements"], self["test_elements"]
+        both = isinstance(elements, torch.Tensor) and isinstance(tests, torch.Tensor)
+        return both and bool(tests.numel() >= 10.0 * elements.numel() ** 0.145)
 
 
-def _filled(call: _Call) -> str | None:
-    value = call["value"]
-    if not isinstance(value, torch.Tensor) or call.is_constant(value):
-        return None
-    return "it reads the value tensor back: fill with a python number, or use torch.where"
-
-
-def _copy(call: _Call) -> str | None:
-    if call.is_constant(call["src"]):
-        return "the number is copied from the host: use fill_ on a slice (x[0:1] = 1.0), or index_fill_"
-    return None
-
-
-def _equal(call: _Call) -> str | None:
-    one, other = call["self"], call["other"]
-    same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape
-    return None if same and one.dtype == other.dtype else _ON_DEVICE
-
-
-def _repeat_interleave(call: _Call) -> str | None:
-    by_tensor = isinstance(call["repeats"], torch.Tensor) and call["output_size"] is None
-    return "its shape depends on values: pass output_size" if by_tensor else None
-
-
-def _one_hot(call: _Call) -> str | None:
-    return None if call["num_classes"] > 0 else "its shape depends on values: pass num_classes"
-
-
-def _histc(call: _Call) -> str | None:
-    return "it reads the range of its input: pass min and max" if call["min"] == call["max"] else None
-
-
-def _normal(call: _Call) -> str | None:
-    return "it checks std on the host: use mean + std * torch.randn" if isinstance(call["std"], torch.Tensor) else None
-
-
-def _isin(call: _Call) -> str | None:
-    elements, tests = call["elements"], call["test_elements"]
-    if not isinstance(elements, torch.Tensor) or not isinstance(tests, torch.Tensor):
-        return None
-    small = tests.numel() < _ISIN_FACTOR * elements.numel() ** _ISIN_POWER
-    return None if small else "with that many test elements it finds unique values: use a lookup table"
-
-
-def _lift_fresh(call: _Call) -> str | None:
-    return f"it copies host data to the device: {_FROM_HOST}" if call["self"].dim() else None
-
-
-_JUDGED: Final[Mapping[str, Callable[[_Call], str | None]]] = {
-    "index": _index,
-    "index_fill": _filled,
-    "index_fill_": _filled,
-    "masked_fill": _filled,
-    "masked_fill_": _filled,
-    "index_put": _index_put,
-    "index_put_": _index_put,
-    "_index_put_impl_": _index_put,
-    "copy_": _copy,
-    "equal": _equal,
-    "repeat_interleave": _repeat_interleave,
-    "one_hot": _one_hot,
-    "histc": _histc,
-    "normal": _normal,
-    "isin": _isin,
-    "lift_fresh": _lift_fresh,
-}
-
-
-def _advice(operator: Any, name: str, call: _Call) -> str | None:
-    if name in _JUDGED:
-        return _JUDGED[name](call)
-    if name in _NAMED:
-        return _NAMED[name]
-    return _ON_DEVICE if any(tag in operator.tags for tag in _TAGGED) else None
+_Rule = tuple[tuple[str, ...], Callable[[_Call], bool], str]
+_SOMETIMES: Final[Sequence[_Rule]] = (
+    (("index",), _Call.has_mask, _BY_MASK),
+    (
+        ("index_fill", "masked_fill"),
+        lambda call: isinstance(call["value"], torch.Tensor) and not call.is_constant("value"),
+        "it reads the value tensor back: fill with a python number, or use torch.where",
+    ),
+    (
+        ("index_put", "_index_put_impl"),
+        _Call.puts_by_mask,
+        "a mask may only be filled with a python number here: use torch.where, or masked_scatter_",
+    ),
+    (
+        ("index_put", "_index_put_impl"),
+        lambda call: not call.has_mask() and call.is_constant("values"),
+        f"the number is copied from the host: {_FROM_HOST}, or index_fill_",
+    ),
+    (
+        ("copy",),
+        lambda call: call.is_constant("src"),
+        "the number is copied from the host: use fill_ on a slice (x[0:1] = 1.0), or index_fill_",
+    ),
+    (("equal",), _Call.compares, _ON_DEVICE),
+    (
+        ("repeat_interleave",),
+        lambda call: isinstance(call["repeats"], torch.Tensor) and call["output_size"] is None,
+        "its shape depends on values: pass output_size",
+    ),
+    (("one_hot",), lambda call: call["num_classes"] <= 0, "its shape depends on values: pass num_classes"),
+    (("histc",), lambda call: call["min"] == call["max"], "it reads the range of its input: pass min and max"),
+    (
+        ("normal",),
+        lambda call: isinstance(call["std"], torch.Tensor),
+        "it checks std on the host: use mean + std * torch.randn",
+    ),
+    (("isin",), _Call.sorts, "with that many test elements it finds unique values: use a lookup table"),
+    (("lift_fresh",), lambda call: call["self"].dim() > 0, _COPIED),
+)
+"""What is refused for some of its arguments: names without the underscore of operators in place, when, the way out."""
+_JUDGED: Final = frozenset(name for names, _, _ in _SOMETIMES for name in names)
 
 
 def refuse(what: str, advice: str) -> NoReturn:
@@ -185,11 +146,16 @@ def refuse(what: str, advice: str) -> NoReturn:
 
 def check(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], constants: Constants) -> None:
     """Let an operator's call pass, or raise CaptureError with the operator's name and what to do instead."""
-    if operator.namespace != "aten":
-        advice = _ON_DEVICE if any(tag in operator.tags for tag in _TAGGED) else None
-    else:
-        name = operator._schema.name.split("::")[1]  # noqa: SLF001
-        advice = _advice(operator, name, _Call(operator, args, kwargs, constants))
+    name = operator._schema.name.removeprefix("aten::")  # noqa: SLF001 - OpOverload has no other way to its schema
+    bare = name.removesuffix("_")
+    advice = _NAMED.get(name)
+    if bare in _JUDGED:
+        arguments = operator._schema.arguments  # noqa: SLF001 - likewise
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs)
+        call = _Call({one.name: given.get(one.name, one.default_value) for one in arguments}, constants)
+        advice = next((way_out for names, when, way_out in _SOMETIMES if bare in names and when(call)), None)
+    elif advice is None and any(tag in operator.tags for tag in _TAGGED):
+        advice = _ON_DEVICE
     if advice is not None:
         refuse(str(operator), advice)
 
@@ -214,7 +180,7 @@ _FUNCTIONS: Final[Mapping[Any, str]] = {
     torch.Tensor.__repr__: "printing reads the values: print after the replay",
     torch.Tensor.__format__: "printing reads the values: print after the replay",
     torch.Tensor.__deepcopy__: "it copies outside any operator: use clone()",
-    torch.Tensor.new_tensor: f"it copies host data to the device: {_FROM_HOST}",
+    torch.Tensor.new_tensor: _COPIED,
     torch.Tensor.backward: NO_GRADIENTS,
     torch.autograd.grad: NO_GRADIENTS,
 }
@@ -222,7 +188,7 @@ _FUNCTIONS: Final[Mapping[Any, str]] = {
 _MAKERS: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 
 
-class HostReads(TorchFunctionMode):
+class RefusingMode(TorchFunctionMode):
     """Refuses what torch does without any operator on a CPU tensor: reads, copies to and from the host.
 
     A device written as the text "cpu" is the host; a torch.device, such as `x.device`, is where the step runs.
@@ -284,7 +250,7 @@ def _refused_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if func is torch.Tensor.to and _to_host(args, kwargs) and not kwargs.get("non_blocking"):
         return _TO_HOST
     if func in _MAKERS and kwargs.get("device") is not None and not isinstance(args[0] if args else None, torch.Tensor):
-        return f"it copies host data to the device: {_FROM_HOST}"
+        return _COPIED
     generator = kwargs.get("generator")
     if generator is not None and generator is not torch.default_generator:
         return "a graph draws from the default generator alone: leave out generator="

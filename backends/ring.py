@@ -10,6 +10,7 @@ stands on its stream before the next step's upload does, so an event that has pa
 all that the segment's packets point to: until then the ring keeps it alive.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, Protocol, final
@@ -25,7 +26,7 @@ ENTRIES: Final = SEGMENT * SEGMENTS
 _ALIGNMENT: Final = 256
 
 
-class Mark(Protocol):
+class Point(Protocol):
     """A point in the device's work."""
 
     def query(self) -> bool:
@@ -53,7 +54,7 @@ class Ring(Upload):
         packet: torch.Tensor,
         pinned: Callable[[int], torch.Tensor],
         start: Callable[[torch.Tensor, int, int], None],
-        mark: Callable[[], Mark],
+        mark: Callable[[], Point],
         finish: Callable[[], None],
         inline: Callable[[bytes, int], None] | None = None,
         most_inline: int = 0,
@@ -64,7 +65,7 @@ class Ring(Upload):
         self._mark = mark
         self._inline = inline
         self._most_inline = most_inline
-        self._marks: list[Mark | None] = [None] * SEGMENTS
+        self._marks: list[Point | None] = [None] * SEGMENTS
         self._kept: list[object] = [None] * ENTRIES
         self._next = 0
         weakref.finalize(self, _end, finish, self._kept).atexit = False
@@ -91,7 +92,11 @@ class Ring(Upload):
         if self._inline is not None and size <= self._most_inline:
             self._inline(data, size)
         else:
-            self._by_entry(index, data, size)
+            if size > self._room:
+                self._grow(size)
+            at = index * self._room
+            self._bytes[at : at + size] = data
+            self._start(self._memory, at, size)
         self._next = (index + 1) % ENTRIES
 
     def move(self, source: torch.Tensor) -> torch.Tensor:
@@ -102,13 +107,6 @@ class Ring(Upload):
         with torch.inference_mode(mode=False), torch.no_grad():
             held = self._pinned(source.nbytes).view(source.dtype).view(source.shape)
             return held.copy_(source).to(self._packet.device, non_blocking=True)
-
-    def _by_entry(self, index: int, data: bytes, size: int) -> None:
-        if size > self._room:
-            self._grow(size)
-        at = index * self._room
-        self._bytes[at : at + size] = data
-        self._start(self._memory, at, size)
 
     def _turn(self, entered: int) -> None:
         """Leave a segment and enter the next, once the device is done with it; let go of what it has read."""
@@ -123,9 +121,6 @@ class Ring(Upload):
     def _grow(self, size: int) -> None:
         """Larger entries, once the device has done with all the others."""
         self._mark().synchronize()
-        self._take(size)
-
-    def _take(self, size: int) -> None:
         self._room = -(-size // _ALIGNMENT) * _ALIGNMENT
         self._memory = self._pinned(self._room * ENTRIES)
         array: Any = self._memory.numpy()
@@ -136,3 +131,54 @@ def _end(finish: Callable[[], None], kept: list[object]) -> None:
     """Let the device finish reading before memory goes to someone else: the entries, and what packets point to."""
     finish()
     kept.clear()
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    """Host memory that the device copies from while the host goes on."""
+    with torch.inference_mode(mode=False):
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def ring_on(
+    device: torch.device, nbytes: int, module: Any = None, memory: Callable[[int], torch.Tensor] = pinned
+) -> Ring:
+    """A packet on a device, fed by torch's own copies.
+
+    module: what has the device's `Event`, `current_stream` and `synchronize`; torch's module for it where it is None.
+    memory: makes host memory.
+    """
+    packet = packet_on(device, nbytes)
+    found = torch.get_device_module(device) if module is None else module
+    mark, finish = functools.partial(mark_on, found, device), functools.partial(finish_on, found, device)
+    return Ring(packet, memory, functools.partial(copy_slice, packet), mark, finish)
+
+
+def packet_on(device: torch.device, nbytes: int) -> torch.Tensor:
+    """Zeros at an address that is a multiple of 256."""
+    with torch.inference_mode(mode=False):
+        room = torch.zeros(nbytes + _ALIGNMENT, dtype=torch.uint8, device=device)
+        start = -room.data_ptr() % _ALIGNMENT
+        return room[start : start + nbytes]
+
+
+def mark_on(module: Any, device: torch.device) -> Point:
+    """An event recorded now on the current stream."""
+    event: Any = module.Event()
+    event.record(module.current_stream(device))
+    marked: Point = event
+    return marked
+
+
+def finish_on(module: Any, device: torch.device) -> None:
+    """Wait for the device; not in the middle of a capture, which that would break off."""
+    is_capturing: Callable[[], bool] | None = getattr(module, "is_current_stream_capturing", None)
+    if is_capturing is None or not is_capturing():
+        module.synchronize(device)
+
+
+def copy_slice(packet: torch.Tensor, memory: torch.Tensor, at: int, nbytes: int) -> None:
+    """Start a copy of so many bytes from a place in pinned memory, on the current stream.
+
+    It copies from a slice of one tensor, which tells torch that the memory is pinned: no address would.
+    """
+    packet[:nbytes].copy_(memory[at : at + nbytes], non_blocking=True)

@@ -10,7 +10,7 @@ from torch.utils.weak import TensorWeakRef
 from ..dataflow.errors import ReplayError
 from .refusals import refuse, storage_key
 
-_MOVED: Final = "a graph's addresses are fixed: pass an output of the right shape, allocated before it is written"
+MOVED: Final = "a graph's addresses are fixed: pass an output of the right shape, allocated before it is written"
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -26,8 +26,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 @attrs.define
-class _Found:
-    """A storage that was there before the capture, the operator that took it first, and the tensors that it was in."""
+class Found:
+    """A storage that was there before the capture, the operator that took it first, and the tensors that it was in.
+
+    It keeps the storage alive. before: the bytes that it had, where the step writes it.
+    """
 
     storage: torch.UntypedStorage
     address: int
@@ -36,28 +39,25 @@ class _Found:
     tensors: list[tuple[TensorWeakRef, int]] = attrs.field(factory=list)
     before: torch.UntypedStorage | None = None
 
-
-@attrs.define
-class Seal:
-    """Where a graph's tensors lay at capture; keeps every storage alive that the graph uses."""
-
-    found: list[_Found]
+    @property
+    def has_moved(self) -> bool:
+        """Whether the storage is not where it was at capture, or of another size."""
+        return (self.storage.data_ptr(), self.storage.nbytes()) != (self.address, self.nbytes)
 
     def check(self) -> None:
-        """Raise ReplayError if a storage, or a tensor over it that still lives, is not where it was at capture."""
-        for found in self.found:
-            if (found.storage.data_ptr(), found.storage.nbytes()) != (found.address, found.nbytes):
-                message = (
-                    f"a storage of {found.nbytes} bytes that {found.operator} takes in the graph was resized or moved: "
-                    "capture again"
-                )
+        """Raise ReplayError if the storage, or a tensor over it that still lives, is not where it was at capture."""
+        if self.has_moved:
+            message = (
+                f"a storage of {self.nbytes} bytes that {self.operator} takes in the graph was resized or moved: "
+                "capture again"
+            )
+            raise ReplayError(message)
+        for reference, address in self.tensors:
+            tensor = reference()
+            if tensor is not None and tensor.data_ptr() != address:
+                what = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, that {self.operator} takes"
+                message = f"{what} has moved from {address:#x} to {tensor.data_ptr():#x}: capture again"
                 raise ReplayError(message)
-            for reference, address in found.tensors:
-                tensor = reference()
-                if tensor is not None and tensor.data_ptr() != address:
-                    what = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, that {found.operator} takes"
-                    message = f"{what} has moved from {address:#x} to {tensor.data_ptr():#x}: capture again"
-                    raise ReplayError(message)
 
 
 _ALL_ONES: Final = 255  # a byte
@@ -67,7 +67,7 @@ class Storages:
     """What a capture knows of each storage; `restore` and `poison` make it leave no trace."""
 
     def __init__(self) -> None:
-        self._found: dict[int, _Found] = {}
+        self._found: dict[int, Found] = {}
         self._owned: dict[int, torch.Tensor] = {}
         self._made: dict[int, torch.Tensor] = {}  # what operators returned, alive, so that no id is used twice
         self.constants: set[int] = set()
@@ -78,7 +78,7 @@ class Storages:
         if key in self._owned or id(tensor) in self._made:
             return
         storage = tensor.untyped_storage()
-        found = self._found.setdefault(key, _Found(storage, storage.data_ptr(), storage.nbytes(), operator))
+        found = self._found.setdefault(key, Found(storage, storage.data_ptr(), storage.nbytes(), operator))
         self._made[id(tensor)] = tensor
         found.tensors.append((TensorWeakRef(tensor), tensor.data_ptr()))
 
@@ -128,12 +128,11 @@ class Storages:
         handed_out = {storage_key(tensor) for tensor in outputs}
         return sum(own.untyped_storage().nbytes() for key, own in self._owned.items() if key not in handed_out)
 
-    def seal(self) -> Seal:
-        """The addresses of all that was there before; raises CaptureError where the step itself moved one."""
-        for found in self._found.values():
-            if found.storage.data_ptr() != found.address or found.storage.nbytes() != found.nbytes:
-                refuse("a storage that it resizes", _MOVED)
-        return Seal(list(self._found.values()))
+    def seal(self) -> list[Found]:
+        """All that was there before; raises CaptureError where the step itself moved one."""
+        if any(found.has_moved for found in self._found.values()):
+            refuse("a storage that it resizes", MOVED)
+        return list(self._found.values())
 
 
 def _poison(dtype: torch.dtype) -> float | bool:
@@ -143,19 +142,3 @@ def _poison(dtype: torch.dtype) -> float | bool:
         return True
     limits = torch.iinfo(dtype)
     return limits.min or limits.max
-
-
-class Places:
-    """Where tensors lie before an operator writes them, to see whether it moved one."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._before = [(tensor, self._place(tensor)) for tensor in tensors]
-
-    @staticmethod
-    def _place(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
-        return tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.shape
-
-    def check(self, operator: object) -> None:
-        """Raise CaptureError if the operator moved or resized what it wrote."""
-        if any(self._place(tensor) != place for tensor, place in self._before):
-            refuse(f"{operator} to resize what it writes", _MOVED)

@@ -1,14 +1,32 @@
-"""What backends have in common whose devices work through streams: events, memory, one stream for all captures."""
+"""What backends have in common whose devices work through streams: captures, events, memory, and uploads."""
 
 import abc
-from contextlib import AbstractContextManager
-from typing import Any, final
+import contextlib
+import functools
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, final
 
 import torch
 
-from .base import DEVICE, Backend, Event, Interruption, Memory, Placement, Upload
-from .graph_pool import GraphPool, Shared, warming
-from .torch_ring import ring_on
+from ..dataflow.errors import CaptureError
+from .base import (
+    DEVICE,
+    NO_PARAMETERS,
+    Availability,
+    Backend,
+    Event,
+    Graph,
+    Interruption,
+    Memory,
+    Placement,
+    Upload,
+    mode_of,
+)
+from .device import GraphDevice, GraphPool, pool_of
+from .device_graph import capture
+from .faults import out_of_memory, ran_out_of_memory
+from .ring import ring_on
 
 
 @final
@@ -39,17 +57,33 @@ class StreamEvent(Event):
 
 
 class StreamBackend(Backend):
-    """A device with streams, and graphs that are captured off them."""
+    """A device with streams, and graphs that are captured off them.
 
-    @property
+    error_modes: torch's modes of capture, the default first. shared: what all captures on the device share. options:
+    torch's own for each capture.
+    """
+
+    error_modes: ClassVar[tuple[str, ...]] = ("global", "thread_local", "relaxed")
+
+    def __init__(self, shared: GraphDevice, **options: Any) -> None:
+        self._shared = shared
+        self._options = options
+
+    @classmethod
     @abc.abstractmethod
-    def shared(self) -> Shared:
-        """What all captures on the device share."""
+    def why_not(cls) -> str:
+        """Why no such device can be used here; nothing where one can."""
+
+    @classmethod
+    def is_available(cls) -> Availability:
+        """Whether torch, the device's package and its driver are here and see a device."""
+        reason = cls.why_not()
+        return Availability(available=not reason, reason=reason)
 
     @property
     def device(self) -> torch.device:
         """The device, with its index."""
-        return self.shared.device
+        return self._shared.device
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
         """Memory on the device, or pinned memory on the host."""
@@ -64,36 +98,68 @@ class StreamBackend(Backend):
 
     def pool(self) -> GraphPool:
         """The pool that all captures on this device share."""
-        return self.shared.pool
+        return self._shared.pool
 
-    def stream(self) -> AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[Any]:
         """The device's one capture stream: it waits for the current stream, which waits for it at the end.
 
         Raises CaptureError, which says what to lower, where the block runs out of the device's memory.
         """
-        return warming(self.shared)
+        shared, around = self._shared, self._shared.current_stream()
+        with shared.lock:
+            shared.stream.wait_stream(around)
+            try:
+                with shared.on(shared.stream):
+                    yield shared.stream
+            except Exception as error:
+                if isinstance(error, CaptureError) or not ran_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # the tensors that the error would keep alive
+                shared.module.empty_cache()
+                raise out_of_memory(error, "before this bucket was captured") from error
+            finally:
+                around.wait_stream(shared.stream)
+
+    def capture(
+        self,
+        step: Callable[[], Any],
+        *,
+        pool: object | None = None,
+        error_mode: str | None = None,
+        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+    ) -> Graph:
+        """Record the step on the capture stream without running it; pool: as `pool()` or torch hands it out.
+
+        parameters: host memory like any other. Raises CaptureError for what the device refuses, naming the line and
+        the way out, where memory ran out, saying what to lower, and from what the step raised.
+        """
+        del parameters
+        mode = mode_of(error_mode, self.error_modes)
+        begin = functools.partial(self._shared.begin, capture_error_mode=mode, **self._options)
+        return capture(self._shared, step, pool_of(pool, self._shared), begin)
 
     def interrupt(self, run: Interruption) -> Any:
         """Call it between two graphs, here and in each replay; outside a capture, once."""
-        return self.shared.interrupt(run)
+        recording = self._shared.recording
+        return run(None) if recording is None else recording.interrupt(run)
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, without keeping the graph's pool from using it again, where the allocator tells of that."""
-        return self.shared.borrow(tensor)
+        recording = self._shared.recording
+        return tensor if recording is None else recording.borrow(tensor)
 
     def event(self) -> Event:
         """An event recorded now on the current stream."""
-        runtime = self.shared.runtime
-        event = runtime.new_event(self.device)
-        event.record(runtime.current_stream(self.device))
+        event = self._shared.new_event()
+        event.record(self._shared.current_stream())
         return StreamEvent(event, self.name)
 
     def synchronize(self) -> None:
         """Wait until the device has done all work handed to it."""
-        self.shared.runtime.synchronize(self.device)
+        self._shared.module.synchronize(self.device)
 
     def memory(self) -> Memory:
         """The driver's account of the device, and what torch's allocator holds of it."""
-        runtime = self.shared.runtime
-        free, total = runtime.free_and_total(self.device)
-        return Memory(total=total, free=free, allocated=runtime.bytes_on(self.device)[0])
+        free, total = self._shared.free_and_total()
+        return Memory(total=total, free=free, allocated=self._shared.held_and_used()[0])

@@ -11,7 +11,7 @@ from slotgraph.backends import Backend, Capabilities, Graph, load
 from slotgraph.backends.base import NO_PARAMETERS, Interruption, Upload
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.backends.host import HostBackend
-from slotgraph.backends.torch_ring import ring_on
+from slotgraph.backends.ring import ring_on
 
 NAME = "packing"
 

@@ -1,4 +1,4 @@
-"""The cpu-capture backend on whole steps: the same bytes as eager, and no trace of the capture."""
+"""The cpu-capture backend: no trace of a capture, what is baked, modes, and what goes wrong."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -11,8 +11,6 @@ from torch.nn import functional
 from slotgraph.backends.cpu_capture import Adapter, CapturedGraph
 from slotgraph.dataflow.errors import CaptureError, ReplayError
 
-BATCH, WIDTH, HEADS, PAGES, PAGE, VOCAB, LAYERS = 4, 32, 2, 16, 4, 64, 2
-HEAD = WIDTH // HEADS
 HIDDEN: Any = torch  # the foreach functions are not exported
 Modes = Callable[[], AbstractContextManager[object]]
 
@@ -30,106 +28,20 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*flat)
 
 
-class Transformer:
-    """A decoder step over a paged cache, as engines write it: rope, cache writes, page gathers, masked attention."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(3)
-        self.embedding = torch.randn(VOCAB, WIDTH)
-        self.angles = torch.randn(PAGES * PAGE, HEAD)
-        self.qkv = [torch.nn.Parameter(torch.randn(3 * WIDTH, WIDTH) / 6) for _ in range(LAYERS)]
-        self.out = [torch.randn(WIDTH, WIDTH) / 6 for _ in range(LAYERS)]
-        self.gate = [torch.randn(2 * WIDTH, WIDTH) / 6 for _ in range(LAYERS)]
-        self.down = [torch.randn(WIDTH, 2 * WIDTH) / 6 for _ in range(LAYERS)]
-        self.cache = torch.randn(LAYERS, 2, PAGES * PAGE, HEADS, HEAD)
-        self.draw()
-
-    def draw(self) -> None:
-        """Hand the step another batch, at the same addresses."""
-        inputs = {
-            "ids": torch.randint(0, VOCAB, (BATCH,)),
-            "positions": torch.randint(0, 3 * PAGE, (BATCH,)),
-            "places": torch.randperm(PAGES * PAGE)[:BATCH],
-            "pages": torch.stack([torch.randperm(PAGES)[:3] for _ in range(BATCH)]),
-        }
-        for name, value in inputs.items():
-            if hasattr(self, name):
-                getattr(self, name).copy_(value)
-            else:
-                setattr(self, name, value)
-
-    def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-    def rotate(self, value: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        first, second = value.chunk(2, -1)
-        return value * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
-
-    def attend(self, layer: int, hidden: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        places, positions = cast("Any", self).places, cast("Any", self).positions
-        query, key, value = functional.linear(hidden, self.qkv[layer]).view(BATCH, 3, HEADS, HEAD).unbind(1)
-        angles = self.angles[positions][:, None]
-        keys, values = self.cache[layer]
-        keys[places] = self.rotate(key, angles)
-        values.index_copy_(0, places, value)
-        mixed = functional.scaled_dot_product_attention(
-            self.rotate(query, angles)[:, :, None],
-            keys[slots].transpose(1, 2),
-            values[slots].transpose(1, 2),
-            attn_mask=mask[:, None, None],
-        )
-        return functional.linear(mixed.reshape(BATCH, WIDTH), self.out[layer])
-
-    def __call__(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        me = cast("Any", self)
-        hidden = functional.embedding(me.ids, self.embedding)
-        slots = (me.pages[:, :, None] * PAGE + torch.arange(PAGE)).reshape(BATCH, -1)
-        mask = torch.arange(slots.shape[1])[None] <= me.positions[:, None]
-        for layer in range(LAYERS):
-            hidden = hidden + self.attend(layer, self.norm(hidden), slots, mask)
-            gate = functional.silu(functional.linear(self.norm(hidden), self.gate[layer]))
-            hidden += functional.linear(gate, self.down[layer])
-        logits = functional.linear(self.norm(hidden), self.embedding)
-        return logits, {"next": logits.argmax(-1), "top": logits.topk(3).values}
-
-
-def leaves(outputs: tuple[torch.Tensor, dict[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """Clones of a transformer step's outputs."""
-    return [outputs[0].clone(), *(value.clone() for value in outputs[1].values())]
-
-
-@pytest.mark.parametrize("eagerly", [torch.inference_mode, torch.no_grad])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_transformer_with_a_paged_cache_gives_eager_bytes(eagerly: Modes, seed: int) -> None:
-    """Outputs and cache are bit-equal to eager over many steps, each reading what the steps before it wrote."""
-    captured, eager = Transformer(), Transformer()
-    graph = capture(captured)
-    addresses = [value.data_ptr() for value in (graph.outputs[0], graph.outputs[1]["next"])]
-    for step in range(12):
-        for model in (captured, eager):
-            torch.manual_seed(100 * seed + step)
-            model.draw()
-        graph.replay()
-        with eagerly():
-            expected = leaves(eager())
-        assert all(same_bytes(*pair) for pair in zip(leaves(graph.outputs), expected, strict=True))
-        assert same_bytes(captured.cache, eager.cache)
-    assert addresses == [value.data_ptr() for value in (graph.outputs[0], graph.outputs[1]["next"])]
-
-
 def test_a_capture_leaves_state_and_random_numbers_alone() -> None:
     """What the step writes in place has the old bytes after the capture, and so has the generator."""
-    model, counter, flags = Transformer(), torch.randint(0, 9, (5,)), torch.rand(7) > 0.5
-    before = [model.cache.clone(), counter.clone(), flags.clone(), torch.get_rng_state()]
+    cache, counter, flags = torch.randn(16, 4), torch.randint(0, 9, (5,)), torch.rand(7) > 0.5
+    before = [cache.clone(), counter.clone(), flags.clone(), torch.get_rng_state()]
 
     def step() -> torch.Tensor:
         counter.add_(1)
         flags[2:5].logical_not_()
         HIDDEN._foreach_mul_([counter[1:], counter[:2]], 3)
-        return model()[0] + torch.rand(VOCAB)
+        cache.index_copy_(0, torch.tensor(3).expand(1), torch.rand(1, 4))
+        return cache.sum() + torch.rand(4)
 
     capture(step)
-    after = [model.cache, counter, flags, torch.get_rng_state()]
+    after = [cache, counter, flags, torch.get_rng_state()]
     assert all(same_bytes(*pair) for pair in zip(before, after, strict=True))
 
 

@@ -9,9 +9,9 @@ import torch
 
 from slotgraph import DecodeRunner
 from slotgraph.backends.cuda import CudaBackend
-from slotgraph.backends.graph_pool import Shared
+from slotgraph.backends.device import GraphDevice
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError, ReplayError
-from tests.backends.cuda_rows import (
+from tests.backends.test_cuda import (
     MIB,
     Rows,
     assert_usable,
@@ -22,9 +22,7 @@ from tests.backends.cuda_rows import (
 )
 
 _AVAILABLE = CudaBackend.is_available()
-if not _AVAILABLE:
-    pytest.skip(f"cuda: {_AVAILABLE.reason}", allow_module_level=True)
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not _AVAILABLE, reason=f"cuda: {_AVAILABLE.reason}")]
 
 Step = Callable[[torch.Tensor], Any]
 
@@ -133,16 +131,16 @@ def test_pool_that_cannot_be_mended(cuda: CudaBackend, monkeypatch: pytest.Monke
     """Where torch refuses a pool after a broken capture, as newer ones do, the shared pool goes on with another."""
     source = torch.ones(4, device=cuda.device)
     earlier = capture(cuda, lambda: source + 1, pool=cuda.pool())
-    before, tries, mend = cuda.pool().handle(), list[object](), Shared._capture_nothing
+    before, tries, mend = cuda.pool().handle(), list[object](), GraphDevice._capture_nothing
 
-    def refusing(shared: Shared, handle: object) -> None:
+    def refusing(device: GraphDevice, handle: object) -> None:
         tries.append(handle)
         if len(tries) == 1:
             message = "beginAllocateToPool: already recording to mempool_id"
             raise RuntimeError(message)
-        mend(shared, handle)
+        mend(device, handle)
 
-    monkeypatch.setattr(Shared, "_capture_nothing", refusing)
+    monkeypatch.setattr(GraphDevice, "_capture_nothing", refusing)
     with pytest.raises(CaptureError, match="item"):
         capture(cuda, lambda: source.sum().item(), pool=torch.cuda.graph_pool_handle() if given else cuda.pool())
     assert len(set(tries)) == 2
@@ -219,9 +217,9 @@ def test_replay_that_is_refused(cuda: CudaBackend) -> None:
     """What torch says at a replay is a ReplayError."""
     source = torch.ones(4, device=cuda.device)
     graph = capture(cuda, lambda: source + 1)
-    for part in graph._parts:
-        assert part.graph is not None
-        part.graph.reset()
+    for _, part in graph._parts:
+        assert part is not None
+        part.reset()
     with pytest.raises(ReplayError, match="could not be replayed"):
         graph.replay()
 

@@ -1,21 +1,55 @@
 """What `Backend.interrupt` promises: a call between two graphs, which finds the work so far done, in each replay."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slotgraph.backends import DEVICE, Backend
 from slotgraph.backends.host import HostBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
-from tests.backends.interruptions import Call, between
 from tests.backends.test_contract import captured, has_true_graphs, random_on
 
 pytestmark = pytest.mark.slotgraph_backends("every")
+Body = Callable[[], Any]
+
+
+@attrs.define(eq=False)
+class Call:
+    """An interruption as a runner makes one: it answers, or writes its answer to the places that it is given."""
+
+    body: Body
+    asked: list[bool] = attrs.field(factory=list)
+
+    def __call__(self, places: Sequence[Any] | None) -> Any:
+        """Call the body; note whether there were places."""
+        self.asked.append(places is not None)
+        answer = self.body()
+        for place, leaf in zip(places or (), pytree.tree_leaves(answer) if places else (), strict=True):
+            if isinstance(place, torch.Tensor):
+                place.copy_(leaf)
+        return answer
+
+
+def between(backend: Backend, body: Body) -> Any:
+    """A call of the body between two graphs."""
+    return backend.interrupt(Call(body))
+
+
+@pytest.fixture
+def interrupting(backend: Backend) -> Backend:
+    """Each backend that can run here and says that it can interrupt a capture."""
+    if type(backend).interrupt is Backend.interrupt:
+        pytest.skip(f"{backend.name} cannot interrupt a capture")
+    return backend
 
 
 def test_outside_of_a_capture(interrupting: Backend) -> None:
@@ -26,36 +60,11 @@ def test_outside_of_a_capture(interrupting: Backend) -> None:
     assert call.asked == [False]
 
 
-def test_order_and_contents(interrupting: Backend) -> None:
-    """The host reads in it what the graph so far has computed, and the graph after it what it returned."""
-    x, seen = random_on(interrupting, 3, seed=2), list[float]()
-
-    def looked_at(value: torch.Tensor) -> torch.Tensor:
-        seen.append(float(value.sum()))
-        return value
-
-    def step() -> torch.Tensor:
-        doubled = x * 2
-        once = between(interrupting, lambda: looked_at(doubled) + float(doubled[0, 0]))
-        twice = between(interrupting, lambda: looked_at(once) * 3)
-        result: torch.Tensor = twice - 1
-        return result
-
-    graph = captured(interrupting, step)
-    for seed in range(3, 6):
-        x.copy_(random_on(interrupting, 3, seed=seed))
-        del seen[:]
-        graph.replay()
-        first = x * 2 + float(x[0, 0] * 2)
-        torch.testing.assert_close(graph.outputs, first * 3 - 1)
-        assert seen == pytest.approx([float((x * 2).sum()), float(first.sum())], rel=1e-5)
-
-
 @settings(max_examples=12)
 @given(parts=st.lists(st.sampled_from(["graph", "break"]), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_any_order_of_graphs_and_calls(interrupting: Backend, parts: list[str], seed: int) -> None:
-    """Calls may come first, last, alone, and behind one another with nothing between them."""
-    x, times = random_on(interrupting, 2, seed=7), [0]
+    """Calls may come first, last, alone, and behind one another with nothing between them; each part is done once."""
+    x, count, times = random_on(interrupting, 2, seed=7), random_on(interrupting, 1, seed=8), [0]
 
     def called(value: torch.Tensor) -> torch.Tensor:
         times[0] += 1
@@ -64,6 +73,8 @@ def test_any_order_of_graphs_and_calls(interrupting: Backend, parts: list[str], 
     def step() -> torch.Tensor:
         value = x
         for part in parts:
+            if part == "graph":
+                count.add_(1)
             value = between(interrupting, partial(called, value)) if part == "break" else value * 2 - 1
         return value
 
@@ -73,9 +84,11 @@ def test_any_order_of_graphs_and_calls(interrupting: Backend, parts: list[str], 
         times[0], expected = 0, x.clone()
         for part in parts:
             expected = expected + expected[0, 0] if part == "break" else expected * 2 - 1
+        count.zero_()
         graph.replay()
         torch.testing.assert_close(graph.outputs, expected)
         assert times[0] == parts.count("break")
+        assert count.tolist() == [[parts.count("graph")] * 3]
 
 
 def test_answers_in_structures(interrupting: Backend) -> None:
@@ -94,21 +107,6 @@ def test_answers_in_structures(interrupting: Backend) -> None:
     assert (nothing, name) == (None, "both")
     torch.testing.assert_close(total, x.sum(0) * 3)
     torch.testing.assert_close(scaled, x * x[0, 0] + 1)
-
-
-def test_writes_into_what_it_is_handed(interrupting: Backend) -> None:
-    """It may write memory of the graph instead of an answer, as kernels with an output argument do."""
-    x = random_on(interrupting, 2, seed=10)
-
-    def step() -> torch.Tensor:
-        out = torch.empty_like(x)
-        between(interrupting, lambda: out.copy_(x * float(x[0, 0])) is None)
-        return out + 1
-
-    graph = captured(interrupting, step)
-    x.copy_(random_on(interrupting, 2, seed=11))
-    graph.replay()
-    torch.testing.assert_close(graph.outputs, x * x[0, 0] + 1)
 
 
 def test_raises_at_capture(interrupting: Backend) -> None:
@@ -276,3 +274,59 @@ def test_backend_that_cannot() -> None:
         plain.interrupt(Call(lambda: None))
     tensor = plain.empty((2,), torch.float32, DEVICE)
     assert plain.borrow(tensor) is tensor
+
+
+@pytest.mark.parametrize("where", ["capture", "replay"])
+def test_inference_mode(interrupting: Backend, where: str) -> None:
+    """A capture inside of inference mode is replayed outside of it, and the other way round."""
+    x = random_on(interrupting, 2, seed=22)
+    with torch.inference_mode(where == "capture"):
+        graph = captured(interrupting, lambda: between(interrupting, lambda: x * float(x[0, 0])) + 1)
+    x.copy_(random_on(interrupting, 2, seed=23))
+    with torch.inference_mode(where == "replay"):
+        graph.replay()
+    torch.testing.assert_close(graph.outputs, x * x[0, 0] + 1)
+
+
+class Functions(TorchFunctionMode):
+    """Counts torch's functions."""
+
+    seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one."""
+        del types
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """Counts operators."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one."""
+        del types
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Functions, Operators])
+def test_modes_of_the_user(interrupting: Backend, kind: type[Functions | Operators]) -> None:
+    """A torch mode that is on sees what the call does at capture as it does in a replay, and is on afterwards."""
+    x, counts = random_on(interrupting, 2, seed=24), list[int]()
+
+    def body() -> torch.Tensor:
+        before = mode.seen
+        result = x * 2
+        counts.append(mode.seen - before)
+        return result
+
+    with kind() as mode:
+        graph = captured(interrupting, lambda: between(interrupting, body) + 1)
+        graph.replay()
+        before = mode.seen
+        torch.testing.assert_close(graph.outputs, x * 2 + 1)
+        assert mode.seen > before
+    assert counts == [1, 1, 1]  # warm-up, capture, replay

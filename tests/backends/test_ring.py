@@ -13,12 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph.backends.ring import ENTRIES, SEGMENT, Ring
+from slotgraph.backends.ring import ENTRIES, SEGMENT, Ring, finish_on, packet_on, ring_on
 from slotgraph.dataflow.feed import Feed
 from slotgraph.dataflow.lanes import WORD
+from tests.packing import Streams, host_memory
+from tests.strategies import noise
 
 PACKET: Final = 4096
 SMALL, LARGE = 64, 3000
+HERE = torch.device("cpu")
 
 
 def chance(seed: int) -> random.Random:
@@ -210,28 +213,16 @@ def test_sources_are_let_go(seed: int, sizes: tuple[int, int]) -> None:
     assert device.faults == []
 
 
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_the_end_of_a_ring(size: int) -> None:
-    """When a ring goes, it waits for what is in flight: neither its memory nor what it keeps goes before."""
+@pytest.mark.parametrize(("size", "stream"), [(SMALL, 0), (LARGE, 0), (LARGE, 1)])
+def test_the_end_of_a_ring(size: int, stream: int) -> None:
+    """When a ring goes, it waits for what is in flight, whichever stream is current: nothing of it goes before."""
     device = LazyDevice()
     ring = device.ring(SMALL)
     play(device, ring, chance(6), (size, size), 0, ENTRIES // 2)
-    before = device.ran
+    before, device.stream = device.ran, stream
     del ring
     gc.collect()
     assert device.ran > before
-    device.drain()
-    assert device.faults == []
-
-
-def test_the_end_of_a_ring_on_another_stream() -> None:
-    """The same where another stream is current when the ring goes, as for a collector's thread."""
-    device = LazyDevice()
-    ring = device.ring(SMALL)
-    play(device, ring, chance(7), (LARGE, LARGE), 0, ENTRIES // 2)
-    device.stream = 1
-    del ring
-    gc.collect()
     device.drain()
     assert device.faults == []
 
@@ -282,3 +273,52 @@ def test_a_feed_sends_what_changed(seed: int, lag: int) -> None:
     device.drain()
     assert device.faults == []
     assert device.sent == sent
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 31, 4096])
+def test_a_packet_lies_at_a_round_address(nbytes: int) -> None:
+    """Whatever the allocator gives, a packet of zeros begins at a multiple of 256, and is as long as it should be."""
+    packet = packet_on(HERE, nbytes)
+    assert (packet.data_ptr() % 256, packet.tolist()) == (0, [0] * nbytes)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_each_packet_arrives(*, inference: bool) -> None:
+    """Over many turns of the ring the packet holds what was sent last, and beyond its length what it held before."""
+    ring, draw, held = ring_on(HERE, 4096, Streams, host_memory), chance(3), bytes(4096)
+    lengths = [draw.randint(1, most) for most in (40, 64, 4096) for _ in range(3 * ENTRIES)]
+    for length in [*lengths, 4096]:
+        data = draw.randbytes(length)
+        with torch.inference_mode(mode=inference and length % 2 == 0):
+            ring.send(data, None)
+        held = data + held[length:]
+        assert ring.packet.numpy().tobytes() == held
+    assert ring.nbytes == 4096 + ENTRIES * 4096
+
+
+def test_what_is_moved_has_memory_of_its_own() -> None:
+    """A tensor that was moved stays as it was, whatever becomes of its source, and takes nothing of the ring."""
+    ring = ring_on(HERE, 64, Streams, host_memory)
+    for seed, dtype in enumerate((torch.int64, torch.bool, torch.bfloat16)):
+        source = noise((3, seed), dtype, seed)
+        right = source.clone()
+        moved = ring.move(source)
+        source.fill_(1)
+        assert torch.equal(moved, right)
+    assert ring.nbytes == 64
+
+
+@pytest.mark.parametrize("capturing", [None, False, True])
+def test_the_end_waits_but_for_captures(capturing: bool | None) -> None:  # noqa: FBT001 - a parameter
+    """A device is waited for, unless that would break off a capture; not every one has captures to ask for."""
+    waited = []
+
+    class Module:
+        @staticmethod
+        def synchronize(device: torch.device) -> None:
+            waited.append(device)
+
+    if capturing is not None:
+        Module.is_current_stream_capturing = staticmethod(lambda: capturing)  # type: ignore[attr-defined]
+    finish_on(Module, HERE)
+    assert waited == ([] if capturing else [HERE])

@@ -5,7 +5,22 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tests.npu.operators import ALL, FLOATS, NUMBERS, WHOLE, A, B, foreach, into, mask, op, places, positive, values
+from tests.npu.operators import (
+    ALL,
+    FLOATS,
+    NUMBERS,
+    WHOLE,
+    A,
+    B,
+    foreach,
+    into,
+    mask,
+    named,
+    op,
+    places,
+    positive,
+    values,
+)
 
 HIDDEN: Any = torch  # type checkers do not see its operators on lists
 
@@ -66,103 +81,26 @@ ARITHMETIC = [
     op("atan2", torch.atan2, A, B, dtypes=FLOATS),
 ]
 
-UNARY_FLOAT: list[Any] = [
-    torch.ceil,
-    torch.cos,
-    torch.cosh,
-    torch.erf,
-    torch.erfc,
-    torch.exp,
-    torch.exp2,
-    torch.expm1,
-    torch.floor,
-    torch.frac,
-    torch.round,
-    torch.rsqrt,
-    torch.sigmoid,
-    torch.sin,
-    torch.sinh,
-    torch.sqrt,
-    torch.tan,
-    torch.tanh,
-    torch.trunc,
-    torch.reciprocal,
-    torch.log,
-    torch.log10,
-    torch.log1p,
-    torch.log2,
-    torch.asinh,
-    torch.acosh,
-    torch.atan,
-    torch.sinc,
-    torch.isneginf,
-    torch.isposinf,
-    torch.signbit,
-    torch.isfinite,
-    torch.isnan,
-    torch.isinf,
-]
+UNARY_FLOAT = named(
+    torch,
+    """
+    ceil cos cosh erf erfc exp exp2 expm1 floor frac round rsqrt sigmoid sin sinh sqrt tan tanh trunc reciprocal
+    log log10 log1p log2 asinh acosh atan sinc isneginf isposinf signbit isfinite isnan isinf
+    """,
+)
 UNARY_ANY: list[Any] = [torch.abs, torch.neg, torch.sign, torch.square]
-ACTIVATIONS: list[Any] = [
-    functional.silu,
-    functional.relu,
-    functional.gelu,
-    functional.mish,
-    functional.hardswish,
-    functional.hardsigmoid,
-    functional.softplus,
-    functional.leaky_relu,
-    functional.elu,
-]
+ACTIVATIONS = named(functional, "silu relu gelu mish hardswish hardsigmoid softplus leaky_relu elu")
 
-INPLACE: list[Any] = [
-    torch.Tensor.abs_,
-    torch.Tensor.acos_,
-    torch.Tensor.asin_,
-    torch.Tensor.asinh_,
-    torch.Tensor.atan_,
-    torch.Tensor.atanh_,
-    torch.Tensor.ceil_,
-    torch.Tensor.cos_,
-    torch.Tensor.cosh_,
-    torch.Tensor.erf_,
-    torch.Tensor.erfc_,
-    torch.Tensor.erfinv_,
-    torch.Tensor.exp_,
-    torch.Tensor.exp2_,
-    torch.Tensor.expm1_,
-    torch.Tensor.floor_,
-    torch.Tensor.frac_,
-    torch.Tensor.log_,
-    torch.Tensor.log10_,
-    torch.Tensor.log1p_,
-    torch.Tensor.log2_,
-    torch.Tensor.reciprocal_,
-    torch.Tensor.relu_,
-    torch.Tensor.rsqrt_,
-    torch.Tensor.sigmoid_,
-    torch.Tensor.sin_,
-    torch.Tensor.sinc_,
-    torch.Tensor.sinh_,
-    torch.Tensor.sqrt_,
-    torch.Tensor.tan_,
-    torch.Tensor.tanh_,
-]
-BINARY_INPLACE: list[Any] = [
-    torch.Tensor.atan2_,
-    torch.Tensor.clamp_min_,
-    torch.Tensor.clamp_max_,
-    torch.Tensor.eq_,
-    torch.Tensor.floor_divide_,
-    torch.Tensor.fmod_,
-    torch.Tensor.ge_,
-    torch.Tensor.gt_,
-    torch.Tensor.le_,
-    torch.Tensor.lt_,
-    torch.Tensor.ne_,
-    torch.Tensor.pow_,
-    torch.Tensor.remainder_,
-]
+INPLACE = named(
+    torch.Tensor,
+    """
+    abs_ acos_ asin_ asinh_ atan_ atanh_ ceil_ cos_ cosh_ erf_ erfc_ erfinv_ exp_ exp2_ expm1_ floor_ frac_ log_
+    log10_ log1p_ log2_ reciprocal_ relu_ rsqrt_ sigmoid_ sin_ sinc_ sinh_ sqrt_ tan_ tanh_
+    """,
+)
+BINARY_INPLACE = named(
+    torch.Tensor, "atan2_ clamp_min_ clamp_max_ eq_ floor_divide_ fmod_ ge_ gt_ le_ lt_ ne_ pow_ remainder_"
+)
 NUMBER_INPLACE: list[Any] = [call for call in BINARY_INPLACE if call is not torch.Tensor.atan2_]
 BITS_INPLACE: list[Any] = [torch.Tensor.bitwise_and_, torch.Tensor.bitwise_or_, torch.Tensor.bitwise_xor_]
 MASKS_INPLACE: list[Any] = [torch.Tensor.logical_and_, torch.Tensor.logical_or_, torch.Tensor.logical_xor_]
@@ -218,28 +156,16 @@ COMPARISONS = [
     op("allclose", lambda a, b: torch.tensor([torch.allclose(a, b)]), A, B, dtypes=ONE, graph=False),
 ]
 
-EACH: list[Any] = [
-    HIDDEN._foreach_abs,
-    HIDDEN._foreach_cos,
-    HIDDEN._foreach_exp,
-    HIDDEN._foreach_neg,
-    HIDDEN._foreach_reciprocal,
-    HIDDEN._foreach_sigmoid,
-    HIDDEN._foreach_sign,
-    HIDDEN._foreach_sin,
-    HIDDEN._foreach_tanh,
-    HIDDEN._foreach_log,
-    HIDDEN._foreach_sqrt,
-]
-PAIRS: list[Any] = [
-    HIDDEN._foreach_add,
-    HIDDEN._foreach_div,
-    HIDDEN._foreach_maximum,
-    HIDDEN._foreach_minimum,
-    HIDDEN._foreach_mul,
-    HIDDEN._foreach_pow,
-    HIDDEN._foreach_sub,
-]
+EACH = named(
+    HIDDEN,
+    """
+    _foreach_abs _foreach_cos _foreach_exp _foreach_neg _foreach_reciprocal _foreach_sigmoid _foreach_sign
+    _foreach_sin _foreach_tanh _foreach_log _foreach_sqrt
+    """,
+)
+PAIRS = named(
+    HIDDEN, "_foreach_add _foreach_div _foreach_maximum _foreach_minimum _foreach_mul _foreach_pow _foreach_sub"
+)
 LISTS = [
     *(op(call.__name__, lambda *t, f=call: f(t), B, positive(5), dtypes=FLOATS) for call in EACH),
     *(

@@ -15,6 +15,11 @@ NUMBERS = (*FLOATS, torch.int64, torch.int32)
 ALL = (*FLOATS, *WHOLE, torch.bool)
 
 
+def named(owner: Any, names: str) -> list[Any]:
+    """Calls of an owner by their names."""
+    return [getattr(owner, name) for name in names.split()]
+
+
 def values(*shape: int, low: int = -9, high: int = 10) -> Maker:
     """Random numbers of the type under test."""
 

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import operator
 import os
 from pathlib import Path
 from typing import Any
@@ -10,75 +11,50 @@ from typing import Any
 import pytest
 import torch
 
-from slotgraph.backends.npu_faults import ADVICE, CONDITIONS
+from slotgraph.backends.npu import NpuDevice
 
 torch_npu: Any = pytest.importorskip("torch_npu", reason="torch_npu is not installed: `make test-npu` installs it")
 
 
-def parameters_of(call: Any) -> list[str]:
-    """The names of a call's parameters, in order, without `self`."""
-    return [name for name in inspect.signature(call).parameters if name != "self"]
+SIGNATURES = {
+    "graph": "npu_graph pool stream auto_dispatch_capture capture_error_mode",
+    "graph_pool_handle": "",
+    "is_current_stream_capturing": "",
+    "current_stream": "device",
+    "default_stream": "device",
+    "set_stream": "stream",
+    "stream": "stream",
+    "synchronize": "device",
+    "empty_cache": "",
+    "memory_snapshot": "mempool_id",
+    "memory_stats_as_nested_dict": "device",
+    "mem_get_info": "device",
+    "current_device": "",
+    "is_available": "",
+    "_is_in_bad_fork": "",
+    "Stream.__new__": "cls device priority kwargs",
+    "Stream.wait_stream": "stream",
+    "Event.__new__": "cls enable_timing blocking interprocess",
+    "Event.record": "stream",
+    "Event.wait": "stream",
+    "Event.query": "",
+    "Event.synchronize": "",
+    "Event.elapsed_time": "end_event",
+    "NPUGraph.__new__": "cls",
+    "NPUGraph.replay": "",
+    "NPUGraph.reset": "",
+    "NPUGraph.pool": "",
+    "NPUGraph.update": "cpu_update_input",
+    "NPUGraph.capture_begin": "pool capture_error_mode",
+    "NPUGraph.capture_end": "",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("graph", ["npu_graph", "pool", "stream", "auto_dispatch_capture", "capture_error_mode"]),
-        ("graph_pool_handle", []),
-        ("is_current_stream_capturing", []),
-        ("current_stream", ["device"]),
-        ("default_stream", ["device"]),
-        ("set_stream", ["stream"]),
-        ("stream", ["stream"]),
-        ("synchronize", ["device"]),
-        ("empty_cache", []),
-        ("memory_snapshot", ["mempool_id"]),
-        ("memory_stats_as_nested_dict", ["device"]),
-        ("mem_get_info", ["device"]),
-        ("current_device", []),
-        ("is_available", []),
-        ("_is_in_bad_fork", []),
-    ],
-)
-def test_functions(name: str, parameters: list[str]) -> None:
-    """Functions of torch.npu take what they are given, in the order that is known."""
-    assert parameters_of(getattr(torch_npu.npu, name)) == parameters
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("Stream", ["device", "priority", "kwargs"]),
-        ("Event", ["enable_timing", "blocking", "interprocess"]),
-        ("NPUGraph", []),
-    ],
-)
-def test_constructors(name: str, parameters: list[str]) -> None:
-    """Streams, events and graphs are made as the adapter makes them."""
-    made: Any = getattr(torch_npu.npu, name)
-    assert [one for one in inspect.signature(made.__new__).parameters if one != "cls"] == parameters
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "parameters"),
-    [
-        ("Stream", "wait_stream", ["stream"]),
-        ("Event", "record", ["stream"]),
-        ("Event", "wait", ["stream"]),
-        ("Event", "query", []),
-        ("Event", "synchronize", []),
-        ("Event", "elapsed_time", ["end_event"]),
-        ("NPUGraph", "replay", []),
-        ("NPUGraph", "reset", []),
-        ("NPUGraph", "pool", []),
-        ("NPUGraph", "update", ["cpu_update_input"]),
-        ("NPUGraph", "capture_begin", ["pool", "capture_error_mode"]),
-        ("NPUGraph", "capture_end", []),
-    ],
-)
-def test_methods(kind: str, name: str, parameters: list[str]) -> None:
-    """Their methods likewise; `update` alone hands host parameters over."""
-    assert parameters_of(getattr(getattr(torch_npu.npu, kind), name)) == parameters
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    """What the adapter calls of torch.npu takes what it is given, in the order that is known."""
+    call = operator.attrgetter(name)(torch_npu.npu)
+    assert [one for one in inspect.signature(call).parameters if one != "self"] == SIGNATURES[name].split()
 
 
 def test_streams_have_handles_and_numbers() -> None:
@@ -118,7 +94,7 @@ def test_process_that_started_the_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operator", "arguments"),
+    ("name", "arguments"),
     [
         ("_npu_paged_attention.default", ["context_lens"]),
         ("npu_multi_head_latent_attention.out", ["context_lens"]),
@@ -127,15 +103,15 @@ def test_process_that_started_the_device() -> None:
         ("npu_fusion_attention_v3.out", ["actual_seq_qlen", "actual_seq_kvlen"]),
     ],
 )
-def test_host_arguments(operator: str, arguments: list[str]) -> None:
+def test_host_arguments(name: str, arguments: list[str]) -> None:
     """The operators that take host arguments, and what these are called, are found where they were."""
     handlers = importlib.import_module("torch_npu.npu._npugraph_handlers.npugraph_handler")
-    specs = handlers._NPU_GRAPH_OP_HANDLERS[operator].get_update_specs(operator)
-    assert [name for _, _, name in specs] == arguments
+    specs = handlers._NPU_GRAPH_OP_HANDLERS[name].get_update_specs(name)
+    assert [one for _, _, one in specs] == arguments
     assert all(where == "arg" and isinstance(place, int) for where, place, _ in specs)
 
 
-@pytest.mark.parametrize("text", [text for text, _ in (*ADVICE, *CONDITIONS) if not text.isdigit()])
+@pytest.mark.parametrize("text", [text for text, _ in (*NpuDevice.advice, *NpuDevice.conditions) if not text.isdigit()])
 def test_what_errors_say(text: str) -> None:
     """The wheel still says what the adapter tells its errors apart by."""
     library = Path(torch_npu.__file__).parent / "lib" / "libtorch_npu.so"

@@ -1,5 +1,6 @@
-"""The stand-in's graphs: capture, replay, forks, pools, and the limit on device streams."""
+"""The stand-in's graphs: what a capture takes, forks, pools, and the limit on device streams."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,18 +18,6 @@ def captured(npu: Any, step: Callable[[], Any], **options: Any) -> tuple[Any, An
     with npu.graph(graph, **options):
         made = step()
     return graph, made
-
-
-def test_a_capture_runs_nothing_and_a_replay_runs_it(npu: Any) -> None:
-    """Replays read what the buffers hold then."""
-    source = torch.randint(0, 9, (4,)).to("npu")
-    target = torch.full_like(source, -1)
-    graph, _ = captured(npu, lambda: target.copy_(source + 1))
-    assert target.tolist() == [-1] * 4
-    for _ in range(2):
-        source.random_(0, 9)
-        graph.replay()
-        assert torch.equal(target.cpu(), source.cpu() + 1)
 
 
 def test_a_fork_is_joined(npu: Any) -> None:
@@ -117,33 +106,6 @@ def test_graphs_share_a_pool(npu: Any) -> None:
     assert torch.equal(shared.cpu(), source.cpu() * 3)
 
 
-LIMITED = """
-    import torch, torch_npu
-    tensor, graphs = torch.ones(3, device="npu"), []
-    for attempt in range(4):
-        graph = torch.npu.NPUGraph()
-        try:
-            with torch.npu.graph(graph):
-                tensor.add_(1)
-        except RuntimeError as error:
-            print("refused", attempt, " ".join(str(error).split()))
-            del graphs[0]
-        else:
-            print("captured", attempt)
-            graphs.append(graph)
-"""
-
-
-@pytest.mark.modes("eager")
-def test_the_limit_on_streams_refuses_a_capture_until_a_graph_is_given_back() -> None:
-    """With STANDIN_STREAM_LIMIT the wheel's own message for too many graphs comes, with the code that is asked for."""
-    printed = output(LIMITED, STANDIN_STREAM_LIMIT="2", STANDIN_STREAM_ERROR="207008")
-    lines = [line for line in printed.splitlines() if line.startswith(("captured", "refused"))]
-    assert [line.split()[0] for line in lines] == ["captured", "captured", "refused", "captured"]
-    assert "error code is 207008" in lines[2]
-    assert "Stream resources are insufficient" in lines[2]
-
-
 @pytest.mark.modes("eager")
 def test_a_fork_counts_towards_the_limit() -> None:
     """Each stream in a capture takes one of the device's; the wait fails on torch_npu's thread, without the code."""
@@ -160,3 +122,50 @@ def test_a_fork_counts_towards_the_limit() -> None:
             print(" ".join(str(error).split()))
     """
     assert "rtStreamWaitEvent execution failed" in output(source, STANDIN_STREAM_LIMIT="1").splitlines()[-1]
+
+
+def test_a_copy_from_pinned_memory_is_captured(npu: Any) -> None:
+    """It becomes a node that reads the buffer at each replay."""
+    source, target = torch.randn(3).pin_memory(), torch.zeros(3, device="npu")
+    graph = npu.NPUGraph()
+    with npu.graph(graph):
+        target.copy_(source, non_blocking=True)
+    for _ in range(2):
+        source.copy_(torch.randn(3))
+        graph.replay()
+        assert torch.equal(target.cpu(), source)
+
+
+def blocking_copy(raised: list[RuntimeError]) -> None:
+    """Make a blocking copy; note what it raises."""
+    try:
+        torch.empty(3, device="npu").copy_(torch.randn(3))
+    except RuntimeError as error:
+        raised.append(error)
+
+
+@pytest.mark.parametrize(("mode", "refused"), [("global", True), ("thread_local", False), ("relaxed", False)])
+def test_the_capture_error_mode_says_whether_other_threads_are_held_to_it(
+    npu: Any, mode: str, *, refused: bool
+) -> None:
+    """A blocking copy on a thread that captures nothing is refused, and spoils the capture, in one mode alone."""
+    raised, tensor = list[RuntimeError](), torch.randn(3, device="npu")
+
+    def step() -> None:
+        tensor.add_(1)
+        thread = threading.Thread(target=blocking_copy, args=(raised,))
+        thread.start()
+        thread.join()
+
+    try:
+        with npu.stream(npu.current_stream()):  # npu.graph leaves its own the current one when a capture's end fails
+            captured(npu, step, capture_error_mode=mode)
+    except RuntimeError as error:
+        raised.append(error)
+    assert bool(raised) is refused
+
+
+def test_the_default_stream_cannot_be_captured(npu: Any) -> None:
+    """torch_npu says so itself."""
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        npu.NPUGraph().capture_begin()

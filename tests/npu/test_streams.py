@@ -1,5 +1,6 @@
-"""Several streams on the stand-in: steps come on any of them, sources belong to any, and captures end on their own."""
+"""Several streams on the stand-in, and uploads in flight: steps come on any stream, and sources belong to any."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.backends.accelerator import AcceleratorBackend
 from slotgraph.backends.npu import NpuBackend
+from slotgraph.backends.ring import ENTRIES, Ring, copy_slice, finish_on, packet_on, pinned, ring_on
+from slotgraph.dataflow.feed import Upload
 
 pytestmark = pytest.mark.modes("eager", "lazy")
 KINDS = pytest.mark.parametrize("kind", [NpuBackend, AcceleratorBackend])
@@ -133,3 +136,49 @@ def test_step_that_leaves_another_stream(kind: Kind, npu: Any) -> None:
     assert npu.current_stream() == before
     graph.replay()
     assert graph.outputs.tolist() == [2.0] * 4
+
+
+SENDS = 3 * ENTRIES + 5
+NBYTES = 64
+
+
+class Passed:
+    """An event that says at once that all is done."""
+
+    def query(self) -> bool:
+        """Always."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing is waited for."""
+
+
+def received(upload: Upload) -> list[int]:
+    """What the device found in the packet after each of many sends, none of which was awaited."""
+    copies = []
+    for number in range(SENDS):
+        upload.send(bytes([number % 251]) * NBYTES, None)
+        copies.append(upload.packet.clone())
+    found = [set(copy.tolist()) for copy in copies]
+    return [one.pop() if len(one) == 1 else -1 for one in found]
+
+
+EXPECTED = [number % 251 for number in range(SENDS)]
+
+
+def test_ring() -> None:
+    """More sends than the ring has entries, all of them in flight, arrive as they were sent."""
+    assert received(ring_on(NpuBackend().device, NBYTES)) == EXPECTED
+
+
+@pytest.mark.modes("lazy")
+def test_ring_without_its_events(npu: Any) -> None:
+    """Without its events the same ring overwrites what the device has not read yet: lazy streams show it each time."""
+    device = NpuBackend().device
+    packet = packet_on(device, NBYTES)
+    ring = Ring(
+        packet, pinned, functools.partial(copy_slice, packet), Passed, functools.partial(finish_on, npu, device)
+    )
+    found = received(ring)
+    assert found != EXPECTED
+    assert found[-1] == EXPECTED[-1]  # what was written last is there

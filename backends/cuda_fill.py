@@ -1,15 +1,19 @@
-"""The upload on CUDA: a pinned ring, and the driver's own copy, which takes two thirds of the time of torch's."""
+"""Filling on CUDA: the upload, and the launch of the fused kernel.
+
+The upload is a pinned ring with the driver's own copy, which takes two thirds of the time of torch's.
+"""
 
 import ctypes
 import functools
-from collections.abc import Callable
-from typing import Any, Final
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
 
 import torch
 
-from .base import Upload
-from .ring import Ring
-from .torch_ring import Slices, finish_on, mark_on, packet_on, pinned
+from ..dataflow import log
+from .base import Fusion, Upload
+from .ring import Ring, copy_slice, finish_on, mark_on, packet_on, pinned
 
 MOST_INLINE: Final = 32 << 10
 """Bytes up to which a copy from pageable memory beats a pinned entry. One H200, driver 580, host and device us: 216
@@ -43,14 +47,13 @@ class _Copies:
         self._packet = packet
         self._target = packet.data_ptr()
         self._stream = current_stream_on(packet.device)
-        self._by_torch = Slices(packet).copy
         self._copy = _driver_copy()
         self.by_driver = self._copy is not None
 
     def start(self, memory: torch.Tensor, at: int, nbytes: int) -> None:
         """Copy from pinned memory."""
         if self._copy is None or self._copy(self._target, memory.data_ptr() + at, nbytes, self._stream()):
-            self._by_torch(memory, at, nbytes)
+            copy_slice(self._packet, memory, at, nbytes)
 
     def inline(self, data: bytes, nbytes: int) -> None:
         """Copy from bytes, which the driver has read when this returns."""
@@ -70,3 +73,51 @@ def _driver_copy() -> Callable[[int, int | bytes, int, int], int] | None:
     function.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     function.restype = ctypes.c_int
     return function
+
+
+@final
+class CudaFusion(Fusion):
+    """The fused fill as a Triton kernel."""
+
+    def __init__(self, device: torch.device) -> None:
+        from . import cuda_kernel  # noqa: PLC0415 - triton is there only where the device is
+
+        self._device = device
+        self._module: Any = cuda_kernel
+        self._try()
+
+    @property
+    def block(self) -> int:
+        """Words that one program takes."""
+        return int(self._module.BLOCK)
+
+    def kernel(self, table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """A launch of one program for each row of the table."""
+        del targets  # the table has their addresses
+        words, rows = packet.view(torch.int64), table.shape[0]
+        return functools.partial(self._launch, rows, table, words)
+
+    def _launch(self, rows: int, table: torch.Tensor, words: torch.Tensor) -> None:
+        if rows:
+            self._module.fill_lanes[(rows,)](table, words, BLOCK=self.block, num_warps=self._module.WARPS)
+
+    def _try(self) -> None:
+        """Compile and launch the kernel once, on nothing: a capture is no place to find out that it cannot be."""
+        with torch.inference_mode(mode=False), torch.cuda.device(self._device):
+            table = torch.zeros(8, dtype=torch.int64, device=self._device)
+            words = torch.full((8,), -1, dtype=torch.int64, device=self._device)  # for no table
+            self._launch(1, table.view(1, 8), words)
+            torch.cuda.synchronize(self._device)
+
+
+@functools.cache
+def fusion_on(device: torch.device) -> CudaFusion | None:
+    """The fused fill on a device; None, with one warning that says why, where it cannot be had."""
+    if importlib.util.find_spec("triton") is None:
+        log.warning("no_fused_fill", device=str(device), reason="triton is not installed: `pip install triton`")
+        return None
+    try:
+        return CudaFusion(device)
+    except Exception as error:  # noqa: BLE001 - triton raises what it likes: no compiler, no driver, an unknown chip
+        log.warning("no_fused_fill", device=str(device), reason=f"{type(error).__name__}: {error}")
+        return None

@@ -1,0 +1,270 @@
+"""CUDA and NPU where there is none: why a backend cannot run, and what its errors say; runs on any machine."""
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slotgraph.backends import choose, cuda, faults, load, npu
+from slotgraph.backends.cuda import CudaDevice
+from slotgraph.backends.device import pool_of
+from slotgraph.backends.npu import NpuDevice
+from slotgraph.dataflow import errors
+from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
+
+MEMORY = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1 GiB is free"
+)
+BEGIN = (
+    "capture_begin:../torch_npu/csrc/core/npu/NPUGraph.cpp:318 NPU function error: "
+    "c10_npu::acl::AclmdlRICaptureBegin(capture_stream_, capture_mode), error code is {}\n[ERROR] 2026 (PID:1) ERR00100"
+)
+
+
+def refusing(error: Exception) -> Any:
+    """A call of torch's that raises."""
+
+    def refuse(*_: Any) -> Any:
+        raise error
+
+    return refuse
+
+
+def reason(name: str) -> str:
+    """Why a backend cannot run."""
+    available = load(name).is_available()
+    assert not available
+    return available.reason
+
+
+@pytest.fixture
+def built_for_cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A torch that is built for CUDA and sees no device."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch that is built without CUDA is told by its version, with the command that installs one that is."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert torch.__version__ in reason("cuda")
+    assert "built without CUDA: on Linux, `pip install" in reason("cuda")
+    with pytest.raises(BackendUnavailableError, match=r"'cuda' cannot run here: .*pip install"):
+        choose("cuda")
+
+
+@pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", ""), ("HIP_VISIBLE_DEVICES", "-1")])
+def test_hidden_cuda_devices(built_for_cuda: pytest.MonkeyPatch, name: str, value: str) -> None:
+    """A variable that hides every device is named."""
+    built_for_cuda.setenv(name, value)
+    assert f"{name} is {value!r}: unset it" in reason("cuda")
+
+
+def test_no_cuda_driver(built_for_cuda: pytest.MonkeyPatch) -> None:
+    """What the driver says is passed on, one line of it, with the devices that were asked for; so is a fork."""
+    told = RuntimeError("Found no NVIDIA driver on your system.\nLong story")
+    built_for_cuda.setattr(torch.cuda, "init", refusing(told))
+    built_for_cuda.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert reason("cuda") == (
+        "torch finds no device (CUDA_VISIBLE_DEVICES='7'): Found no NVIDIA driver on your system.; "
+        "nvidia-smi or rocm-smi shows what the driver sees"
+    )
+    built_for_cuda.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert "'spawn'" in reason("cuda")
+
+
+def test_liveness_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for torch's check of inputs is refused where this torch has none."""
+    monkeypatch.setattr(torch.cuda, "graph", lambda cuda_graph, pool=None: (cuda_graph, pool))
+    with pytest.raises(BackendUnavailableError, match=r"cannot check whether inputs are alive: torch 2\.13 can"):
+        cuda._liveness()
+
+
+@pytest.mark.parametrize("pool", [3, (1,), (1, "2"), "pool"])
+def test_strange_pool(pool: object) -> None:
+    """What is no pool is refused."""
+    nowhere: Any = None
+    with pytest.raises(CaptureError, match=r"pool is what pool\(\)"):
+        pool_of(pool, nowhere)
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A torch_npu that is installed, and that no test before has tried to import."""
+    monkeypatch.delattr(torch, "npu", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
+    npu._import.cache_clear()
+    yield monkeypatch
+    npu._import.cache_clear()
+
+
+def present(monkeypatch: pytest.MonkeyPatch, **calls: Any) -> None:
+    """A torch.npu with some calls, as torch_npu brings it."""
+    found = {"_is_in_bad_fork": lambda: False, "is_available": lambda: True, **calls}
+    monkeypatch.setattr(torch, "npu", SimpleNamespace(**found), raising=False)
+
+
+def test_torch_npu_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package, the reason is the command that installs the one for this torch."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    version = torch.__version__.split("+")[0]
+    assert f"`pip install torch_npu=={version}`" in reason("npu")
+    with pytest.raises(BackendUnavailableError, match="backend 'npu' cannot run here: torch_npu is not installed"):
+        choose("npu")
+    with pytest.raises(BackendUnavailableError, match="torch_npu is not installed"):
+        load("npu")()
+
+
+@pytest.mark.parametrize("kind", [ImportError, OSError, RuntimeError])
+def test_torch_npu_cannot_be_imported(package: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+    """A package that raises at its import is told from one that is missing, with what it said; it is tried once."""
+    tries, error = list[str](), kind("libascendcl.so: cannot open shared object file")
+    really = importlib.import_module
+
+    def refuse(name: str, package: str | None = None) -> Any:
+        if name != "torch_npu":
+            return really(name, package)
+        tries.append(name)
+        raise error
+
+    package.setattr(importlib, "import_module", refuse)
+    for _ in range(2):
+        assert "libascendcl.so: cannot open" in (said := reason("npu"))
+        assert "set_env.sh" in said
+    assert tries == ["torch_npu"]
+
+
+def test_no_npu(package: pytest.MonkeyPatch) -> None:
+    """No device, hidden devices, a driver that does not start, and forks, seen by torch_npu or not, are told apart."""
+    package.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+    present(package, is_available=lambda: False)
+    assert "but no NPU: `npu-smi info`" in reason("npu")
+    package.setenv("ASCEND_RT_VISIBLE_DEVICES", "9")
+    assert "ASCEND_RT_VISIBLE_DEVICES='9'" in reason("npu")
+    code = "Initialize:NPUToolkit.cpp NPU function error: aclInit, error code is 500000\nand a page more"
+    present(package, is_available=refusing(RuntimeError(code)))
+    assert "error code is 500000" in reason("npu")
+    assert "page" not in reason("npu")
+    for fork in ({"_is_in_bad_fork": lambda: True}, {"_original_pid": os.getpid() + 1}):
+        present(package, **fork)
+        assert "'spawn'" in reason("npu")
+    present(package, _original_pid=os.getpid())
+    assert load("npu").is_available()
+
+
+def test_something_else_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a program put in the package's place, as tests of others do, is no NPU, and breaks nothing off."""
+    monkeypatch.delattr(torch, "npu", raising=False)
+    monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    npu._import.cache_clear()
+    assert reason("npu") == "what is imported as torch_npu brings no torch.npu"
+    npu._import.cache_clear()
+
+
+def test_not_imported_before_it_is_asked_for() -> None:
+    """Neither the package nor the adapter's own module brings torch_npu in."""
+    program = (
+        "import sys; import slotgraph; from slotgraph.backends import load, names; load('npu'); load('accelerator'); "
+        "assert 'npu' in names(); sys.exit('torch_npu' in sys.modules)"
+    )
+    environment = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PATH": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, check=False, capture_output=True)  # noqa: S603
+    assert not done.returncode, done.stderr.decode()
+
+
+def told(error: Exception, device: type[CudaDevice] | type[NpuDevice] = CudaDevice) -> str:
+    """What is made of an error that is raised from a line of this file."""
+    with pytest.raises(type(error)) as caught:
+        refusing(error)()
+    return str(faults.not_captured(caught.value, device.advice, device.conditions))
+
+
+@pytest.mark.parametrize(
+    ("device", "text", "way_out"),
+    [
+        (CudaDevice, "CUDA error: operation not permitted when stream is capturing\nSearch for", "torch.where"),
+        (CudaDevice, "Cannot copy during capture unless the CPU tensor is pinned. Please", "placement='host'"),
+        (CudaDevice, "CUDA error: operation failed due to a previous error during capture", "went on after it"),
+        (CudaDevice, "CUDA error: dependency created on uncaptured work in another stream", "other stream wait"),
+        (CudaDevice, "Offset increment outside graph capture encountered unexpectedly.", "generator="),
+        (CudaDevice, "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED", "warm-up"),
+        (NpuDevice, "Cannot run aclop operators during NPU graph capture. It is NonZero.", "no kernel that a graph"),
+        (NpuDevice, "f:../Local.cpp:24 NPU function error: AclrtSynchronizeStreamWithTimeout", "it waits for the dev"),
+    ],
+)
+def test_what_a_step_may_not_do(device: type[CudaDevice] | type[NpuDevice], text: str, way_out: str) -> None:
+    """Each refusal says what was refused, on which line, and the way out, on one line without a place in C++."""
+    said = told(RuntimeError(text), device)
+    assert said.startswith("a captured step cannot do what it does at test_absent_devices.py:")
+    assert "`raise error`" in said
+    assert way_out in said
+    assert "\n" not in said
+    assert ".cpp" not in said
+
+
+def test_what_a_step_raises() -> None:
+    """An error of the step's own is told with its line; one that was never raised has none, one of torch's has ours."""
+    said = told(LookupError("out of workspace"))
+    assert said.startswith("the step raised LookupError at test_absent_devices.py:")
+    assert said.endswith("while it was captured: out of workspace")
+    assert told(KeyError()).endswith("captured: KeyError")
+    assert errors.place_of(RuntimeError("x")) == ""
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2).view(3)
+    assert "test_absent_devices.py:" in errors.place_of(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "way_out"),
+    [
+        (BEGIN.format(207005), "no streams left for another graph"),
+        (BEGIN.format(207008), "no streams left for another graph"),
+        ("NPU graphs must be captured on a non-default stream. (However,", "the current stream is the default one"),
+        ("Do not support TASK_QUEUE_ENABLE = 2 during NPU graph capture", "set TASK_QUEUE_ENABLE=1 in the environment"),
+        ("not supported when pin_memory_expandable_segments=True.", "take pin_memory_expandable_segments out of"),
+    ],
+)
+def test_conditions_of_an_npu(text: str, way_out: str) -> None:
+    """What is wrong whatever the step does is told as that, without a line of the step, and without a place in C++."""
+    said = told(RuntimeError(text), NpuDevice)
+    assert said.startswith("nothing can be captured as things are (")
+    assert way_out in said
+    assert ".cpp" not in said
+    assert ".py" not in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (torch.OutOfMemoryError(MEMORY), "tried to allocate 2.00 GiB"),
+        (RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 61 GiB total)"), "tried to allocate 2.00"),
+        (RuntimeError("CUDA error: out of memory"), "CUDA error"),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            "CUDA error: CUBLAS",
+        ),
+    ],
+)
+def test_memory_that_ran_out(error: Exception, asked: str) -> None:
+    """Too little memory is told apart from other errors, with what was asked for and what to lower."""
+    assert faults.ran_out_of_memory(error)
+    for device in (CudaDevice, NpuDevice):
+        said = told(error, device)
+        assert said.startswith(f"the device's memory ran out while this bucket was captured ({asked}")
+        assert "capacity" not in said
+        for part in ("number of buckets", "largest bucket", "KV cache"):
+            assert part in said
+    assert not faults.ran_out_of_memory(ValueError("out of memory"))
