@@ -360,7 +360,7 @@ def test_two_against_two(right: int, wrong: int) -> None:
 
 
 class Prefilled(Inputs):
-    """What a breakable runner's first_step reads, and one source more that tells its tokens."""
+    """What a breakable runner's step reads, and one source more that tells its tokens."""
 
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)

@@ -49,6 +49,7 @@ MODES: Final[Mapping[str, Callable[[], AbstractContextManager[Any]]]] = {
     "plain": nullcontext,
     "inference": torch.inference_mode,
     "no grad": torch.no_grad,
+    "meta": lambda: torch.device("meta"),
 }
 each_lowering = pytest.mark.parametrize("lowering", LADDER)
 
