@@ -3,11 +3,12 @@
 import dataclasses
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
 import attr
 import attrs
+import numpy as np
 import pytest
 import torch
 
@@ -17,12 +18,16 @@ from slotgraph import (
     Axis,
     DecodeRunner,
     EagerRunner,
+    FillRole,
     Inputs,
     Role,
     Slot,
     computed,
     constant,
     copied,
+    host_parameter,
+    keep,
+    once,
     output,
 )
 from slotgraph.dataflow.errors import CycleError, DeclarationError, DeclarationErrors
@@ -494,3 +499,144 @@ def test_axes() -> None:
     for fixed in ("no", 1, None):
         with pytest.raises(TypeError, match="axis 'PAGES': fixed is True or False"):
             Axis("PAGES", fixed=fixed)  # type: ignore[arg-type] # pyright: ignore - what is refused
+
+
+HIDDEN, CONTEXT = Axis("HIDDEN", fixed=True), Axis("CONTEXT", fixed=True)
+
+
+int64: Any = np.int64
+
+
+copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - what fills call
+
+
+def named(*names: str) -> list[torch.dtype]:
+    """The dtypes of these names that this torch has."""
+    return [dtype for name in names if isinstance(dtype := getattr(torch, name, None), torch.dtype)]
+
+
+WHOLE = named("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
+
+
+FLOATS = named("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
+
+
+NO_DTYPES: list[Any] = [
+    *named("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "bits8", "bits16", "bits4x2", "complex32"),
+    *named("float4_e2m1fn_x2", "uint1", "uint4", "uint7", "int1", "int4"),
+    *("int64", "torch.int64", int, np.int64, None, 3, [torch.int64]),
+    *(Role("mine", "int64"), Role("mine", torch.int16, accepts=torch.int64), Role(3, torch.int64)),  # type: ignore[arg-type]
+    *(Role("mine", torch.quint8), Role("mine", torch.int16, accepts=("int64",))),  # type: ignore[arg-type]
+]
+
+
+async def coroutine(one: Any) -> Any:
+    """What would hand out a coroutine, and no value."""
+    return one
+
+
+def generator(one: Any) -> Iterator[Any]:
+    """What would hand out an iterator, and no value."""
+    yield one
+
+
+def function(of: str) -> Any:
+    """A function with these parameters."""
+    return eval(f"lambda {of}: 1")  # noqa: S307 - a text of this file
+
+
+NO_FUNCTIONS: list[Any] = [function(""), function("one, two"), function("*, one"), coroutine, generator]
+
+
+NO_VALUES: list[Any] = [
+    *("zero", b"0", 1j, torch.tensor(0), [0], (0,), {}, object(), np.array(0), np.datetime64(0, "s"), torch.int64),
+    *(FillRole("mine", "0"), FillRole("mine", None), FillRole(3, 0)),  # type: ignore[arg-type]
+]
+
+
+NO_FLAGS: list[Any] = ["no", "yes", "", 0, 1, None, np.True_, [], torch.tensor(True)]  # noqa: FBT003 - the point
+
+
+NO_SIZES: list[Any] = [
+    -1,
+    1.5,
+    True,
+    None,
+    "BATCH",
+    [BATCH],
+    (BATCH,),
+    2**63,
+    np.float64(2),
+    torch.tensor(2),
+    np.int8(-2),
+]
+
+
+BAD: dict[str, list[Any]] = {
+    "dtype": NO_DTYPES,
+    "shape": NO_SIZES,
+    "pad": [*NO_VALUES, *NO_FUNCTIONS, *map(once, NO_VALUES)],
+    "starts": [*NO_VALUES, *NO_FUNCTIONS, once(0), keep("why")],
+    "poison": ["old", "", [0], 3, True, {0}, *NO_FUNCTIONS, *((value,) for value in NO_VALUES)],
+    "value": [*NO_VALUES, None, *NO_FUNCTIONS],
+    "placement": ["gpu", "cuda", "DEVICE", None, 3, True, ["host"], torch.device("cpu")],
+    "when": [True, False, 3, "", "deep.", ".on", ["on"], torch.tensor(1), *NO_FUNCTIONS],
+    "source": [3, True, "", "two words", "a..b", "a.", ["ids"], torch.int64, torch.tensor(1), *NO_FUNCTIONS],
+    "converts": [torch.int32, [torch.int32], ("int32",), (torch.qint8,), (torch.int32, None), None, 3, "int32"],
+    "limit": [-1, 1.5, "4", True, [4], (4,), np.float32(3), np.int8(-1), 2**70],
+    "argument": [3, True, "two words", "", "lambda", "None", b"lens", ["lens"], torch.int64],
+    "default": [0, False, "None", torch.zeros(4), attrs.Factory(list), []],
+    "init": [True, 1, "no", torch.tensor(1), "False"],
+    "function": [3, "step", None, max, print, torch.add, coroutine, generator, *map(function, ("*a", "**a", "a, /"))],
+    **dict.fromkeys(("strided", "rewritten", "restored"), NO_FLAGS),
+}
+
+
+def told(fields: dict[str, Any]) -> list[str]:
+    """The faults of a declaration of these fields; none where it is good."""
+    try:
+        declared(**fields)
+    except DeclarationErrors as wrong:
+        return [str(fault) for fault in wrong.exceptions]
+    return []
+
+
+def test_every_unsuitable_value() -> None:
+    """One class with a slot for each unsuitable value there is: all faults at once, in order, each by its slot."""
+    every = [(parameter, value) for parameter, values in BAD.items() for value in values]
+    fields: dict[str, Any] = {}
+    for place, (parameter, value) in enumerate(every):
+        given: dict[str, Any] = {"dtype": torch.int64, parameter: value}
+        if parameter == "argument":
+            fields[f"slot_{place}"] = host_parameter(BATCH, pad=0, **given)
+        elif parameter in ("value", "init"):
+            fields[f"slot_{place}"] = constant(given.pop("value", 0), **given)
+        elif parameter == "function":
+            fields[f"slot_{place}"] = computed(given.pop("function"), **given)
+        elif parameter == "shape":
+            fields[f"slot_{place}"] = copied(given.pop("shape"), pad=0, **given)
+        else:
+            fields[f"slot_{place}"] = copied(BATCH, **{"pad": 0, **given})
+    faults = told(fields)
+    assert len(faults) == len(every)
+    for place, fault in enumerate(faults):
+        assert f"slot 'slot_{place}': {every[place][0]}=" in fault
+
+
+def test_every_dtype() -> None:
+    """A dtype that torch fills and copies on the CPU, without a warning, is taken; every other one is refused."""
+    for dtype in {one for one in vars(torch).values() if isinstance(one, torch.dtype)}:
+        faults = told({"ids": copied(BATCH, dtype=dtype, pad=keep("the test says so"))})
+        assert bool(faults) == (not is_filled_and_copied(dtype)), dtype
+
+
+def is_filled_and_copied(dtype: torch.dtype) -> bool:
+    """Ask torch."""
+    if dtype == torch.complex32:  # torch warns of it, but only once
+        return False
+    try:
+        filled = torch.empty(3, dtype=dtype, device="cpu").fill_(1)
+        copy_each([torch.empty_like(filled)], [filled])
+        return torch.equal(torch.empty_like(filled).copy_(filled), filled)
+    except (RuntimeError, UserWarning):
+        return False
