@@ -120,7 +120,7 @@ def test_wrong_type() -> None:
 
 
 def test_bad_files(tmp_path: Path) -> None:
-    """A file that does not parse, holds something else or has an unknown key is refused; what it leaves out is default."""
+    """A file that does not parse, holds something else or has an unknown key is refused; the rest is default."""
     wrong = [
         *(("runner.yaml", "width: 2", "a .toml or .json file"), ("runner.toml", "width = = 2", "runner.toml: ")),
         *(("runner.json", "{", "runner.json: "), ("runner.json", "[1]", "expected keys and values, got list")),
