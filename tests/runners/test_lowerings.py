@@ -397,6 +397,27 @@ def test_a_view_as_the_next_batch(cpu: str) -> None:
             assert_right(runner(small), small)
 
 
+def test_slots_that_a_producer_writes(cpu: str) -> None:
+    """Rows written where a bucket reads them need no copy; tails are reset, whatever the producer wrote there since."""
+    for lowering in LADDER:
+        runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu, lowering=lowering)
+        runner.capture()
+        view = runner.inputs(8)
+        for number, requests in enumerate((8, 5, 7, 5, 5)):
+            batch = random_batch(requests, seed=60 + number)
+            given = snapshot(batch)
+            for name in ("ids", "weights", "pairs"):
+                place = getattr(view, name)
+                place.fill_(3)  # beyond the live rows, too
+                place[:requests] = batch[name]
+                batch[name] = place[:requests]
+            for brought, right in ((batch, given), (random_batch(requests, seed=80 + number),) * 2):
+                filled = runner.fill(brought)
+                assert filled.ids[requests:].tolist() == [49] * (8 - requests)
+                assert filled.pairs[requests:].tolist() == [[9, 9]] * (8 - requests)
+                assert_right(runner.replay(filled), right)
+
+
 class Turned(Inputs):
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     places: torch.Tensor = copied(3, BATCH, dtype=torch.int64, pad=-1)
