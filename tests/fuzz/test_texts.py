@@ -96,7 +96,8 @@ def test_nasty_texts(tmp_path: pathlib.Path) -> None:
 
 def test_nasty_dtypes() -> None:
     """What torch has under a name, and is no dtype, is not even looked up; what is no name is refused."""
-    for value in ({"a": []}, [[]], "_dynamo", "Tensor", "has_mps", "", "\ud800", None, 10**400, [1] * 9):
+    nasty: list[Any] = [{"a": []}, [[]], "_dynamo", "Tensor", "has_mps", "", "\ud800", None, 10**400, [1] * 9]
+    for value in nasty:
         data: Any = to_data(PLAN)
         data["copies"][0]["dst_dtype"] = value
         with pytest.raises(ConfigError, match=r"dtype|expected str"):

@@ -166,7 +166,7 @@ def _cuts(here: torch.Tensor) -> int:
 def test_steps_that_change_their_view(way: str) -> None:
     """A step whose code changes the shape of what it sees, in each run anew, sees it unchanged each time."""
     for how in ("unsqueeze_", "transpose_"):
-        seen = []
+        seen: list[Any] = []
 
         def step(view: Wide, how: str = how, seen: list[Any] = seen) -> torch.Tensor:
             outputs = answer(view)

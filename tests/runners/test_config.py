@@ -36,12 +36,6 @@ def toml_of(data: dict[str, Any]) -> str:
     return "".join(f"{key} = {json.dumps(value)}\n" for key, value in data.items())
 
 
-@given(configs)
-def test_python_round_trip(config: RunnerConfig) -> None:
-    """What a configuration gives as plain data makes the same configuration."""
-    assert RunnerConfig.of(config.as_data()) == config
-
-
 @pytest.mark.parametrize(("suffix", "write"), [(".json", json.dumps), (".toml", toml_of)])
 @given(config=configs)
 def test_file_round_trip(
@@ -97,13 +91,6 @@ def test_lowering_of_a_configuration(cpu: str) -> None:
     assert [DecodeRunner(PlainInputs, plain_step, backend=cpu, lowering=one).lowering for one in has] == [*has]
     with pytest.raises(ConfigError, match=f"lowering 'folded': this backend has {', '.join(has)}; or say 'auto'"):
         DecodeRunner(PlainInputs, plain_step, backend=cpu, lowering="folded")
-
-
-def test_ladder_of_a_configuration() -> None:
-    """Buckets that are given count; else the default ladder up to the largest batch."""
-    assert RunnerConfig(buckets=(8, 2), max_waste=0.5).ladder().sizes == (2, 8)
-    assert RunnerConfig(buckets=(8, 2), max_waste=0.5).ladder().max_waste == 0.5
-    assert RunnerConfig(max_batch=19).ladder().sizes == (1, 2, 4, 8, 16, 19)
 
 
 def test_wrong_type() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from slotgraph import BATCH, TOKENS, WIDTH, Axis, Buckets, DecodeRunner, EagerRunner, Inputs, copied
+from slotgraph import BATCH, TOKENS, WIDTH, Axis, Buckets, DecodeRunner, Inputs, copied
 from slotgraph.backends.base import Backend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
@@ -103,13 +103,6 @@ def test_deciding_changes_nothing(varied_runner: DecodeRunner[VariedInputs]) -> 
     assert torch.equal(varied_runner.replay(view), varied_answer(batch))
 
 
-def test_same_value_goes_through_the_graph(varied_runner: DecodeRunner[VariedInputs]) -> None:
-    """A field that the batch brings with the captured value, or not at all, goes through the graph."""
-    assert varied_runner.decide(varied(3, 3, mode="decode")).path == "graph"
-    assert varied_runner.decide(varied(3, 3, mode="DECODE".lower())).path == "graph"
-    assert varied_runner.decide(varied(3, 3, mode=None)).path == "graph"
-
-
 def test_field_that_compares_by_element(varied_runner: DecodeRunner[VariedInputs]) -> None:
     """A field whose value in the batch is an array differs from the captured one, and says so."""
     values: list[Any] = [torch.arange(3), np.arange(3), [np.arange(3)], {"rows": torch.arange(3)}]
@@ -195,26 +188,6 @@ def test_stats(cpu: str, lowering: str) -> None:
     }
 
 
-def test_fills_alone_are_counted(cpu: str) -> None:
-    """A fill whose step comes later runs the kernel by itself; what the kernel cannot read is put right before it."""
-    runner = plain_runner(cpu, lowering="in_graph")
-    batch = random_batch(6, seed=1)
-    runner(batch)
-    runner.replay(runner.fill(batch))
-    assert runner.stats()["lowerings"] == {"in_graph": 1, "fused": 1}
-    gaps = np.repeat(batch["ids"].numpy(), 2)[::2]
-    runner({**batch, "ids": gaps})
-    elsewhere = runner.graphs.buffers["ids"].tensor[1:7]
-    given = {**batch, "ids": elsewhere.clone()}
-    assert_right(runner({**batch, "ids": elsewhere}), given)
-    assert runner.stats()["lowerings"] == {"in_graph": 3, "fused": 1}
-    assert runner.stats()["detours"] == {}
-    with pytest.raises(BatchError):
-        runner({**batch, "ids": batch["ids"].float()})
-    assert sum(runner.stats()["lowerings"].values()) == 4
-    assert runner.stats()["detours"] == {}
-
-
 def test_one_warning_for_each_reason(cpu: str) -> None:
     """The first fallback for a reason is one warning that names it; later ones are only counted."""
     runner = plain_runner(cpu, max_waste=0.7)
@@ -288,12 +261,6 @@ def test_ladder_wastes_little(top: int, data: st.DataObject) -> None:
     assert bucket is not None
     step = next(step for stop, step in ((256, 8), (512, 16), (3000, 32)) if rows <= stop)
     assert 0 <= bucket - rows < (rows if rows <= 8 else step)
-
-
-@given(largest)
-def test_ladder_is_short(top: int) -> None:
-    """A ladder has few graphs: no more than one for each 8 rows, and the few smallest."""
-    assert len(Buckets.ladder(top).sizes) <= 5 + top // 8
 
 
 @given(row_counts)
@@ -409,15 +376,6 @@ def test_decision_says_both_widths(cpu: str) -> None:
     assert [event["why"] for event in events if event["event"] == "fallback"] == ["width_differs"]
 
 
-def test_view_of_another_width_is_cut_by_its_own(cpu: str) -> None:
-    """A micro-batch of requests takes as many tokens of each as the batch has, not as many as were captured."""
-    runner = of_width(cpu, 4)
-    batch = wide_batch(3, 2, seed=1)
-    part = runner.fill(batch).narrow(BATCH, 1, 3)
-    assert part.ids.tolist() == batch["ids"][2:].tolist()
-    assert part.lens.tolist() == batch["lens"][1:].tolist()
-
-
 class ByWidth(VerifyInputs):
     """A slot whose tail follows from the width, and one whose shape does."""
 
@@ -459,15 +417,6 @@ def test_a_step_of_one_width(backend: Backend) -> None:
     assert runner.replay(view).tolist() == wide_answer(good, 2)
     large = wide_batch(5, 2, 3, backend.device)
     assert (runner.decide(large).why, runner(large).tolist()) == ("too_large", wide_answer(large, 2))
-
-
-def test_width_is_given_once(cpu: str) -> None:
-    """The size of WIDTH is that of width=; another one beside it is refused, and an eager runner needs it as well."""
-    with pytest.raises(ConfigError, match=r"sizes of WIDTH is 3, and width= is 2: give width= alone"):
-        DecodeRunner(ByWidth, verify_step, backend=cpu, width=2, sizes={WIDTH: 3})
-    eager = EagerRunner(ByWidth, verify_step, backend=cpu, sizes={WIDTH: 2})
-    batch = {**wide_batch(3, 2, 1), "counts": torch.arange(3), "drafts": torch.ones(3, 2, dtype=torch.int64)}
-    assert eager(batch).tolist() == wide_answer(batch, 2)
 
 
 FAULTS: list[dict[str, Any]] = [

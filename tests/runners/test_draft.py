@@ -182,16 +182,6 @@ def test_positions_are_put_back(backend: "Backend") -> None:
     assert view.positions.tolist() == seen
 
 
-def test_one_graph_and_so_many_calls(cpu: str) -> None:
-    """All steps but the last call the model, and none of them on a replay of what was captured."""
-    runner = made(cpu, 2, 4, buckets=[2], warmups=0)
-    runner.capture()
-    toy = runner.decode.stage.step.forward  # type: ignore[attr-defined]
-    assert (toy.calls, len(runner.decode.graphs._captured)) == (2 * 2 * 3, 2)  # look and capture, of two patterns
-    runner(batch_of(2, 2, 4, 1))
-    assert toy.calls == 2 * 2 * 3 + (3 if cpu == "cpu" else 0)
-
-
 def test_a_draft_of_one_step(cpu: str) -> None:
     """One step is the children of the known tokens: the model is not asked at all."""
     runner = made(cpu, 3, 1)

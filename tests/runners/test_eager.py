@@ -151,15 +151,6 @@ def summed_step(view: SummedInputs) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return view.rows.clone(), view.total.clone(), view.ids.clone()
 
 
-@pytest.mark.parametrize("no_copy", [False, True])
-def test_carried_computed_slot(cpu: str, *, no_copy: bool) -> None:
-    """A slot that the batch already computed is the batch's own, and is not computed over."""
-    runner = EagerRunner(PlainInputs, lambda view: view.rows, backend=cpu, carry=("rows",), no_copy=no_copy)
-    for requests in (3, 9):
-        rows = torch.randint(100, 200, (requests,))
-        assert runner({**random_batch(requests, seed=7), "rows": rows}) is rows
-
-
 def test_slot_computed_from_a_carried_one(cpu: str) -> None:
     """A slot that needs a carried one is computed from the batch's values."""
     runner = EagerRunner(SummedInputs, summed_step, backend=cpu, carry=("rows",))

@@ -8,7 +8,6 @@ from typing import Any, Final, NoReturn
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils.checkpoint import checkpoint
 
 from slotgraph import (
     BATCH,
@@ -244,16 +243,3 @@ def test_higher_order_operators() -> None:
         plain.capture()
         x = torch.randn(4, 4)
         assert torch.equal(plain({"x": x}), runner({"x": x}))  # which runs eagerly
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints_are_captured(*, reentrant: bool) -> None:
-    """torch.utils.checkpoint is no such operator: without gradients it just calls its function."""
-    weight = torch.randn(4, 4, requires_grad=True)
-    step: Any = lambda view: checkpoint(lambda x: torch.tanh(x @ weight), view.x, use_reentrant=reentrant)  # noqa: E731 - as above
-    runner: Any = DecodeRunner(Rows, step, buckets=[4], backend="cpu-capture", progress=False)
-    runner.capture()
-    x = torch.randn(3, 4)
-    padded = torch.nn.functional.pad(x, (0, 0, 0, 1))
-    assert torch.equal(runner({"x": x}), torch.tanh(padded @ weight)[:3])

@@ -8,11 +8,15 @@ import torch
 from slotgraph import BATCH, HOST, TOKENS, Axis, InputBuffers, Inputs, computed, copied, side
 from slotgraph.backends import load
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.errors import BatchError, CaptureError, ConfigError, DeclarationError
+from slotgraph.errors import BatchError, CaptureError, ConfigError
 from tests.strategies import same_bytes
 
 LOWERINGS: Final = ("in_graph", "fused", "foreach", "slot_by_slot")
+
+
 PAGES = Axis("PAGES")
+
+
 CAPACITY: Final = {BATCH: 6, TOKENS: 9, PAGES: 4}
 
 
@@ -101,20 +105,6 @@ def test_a_graph_of_the_caller_s_own(lowering: str) -> None:
         assert torch.equal(graphs[bucket].outputs[:requests], right[:requests])
 
 
-def test_live_sizes_that_no_source_tells() -> None:
-    """Live rows may be given where no copied slot tells them; else the error says so."""
-
-    class Untold(Inputs):
-        count: torch.Tensor = computed(
-            lambda step: [step.live(BATCH)] * step.padded(BATCH), shape=BATCH, dtype=torch.int32
-        )
-
-    buffers = InputBuffers(Untold, {BATCH: 4}, backend="cpu")
-    assert buffers.fill({}, {BATCH: 3}, live={BATCH: 2}).count.tolist() == [2, 2, 2]
-    with pytest.raises(DeclarationError, match="or give live="):
-        buffers.fill({})
-
-
 def test_given_live_sizes_are_held_to_sources() -> None:
     """A live size that a source contradicts is refused by the slot's name, and nothing is written."""
     buffers = InputBuffers(Wide, CAPACITY, backend="cpu")
@@ -136,17 +126,6 @@ def test_adopted_memory_is_kept_where_asked(lowering: str) -> None:
         view = buffers.fill(batch, {TOKENS: 7}, flags=flags)
         assert view.ids.data_ptr() == mine.data_ptr()
         assert mine.tolist() == [*batch["ids"].tolist(), *[-7] * 4, *(range(7, 9) if keep else [-7] * 2)]
-
-
-def test_producers_in_place() -> None:
-    """A producer writes by the view, and hands in what it wrote: nothing is copied, and the padding is reset."""
-    buffers = InputBuffers(Wide, CAPACITY, backend="cpu", lowering="foreach")
-    batch, flags = batch_of(2, 3, 1, 1, heats=True)
-    view = buffers.view({TOKENS: 8}, written=True)
-    for value in (5, 6):
-        view.ids.fill_(value)
-        filled = buffers.fill({**batch, "ids": view.ids[:3]}, {TOKENS: 8}, flags=flags)
-        assert filled.ids.tolist() == [value] * 3 + [-7] * 5
 
 
 def test_what_is_refused() -> None:

@@ -328,9 +328,9 @@ def test_wherever_a_source_begins(cpu: str, lowering: str) -> None:
         d: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
         e: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
 
-    count, options = 30, {"backend": cpu, "lowering": lowering}
+    count = 30
     step: Any = lambda view: torch.stack([view.a, view.d, view.e])  # noqa: E731 - as small as one can be
-    runner: Any = DecodeRunner(Gaps, step, buckets=[count], output_rows=None, **options)
+    runner: Any = DecodeRunner(Gaps, step, buckets=[count], output_rows=None, backend=cpu, lowering=lowering)
     runner.capture()
     none = torch.empty(count, 0, dtype=torch.int64)
     first = {name: torch.arange(count) + 100 * place for place, name in enumerate("ade", start=1)}
@@ -674,12 +674,14 @@ def test_rows_that_lie_apart_are_read_as_they_lie(kind: torch.dtype) -> None:
     )
     for runner in (mine, right):
         runner.capture()
+    seen = Seen()
     for seed in range(4):
         draw, rows = torch.Generator().manual_seed(seed), 3 + seed % 2
         wide = torch.randint(-99, 99, (3, rows + 5), generator=draw).to(kind)
         spans = torch.rand(2, 2, rows + 4, 3, generator=draw)[:, :, :rows]
         batch = {"ids": torch.arange(rows), "mrope": wide[:, :rows], "spans": spans}
-        with Seen() as seen:
+        seen.operators.clear()
+        with seen:
             outputs = mine(batch)
         assert_same_outputs(outputs, right(batch))
     assert not [one for one in seen.operators if "clone" in one or "contiguous" in one]

@@ -142,27 +142,6 @@ def poison(runner: MultiLayerDraftExtendRunner[ChainInputs]) -> None:
     runner.parents["hidden_states"][1:].fill_(float("nan"))
 
 
-def test_a_step_that_writes_a_part(cpu: str) -> None:
-    """Rows that the step before leaves alone hold the slot's tail value in every step, never an earlier step's rows."""
-
-    def first(view: Any, after: Any) -> Any:
-        after.hidden_states[: WIDTH - 1].copy_(view.hidden_states[: WIDTH - 1])
-        return view.num_accept_tokens + 0
-
-    def second(view: Any, after: Any) -> Any:
-        assert after is None
-        return view.hidden_states.view(-1, WIDTH, WIDE) + 0
-
-    runner = made(cpu, [first, second])
-    for requests in (5, 2, 3):
-        batch = batch_of(requests, requests)
-        poison(runner)
-        _, seen = runner(batch)
-        due = torch.zeros(requests * WIDTH, WIDE, dtype=torch.float64)
-        due[: WIDTH - 1] = batch["hidden_states"][: WIDTH - 1]
-        assert torch.equal(seen.reshape(-1, WIDE), due)
-
-
 def test_views_share_all_other_slots(cpu: str) -> None:
     """Step i reads part i of each parent; part 0 is the slot's own buffer; everything else is one set."""
     seen: list[tuple[Any, Any]] = []

@@ -144,20 +144,6 @@ def test_narrow_twice() -> None:
     assert_same_views(view.narrow(BATCH, 2, 8).narrow(BATCH, 1, 4), view.narrow(BATCH, 3, 6))
 
 
-def test_micro_batches_are_views() -> None:
-    """Copied, staged and output slots of a micro-batch are the memory of the whole; computed ones are its own."""
-    view = WHOLE.fill(micro_batch(8, 4, seed=2, bias=True))
-    micro = view.narrow(BATCH, 2, 5)
-    assert micro.ids.data_ptr() == view.ids[2 * WIDTH :].data_ptr()
-    micro.logits.fill_(3)
-    micro.made.fill_(4)
-    assert view.logits[2 * WIDTH : 5 * WIDTH].tolist() == [3] * 3 * WIDTH
-    assert view.made[2:5].tolist() == [4, 4, 4]
-    whole = view.starts.clone()
-    micro.starts.fill_(-1)
-    assert torch.equal(view.starts, whole)
-
-
 class RaggedInputs(Inputs):
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)

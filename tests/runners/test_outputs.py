@@ -99,28 +99,6 @@ def test_whole_outputs(cpu: str) -> None:
     assert torch.equal(two, batch["ids"][:2])
 
 
-class LogitsInputs(TokenInputs):
-    logits: torch.Tensor = output(TOKENS, 2, dtype=torch.int64)
-
-
-def test_output_slot(cpu: str) -> None:
-    """A step that writes its result to an output slot gives that slot's live rows, at one address for all steps."""
-
-    def step(view: LogitsInputs) -> torch.Tensor:
-        view.logits.copy_(torch.stack([view.ids, view.ids * 3], 1))
-        return view.logits
-
-    runner = DecodeRunner(LogitsInputs, step, buckets=[4, 8], backend=cpu)
-    runner.capture()
-    addresses = set()
-    for requests in (3, 8, 4):
-        batch = batch_of(requests, 1, seed=requests)
-        outputs = runner(batch)
-        addresses.add(outputs.data_ptr())
-        assert torch.equal(outputs, torch.stack([batch["ids"], batch["ids"] * 3], 1))
-    assert len(addresses) == 1
-
-
 def test_structure_that_the_caller_changes(cpu: str) -> None:
     """What a caller takes out of a structure, or puts in, is back to what the step returned at the next replay."""
     runner = runner_of(lambda view: {"rows": view.ids * 2, "list": [view.lens]}, cpu)
@@ -140,20 +118,6 @@ def test_shape_that_the_caller_changes(cpu: str) -> None:
         outputs = runner(batch)
         assert torch.equal(outputs, batch["ids"] * 2)
         outputs.unsqueeze_(0)
-
-
-def test_structure_that_the_step_keeps() -> None:
-    """A step that returns the same dict each time, with new tensors in it, gives this step's rows, not the first's."""
-    kept: dict[str, torch.Tensor] = {}
-
-    def step(view: TokenInputs) -> dict[str, torch.Tensor]:
-        kept["rows"] = view.ids * 2
-        return kept
-
-    runner = runner_of(step, "cpu")
-    for seed in (1, 2, 3):
-        batch = batch_of(3, 1, seed=seed)
-        assert torch.equal(runner(batch)["rows"], batch["ids"] * 2)
 
 
 def test_rows_follow_their_axis(cpu: str) -> None:
@@ -243,22 +207,6 @@ def test_every_tensor_of_a_structure(cpu: str) -> None:
             out.sum()
 
 
-def test_copies_live_on(debugged: DecodeRunner[PlainInputs]) -> None:
-    """A clone, and any result computed from an output, is an ordinary tensor that outlives the next replay."""
-    batch = random_batch(4, seed=8)
-    out = debugged(batch)
-    kept = [out.clone(), out + 0, out[1:].clone(), out.double(), torch.cat([out, out]), out.argmax(-1)]
-    assert [type(tensor) for tensor in kept] == [torch.Tensor] * len(kept)
-    debugged(random_batch(4, seed=9))
-    answer = expected(batch)
-    for got, want in zip(
-        kept,
-        [answer, answer, answer[1:], answer.double(), torch.cat([answer, answer]), answer.argmax(-1)],
-        strict=True,
-    ):
-        torch.testing.assert_close(got, want)
-
-
 def test_eager_step_makes_nothing_stale(debugged: DecodeRunner[PlainInputs]) -> None:
     """A batch that falls back overwrites no graph's outputs, and neither does a refused one."""
     batch = random_batch(4, seed=10)
@@ -267,19 +215,6 @@ def test_eager_step_makes_nothing_stale(debugged: DecodeRunner[PlainInputs]) -> 
     with pytest.raises(ValueError, match="'places'"):
         debugged({**random_batch(4, seed=12), "places": [1.0, 2.0, 3.0, 4.0]})
     assert_right(out.clone(), batch)
-
-
-def test_output_as_the_next_input(debugged: DecodeRunner[PlainInputs]) -> None:
-    """An output may be the next batch's source while it is fresh, and not a step later."""
-    batch = random_batch(4, seed=15)
-    weights = debugged(batch)[:, 0].contiguous()
-    following = {**random_batch(4, seed=16), "weights": weights}
-    answer = expected({**following, "weights": weights.clone()})
-    torch.testing.assert_close(debugged(following).clone(), answer)
-    stale = debugged(batch)
-    debugged(batch)
-    with pytest.raises(StaleOutputError):
-        debugged({**batch, "weights": stale[:, 0]})
 
 
 class OutputInputs(PlainInputs):

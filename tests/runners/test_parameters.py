@@ -17,8 +17,6 @@ from slotgraph import (
     TOKENS,
     Axis,
     DecodeRunner,
-    DraftExtendRunner,
-    DraftRunner,
     EagerRunner,
     Inputs,
     MultiLayerDraftExtendRunner,
@@ -302,111 +300,10 @@ def test_refused_batch_hands_nothing_over(inner: str) -> None:
     assert backend.since() == [right(good, 2)]
 
 
-class Extending(standard.DraftExtendInputs, Parameters, drop=("next_token_logits", "seq_lens_cpu")):
-    """A draft-extend with parameters."""
-
-
 class Chaining(standard.MultiLayerDraftExtendInputs, Parameters, drop=("next_token_logits", "seq_lens_cpu")):
-    """The same, a layer a step."""
+    """A draft-extend of one layer a step, with parameters."""
 
-
-class Drafting(standard.DraftInputs, Parameters, drop=("seq_lens_cpu",)):
-    """A draft with parameters."""
-
-
-def extend_step(view: Any) -> torch.Tensor:
-    """The parameters, beside a row of each request."""
-    rows: torch.Tensor = view.select_index[:, None] * 0
-    return seen(view) + rows
-
-
-def chained(view: Any, after: Any) -> torch.Tensor:
-    """Every step sees the same parameters, and writes the next one's hidden states."""
-    if after is not None:
-        after.hidden_states.copy_(view.hidden_states + 1)
-    return extend_step(view)
-
-
-def draft_forward(view: Any, step: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits in the order of the lengths, so that the parameters reach the drafts."""
-    rows = step.input_ids.shape[0]
-    logits = view.kv_lens.double().repeat_interleave(rows // view.kv_lens.shape[0])[:, None] * torch.arange(6.0)
-    return logits, step.hidden_states
-
-
-COMMON: dict[str, Any] = {"buckets": BUCKETS, "settings": {"sparse": False}, "absent": [{"window"}], "progress": False}
-
-
-FIXED = {CONTEXT: 500, standard.HIDDEN: 4}
-
-
-def speculative(kind: str, backend: HandingBackend, lowering: str) -> Any:
-    """A runner of a speculative cycle."""
-    given: dict[str, Any] = {**COMMON, "backend": backend, "lowering": lowering}
-    if kind == "draft":
-        return DraftRunner(model(Drafting), draft_forward, topk=2, steps=3, sizes=FIXED, **given)
-    if kind == "draft_extend":
-        return DraftExtendRunner(model(Extending), extend_step, width=2, sizes=FIXED, **given)
-    sizes = {**FIXED, standard.FRONT: 1}
-    return MultiLayerDraftExtendRunner(model(Chaining), [chained] * 3, width=2, sizes=sizes, **given)
-
-
-@functools.cache
-def model(inputs: Any) -> Any:
-    """A declaration in the test's dtype."""
-    return standard.model_dtype(torch.float32)(inputs)
-
-
-def cycle_batch(kind: str, requests: int, seed: int) -> Batch:
-    """A random batch of a speculative runner."""
-    draw = torch.Generator().manual_seed(seed)
-    tokens = requests * 2
-    batch: Batch = {
-        "req_pool_indices": torch.arange(1, requests + 1),
-        "seq_lens": torch.randint(1, 99, (requests,), generator=draw, dtype=torch.int32),
-        "lens": torch.randint(1, 400, (requests,), generator=draw),
-        "window": None,
-        "positions": torch.randint(0, 99, (tokens,), generator=draw),
-        "out_cache_loc": 1 + torch.arange(tokens * (3 if kind == "draft" else 1)),
-    }
-    if kind == "draft":
-        batch["topk_p"] = torch.rand(requests, 2, generator=draw)
-        batch["topk_index"] = torch.randint(0, 6, (requests, 2), generator=draw)
-        batch["hidden_states"] = torch.randn(requests, 4, generator=draw)
-        return batch
-    counts = torch.randint(0, 2, (requests,), generator=draw, dtype=torch.int32)
-    batch |= {"num_correct_drafts": counts, "num_accept_tokens": counts + 1}
-    batch["input_ids"] = torch.randint(0, 9, (tokens,), generator=draw)
-    batch["hidden_states"] = torch.randn(tokens, 4, generator=draw)
-    return batch
-
-
-@functools.cache
-def cycling(kind: str, inner: str, lowering: str) -> tuple[Any, HandingBackend]:
-    """A captured runner of a speculative cycle."""
-    backend = HandingBackend(inner)
-    runner = speculative(kind, backend, lowering)
-    runner.capture()
-    return runner, backend
-
-
-@each_inner
-@pytest.mark.parametrize("lowering", ["foreach", "in_graph"])
-@pytest.mark.parametrize("kind", ["draft", "draft_extend", "multi_layer"])
-@given(turns=st.lists(st.integers(1, max(BUCKETS)), min_size=1, max_size=4), seed=st.integers(0, 999))
-@settings(max_examples=8)
-def test_speculative_runners(kind: str, lowering: str, inner: str, turns: list[int], seed: int) -> None:
-    """A graph of several steps is handed the values of its batch once, for all of them."""
-    runner, backend = cycling(kind, inner, lowering)
-    backend.since()
-    for turn, requests in enumerate(turns):
-        batch = cycle_batch(kind, requests, seed + turn)
-        outputs = runner(batch)
-        expected = right(batch, bucket_for(requests))
-        assert backend.since() == [expected]
-        if kind != "draft":
-            for one in outputs if isinstance(outputs, tuple) else (outputs,):
-                assert one.tolist() == columns(expected, requests)
+    own: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0)
 
 
 class PrefillParameters(Prefill):
@@ -459,14 +356,10 @@ def test_no_part_of_a_parameter(inner: str) -> None:
 
 def test_parameter_cannot_be_chained() -> None:
     """Steps of one graph have one value: no step has a parameter of its own."""
-
-    class Wrong(Chaining):
-        own: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0)
-
+    step: Any = print  # never called
+    known: dict[str, Any] = {"width": 2, "settings": {"sparse": False}, "buckets": BUCKETS, "backend": "cpu"}
     with pytest.raises(ConfigError, match="slot 'own' is a host parameter, one for the graph of all steps"):
-        MultiLayerDraftExtendRunner(
-            Wrong, [chained], chained=["own"], width=2, settings={"sparse": False}, buckets=BUCKETS, backend="cpu"
-        )
+        MultiLayerDraftExtendRunner(Chaining, [step], chained=["own"], **known)
 
 
 READS: dict[str, Any] = {

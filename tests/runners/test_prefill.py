@@ -23,12 +23,11 @@ from slotgraph import (
     side,
 )
 from slotgraph.backends import Backend
-from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
+from slotgraph.dataflow.errors import BatchError, ReplayError
 from tests.runners.prefilled import (
     HIDDEN,
     KINDS,
     LAYERS,
-    SPLIT,
     Model,
     Prefill,
     around,
@@ -99,24 +98,6 @@ def test_bad_batches(backend: Backend, kind: str) -> None:
         with pytest.raises(BatchError, match="slot 'out_cache_loc'"):
             runner.fill({name: value for name, value in bad.items() if name != "out_cache_loc"})
     assert torch.equal(runner.replay(view), eager(batch))
-
-
-@each_kind
-def test_capture_touches_nothing_but_the_dummy_row(backend: Backend, kind: str) -> None:
-    """Capturing writes caches only where padding goes, and leaves a later step nothing of its placeholder."""
-    model = Model(3, named=kind == "piecewise").to(backend.device)
-    runner = runner_of(kind, model, backend, buckets=[2])
-    with pytest.raises(ReplayError, match=r"nothing is captured yet: call capture\(\) first"):
-        runner(batch_of([1], 1, backend.device))
-    report = runner.capture()
-    assert (report.captured, report.failed) == ((2,), {})
-    assert not model.caches().any()
-    batch = batch_of([1], 4, backend.device)
-    runner(batch)
-    written = model.caches().any(0).any(-1).nonzero().flatten() + 1
-    assert written.tolist() == batch["out_cache_loc"].tolist()
-    with pytest.raises(CaptureError, match="this runner is captured already"):
-        runner.capture()
 
 
 @each_kind
@@ -425,21 +406,6 @@ def test_splits(backend: Backend, step: Callable[[Any], Any], split: Any) -> Non
         torch.testing.assert_close(outputs, eager(batch))
         assert outputs.shape == (sum(lengths), COLUMNS)
     assert runner.stats()["steps"] == {"piecewise": 6, "eager": 0}
-
-
-def test_model_of_many_layers(backend: Backend) -> None:
-    """Weights and caches of modules are those of the model, not copies: later changes reach the graphs."""
-    model = Model(named=True).to(backend.device)
-    runner = piecewise(model, backend, SPLIT, stack="inner", output_rows=None, buckets=[8])
-    runner.capture()
-    batch = batch_of([2, 3], 1, backend.device)
-    before = runner(batch).clone()
-    with torch.no_grad():
-        for parameter in model.inner.parameters():
-            parameter.add_(1)
-    after = runner(batch).clone()
-    assert not torch.equal(before, after)
-    assert torch.equal(after, EagerRunner(Prefill, model, backend=backend)(batch))
 
 
 def test_splits_must_be_said() -> None:

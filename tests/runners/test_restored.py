@@ -126,21 +126,6 @@ def test_any_sequence(backend: Backend, lowering: str, turns: list[tuple[int, bo
         assert same_batch(batch, given_batch)
 
 
-def test_source_in_place(backend: Backend) -> None:
-    """A producer that wrote the slot itself finds its rows there after the step, to advance them on its own."""
-    runner = runner_over(backend, Draft(TABLE.to(backend.device)))
-    runner.capture()
-    slots = runner.inputs(4)
-    batch = batch_of(3, 1, backend.device)
-    slots.positions[:3] = batch["positions"]
-    for _ in range(4):
-        given_batch = {**batch, "positions": slots.positions[:3].clone()}
-        outputs = runner({**batch, "positions": slots.positions[:3]})
-        torch.testing.assert_close(outputs.cpu(), answer(given_batch))
-        assert torch.equal(slots.positions[:3], given_batch["positions"])
-        slots.positions[:3].sub_(1)
-
-
 class Flag:
     """Raises once, when it is set."""
 
@@ -216,24 +201,26 @@ def test_no_copy_spares_the_batch(backend: Backend, inputs: type[DraftInputs] | 
         assert eager.fill(batch).ids is batch["ids"]
 
 
-@pytest.mark.parametrize("outputs", ["slot", "part", "nested"])
-def test_outputs_keep_what_the_step_made(backend: Backend, outputs: str) -> None:
+def test_outputs_keep_what_the_step_made(backend: Backend) -> None:
     """A restored slot that is returned, or a part of it, is returned as the step left it."""
+    made: list[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = [
+        (lambda slot: slot, lambda found: found),
+        (lambda slot: slot[:, None][:, 0], lambda found: found),
+        (lambda slot: {"at": [slot]}, lambda found: found["at"][0]),
+    ]
+    for make, found_in in made:
 
-    def step(view: DraftInputs) -> Any:
-        view.positions.add_(STEPS)
-        made = {"slot": view.positions, "part": view.positions[:, None][:, 0], "nested": {"at": [view.positions]}}
-        return made[outputs]
+        def step(view: DraftInputs, make: Callable[[torch.Tensor], Any] = make) -> Any:
+            view.positions.add_(STEPS)
+            return make(view.positions)
 
-    runner: Any = DecodeRunner(DraftInputs, step, backend=backend, buckets=[4], absent=[{"mrope"}])
-    runner.capture()
-    eager: Any = EagerRunner(DraftInputs, step, backend=backend)
-    for rows in (3, 2, 9):
-        batch = batch_of(rows, rows, backend.device, mrope=False)
-        for run in (runner, eager):
-            found = run(batch)
-            found = found["at"][0] if outputs == "nested" else found
-            assert torch.equal(found, batch["positions"] + STEPS)
+        runner: Any = DecodeRunner(DraftInputs, step, backend=backend, buckets=[4], absent=[{"mrope"}])
+        runner.capture()
+        eager: Any = EagerRunner(DraftInputs, step, backend=backend)
+        for rows in (3, 2, 9):
+            batch = batch_of(rows, rows, backend.device, mrope=False)
+            for run in (runner, eager):
+                assert torch.equal(found_in(run(batch)), batch["positions"] + STEPS)
 
 
 def test_writes_elsewhere_are_still_refused(cpu: str) -> None:
@@ -417,39 +404,6 @@ def test_what_is_lent_and_when(cpu: str, *, lazy: bool) -> None:
     assert sorted(pool.seen, key=str) == sorted([(4,), None, (2,), None] * runs + replayed, key=str)
 
 
-def test_eager_runs_lend_too(backend: Backend) -> None:
-    """A batch without a graph, and every batch of an eager runner, has its own rows lent, without a look-up."""
-    pool = Pool.on(backend.device)
-    runner = lending(pool, backend)
-    runner.capture()
-    eager = EagerRunner(
-        SlidingInputs, Model(pool), backend=backend, settings={"window": True}, lend={"out_cache_loc_swa": pool.lend}
-    )
-    for run in (runner, eager):
-        pool.seen.clear()
-        batch = pool_batch(pool, 7, seed=5)
-        run(batch)
-        assert_stored(pool, batch)
-        assert pool.seen == [(7,), None]
-    assert pool.translations == 0
-
-
-@pytest.mark.parametrize("how", ["switched off", "absent"])
-def test_slot_that_is_not_there(cpu: str, how: str) -> None:
-    """A slot that settings switch off, or that a batch comes without, is lent as None: the pool looks up."""
-    pool = Pool.on("cpu")
-    runner = lending(pool, cpu, settings={"window": how == "absent"}, absent=[{"out_cache_loc_swa"}])
-    runner.capture()
-    for seed, rows in enumerate((3, 7)):
-        batch = pool_batch(pool, rows, seed)
-        del batch["out_cache_loc_swa"]
-        pool.seen.clear()
-        runner(batch)
-        assert_stored(pool, batch)
-        assert set(pool.seen) <= {None}
-    assert pool.translations > 0
-
-
 class Broken(Model):
     """A step that raises on the way."""
 
@@ -474,24 +428,3 @@ def test_taken_back_where_the_step_raises(cpu: str) -> None:
     with pytest.raises(RuntimeError, match="no kernel"):
         runner(pool_batch(pool, 1, 1))
     assert pool.seen == [(2,), None, (1,), None]
-
-
-def test_all_are_taken_back(cpu: str) -> None:
-    """Where one object refuses what it is lent, or to give it back, the others still get their None."""
-    pools = [Pool.on("cpu") for _ in range(2)]
-
-    def refuse(locations: torch.Tensor | None) -> None:
-        message = "not now" if locations is not None else "never"
-        raise RuntimeError(message)
-
-    eager = EagerRunner(
-        SlidingInputs,
-        Model(pools[0]),
-        backend=cpu,
-        settings={"window": True},
-        lend={"ids": pools[0].lend, "out_cache_loc_swa": refuse, "out_cache_loc": pools[1].lend},
-    )
-    with pytest.raises(RuntimeError, match="never"):
-        eager(pool_batch(pools[0], 3, 1))
-    assert pools[0].seen == [(3,), None]
-    assert pools[1].seen == []

@@ -245,7 +245,7 @@ def on_default(*needs: str, placement: Any = "device") -> type[Inputs]:
     return declaration_of({"ids": copied(BATCH, dtype=torch.int64, pad=0), "counts": counts})
 
 
-OnDefault = on_default()
+OnDefault: Any = on_default()
 
 
 def test_a_maker_of_values_obeys_the_callers_default() -> None:

@@ -203,6 +203,7 @@ def test_what_is_switched_off_or_absent(cpu: str) -> None:
                 "extra" not in brought,
             )
             assert (view.rare is None, view.twice is None) == (not sliding, not sliding)
-    for lacking in (None, {}, {"model": None}, {"model": {}}):
+    lacks: tuple[Any, ...] = (None, {}, {"model": None}, {"model": {}})
+    for lacking in lacks:
         with pytest.raises(DeclarationError, match=r"slot '\w+' exists when 'model\.sliding' is set: give settings"):
             DecodeRunner(Switched, lambda view: view.ids, buckets=[4], backend=cpu, settings=lacking)
