@@ -176,7 +176,7 @@ def test_percentiles(taken: list[int]) -> None:
     assert data["mean"] == sum(taken) / 1000 / len(taken)
     for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
         exact = ranked[max(0, -int(-share * len(ranked) // 1) - 1)] / 1000
-        estimate = data[name]  # one of its keys  # type: ignore[literal-required] # one of its keys
+        estimate = data[name]  # type: ignore[literal-required] # one of its keys
         assert exact / 1.143 <= estimate <= exact * 1.143, name
 
 
