@@ -405,10 +405,10 @@ def test_a_view_as_the_next_batch(cpu: str) -> None:
 
 def test_slots_that_a_producer_writes(cpu: str) -> None:
     """Rows written where a bucket reads them need no copy; tails are reset, whatever the producer wrote there since."""
-    for lowering in LADDER:
+    for lowering, asks in itertools.product(LADDER, (True, False)):
         runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu, lowering=lowering)
         runner.capture()
-        view = runner.inputs(8)
+        view = runner.inputs(8) if asks else runner.fill(random_batch(8, seed=1))
         for number, requests in enumerate((8, 5, 7, 5, 5)):
             batch = random_batch(requests, seed=60 + number)
             given = snapshot(batch)
