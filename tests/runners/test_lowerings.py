@@ -409,7 +409,7 @@ def test_slots_that_a_producer_writes(cpu: str) -> None:
         runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu, lowering=lowering)
         runner.capture()
         view = runner.inputs(8) if asks else runner.fill(random_batch(8, seed=1))
-        for number, requests in enumerate((8, 5, 7, 5, 5)):
+        for number, requests in enumerate((8, 5, 3, 7, 2, 5)):
             batch = random_batch(requests, seed=60 + number)
             given = snapshot(batch)
             for name in ("ids", "weights", "pairs"):
@@ -417,10 +417,11 @@ def test_slots_that_a_producer_writes(cpu: str) -> None:
                 place.fill_(3)  # beyond the live rows, too
                 place[:requests] = batch[name]
                 batch[name] = place[:requests]
-            for brought, right in ((batch, given), (random_batch(requests, seed=80 + number),) * 2):
-                filled = runner.fill(brought)
-                assert filled.ids[requests:].tolist() == [49] * (8 - requests)
-                assert filled.pairs[requests:].tolist() == [[9, 9]] * (8 - requests)
+            others = [random_batch(rows, seed=80 + number) for rows in (requests, 7)]
+            for brought, right in ((batch, given), *((other, other) for other in others)):
+                filled, rows = runner.fill(brought), len(right["ids"])
+                assert filled.ids[rows:].tolist() == [49] * (len(filled.ids) - rows)
+                assert filled.pairs[rows:].tolist() == [[9, 9]] * (len(filled.ids) - rows)
                 assert_right(runner.replay(filled), right)
 
 
