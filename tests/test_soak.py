@@ -11,6 +11,8 @@ import pytest
 from slotgraph.backends.host_upload import HostUpload
 from tests import soak
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("backend", "lowering"),
