@@ -10,6 +10,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import pytest
 import rich.console
 import rich.progress
@@ -333,3 +334,17 @@ def test_garbage_is_frozen_during_capture_alone(cpu: str, error: type[BaseExcept
             gc.unfreeze()
         batch = random_batch(3, seed=1)
         assert_right(runner(batch), batch)
+
+
+def test_more_graphs_than_a_device_bears(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More buckets than the device is said to bear graphs are told before the first is captured; all are tried."""
+    for borne in (None, 2, 1):
+        record = attrs.evolve(CaptureBackend().capabilities, graphs_hint=borne)
+        monkeypatch.setattr(CaptureBackend, "capabilities", record)
+        with capture_logs() as events:
+            runner = plain_runner("cpu-capture")
+        told = [(event["wanted"], event["borne"]) for event in events if event["event"] == "many_graphs"]
+        assert told == ([(2, 1)] if borne == 1 else [])
+        assert borne != 1 or events[0]["event"] == "many_graphs"
+        assert runner.report is not None
+        assert runner.report.captured == (4, 8)

@@ -8,7 +8,7 @@ import torch
 from slotgraph import BATCH, HOST, TOKENS, Axis, InputBuffers, Inputs, computed, copied, side
 from slotgraph.backends import load
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.errors import BatchError, CaptureError, ConfigError
+from slotgraph.errors import BatchError, CaptureError, ConfigError, DeclarationError
 from tests.strategies import same_bytes
 
 LOWERINGS: Final = ("in_graph", "fused", "foreach", "slot_by_slot")
@@ -103,6 +103,20 @@ def test_a_graph_of_the_caller_s_own(lowering: str) -> None:
         plain = InputBuffers(Wide, CAPACITY, backend="cpu", lowering="slot_by_slot")
         right = step(plain.fill(batch, {BATCH: bucket, TOKENS: 9}, flags=flags))
         assert torch.equal(graphs[bucket].outputs[:requests], right[:requests])
+
+
+def test_live_sizes_that_no_source_tells() -> None:
+    """Live rows may be given where no copied slot tells them; else the error says so."""
+
+    class Untold(Inputs):
+        count: torch.Tensor = computed(
+            lambda step: [step.live(BATCH)] * step.padded(BATCH), shape=BATCH, dtype=torch.int32
+        )
+
+    buffers = InputBuffers(Untold, {BATCH: 4}, backend="cpu")
+    assert buffers.fill({}, {BATCH: 3}, live={BATCH: 2}).count.tolist() == [2, 2, 2]
+    with pytest.raises(DeclarationError, match="or give live="):
+        buffers.fill({})
 
 
 def test_given_live_sizes_are_held_to_sources() -> None:

@@ -1,10 +1,12 @@
 """Outputs: live rows in whatever structure the step returned, and refused in debug mode once overwritten."""
 
 import copy
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, final
 
+import attrs
 import pytest
 import torch
 
@@ -140,8 +142,23 @@ def test_rows_follow_their_axis(cpu: str) -> None:
             refusing.capture()
 
 
+@attrs.define
+class Parcel:
+    token: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class DataParcel:
+    token: torch.Tensor
+
+
 def test_object_that_holds_tensors(cpu: str) -> None:
-    """An object whose rows cannot be cut is refused at capture: padded rows are never handed out."""
+    """An attrs class and a dataclass have live rows; what cannot be cut is refused at capture: never padded rows."""
+    for kind in (Parcel, DataParcel):
+        cut = runner_of(lambda view, kind=kind: kind(view.ids * 2), cpu)  # type: ignore[misc]
+        for requests in (3, 8, 20):
+            batch = batch_of(requests, 1, seed=2)
+            assert torch.equal(cut(batch).token, batch["ids"] * 2)
     runner = DecodeRunner(TokenInputs, lambda view: Held(view.ids * 2), buckets=[4], backend=cpu)
     with pytest.raises(CaptureError, match="Held"):
         runner.capture()
