@@ -149,6 +149,7 @@ def test_runners_of_one_name(cpu: str) -> None:
     assert live == {"DecodeRunner": 3, "DecodeRunner-2": 10, "draft": 8}
 
 
+@pytest.mark.usefixtures("_quick_collections")
 def test_labels_stay(cpu: str) -> None:
     """A collector's label stays with its runner; another cannot have it while that one is there."""
     collector = Collector()
@@ -163,6 +164,7 @@ def test_labels_stay(cpu: str) -> None:
     assert collector.add(second, "DecodeRunner") == "DecodeRunner"
 
 
+@pytest.mark.usefixtures("_quick_collections")
 def test_a_dropped_runner(cpu: str) -> None:
     """A registry keeps no runner alive: what is gone is told of no more, and the others go on."""
     registry, collector = CollectorRegistry(), Collector()

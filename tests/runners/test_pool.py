@@ -286,6 +286,7 @@ def test_an_output_is_stale_when_another_phase_has_begun(backend: Backend) -> No
         outputs.sum()
 
 
+@pytest.mark.usefixtures("_quick_collections")
 def test_memory_goes_with_the_last_runner(backend: Backend) -> None:
     """A pool keeps no runner alive, nor a runner the others."""
     shared = runners_of(backend, InputPool(*PHASES))
