@@ -13,13 +13,16 @@ PIP := python -m pip install --quiet --disable-pip-version-check --constraint co
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test test-cuda test-cuda-2 test-npu bench house docs lint types test-slow coverage help clean distclean
+.PHONY: demo test test-cuda test-cuda-2 test-npu bench house docs lint types test-all coverage help clean distclean
 
 demo: .venv/.have-models  ## generate text through captured steps, compared with the model's own library
 	@$(BIN)/python docs/examples/generate $(ARGS)
 
-test: .venv/.have-test  ## all tests, the documentation's blocks, and each benchmark once
-	@$(PYTEST) $(ARGS)
+test: .venv/.have-test  ## the tests to run after each change: all but those marked slow, and the documentation's blocks
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: .venv/.have-test  ## every test: whole programs, process groups, each benchmark once, 1,000 examples a property
+	@HYPOTHESIS_PROFILE=thorough $(PYTEST) --durations=5 $(ARGS)
 
 test-cuda: .venv/.have-test  ## the tests for a CUDA device; where there is none they skip, and say why
 	@$(BIN)/pytest -m cuda $(ARGS)
@@ -30,15 +33,12 @@ test-cuda-2: .venv/.have-test  ## the tests for two CUDA devices, each of a rank
 test-npu: $(if $(NPU_LACKS),,$(NPU)/.have-npu)  ## the tests for an NPU: the real torch_npu on a stand-in for Ascend's runtime
 	@$(if $(NPU_LACKS),echo "slotgraph: skipped: $(NPU_LACKS)",tests/npu/run $(NPU)/bin/python -- $(ARGS))
 
-test-slow: .venv/.have-test  ## the Hypothesis suite at 1,000 examples a test
-	@HYPOTHESIS_PROFILE=thorough $(PYTEST) -m hypothesis --durations=5 tests $(ARGS)
-
 bench: .venv/.have-test  ## the pytest-benchmark suites, then the table of `slotgraph bench`
 	@$(BIN)/pytest tests/benchmarks --benchmark-enable --benchmark-only
 	@$(BIN)/slotgraph bench $(ARGS)
 
 coverage: .venv/.have-test  ## branch coverage of dataflow/, at least 95 %
-	@$(PYTEST) -q --cov --cov-report= --cov-fail-under=0 src tests/dataflow tests/runners tests/backends
+	@$(PYTEST) -q -m "not slow" --cov --cov-report= --cov-fail-under=0 src tests/dataflow tests/runners tests/backends
 	@$(BIN)/coverage report
 	@$(BIN)/coverage json -q -o - | $(BIN)/python -c "import json, sys; \
 	found = json.load(sys.stdin)['totals']; share = 100 * found['covered_branches'] / max(1, found['num_branches']); \

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from slotgraph.backends.base import Backend
 
 collect_ignore = ["typing"]  # only type-checked
+SLOW = ("benchmarks", "examples", "ranks")
+"""Folders whose tests are slow, all of them: each benchmark once, whole programs, and groups of processes."""
 
 # Time says nothing on shared machines where torch's first calls are slow; and one backend for all examples is meant.
 _CALM = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -22,6 +24,14 @@ settings.register_profile("quick", max_examples=50, deadline=None, suppress_heal
 settings.register_profile("thorough", max_examples=1000, deadline=None, suppress_health_check=_CALM)
 os.environ.pop("COLUMNS", None)  # tests tell how wide a table may be; workers of pytest-xdist are told 80
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not asked for
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of those folders."""
+    for item in items:
+        if {*item.path.relative_to(item.config.rootpath).parts[:2]} & {*SLOW}:
+            item.add_marker(pytest.mark.slow)
 
 
 def _drop(_logger: object, _method: str, _event: MutableMapping[str, Any]) -> NoReturn:

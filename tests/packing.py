@@ -46,7 +46,7 @@ class Streams:
 
 def host_memory(nbytes: int) -> torch.Tensor:
     """Memory that is full of what must not be read."""
-    return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+    return torch.full((nbytes,), 0xA5, dtype=torch.uint8, device="cpu")
 
 
 @final

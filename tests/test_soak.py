@@ -11,6 +11,8 @@ import pytest
 from slotgraph.backends.host import HostUpload
 from tests import soak
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("backend", "lowering"),

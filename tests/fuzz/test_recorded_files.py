@@ -207,23 +207,20 @@ def test_claims_of_much(file: pathlib.Path, data: st.DataObject) -> None:
         check(file, content)
 
 
-@pytest.mark.parametrize("dense", [True, False])
-@pytest.mark.parametrize("kind", ["tensor", "array"])
-def test_empty_beyond_counting(file: pathlib.Path, kind: str, *, dense: bool) -> None:
+def test_empty_beyond_counting(file: pathlib.Path) -> None:
     """A value without numbers, whose other dims are too large to be counted in bytes."""
-    claim = {"kind": kind, "dtype": "float64", "shape": [0, 1 << 62], "dense": dense, "where": "host"}
-    check(file, claiming("slots", 0, "F64", claim))
+    for kind, dense in itertools.product(("tensor", "array"), (True, False)):
+        claim = {"kind": kind, "dtype": "float64", "shape": [0, 1 << 62], "dense": dense, "where": "host"}
+        check(file, claiming("slots", 0, "F64", claim))
 
 
-@pytest.mark.parametrize("kind", ["list", "tuple"])
-@pytest.mark.parametrize(
-    "shape", [[20_000_000, 0], [1 << 62, 0], [SMALL, *[1] * 60], [0], [1000, 1000, 0]], ids=lambda shape: str(shape[:3])
-)
-def test_lists_that_would_be_large(file: pathlib.Path, kind: str, shape: list[int]) -> None:
+def test_lists_that_would_be_large(file: pathlib.Path) -> None:
     """Lists of lists take memory without a number in them: no recording writes such, and none is read."""
-    content = claiming("slots", 0, "BOOL", {"kind": kind, "dtype": "bool", "shape": shape})
-    with in_little_memory():
-        assert f"is no {kind} of numbers" in refused(file, content)
+    large = ([20_000_000, 0], [1 << 62, 0], [SMALL, *[1] * 60], [0], [1000, 1000, 0])
+    for kind, shape in itertools.product(("list", "tuple"), large):
+        content = claiming("slots", 0, "BOOL", {"kind": kind, "dtype": "bool", "shape": shape})
+        with in_little_memory():
+            assert f"is no {kind} of numbers" in refused(file, content)
 
 
 @pytest.mark.parametrize("many", [{"number": 1}, {"number": 1, "slots": [{"name": "a", "kind": "plain"}] * 4}])
@@ -307,76 +304,70 @@ def nested(depth: int) -> Any:
     return [nested(depth - 1)] if depth else 1
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda f: f.s.update(format=1), "format 1, and this version reads 2"),
-        (lambda f: f.s.pop("runner"), "'runner' is missing"),
-        (lambda f: f.s.update(extra=1), "unknown key 'extra'"),
-        (lambda f: f.s.update(steps={"0": {}}), "expected a list"),
-        (lambda f: f.s["steps"].append(f.s["steps"][0]), "two of its steps, or two values of a step"),
-        (lambda f: f.s["steps"][0]["slots"].append(first(f.s)), "two of its steps, or two values of a step"),
-        (lambda f: f.s["steps"][0].update(number=1 << 80), "do not both have '0.outputs.0'"),
-        (lambda f: f.s["steps"].pop(), "do not both have '1.outputs.0'"),
-        (lambda f: first(f.s).update(name="\ud800"), "do not both have '0.slots.ids'"),
-        (lambda f: first(f.s).update(dtype="float32"), r"holds torch.int64 \[2\], and its header says float32 \[2\]"),
-        (lambda f: first(f.s).update(dtype="complex64"), "its header says complex64"),
-        (lambda f: first(f.s).update(dtype="_dynamo"), "torch has no dtype '_dynamo'"),
-        (lambda f: first(f.s).update(dtype="qint8"), "no recording that can be read"),
-        (lambda f: first(f.s).update(kind="array", dtype="bfloat16"), "(?i)bfloat16"),
-        (lambda f: first(f.s).update(kind="pickle"), "pickle"),
-        (lambda f: first(f.s).update(shape=[1 << 62, 1 << 62]), r"its header says int64 \[4611686018427387904, "),
-        (lambda f: first(f.s).update(shape=[10**2000]), "its header says int64"),
-        (lambda f: first(f.s).update(shape=[-2]), "its header says int64"),
-        (lambda f: first(f.s).update(kind="list", shape=[]), r"its header says int64 \[\]"),
-        (lambda f: first(f.s, "fields").update(value=nested(200)), "plain data is more than 32 levels deep"),
-        (
-            lambda f: first(f.s, "fields").update(value={"__reduce__": ["os.system", "false"]}),
-            "words that no recording has: .*__reduce__",
-        ),
-        (lambda f: f.s["runner"].update(facts=[1]), "facts"),
-        (lambda f: f.s["runner"].update(facts={"a": nested(200)}), "expected str"),
-        (lambda f: f.h.pop("0.slots.ids"), "no recording that can be read"),
-        (lambda f: f.h["0.slots.ids"].update(shape=[1 << 60]), "no recording that can be read"),
-        (lambda f: f.h["0.slots.ids"].update(data_offsets=[0, 1 << 60]), "no recording that can be read"),
-        (lambda f: f.h["0.slots.ids"].update(dtype="F4"), "no recording that can be read"),
-        (
-            lambda f: f.h.update({"../../x": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}),
-            "both have '../../x'",
-        ),
-    ],
-    ids=itertools.count(),
-)
-def test_nasty_steps(file: pathlib.Path, change: Callable[..., object], says: str) -> None:
+NASTY: list[tuple[Callable[[Any], object], str]] = [
+    (lambda f: f.s.update(format=1), "format 1, and this version reads 2"),
+    (lambda f: f.s.pop("runner"), "'runner' is missing"),
+    (lambda f: f.s.update(extra=1), "unknown key 'extra'"),
+    (lambda f: f.s.update(steps={"0": {}}), "expected a list"),
+    (lambda f: f.s["steps"].append(f.s["steps"][0]), "two of its steps, or two values of a step"),
+    (lambda f: f.s["steps"][0]["slots"].append(first(f.s)), "two of its steps, or two values of a step"),
+    (lambda f: f.s["steps"][0].update(number=1 << 80), "do not both have '0.outputs.0'"),
+    (lambda f: f.s["steps"].pop(), "do not both have '1.outputs.0'"),
+    (lambda f: first(f.s).update(name="\ud800"), "do not both have '0.slots.ids'"),
+    (lambda f: first(f.s).update(dtype="float32"), r"holds torch.int64 \[2\], and its header says float32 \[2\]"),
+    (lambda f: first(f.s).update(dtype="complex64"), "its header says complex64"),
+    (lambda f: first(f.s).update(dtype="_dynamo"), "torch has no dtype '_dynamo'"),
+    (lambda f: first(f.s).update(dtype="qint8"), "no recording that can be read"),
+    (lambda f: first(f.s).update(kind="array", dtype="bfloat16"), "(?i)bfloat16"),
+    (lambda f: first(f.s).update(kind="pickle"), "pickle"),
+    (lambda f: first(f.s).update(shape=[1 << 62, 1 << 62]), r"its header says int64 \[4611686018427387904, "),
+    (lambda f: first(f.s).update(shape=[10**2000]), "its header says int64"),
+    (lambda f: first(f.s).update(shape=[-2]), "its header says int64"),
+    (lambda f: first(f.s).update(kind="list", shape=[]), r"its header says int64 \[\]"),
+    (lambda f: first(f.s, "fields").update(value=nested(200)), "plain data is more than 32 levels deep"),
+    (
+        lambda f: first(f.s, "fields").update(value={"__reduce__": ["os.system", "false"]}),
+        "words that no recording has: .*__reduce__",
+    ),
+    (lambda f: f.s["runner"].update(facts=[1]), "facts"),
+    (lambda f: f.s["runner"].update(facts={"a": nested(200)}), "expected str"),
+    (lambda f: f.h.pop("0.slots.ids"), "no recording that can be read"),
+    (lambda f: f.h["0.slots.ids"].update(shape=[1 << 60]), "no recording that can be read"),
+    (lambda f: f.h["0.slots.ids"].update(data_offsets=[0, 1 << 60]), "no recording that can be read"),
+    (lambda f: f.h["0.slots.ids"].update(dtype="F4"), "no recording that can be read"),
+    (
+        lambda f: f.h.update({"../../x": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}),
+        "both have '../../x'",
+    ),
+]
+
+
+def test_nasty_steps(file: pathlib.Path) -> None:
     """What has broken readers of such files before: each is refused, and says what is wrong, in letters that print."""
-    told = refused(file, changed(change))
-    assert re.search(says, told)
-    assert told.isprintable()
+    for change, says in NASTY:
+        told = refused(file, changed(change))
+        assert re.search(says, told)
+        assert told.isprintable()
 
 
-@pytest.mark.parametrize("text", NASTY_TEXTS, ids=range(len(NASTY_TEXTS)))
-def test_nasty_texts(file: pathlib.Path, text: str) -> None:
-    """Text that has broken readers before, where the steps should be."""
+NO_FILES: list[tuple[bytes, str]] = [
+    (b"", "no recording that can be read"),
+    (b"1234567", "no recording that can be read"),
+    (LENGTH.pack(1 << 63) + b"{}", "no recording that can be read"),
+    (LENGTH.pack(3) + b"{}", "no recording that can be read"),
+    (LENGTH.pack(0), "no recording that can be read"),
+    (LENGTH.pack(2) + b"{}", "no steps of slotgraph"),
+    (b"\x80\x04\x95" + pickle.dumps({"a": 1}), "no recording that can be read"),
+]
+
+
+def test_nasty_files(file: pathlib.Path) -> None:
+    """What is no such file at all, a pickle among it, and text that has broken readers where the steps should be."""
+    for content, says in NO_FILES:
+        assert re.search(says, refused(file, content))
     header, _, elements = taken_apart()
-    assert not check(file, put_together(header, text, elements))
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b"", "no recording that can be read"),
-        (b"1234567", "no recording that can be read"),
-        (LENGTH.pack(1 << 63) + b"{}", "no recording that can be read"),
-        (LENGTH.pack(3) + b"{}", "no recording that can be read"),
-        (LENGTH.pack(0), "no recording that can be read"),
-        (LENGTH.pack(2) + b"{}", "no steps of slotgraph"),
-        (b"\x80\x04\x95" + pickle.dumps({"a": 1}), "no recording that can be read"),
-    ],
-    ids=range(7),
-)
-def test_nasty_files(file: pathlib.Path, content: bytes, says: str) -> None:
-    """What is no such file at all, a pickle among it."""
-    assert re.search(says, refused(file, content))
+    for text in NASTY_TEXTS:
+        assert not check(file, put_together(header, text, elements))
 
 
 def test_header_that_is_too_large(file: pathlib.Path) -> None:

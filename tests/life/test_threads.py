@@ -1,8 +1,9 @@
-"""Threads: a runner lets one step in at a time and refuses whoever comes meanwhile; counts can be read at any time."""
+"""Threads: a runner lets one step or capture in at a time and refuses others; counts can be read at any time."""
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import attrs
@@ -20,7 +21,11 @@ from tests.runners.models import Batch
 
 PATIENCE: Final = 120.0
 """Seconds after which a thread that should have come is given up."""
+
+
 BUSY: Final = "is in the middle of a step or a capture: another thread runs it, or its own step calls it"
+
+
 Pause = Callable[[], int]
 
 
@@ -160,20 +165,6 @@ def test_another_thread_is_refused(pausing: Pausing, size: int) -> None:
     assert torch.equal(pausing.right(size, 1), right)
 
 
-def test_refused_in_a_fill(pausing: Pausing) -> None:
-    """A refused step of another thread takes nothing from a fill under way, whose view can then be replayed."""
-    runner, right = pausing.runner, pausing.right(7, 1)
-    held = Held()
-
-    def act() -> torch.Tensor:
-        outputs: torch.Tensor = runner.replay(runner.fill(pausing.batch(7, 1, held.pause)))
-        return outputs
-
-    with held.within(act), pytest.raises(ReplayError, match=BUSY):
-        runner(pausing.batch(3, 2, lambda: 1))
-    assert torch.equal(held.outputs[0], right)
-
-
 def test_its_own_step_is_refused(pausing: Pausing) -> None:
     """A step that calls its own runner would overwrite the slots that it is made of: refused, and nothing is stuck."""
     runner, right = pausing.runner, pausing.right(7, 1)
@@ -181,26 +172,6 @@ def test_its_own_step_is_refused(pausing: Pausing) -> None:
     with pytest.raises(Exception, match=BUSY):
         runner(pausing.batch(7, 1, lambda: int(runner(other) is None)))
     assert torch.equal(pausing.right(7, 1), right)
-
-
-def test_halves_in_two_threads(pausing: Pausing) -> None:
-    """A view may be replayed by another thread than filled it, as long as it was filled last."""
-    runner, right = pausing.runner, pausing.right(7, 1)
-    first = runner.fill(pausing.batch(7, 1, lambda: 1))
-    assert torch.equal(in_thread(lambda: answer(runner.replay(first))), right)
-    second = in_thread(lambda: runner.fill(pausing.batch(3, 2, lambda: 1)))
-    with pytest.raises(ReplayError, match="was not filled last"):
-        runner.replay(first)
-    assert torch.equal(answer(runner.replay(second)), pausing.right(3, 2))
-
-
-def in_thread(act: Callable[[], Any]) -> Any:
-    """What a call gives in another thread."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(act()))
-    thread.start()
-    thread.join(PATIENCE)
-    return found[0]
 
 
 def storm(acts: list[Callable[[int], None]], turns: int) -> None:
@@ -252,38 +223,6 @@ def test_many_threads_without_a_lock(backend: Backend, name: str) -> None:
     world.assert_well()
 
 
-def test_halves_without_a_lock(backend: Backend) -> None:
-    """Of threads that fill and replay as they like, each gets its own batch's answer or an error, never another's."""
-    world = worlds.eager(backend).warm()  # whose outputs nobody overwrites
-
-    def acting(index: int) -> Callable[[int], None]:
-        def act(turn: int) -> None:
-            batch = world.batch(world.sizes[(turn + index) % len(world.sizes)], 10 * turn + index)
-            with contextlib.suppress(ReplayError):
-                world.assert_right(world.runner.replay(world.runner.fill(batch)), batch)
-
-        return act
-
-    storm([acting(index) for index in range(4)], 60)
-    world.assert_well()
-
-
-@pytest.mark.parametrize("name", WORLDS)
-def test_taking_turns(backend: Backend, name: str) -> None:
-    """Threads that take turns by a lock of their own are all served, and right."""
-    world, lock = WORLDS[name](backend).warm(), threading.Lock()
-
-    def acting(index: int) -> Callable[[int], None]:
-        def act(turn: int) -> None:
-            batch = world.batch(world.sizes[(turn + index) % len(world.sizes)], 10 * turn + index)
-            with lock:
-                world.assert_right(world.runner(batch), batch)
-
-        return act
-
-    storm([acting(index) for index in range(3)], 15)
-
-
 def test_two_runners_in_two_threads(backend: Backend) -> None:
     """Runners of their own do not hold each other up; those whose graphs share memory take turns over their outputs."""
     two = [worlds.decoding(backend).warm(), worlds.decoding(backend, lowering="slot_by_slot").warm()]
@@ -300,20 +239,51 @@ def test_two_runners_in_two_threads(backend: Backend) -> None:
     storm([acting(world) for world in two], 30)
 
 
-@pytest.mark.parametrize("name", WORLDS)
-def test_counts_are_read_meanwhile(backend: Backend, name: str) -> None:
-    """Whoever scrapes the statistics from another thread holds up no step, and sees them grow, never torn."""
-    world, seen = WORLDS[name](backend).warm(), [0]
-    before = steps_of(world.runner)
+def test_halves_in_two_threads(pausing: Pausing) -> None:
+    """A view may be replayed by another thread than filled it, as long as it was filled last."""
+    runner, right = pausing.runner, pausing.right(7, 1)
+    with ThreadPoolExecutor(1) as other:
+        first = runner.fill(pausing.batch(7, 1, lambda: 1))
+        assert torch.equal(other.submit(lambda: answer(runner.replay(first))).result(PATIENCE), right)
+        second = other.submit(lambda: runner.fill(pausing.batch(3, 2, lambda: 1))).result(PATIENCE)
+    with pytest.raises(ReplayError, match="was not filled last"):
+        runner.replay(first)
+    assert torch.equal(answer(runner.replay(second)), pausing.right(3, 2))
 
-    def step(turn: int) -> None:
-        world.runner(world.batch(world.sizes[turn % len(world.sizes)], turn))
 
-    def scrape(_: int) -> None:
-        stats = world.runner.stats()
-        assert stats["steps"].keys() >= {"eager"}
-        seen.append(sum(stats["steps"].values()))
+def made(kind: str, backend: Backend, pause: Pause, **options: Any) -> tuple[Any, Callable[[int], Any]]:
+    """A runner that is not captured, whose step pauses, and its batches by rows."""
+    if kind == "breakable":
+        model = prefilled.Model().to(backend.device)
+        model.register_forward_pre_hook(lambda *_: pause() * 0 or None)
+        runner: Any = prefilled.runner_of(kind, model, backend, **options)
+        return runner, lambda rows: prefilled.batch_of([rows], rows, backend.device)
 
-    storm([step, scrape], 80)
-    assert seen[1:] == sorted(seen[1:])
-    assert steps_of(world.runner) == before + 80
+    def step(view: LifeInputs) -> torch.Tensor:
+        pause()
+        return worlds.step(view)
+
+    runner = DecodeRunner(LifeInputs, step, buckets=[4, 16], backend=backend, progress=False, **options)
+    return runner, lambda rows: batch_of(rows, rows, backend.device)
+
+
+@pytest.mark.parametrize("kind", ["decode", "breakable"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_capture_is_not_disturbed(backend: Backend, kind: str, *, late: bool) -> None:
+    """Whatever another thread asks of the runner that writes slots is refused, and what is captured is right."""
+    held = Held()
+    (runner, batch), (twin, _) = made(kind, backend, held.pause, lazy=late), made(kind, backend, lambda: 1)
+    if late:
+        runner.capture()
+    with held.within(lambda: runner(batch(3)) if late else (runner.capture(), torch.zeros(()))[1]):
+        for act in (runner, runner.fill, *(() if late else (lambda _: runner.capture(),))):
+            with pytest.raises(ReplayError, match="in the middle of a step or a capture"):
+                act(batch(9 if late else 3))
+        if late and kind == "decode":
+            with pytest.raises(ReplayError, match="in the middle of a step or a capture"):
+                runner.inputs(16)
+    twin.capture()
+    for rows in (3, 9, 1):
+        outputs = runner(batch(rows)).clone()  # the twin's graphs use the same pool
+        assert torch.equal(outputs, twin(batch(rows)))
+    assert runner.report.captured == (4, 16)

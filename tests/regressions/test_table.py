@@ -5,9 +5,6 @@ import re
 from pathlib import Path
 from typing import Final
 
-import attrs
-import pytest
-
 HERE: Final = Path(__file__).parent
 PAGE: Final = HERE.parents[1] / "docs" / "hazards.md"
 PROJECTS: Final = {
@@ -23,29 +20,10 @@ ROW: Final = re.compile(
 )
 
 
-@attrs.frozen
-class Row:
-    """One report: of which project, its number, its link, its class, and its tests."""
-
-    project: str
-    number: str
-    link: str
-    kind: str
-    tests: tuple[str, ...]
-
-
-def rows() -> list[Row]:
-    """All rows of the table."""
-    found = []
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        match = ROW.match(line)
-        if match is not None:
-            wrong, cure, tests = (cell.strip() for cell in match["rest"].split(" | "))
-            assert wrong
-            assert cure
-            named = tuple(re.findall(r"`(test_\w+)`", tests))
-            found.append(Row(match["project"], match["number"], match["link"], match["kind"], named))
-    return found
+def rows() -> list[dict[str, str]]:
+    """All rows of the table: project, number, link, kind, and the rest."""
+    found = map(ROW.match, PAGE.read_text(encoding="utf-8").splitlines())
+    return [match.groupdict() for match in found if match is not None]
 
 
 def scenarios() -> dict[str, str]:
@@ -54,34 +32,26 @@ def scenarios() -> dict[str, str]:
     for path in sorted(HERE.glob("test_*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         kind = re.match(r"Class ([A-H]): ", ast.get_docstring(tree) or "")
-        if kind is not None:
-            found |= {
-                node.name: kind[1]
-                for node in tree.body
-                if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-            }
+        names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+        found |= dict.fromkeys(names, kind[1]) if kind is not None else {}
     return found
 
 
-def test_each_scenario_has_its_row() -> None:
-    """Every test is in the table, once, and every test of the table is there."""
-    named = [name for row in rows() for name in row.tests]
-    assert sorted(named) == sorted(scenarios())
-
-
-@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.project}-{row.number}")
-def test_row_is_about_its_tests(row: Row) -> None:
-    """A row's tests have its project, its number and its class, and its link leads to that report."""
-    prefix, repository = PROJECTS[row.project]
-    assert row.tests
-    for name in row.tests:
-        assert name.startswith(f"test_{prefix}_{row.number}_")
-        assert scenarios()[name] == row.kind
-    assert row.link == f"https://github.com/{repository}/issues/{row.number}"
-
-
-def test_every_class_is_there() -> None:
-    """All eight classes have a scenario, and there are two dozen reports, none of them twice."""
-    found = rows()
-    assert {row.kind for row in found} == set("ABCDEFGH")
-    assert len({(row.project, row.number) for row in found}) == len(found) >= 24
+def test_the_table_and_the_scenarios_are_one_list() -> None:
+    """Each report's tests have its project, number and class; each test has its row; links lead to the reports."""
+    known, named, found = scenarios(), list[str](), rows()
+    for row in found:
+        wrong, cure, tests = (cell.strip() for cell in row["rest"].split(" | "))
+        assert wrong
+        assert cure
+        prefix, repository = PROJECTS[row["project"]]
+        names = re.findall(r"`(test_\w+)`", tests)
+        assert names
+        for name in names:
+            assert name.startswith(f"test_{prefix}_{row['number']}_")
+            assert known[name] == row["kind"]
+        named += names
+        assert row["link"] == f"https://github.com/{repository}/issues/{row['number']}"
+    assert sorted(named) == sorted(known)
+    assert {row["kind"] for row in found} == set("ABCDEFGH")
+    assert len({(row["project"], row["number"]) for row in found}) == len(found) >= 24

@@ -105,7 +105,7 @@ _MAKERS: Mapping[str, Callable[..., Counted]] = {
     **{phase: functools.partial(_standard, phase=phase) for phase in ("verify", "draft", "extend", "multi-layer")},
 }
 _LOWERINGS: Mapping[str, Sequence[str]] = {"decode": LADDER, "lazy": LADDER[:1], "piecewise": ("auto",)}
-EVERY_KIND = [(kind, lowering) for kind in _MAKERS for lowering in _LOWERINGS.get(kind, ("auto", "in_graph"))]
+EVERY_KIND = [(kind, lowering) for kind in _MAKERS for lowering in _LOWERINGS.get(kind, ("auto",))]
 
 
 @functools.cache

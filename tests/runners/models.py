@@ -92,7 +92,7 @@ def eager_of(runner: DecodeRunner[Any]) -> Any:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """A tensor's elements as they lie in memory."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
+    return tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 def memory_of(runner: DecodeRunner[Any]) -> dict[str, bytes]:

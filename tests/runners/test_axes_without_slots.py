@@ -1,9 +1,8 @@
 """Sizes of axes that no slot has: told by a relation or refused, never the bucket's in place of the batch's."""
 
-from collections.abc import Callable
+import itertools
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -39,8 +38,14 @@ from tests.packing import NAME, backend_of
 from tests.strategies import asked, declaration_of, one_sided
 
 BUCKETS = [2, 5]
+
+
 PAGES = Axis("PAGES")
+
+
 LOWERINGS = ("foreach", "slot_by_slot", "in_graph", "fused")
+
+
 Sizes = dict[Axis, int]
 
 
@@ -80,43 +85,32 @@ def padded_of(requests: int, width: int) -> Sizes:
     return sizes_of(next((bucket for bucket in BUCKETS if requests <= bucket), requests), width)
 
 
-@attrs.frozen
-class Kind:
-    """A kind of runner whose requests have as many tokens each."""
-
-    make: Callable[..., Any]
-    draft: bool = False
-
-
-def multi_layer(inputs: type[Inputs], step: Any, **options: Any) -> Any:
-    """Two steps, of which the first one's outputs are looked at."""
-    steps = [lambda view, _: step(view), lambda view, _: step(view)]
-    return MultiLayerDraftExtendRunner(inputs, steps, chained=[], output_rows=None, **options)
-
-
-def drafting(inputs: type[Inputs], _step: Any, *, width: int, **options: Any) -> Any:
-    """A draft of one step, which calls no model."""
-    forward: Any = print  # never called
-    return DraftRunner(inputs, forward, topk=width, steps=1, **options)
+def made(kind: str, inputs: type[Inputs], **options: Any) -> Any:
+    """A runner of a kind whose requests have as many tokens each, captured."""
+    runner: Any
+    if kind == "multi layer":  # of two steps, of which the first one's outputs are looked at
+        steps = [lambda view, _: all_asked(view)] * 2
+        runner = MultiLayerDraftExtendRunner(inputs, steps, chained=[], output_rows=None, **options)
+    elif kind == "draft":  # of one step, which calls no model
+        forward: Any = print
+        runner = DraftRunner(inputs, forward, topk=options.pop("width"), steps=1, **options)
+    else:
+        make: Any = {"decode": DecodeRunner, "extend": DraftExtendRunner}[kind]
+        runner = make(inputs, all_asked, output_rows=None, **options)
+    runner.capture()
+    return runner
 
 
-KINDS = {
-    "decode": Kind(lambda inputs, step, **options: DecodeRunner(inputs, step, output_rows=None, **options)),
-    "extend": Kind(lambda inputs, step, **options: DraftExtendRunner(inputs, step, output_rows=None, **options)),
-    "multi layer": Kind(multi_layer),
-    "draft": Kind(drafting, draft=True),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30)
+@pytest.mark.parametrize("kind", ["decode", "extend", "multi layer", "draft"])
+@settings(max_examples=settings().max_examples // 5)
 @given(data=st.data(), width=st.integers(1, 3), packs=st.booleans())
 def test_live_sizes_are_the_batchs(
     kind: str, backend: Backend, data: st.DataObject, width: int, *, packs: bool
 ) -> None:
     """Slots over one of BATCH and TOKENS tell both, in each lowering, in graphs, on the eager path and in parts."""
-    inputs = data.draw(one_sided(BATCH if KINDS[kind].draft else None))
-    if KINDS[kind].draft:
+    is_draft = kind == "draft"
+    inputs = data.draw(one_sided(BATCH if is_draft else None))
+    if is_draft:
         width = 2
 
         class Drafted(inputs):  # type: ignore[valid-type,misc] # as it was drawn
@@ -127,15 +121,13 @@ def test_live_sizes_are_the_batchs(
 
         inputs = Drafted
     backend = backend_of(NAME) if packs and backend.name == "cpu-capture" else backend
-    options = {"lowering": data.draw(st.sampled_from(backend.capabilities.lowerings)), "buckets": BUCKETS}
-    runner = KINDS[kind].make(inputs, all_asked, backend=backend, width=width, progress=False, **options)
-    runner.capture()
+    lowering = data.draw(st.sampled_from(backend.capabilities.lowerings))
+    runner = made(kind, inputs, backend=backend, width=width, progress=False, lowering=lowering, buckets=BUCKETS)
     for requests in data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=6)):
         live, padded = sizes_of(requests, width), padded_of(requests, width)
         batch = batch_of(inputs, live, requests, backend.device)
-        view = runner.fill(batch)
-        assert seen(view) == told(inputs, live, padded)
-        if not KINDS[kind].draft:
+        assert seen(runner.fill(batch)) == told(inputs, live, padded)
+        if not is_draft:
             outputs = runner(batch)
             outputs = outputs[0] if isinstance(outputs, tuple) else outputs
             assert outputs.tolist() == outputs_of(inputs, live, padded)
@@ -175,7 +167,7 @@ def eager_steps(inputs: type[Inputs], relations: dict[Axis, Any], *, no_copy: bo
     return Eagerly(stage, "eager", Sizer(stage.declaration, stage.relations, stage.sizes), no_copy=no_copy)
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples // 2)
 @given(data=st.data(), width=st.integers(1, 3), no_copy=st.booleans())
 def test_an_eager_runner_knows_what_a_relation_tells(data: st.DataObject, width: int, *, no_copy: bool) -> None:
     """Live and padded sizes are the batch's; a relation may be written from either side."""
@@ -192,7 +184,7 @@ def test_an_eager_runner_knows_what_a_relation_tells(data: st.DataObject, width:
         assert runner(batch_of(inputs, live, requests)).tolist() == outputs_of(inputs, live, live)
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.nested_given])
+@settings(max_examples=settings().max_examples // 5, suppress_health_check=[HealthCheck.nested_given])
 @given(data=st.data(), width=st.integers(1, 3))
 def test_batches_and_the_oracle_of_the_testing_module(data: st.DataObject, width: int) -> None:
     """`batches` draws for such declarations, and each lowering is told what the oracle is told: the batch's sizes."""
@@ -224,41 +216,37 @@ def ids_of(view: Any) -> torch.Tensor:
     return ids + 0
 
 
-each_way = pytest.mark.parametrize("live", [True, False], ids=["live", "padded"])
 SAID = (
     r"slot 'requests': its function asks for the size of {}, which this step does not know \(it knows {}\): declare a"
 )
 
 
-@each_way
-@pytest.mark.parametrize("pair", [(BATCH, TOKENS), (TOKENS, BATCH), (BATCH, PAGES)], ids=str)
-@pytest.mark.parametrize("no_copy", [True, False])
-def test_an_eager_runner_alone_refuses(pair: tuple[Axis, Axis], *, live: bool, no_copy: bool) -> None:
+def test_an_eager_runner_alone_refuses() -> None:
     """Nothing tells it how requests and tokens go together, so neither size stands in for the other."""
-    axis, other = pair
-    runner = EagerRunner(of_issue(axis, other, live=live), ids_of, backend="cpu", no_copy=no_copy)
-    for rows in (3, 1):
-        with pytest.raises(errors.DeclarationError, match=SAID.format(other, axis)):
-            runner({"ids": torch.arange(1, rows + 1)})
+    pairs = [(BATCH, TOKENS), (TOKENS, BATCH), (BATCH, PAGES)]
+    for (axis, other), live, no_copy in itertools.product(pairs, (True, False), (True, False)):
+        runner = EagerRunner(of_issue(axis, other, live=live), ids_of, backend="cpu", no_copy=no_copy)
+        for rows in (3, 1):
+            with pytest.raises(errors.DeclarationError, match=SAID.format(other, axis)):
+                runner({"ids": torch.arange(1, rows + 1)})
 
 
-@each_way
-@pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("placement", ["device", HOST])
 @pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
-def test_an_axis_of_nothing_is_refused_at_capture(backend: str, placement: Any, lowering: str, *, live: bool) -> None:
+def test_an_axis_of_nothing_is_refused_at_capture(backend: str) -> None:
     """Of an axis that no slot and no relation has, each lowering says so at capture, before anything is written."""
-    inputs = of_issue(BATCH, PAGES, live=live, placement=placement)
-    said = SAID.format("PAGES", "BATCH, TOKENS")
-    runner = DecodeRunner(inputs, ids_of, buckets=[2], backend=backend, lowering=lowering)
-    with pytest.raises((errors.CaptureError, errors.DeclarationError), match=said):
-        runner.capture()
-    eager = DecodeRunner(inputs, ids_of, buckets=[2], backend=backend, graphs=False, lowering=lowering)
-    eager.capture()
-    before = {buffer.name: buffer.tensor.clone() for buffer in eager.graphs.buffers}
-    with pytest.raises(errors.DeclarationError, match=said):
-        eager({"ids": torch.tensor([5, 6])})
-    assert all(torch.equal(before[buffer.name], buffer.tensor) for buffer in eager.graphs.buffers)
+    placements: tuple[Any, ...] = ("device", HOST)
+    for placement, lowering, live in itertools.product(placements, LOWERINGS, (True, False)):
+        inputs = of_issue(BATCH, PAGES, live=live, placement=placement)
+        said = SAID.format("PAGES", "BATCH, TOKENS")
+        runner = DecodeRunner(inputs, ids_of, buckets=[2], backend=backend, lowering=lowering)
+        with pytest.raises((errors.CaptureError, errors.DeclarationError), match=said):
+            runner.capture()
+        eager = DecodeRunner(inputs, ids_of, buckets=[2], backend=backend, graphs=False, lowering=lowering)
+        eager.capture()
+        before = {buffer.name: buffer.tensor.clone() for buffer in eager.graphs.buffers}
+        with pytest.raises(errors.DeclarationError, match=said):
+            eager({"ids": torch.tensor([5, 6])})
+        assert all(torch.equal(before[buffer.name], buffer.tensor) for buffer in eager.graphs.buffers)
 
 
 @torch.library.custom_op("slotgraph_tests::sine", mutates_args=())
@@ -305,29 +293,21 @@ def piecewise(inputs: type[Inputs], **options: Any) -> PrefillRunner[Any]:
     )
 
 
-each_prefill = pytest.mark.parametrize("make", [breakable, piecewise])
-each_cpu = pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
-
-
-@each_prefill
-@each_cpu
-@each_way
-def test_prefill_refuses_requests_that_nothing_tells(make: Any, backend: str, *, live: bool) -> None:
+def test_prefill_refuses_requests_that_nothing_tells(cpu: str) -> None:
     """Tokens tell no number of requests: refused at capture, and on the eager path that such a runner then takes."""
-    inputs = of_issue(TOKENS, BATCH, live=live)
-    runner = make(inputs, buckets=[4, 8], max_batch=3, backend=backend)
-    with pytest.raises(errors.CaptureError, match=SAID.format("BATCH", "TOKENS")):
-        runner.capture()
-    for tokens in (3, 9):
-        with pytest.raises(errors.DeclarationError, match=SAID.format("BATCH", "TOKENS")):
-            runner({"ids": torch.arange(1, tokens + 1)})
+    for make, live in itertools.product((breakable, piecewise), (True, False)):
+        runner: Any = make(of_issue(TOKENS, BATCH, live=live), buckets=[4, 8], max_batch=3, backend=cpu)
+        with pytest.raises(errors.CaptureError, match=SAID.format("BATCH", "TOKENS")):
+            runner.capture()
+        for tokens in (3, 9):
+            with pytest.raises(errors.DeclarationError, match=SAID.format("BATCH", "TOKENS")):
+                runner({"ids": torch.arange(1, tokens + 1)})
 
 
-@each_prefill
-@each_cpu
-@settings(max_examples=25)
+@pytest.mark.parametrize("make", [breakable, piecewise])
+@settings(max_examples=settings().max_examples // 8)
 @given(data=st.data())
-def test_prefill_tells_what_slots_tell(make: Any, backend: str, data: st.DataObject) -> None:
+def test_prefill_tells_what_slots_tell(make: Any, data: st.DataObject) -> None:
     """Tokens are the batch's; so are requests where a slot is over them; else nobody may cut a view along them."""
     requested = data.draw(st.booleans())
     lens = {"lens": copied(BATCH, dtype=torch.int64, pad=0)} if requested else {}
@@ -340,7 +320,7 @@ def test_prefill_tells_what_slots_tell(make: Any, backend: str, data: st.DataObj
         }
     )
     lowering = data.draw(st.sampled_from(LOWERINGS))
-    runner = make(inputs, buckets=[4, 8], max_batch=3, backend=backend, lowering=lowering)
+    runner = make(inputs, buckets=[4, 8], max_batch=3, backend="cpu-capture", lowering=lowering)
     runner.capture()
     for tokens in data.draw(st.lists(st.integers(1, 10), min_size=1, max_size=4)):
         bucket, requests = (4 if tokens <= 4 else max(8, tokens)), min(tokens, 1 + tokens % 3)

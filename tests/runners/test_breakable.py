@@ -1,17 +1,14 @@
 """The breakable runner's stack: how it is named, what it may be called with, and what its graphs may not depend on."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from slotgraph import BATCH, TOKENS, BreakableRunner, current_view, errors, graph_break
+from slotgraph import BreakableRunner, current_view, errors, graph_break
 from slotgraph.backends import Backend
-from tests.runners.prefilled import Inner, Layers, Model, Prefill, around, assert_equal, batch_of, runner_of
-
-Outer = Callable[[Any, torch.Tensor, Any], Any]
+from tests.runners.prefilled import Model, Prefill, around, assert_equal, batch_of, runner_of
 
 
 @graph_break
@@ -50,47 +47,6 @@ def test_three_ways_to_name_the_stack(backend: Backend) -> None:
     assert torch.equal(outputs[0], outputs[2])
 
 
-@pytest.mark.parametrize(
-    ("step", "stack", "said"),
-    [
-        (
-            Model(),
-            None,
-            r"is not given, neither a module nor a dotted path to one, and Model offers no method layer_stack\(\)",
-        ),
-        (lambda view: view, None, r"and .*<lambda> offers no method layer_stack\(\)"),
-        (Model(), "inner.rows", r"stack='inner.rows' leads nowhere: inner has no 'rows'; modules there: 'layers'"),
-        (Model(), "model", r"leads nowhere: Model has no 'model'; modules there: 'inner'"),
-        (Model(), "head", r"stack='head' leads to Parameter, which is no module"),
-        (Model(), "inner.layers.1.mix", r"leads to Parameter"),
-        (Model(), 3, r"stack is a module, or a dotted path to one under the step, not int"),
-        (Wrong(), None, r"Wrong.layer_stack\(\) returned list, no module"),
-        (lambda view: view, "inner", r"leads nowhere: .*<lambda> has no 'inner'; modules there: none"),
-    ],
-)
-def test_stack_that_is_not_there(step: Any, stack: Any, said: str) -> None:
-    """Where no stack is found the error lists what was looked for, and nothing is guessed by name."""
-    with pytest.raises(errors.ConfigError, match=said):
-        BreakableRunner(Prefill, step, stack=stack, buckets=[4], backend="cpu")
-
-
-def test_method_of_a_model_as_step() -> None:
-    """A path starts at the step, which may be an object that holds the model."""
-
-    class Engine:
-        def __init__(self) -> None:
-            self.model = Model()
-
-        def __call__(self, view: Prefill) -> torch.Tensor:
-            """Run the model."""
-            logits: torch.Tensor = self.model(view)
-            return logits
-
-    runner = BreakableRunner(Prefill, Engine(), stack="model.inner.layers.0", buckets=[4], backend="cpu-capture")
-    assert runner.capture().captured == (4,)
-    assert runner(batch_of([1, 2], 1)).shape[0] == 2
-
-
 def test_forward_is_put_back(backend: Backend) -> None:
     """A step leaves the stack's forward as it was, also one that raises; a stack's own one is respected."""
     model, faults = Model().to(backend.device), list[Exception]()
@@ -119,22 +75,6 @@ def test_forward_is_put_back(backend: Backend) -> None:
         assert torch.equal(runner.replay(view), plain(view) * 2)
 
 
-@pytest.mark.parametrize(
-    ("outer", "said"),
-    [
-        (
-            lambda view, hidden, inner: inner(inner(hidden, view), view),
-            "called the stack, inner, 2 times: it is captured",
-        ),
-        (lambda view, hidden, inner: hidden + 1, "called the stack, inner, 0 times"),  # noqa: ARG005 - that is the test
-    ],
-)
-def test_stack_called_other_than_once_at_capture(backend: Backend, outer: Outer, said: str) -> None:
-    """A step that does not call its stack once is not captured."""
-    with pytest.raises(errors.CaptureError, match=said):
-        around(scaled, backend, outer)
-
-
 def test_stack_called_other_than_once_in_a_step(backend: Backend) -> None:
     """A step that does not call its stack once, as at capture, is an error of that step alone."""
     times = [1]
@@ -156,27 +96,6 @@ def test_stack_called_other_than_once_in_a_step(backend: Backend) -> None:
 def asked_field(hidden: torch.Tensor, _: Prefill) -> torch.Tensor:
     """A field of each step's own, read in a graph."""
     return torch.mul(hidden, current_view(Prefill).scale)
-
-
-@pytest.mark.parametrize(
-    ("stack", "said"),
-    [
-        (
-            lambda hidden, view: hidden * view.extend_seq_lens.sum(),
-            "sum reads slot 'extend_seq_lens', whose rows are req",
-        ),
-        (lambda hidden, view: hidden * view.extend_start_loc.shape[0], "shape reads slot 'extend_start_loc'"),
-        (lambda hidden, view: hidden * len(view.extend_seq_lens), "reads slot 'extend_seq_lens'"),
-        (lambda hidden, view: hidden + view.extend_seq_lens, "add reads slot 'extend_seq_lens'"),
-        (lambda hidden, view: hidden[view.extend_seq_lens.long() - 1], "long reads slot 'extend_seq_lens'"),
-        (lambda hidden, view: hidden * view.scale, "'scale' is carried from the batch and has no default"),
-        (asked_field, "'scale' is carried from the batch and has no default"),
-    ],
-)
-def test_graphs_that_depend_on_requests(backend: Backend, stack: Any, said: str) -> None:
-    """What changes by step is not to be seen in a graph: slots over requests, their sizes, and fields."""
-    with pytest.raises(errors.CaptureError, match=said):
-        around(stack, backend)
 
 
 def test_slots_over_requests_may_be_looked_at(backend: Backend) -> None:
@@ -208,36 +127,48 @@ def test_one_capture_for_any_number_of_requests(backend: Backend) -> None:
     }
 
 
-def test_stack_without_breaks(backend: Backend) -> None:
-    """A stack that marks no break is one graph."""
-    runner, eager = around(lambda hidden, _: torch.remainder(hidden * 5, 7), backend)
-    assert_equal(runner, eager, backend.device)
+MISSING: list[tuple[Any, Any, str]] = [
+    (
+        Model(),
+        None,
+        r"is not given, neither a module nor a dotted path to one, and Model offers no method layer_stack\(\)",
+    ),
+    (lambda view: view, None, r"and .*<lambda> offers no method layer_stack\(\)"),
+    (Model(), "inner.rows", r"stack='inner.rows' leads nowhere: inner has no 'rows'; modules there: 'layers'"),
+    (Model(), "model", r"leads nowhere: Model has no 'model'; modules there: 'inner'"),
+    (Model(), "head", r"stack='head' leads to Parameter, which is no module"),
+    (Model(), 3, r"stack is a module, or a dotted path to one under the step, not int"),
+    (Wrong(), None, r"Wrong.layer_stack\(\) returned list, no module"),
+    (lambda view: view, "inner", r"leads nowhere: .*<lambda> has no 'inner'; modules there: none"),
+]
 
 
-def test_nested_modules(backend: Backend) -> None:
-    """A stack may be any module below the step; what is around it runs eagerly, and may read the host."""
-    generator = torch.Generator().manual_seed(1)
-    layers = Layers(generator, named=False).to(backend.device)
-    ones = torch.ones(8, 16, dtype=torch.float64).to(backend.device)  # an NPU casts nothing to float64
-    seen: list[int] = []
+def test_stack_that_is_not_there() -> None:
+    """Where no stack is found the error lists what was looked for, and nothing is guessed by name."""
+    for step, stack, said in MISSING:
+        with pytest.raises(errors.ConfigError, match=said):
+            BreakableRunner(Prefill, step, stack=stack, buckets=[4], backend="cpu")
 
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.ModuleDict({"core": Inner(lambda hidden, view: layers(hidden, view) * 2)})
 
-        def forward(self, view: Prefill) -> torch.Tensor:
-            """Embeddings, the core, and a read of the host."""
-            hidden = ones[: len(view.positions)] * view.positions[:, None]
-            outputs: torch.Tensor = self.body["core"](hidden, view)
-            seen.append(int(view.extend_seq_lens.sum()))
-            return outputs[:: outputs.shape[0]].expand(len(view.extend_seq_lens), -1)
+REFUSED: list[tuple[Any, Any, str]] = [
+    (scaled, lambda view, hidden, inner: inner(inner(hidden, view), view), "called the stack, inner, 2 times: it is"),
+    (scaled, lambda _, hidden, __: hidden + 1, "called the stack, inner, 0 times"),
+    (
+        lambda hidden, view: hidden * view.extend_seq_lens.sum(),
+        None,
+        "sum reads slot 'extend_seq_lens', whose rows are req",
+    ),
+    (lambda hidden, view: hidden * view.extend_start_loc.shape[0], None, "shape reads slot 'extend_start_loc'"),
+    (lambda hidden, view: hidden * len(view.extend_seq_lens), None, "reads slot 'extend_seq_lens'"),
+    (lambda hidden, view: hidden + view.extend_seq_lens, None, "add reads slot 'extend_seq_lens'"),
+    (lambda hidden, view: hidden[view.extend_seq_lens.long() - 1], None, "long reads slot 'extend_seq_lens'"),
+    (lambda hidden, view: hidden * view.scale, None, "'scale' is carried from the batch and has no default"),
+    (asked_field, None, "'scale' is carried from the batch and has no default"),
+]
 
-    options: dict[str, Any] = {"stack": "body.core", "buckets": [8], "output_rows": BATCH, "backend": backend}
-    runner = BreakableRunner(Prefill, Deep(), progress=False, **options)
-    runner.capture()
-    assert runner(batch_of([1, 4], 2, backend.device)).shape == (2, 16)
-    assert seen[-1] == 5
-    assert runner.buckets.fit(5) == 8
-    assert runner.config.buckets == (8,)
-    assert TOKENS in runner.stage.declaration.axes
+
+def test_graphs_that_depend_on_requests(backend: Backend) -> None:
+    """What changes by step is not to be seen in a graph: slots over requests, their sizes, fields; nor two calls."""
+    for stack, outer, said in REFUSED:
+        with pytest.raises(errors.CaptureError, match=said):
+            around(stack, backend, outer)

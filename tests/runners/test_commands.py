@@ -1,10 +1,13 @@
-"""The command line: what it prints, where, and with which exit status."""
+"""The command line: what it prints, where, and with which exit status; one line on stderr for what it cannot use."""
 
+import itertools
 import json
+import os
 import pathlib
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
 import pytest
 import typer.testing
@@ -38,6 +41,7 @@ class Outer:
         input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 """
 
+
 BROKEN = """
 import torch
 from slotgraph import BATCH, Inputs, computed, copied
@@ -47,6 +51,8 @@ class BrokenInputs(Inputs):
     mask: torch.Tensor = computed(lambda lenz: lenz, shape=BATCH, dtype=torch.bool)
 """
 
+
+DECODE = "explained_inputs:DecodeInputs"
 SIZED = ("--size", "batch=7/8", "--size", "hidden=16")
 
 
@@ -97,12 +103,12 @@ def test_explain_sizes() -> None:
     def tokens(found: Explanation) -> list[tuple[int | None, int | None]]:
         return [(axis.live, axis.padded) for axis in found.axes if axis.name == "TOKENS"]
 
-    found = explained("explained_inputs:DecodeInputs", *SIZED)
+    found = explained(DECODE, *SIZED)
     assert [(axis.name, axis.live, axis.padded) for axis in found.axes[:2]] == [("BATCH", 7, 8), ("HIDDEN", 16, 16)]
     assert found.plan is not None
     assert found.nbytes == 8 * (8 + 4 + 16 * 4 + 4) + 4
     assert tokens(found) == [(7, 8)]
-    wide = ("explained_inputs:DecodeInputs", *SIZED, "--width", "4")
+    wide = (DECODE, *SIZED, "--width", "4")
     assert tokens(explained(*wide)) == [(28, 32)]
     assert tokens(explained(*wide, "--size", "Tokens=9/10")) == [(9, 10)]
     assert tokens(explained("explained_inputs:Outer.Nested", "--size", "batch=2/4", "--width", "2")) == [(4, 8)]
@@ -115,7 +121,7 @@ def test_explain_sizes() -> None:
 )
 def test_settings_switch_slots(settings: tuple[str, ...], switched_off: tuple[str, ...]) -> None:
     """Without settings all slots are shown; with them those that they enable."""
-    found = explained("explained_inputs:DecodeInputs", *settings)
+    found = explained(DECODE, *settings)
     assert found.disabled == switched_off
     assert ("swa" in [slot.name for slot in found.slots]) == (not switched_off)
 
@@ -125,7 +131,7 @@ def test_plans() -> None:
     """A plan is by the lowering that is asked for, without absent slots, and copies none that were written in place."""
 
     def plan(*options: str) -> FillPlan:
-        found = explained("explained_inputs:DecodeInputs", *SIZED, "--backend", "cpu", *options).plan
+        found = explained(DECODE, *SIZED, "--backend", "cpu", *options).plan
         assert found is not None
         return found
 
@@ -139,43 +145,6 @@ def test_plans() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("explained_inputz:DecodeInputs",), "no module 'explained_inputz'; did you mean 'explained_inputs'?"),
-        (("explained_inputs.more:DecodeInputs",), "no module 'explained_inputs.more'"),
-        (("nowhere.more:DecodeInputs",), "no module 'nowhere', which 'nowhere.more' is in"),
-        (("slotgraph.runner:DecodeInputs",), "no module 'slotgraph.runner'; did you mean 'runners'?"),
-        (("explained_input.py:DecodeInputs",), "no file 'explained_input.py'; did you mean 'explained_inputs.py'?"),
-        (("explained_inputs:decodeinput",), "has no 'decodeinput'; did you mean 'DecodeInputs'?"),
-        (("explained_inputs",), "say which one, as in explained_inputs:DecodeInputs"),
-        (("explained_inputs:HIDDEN",), "'HIDDEN' in explained_inputs is no subclass of slotgraph.Inputs"),
-        (("json:JSONDecoder",), "in json is no subclass of slotgraph.Inputs, nor a runner; json has none"),
-        (("what/is this:X",), "expected a module's name or a .py file"),
-        (("explained_inputs:DecodeInputs", "--size", "bach=3"), "has no axis 'bach'; did you mean 'BATCH'?"),
-        (("explained_inputs:DecodeInputs", "--size", "batch:3"), "expected AXIS=LIVE/PADDED"),
-        (("explained_inputs:DecodeInputs", "--size", "batch=3"), "no size for HIDDEN"),
-        (("explained_inputs:DecodeInputs", *SIZED, "--size", "batch=3"), "BATCH is given twice"),
-        (("explained_inputs:DecodeInputs", "--size", "batch=9/8", "--size", "hidden=1"), "BATCH=9/8: expected at most"),
-        (("explained_inputs:DecodeInputs", "--set", "=3"), "expected NAME or NAME=VALUE"),
-        (("explained_inputs:DecodeInputs", "--absent", "swa"), "a batch cannot come without 'swa'"),
-        (("explained_inputs:DecodeInputs", "--in-place", "swa,count"), "a producer cannot write 'count' in place"),
-        (("explained_inputs:DecodeInputs", "--hosted", "count"), "a batch cannot bring host data for 'count'"),
-        (("explained_inputs:DecodeInputs", "--lowering", "foreech"), "lowering 'foreech': this backend has foreach"),
-        (("explained_inputs:DecodeInputs", "--backend", "cpu-captur"), "did you mean 'cpu-capture'?"),
-        (("explained_inputs:DecodeInputs", "--format", "xml"), "xml"),
-    ],
-)
-def test_what_is_not_understood_exits_with_2(arguments: tuple[str, ...], message: str) -> None:
-    """A usage error names what is known nearest, on stderr, without a traceback, and leaves stdout empty."""
-    result = run("explain", *arguments)
-    assert result.exit_code == 2, result.output
-    assert message in " ".join(result.stderr.split())
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-
-
-@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("target", ["broken_inputs:BrokenInputs", "broken_inputs.py:BrokenInputs"])
 def test_declaration_faults_stand_one_a_line(target: str) -> None:
     """A declaration that breaks rules fails with status 1, and all its faults are told."""
@@ -185,27 +154,6 @@ def test_declaration_faults_stand_one_a_line(target: str) -> None:
     assert first == "BrokenInputs breaks 2 rules:"
     assert "slot 'lens': no tail rule" in second
     assert "slot 'mask': it needs 'lenz'" in third
-
-
-@pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("no_inputs:X",), "no_inputs cannot be imported: ModuleNotFoundError: No module named 'explained_nothing'"),
-        (("raising_inputs:X",), "raising_inputs cannot be imported: KeyError: 'oops'"),
-        (("raising_inputs.py:X",), "KeyError: 'oops' at raising_inputs.py:2"),
-        (("explained_inputs:DecodeInputs", "--set", "model.other"), "slot 'swa' exists when 'model.swa' is set"),
-        (("explained_inputs:DecodeInputs", "--backend", "cpu"), "backend 'cpu' cannot run here: no such chip"),
-    ],
-)
-def test_what_fails_is_reported(arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's module that raises, a setting that is missing, and a backend that cannot run here, exit with 1."""
-    unavailable = classmethod(lambda _: Availability(available=False, reason="no such chip"))
-    monkeypatch.setattr(CpuBackend, "is_available", unavailable)
-    result = run("explain", *arguments)
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert message in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 def test_backends() -> None:
@@ -240,31 +188,232 @@ def test_backends_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "capability" not in result.stdout
 
 
-@pytest.mark.parametrize("command", [(), ("explain",), ("backends",), ("bench",)])
-def test_help(command: tuple[str, ...]) -> None:
-    """Each command explains itself, the three commands with examples that stand on lines of their own."""
-    result = run(*command, "--help")
-    assert result.exit_code == 0
-    assert "Usage:" in result.stdout
-    assert not command or f"\n    slotgraph {command[0]}" in result.stdout
-    assert "\\b" not in result.stdout
-
-
-def test_version() -> None:
-    """The version and nothing else."""
-    result = run("--version")
-    assert (result.exit_code, result.stdout) == (0, "slotgraph 0.1.0\n")
-
-
-@pytest.mark.parametrize("arguments", [("explian",), ("bench", "--slotz", "3"), ()])
-def test_unknown_commands_and_options(arguments: tuple[str, ...]) -> None:
-    """What is no command or option, or nothing at all, exits with 2."""
-    assert run(*arguments).exit_code == 2
-
-
 def test_python_m_slotgraph(folder: pathlib.Path) -> None:
     """The module runs as a program, and its exit status reaches the shell."""
     command = [sys.executable, "-m", "slotgraph", "explain", "broken_inputs:BrokenInputs"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)  # noqa: S603 - our own
     assert result.returncode == 1
     assert result.stderr.startswith("BrokenInputs breaks 2 rules:\n")
+
+
+NOT_UNDERSTOOD = [
+    (("explained_inputz:DecodeInputs",), "no module 'explained_inputz'; did you mean 'explained_inputs'?"),
+    (("explained_inputs.more:DecodeInputs",), "no module 'explained_inputs.more'"),
+    (("nowhere.more:DecodeInputs",), "no module 'nowhere', which 'nowhere.more' is in"),
+    (("slotgraph.runner:DecodeInputs",), "no module 'slotgraph.runner'; did you mean 'runners'?"),
+    (("explained_input.py:DecodeInputs",), "no file 'explained_input.py'; did you mean 'explained_inputs.py'?"),
+    (("explained_inputs:decodeinput",), "has no 'decodeinput'; did you mean 'DecodeInputs'?"),
+    (("explained_inputs",), "say which one, as in explained_inputs:DecodeInputs"),
+    (("explained_inputs:HIDDEN",), "'HIDDEN' in explained_inputs is no subclass of slotgraph.Inputs"),
+    (("json:JSONDecoder",), "in json is no subclass of slotgraph.Inputs, nor a runner; json has none"),
+    (("what/is this:X",), "expected a module's name or a .py file"),
+    ((DECODE, "--size", "bach=3"), "has no axis 'bach'; did you mean 'BATCH'?"),
+    ((DECODE, "--size", "batch:3"), "expected AXIS=LIVE/PADDED"),
+    ((DECODE, "--size", "batch=3"), "no size for HIDDEN"),
+    ((DECODE, *SIZED, "--size", "batch=3"), "BATCH is given twice"),
+    ((DECODE, "--size", "batch=9/8", "--size", "hidden=1"), "BATCH=9/8: expected at most"),
+    ((DECODE, "--set", "=3"), "expected NAME or NAME=VALUE"),
+    ((DECODE, "--absent", "swa"), "a batch cannot come without 'swa'"),
+    ((DECODE, "--in-place", "swa,count"), "a producer cannot write 'count' in place"),
+    ((DECODE, "--hosted", "count"), "a batch cannot bring host data for 'count'"),
+    ((DECODE, "--lowering", "foreech"), "lowering 'foreech': this backend has foreach"),
+    ((DECODE, "--backend", "cpu-captur"), "did you mean 'cpu-capture'?"),
+    ((DECODE, "--format", "xml"), "xml"),
+]
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_is_not_understood_exits_with_2() -> None:
+    """A usage error names what is known nearest, on stderr, without a traceback, and leaves stdout empty."""
+    for arguments, message in NOT_UNDERSTOOD:
+        result = run("explain", *arguments)
+        assert result.exit_code == 2, result.output
+        assert message in " ".join(result.stderr.split())
+        assert result.stdout == ""
+        assert "Traceback" not in result.stderr
+    for words in (("explian",), ("bench", "--slotz", "3"), ()):
+        assert run(*words).exit_code == 2
+
+
+FAILS = [
+    (("no_inputs:X",), "no_inputs cannot be imported: ModuleNotFoundError: No module named 'explained_nothing'"),
+    (("raising_inputs:X",), "raising_inputs cannot be imported: KeyError: 'oops'"),
+    (("raising_inputs.py:X",), "KeyError: 'oops' at raising_inputs.py:2"),
+    ((DECODE, "--set", "model.other"), "slot 'swa' exists when 'model.swa' is set"),
+    ((DECODE, "--backend", "cpu"), "backend 'cpu' cannot run here: no such chip"),
+]
+
+
+@pytest.mark.usefixtures("folder")
+def test_what_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's module that raises, a setting that is missing, and a backend that cannot run here, exit with 1."""
+    unavailable = classmethod(lambda _: Availability(available=False, reason="no such chip"))
+    monkeypatch.setattr(CpuBackend, "is_available", unavailable)
+    for arguments, message in FAILS:
+        result = run("explain", *arguments)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_help_and_version() -> None:
+    """Each command explains itself, with examples that stand on lines of their own."""
+    for command in ((), ("explain",), ("backends",), ("bench",)):
+        result = run(*command, "--help")
+        assert result.exit_code == 0
+        assert "Usage:" in result.stdout
+        assert not command or f"\n    slotgraph {command[0]}" in result.stdout
+        assert "\\b" not in result.stdout
+    version = run("--version")
+    assert (version.exit_code, version.stdout) == (0, "slotgraph 0.1.0\n")
+
+
+HUGE: Final = "9" * 23
+
+
+LONG: Final = "9" * 5000
+
+
+MODULE: Final = """
+import sys
+import torch
+from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, copied
+
+class Ids(Inputs):
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+
+def make(step=lambda view: view.ids * 2, **options):
+    return DecodeRunner(Ids, step, buckets=[2, 4], backend="cpu-capture", progress=False, **options)
+
+def make_without_graphs():
+    return make(graphs=False)
+
+def make_quitting():
+    return make(lambda view: sys.exit(0))
+
+def quits():
+    sys.exit(0)
+
+def raises(rows, generator):
+    raise KeyError("no such thing")
+
+def one(rows):
+    return {"ids": torch.arange(rows)}
+
+def three(rows, generator, more):
+    return {"ids": torch.arange(rows)}
+
+def nothing(rows, generator):
+    return None
+
+def leaves(rows, generator):
+    sys.exit(0)
+
+class Broken:
+    def __iter__(self):
+        yield {"ids": torch.arange(1)}
+        raise ValueError("broken off")
+
+broken = Broken()
+large = [{"ids": torch.arange(9)}, {"ids": torch.arange(7)}]
+empty = []
+odd = [3, None]
+"""
+
+
+TARGETS: Final = (
+    *("", ":", "failing_module:", "failing_module:make:x", "failing_module:quits", "failing_module:no_such_name"),
+    *("quits_at_once:make", "quits_at_once.py:make", "no_text.py:make", "folder.py:make", "no_such_file.py:make"),
+)
+
+
+UNUSABLE: Final = [
+    ("check", "failing_module:make", "--seed", HUGE),
+    ("check", "failing_module:make", "--seed", "-1"),
+    ("check", "failing_module:make", "--rounds", HUGE),
+    ("check", "failing_module:make", "--rounds", "-3"),
+    *(
+        ("check", "failing_module:make", "--only", "coverage", "--batches", name)
+        for name in ("raises", "one", "three", "nothing", "leaves", "broken", "large", "empty", "odd", "no_such_name")
+    ),
+    ("check", "failing_module:make_without_graphs"),
+    ("check", "failing_module:make_quitting"),
+    *itertools.product(("check", "explain"), TARGETS),
+    ("explain", "failing_module:Ids", "--size", f"batch={LONG}"),
+    ("explain", "failing_module:Ids", "--size", "batch=-1"),
+    ("explain", "failing_module:Ids", "--size", "batch=1", "--width", "-1"),
+    ("explain", "failing_module:Ids", "--output", "folder"),
+    ("explain", "failing_module:Ids", "--output", "no_such_folder/x"),
+    ("explain", "failing_module:Ids", "--output", "x" * 300),
+    ("explain", "failing_module:Ids", "--format", "html"),
+    ("explain", "failing_module:make", "--size", "batch=1"),
+    ("bench", "--slots", HUGE),
+    ("bench", "--slots", LONG),
+    ("replay", "folder"),
+    ("replay", "pipe"),
+    ("replay", "no_such_file"),
+    ("replay", "x" * 300),
+    ("replay", "failing_module.py"),
+    ("replay", "no_text.py"),
+    ("replay", "failing_module.py", "failing_module:make", "--step", HUGE),
+    ("backends", "--format", "no_such_format"),
+]
+
+
+@pytest.fixture
+def _failing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A current directory with files of a user's; what they bring to sys is taken back."""
+    (tmp_path / "failing_module.py").write_text(MODULE, encoding="utf-8")
+    (tmp_path / "quits_at_once.py").write_text("import sys\nsys.exit(0)\n", encoding="utf-8")
+    (tmp_path / "no_text.py").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.py").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name in ("failing_module", "quits_at_once"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("_failing")
+def test_what_cannot_be_used() -> None:
+    """The status is not 0, the reason stands on stderr, and nothing was raised but what ends the command."""
+    for arguments in UNUSABLE:
+        done = run(*arguments)
+        assert done.exit_code in (1, 2), (arguments, done.output)
+        assert isinstance(done.exception, SystemExit), (arguments, done.exception)
+        assert "Traceback" not in done.stderr
+        assert done.stderr.strip() or "nothing was checked" in done.stdout
+    done = run("check", "failing_module:make", "--batches", "raises")
+    assert 'KeyError at failing_module.py:22, `raise KeyError("no such thing")`' in done.stderr
+
+
+@pytest.mark.usefixtures("_failing")
+def test_a_check_that_checked_nothing() -> None:
+    """It fails, as a table and as data, and says why no batch was taken."""
+    large = ("make", "--batches", "large"), "more than the largest bucket, 4"
+    for (target, *batches), reason in ((("make_without_graphs",), "graphs are switched off"), large):
+        for form in ("table", "json"):
+            done = run("check", f"failing_module:{target}", "--format", form, *batches)
+            assert done.exit_code == 1
+            assert "nothing was checked: " in done.stdout
+            assert reason in done.stdout
+            assert form == "table" or '"ok": false' in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_failing")
+def test_an_output_that_takes_nothing() -> None:
+    """A full device and a pipe that nobody reads end a command without a traceback."""
+    line = [sys.executable, "-m", "slotgraph", "explain", "failing_module:Ids"]
+    with pathlib.Path("/dev/full").open("wb") as full:
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, check=False, timeout=300)  # noqa: S603 - ours
+    assert done.returncode == 1
+    assert done.stderr.decode() == "the output cannot be written: No space left on device\n"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(line, stdout=writing, stderr=subprocess.PIPE, check=False, timeout=300)  # noqa: S603 - ours
+    os.close(writing)
+    assert done.returncode in (0, 1)
+    assert done.stderr.decode() == ""

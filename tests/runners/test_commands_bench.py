@@ -157,6 +157,7 @@ def test_device_figures_have_a_table_of_their_own(capsys: pytest.CaptureFixture[
     assert "the runner's: a list by fused: 3" in out
 
 
+@pytest.mark.slow
 def test_bench_end_to_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables and JSON of one quick run; in a narrow terminal nothing is cut off."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -189,22 +190,20 @@ def test_bench_end_to_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     assert result.stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--slots", "1"), "expected numbers from 2 to 1000"),
-        (("--slots", "4,x"), "got '4,x'"),
-        (("--slots", ""), "as in 4,12,48"),
-        (("--json", "."), "no file in a folder that exists"),
-        (("--json", "no/such/folder/figures.json"), "no file in a folder that exists"),
-        (("--backend", "nothing"), "there is no backend 'nothing'"),
-    ],
-)
-def test_wrong_options_are_refused_before_measuring(
-    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+WRONG = [
+    (("--slots", "1"), "expected numbers from 2 to 1000"),
+    (("--slots", "4,x"), "got '4,x'"),
+    (("--slots", ""), "as in 4,12,48"),
+    (("--json", "."), "no file in a folder that exists"),
+    (("--json", "no/such/folder/figures.json"), "no file in a folder that exists"),
+    (("--backend", "nothing"), "there is no backend 'nothing'"),
+]
+
+
+def test_wrong_options_are_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is measured whose figures could not be shown."""
     monkeypatch.setattr(bench, "measure", pytest.fail)
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split())
+    for arguments, message in WRONG:
+        result = run(*arguments)
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.split())

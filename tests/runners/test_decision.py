@@ -1,5 +1,6 @@
-"""Decisions: the path of each batch with its reason, what is counted, and one warning for each reason."""
+"""Decisions: buckets, the path of each batch with its reason, what is counted, and one warning for each reason."""
 
+import itertools
 import re
 from typing import Any
 
@@ -7,13 +8,15 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, copied, side
+from slotgraph import BATCH, TOKENS, WIDTH, Axis, Buckets, DecodeRunner, Inputs, copied
+from slotgraph.backends.base import Backend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
-from slotgraph.runners.decision import Decision
-from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, assert_right, bytes_of, memory_of, plain_runner, plain_step, random_batch
 
 PAGES = Axis("PAGES")
 
@@ -67,36 +70,26 @@ def varied_runner(cpu: str) -> DecodeRunner[VariedInputs]:
     return runner
 
 
-REASONS: list[Any] = [
-    pytest.param(varied(3, 3), ("graph", 4, "fits"), "bucket 4 fits", id="fits"),
-    pytest.param(varied(5, 1), ("graph", 8, "fits"), "bucket 8 fits", id="fits, fewer pages"),
-    pytest.param(varied(17, 3), ("eager", None, "too_large"), r"17 rows .* the largest bucket, 16", id="too large"),
-    pytest.param(
-        varied(3, 4), ("eager", None, "too_large"), r"4 rows on PAGES .* more than the 3", id="too many pages"
-    ),
-    pytest.param(varied(1, 2), ("eager", None, "waste"), r"bucket 4 would be 75% padding, .*50%", id="waste"),
-    pytest.param(varied(12, 2), ("eager", None, "not_captured"), r"no room for 16", id="not captured"),
-    pytest.param(varied(4, 2, extra=None), ("eager", None, "absent"), "without 'extra'", id="absent"),
-    pytest.param(
-        varied(4, 2, mode="verify"), ("eager", None, "field_differs"), "is 'verify', not 'decode'", id="field"
-    ),
+REASONS: list[tuple[dict[str, Any], tuple[str, int | None, str], str]] = [
+    (varied(3, 3), ("graph", 4, "fits"), "bucket 4 fits"),
+    (varied(5, 1), ("graph", 8, "fits"), "bucket 8 fits"),
+    (varied(17, 3), ("eager", None, "too_large"), r"17 rows .* the largest bucket, 16"),
+    (varied(3, 4), ("eager", None, "too_large"), r"4 rows on PAGES .* more than the 3"),
+    (varied(1, 2), ("eager", None, "waste"), r"bucket 4 would be 75% padding, .*50%"),
+    (varied(12, 2), ("eager", None, "not_captured"), r"no room for 16"),
+    (varied(4, 2, extra=None), ("eager", None, "absent"), "without 'extra'"),
+    (varied(4, 2, mode="verify"), ("eager", None, "field_differs"), "is 'verify', not 'decode'"),
 ]
 
 
-@pytest.mark.parametrize(("batch", "wanted", "reason"), REASONS)
-def test_reasons(
-    varied_runner: DecodeRunner[VariedInputs],
-    batch: dict[str, Any],
-    wanted: tuple[str, int | None, str],
-    reason: str,
-) -> None:
+def test_reasons(varied_runner: DecodeRunner[VariedInputs]) -> None:
     """Each way for a batch to go has its path, its bucket and its reason in a word and a sentence, and is right."""
-    decision = varied_runner.decide(batch)
-    assert (decision.path, decision.bucket, decision.why) == wanted
-    assert re.search(reason, decision.reason)
-    if decision.why != "not_captured":  # its step cannot run eagerly either
-        padded = varied_runner(batch)
-        assert torch.equal(padded, varied_answer(batch))
+    for batch, wanted, reason in REASONS:
+        decision = varied_runner.decide(batch)
+        assert (decision.path, decision.bucket, decision.why) == wanted
+        assert re.search(reason, decision.reason)
+        if decision.why != "not_captured":  # its step cannot run eagerly either
+            assert torch.equal(varied_runner(batch), varied_answer(batch))
 
 
 def test_deciding_changes_nothing(varied_runner: DecodeRunner[VariedInputs]) -> None:
@@ -104,17 +97,10 @@ def test_deciding_changes_nothing(varied_runner: DecodeRunner[VariedInputs]) -> 
     batch = varied(4, 3, seed=5)
     view = varied_runner.fill(batch)
     before = varied_runner.stats()
-    for param in REASONS:
-        varied_runner.decide(param.values[0])
+    for other, _, _ in REASONS:
+        varied_runner.decide(other)
     assert varied_runner.stats() == before
     assert torch.equal(varied_runner.replay(view), varied_answer(batch))
-
-
-def test_same_value_goes_through_the_graph(varied_runner: DecodeRunner[VariedInputs]) -> None:
-    """A field that the batch brings with the captured value, or not at all, goes through the graph."""
-    assert varied_runner.decide(varied(3, 3, mode="decode")).path == "graph"
-    assert varied_runner.decide(varied(3, 3, mode="DECODE".lower())).path == "graph"
-    assert varied_runner.decide(varied(3, 3, mode=None)).path == "graph"
 
 
 def test_field_that_compares_by_element(varied_runner: DecodeRunner[VariedInputs]) -> None:
@@ -141,17 +127,22 @@ def test_sizes_are_read_off_host_data(varied_runner: DecodeRunner[VariedInputs])
 
 
 def test_before_capture(cpu: str) -> None:
-    """Before capture a runner decides, fills and runs nothing, not even what would run eagerly."""
-    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4], backend=cpu)
-    assert runner.report is None
-    for requests in (3, 30):
-        batch = random_batch(requests, seed=1)
-        for use in (runner.decide, runner.fill, runner):
-            with pytest.raises(ReplayError, match=r"nothing is captured yet: call capture\(\) first"):
-                use(batch)
-    runner.capture()
-    good = random_batch(3, seed=2)
-    assert_right(runner(good), good)
+    """Before capture a runner decides, fills and runs nothing, not even what would run eagerly, lazy or not."""
+    for lazy in (False, True):
+        runner = DecodeRunner(PlainInputs, plain_step, buckets=[4], backend=cpu, lazy=lazy)
+        assert runner.report is None
+        for requests in (3, 30):
+            batch = random_batch(requests, seed=1)
+            for use in (runner.decide, runner.fill, runner):
+                with pytest.raises(ReplayError, match=r"nothing is captured yet: call capture\(\) first"):
+                    use(batch)
+        with pytest.raises(ConfigError, match=r"there is no graph of bucket 4: .*after capture\(\)"):
+            runner.inputs(4)
+        runner.capture()
+        with pytest.raises(ConfigError, match="there is no graph of bucket 3"):
+            runner.inputs(3)
+        good = random_batch(3, seed=2)
+        assert_right(runner(good), good)
 
 
 def test_patterns_of_absent_slots(cpu: str) -> None:
@@ -197,26 +188,6 @@ def test_stats(cpu: str, lowering: str) -> None:
     }
 
 
-def test_fills_alone_are_counted(cpu: str) -> None:
-    """A fill whose step comes later runs the kernel by itself; what the kernel cannot read is put right before it."""
-    runner = plain_runner(cpu, lowering="in_graph")
-    batch = random_batch(6, seed=1)
-    runner(batch)
-    runner.replay(runner.fill(batch))
-    assert runner.stats()["lowerings"] == {"in_graph": 1, "fused": 1}
-    gaps = np.repeat(batch["ids"].numpy(), 2)[::2]
-    runner({**batch, "ids": gaps})
-    elsewhere = runner.graphs.buffers["ids"].tensor[1:7]
-    given = {**batch, "ids": elsewhere.clone()}
-    assert_right(runner({**batch, "ids": elsewhere}), given)
-    assert runner.stats()["lowerings"] == {"in_graph": 3, "fused": 1}
-    assert runner.stats()["detours"] == {}
-    with pytest.raises(BatchError):
-        runner({**batch, "ids": batch["ids"].float()})
-    assert sum(runner.stats()["lowerings"].values()) == 4
-    assert runner.stats()["detours"] == {}
-
-
 def test_one_warning_for_each_reason(cpu: str) -> None:
     """The first fallback for a reason is one warning that names it; later ones are only counted."""
     runner = plain_runner(cpu, max_waste=0.7)
@@ -227,15 +198,6 @@ def test_one_warning_for_each_reason(cpu: str) -> None:
     assert [(event["why"], event["log_level"]) for event in warned] == [("too_large", "warning"), ("waste", "warning")]
     assert warned[0]["reason"] == "30 rows are more than the largest bucket, 8"
     assert warned[0]["runner"] == "DecodeRunner"
-
-
-def test_larger_than_the_largest_bucket(cpu: str) -> None:
-    """A batch larger than every bucket runs eagerly, says so, is right, and leaves the graphs right too."""
-    runner = plain_runner(cpu)
-    for requests in (8, 9, 200, 8, 3, 1000, 7):
-        batch = random_batch(requests, seed=requests)
-        assert runner.decide(batch).path == ("graph" if requests <= 8 else "eager")
-        assert_right(runner(batch), batch)
 
 
 def test_graphs_switched_off(cpu: str) -> None:
@@ -257,23 +219,6 @@ def test_graphs_switched_off(cpu: str) -> None:
         runner.inputs(4)
 
 
-class SideInputs(Inputs):
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    hidden: torch.Tensor = copied(TOKENS, 2, dtype=torch.float32, pad=0, source=side("proxy.hidden"))
-
-
-def test_side_arguments(cpu: str) -> None:
-    """What stands beside the batch reaches its slot on both paths, and is missed by name where it is not given."""
-    runner = DecodeRunner(SideInputs, lambda view: view.hidden * view.ids[:, None], buckets=[4], backend=cpu)
-    runner.capture()
-    for requests in (3, 9):
-        ids, hidden = torch.randint(1, 9, (requests,)), torch.rand(requests, 2)
-        assert torch.equal(runner({"ids": ids}, proxy={"hidden": hidden}), hidden * ids[:, None])
-        assert isinstance(runner.decide({"ids": ids}, proxy={"hidden": hidden}), Decision)
-        with pytest.raises(BatchError, match=r"slot 'hidden': argument proxy\.hidden is missing"):
-            runner({"ids": ids})
-
-
 class HookedInputs(Inputs):
     """A field whose default is made anew each time."""
 
@@ -291,3 +236,226 @@ def test_a_field_with_a_factory(cpu: str) -> None:
     other = {"ids": ids, "hooks": [5]}
     assert runner.decide(other).why == "field_differs"
     assert runner(other).tolist() == [8, 6, 7]
+
+
+row_counts = st.lists(st.integers(1, 600), min_size=1, max_size=12, unique=True)
+
+
+largest = st.integers(1, 2000)
+
+
+@given(largest)
+def test_ladder_ascends_to_the_largest(top: int) -> None:
+    """A ladder begins at 1, ascends without repeating itself, and ends at the largest size, even one off its steps."""
+    ladder = Buckets.ladder(top)
+    assert ladder.sizes[0] == 1
+    assert ladder.sizes[-1] == ladder.largest == top
+    assert all(a < b for a, b in itertools.pairwise(ladder.sizes))
+
+
+@given(largest, st.data())
+def test_ladder_wastes_little(top: int, data: st.DataObject) -> None:
+    """A row count is padded by less than the ladder's step: to twice itself below 8, by 8, 16 and 32 rows beyond."""
+    rows = data.draw(st.integers(1, top))
+    bucket = Buckets.ladder(top).fit(rows)
+    assert bucket is not None
+    step = next(step for stop, step in ((256, 8), (512, 16), (3000, 32)) if rows <= stop)
+    assert 0 <= bucket - rows < (rows if rows <= 8 else step)
+
+
+@given(row_counts)
+def test_sizes_are_sorted(given_sizes: list[int]) -> None:
+    """Sizes come in any order, and are kept ascending; one that is given twice is refused."""
+    assert list(Buckets(tuple(given_sizes)).sizes) == sorted(given_sizes)
+    with pytest.raises(ConfigError, match="given once each"):
+        Buckets((*given_sizes, given_sizes[-1]))
+
+
+@given(row_counts, st.integers(0, 700))
+def test_fit_is_the_smallest_that_holds(given_sizes: list[int], rows: int) -> None:
+    """A row count goes to the smallest bucket that holds it, and to none where it is larger than all."""
+    holding = [size for size in given_sizes if size >= rows]
+    assert Buckets(tuple(given_sizes)).fit(rows) == (min(holding) if holding else None)
+
+
+@given(row_counts, st.floats(0, 1))
+def test_table_keeps_the_waste_limit(given_sizes: list[int], limit: float) -> None:
+    """The table sends each row count to its bucket, to none where too much would be padding; no rows waste nothing."""
+    buckets = Buckets(tuple(given_sizes), limit)
+    table = buckets.table()
+    assert len(table) == buckets.largest + 1
+    for rows, bucket in enumerate(table):
+        fit = buckets.fit(rows)
+        assert fit is not None
+        assert bucket == (fit if not rows or (fit - rows) / fit <= limit else None)
+
+
+def test_bad_buckets() -> None:
+    """Sizes are whole numbers of at least 1, at least one; the limit of waste is a share; a ladder goes up to a row."""
+    wrong: list[Any] = [(), (0,), (4, -1), (True,), (2.0,), ("4",)]
+    for bad in wrong:
+        with pytest.raises(ConfigError, match="buckets are whole numbers of at least 1"):
+            Buckets(bad)
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ConfigError, match="max_waste is a share"):
+            Buckets((4,), share)
+    for top in (0, -5):
+        with pytest.raises(ConfigError, match="whole numbers of at least 1"):
+            Buckets.ladder(top)
+    assert Buckets((48,)).waste(37, 48) == pytest.approx(11 / 48)
+
+
+class VerifyInputs(Inputs):
+    """Two slots over tokens, and one over requests."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
+    marks: torch.Tensor = copied(TOKENS, dtype=torch.int32, pad=-5)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=7)
+
+
+def verify_step(view: VerifyInputs) -> torch.Tensor:
+    """[TOKENS] int64; each token hangs on its request's length."""
+    width = view.ids.shape[0] // max(view.lens.shape[0], 1)
+    spread = view.lens[:, None].expand(-1, width).reshape(-1)
+    return view.ids * 1000 + view.marks * 10 + spread
+
+
+def wide_batch(requests: int, width: int, seed: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Random requests of `width` tokens each."""
+    draw = torch.Generator().manual_seed(seed)
+    found = {
+        "ids": torch.randint(1, 99, (requests * width,), generator=draw),
+        "marks": torch.randint(1, 99, (requests * width,), generator=draw, dtype=torch.int32),
+        "lens": torch.randint(1, 9, (requests,), generator=draw, dtype=torch.int32),
+    }
+    return {name: value.to(device) for name, value in found.items()}
+
+
+def wide_answer(batch: dict[str, torch.Tensor], width: int) -> list[int]:
+    """What the step must give, row by row."""
+    ids, marks, lens = (batch[name].tolist() for name in ("ids", "marks", "lens"))
+    return [ids[row] * 1000 + marks[row] * 10 + lens[row // width] for row in range(len(ids))]
+
+
+def of_width(backend: Backend | str, width: int, **options: Any) -> DecodeRunner[VerifyInputs]:
+    """A runner for 2 and 4 requests of `width` tokens each."""
+    runner = DecodeRunner(VerifyInputs, verify_step, backend=backend, buckets=[2, 4], width=width, **options)
+    runner.capture()
+    return runner
+
+
+@pytest.mark.parametrize("lowering", LADDER)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_any_sequence_of_widths(backend: Backend, lowering: str, data: st.DataObject) -> None:
+    """Batches of the captured width and of others take turns; each is right, on the path that was told before."""
+    if lowering not in backend.capabilities.lowerings:
+        pytest.skip(f"{backend.name} has no {lowering}")
+    runner = of_width(backend, width := data.draw(st.integers(1, 3)), lowering=lowering)
+    turns = data.draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4)), min_size=2, max_size=8))
+    others = [(requests, other) for requests, other in turns if other != width]
+    for seed, (requests, other) in enumerate(turns):
+        batch = wide_batch(requests, other, seed, backend.device)
+        decision = runner.decide(batch)
+        assert runner(batch).tolist() == wide_answer(batch, other)
+        assert runner.replay(runner.fill(batch)).tolist() == wide_answer(batch, other)
+        assert decision.why == ("width_differs" if other != width else "fits" if requests <= 4 else "too_large")
+    eager = runner.stats()["eager"].get("width_differs", {"steps": 0, "live": 0})
+    assert eager == {"steps": 2 * len(others), "live": 2 * sum(requests for requests, _ in others)}
+
+
+def test_decision_says_both_widths(cpu: str) -> None:
+    """The sentence names the batch's width and the captured one; one event is logged for all such batches."""
+    runner = of_width(cpu, 1)
+    with capture_logs() as events:
+        for seed in range(3):
+            runner(wide_batch(2, 3, seed))
+    decision = runner.decide(wide_batch(2, 3, 1))
+    assert (decision.path, decision.bucket, decision.why) == ("eager", None, "width_differs")
+    assert decision.reason == "requests have 3 tokens each, and graphs were captured for 1 token"
+    assert [event["why"] for event in events if event["event"] == "fallback"] == ["width_differs"]
+
+
+class ByWidth(VerifyInputs):
+    """A slot whose tail follows from the width, and one whose shape does."""
+
+    counts: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=WIDTH)
+    drafts: torch.Tensor = copied(BATCH, WIDTH, dtype=torch.int64, pad=0)
+
+
+def test_slots_that_follow_from_the_width(cpu: str) -> None:
+    """Where a declaration depends on the width, a batch of another one is refused, by fill and decide alike."""
+    runner = DecodeRunner(ByWidth, verify_step, backend=cpu, buckets=[2, 4], width=2)
+    runner.capture()
+    batch = {**wide_batch(3, 2, 1), "counts": torch.arange(3), "drafts": torch.ones(3, 2, dtype=torch.int64)}
+    assert runner(batch).tolist() == wide_answer(batch, 2)
+    view = runner.fill({**batch, "counts": torch.arange(1, 4)})
+    assert view.counts.tolist() == [1, 2, 3, 2]
+    before = bytes_of(view.ids)
+    other = {**batch, **wide_batch(3, 4, 2), "drafts": torch.ones(3, 4, dtype=torch.int64)}
+    for use in (runner.decide, runner.fill, runner):
+        with pytest.raises(
+            BatchError, match=r"4 tokens each, .* for 2 tokens; slots 'counts', 'drafts' .* make a runner with width=4"
+        ):
+            use(other)
+    assert bytes_of(view.ids) == before
+    runner.replay(view)
+
+
+def test_a_step_of_one_width(backend: Backend) -> None:
+    """Where the step stands for one width, a batch of another is refused by fill and decide alike, and not counted."""
+    runner = of_width(backend, 2, one_width=True)
+    good = wide_batch(3, 2, 1, backend.device)
+    view = runner.fill(good)
+    counted, before = runner.stats(), bytes_of(view.ids)
+    for use in (runner.decide, runner.fill, runner):
+        with pytest.raises(
+            BatchError, match=r"4 tokens each, .* for 2 tokens, the only width of this runner's step: bring 2 tokens a"
+        ):
+            use(wide_batch(3, 4, 2, backend.device))
+    assert (runner.stats(), bytes_of(view.ids)) == (counted, before)
+    assert runner.replay(view).tolist() == wide_answer(good, 2)
+    large = wide_batch(5, 2, 3, backend.device)
+    assert (runner.decide(large).why, runner(large).tolist()) == ("too_large", wide_answer(large, 2))
+
+
+FAULTS: list[dict[str, Any]] = [
+    {"lens": torch.tensor([1, 2, 3, 4], dtype=torch.int32)},
+    {"lens": torch.tensor([], dtype=torch.int32)},
+    {"marks": torch.arange(1, 6)},
+    {"marks": torch.arange(1, 6, dtype=torch.int32)},
+    {"marks": None},
+]
+
+
+def test_what_is_no_width_is_refused(cpu: str) -> None:
+    """Sources that fit no width at all are refused as ever, and nothing changes: the view before still stands."""
+    runner = of_width(cpu, 1)
+    runner(wide_batch(3, 2, 1))  # so that there is nothing to grow
+    good = wide_batch(3, 1, seed=2)
+    view = runner.fill(good)
+    before, counted = memory_of(runner), runner.stats()
+    for fault in FAULTS:
+        with pytest.raises(BatchError):
+            runner({**wide_batch(3, 2, seed=3), **fault})
+    assert (memory_of(runner), runner.stats()) == (before, counted)
+    assert runner.replay(view).tolist() == wide_answer(good, 1)
+
+
+class TokensOnly(Inputs):
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
+
+
+class OptionalRows(TokensOnly):
+    lens: torch.Tensor | None = copied(BATCH, dtype=torch.int32, pad=7, default=None)
+
+
+def test_width_that_nothing_tells(cpu: str) -> None:
+    """Without a required slot over requests, tokens that are no multiple of the width are refused as ever."""
+    for inputs in (TokensOnly, OptionalRows):
+        runner = DecodeRunner(inputs, lambda view: view.ids * 2, backend=cpu, buckets=[2, 4], width=4)
+        runner.capture()
+        batch = {"ids": torch.arange(1, 7), "lens": torch.tensor([1, 2, 3], dtype=torch.int32)}
+        for use in (runner.decide, runner):
+            with pytest.raises(BatchError, match="'ids'"):
+                use(batch)

@@ -2,32 +2,38 @@
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
 
 from slotgraph import BATCH, TOKENS, DraftRunner, Inputs, copied, standard
-from slotgraph.backends import load
+from slotgraph.backends import Backend, load
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
 from slotgraph.runners.draft import DraftStep
 from slotgraph.runners.eagerly import Eagerly
 from slotgraph.runners.tree import Drafts, top_tokens
 from tests.runners.models import Batch, same_batch, snapshot
-from tests.runners.trees import PlainTree
-
-if TYPE_CHECKING:
-    from slotgraph.backends import Backend
+from tests.runners.test_tree import PlainTree
 
 WORDS, WIDE, PLACES = 30, 5, 60
+
+
 BUCKETS = (2, 4)
+
+
 _DRAW = torch.Generator().manual_seed(3)
+
+
 TABLE = torch.randn(WORDS, WIDE, generator=_DRAW, dtype=torch.float64)
+
+
 PLACED = torch.randn(PLACES, WIDE, generator=_DRAW, dtype=torch.float64)
+
+
 HEAD = 2 * torch.randn(WIDE, WORDS, generator=_DRAW, dtype=torch.float64)
 
 
@@ -166,15 +172,6 @@ def test_drafts_are_the_plain_ones(
         assert same_batch(batch, given)
 
 
-@pytest.mark.parametrize("lowering", ["in_graph", "fused", "foreach", "slot_by_slot"])
-def test_every_lowering(cpu: str, lowering: str) -> None:
-    """However slots are filled, the trees are the same."""
-    runner = captured(cpu, 2, 3, lowering)
-    for requests in (3, 1, 4, 2, 2):
-        batch = batch_of(requests, 2, 3, requests)
-        assert_right(runner(batch), batch, 2, 3)
-
-
 def test_positions_are_put_back(backend: "Backend") -> None:
     """After a replay the slot holds what the batch brought, and its tail is zero; so does the view that was filled."""
     runner = captured(backend.name, 2, 3)
@@ -184,16 +181,6 @@ def test_positions_are_put_back(backend: "Backend") -> None:
     assert seen == [*batch["positions"].tolist(), 0, 0]
     runner.replay(view)
     assert view.positions.tolist() == seen
-
-
-def test_one_graph_and_so_many_calls(cpu: str) -> None:
-    """All steps but the last call the model, and none of them on a replay of what was captured."""
-    runner = made(cpu, 2, 4, buckets=[2], warmups=0)
-    runner.capture()
-    toy = runner.stage.step.forward  # type: ignore[attr-defined]
-    assert (toy.calls, len(runner.graphs._captured)) == (2 * 2 * 3, 2)  # look and capture, of two patterns
-    runner(batch_of(2, 2, 4, 1))
-    assert toy.calls == 2 * 2 * 3 + (3 if cpu == "cpu" else 0)
 
 
 def test_a_draft_of_one_step(cpu: str) -> None:
@@ -264,33 +251,6 @@ def test_an_eager_step_that_raises(cpu: str, *, no_copy: bool) -> None:
         assert same_batch(batch, given)
 
 
-def test_positions_in_place(cpu: str) -> None:
-    """A producer that wrote the positions where they belong finds them there afterwards."""
-    runner = captured(cpu, 2, 3)
-    batch, slots = batch_of(3, 2, 3, 8), runner.inputs(4, {"seq_lens_cpu"})
-    slots.positions[:6].copy_(batch["positions"])
-    own = {**batch, "positions": slots.positions[:6]}
-    for _ in range(2):
-        assert_right(runner(own), batch, 2, 3)
-        assert torch.equal(slots.positions[:6], batch["positions"])
-
-
-def test_events_and_counts_are_the_draft_runners(cpu: str) -> None:
-    """Events name the runner that was made, and a batch beyond the largest bucket is counted and right."""
-    runner = made(cpu, 2, 2, buckets=[2])
-    with capture_logs() as logs:
-        runner.capture()
-        batch = batch_of(3, 2, 2, 1)
-        assert_right(runner(batch), batch, 2, 2)
-    assert {log["runner"] for log in logs if "runner" in log} == {"DraftRunner"}
-    assert [log["runner"] for log in logs if log["event"] in ("captured", "fallback")] == ["DraftRunner"] * 2
-    assert runner.decide(batch).why == "too_large"
-    assert runner.stats()["steps"] == {"graph": 0, "eager": 1}
-    assert runner.report is not None
-    assert (runner.report.captured, runner.lowering) == ((2,), "foreach")
-    assert runner.plan(2, ["seq_lens_cpu"]).lowering == "foreach"
-
-
 class PlainPositions(BareInputs):
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 
@@ -303,52 +263,9 @@ class FlatFirst(BareInputs):
     topk_index: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "options", "message"),
-    [
-        (BareInputs, {"topk": 0}, r"a draft needs topk= of at least 1, got 0"),
-        (BareInputs, {"steps": 0}, r"a draft needs steps= of at least 1, got 0"),
-        (BareInputs, {"steps": 1.5}, r"a draft needs steps= of at least 1, got 1.5"),
-        (BareInputs, {"width": 3}, r"DraftRunner does not use option 'width', .*: leave it out"),
-        (BareInputs, {"sizes": {standard.TOPK: 3}}, r"sizes of TOPK is 3, and topk= is 2: give topk= alone"),
-        (BareInputs, {"advances": ["positions"]}, r"needs a slot 'positions' with restored=True"),
-        (PlainPositions, {}, r"PlainPositions needs a slot 'positions' with restored=True"),
-        (CopiedIds, {}, r"slot 'input_ids': the draft writes it in each step: declare it with staged\(\)"),
-        (FlatFirst, {}, r"FlatFirst needs a slot 'topk_index' of shape \[BATCH, TOPK\]"),
-    ],
-)
-def test_what_cannot_be_drafted(inputs: type[Inputs], options: dict[str, Any], message: str) -> None:
-    """Counts below 1, widths and sizes that contradict them, and declarations that lack something are refused."""
-    with pytest.raises(ConfigError, match=message):
-        DraftRunner(inputs, lambda *_: None, backend="cpu", **{"topk": 2, "steps": 2, "buckets": [2], **options})  # type: ignore[arg-type]
-
-
 def rows(count: int, wide: int) -> torch.Tensor:
     """Anything of a shape."""
     return torch.rand(count, wide)
-
-
-@pytest.mark.parametrize(
-    ("forward", "message"),
-    [
-        (lambda _, step: rows(len(step.input_ids), WORDS), r"draft step 0, must return \(logits, .* got Tensor"),
-        (
-            lambda *_: (rows(3, WORDS), None),
-            r"expected logits of \[4, words\] with at least 2 words, got shape \[3, 30\]",
-        ),
-        (lambda *_: (rows(4, 1), None), r"expected logits of \[4, words\] with at least 2 words, got shape \[4, 1\]"),
-        (lambda *_: (None, None), r"expected logits of \[4, words\] with at least 2 words, got NoneType"),
-        (
-            lambda *_: (rows(4, WORDS), rows(2, 5)),
-            r"expected hidden states with 4 rows, one a token, got shape \[2, 5\]",
-        ),
-    ],
-)
-def test_what_forward_returns_is_checked(cpu: str, forward: Callable[..., Any], message: str) -> None:
-    """Logits and hidden states have a row a token, or no bucket is captured, for that reason."""
-    runner = DraftRunner(BareInputs, forward, topk=2, steps=3, buckets=[2], backend=cpu)
-    with pytest.raises(CaptureError, match=message):
-        runner.capture()
 
 
 def test_batches_of_another_shape(cpu: str) -> None:
@@ -364,26 +281,6 @@ def test_batches_of_another_shape(cpu: str) -> None:
             use(other)
     assert runner.stats()["steps"] == steps
     assert_right(runner(good), good, 2, 3)
-
-
-class Placed(BareInputs):
-    """Positions of another name, which no step advances, tell a batch's tokens as well."""
-
-    places: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-
-
-def test_width_without_positions(cpu: str) -> None:
-    """A batch of another width is refused where nothing advances, too, and is no eager step."""
-    runner = DraftRunner(
-        Placed, lambda _, step: (TABLE[step.input_ids], None), topk=2, steps=2, buckets=[4], backend=cpu
-    )
-    runner.capture()
-    batch = {"topk_p": torch.rand(2, 2), "topk_index": torch.tensor([[1, 2], [3, 4]]), "places": torch.arange(1, 7)}
-    for use in (runner.decide, runner):
-        with pytest.raises(BatchError, match=r"requests have 3 tokens each, .* the only width"):
-            use(batch)
-    assert runner.stats()["steps"] == {"graph": 0, "eager": 0}
-    assert runner({**batch, "places": torch.arange(1, 5)}).tokens.shape == (2, 6)
 
 
 class Mrope(standard.DraftMrope, standard.DraftInputs):
@@ -419,3 +316,39 @@ def test_positions_of_three_parts(backend: "Backend") -> None:
         assert view.mrope_positions[:, 6:].tolist() == [[0, 0]] * 3
         found.append((drafts.tokens.tolist(), drafts.parents.tolist()))
     assert found[0] == found[1]
+
+
+def test_what_cannot_be_drafted() -> None:
+    """Counts below 1, widths and sizes that contradict them, and declarations that lack something are refused."""
+    wrong: list[tuple[type[Inputs], dict[str, Any], str]] = [
+        (BareInputs, {"topk": 0}, r"a draft needs topk= of at least 1, got 0"),
+        (BareInputs, {"steps": 1.5}, r"a draft needs steps= of at least 1, got 1.5"),
+        (BareInputs, {"sizes": {standard.TOPK: 3}}, r"sizes of TOPK is 3, and topk= is 2: give topk= alone"),
+        (BareInputs, {"advances": ["positions"]}, r"needs a slot 'positions' with restored=True"),
+        (PlainPositions, {}, r"PlainPositions needs a slot 'positions' with restored=True"),
+        (CopiedIds, {}, r"slot 'input_ids': the draft writes it in each step: declare it with staged\(\)"),
+        (FlatFirst, {}, r"FlatFirst needs a slot 'topk_index' of shape \[BATCH, TOPK\]"),
+    ]
+    forward: Any = print  # never called
+    for inputs, options, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            DraftRunner(inputs, forward, backend="cpu", **{"topk": 2, "steps": 2, "buckets": [2], **options})
+
+
+def test_what_forward_returns_is_checked(cpu: str) -> None:
+    """Logits and hidden states have a row a token, or no bucket is captured, for that reason."""
+    logits = r"expected logits of \[4, words\] with at least 2 words, got "
+    wrong: list[tuple[Callable[..., Any], str]] = [
+        (lambda _, step: rows(len(step.input_ids), WORDS), r"draft step 0, must return \(logits, .* got Tensor"),
+        (lambda *_: (rows(3, WORDS), None), rf"{logits}shape \[3, 30\]"),
+        (lambda *_: (rows(4, 1), None), rf"{logits}shape \[4, 1\]"),
+        (lambda *_: (None, None), rf"{logits}NoneType"),
+        (
+            lambda *_: (rows(4, WORDS), rows(2, 5)),
+            r"expected hidden states with 4 rows, one a token, got shape \[2, 5\]",
+        ),
+    ]
+    for forward, message in wrong:
+        runner = DraftRunner(BareInputs, forward, topk=2, steps=3, buckets=[2], backend=cpu)
+        with pytest.raises(CaptureError, match=message):
+            runner.capture()

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from structlog.testing import capture_logs
 
 from slotgraph import BATCH, WIDTH, DraftExtendRunner, Inputs, standard
 from slotgraph.backends import load
@@ -16,7 +15,11 @@ from slotgraph.runners.watching import Watcher
 from tests.runners.models import Batch, same_batch, snapshot
 
 WORDS, WIDE = 20, 4
+
+
 _DRAW = torch.Generator().manual_seed(9)
+
+
 TABLE = torch.randn(WORDS, WIDE, generator=_DRAW, dtype=torch.float64)
 
 
@@ -105,17 +108,6 @@ def test_constants_follow_the_width(cpu: str) -> None:
         assert view.select_index.tolist()[3:] == [width * row + width - 1 for row in (3, 4)]
         with pytest.raises(BatchError, match=rf"have {5 - width} tokens each, .* captured for {width}|expected int64"):
             captured(cpu, width)(batch_of(3, 5 - width, 1))
-
-
-def test_events_name_the_runner(cpu: str) -> None:
-    """What is logged names the runner that was made."""
-    runner = DraftExtendRunner(
-        ExtendInputs, step, width=2, sizes={standard.HIDDEN: WIDE}, buckets=[1], backend=cpu, absent=[{"seq_lens_cpu"}]
-    )
-    with capture_logs() as logs:
-        runner.capture()
-        runner(batch_of(2, 2, 1))
-    assert [log["runner"] for log in logs if log["event"] in ("captured", "fallback")] == ["DraftExtendRunner"] * 2
 
 
 def test_a_width_is_needed() -> None:

@@ -8,12 +8,35 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, Step, computed, constant, copied
+from slotgraph import (
+    BATCH,
+    TOKENS,
+    Axis,
+    DecodeRunner,
+    DraftExtendRunner,
+    DraftRunner,
+    EagerRunner,
+    Inputs,
+    MultiLayerDraftExtendRunner,
+    Step,
+    computed,
+    constant,
+    copied,
+    standard,
+)
+from slotgraph.backends import Backend
+from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, ConfigError, DeclarationError, MissingSourceError, ReplayError
 from slotgraph.runners.eager import NO_COPY_VARIABLE
-from tests.runners.models import PlainInputs, assert_right, plain_step, random_batch, snapshot
+from tests.runners.models import PlainInputs, assert_right, bytes_of, memory_of, plain_step, random_batch, snapshot
+from tests.runners.prefilled import KINDS, Model, Prefill, runner_of
+from tests.runners.prefilled import batch_of as prefill_batch
+from tests.runners.standard.batches import batch_of as standard_batch
+from tests.runners.standard.batches import fixed_of, sizes_of
 
 PAGES = Axis("PAGES")
+
+
 WIDTH = Axis("WIDTH", fixed=True)
 
 
@@ -74,90 +97,49 @@ def test_growth_to_the_next_power_of_two(cpu: str) -> None:
     assert grown == [[(8, 2, 4)], [], [(16, 2, 4)], [], [(16, 4, 64)], [(32, 4, 64)], []]
 
 
-def test_bytes_follow_growth(cpu: str) -> None:
-    """A runner holds nothing before its first batch, and then what its capacity asks for."""
-    runner = EagerRunner(PlainInputs, plain_step, backend=cpu)
-    assert runner.parts.eager.buffers is None
-    runner(random_batch(3, seed=1))
-    small = runner.parts.eager.buffers
-    assert small is not None
-    runner(random_batch(4, seed=2))
-    assert runner.parts.eager.buffers is small
-    runner(random_batch(1000, seed=3))
-    assert runner.parts.eager.buffers is not None
-    assert runner.parts.eager.buffers.nbytes >= 1024 * (8 + 8 + 4 + 8 + 8) > small.nbytes
+def test_no_copy(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step sees the batch's own tensors, by argument or by environment; the argument wins; else it sees copies."""
 
+    def runner_of(*, no_copy: bool | None) -> EagerRunner[PlainInputs]:
+        return EagerRunner(PlainInputs, lambda view: (view, plain_step(view)), backend=cpu, no_copy=no_copy)
 
-def test_capacity_that_is_given(cpu: str) -> None:
-    """A capacity given for a varying axis is where growth begins, not where it ends."""
-    runner = EagerRunner(PrefillInputs, as_seen, backend=cpu, sizes={WIDTH: 3, PAGES: 100})
-    runner(prefill(2, 2, 70))
-    assert runner.parts.eager.buffers is not None
-    assert runner.parts.eager.buffers.capacity[PAGES] == 100
-    batch = prefill(2, 2, 101)
-    assert torch.equal(runner(batch)["pages"], batch["pages"])
-    assert runner.parts.eager.buffers.capacity[PAGES] == 128
-
-
-def test_batch_is_copied(cpu: str) -> None:
-    """Unless it is told otherwise, a step sees copies: what it writes does not reach the batch."""
-
-    def step(view: PlainInputs) -> int:
-        view.ids.fill_(-9)
-        return view.ids.data_ptr()
-
-    runner = EagerRunner(PlainInputs, step, backend=cpu)
-    batch = random_batch(5, seed=4)
-    given = snapshot(batch)
-    assert runner(batch) != batch["ids"].data_ptr()
-    assert torch.equal(batch["ids"], given["ids"])
-
-
-@pytest.mark.parametrize("how", ["argument", "environment"])
-def test_no_copy(cpu: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step sees the batch's own tensors, by argument or by environment, and is right."""
-    if how == "environment":
-        monkeypatch.setenv(NO_COPY_VARIABLE, "1")
-    runner = EagerRunner(
-        PlainInputs, lambda view: (view, plain_step(view)), backend=cpu, no_copy=True if how == "argument" else None
-    )
-    for requests in (5, 2, 17):
-        batch = random_batch(requests, seed=requests)
-        view, outputs = runner(batch)
-        assert all(getattr(view, name) is batch[name] for name in batch)
-        assert_right(outputs, batch)
-
-
-def test_argument_counts_more_than_environment(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An explicit argument wins over the environment, and only "1" there switches copies off."""
     batch = random_batch(3, seed=5)
-    monkeypatch.setenv(NO_COPY_VARIABLE, "1")
-    assert EagerRunner(PlainInputs, plain_step, backend=cpu, no_copy=False).fill(batch).ids is not batch["ids"]
-    assert EagerRunner(PlainInputs, plain_step, backend=cpu).fill(batch).ids is batch["ids"]
-    monkeypatch.setenv(NO_COPY_VARIABLE, "0")
-    assert EagerRunner(PlainInputs, plain_step, backend=cpu).fill(batch).ids is not batch["ids"]
+    for variable, argument, hands_through in (
+        *((None, True, True), (None, None, False), ("1", None, True), ("1", False, False), ("0", None, False)),
+    ):
+        if variable is not None:
+            monkeypatch.setenv(NO_COPY_VARIABLE, variable)
+        runner = runner_of(no_copy=argument)
+        for requests in (5, 2, 17):
+            batch = random_batch(requests, seed=requests)
+            view, outputs = runner(batch)
+            assert {getattr(view, name) is batch[name] for name in batch} == {hands_through}
+            assert_right(outputs, batch)
 
 
-def test_no_copy_still_checks(cpu: str) -> None:
-    """A batch that is handed through is checked as ever."""
+def test_what_is_handed_through_is_checked(cpu: str) -> None:
+    """A batch that is handed through, and a slot that is carried, are checked as ever, before anything is copied."""
     runner = EagerRunner(PlainInputs, plain_step, backend=cpu, no_copy=True)
     for slot, bad in (("weights", torch.rand(4)), ("places", torch.rand(5)), ("pairs", None)):
         with pytest.raises(BatchError, match=f"'{slot}'"):
             runner({**random_batch(5, seed=6), slot: bad})
+    runner = EagerRunner(PlainInputs, plain_step, backend=cpu, carry=("rows",))
+    with pytest.raises(MissingSourceError, match="slot 'rows' is carried from the batch, which has none"):
+        runner(random_batch(3, seed=9))
+    for rows in ([1, 2, 3], torch.tensor([1, 2]), torch.rand(3)):
+        with pytest.raises(BatchError, match="'rows'"):
+            runner({**random_batch(3, seed=10), "rows": rows})
+    assert runner.parts.eager.buffers is None
 
 
-class HostInputs(Inputs):
-    rates: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0, placement="host")
-    twice: torch.Tensor = computed(lambda rates: rates * 2, shape=BATCH, dtype=torch.float32, placement="host")
-
-
-def test_no_copy_makes_no_gradients(cpu: str) -> None:
-    """A source that requires grad leaves no gradient behind in a runner that hands batches through."""
-    runner = EagerRunner(HostInputs, lambda view: view.twice, backend=cpu, no_copy=True)
-    rates = torch.rand(5, requires_grad=True)
-    twice = runner({"rates": rates})
-    assert torch.equal(twice, rates.detach() * 2)
-    assert not twice.requires_grad
+def test_sizes_that_are_wrong(cpu: str) -> None:
+    """A fixed axis needs its size, a size needs its axis, and what is carried is a slot."""
+    with pytest.raises(ConfigError, match="PrefillInputs needs sizes= for its fixed axes WIDTH"):
+        EagerRunner(PrefillInputs, as_seen, backend=cpu)
+    with pytest.raises(ConfigError, match="sizes names 'PAGES', an axis that no slot of PlainInputs has"):
+        EagerRunner(PlainInputs, plain_step, backend=cpu, sizes={PAGES: 4})
+    with pytest.raises(DeclarationError, match="carry names 'rowz', which is no slot of PlainInputs"):
+        EagerRunner(PlainInputs, plain_step, backend=cpu, carry=("rowz",))
 
 
 class SummedInputs(PlainInputs):
@@ -169,15 +151,6 @@ def summed_step(view: SummedInputs) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return view.rows.clone(), view.total.clone(), view.ids.clone()
 
 
-@pytest.mark.parametrize("no_copy", [False, True])
-def test_carried_computed_slot(cpu: str, *, no_copy: bool) -> None:
-    """A slot that the batch already computed is the batch's own, and is not computed over."""
-    runner = EagerRunner(PlainInputs, lambda view: view.rows, backend=cpu, carry=("rows",), no_copy=no_copy)
-    for requests in (3, 9):
-        rows = torch.randint(100, 200, (requests,))
-        assert runner({**random_batch(requests, seed=7), "rows": rows}) is rows
-
-
 def test_slot_computed_from_a_carried_one(cpu: str) -> None:
     """A slot that needs a carried one is computed from the batch's values."""
     runner = EagerRunner(SummedInputs, summed_step, backend=cpu, carry=("rows",))
@@ -187,49 +160,6 @@ def test_slot_computed_from_a_carried_one(cpu: str) -> None:
         assert torch.equal(rows, batch["rows"])
         assert torch.equal(total, batch["rows"] + batch["places"])
         assert torch.equal(ids, batch["ids"])
-
-
-def test_carried_slot_that_is_missing(cpu: str) -> None:
-    """A slot that is to be carried and that the batch lacks is refused by name, before anything is copied."""
-    runner = EagerRunner(PlainInputs, plain_step, backend=cpu, carry=("rows",))
-    with pytest.raises(MissingSourceError, match="slot 'rows' is carried from the batch, which has none"):
-        runner(random_batch(3, seed=9))
-    assert runner.parts.eager.buffers is None
-
-
-@pytest.mark.parametrize("rows", [[1, 2, 3], torch.tensor([1, 2]), torch.rand(3)], ids=["list", "length", "dtype"])
-def test_carried_slot_that_does_not_fit(cpu: str, rows: Any) -> None:
-    """A slot that is carried is checked like any other: the step relies on its shape and dtype."""
-    runner = EagerRunner(PlainInputs, lambda view: view.rows, backend=cpu, carry=("rows",))
-    with pytest.raises(BatchError, match="'rows'"):
-        runner({**random_batch(3, seed=10), "rows": rows})
-
-
-def test_carry_names_no_slot(cpu: str) -> None:
-    """A name that is no slot cannot be carried."""
-    with pytest.raises(DeclarationError, match="carry names 'rowz', which is no slot of PlainInputs"):
-        EagerRunner(PlainInputs, plain_step, backend=cpu, carry=("rowz",))
-
-
-def test_sizes_that_are_wrong(cpu: str) -> None:
-    """A fixed axis needs its size, and a size needs its axis."""
-    with pytest.raises(ConfigError, match="PrefillInputs needs sizes= for its fixed axes WIDTH"):
-        EagerRunner(PrefillInputs, as_seen, backend=cpu)
-    with pytest.raises(ConfigError, match="sizes names 'PAGES', an axis that no slot of PlainInputs has"):
-        EagerRunner(PlainInputs, plain_step, backend=cpu, sizes={PAGES: 4})
-
-
-def test_runs_are_counted(cpu: str) -> None:
-    """Each run is counted, and a refused batch is none."""
-    runner = EagerRunner(PlainInputs, plain_step, backend=cpu)
-    for requests in (3, 1, 8):
-        runner(random_batch(requests, seed=requests))
-    with pytest.raises(BatchError):
-        runner({**random_batch(3, seed=1), "places": [1.0, 2.0, 3.0]})
-    counted = {"always_eager": {"steps": 3, "live": 12}}
-    stats = runner.stats()
-    assert (stats["steps"], stats["buckets"], stats["eager"]) == ({"graph": 0, "eager": 3}, {}, counted)
-    assert runner.decide(random_batch(3, seed=1)).why == "always_eager"
 
 
 def test_a_stale_view_is_not_run() -> None:
@@ -256,3 +186,162 @@ def test_a_stale_view_is_not_run() -> None:
             runner.replay(slow)
         leave.set()
         assert answer.result().tolist() == [107, 107, 107]
+
+
+CARRY = ("num_token_non_padded", "global_num_tokens")
+
+
+RANKS = standard.Sharding(attn_tp_size=2, attn_tp_rank=1, scattered=True)
+
+
+class CountedInputs(standard.ExpertParallel, standard.DataParallelGathered, drop=["global_num_tokens_for_logprob"]):
+    """Counts of ranks, beside one slot that may be absent, and two that tell sizes."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=7)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=3)
+    extra: torch.Tensor | None = copied(TOKENS, dtype=torch.int64, pad=0, default=None)
+
+
+def counted_step(view: CountedInputs) -> torch.Tensor:
+    """[TOKENS, 3] int64: each token with all counts."""
+    counts = torch.cat([view.num_token_non_padded, view.global_num_tokens])
+    return view.ids[:, None] * 100 + counts
+
+
+def counted_batch(tokens: int, seed: int, device: torch.device, width: int = 1, **more: Any) -> dict[str, Any]:
+    """Tokens at random, and counts that no runner would compute."""
+    draw = torch.Generator().manual_seed(seed)
+    counts = torch.randint(50, 99, (3,), generator=draw, dtype=torch.int32)
+    batch = {
+        "ids": torch.randint(1, 99, (tokens,), generator=draw),
+        "lens": torch.randint(1, 9, (tokens // width,), generator=draw, dtype=torch.int32),
+        "extra": torch.randint(1, 9, (tokens,), generator=draw),
+        "num_token_non_padded": counts[:1],
+        "global_num_tokens": counts[1:],
+        **more,
+    }
+    return {name: value.to(device) for name, value in batch.items() if value is not None}
+
+
+def carrying(backend: Backend | str, **options: Any) -> DecodeRunner[CountedInputs]:
+    """A captured runner for 2 and 4 requests, on a rank that has the second half of padded tokens."""
+    given: dict[str, Any] = {"settings": RANKS, "sizes": {standard.DP: 2}, "buckets": [2, 4], "carry": CARRY, **options}
+    runner = DecodeRunner(CountedInputs, counted_step, backend=backend, **given)
+    runner.capture()
+    return runner
+
+
+@pytest.mark.parametrize("lowering", LADDER)
+def test_fallbacks_have_the_batchs_counts(backend: Backend, lowering: str) -> None:
+    """Replays compute the padded bucket's counts, every kind of eager step has the batch's own; they take turns."""
+    if lowering not in backend.capabilities.lowerings:
+        pytest.skip(f"{backend.name} has no {lowering}")
+    runner = carrying(backend, lowering=lowering)
+    turns: list[tuple[int, int, dict[str, Any]]] = [(3, 1, {}), (5, 1, {}), (2, 1, {}), (3, 1, {"extra": None})]
+    turns += [(9, 3, {}), (4, 1, {}), (11, 1, {}), (3, 1, {})]
+    for seed, (tokens, width, more) in enumerate(turns):
+        batch = counted_batch(tokens, seed, backend.device, width, **more)
+        given, why = snapshot(batch), runner.decide(batch).why
+        padded = 2 if tokens <= 2 else 4
+        own = [max(tokens - padded // 2, 0), padded, padded]
+        counts = own if why == "fits" else [int(count) for name in CARRY for count in batch[name]]
+        assert runner(batch).tolist() == [[100 * one + count for count in counts] for one in batch["ids"].tolist()]
+        assert all(bytes_of(batch[name]) == bytes_of(given[name]) for name in batch)
+    assert runner.stats()["steps"] == {"graph": 4, "eager": 4}
+    assert set(runner.stats()["eager"]) == {"too_large", "absent", "width_differs"}
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(5, 1), (9, 3)])
+def test_a_batch_without_them(cpu: str, tokens: int, width: int) -> None:
+    """An eager step without a carried slot is refused by the slot's name, and changes nothing; a replay needs none."""
+    runner = carrying(cpu)
+    runner(counted_batch(20, 1, torch.device("cpu")))  # so that there is nothing to grow
+    good = counted_batch(3, 2, torch.device("cpu"), global_num_tokens=None, num_token_non_padded=None)
+    view = runner.fill(good)
+    before, counted, right = memory_of(runner), runner.stats(), runner.replay(view).tolist()
+    with pytest.raises(
+        MissingSourceError, match=r"^slot 'global_num_tokens' is carried from the batch, which has none"
+    ):
+        runner(counted_batch(tokens, 3, torch.device("cpu"), width, global_num_tokens=None))
+    assert memory_of(runner) == before
+    assert runner.stats()["eager"] == counted["eager"]
+    assert runner.replay(view).tolist() == right
+
+
+class CountedPrefill(Prefill):
+    """A prefill with a count of its tokens."""
+
+    count: torch.Tensor = computed(lambda step: step.padded(TOKENS), shape=1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_runners(backend: Backend, kind: str) -> None:
+    """Eager steps of runners that capture by tokens have the batch's own count; a step with graphs has the bucket's."""
+    model = Model(named=kind == "piecewise").to(backend.device)
+    runner = runner_of(kind, model, backend, inputs=CountedPrefill, buckets=[8], carry=("count",))
+    runner.capture()
+    for lengths in ([2, 3], [4, 9], [1]):
+        count = torch.tensor([90 + len(lengths)], dtype=torch.int32, device=backend.device)
+        view: Any = runner.fill({**prefill_batch(lengths, 1, backend.device), "count": count})
+        assert view.count.tolist() == ([8] if sum(lengths) <= 8 else count.tolist())
+        runner.replay(view)
+    with pytest.raises(MissingSourceError, match="slot 'count' is carried from the batch, which has none"):
+        runner(prefill_batch([9], 1, backend.device))
+
+
+class DraftCounted(standard.DraftInputs, standard.DataParallelGathered):
+    """A draft whose ranks gather."""
+
+
+class ExtendCounted(standard.DraftExtendInputs, standard.DataParallelGatheredExtend):
+    """A draft-extend whose ranks gather."""
+
+
+class LayersCounted(standard.MultiLayerDraftExtendInputs, standard.DataParallelGatheredExtend):
+    """The same, a layer a step."""
+
+
+@pytest.mark.parametrize("inputs", [DraftCounted, ExtendCounted, LayersCounted])
+def test_runners_of_speculation(backend: Backend, inputs: type[Inputs]) -> None:
+    """Each runner that is made of a decode runner hands `carry` on."""
+    sizes, carry = fixed_of(inputs), ("global_num_tokens", "global_num_tokens_for_logprob")
+    given: dict[str, Any] = {"sizes": sizes, "carry": carry, "buckets": [4], "graphs": False, "backend": backend}
+    runner: Any
+    if inputs is DraftCounted:
+        runner = DraftRunner(inputs, lambda *_: None, topk=2, steps=3, **given)  # type: ignore[arg-type]
+    elif inputs is ExtendCounted:
+        runner = DraftExtendRunner(inputs, lambda view: view, width=2, **given)
+    else:
+        runner = MultiLayerDraftExtendRunner(inputs, [lambda view, _: view], width=2, **given)
+    runner.capture()
+    batch, _ = standard_batch(inputs.slotgraph, sizes_of(inputs, 3, 2), 5, device=str(backend.device))
+    counts = torch.tensor([41, 43], dtype=torch.int32, device=backend.device)
+    view = runner.fill({**batch, carry[0]: counts, carry[1]: counts + 1})
+    assert (view.global_num_tokens.tolist(), view.global_num_tokens_for_logprob.tolist()) == ([41, 43], [42, 44])
+
+
+class Switched(Inputs):
+    """A slot that settings may switch off, and two that the step writes."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    count: torch.Tensor | None = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int32, when="counted")
+    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, restored=True)
+    moved: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, rewritten=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("count", r"carry names 'count', which the settings switch off in Switched: carry it only where they do not"),
+        ("positions", r"carry names 'positions', which the step writes: .* let the slot be copied"),
+        ("moved", r"carry names 'moved', which the step writes: .* let the slot be copied"),
+        ("counts", r"carry names 'counts', which is no slot of Switched"),
+    ],
+)
+def test_what_cannot_be_carried(cpu: str, name: str, said: str) -> None:
+    """A slot that is off or unknown, or that the step would write in the caller's batch, is refused at once."""
+    given: dict[str, Any] = {"settings": {"counted": False}, "carry": (name,), "backend": cpu}
+    with pytest.raises(DeclarationError, match=said):
+        EagerRunner(Switched, lambda view: view.ids, **given)
+    with pytest.raises(DeclarationError, match=said):
+        DecodeRunner(Switched, lambda view: view.ids, buckets=[2], **given)

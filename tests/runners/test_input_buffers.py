@@ -12,7 +12,11 @@ from slotgraph.errors import BatchError, CaptureError, ConfigError, DeclarationE
 from tests.strategies import same_bytes
 
 LOWERINGS: Final = ("in_graph", "fused", "foreach", "slot_by_slot")
+
+
 PAGES = Axis("PAGES")
+
+
 CAPACITY: Final = {BATCH: 6, TOKENS: 9, PAGES: 4}
 
 
@@ -136,17 +140,6 @@ def test_adopted_memory_is_kept_where_asked(lowering: str) -> None:
         view = buffers.fill(batch, {TOKENS: 7}, flags=flags)
         assert view.ids.data_ptr() == mine.data_ptr()
         assert mine.tolist() == [*batch["ids"].tolist(), *[-7] * 4, *(range(7, 9) if keep else [-7] * 2)]
-
-
-def test_producers_in_place() -> None:
-    """A producer writes by the view, and hands in what it wrote: nothing is copied, and the padding is reset."""
-    buffers = InputBuffers(Wide, CAPACITY, backend="cpu", lowering="foreach")
-    batch, flags = batch_of(2, 3, 1, 1, heats=True)
-    view = buffers.view({TOKENS: 8}, written=True)
-    for value in (5, 6):
-        view.ids.fill_(value)
-        filled = buffers.fill({**batch, "ids": view.ids[:3]}, {TOKENS: 8}, flags=flags)
-        assert filled.ids.tolist() == [value] * 3 + [-7] * 5
 
 
 def test_what_is_refused() -> None:

@@ -2,29 +2,32 @@
 
 import gc
 import sys
-import threading
 import typing
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.runners.decision import BOUNDS, EVERY, Why
+from slotgraph.runners.decision import BOUNDS, Why
 from slotgraph.runners.metrics import EDGES, Collector, exposition
-from slotgraph.runners.runner import Runner
 from slotgraph.runners.statistics import Statistics
-from tests.runners.counted import EVERY_KIND, Act, act, anew, counted, schedules
+from tests.runners.counted import EVERY_KIND, Act, act, counted, schedules
 from tests.runners.models import plain_runner, random_batch
 
 Parsed = dict[str, dict[tuple[str, ...], float]]
+
+
 STEPS = "slotgraph_steps_total"
+
+
 WAY = ("runner", "path", "bucket", "reason")
+
+
 LABELS = {
     "slotgraph_steps_total": WAY,
     "slotgraph_live_rows_total": WAY,
@@ -129,18 +132,6 @@ def test_every_name_is_there_before_the_first_step(cpu: str) -> None:
     assert found["slotgraph_buckets"]["DecodeRunner", "captured"] == 2
 
 
-def test_fill_times(cpu: str) -> None:
-    """A histogram of seconds: as many as were timed, and their sum."""
-    runner = plain_runner(cpu, lowering="slot_by_slot")
-    for number in range(2 * EVERY + 2):
-        runner(random_batch(3, seed=number))
-    found = parsed(exposition(runner))
-    way = ("DecodeRunner", "graph", "4", "fits")
-    assert found["slotgraph_fill_seconds_count"][way] == 3
-    assert found["slotgraph_fill_seconds_sum"][way] > 0
-    assert_histogram("DecodeRunner", runner.stats(), found)
-
-
 def test_edges_are_bounds() -> None:
     """No bin of the books lies on both sides of an edge of the histogram."""
     assert {edge * 1000 for edge in EDGES} <= set(BOUNDS)
@@ -157,6 +148,7 @@ def test_runners_of_one_name(cpu: str) -> None:
     assert live == {"DecodeRunner": 3, "DecodeRunner-2": 10, "draft": 8}
 
 
+@pytest.mark.usefixtures("_quick_collections")
 def test_labels_stay(cpu: str) -> None:
     """A collector's label stays with its runner; another cannot have it while that one is there."""
     collector = Collector()
@@ -171,6 +163,7 @@ def test_labels_stay(cpu: str) -> None:
     assert collector.add(second, "DecodeRunner") == "DecodeRunner"
 
 
+@pytest.mark.usefixtures("_quick_collections")
 def test_a_dropped_runner(cpu: str) -> None:
     """A registry keeps no runner alive: what is gone is told of no more, and the others go on."""
     registry, collector = CollectorRegistry(), Collector()
@@ -189,49 +182,6 @@ def test_a_dropped_runner(cpu: str) -> None:
     assert names() == {"kept"}
     registry.unregister(collector)
     assert generate_latest(registry) == b""
-
-
-def test_two_collectors_in_one_registry(cpu: str) -> None:
-    """A registry refuses a second collector, whose names are the same: one tells of all runners."""
-    registry = CollectorRegistry(auto_describe=True)
-    registry.register(Collector(plain_runner(cpu)))
-    with pytest.raises(ValueError, match="Duplicated timeseries"):
-        registry.register(Collector(plain_runner(cpu)))
-
-
-@pytest.mark.usefixtures("_brisk_threads")
-def test_scraped_while_steps_run(cpu: str) -> None:
-    """Another thread may ask all the time; no count ever falls."""
-    runner = plain_runner(cpu, lowering="in_graph")
-    done, totals = threading.Event(), list[float]()
-
-    def scrape() -> None:
-        while not done.is_set():
-            totals.append(sum(parsed(exposition(runner))["slotgraph_steps_total"].values()))
-
-    scraper = threading.Thread(target=scrape)
-    scraper.start()
-    for number in range(300):
-        runner(random_batch(1 + number % 9, seed=number % 4))
-    done.set()
-    scraper.join()
-    assert totals == sorted(totals)
-    assert parsed(exposition(runner))["slotgraph_steps_total"]["DecodeRunner", "graph", "4", "fits"] > 100
-
-
-@given(edges=st.lists(st.sampled_from(EDGES), min_size=1))
-@settings(max_examples=20)
-def test_a_time_on_an_edge(edges: list[int]) -> None:
-    """What took just as long as an edge says is within it, as Prometheus has it."""
-    one = anew("eager", "cpu", "auto")
-    one.runner(one.batch(3))
-    times = one.runner.parts.tally.reasons["always_eager"].times
-    for edge in edges:
-        times.add(edge * 1000)
-    runner: Runner[Any] = one.runner
-    bins = parsed(exposition(mine=runner))["slotgraph_fill_seconds_bucket"]
-    for edge in EDGES:
-        assert bins["mine", "eager", "", "always_eager", str(edge / 1e6)] == sum(other <= edge for other in edges)
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:

@@ -11,14 +11,24 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Inputs, MultiLayerDraftExtendRunner, computed, copied, standard
 from slotgraph.backends import load
-from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
+from slotgraph.dataflow.errors import BatchError, ConfigError, ReplayError
 from tests.runners.models import Batch, same_batch, snapshot
 
 WORDS, WIDE, WIDTH, FRONT = 20, 4, 3, 1
+
+
 BUCKETS = (2, 5)
+
+
 _DRAW = torch.Generator().manual_seed(4)
+
+
 LAYERS = [torch.randn(WIDE, WIDE, generator=_DRAW, dtype=torch.float64) for _ in range(3)]
+
+
 TABLE = torch.randn(WORDS, WIDE, generator=_DRAW, dtype=torch.float64)
+
+
 HEAD = torch.randn(WIDE, WORDS, generator=_DRAW, dtype=torch.float64)
 
 
@@ -132,41 +142,6 @@ def poison(runner: MultiLayerDraftExtendRunner[ChainInputs]) -> None:
     runner.parents["hidden_states"][1:].fill_(float("nan"))
 
 
-@pytest.mark.parametrize("requests", [0, 1, 2, 3, 5])
-def test_poison_in_later_parts(backend_name: str, requests: int) -> None:
-    """No row of a later part is read before it was reset or written, in any bucket, live or padded."""
-    runner = captured(backend_name)
-    batch = batch_of(requests, requests, load(backend_name)().device)
-    poison(runner)
-    assert_right(runner(batch), batch)
-    padded = runner.decide(batch).bucket or 0
-    for name, parent in runner.parents.items():
-        used = parent[1:, : padded * WIDTH]
-        assert bool(torch.isfinite(used.double()).all()), name
-        assert int(used.double().abs().max()) < WORDS, name
-
-
-def test_a_step_that_writes_a_part(cpu: str) -> None:
-    """Rows that the step before leaves alone hold the slot's tail value in every step, never an earlier step's rows."""
-
-    def first(view: Any, after: Any) -> Any:
-        after.hidden_states[: WIDTH - 1].copy_(view.hidden_states[: WIDTH - 1])
-        return view.num_accept_tokens + 0
-
-    def second(view: Any, after: Any) -> Any:
-        assert after is None
-        return view.hidden_states.view(-1, WIDTH, WIDE) + 0
-
-    runner = made(cpu, [first, second])
-    for requests in (5, 2, 3):
-        batch = batch_of(requests, requests)
-        poison(runner)
-        _, seen = runner(batch)
-        due = torch.zeros(requests * WIDTH, WIDE, dtype=torch.float64)
-        due[: WIDTH - 1] = batch["hidden_states"][: WIDTH - 1]
-        assert torch.equal(seen.reshape(-1, WIDE), due)
-
-
 def test_views_share_all_other_slots(cpu: str) -> None:
     """Step i reads part i of each parent; part 0 is the slot's own buffer; everything else is one set."""
     seen: list[tuple[Any, Any]] = []
@@ -189,14 +164,6 @@ def test_views_share_all_other_slots(cpu: str) -> None:
                 assert value.data_ptr() == runner.parents[name][part].data_ptr()
             else:
                 assert value is vars(views[0])[name]
-
-
-def test_one_step_alone(cpu: str) -> None:
-    """A chain of one is a step that has no next one."""
-    runner = made(cpu, STEPS[:1])
-    batch = batch_of(3, 1)
-    [logits] = runner(batch)
-    torch.testing.assert_close(torch.as_tensor(logits), plain(batch)[0])
 
 
 def test_a_replay_that_raises(cpu: str) -> None:
@@ -284,9 +251,23 @@ def nothing(view: Any, after: Any) -> None:
     del view, after
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_poison_in_later_parts(backend_name: str) -> None:
+    """No row of a later part is read before it was reset or written, in any bucket, live or padded."""
+    runner = captured(backend_name)
+    for requests in (0, 1, 2, 3, 5):
+        batch = batch_of(requests, requests, load(backend_name)().device)
+        poison(runner)
+        assert_right(runner(batch), batch)
+        padded = runner.decide(batch).bucket or 0
+        for name, parent in runner.parents.items():
+            used = parent[1:, : padded * WIDTH]
+            assert bool(torch.isfinite(used.double()).all()), name
+            assert int(used.double().abs().max()) < WORDS, name
+
+
+def test_what_cannot_be_chained() -> None:
+    """Nothing to run, slots that no batch brings, and values that would be stale in later steps are refused."""
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"width": None}, r"MultiLayerDraftExtendRunner needs width="),
         ({"steps": []}, r"steps= is a list of functions .* at least one; got \[\]"),
         ({"steps": [3]}, r"steps= is a list of functions"),
@@ -294,27 +275,11 @@ def nothing(view: Any, after: Any) -> None:
         ({"chained": ["twice"]}, r"chained names 'twice', which is no slot that Derived copies"),
         ({"chained": ["ids"]}, r"slot 'twice' is computed once, from 'ids', of which each step has its own"),
         ({"chained": ["lens"], "bind": {"lens": torch.ones(2)}}, r"slot 'lens' is chained, .* it cannot be bound too"),
-    ],
-)
-def test_what_cannot_be_chained(options: dict[str, Any], message: str) -> None:
-    """Nothing to run, slots that no batch brings, and values that would be stale in later steps are refused."""
-    given = {"steps": [nothing, nothing], "chained": ["lens"], "width": 1, "buckets": [2], "backend": "cpu", **options}
-    given = {name: value for name, value in given.items() if value is not None}
-    with pytest.raises(ConfigError, match=message):
-        MultiLayerDraftExtendRunner(Derived, given.pop("steps"), **given)
-
-
-def test_sizes_are_asked_for() -> None:
-    """A chained slot whose fixed axis has no size is named."""
+    ]
+    known: dict[str, Any] = {"steps": [nothing] * 2, "chained": ["lens"], "width": 1, "buckets": [2], "backend": "cpu"}
+    for options, message in wrong:
+        given = {name: value for name, value in {**known, **options}.items() if value is not None}
+        with pytest.raises(ConfigError, match=message):
+            MultiLayerDraftExtendRunner(Derived, given.pop("steps"), **given)
     with pytest.raises(ConfigError, match=r"slot 'hidden_states' needs sizes= for HIDDEN"):
         MultiLayerDraftExtendRunner(ChainInputs, STEPS, width=WIDTH, buckets=[2], backend="cpu")
-
-
-def test_a_bucket_that_fails(cpu: str) -> None:
-    """A step that raises fails its bucket, with the reason."""
-
-    def broken(view: Any, after: Any) -> torch.Tensor:
-        raise NotImplementedError(str(type(view)) * (after is None))
-
-    with pytest.raises(CaptureError, match="the step raised NotImplementedError"):
-        made(cpu, [STEPS[0], broken])

@@ -1,17 +1,21 @@
-"""Outputs: views of the live rows in whatever structure the step returned, refused where rows do not follow."""
+"""Outputs: live rows in whatever structure the step returned, and refused in debug mode once overwritten."""
 
+import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, final
 
 import attrs
 import pytest
 import torch
 
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, copied, output
-from slotgraph.dataflow.axes import Dim
-from slotgraph.dataflow.errors import CaptureError, ConfigError
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
+from slotgraph.backends import Graph
+from slotgraph.backends.cpu import CallableGraph
+from slotgraph.backends.host import HostBackend
+from slotgraph.dataflow.errors import CaptureError, ReplayError, StaleOutputError
+from tests.runners.models import PlainInputs, assert_right, expected, plain_runner, plain_step, random_batch
 
 WIDTH = 3
 
@@ -35,21 +39,6 @@ class Named(OrderedDict[str, Any]):
             return self[name]
         except KeyError as error:
             raise AttributeError(name) from error
-
-
-@attrs.define
-class Parcel:
-    token: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class DataParcel:
-    token: torch.Tensor
-
-
-class PlainParcel:
-    def __init__(self, token: torch.Tensor) -> None:
-        self.token = token
 
 
 def batch_of(requests: int, width: int, seed: int) -> dict[str, torch.Tensor]:
@@ -81,12 +70,11 @@ def flat(outputs: Any) -> list[Any]:
 
 STRUCTURES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], type]] = {
     "tensor": (lambda one, _: one, torch.Tensor),
-    "tuple": (lambda one, two: (one, two), tuple),
     "list": (lambda one, two: [two, one, two], list),
-    "dict": (lambda one, two: {"one": one, "two": {"nested": [two]}}, dict),
     "namedtuple": (Pair, Pair),
     "namedtuple with nothing": (lambda one, _: Pair(one, None), Pair),
-    "with values": (lambda one, two: {"name": "x", "count": 3, "none": None, "rows": (one, two)}, dict),
+    "own kind": (lambda one, _: Named(logits=one), Named),
+    "with values": (lambda one, two: {"name": "x", "count": 3, "none": None, "rows": (one, {"two": two})}, dict),
 }
 
 
@@ -95,58 +83,12 @@ def test_live_rows_of_a_structure(cpu: str, kind: str) -> None:
     """Each tensor of a structure comes with its live rows, on every path; the structure and all else stay."""
     make, wanted = STRUCTURES[kind]
     runner = runner_of(lambda view: make(view.ids * 2, view.lens[:, None] + 1), cpu)
-    for requests in (3, 8, 1, 20, 4, 3, 0):
+    for requests in (3, 8, 20, 0):
         batch = batch_of(requests, 1, seed=requests)
         outputs = runner(batch)
         assert isinstance(outputs, wanted)
         for got, answer in zip(flat(outputs), flat(make(batch["ids"] * 2, batch["lens"][:, None] + 1)), strict=True):
             assert torch.equal(got, answer) if isinstance(answer, torch.Tensor) else got == answer
-
-
-@pytest.mark.parametrize("requests", [3, 20], ids=["graph", "eager"])
-def test_mapping_of_its_own_kind(cpu: str, requests: int) -> None:
-    """A mapping that is more than a dict has its live rows, its kind and its attributes on both paths."""
-    runner = runner_of(lambda view: Named(logits=view.ids * 2), cpu)
-    batch = batch_of(requests, 1, seed=1)
-    outputs = runner(batch)
-    assert torch.equal(outputs["logits"], batch["ids"] * 2)
-    assert isinstance(outputs, Named)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        Parcel,
-        DataParcel,
-        PlainParcel,
-    ],
-)
-def test_object_that_holds_tensors(cpu: str, kind: Callable[[torch.Tensor], Any]) -> None:
-    """An object that holds tensors has live rows too, or is refused at capture: never padded rows."""
-    runner = DecodeRunner(TokenInputs, lambda view: kind(view.ids * 2), buckets=[4, 8], backend=cpu)
-    try:
-        runner.capture()
-    except CaptureError as error:
-        assert "Parcel" in str(error)  # noqa: PT017 - one of two good answers
-        return
-    for requests in (3, 8, 20):
-        batch = batch_of(requests, 1, seed=2)
-        assert torch.equal(runner(batch).token, batch["ids"] * 2)
-
-
-AXES: list[Any] = [
-    pytest.param(TOKENS, lambda view: view.ids * 2, id="TOKENS"),
-    pytest.param(BATCH, lambda view: view.lens * 2, id="BATCH"),
-]
-
-
-@pytest.mark.parametrize(("axis", "step"), AXES)
-def test_rows_follow_their_axis(cpu: str, axis: Axis, step: Callable[[Any], torch.Tensor]) -> None:
-    """With several tokens a request, rows follow TOKENS or BATCH as it was said."""
-    runner = runner_of(step, cpu, WIDTH, output_rows=axis)
-    for requests in (3, 8, 2, 9):
-        batch = batch_of(requests, WIDTH, seed=requests)
-        assert torch.equal(runner(batch), batch["ids" if axis == TOKENS else "lens"] * 2)
 
 
 def test_whole_outputs(cpu: str) -> None:
@@ -157,52 +99,6 @@ def test_whole_outputs(cpu: str) -> None:
     assert rows.tolist() == [*(batch["ids"] * 2).tolist(), -10]
     assert int(total) == int(batch["lens"].sum()) - 9
     assert torch.equal(two, batch["ids"][:2])
-
-
-@pytest.mark.parametrize(
-    ("step", "got"),
-    [
-        (lambda view: view.lens, r"\[8\]"),
-        (lambda view: view.ids.sum(), r"\[\]"),
-        (lambda view: (view.ids, view.ids[:-1]), r"\[23\]"),
-        (lambda view: {"a": view.ids[None]}, r"\[1, 24\]"),
-    ],
-    ids=["other axis", "no dim", "one row less", "rows second"],
-)
-def test_wrong_rows_are_refused_at_capture(cpu: str, step: Callable[[TokenInputs], Any], got: str) -> None:
-    """An output whose rows do not follow the axis is refused at capture, with its shape and the way out."""
-    runner = DecodeRunner(TokenInputs, step, buckets=[8], backend=cpu, width=WIDTH)
-    with pytest.raises(CaptureError, match=rf"bucket 8.*shape {got}, expected 24 rows.*pass output_rows=|{got}.*24"):
-        runner.capture()
-
-
-@pytest.mark.parametrize("bad", [Axis("PAGES"), "BATCH", Dim.of(BATCH)])
-def test_other_axes_are_refused(cpu: str, bad: Any) -> None:
-    """Rows follow TOKENS, BATCH or nothing."""
-    with pytest.raises(ConfigError, match="output_rows is TOKENS, BATCH or None, got"):
-        DecodeRunner(TokenInputs, lambda view: view.ids, buckets=[4], backend=cpu, output_rows=bad)
-
-
-class LogitsInputs(TokenInputs):
-    logits: torch.Tensor = output(TOKENS, 2, dtype=torch.int64)
-
-
-def test_output_slot(cpu: str) -> None:
-    """A step that writes its result to an output slot gives that slot's live rows, at one address for all steps."""
-
-    def step(view: LogitsInputs) -> torch.Tensor:
-        view.logits.copy_(torch.stack([view.ids, view.ids * 3], 1))
-        return view.logits
-
-    runner = DecodeRunner(LogitsInputs, step, buckets=[4, 8], backend=cpu)
-    runner.capture()
-    addresses = set()
-    for requests in (3, 8, 4):
-        batch = batch_of(requests, 1, seed=requests)
-        outputs = runner(batch)
-        addresses.add(outputs.data_ptr())
-        assert torch.equal(outputs, torch.stack([batch["ids"], batch["ids"] * 3], 1))
-    assert len(addresses) == 1
 
 
 def test_structure_that_the_caller_changes(cpu: str) -> None:
@@ -226,15 +122,252 @@ def test_shape_that_the_caller_changes(cpu: str) -> None:
         outputs.unsqueeze_(0)
 
 
-def test_structure_that_the_step_keeps() -> None:
-    """A step that returns the same dict each time, with new tensors in it, gives this step's rows, not the first's."""
-    kept: dict[str, torch.Tensor] = {}
+def test_rows_follow_their_axis(cpu: str) -> None:
+    """With several tokens a request, rows follow TOKENS or BATCH as it was said; other rows are refused at capture."""
+    for axis, name in ((TOKENS, "ids"), (BATCH, "lens")):
+        runner = runner_of(lambda view, name=name: getattr(view, name) * 2, cpu, WIDTH, output_rows=axis)  # type: ignore[misc]
+        for requests in (3, 8, 2, 9):
+            batch = batch_of(requests, WIDTH, seed=requests)
+            assert torch.equal(runner(batch), batch[name] * 2)
+    wrong: list[tuple[Callable[[Any], Any], str]] = [
+        (lambda view: view.lens, r"\[8\]"),
+        (lambda view: view.ids.sum(), r"\[\]"),
+        (lambda view: (view.ids, view.ids[:-1]), r"\[23\]"),
+        (lambda view: {"a": view.ids[None]}, r"\[1, 24\]"),
+    ]
+    for step, got in wrong:
+        refusing = DecodeRunner(TokenInputs, step, buckets=[8], backend=cpu, width=WIDTH)
+        said = rf"bucket 8.*shape {got}, expected 24 rows.*pass output_rows=|{got}.*24"
+        with pytest.raises(CaptureError, match=said):
+            refusing.capture()
 
-    def step(view: TokenInputs) -> dict[str, torch.Tensor]:
-        kept["rows"] = view.ids * 2
-        return kept
 
-    runner = runner_of(step, "cpu")
-    for seed in (1, 2, 3):
-        batch = batch_of(3, 1, seed=seed)
-        assert torch.equal(runner(batch)["rows"], batch["ids"] * 2)
+@attrs.define
+class Parcel:
+    token: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class DataParcel:
+    token: torch.Tensor
+
+
+def test_object_that_holds_tensors(cpu: str) -> None:
+    """An attrs class and a dataclass have live rows; what cannot be cut is refused at capture: never padded rows."""
+    for kind in (Parcel, DataParcel):
+        cut = runner_of(lambda view, kind=kind: kind(view.ids * 2), cpu)  # type: ignore[misc]
+        for requests in (3, 8, 20):
+            batch = batch_of(requests, 1, seed=2)
+            assert torch.equal(cut(batch).token, batch["ids"] * 2)
+    runner = DecodeRunner(TokenInputs, lambda view: Held(view.ids * 2), buckets=[4], backend=cpu)
+    with pytest.raises(CaptureError, match="Held"):
+        runner.capture()
+
+
+class Held:
+    def __init__(self, token: torch.Tensor) -> None:
+        self.token = token
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda out: out,
+    "slice": lambda out: out[1:],
+    "element": lambda out: out[0, 1],
+    "transposed": lambda out: out.t(),
+    "reshaped": lambda out: out.view(-1),
+    "detached": lambda out: out.detach(),
+    "of a view": lambda out: out[1:].T[0],
+    "split": lambda out: torch.chunk(out, 2)[1],
+    "unbound": lambda out: torch.unbind(out)[2],
+    "iterated": lambda out: next(iter(out)),
+    "expanded": lambda out: out[None].expand(5, -1, -1),
+    "to the same": lambda out: out.to(torch.float32),
+    "contiguous": lambda out: out.contiguous(),
+    "as strided": lambda out: out.as_strided((2,), (1,)),
+}
+
+
+READS: dict[str, Callable[[torch.Tensor], object]] = {
+    "sum": lambda out: out.sum(),
+    "add": lambda out: out + 1,
+    "function": torch.relu,
+    "in a list": lambda out: torch.cat([out.reshape(-1), out.reshape(-1)]),
+    "as a keyword": lambda out: torch.add(input=torch.zeros(()), other=out),
+    "to a list": lambda out: out.tolist(),
+    "to numpy": lambda out: out.numpy(),
+    "copied from": lambda out: torch.zeros(out.shape).copy_(out),
+    "assigned": lambda out: torch.zeros(out.shape).__setitem__(..., out),
+    "cloned": lambda out: out.clone(),
+    "printed": repr,
+    "compared": lambda out: out == 0,
+    "written": lambda out: out.zero_(),
+}
+
+
+@pytest.fixture(scope="module")
+def debugged(cpu: str) -> DecodeRunner[PlainInputs]:
+    """A captured runner in debug mode."""
+    return plain_runner(cpu, debug=True)
+
+
+def test_every_tensor_of_a_structure(cpu: str) -> None:
+    """Each tensor of a structure is stamped, and a stale one says which replays it lies between."""
+    runner = DecodeRunner(
+        PlainInputs, lambda view: {"a": (plain_step(view), view.ids * 2)}, buckets=[4], backend=cpu, debug=True
+    )
+    runner.capture()
+    outputs = runner(random_batch(3, seed=5))["a"]
+    runner(random_batch(3, seed=6))
+    runner(random_batch(3, seed=7))
+    for out in outputs:
+        with pytest.raises(StaleOutputError, match=r"of generation 1 and overwritten since \(the runner is at 3\)"):
+            out.sum()
+
+
+def test_eager_step_makes_nothing_stale(debugged: DecodeRunner[PlainInputs]) -> None:
+    """A batch that falls back overwrites no graph's outputs, and neither does a refused one."""
+    batch = random_batch(4, seed=10)
+    out = debugged(batch)
+    debugged(random_batch(30, seed=11))
+    with pytest.raises(ValueError, match="'places'"):
+        debugged({**random_batch(4, seed=12), "places": [1.0, 2.0, 3.0, 4.0]})
+    assert_right(out.clone(), batch)
+
+
+class OutputInputs(PlainInputs):
+    result: torch.Tensor = output(TOKENS, 4, dtype=torch.float32)
+
+
+def test_eager_step_into_the_same_output_slot(cpu: str) -> None:
+    """An eager step that writes the output slot of the graph before makes that graph's output stale."""
+    runner = DecodeRunner(
+        OutputInputs,
+        lambda view: view.result.copy_(plain_step(view)),
+        buckets=[4],
+        backend=cpu,
+        debug=True,
+        max_waste=0.5,
+    )
+    runner.capture()
+    batch = random_batch(4, seed=27)
+    out = runner(batch)
+    small = random_batch(1, seed=28)
+    assert_right(runner(small), small)
+    try:
+        still = out.clone()
+    except StaleOutputError:
+        return
+    assert_right(still, batch)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_moved_addresses(cpu: str, *, debug: bool) -> None:
+    """A buffer that moved is refused at the first replay, and in debug mode at any; the message names it."""
+    runner = plain_runner(cpu, debug=debug)
+    buffer: Any = runner.graphs.buffers["weights"]
+    where = buffer.tensor
+    for replays in (0, 2):
+        for _ in range(replays):
+            runner(random_batch(3, seed=22))
+        buffer.tensor = where.clone()
+        if replays and not debug:
+            runner(random_batch(3, seed=23))
+        else:
+            with pytest.raises(ReplayError, match="'weights' moved since capture"):
+                runner(random_batch(3, seed=23))
+        buffer.tensor = where
+        batch = random_batch(2, seed=24)
+        assert_right(runner(batch).clone(), batch)
+
+
+def test_stale_view(debugged: DecodeRunner[PlainInputs]) -> None:
+    """An output, or any view of it, is good until the next replay and refused after it."""
+    for view in VIEWS.values():
+        batch = random_batch(4, seed=1)
+        out = view(debugged(batch))
+        torch.testing.assert_close(out.clone(), view(expected(batch)).clone())
+        debugged(random_batch(3, seed=2))
+        with pytest.raises(StaleOutputError, match=r"of generation \d+ and overwritten since .* or keep a clone"):
+            out.sum()
+
+
+def test_stale_read(debugged: DecodeRunner[PlainInputs]) -> None:
+    """Whatever reads a stale output is refused."""
+    for name, read in READS.items():
+        out = debugged(random_batch(4, seed=3))
+        if name != "written":
+            read(out)
+        debugged(random_batch(4, seed=4))
+        with pytest.raises(StaleOutputError):
+            read(out)
+
+
+def test_other_stale_outputs(cpu: str, debugged: DecodeRunner[PlainInputs]) -> None:
+    """Inputs that a step returns are stale after a fill; other runners make nothing stale; copies live on."""
+    batch, mine = random_batch(4, seed=17), torch.zeros(4, 4)
+    for same in (mine.copy_(debugged(batch)), mine.add_(debugged(batch)), torch.add(mine, debugged(batch), out=mine)):
+        assert same is mine
+    kept, out = copy.deepcopy(debugged(batch)), debugged(batch)
+    plain_runner(cpu, debug=True)(random_batch(4, seed=14))
+    assert_right(out.clone(), batch)
+    debugged(random_batch(4, seed=18))
+    assert_right(kept, batch)
+    torch.testing.assert_close(mine, 3 * expected(batch))
+    runner = DecodeRunner(PlainInputs, lambda view: view.ids, buckets=[4], backend=cpu, debug=True)
+    runner.capture()
+    ids = runner(random_batch(3, seed=25))
+    runner.fill(random_batch(3, seed=26))
+    with pytest.raises(StaleOutputError):
+        ids.sum()
+    assert type(plain_runner(cpu)(batch)) is torch.Tensor  # which costs nothing to read
+
+
+class SharedPool:
+    """A handle that graphs share."""
+
+
+@final
+class PoolingBackend(HostBackend):
+    """A CPU whose graphs are said to share memory."""
+
+    name: ClassVar[str] = "pooling"
+
+    def __init__(self, pool: SharedPool | None) -> None:
+        self._pool = pool
+
+    def pool(self) -> object | None:
+        """The one that it was made with."""
+        return self._pool
+
+    def capture(self, step: Callable[[], Any], **options: Any) -> Graph:
+        """A step that is called again."""
+        assert options["pool"] is self._pool
+        return CallableGraph(step)
+
+
+class RowInputs(Inputs):
+    """One row a request."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+
+
+def runner_on(pool: SharedPool | None) -> DecodeRunner[RowInputs]:
+    """A captured runner in debug mode."""
+    runner = DecodeRunner(RowInputs, lambda view: view.ids * 3, buckets=[4], backend=PoolingBackend(pool), debug=True)
+    runner.capture()
+    return runner
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_another_runner_replays_in_the_pool(*, shared: bool) -> None:
+    """A replay of one runner makes another's output stale where their graphs share memory, and only there."""
+    pools = [SharedPool()] * 2 if shared else [SharedPool(), SharedPool()]
+    first, second = (runner_on(pool) for pool in pools)
+    output = first({"ids": torch.tensor([5, 6])})
+    assert output.tolist() == [15, 18]
+    second({"ids": torch.tensor([7])})
+    if shared:
+        with pytest.raises(StaleOutputError, match="overwritten since"):
+            output.tolist()
+    else:
+        assert output.tolist() == [15, 18]

@@ -1,8 +1,10 @@
 """Host parameters: graphs are handed the values of each step's own batch, padded, once in each replay."""
 
 import functools
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final, final
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,30 +16,112 @@ from slotgraph import (
     SEQ_LEN_FILL,
     TOKENS,
     Axis,
-    BreakableRunner,
     DecodeRunner,
-    DraftExtendRunner,
-    DraftRunner,
     EagerRunner,
     Inputs,
     MultiLayerDraftExtendRunner,
-    PrefillRunner,
     Step,
     computed,
     copied,
     host_parameter,
     standard,
 )
-from slotgraph.backends import choose
+from slotgraph.backends import NO_PARAMETERS, Backend, Capabilities, Graph, choose
+from slotgraph.backends.base import Interruption
+from slotgraph.backends.host import HostBackend
+from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
-from tests.runners.parameters import INNER, Handed, HandingBackend
-from tests.runners.prefilled import SPLIT, Model, Prefill, batch_of
+from tests.runners.prefilled import KINDS, Model, Prefill, batch_of, runner_of
+
+Handed = dict[str, Any]
+
+
+INNER: Final = ("cpu", "cpu-capture")
+
+
+@final
+class HandingGraph(Graph):
+    """A graph that reads its parameters once in each replay, before it does anything else."""
+
+    def __init__(self, graph: Graph, parameters: Mapping[str, torch.Tensor], log: list[Handed]) -> None:
+        self.graph = graph
+        self.parameters = dict(parameters)
+        self._log = log
+
+    @property
+    def outputs(self) -> Any:
+        """Those of the graph itself."""
+        return self.graph.outputs
+
+    @property
+    def nbytes(self) -> int:
+        """Likewise."""
+        return self.graph.nbytes
+
+    def check_addresses(self) -> None:
+        """Likewise."""
+        self.graph.check_addresses()
+
+    def replay(self) -> None:
+        """Take the parameters as they are now, then run; a graph without any takes none."""
+        if self.parameters:
+            self._log.append({name: tensor.tolist() for name, tensor in self.parameters.items()})
+        self.graph.replay()
+
+
+@final
+class HandingBackend(HostBackend):
+    """One of the CPU's backends, said to have host parameters.
+
+    handed: what graphs were handed, one entry a replay. captured: the graphs that were captured with some.
+    """
+
+    name: ClassVar[str] = "handing"
+
+    def __init__(self, inner: str) -> None:
+        self._inner: Backend = choose(inner)
+        self.handed: list[Handed] = []
+        self.captured: list[HandingGraph] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """An NPU's in what matters here."""
+        return attrs.evolve(self._inner.capabilities, host_parameters=True, fills={"seq_len_fill": 0})
+
+    def capture(
+        self,
+        step: Callable[[], Any],
+        *,
+        pool: object | None = None,
+        error_mode: str | None = None,
+        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+    ) -> Graph:
+        """The inner backend's, with the parameters."""
+        made = HandingGraph(self._inner.capture(step, pool=pool, error_mode=error_mode), parameters, self.handed)
+        if parameters:
+            self.captured.append(made)
+        return made
+
+    def interrupt(self, run: Interruption) -> Any:
+        """The inner backend's."""
+        return self._inner.interrupt(run)
+
+    def since(self) -> list[Handed]:
+        """What was handed over since this was last asked."""
+        handed, self.handed[:] = [*self.handed], []
+        return handed
+
 
 CONTEXT = Axis("CONTEXT", fixed=True)
+
+
 BUCKETS = (2, 5)
+
+
 Batch = dict[str, Any]
+
+
 each_inner = pytest.mark.parametrize("inner", INNER)
-each_lowering = pytest.mark.parametrize("lowering", ["foreach", "slot_by_slot", "in_graph", "fused"])
 
 
 def ends(kv_lens: torch.Tensor) -> torch.Tensor:
@@ -152,7 +236,7 @@ def bucket_for(requests: int) -> int:
 
 
 @each_inner
-@each_lowering
+@pytest.mark.parametrize("lowering", LADDER)
 @given(steps=st.lists(batches(), min_size=1, max_size=5))
 @settings(max_examples=20)
 def test_each_replay_is_handed_its_own(inner: str, lowering: str, steps: list[Batch]) -> None:
@@ -168,7 +252,7 @@ def test_each_replay_is_handed_its_own(inner: str, lowering: str, steps: list[Ba
 
 
 @each_inner
-@each_lowering
+@pytest.mark.parametrize("lowering", LADDER)
 def test_fill_and_replay_apart(inner: str, lowering: str) -> None:
     """A fill hands nothing over, each replay of it does; a late capture between them changes nothing."""
     runner, backend = decoding(inner, lowering, lazy=True)
@@ -181,20 +265,6 @@ def test_fill_and_replay_apart(inner: str, lowering: str) -> None:
         runner.replay(view)
         assert backend.since() == [right(batch, 2)]
     assert view.kv_lens.tolist() == [7, 9]
-
-
-@each_inner
-def test_graphs_know_their_own_view(inner: str) -> None:
-    """Each bucket's graph has the slots of its view; a graph for batches without an optional one is not told of it."""
-    runner, backend = decoding(inner, "foreach")
-    shapes = [{name: list(t.shape) for name, t in graph.parameters.items()} for graph in backend.captured]
-    row = {"actual_seq_lengths_kv", "actual_seq_lengths"}
-    whole = [{**{name: [bucket] for name in (*row, "window")}, "num_rows": []} for bucket in BUCKETS]
-    assert all(one in shapes for one in whole)
-    assert all({**{name: [bucket] for name in row}, "num_rows": []} in shapes for bucket in BUCKETS)
-    assert len(shapes) == 4
-    graph = next(one for one in backend.captured if list(one.parameters["actual_seq_lengths_kv"].shape) == [5])
-    assert graph.parameters["actual_seq_lengths_kv"].data_ptr() == runner.inputs(5).kv_lens.data_ptr()
 
 
 @each_inner
@@ -214,24 +284,6 @@ def test_eager_steps(inner: str) -> None:
     assert backend.since() == []
 
 
-def test_lists_of_a_step_that_is_run_again() -> None:
-    """Code that hands an operator a list sees in each replay what the graph is handed."""
-    backend, lists = HandingBackend("cpu"), []
-
-    def step(view: Decoding) -> torch.Tensor:
-        lists.append({"kv": view.kv_lens.tolist(), "rows": view.rows.item()})
-        return view.input_ids + 1
-
-    runner = decoder(backend, step=step)
-    lists.clear()
-    for rows in (1, 2, 4, 5, 3):
-        batch: Batch = {"input_ids": torch.arange(rows), "lens": [row + rows for row in range(rows)], "window": None}
-        runner(batch)
-        handed = backend.since()
-        assert [{"kv": one["actual_seq_lengths_kv"], "rows": one["num_rows"]} for one in handed] == lists
-        lists.clear()
-
-
 @each_inner
 def test_refused_batch_hands_nothing_over(inner: str) -> None:
     """A length over the limit is refused before anything is written, and the next step has its own values."""
@@ -248,109 +300,10 @@ def test_refused_batch_hands_nothing_over(inner: str) -> None:
     assert backend.since() == [right(good, 2)]
 
 
-class Extending(standard.DraftExtendInputs, Parameters, drop=("next_token_logits", "seq_lens_cpu")):
-    """A draft-extend with parameters."""
-
-
 class Chaining(standard.MultiLayerDraftExtendInputs, Parameters, drop=("next_token_logits", "seq_lens_cpu")):
-    """The same, a layer a step."""
+    """A draft-extend of one layer a step, with parameters."""
 
-
-class Drafting(standard.DraftInputs, Parameters, drop=("seq_lens_cpu",)):
-    """A draft with parameters."""
-
-
-def extend_step(view: Any) -> torch.Tensor:
-    """The parameters, beside a row of each request."""
-    rows: torch.Tensor = view.select_index[:, None] * 0
-    return seen(view) + rows
-
-
-def chained(view: Any, after: Any) -> torch.Tensor:
-    """Every step sees the same parameters, and writes the next one's hidden states."""
-    if after is not None:
-        after.hidden_states.copy_(view.hidden_states + 1)
-    return extend_step(view)
-
-
-def draft_forward(view: Any, step: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits in the order of the lengths, so that the parameters reach the drafts."""
-    rows = step.input_ids.shape[0]
-    logits = view.kv_lens.double().repeat_interleave(rows // view.kv_lens.shape[0])[:, None] * torch.arange(6.0)
-    return logits, step.hidden_states
-
-
-COMMON: dict[str, Any] = {"buckets": BUCKETS, "settings": {"sparse": False}, "absent": [{"window"}], "progress": False}
-FIXED = {CONTEXT: 500, standard.HIDDEN: 4}
-
-
-def speculative(kind: str, backend: HandingBackend, lowering: str) -> Any:
-    """A runner of a speculative cycle."""
-    given: dict[str, Any] = {**COMMON, "backend": backend, "lowering": lowering}
-    if kind == "draft":
-        return DraftRunner(model(Drafting), draft_forward, topk=2, steps=3, sizes=FIXED, **given)
-    if kind == "draft_extend":
-        return DraftExtendRunner(model(Extending), extend_step, width=2, sizes=FIXED, **given)
-    sizes = {**FIXED, standard.FRONT: 1}
-    return MultiLayerDraftExtendRunner(model(Chaining), [chained] * 3, width=2, sizes=sizes, **given)
-
-
-@functools.cache
-def model(inputs: Any) -> Any:
-    """A declaration in the test's dtype."""
-    return standard.model_dtype(torch.float32)(inputs)
-
-
-def cycle_batch(kind: str, requests: int, seed: int) -> Batch:
-    """A random batch of a speculative runner."""
-    draw = torch.Generator().manual_seed(seed)
-    tokens = requests * 2
-    batch: Batch = {
-        "req_pool_indices": torch.arange(1, requests + 1),
-        "seq_lens": torch.randint(1, 99, (requests,), generator=draw, dtype=torch.int32),
-        "lens": torch.randint(1, 400, (requests,), generator=draw),
-        "window": None,
-        "positions": torch.randint(0, 99, (tokens,), generator=draw),
-        "out_cache_loc": 1 + torch.arange(tokens * (3 if kind == "draft" else 1)),
-    }
-    if kind == "draft":
-        batch["topk_p"] = torch.rand(requests, 2, generator=draw)
-        batch["topk_index"] = torch.randint(0, 6, (requests, 2), generator=draw)
-        batch["hidden_states"] = torch.randn(requests, 4, generator=draw)
-        return batch
-    counts = torch.randint(0, 2, (requests,), generator=draw, dtype=torch.int32)
-    batch |= {"num_correct_drafts": counts, "num_accept_tokens": counts + 1}
-    batch["input_ids"] = torch.randint(0, 9, (tokens,), generator=draw)
-    batch["hidden_states"] = torch.randn(tokens, 4, generator=draw)
-    return batch
-
-
-@functools.cache
-def cycling(kind: str, inner: str, lowering: str) -> tuple[Any, HandingBackend]:
-    """A captured runner of a speculative cycle."""
-    backend = HandingBackend(inner)
-    runner = speculative(kind, backend, lowering)
-    runner.capture()
-    return runner, backend
-
-
-@each_inner
-@pytest.mark.parametrize("lowering", ["foreach", "in_graph"])
-@pytest.mark.parametrize("kind", ["draft", "draft_extend", "multi_layer"])
-@given(turns=st.lists(st.integers(1, max(BUCKETS)), min_size=1, max_size=4), seed=st.integers(0, 999))
-@settings(max_examples=8)
-def test_speculative_runners(kind: str, lowering: str, inner: str, turns: list[int], seed: int) -> None:
-    """A graph of several steps is handed the values of its batch once, for all of them."""
-    runner, backend = cycling(kind, inner, lowering)
-    backend.since()
-    for turn, requests in enumerate(turns):
-        batch = cycle_batch(kind, requests, seed + turn)
-        outputs = runner(batch)
-        expected = right(batch, bucket_for(requests))
-        assert backend.since() == [expected]
-        if kind != "draft":
-            for one in outputs if isinstance(outputs, tuple) else (outputs,):
-                assert one.tolist() == columns(expected, requests)
+    own: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0)
 
 
 class PrefillParameters(Prefill):
@@ -361,40 +314,6 @@ class PrefillParameters(Prefill):
     num_tokens: torch.Tensor = computed(
         lambda step: step.live(TOKENS), dtype=torch.int64, placement=HOST, argument="num_tokens"
     )
-
-
-@functools.cache
-def prefilling(kind: str, inner: str) -> tuple[Any, EagerRunner[Any], HandingBackend]:
-    """A captured prefill runner, and an eager one over a model with the same weights."""
-    backend = HandingBackend(inner)
-    given: dict[str, Any] = {"stack": "inner", "buckets": [4, 16], "max_batch": 5, "output_rows": BATCH}
-    twins: list[Any] = [Model(named=kind == "piecewise") for _ in range(2)]
-    runner: Any
-    if kind == "breakable":
-        runner = BreakableRunner(PrefillParameters, twins[0], backend=backend, progress=False, **given)
-    else:
-        runner = PrefillRunner(PrefillParameters, twins[0], splits=[SPLIT], backend=backend, progress=False, **given)
-    runner.capture()
-    return runner, EagerRunner(PrefillParameters, twins[1], backend=backend), backend
-
-
-@each_inner
-@pytest.mark.parametrize("kind", ["breakable", "piecewise"])
-@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4), seed=st.integers(0, 99))
-@settings(max_examples=10)
-def test_prefill_runners(kind: str, inner: str, lengths: list[int], seed: int) -> None:
-    """A prefill in parts is handed its values once, padded to the bucket; none of them hangs on the requests."""
-    runner, eager, backend = prefilling(kind, inner)
-    backend.since()
-    batch = batch_of(lengths, seed)
-    outputs = runner(batch)
-    tokens, padded = sum(lengths), 4 if sum(lengths) <= 4 else 16
-    places = [*batch["positions"].tolist(), *[-1] * (padded - tokens)]
-    assert backend.since() == [{"token_lens": places, "num_tokens": tokens}]
-    assert torch.equal(outputs, eager(batch))
-    view = runner.fill(batch)
-    assert view.lens.tolist() == lengths
-    assert backend.since() == []
 
 
 def test_ordinary_host_values(backend_name: str) -> None:
@@ -419,33 +338,6 @@ def test_ordinary_host_values(backend_name: str) -> None:
         assert torch.equal(runner.replay(view), batch["input_ids"] + 1)
 
 
-READS: dict[str, Any] = {
-    "Tensor.tolist": lambda view: view.kv_lens.tolist(),
-    "Tensor.__int__": lambda view: [int(one) for one in view.kv_lens],
-    "Tensor.numpy": lambda view: view.kv_lens.numpy(),
-    "Tensor.item": lambda view: view.kv_lens[-1].item(),
-}
-
-
-@pytest.mark.parametrize("read", READS)
-def test_read_that_would_be_frozen(read: str) -> None:
-    """cpu-capture says of a parameter that is read on the host that its value would stay, and what to do."""
-
-    def step(view: Decoding) -> torch.Tensor:
-        READS[read](view)
-        return view.input_ids
-
-    said = f"cannot use {read} of host parameter 'actual_seq_lengths_kv': this device has no host parameters, so that"
-    with pytest.raises(CaptureError, match=said):
-        decoder("cpu-capture", step=step)
-
-
-def test_other_reads_are_refused_as_ever() -> None:
-    """What is read of something else is not called a parameter."""
-    with pytest.raises(CaptureError, match=r"cannot use Tensor.tolist: keep the value on the device"):
-        decoder("cpu-capture", step=lambda view: [view.input_ids.tolist(), view.input_ids][1])
-
-
 @each_inner
 def test_no_part_of_a_parameter(inner: str) -> None:
     """A graph is handed parameters whole: a step that cuts its view is refused at capture, a filled view can be cut."""
@@ -462,42 +354,47 @@ def test_no_part_of_a_parameter(inner: str) -> None:
     assert view.narrow(BATCH, 1, 3).actual_seq_lengths.tolist() == [3, 5]
 
 
-@each_inner
-def test_no_parameter_computed_anew(inner: str) -> None:
-    """Nor has a micro-batch of a captured step one that is computed, though no row of it be cut: a graph has one."""
-
-    class Counting(Inputs):
-        input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-        rows: torch.Tensor = computed(live, dtype=torch.int64, placement=HOST, argument="num_rows")
-
-    def step(view: Counting) -> torch.Tensor:
-        first, second = view.narrow(BATCH, 0, 2), view.narrow(BATCH, 2, 4)
-        return torch.cat([first.input_ids + first.rows, second.input_ids + second.rows])
-
-    runner = DecodeRunner(Counting, step, buckets=[4], backend=HandingBackend(inner), progress=False)
-    with pytest.raises(CaptureError, match="slot 'rows' follows from what the host computes"):
-        runner.capture()
-
-
 def test_parameter_cannot_be_chained() -> None:
     """Steps of one graph have one value: no step has a parameter of its own."""
-
-    class Wrong(Chaining):
-        own: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0)
-
+    step: Any = print  # never called
+    known: dict[str, Any] = {"width": 2, "settings": {"sparse": False}, "buckets": BUCKETS, "backend": "cpu"}
     with pytest.raises(ConfigError, match="slot 'own' is a host parameter, one for the graph of all steps"):
-        MultiLayerDraftExtendRunner(
-            Wrong, [chained], chained=["own"], width=2, settings={"sparse": False}, buckets=BUCKETS, backend="cpu"
+        MultiLayerDraftExtendRunner(Chaining, [step], chained=["own"], **known)
+
+
+READS: dict[str, Any] = {
+    "Tensor.tolist": lambda view: view.kv_lens.tolist(),
+    "Tensor.__int__": lambda view: [int(one) for one in view.kv_lens],
+    "Tensor.numpy": lambda view: view.kv_lens.numpy(),
+    "Tensor.item": lambda view: view.kv_lens[-1].item(),
+}
+
+
+def test_read_that_would_be_frozen() -> None:
+    """cpu-capture says of a parameter that is read on the host that its value would stay, and what to do."""
+    for name, read in READS.items():
+        step: Any = lambda view, read=read: [read(view), view.input_ids][1]  # noqa: E731 - as small as one can be
+        said = (
+            f"cannot use {name} of host parameter 'actual_seq_lengths_kv': this device has no host parameters, so that"
         )
+        with pytest.raises(CaptureError, match=said):
+            decoder("cpu-capture", step=step)
 
 
-def test_producer_in_place() -> None:
-    """A producer that writes a parameter in place is handed over as any other source is."""
-    runner, backend = decoding("cpu-capture", "foreach")
-    view = runner.inputs(5, {"window"})
-    view.kv_lens[:4] = torch.tensor([8, 6, 4, 2])
-    backend.since()
-    batch: Batch = {"input_ids": torch.arange(4), "lens": view.kv_lens[:4], "window": None}
-    expected = right(batch, 5)
-    runner(batch)
-    assert backend.since() == [expected]
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_runners(kind: str) -> None:
+    """A prefill in parts is handed its values once, padded to the bucket; none of them hangs on the requests."""
+    backend, (mine, twin) = HandingBackend("cpu-capture"), [Model(named=kind == "piecewise") for _ in range(2)]
+    runner: Any = runner_of(kind, mine, backend, inputs=PrefillParameters)
+    runner.capture()
+    eager = EagerRunner(PrefillParameters, twin, backend=backend)
+    for seed, lengths in enumerate(([1], [4, 4, 1], [2, 2], [3, 1, 1, 4])):
+        backend.since()
+        batch = batch_of(lengths, seed)
+        outputs = runner(batch)
+        tokens, padded = sum(lengths), 4 if sum(lengths) <= 4 else 16
+        places = [*batch["positions"].tolist(), *[-1] * (padded - tokens)]
+        assert backend.since() == [{"token_lens": places, "num_tokens": tokens}]
+        assert torch.equal(outputs, eager(batch))
+        assert runner.fill(batch).lens.tolist() == lengths
+        assert backend.since() == []

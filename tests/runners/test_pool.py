@@ -37,9 +37,17 @@ from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError, BindError, ComputeError, ConfigError, ReplayError, StaleOutputError
 
 VOCABULARY: Final = Axis("VOCABULARY", fixed=True)
+
+
 HIDDEN: Final = Axis("HIDDEN", fixed=True)
+
+
 SIZES: Final = {VOCABULARY: 24, HIDDEN: 6}
+
+
 BUCKETS: Final = [2, 5]
+
+
 PHASES: Final = ("draft", "verify", "extend")
 
 
@@ -208,28 +216,6 @@ def test_shared_memory_changes_no_output(
                 assert filled(shared, phase, requests, seed) == filled(alone, phase, requests, seed)
 
 
-OVERLAPS: Final = (("draft", "verify"), ("verify", "extend"))
-interleaved = st.lists(st.tuples(st.sampled_from(OVERLAPS), st.booleans(), st.integers(0, 5), st.integers(0, 2**31)))
-
-
-@given(turns=interleaved)
-@settings(max_examples=10)
-def test_interleaved_phases_that_may_overlap(
-    backend: Backend, turns: list[tuple[tuple[str, str], bool, int, int]]
-) -> None:
-    """A step that is filled while another phase is under way is run later, and neither notices."""
-    pool = InputPool(*PHASES, overlaps=OVERLAPS)
-    shared, alone = runners_of(backend, pool), runners_of(backend, None)
-    for pair, swapped, requests, seed in turns:
-        phases = pair[::-1] if swapped else pair
-        batches = {phase: batch_of(phase, requests, seed) for phase in phases}
-        for runners in (shared, alone):
-            produce(runners, "verify", requests, seed)
-        views = {phase: shared[phase].fill(batch) for phase, batch in batches.items()}
-        for phase, view in views.items():
-            assert torch.equal(shared[phase].replay(view), alone[phase](batches[phase]))
-
-
 @pytest.mark.parametrize("sharing", [True, False])
 def test_carried_value_is_read_where_it_was_written(backend: Backend, sharing: bool) -> None:  # noqa: FBT001 - a parameter
     """What one runner's step leaves is the next one's source, in place; a runner with its own memory copies it."""
@@ -300,6 +286,7 @@ def test_an_output_is_stale_when_another_phase_has_begun(backend: Backend) -> No
         outputs.sum()
 
 
+@pytest.mark.usefixtures("_quick_collections")
 def test_memory_goes_with_the_last_runner(backend: Backend) -> None:
     """A pool keeps no runner alive, nor a runner the others."""
     shared = runners_of(backend, InputPool(*PHASES))
@@ -437,6 +424,8 @@ def test_kept_slots_share_with_nobody(backend: Backend) -> None:
 
 
 PAGES: Final = Axis("PAGES")
+
+
 COUNTED: Final[dict[str, Any]] = {}
 
 
@@ -504,13 +493,13 @@ def carried(backend: Backend | str, *, writes: bool, reads: bool) -> Runners:
     return {"verify": verify, "extend": extend}
 
 
-@pytest.mark.parametrize(("writes", "reads"), [(False, True), (True, False), (False, False)])
-def test_a_value_that_no_batch_brings_needs_shared_memory(writes: bool, reads: bool) -> None:  # noqa: FBT001 - parameters
+def test_a_value_that_no_batch_brings_needs_shared_memory() -> None:
     """Where one of both runners shares nothing, what is carried to a staged slot would never get there: refused."""
-    runners = carried("cpu", writes=writes, reads=reads)
-    runners["verify"].capture()
-    with pytest.raises(ConfigError, match="slot 'next_hidden' of phase 'verify' would never get to slot 'hidden'"):
-        runners["extend"].capture()
+    for writes, reads in ((False, True), (True, False), (False, False)):
+        runners = carried("cpu", writes=writes, reads=reads)
+        runners["verify"].capture()
+        with pytest.raises(ConfigError, match="slot 'next_hidden' of phase 'verify' would never get to slot 'hidden'"):
+            runners["extend"].capture()
 
 
 def test_a_value_that_no_batch_brings_is_where_it_was_written(backend: Backend) -> None:

@@ -1,5 +1,6 @@
-"""Restored slots: a step advances them in place, and everyone finds them as the fill left them."""
+"""Slots that a step advances and everyone finds as filled, and slots that are lent while the step's code runs."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from slotgraph import TOKENS, DecodeRunner, EagerRunner, Inputs, copied, keep, once
 from slotgraph.backends.base import Backend
@@ -17,7 +19,11 @@ from slotgraph.dataflow.errors import CaptureError, DeclarationErrors, ReplayErr
 from tests.runners.models import bytes_of, same_batch, snapshot
 
 STEPS = 3
+
+
 LIMIT = 200
+
+
 TABLE = torch.randn(LIMIT, 4, generator=torch.Generator().manual_seed(3))
 
 
@@ -120,21 +126,6 @@ def test_any_sequence(backend: Backend, lowering: str, turns: list[tuple[int, bo
         assert same_batch(batch, given_batch)
 
 
-def test_source_in_place(backend: Backend) -> None:
-    """A producer that wrote the slot itself finds its rows there after the step, to advance them on its own."""
-    runner = runner_over(backend, Draft(TABLE.to(backend.device)))
-    runner.capture()
-    slots = runner.inputs(4)
-    batch = batch_of(3, 1, backend.device)
-    slots.positions[:3] = batch["positions"]
-    for _ in range(4):
-        given_batch = {**batch, "positions": slots.positions[:3].clone()}
-        outputs = runner({**batch, "positions": slots.positions[:3]})
-        torch.testing.assert_close(outputs.cpu(), answer(given_batch))
-        assert torch.equal(slots.positions[:3], given_batch["positions"])
-        slots.positions[:3].sub_(1)
-
-
 class Flag:
     """Raises once, when it is set."""
 
@@ -166,28 +157,6 @@ def test_eager_step_that_raises(cpu: str, lowering: str) -> None:
 
 
 @pytest.mark.parametrize("lowering", LADDER)
-@pytest.mark.parametrize("size", [2, 4, 8])
-def test_capture_that_raises(cpu: str, lowering: str, size: int) -> None:
-    """A bucket whose step raises midway is left out, and what it advanced does not show in the others."""
-    seen: list[int] = []
-
-    class Picky(Draft):
-        def __call__(self, view: Any) -> torch.Tensor:
-            seen.append(view.positions.shape[0])
-            return super().__call__(view)
-
-    runner = runner_over(cpu, Picky(TABLE, lambda: seen[-1] == size), lowering=lowering)
-    with pytest.raises(CaptureError, match="no kernel"):
-        runner.capture()
-    for seed, rows in enumerate((1, 3, 7, 2, 5, 4, 8)):
-        bucket = min(b for b in (2, 4, 8) if b >= rows)
-        batch = batch_of(rows, seed)
-        if bucket != size:
-            assert_clean(runner, batch)
-            torch.testing.assert_close(runner(batch), answer(batch))
-
-
-@pytest.mark.parametrize("lowering", LADDER)
 def test_replay_that_raises(cpu: str, lowering: str) -> None:
     """A replay that breaks off midway leaves no stale row: the batch is the caller's, and the next fills are clean."""
     runner = runner_over(cpu, Draft(TABLE), lowering=lowering)
@@ -211,16 +180,12 @@ def converted(value: torch.Tensor) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("inputs", [DraftInputs, RewrittenInputs])
-@pytest.mark.parametrize("kind", ["tensor", "array", "list"])
-@pytest.mark.parametrize("fails", [False, True])
-def test_no_copy_spares_the_batch(
-    backend: Backend, inputs: type[DraftInputs] | type[RewrittenInputs], kind: str, *, fails: bool
-) -> None:
+def test_no_copy_spares_the_batch(backend: Backend, inputs: type[DraftInputs] | type[RewrittenInputs]) -> None:
     """Handed through, a slot that the step writes is a copy: the caller's batch stays, also where the step raises."""
     flag = Flag()
     step = Draft(TABLE.to(backend.device), flag)
     eager: EagerRunner[Any] = EagerRunner(inputs, step, backend=backend, no_copy=True)
-    for rows in (3, 6):
+    for rows, kind, fails in itertools.product((3, 6), ("tensor", "array", "list"), (False, True)):
         batch = batch_of(rows, rows, backend.device, mrope=inputs is DraftInputs)
         right = answer(batch)
         if kind != "tensor":
@@ -236,33 +201,26 @@ def test_no_copy_spares_the_batch(
         assert eager.fill(batch).ids is batch["ids"]
 
 
-def test_no_copy_takes_strided_sources(cpu: str) -> None:
-    """A source that repeats itself in memory is advanced row by row all the same."""
-    eager = EagerRunner(DraftInputs, Draft(TABLE), backend=cpu, no_copy=True)
-    batch = batch_of(4, 1)
-    batch["mrope"] = torch.tensor([[11], [12], [13]]).expand(3, 4)
-    torch.testing.assert_close(eager(batch), answer(batch))
-    assert batch["mrope"][:, 0].tolist() == [11, 12, 13]
-
-
-@pytest.mark.parametrize("outputs", ["slot", "part", "nested"])
-def test_outputs_keep_what_the_step_made(backend: Backend, outputs: str) -> None:
+def test_outputs_keep_what_the_step_made(backend: Backend) -> None:
     """A restored slot that is returned, or a part of it, is returned as the step left it."""
+    made: list[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = [
+        (lambda slot: slot, lambda found: found),
+        (lambda slot: slot[:, None][:, 0], lambda found: found),
+        (lambda slot: {"at": [slot]}, lambda found: found["at"][0]),
+    ]
+    for make, found_in in made:
 
-    def step(view: DraftInputs) -> Any:
-        view.positions.add_(STEPS)
-        made = {"slot": view.positions, "part": view.positions[:, None][:, 0], "nested": {"at": [view.positions]}}
-        return made[outputs]
+        def step(view: DraftInputs, make: Callable[[torch.Tensor], Any] = make) -> Any:
+            view.positions.add_(STEPS)
+            return make(view.positions)
 
-    runner: Any = DecodeRunner(DraftInputs, step, backend=backend, buckets=[4], absent=[{"mrope"}])
-    runner.capture()
-    eager: Any = EagerRunner(DraftInputs, step, backend=backend)
-    for rows in (3, 2, 9):
-        batch = batch_of(rows, rows, backend.device, mrope=False)
-        for run in (runner, eager):
-            found = run(batch)
-            found = found["at"][0] if outputs == "nested" else found
-            assert torch.equal(found, batch["positions"] + STEPS)
+        runner: Any = DecodeRunner(DraftInputs, step, backend=backend, buckets=[4], absent=[{"mrope"}])
+        runner.capture()
+        eager: Any = EagerRunner(DraftInputs, step, backend=backend)
+        for rows in (3, 2, 9):
+            batch = batch_of(rows, rows, backend.device, mrope=False)
+            for run in (runner, eager):
+                assert torch.equal(found_in(run(batch)), batch["positions"] + STEPS)
 
 
 def test_writes_elsewhere_are_still_refused(cpu: str) -> None:
@@ -305,3 +263,168 @@ def test_what_cannot_be_restored() -> None:
     said = [str(fault) for fault in refused.value.exceptions]
     assert said[0].startswith("Both.one: slot 'one': it is both rewritten and restored")
     assert said[1].startswith("Both.two: slot 'two': it is restored, and its tail is set once")
+
+
+LAYERS = 5
+
+
+ROWS = 64
+
+
+WINDOW = 40
+
+
+@attrs.define(eq=False)
+class Pool:
+    """A sliding-window KV pool: rows of its own, reached through a table, or straight where it was lent the locations.
+
+    translations: look-ups that its code made. seen: shapes of what it was lent, None where it was taken back.
+    """
+
+    table: torch.Tensor
+    rows: torch.Tensor
+    lent: torch.Tensor | None = None
+    translations: int = 0
+    seen: list[tuple[int, ...] | None] = attrs.field(factory=list)
+
+    @classmethod
+    def on(cls, device: torch.device | str) -> "Pool":
+        """A pool in which each of the other pool's rows has its place; what was not written is no live row's value."""
+        draw = torch.Generator().manual_seed(4)
+        table = torch.cat([torch.zeros(1), torch.randperm(WINDOW - 1, generator=draw) + 1, torch.zeros(ROWS - WINDOW)])
+        return cls(table.to(device, torch.int32), torch.full((LAYERS, WINDOW, 2), -1.0, device=device))
+
+    def lend(self, locations: torch.Tensor | None) -> None:
+        """Take the locations of this step's tokens, or give them back."""
+        self.lent = locations
+        self.seen.append(None if locations is None else tuple(locations.shape))
+
+    def write(self, layer: int, locations: torch.Tensor, values: torch.Tensor) -> None:
+        """Store one row a token at the other pool's locations."""
+        where = self.lent
+        if where is None:
+            self.translations += 1
+            where = self.table[locations]
+        self.rows[layer].index_put_((where,), values)
+
+
+class SlidingInputs(Inputs):
+    """Tokens with their locations in both pools."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    out_cache_loc: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    out_cache_loc_swa: torch.Tensor | None = copied(TOKENS, dtype=torch.int32, pad=0, default=None, when="window")
+
+
+@attrs.frozen(eq=False)
+class Model:
+    """Stores something of each token in each layer."""
+
+    pool: Pool
+
+    def __call__(self, view: SlidingInputs) -> torch.Tensor:
+        """[TOKENS, 2] floats."""
+        hidden = torch.stack([view.ids, view.ids + 1], 1).float()
+        for layer in range(LAYERS):
+            hidden = hidden * 0.5 + layer
+            self.pool.write(layer, view.out_cache_loc, hidden)
+        return hidden
+
+
+def pool_batch(pool: Pool, rows: int, seed: int) -> dict[str, torch.Tensor]:
+    """Random tokens at random places, no two at one."""
+    draw = torch.Generator().manual_seed(seed)
+    at = (torch.randperm(WINDOW - 1, generator=draw)[:rows] + 1).to(pool.table.device)
+    ids = torch.randint(1, 100, (rows,), generator=draw).to(pool.table.device)
+    return {"ids": ids, "out_cache_loc": at, "out_cache_loc_swa": pool.table[at]}
+
+
+def lending(pool: Pool, backend: Backend | str, **options: Any) -> DecodeRunner[SlidingInputs]:
+    """A runner for 2 and 4 requests that lends the pool its locations, unless told otherwise."""
+    given: dict[str, Any] = {"lend": {"out_cache_loc_swa": pool.lend}, "settings": {"window": True}, **options}
+    return DecodeRunner(SlidingInputs, Model(pool), backend=backend, buckets=[2, 4], **given)
+
+
+def assert_stored(pool: Pool, batch: dict[str, torch.Tensor]) -> None:
+    """The rows of a batch are where the table says, in each layer."""
+    hidden = torch.stack([batch["ids"], batch["ids"] + 1], 1).float()
+    for layer in range(LAYERS):
+        hidden = hidden * 0.5 + layer
+        assert torch.equal(pool.rows[layer][pool.table[batch["out_cache_loc"]].long()], hidden)
+
+
+def looked_up(runner: DecodeRunner[SlidingInputs], batch: dict[str, torch.Tensor], device: torch.device) -> int:
+    """Look-ups of one replay: calls of aten::index on the CPU, kernels of any kind on a device."""
+    view = runner.fill(batch)
+    on_device = device.type != "cpu"
+    kind = ProfilerActivity.CUDA if on_device else ProfilerActivity.CPU
+    with profile(activities=[kind], acc_events=True) as profiled:
+        runner.replay(view)
+        if on_device:
+            torch.accelerator.synchronize()
+    names = [event.name for event in profiled.events() or ()]
+    return len([name for name in names if not name.startswith("Mem")]) if on_device else names.count("aten::index")
+
+
+def test_graph_has_no_translation(backend: Backend) -> None:
+    """A captured step of a pool that is lent its locations makes no look-up; without, it makes one in each layer."""
+    if backend.device.type not in {"cpu", "cuda"}:
+        pytest.skip(f"torch's profiler counts no kernels on {backend.device.type}")
+    counts, pools = [], [Pool.on(backend.device) for _ in range(2)]
+    for pool, lend in zip(pools, ({"out_cache_loc_swa": pools[0].lend}, {}), strict=True):
+        runner = lending(pool, backend, lend=lend)
+        runner.capture()
+        for seed, rows in enumerate((3, 1, 4, 2)):
+            batch = pool_batch(pool, rows, seed)
+            runner(batch)
+            assert_stored(pool, batch)
+        counts.append(looked_up(runner, pool_batch(pool, 3, seed=9), backend.device))
+    lent, translated = counts
+    assert translated - lent == LAYERS
+    assert lent == 0 or backend.device.type != "cpu"
+    assert pools[0].translations == 0
+    assert torch.equal(pools[0].rows[:, 1:], pools[1].rows[:, 1:])  # row 0 is the padded rows' own
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_what_is_lent_and_when(cpu: str, *, lazy: bool) -> None:
+    """Each warm-up and each capture has its bucket's view, and each ends with None: early, or with the first batch."""
+    pool = Pool.on("cpu")
+    runner = lending(pool, cpu, warmups=2, lazy=lazy)
+    runner.capture()
+    each = len(pool.seen) // 4
+    assert each in ({0} if lazy else {3, 4})  # the look, which may be the first warm-up, the other ones and the capture
+    assert pool.seen == [(4,), None] * each + [(2,), None] * each
+    runner(pool_batch(pool, 3, 1))
+    runner(pool_batch(pool, 2, 2))
+    assert (pool.lent, pool.translations) == (None, 0)
+    replayed = [(4,), None, (2,), None] if cpu == "cpu" else []  # whose replays run the step's code again
+    runs = (len(pool.seen) - len(replayed)) // 4
+    assert runs in {3, 4}
+    assert sorted(pool.seen, key=str) == sorted([(4,), None, (2,), None] * runs + replayed, key=str)
+
+
+class Broken(Model):
+    """A step that raises on the way."""
+
+    def __call__(self, view: SlidingInputs) -> torch.Tensor:
+        """Nothing."""
+        assert self.pool.lent is not None
+        super().__call__(view)
+        message = "no kernel"
+        raise RuntimeError(message)
+
+
+def test_taken_back_where_the_step_raises(cpu: str) -> None:
+    """A step that raises at capture, or in an eager run, leaves nothing lent."""
+    pool = Pool.on("cpu")
+    lend = {"out_cache_loc_swa": pool.lend}
+    runner = DecodeRunner(
+        SlidingInputs, Broken(pool), backend=cpu, buckets=[2], settings={"window": True}, lend=lend, warmups=0
+    )
+    with pytest.raises(CaptureError, match="no kernel"):
+        runner.capture()
+    assert pool.seen == [(2,), None]
+    with pytest.raises(RuntimeError, match="no kernel"):
+        runner(pool_batch(pool, 1, 1))
+    assert pool.seen == [(2,), None, (1,), None]

@@ -1,8 +1,13 @@
-"""The books of every kind of runner: what they count, what their fills took, and that they may be read at any time."""
+"""The books of every kind of runner, and its events: what is counted and logged, and may be read at any time."""
 
+import ast
 import json
+import logging
+import re
 import threading
 import typing
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +19,15 @@ from structlog.testing import capture_logs
 from slotgraph import DecodeRunner, EagerRunner, InputPool
 from slotgraph.dataflow.errors import ReplayError
 from slotgraph.runners.decision import BOUNDS, EVERY, FIRST, BucketData, EagerData, FillsData, FillTimes, FillTimesData
+from slotgraph.runners.metrics import exposition
 from slotgraph.runners.runner import Runner
 from slotgraph.runners.statistics import CaptureData, Statistics
 from tests.runners.counted import EVERY_KIND, Act, Books, act, anew, counted, schedules
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 
 each_kind = pytest.mark.parametrize(("kind", "lowering"), EVERY_KIND)
+
+
 MEMORY = {"inputs", "graphs", "outputs", "uploads", "shared", "eager", "total"}
 
 
@@ -78,19 +86,6 @@ def test_fills_are_timed(cpu: str, kind: str, lowering: str) -> None:
     assert fills["every"] == EVERY
 
 
-def test_no_bucket_is_left_out(cpu: str) -> None:
-    """Buckets that take turns are all timed, since one fill in a prime number is."""
-    runner = plain_runner(cpu, lowering="slot_by_slot")
-    for number in range(4 * EVERY):
-        runner(random_batch((3, 6)[number % 2], seed=number))
-    times = runner.stats()["fills"]["buckets"]
-    timed = [number for number in range(1, 4 * EVERY + 1) if number % EVERY == FIRST]
-    assert {size: one["count"] for size, one in times.items()} == {
-        4: sum(number % 2 for number in timed),
-        8: sum(1 - number % 2 for number in timed),
-    }
-
-
 def test_a_step_that_raises_is_none(cpu: str) -> None:
     """A step that raises, by a graph, by a shortcut or eagerly, is not counted, however often it is tried."""
 
@@ -118,15 +113,6 @@ def test_a_step_that_raises_is_none(cpu: str) -> None:
     with pytest.raises(ValueError, match="planted"):
         eager(random_batch(3, seed=3))
     assert eager.stats()["steps"] == {"graph": 0, "eager": 0}
-
-
-def test_books_before_capture(cpu: str) -> None:
-    """A runner that captured nothing yet has all its books, which say what its inputs take."""
-    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu)
-    stats = runner.stats()
-    assert_whole(stats)
-    assert (stats["steps"], stats["capture"]["buckets"]) == ({"graph": 0, "eager": 0}, [])
-    assert stats["memory"]["inputs"] == runner.graphs.buffers.nbytes > 0
 
 
 def test_captures_and_memory(cpu: str) -> None:
@@ -164,59 +150,6 @@ def test_memory_of_a_pool(cpu: str) -> None:
         assert stats["memory"]["shared"] > 0
         assert stats["memory"]["inputs"] == 0
         assert stats["buckets"][8]["live"] == 5
-
-
-@pytest.mark.usefixtures("_brisk_threads")
-@pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
-def test_read_while_steps_run(cpu: str, lowering: str) -> None:
-    """Another thread may read the books all the time: no count ever falls, and none is lost."""
-    runner = plain_runner(cpu, lowering=lowering)
-    seen: list[Statistics] = []
-    done = threading.Event()
-
-    def read() -> None:
-        while not done.is_set():
-            seen.append(runner.stats())
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    sizes = [(1 + number * 7 % 9, number % 3) for number in range(300)]
-    for rows, number in sizes:
-        runner(random_batch(rows, seed=number))
-    done.set()
-    reader.join()
-    totals = [sum(stats["steps"].values()) for stats in (*seen, runner.stats())]
-    assert totals == sorted(totals)
-    assert len(set(totals)) > 2
-    assert totals[-1] == len(sizes)
-    lowered = [sum(stats["lowerings"].values()) for stats in (*seen, runner.stats())]
-    assert lowered == sorted(lowered)
-
-
-class Slow(dict[Any, Any]):
-    """A dictionary that another thread writes to while someone walks over it."""
-
-    def items(self) -> Any:
-        """Its entries, before each of which it has got one more."""
-        for key, value in super().items():
-            self[object()] = value
-            yield key, value
-
-    def values(self) -> Any:
-        """Of its entries."""
-        return (value for _, value in self.items())
-
-
-@pytest.mark.parametrize("where", ["repeated", "buckets", "reasons", "captured"])
-def test_read_while_more_becomes_known(cpu: str, where: str) -> None:
-    """Books are read off a copy that is made at once: a bucket, a reason or a graph more does not break a reading."""
-    runner = plain_runner(cpu, lowering="in_graph")
-    for rows in (3, 3, 30):
-        runner(random_batch(rows, seed=rows))
-    before = runner.stats()
-    holder, name = (runner.graphs, "_captured") if where == "captured" else (runner.parts.tally, where)
-    setattr(holder, name, Slow(getattr(holder, name)))
-    assert runner.stats() == before
 
 
 def test_one_event_with_all_books(cpu: str) -> None:
@@ -259,13 +192,6 @@ def test_bins(taken: int) -> None:
     assert upper is None or lower < upper <= max(1000, lower * 1.143)
 
 
-def test_nothing_timed() -> None:
-    """Without a time there is no mean and no percentile."""
-    data = FillTimes().as_data()
-    assert (data["count"], data["total"], data["histogram"]) == (0, 0.0, [])
-    assert {data["mean"], data["p50"], data["p90"], data["p99"]} == {None}
-
-
 @pytest.mark.parametrize("lowering", ["foreach", "in_graph"])
 def test_captures_in_a_fill_are_no_time_of_fills(cpu: str, lowering: str) -> None:
     """A bucket that is captured when its first batch comes, or what fills it by itself, takes none of a fill's time."""
@@ -278,3 +204,97 @@ def test_captures_in_a_fill_are_no_time_of_fills(cpu: str, lowering: str) -> Non
     for seed in range(EVERY):
         runner.replay(runner.fill(random_batch(7, seed)))
     assert runner.stats()["fills"]["buckets"][8]["count"] == 1
+
+
+@pytest.mark.usefixtures("_brisk_threads")
+def test_read_while_steps_run(cpu: str) -> None:
+    """Another thread may read the books and the metrics all the time: no count ever falls, and none is lost."""
+    runner, done = plain_runner(cpu, lowering="in_graph"), threading.Event()
+    seen: list[Statistics] = []
+
+    def read() -> None:
+        while not done.is_set():
+            seen.append(runner.stats())
+            assert exposition(runner)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(200):
+        runner(random_batch(1 + number * 7 % 9, seed=number % 3))
+    done.set()
+    reader.join()
+    for totals in ([sum(stats[of].values()) for stats in (*seen, runner.stats())] for of in ("steps", "lowerings")):
+        assert totals == sorted(totals)
+        assert len(set(totals)) > 2
+    assert sum(runner.stats()["steps"].values()) == 200
+
+
+ROOT = Path(__file__).parents[2]
+
+
+LOGGERS = ("log",)
+
+
+LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
+
+
+_ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| .* \| (.*) \|$", re.MULTILINE)
+
+
+_KEY = re.compile(r"`(\w+)`")
+
+
+def logged() -> Iterator[tuple[str, str, frozenset[str]]]:
+    """Name, level and explicit keys of each event in the code."""
+    for folder in ("dataflow", "backends", "runners"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), path)):
+                level = _level(node.func) if isinstance(node, ast.Call) else None
+                if isinstance(node, ast.Call) and level is not None:
+                    name = node.args[0]
+                    assert isinstance(name, ast.Constant), f"{path}:{node.lineno}: an event's name is a plain string"
+                    keys = frozenset(one.arg for one in node.keywords if one.arg is not None)
+                    yield str(name.value), level, keys
+
+
+def _level(function: ast.expr) -> str | None:
+    """The level that a call logs at, if it logs."""
+    if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
+        return None
+    return function.attr if function.value.id in LOGGERS and function.attr in LEVELS else None
+
+
+def told_events() -> dict[str, tuple[str, frozenset[str]]]:
+    """Level and keys of each event in the table."""
+    page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8").split("## Events")[1].split("\n## ")[0]
+    return {name: (level, frozenset(_KEY.findall(keys))) for name, level, keys in _ROW.findall(page)}
+
+
+def test_the_table_has_every_event() -> None:
+    """What is logged is told, and what is told is logged, at that level."""
+    assert {name: level for name, (level, _) in told_events().items()} == {name: level for name, level, _ in logged()}
+
+
+def test_the_table_has_every_key() -> None:
+    """Keys that the code names are told."""
+    table = told_events()
+    assert {name: sorted(keys - table[name][1]) for name, _, keys in logged() if keys - table[name][1]} == {}
+
+
+def test_events_go_one_way() -> None:
+    """One module logs: it decides between structlog and logging, and no other imports either."""
+    imports = re.compile(r"^\s*(?:import|from) (?:structlog|logging)\b", re.MULTILINE)
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("dataflow", "backends", "runners", "src")
+        for path in (ROOT / folder).rglob("*.py")
+        if imports.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == {"dataflow/log.py"}
+
+
+def test_keys_can_be_attributes_of_a_record() -> None:
+    """Keys become attributes of a LogRecord, which has its own and refuses them."""
+    runner = EagerRunner(PlainInputs, plain_step, backend="cpu")
+    keys = {"event", *runner.stats()}.union(*(keys for _, keys in told_events().values()))
+    assert keys & {*vars(logging.makeLogRecord({})), "message", "asctime"} == set()

@@ -1,11 +1,13 @@
 """Views: one for each fill, replayed only while it is the last; fields, optional slots and settings in them."""
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, copied, staged
+from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import CaptureError, DeclarationError, ReplayError
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
 
@@ -19,35 +21,6 @@ def test_view_is_an_instance_of_the_declaration(runner: DecodeRunner[PlainInputs
     assert view.weights.tolist() == [*batch["weights"].tolist(), -7.5]
     assert view.pairs.tolist() == [*batch["pairs"].tolist(), [9, 9]]
     assert view.live.tolist() == [3]
-
-
-def test_two_views_are_two(runner: DecodeRunner[PlainInputs]) -> None:
-    """Each fill gives a view of its own, over the same memory."""
-    first = runner.fill(random_batch(3, seed=2))
-    second = runner.fill(random_batch(3, seed=3))
-    assert first is not second
-    assert first.ids.data_ptr() == second.ids.data_ptr()
-    assert first.live.data_ptr() == second.live.data_ptr()
-
-
-@pytest.mark.parametrize(("first", "second"), [(3, 3), (3, 8), (3, 20), (20, 3), (20, 20)])
-def test_overwritten_view(runner: DecodeRunner[PlainInputs], first: int, second: int) -> None:
-    """A view that a later fill has overwritten is refused, on both paths and across them; the later one is right."""
-    view = runner.fill(random_batch(first, seed=4))
-    batch = random_batch(second, seed=5)
-    later = runner.fill(batch)
-    with pytest.raises(ReplayError, match="this view was not filled last: a later fill has overwritten its slots"):
-        runner.replay(view)
-    assert_right(runner.replay(later), batch)
-
-
-def test_view_twice(runner: DecodeRunner[PlainInputs]) -> None:
-    """The view filled last may be replayed again: the same rows, and what the step changed in between."""
-    batch = random_batch(6, seed=6)
-    view = runner.fill(batch)
-    first = runner.replay(view).clone()
-    assert torch.equal(runner.replay(view), first)
-    assert_right(first, batch)
 
 
 def test_view_of_another_runner(cpu: str, runner: DecodeRunner[PlainInputs]) -> None:
@@ -147,73 +120,6 @@ def test_optional_slot(cpu: str, patterns: list[set[str]]) -> None:
             assert torch.equal(runner.replay(view), ids)
 
 
-PATCHES = Axis("PATCHES")
-
-
-class TwoOptionalInputs(Inputs):
-    """Only optional slots tell how many rows their axis has."""
-
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1)
-    images: torch.Tensor | None = copied(PATCHES, dtype=torch.int64, pad=2, default=None)
-    videos: torch.Tensor | None = copied(PATCHES, dtype=torch.int64, pad=3, default=None)
-
-
-@pytest.mark.parametrize("present", [(), ("images",), ("videos",), ("images", "videos")])
-def test_axis_of_optional_slots(cpu: str, present: tuple[str, ...]) -> None:
-    """An axis that only optional slots have is read from the one that is there, and has no rows where none is."""
-
-    def step(view: TwoOptionalInputs) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        return view.images, view.videos
-
-    runner = EagerRunner(TwoOptionalInputs, step, backend=cpu)
-    batch = {"ids": torch.randint(1, 9, (3,)), **{name: torch.randint(1, 9, (5,)) for name in present}}
-    for name, seen in zip(("images", "videos"), runner(batch), strict=True):
-        assert seen is None if name not in present else torch.equal(seen, batch[name])
-
-
-class SettingInputs(PlainInputs):
-    fancy: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=4, when="model.fancy")
-    extra: torch.Tensor = computed(lambda fancy: fancy * 2, shape=BATCH, dtype=torch.int64, when="model.fancy")
-    rare: torch.Tensor = staged(BATCH, dtype=torch.int64, pad=0, when=lambda settings: settings["rare"] > 1)
-
-
-def fancy_step(view: SettingInputs) -> torch.Tensor:
-    """The plain step, with what the settings add."""
-    plain = plain_step(view)
-    return plain if view.fancy is None else plain + 1000 * view.extra[:, None]
-
-
-@pytest.mark.parametrize("fancy", [False, True])
-@pytest.mark.parametrize("rare", [1, 2])
-def test_settings(cpu: str, *, fancy: bool, rare: int) -> None:
-    """A slot exists where the settings say so: else it is None in the view, asks for no source and has no buffer."""
-    settings = {"model": {"fancy": fancy}, "rare": rare}
-    runner = DecodeRunner(SettingInputs, fancy_step, buckets=[4, 8], backend=cpu, settings=settings)
-    runner.capture()
-    names = {buffer.name for buffer in runner.graphs.buffers}
-    assert ("fancy" in names, "extra" in names, "rare" in names) == (fancy, fancy, rare > 1)
-    for requests in (3, 7, 20):
-        batch = random_batch(requests, seed=11)
-        more = {"fancy": torch.randint(1, 9, (requests,))} if fancy else {}
-        view = runner.fill({**batch, **more})
-        assert (view.fancy is None, view.extra is None, view.rare is None) == (not fancy, not fancy, rare == 1)
-        outputs = runner.replay(view) - (2000 * more["fancy"][:, None] if fancy else 0)
-        torch.testing.assert_close(outputs, plain_answer(batch), rtol=1e-3, atol=1e-2)
-
-
-def plain_answer(batch: dict[str, Any]) -> torch.Tensor:
-    """The plain step's answer, by a runner that has none of the settings."""
-    outputs: torch.Tensor = EagerRunner(PlainInputs, plain_step, backend="cpu")(batch)
-    return outputs
-
-
-@pytest.mark.parametrize("settings", [None, {}, {"model": None}, {"model": {}}])
-def test_settings_that_lack_the_name(cpu: str, settings: Any) -> None:
-    """A slot that hangs on a setting which is not there is refused, not silently left out."""
-    with pytest.raises(DeclarationError, match=r"slot 'fancy' exists when 'model\.fancy' is set: give settings"):
-        DecodeRunner(SettingInputs, fancy_step, buckets=[4], backend=cpu, settings=settings)
-
-
 class MovedInputs(Inputs):
     places: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, restored=True)
 
@@ -241,3 +147,63 @@ def test_a_view_whose_step_raised() -> None:
     with pytest.raises(ReplayError, match="not filled last"):
         runner.replay(view)
     assert runner({"places": torch.tensor([7])}).tolist() == [80]
+
+
+def test_overwritten_view(runner: DecodeRunner[PlainInputs]) -> None:
+    """A view that a later fill has overwritten is refused, on both paths and across them; the later one is right."""
+    for first, second in ((3, 3), (3, 8), (3, 20), (20, 3), (20, 20)):
+        view = runner.fill(random_batch(first, seed=4))
+        batch = random_batch(second, seed=5)
+        later = runner.fill(batch)
+        with pytest.raises(ReplayError, match="this view was not filled last: a later fill has overwritten its slots"):
+            runner.replay(view)
+        for _ in range(2):
+            assert_right(runner.replay(later), batch)
+
+
+PATCHES = Axis("PATCHES")
+
+
+class Switched(Inputs):
+    """Slots that settings switch off or batches lack, those that alone tell an axis, and what is computed of them."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    swa: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host", when="model.sliding", default=None)
+    extra: torch.Tensor | None = copied(PATCHES, dtype=torch.int64, pad=0, placement="host", default=None)
+    rare: torch.Tensor = staged(BATCH, dtype=torch.int64, pad=0, when=lambda settings: settings["rare"] > 1)
+    twice: torch.Tensor = computed(lambda ids: ids * 2, shape=BATCH, dtype=torch.int64, when="model.sliding")
+    length: torch.Tensor = computed(
+        lambda swa, extra: (0 if swa is None else 10 + int(swa.sum())) + (0 if extra is None else 1000),
+        shape=1,
+        dtype=torch.int64,
+    )
+
+
+def test_what_is_switched_off_or_absent(cpu: str) -> None:
+    """A slot exists where the settings say so; a function, a step and a view get None for what is not there."""
+    two = torch.tensor([3, 4])
+    for sliding, lowering in itertools.product((True, False), ("eager", *LADDER)):
+        settings: Any = {"model": {"sliding": sliding}, "rare": 1 + sliding}
+        options: dict[str, Any] = {"settings": settings, "backend": cpu}
+        runner: Any = EagerRunner(Switched, lambda view: view.length * 1, **options)
+        if lowering != "eager":
+            absent = [{"extra"}, {"swa"}, {"extra", "swa"}] if sliding else [{"extra"}]
+            options |= {"absent": absent, "lowering": lowering, "output_rows": None, "sizes": {PATCHES: 5}}
+            runner = DecodeRunner(Switched, lambda view: view.length * 1, buckets=[4], **options)
+            runner.capture()
+            names = {buffer.name for buffer in runner.graphs.buffers}
+            assert ("swa" in names, "twice" in names, "rare" in names) == (sliding,) * 3
+        for brought in ({}, {"extra": two}, {"swa": two}, {"swa": two, "extra": two}):
+            batch = {"ids": torch.tensor([1, 2]), **brought}
+            right = (17 if sliding and "swa" in brought else 0) + (1000 if "extra" in brought else 0)
+            assert runner(batch).tolist() == [right]
+            view = runner.fill(batch)
+            assert (view.swa is None, view.extra is None) == (
+                not sliding or "swa" not in brought,
+                "extra" not in brought,
+            )
+            assert (view.rare is None, view.twice is None) == (not sliding, not sliding)
+    lacks: tuple[Any, ...] = (None, {}, {"model": None}, {"model": {}})
+    for lacking in lacks:
+        with pytest.raises(DeclarationError, match=r"slot '\w+' exists when 'model\.sliding' is set: give settings"):
+            DecodeRunner(Switched, lambda view: view.ids, buckets=[4], backend=cpu, settings=lacking)

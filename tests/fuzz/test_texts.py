@@ -1,0 +1,180 @@
+"""Plans and configurations out of anything: what was written, or ConfigError that names what is wrong; nothing else."""
+
+import copy
+import json
+import pathlib
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotgraph import RunnerConfig
+from slotgraph.dataflow.capabilities import Capabilities, dtype_from_text
+from slotgraph.dataflow.errors import ConfigError
+from slotgraph.dataflow.explain import Explanation, explain_declaration
+from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, TailReset
+from slotgraph.dataflow.serial import from_data, plan_from_json, plan_to_json, to_data
+from slotgraph.runners.config import MOST
+from tests.fuzz.hostile import DEEP, NASTY_TEXTS, leaves, spoilt, values
+from tests.runners.models import PlainInputs
+
+PLAN = FillPlan(
+    declaration="Decode",
+    sizes=(("BATCH", 8),),
+    absent=("positions",),
+    tails=(TailReset("seq_lens", (0,), 1, always=False),),
+    copies=(CopyGroup(("input_ids",), torch.int64, torch.int64, "device", "foreach"),),
+    computed=(ComputeStep("count", "live_tokens", ("step",), "host"),),
+    nbytes=4096,
+)
+
+
+EXPLAINED = explain_declaration(PlainInputs.slotgraph, Capabilities(), "cpu", {})
+
+
+def check(text: str) -> None:
+    """A plan that can be written again, or ConfigError with a message."""
+    try:
+        plan = plan_from_json(text)
+    except ConfigError as error:
+        assert str(error).startswith("no FillPlan: ")  # noqa: PT017 - what is raised is allowed, not asked for
+        return
+    assert plan_to_json(plan)
+    assert str(plan)
+
+
+@settings(max_examples=2 * settings().max_examples)
+@given(st.data())
+def test_spoilt_plans(data: st.DataObject) -> None:
+    """A plan of which some places hold something else."""
+    check(json.dumps(data.draw(spoilt(copy.deepcopy(to_data(PLAN))))))
+
+
+@given(st.data())
+def test_spoilt_explanations(data: st.DataObject) -> None:
+    """An explanation likewise."""
+    found = data.draw(spoilt(copy.deepcopy(to_data(EXPLAINED))))
+    try:
+        assert isinstance(from_data(found, Explanation), Explanation)
+    except ConfigError as error:
+        assert str(error).startswith("no Explanation: ")  # noqa: PT017 - as above
+
+
+def test_dtypes_run_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking for a dtype does not ask torch to load a module of that name."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch, "__getattr__", asked.append)
+    with pytest.raises(ValueError, match="torch has no dtype 'surprise'"):
+        dtype_from_text("surprise")
+    assert asked == []
+    assert dtype_from_text("bfloat16") is torch.bfloat16
+
+
+@given(text=st.text() | values.map(repr), data=st.data())
+def test_any_text(text: str, data: st.DataObject) -> None:
+    """Random text, and a plan's text with a letter changed, or cut off."""
+    check(text)
+    right = plan_to_json(PLAN)
+    place = data.draw(st.integers(0, len(right) - 1))
+    check(right[:place] + data.draw(st.characters()) + right[place + 1 :])
+    check(right[:place])
+
+
+def test_nasty_texts(tmp_path: pathlib.Path) -> None:
+    """Text that has broken readers before is refused, as a plan and in files."""
+    for text in NASTY_TEXTS:
+        with pytest.raises(ConfigError, match="no FillPlan: "):
+            plan_from_json(text)
+        for suffix in (".toml", ".json"):
+            (tmp_path / f"x{suffix}").write_bytes(text.encode("utf-8", "surrogatepass"))
+            load(tmp_path / f"x{suffix}")
+
+
+def test_nasty_dtypes() -> None:
+    """What torch has under a name, and is no dtype, is not even looked up; what is no name is refused."""
+    nasty: list[Any] = [{"a": []}, [[]], "_dynamo", "Tensor", "has_mps", "", "\ud800", None, 10**400, [1] * 9]
+    for value in nasty:
+        data: Any = to_data(PLAN)
+        data["copies"][0]["dst_dtype"] = value
+        with pytest.raises(ConfigError, match=r"dtype|expected str"):
+            from_data(data, FillPlan)
+
+
+KEYS = [field.name for field in attrs.fields(RunnerConfig)]
+
+
+numbers = st.integers(-2, 600) | st.sampled_from([0.5, 1, True, 1 << 40, 10**300, float("nan"), float("inf")])
+
+
+keys = st.sampled_from(KEYS) | st.sampled_from(KEYS).map(str.upper) | st.text(max_size=6)
+
+
+def check_options(options: Any) -> None:
+    """A configuration that is as good as any, or ConfigError with a message that names a key or a type."""
+    try:
+        config = RunnerConfig.of(options)
+    except ConfigError as error:
+        assert str(error).strip()  # noqa: PT017 - what is raised is allowed, not asked for
+        return
+    assert RunnerConfig.of(config.as_data()) == config
+    assert config.ladder().largest <= MOST
+
+
+def load(file: pathlib.Path) -> None:
+    """A configuration, or ConfigError with a message that names the file or a key."""
+    try:
+        RunnerConfig.load(file)
+    except ConfigError as error:
+        assert str(error).strip()  # noqa: PT017 - as above
+
+
+@settings(max_examples=2 * settings().max_examples)
+@given(st.dictionaries(keys | leaves, values | numbers | st.lists(numbers, max_size=4), max_size=4))
+def test_any_keys_and_values(options: dict[Any, Any]) -> None:
+    """Random keys, those of the configuration among them, with random values."""
+    check_options(options)
+
+
+@settings(max_examples=2 * settings().max_examples)
+@given(text=st.text() | st.binary(), suffix=st.sampled_from([".toml", ".json"]))
+def test_any_file(tmp_path_factory: pytest.TempPathFactory, text: str | bytes, suffix: str) -> None:
+    """Random bytes in a file."""
+    file = tmp_path_factory.getbasetemp() / f"any{suffix}"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
+    load(file)
+
+
+@given(options=st.dictionaries(st.sampled_from(KEYS), values, max_size=3))
+def test_any_json(tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]) -> None:
+    """JSON files with known keys and random values."""
+    file = tmp_path_factory.getbasetemp() / "any.json"
+    file.write_text(json.dumps(options), encoding="utf-8")
+    load(file)
+
+
+NASTY_FILES = [
+    ("x.toml", "buckets = " + "[" * DEEP, "nested too deeply"),
+    ("x.json", '{"buckets": ' + "[" * DEEP, "nested too deeply"),
+    ("x.json", '{"width": ' + "9" * 5000 + "}", "x.json: "),
+    ("x.toml", "max_batch = 999999999999", "'max_batch': expected between 1 and 16777216"),
+    ("x.json", '{"buckets": [1, 99999999999]}', "'buckets': expected between 1 and 16777216"),
+    ("x.toml", "max_waste = nan", "'max_waste': expected between 0 and 1, got nan"),
+    ("x.json", '{"max_waste": Infinity}', "x.json: Infinity is no number in JSON"),
+    ("x.json", '{"backend": "../../x"', "x.json: "),
+    ("x.toml", "\x00", "x.toml: "),
+]
+
+
+def test_nasty_files(tmp_path: pathlib.Path) -> None:
+    """Files that have broken readers before, or cannot be read at all: each is refused with what is wrong."""
+    for name, text, says in NASTY_FILES:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=says):
+            RunnerConfig.load(tmp_path / name)
+    (tmp_path / "folder.toml").mkdir()
+    for name in ("folder.toml", "nowhere.json"):
+        with pytest.raises(ConfigError, match=name):
+            RunnerConfig.load(tmp_path / name)

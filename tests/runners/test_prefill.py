@@ -1,0 +1,516 @@
+"""Runners that capture a part of a step: equal to eager ones, with a path and a reason for each batch; splits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from slotgraph import (
+    BATCH,
+    TOKENS,
+    Axis,
+    EagerRunner,
+    Inputs,
+    PrefillRunner,
+    copied,
+    current_view,
+    errors,
+    graph_break,
+    side,
+)
+from slotgraph.backends import Backend
+from slotgraph.dataflow.errors import BatchError, ReplayError
+from tests.runners.prefilled import (
+    HIDDEN,
+    KINDS,
+    LAYERS,
+    Model,
+    Prefill,
+    around,
+    assert_equal,
+    batch_of,
+    caches_of,
+    captured,
+    clear,
+    named_attention,
+    poison,
+    runner_of,
+)
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+requests = st.lists(st.integers(1, 7), max_size=6)
+
+
+schedules = st.lists(st.tuples(requests, st.integers(1, 5), st.booleans(), st.booleans()), min_size=1, max_size=5)
+
+
+@each_kind
+@settings(max_examples=25)
+@given(schedule=schedules)
+def test_any_schedule(backend: Backend, kind: str, schedule: list[tuple[list[int], int, bool, bool]]) -> None:
+    """Any requests in any order, from none to too many, give what eager steps give, caches included."""
+    runner, eager = captured(kind, backend.name)
+    clear(runner, eager)
+    for lengths, scale, poisoned, inference in schedule:
+        batch = batch_of(lengths, sum(lengths), backend.device, scale)
+        if poisoned:
+            poison(runner)
+        with torch.inference_mode(inference):
+            assert torch.equal(runner(batch), eager(batch))
+        assert torch.equal(caches_of(runner), caches_of(eager))
+
+
+@each_kind
+def test_fill_and_replay(backend: Backend, kind: str) -> None:
+    """A filled view has padded tokens and live requests; it is good for replays until the next fill."""
+    runner, eager = captured(kind, backend.name)
+    batch = batch_of([2, 3], 6, backend.device)
+    view = runner.fill(batch)
+    assert view.input_ids.shape == (16,)
+    assert view.extend_seq_lens.tolist() == [2, 3]
+    assert view.extend_start_loc.tolist() == [0, 2]
+    assert view.input_ids[5:].tolist() == [0] * 11
+    assert view.scale == 3
+    for _ in range(2):
+        assert torch.equal(runner.replay(view), eager(batch))
+    other = runner.fill(batch_of([17], 7, backend.device))
+    with pytest.raises(ReplayError, match="this view was not filled last"):
+        runner.replay(view)
+    assert torch.equal(runner.replay(other), eager(batch_of([17], 7, backend.device)))
+
+
+@each_kind
+def test_bad_batches(backend: Backend, kind: str) -> None:
+    """A batch that does not fit its declaration is refused before anything is written: the view filled last stands."""
+    runner, eager = captured(kind, backend.name)
+    batch = batch_of([2, 3], 8, backend.device)
+    view = runner.fill(batch)
+    for lengths in ([5], [2], [20]):
+        bad = batch_of(lengths, 9, backend.device)
+        with pytest.raises(BatchError, match="slot 'positions': expected int64 of shape"):
+            runner(bad | {"positions": bad["positions"][:-1]})
+        with pytest.raises(BatchError, match="slot 'out_cache_loc'"):
+            runner.fill({name: value for name, value in bad.items() if name != "out_cache_loc"})
+    assert torch.equal(runner.replay(view), eager(batch))
+
+
+@each_kind
+def test_lazy(backend: Backend, kind: str) -> None:
+    """Each bucket is captured when its first batch comes, in inference mode or not, and disturbs no other bucket."""
+    model = Model(named=kind == "piecewise").to(backend.device)
+    runner, (_, eager) = runner_of(kind, model, backend, lazy=True), captured(kind, backend.name)
+    seen = [runner.capture().captured]
+    for lengths, inference in (([9], True), ([2, 3], False), ([1], False), ([3, 3], True)):
+        batch = batch_of(lengths, 3, backend.device)
+        with torch.inference_mode(inference):
+            assert torch.equal(runner(batch), eager(batch))
+        assert runner.report is not None
+        seen.append(runner.report.captured)
+    assert seen == [(), (16,), (16,), (4, 16), (4, 16)]
+
+
+DECISIONS: list[tuple[list[int], int | None, str, str]] = [
+    ([], 4, "fits", "bucket 4 fits"),
+    ([4], 4, "fits", "bucket 4 fits"),
+    ([1] * 5, 16, "fits", "bucket 16 fits"),
+    ([10, 6], 16, "fits", "bucket 16 fits"),
+    ([10, 7], None, "too_large", "17 tokens are more than the largest bucket, 16"),
+    ([1] * 6, None, "too_large", "6 rows on BATCH are more than the 5 of every bucket"),
+]
+
+
+@each_kind
+def test_decisions(backend: Backend, kind: str) -> None:
+    """A batch's tokens choose the bucket; too many of them, of requests, or of padding, run eagerly and say so."""
+    runner, eager = captured(kind, backend.name)
+    for lengths, bucket, why, reason in DECISIONS:
+        batch = batch_of(lengths, 5, backend.device)
+        decision = runner.decide(batch)
+        assert (decision.bucket, decision.why, decision.reason) == (bucket, why, reason)
+        assert decision.path == ("eager" if bucket is None else kind)
+        before = runner.stats()
+        poison(runner)
+        assert torch.equal(runner(batch), eager(batch))
+        after = runner.stats()
+        assert after["steps"][decision.path] == before["steps"].get(decision.path, 0) + 1
+        counts: Any = after["eager"][why] if bucket is None else after["buckets"][bucket]
+        known: Any = before["eager"].get(why) if bucket is None else before["buckets"].get(bucket)
+        assert counts["live"] - (known or {"live": 0})["live"] == sum(lengths)
+        assert bucket is None or (counts["path"], counts["padded"]) == (kind, bucket * counts["steps"])
+    wasteful = runner_of(kind, Model(named=kind == "piecewise").to(backend.device), backend, max_waste=0.5, lazy=True)
+    wasteful.capture()
+    reasons = [wasteful.decide(batch_of([tokens] if tokens else [], 1)).reason for tokens in (0, 1, 7)]
+    assert reasons[0] == "bucket 4 fits"
+    assert reasons[1:] == [
+        f"bucket {size} would be {part}% padding, over the limit of 50%" for size, part in ((4, 75), (16, 56))
+    ]
+    off = runner_of(kind, Model(named=kind == "piecewise").to(backend.device), backend, graphs=False)
+    assert off.capture().captured == ()
+    assert torch.equal(off(batch_of([2, 1], 2, backend.device)), eager(batch_of([2, 1], 2, backend.device)))
+    assert off.stats()["eager"] == {"disabled": {"steps": 1, "live": 3}}
+
+
+PAGES = Axis("PAGES")
+
+
+class Staged(Prefill):
+    """Inputs of a stage that is not the first, with a mode that graphs hold for."""
+
+    hidden_states: torch.Tensor | None = copied(
+        TOKENS, HIDDEN, dtype=torch.float64, pad=0, default=None, source=side("proxy.hidden_states")
+    )
+    residual: torch.Tensor | None = copied(
+        TOKENS, HIDDEN, dtype=torch.float64, pad=0, default=None, source=side("proxy.residual")
+    )
+    mode: str = "last"
+
+
+class StageModel(Model):
+    """A stage of a pipeline: hidden states of the stage before, or embeddings where it is the first."""
+
+    def hidden(self, view: Any) -> torch.Tensor:
+        """What the inner layers make of each token; the residual is added after them."""
+        first = view.hidden_states is None
+        hidden = self.embed[view.input_ids] + self.rope[view.positions] if first else view.hidden_states
+        out: torch.Tensor = self.inner(hidden, view)
+        return out if view.residual is None else out + view.residual
+
+
+class TokensOnly(Inputs):
+    """No slot over requests."""
+
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+
+
+class Paged(Prefill):
+    """A further axis that varies."""
+
+    pages: torch.Tensor = copied(PAGES, dtype=torch.int64, pad=0)
+
+
+@graph_break
+def scaled(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
+    """One break, with the number of requests and a field."""
+    return torch.add(hidden * view.extend_seq_lens.shape[0], view.scale)
+
+
+def staged_batch(lengths: list[int], seed: int, device: torch.device, *keys: str) -> dict[str, Any]:
+    """Requests, and the named tensors of the stage before."""
+    draw, total = torch.Generator().manual_seed(seed), sum(lengths)
+    proxy = {key: torch.randint(0, 9, (total, HIDDEN), generator=draw).double().to(device) for key in keys}
+    return {"batch": batch_of(lengths, seed, device), "proxy": proxy}
+
+
+@each_kind
+def test_absent_slots_and_fields(backend: Backend, kind: str) -> None:
+    """Each declared pattern of absent slots has graphs; another one, or another field, runs eagerly and says so."""
+    models = [StageModel(named=kind == "piecewise").to(backend.device) for _ in range(2)]
+    runner = runner_of(kind, models[0], backend, inputs=Staged, buckets=[8], absent=[{"hidden_states", "residual"}])
+    eager = EagerRunner(Staged, models[1], backend=backend)
+    assert runner.capture().captured == (8,)
+    for number, keys in enumerate([(), ("hidden_states", "residual"), ("hidden_states",), ("residual",), ()]):
+        given = staged_batch([2, 1, 3], number, backend.device, *keys)
+        poison(runner)
+        assert torch.equal(runner(given["batch"], proxy=given["proxy"]), eager(given["batch"], proxy=given["proxy"]))
+    assert runner.stats()["steps"] == {kind: 3, "eager": 2}
+    lone = staged_batch([2], 1, backend.device, "residual")
+    reason = "no graph was captured without 'hidden_states'; pass absent=[{'hidden_states'}] to capture one"
+    assert runner.decide(lone["batch"], proxy=lone["proxy"]).reason == reason
+    batch = {**batch_of([2, 3], 4, backend.device), "mode": "all"}
+    assert runner.decide(batch).reason == "field 'mode' is 'all', not 'last', with which graphs were captured"
+    assert torch.equal(runner(batch), eager(batch))
+    assert {why: counts["steps"] for why, counts in runner.stats()["eager"].items()} == {
+        "absent": 2,
+        "field_differs": 1,
+    }
+
+
+@each_kind
+def test_outputs_by_tokens(backend: Backend, kind: str) -> None:
+    """Rows of outputs may be tokens, of which the live ones are handed out, or be handed out whole."""
+    model = Model(named=kind == "piecewise").to(backend.device)
+
+    class Hidden(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, view: Prefill) -> Any:
+            """Hidden states in a structure, with what is no tensor."""
+            return {"hidden": self.model.hidden(view), "layers": LAYERS}
+
+    step = Hidden()
+    eager = EagerRunner(Prefill, step, backend=backend)
+    for output_rows, rows in ((TOKENS, 3), (None, 4)):
+        options: dict[str, Any] = {"output_rows": output_rows, "stack": "model.inner", "buckets": [4]}
+        runner = runner_of(kind, step, backend, **options)
+        runner.capture()
+        batch = batch_of([1, 2], 5, backend.device)
+        outputs = runner(batch)
+        assert (outputs["hidden"].shape, outputs["layers"]) == ((rows, HIDDEN), LAYERS)
+        assert torch.equal(outputs["hidden"][:3], eager(batch)["hidden"])
+
+
+class Holder:
+    """An object that holds a tensor where no one looks."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_options_that_do_not_fit() -> None:
+    """Sizes and rows that nothing has are refused when the runner is made."""
+
+    def refused(said: str, **options: Any) -> None:
+        with pytest.raises(errors.ConfigError, match=said):
+            runner_of("breakable", Model(), "cpu", **options)
+
+    refused("output_rows is BATCH, which no slot of TokensOnly has: pass another, or None", inputs=TokensOnly)
+    refused("output_rows is TOKENS, BATCH or None, got 'tokens'", output_rows="tokens")
+    refused("sizes of BATCH and TOKENS follow from max_batch= and buckets=", sizes={TOKENS: 4})
+    refused("Paged needs sizes= for PAGES: the most rows that a batch brings", inputs=Paged)
+    refused("lend names 'nothing', which is no slot", lend={"nothing": print})
+
+
+def test_outputs_of_other_rows(cpu: str) -> None:
+    """A step whose outputs have other rows than was said fails at capture, not in a step."""
+    wrong: list[tuple[Any, Axis, str]] = [
+        (lambda view, hidden, inner: inner(hidden, view)[:2], TOKENS, r"of shape \[2, 2\], expected 4 rows"),
+        (lambda view, hidden, inner: inner(hidden, view), BATCH, "expected 1 rows, one for each request of the placeh"),
+        (lambda view, hidden, inner: inner(hidden, view).sum(), TOKENS, r"of shape \[\], expected 4 rows"),
+        (
+            lambda view, hidden, inner: Holder(inner(hidden, view)),
+            TOKENS,
+            "returned Holder, of which rows cannot be cut",
+        ),
+    ]
+    for outer, output_rows, said in wrong:
+        with pytest.raises(errors.CaptureError, match=said):
+            around(scaled, cpu, outer, buckets=[4], output_rows=output_rows)
+
+
+def test_every_lowering(cpu: str) -> None:
+    """However a fill is run, it is done before the step's eager parts read the slots; never inside of a graph."""
+    for lowering in ("fused", "in_graph", "slot_by_slot"):
+        runner, eager = around(scaled, cpu, lowering=lowering)
+        assert runner.lowering == ("fused" if lowering == "in_graph" else lowering)
+        assert_equal(runner, eager, torch.device("cpu"), 1, 2)
+
+
+COLUMNS = 4
+
+
+@torch.library.custom_op("slotgraph_tests::by_requests", mutates_args=())
+def by_requests(hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """An operator that is handed a slot over requests, and reads it on the host."""
+    return torch.add(hidden * len(lengths), sum(lengths.tolist()))
+
+
+@by_requests.register_fake
+def _(hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    del lengths
+    return torch.empty_like(hidden)
+
+
+@torch.library.custom_op("slotgraph_tests::into", mutates_args={"out"})
+def into(hidden: torch.Tensor, out: torch.Tensor) -> None:
+    """An operator that writes where it is told to, as kernels with an output argument do."""
+    view = current_view(Prefill)
+    out.copy_(hidden * view.extend_seq_lens.shape[0] + view.scale)
+
+
+@into.register_fake
+def _(hidden: torch.Tensor, out: torch.Tensor) -> None:
+    del hidden, out
+
+
+@graph_break
+def marked(hidden: torch.Tensor) -> torch.Tensor:
+    """A break of the other runner's kind."""
+    return hidden + 1
+
+
+def embedded(view: Prefill) -> torch.Tensor:
+    """[TOKENS, WIDTH] whole numbers."""
+    factors = torch.arange(1, COLUMNS + 1, device=view.positions.device)
+    return (view.input_ids * 3 + view.positions)[:, None].double() * factors
+
+
+def by_slot(view: Prefill) -> torch.Tensor:
+    """Two splits, with pieces before, between and after them."""
+    hidden = by_requests(embedded(view) + 1, view.extend_seq_lens)
+    return torch.sub(by_requests(hidden * 2, view.extend_seq_lens), view.positions[:, None])
+
+
+def written(view: Prefill) -> torch.Tensor:
+    """A split that writes an output argument."""
+    hidden = embedded(view)
+    out = torch.empty_like(hidden)
+    into(hidden, out)
+    return torch.remainder(out, 17)
+
+
+def attended(view: Prefill) -> torch.Tensor:
+    """A function of torch's own as the split; each token attends to itself, so that padding reaches no live row."""
+    heads = torch.tanh(embedded(view))[:, None, None]
+    return functional.scaled_dot_product_attention(heads, heads, heads)[:, 0, 0] * 2
+
+
+def first_and_last(view: Prefill) -> torch.Tensor:
+    """Nothing but splits."""
+    hidden: torch.Tensor = by_requests(by_requests(embedded(view), view.extend_seq_lens), view.extend_seq_lens)
+    return hidden
+
+
+def piecewise(step: Callable[[Any], Any], backend: Any, *splits: Any, **options: Any) -> PrefillRunner[Prefill]:
+    """A runner over a whole step, not captured yet."""
+    given: dict[str, Any] = {"buckets": [4, 8], "max_batch": 5, **options}
+    return PrefillRunner(Prefill, step, splits=splits, backend=backend, progress=False, **given)
+
+
+def refusal_of(step: Callable[[Any], Any], *splits: Any) -> str:
+    """Why a step is not captured."""
+    with pytest.raises(errors.CaptureError) as raised:
+        piecewise(step, "cpu-capture", *splits, buckets=[4]).capture()
+    return str(raised.value).removeprefix("1 of 1 buckets were not captured and run eagerly: bucket 4: ")
+
+
+@pytest.mark.parametrize(
+    ("step", "split"),
+    [
+        pytest.param(by_slot, "slotgraph_tests::by_requests", id="name"),
+        pytest.param(by_slot, by_requests, id="custom-operator"),
+        pytest.param(by_slot, torch.ops.slotgraph_tests.by_requests, id="packet"),
+        pytest.param(by_slot, torch.ops.slotgraph_tests.by_requests.default, id="overload"),
+        pytest.param(first_and_last, by_requests, id="only-splits"),
+        pytest.param(written, into, id="output-argument"),
+        pytest.param(attended, "scaled_dot_product_attention", id="python-name"),
+        pytest.param(attended, functional.scaled_dot_product_attention, id="function"),
+        pytest.param(attended, "tanh", id="another-function"),
+    ],
+)
+def test_splits(backend: Backend, step: Callable[[Any], Any], split: Any) -> None:
+    """A split may be named or given, and stand anywhere; what it reads is of each step."""
+    runner, eager = piecewise(step, backend, split), EagerRunner(Prefill, step, backend=backend)
+    runner.capture()
+    for seed, lengths in enumerate(([3], [1, 2, 1], [8], [2, 3], [], [1])):
+        batch = batch_of(lengths, seed, backend.device, scale=2 + seed)
+        poison(runner)
+        outputs = runner(batch)
+        torch.testing.assert_close(outputs, eager(batch))
+        assert outputs.shape == (sum(lengths), COLUMNS)
+    assert runner.stats()["steps"] == {"piecewise": 6, "eager": 0}
+
+
+def test_splits_must_be_said() -> None:
+    """No splits, or a text that is taken for letters, are refused when the runner is made."""
+    given: list[Any] = [[], "slotgraph_tests::attention"]
+    for splits in given:
+        with pytest.raises(
+            errors.ConfigError, match="splits: expected names of the operators to cut at, at least one, in a list"
+        ):
+            PrefillRunner(Prefill, by_slot, splits=splits, backend="cpu")
+
+
+def test_split_that_the_step_does_not_call() -> None:
+    """The error lists what the step calls instead."""
+    said = refusal_of(attended, "mylib::attention", "nothing")
+    assert said.startswith("splits names mylib::attention, nothing, and the step calls none of them, but add, arange, ")
+    assert "scaled_dot_product_attention" in said
+    said = refusal_of(by_slot, "mylib::attention")
+    assert said.startswith("slotgraph_tests::by_requests reads slot")
+    assert said.endswith("(splits names mylib::attention)")
+
+
+def reads_the_host(view: Prefill) -> torch.Tensor:
+    """Python's way hangs on a number of the device."""
+    hidden: torch.Tensor = by_requests(embedded(view), view.extend_seq_lens)
+    return hidden * 2 if hidden.sum() > 0 else hidden
+
+
+def reads_a_slot(view: Prefill) -> torch.Tensor:
+    """A piece depends on requests."""
+    return torch.add(by_requests(embedded(view), view.extend_seq_lens), view.extend_seq_lens.sum())
+
+
+def counts_requests(view: Prefill) -> torch.Tensor:
+    """A piece depends on how many they are, which the tracer would take for a constant."""
+    return torch.mul(by_requests(embedded(view), view.extend_seq_lens), view.extend_seq_lens.shape[0])
+
+
+def reads_a_field(view: Prefill) -> torch.Tensor:
+    """A piece depends on what each step brings."""
+    return torch.mul(by_requests(embedded(view), view.extend_seq_lens), view.scale)
+
+
+def asks_for_the_view(view: Prefill) -> torch.Tensor:
+    """Code that is traced asks for what runs."""
+    return torch.mul(by_requests(embedded(view), view.extend_seq_lens), current_view(Prefill).scale)
+
+
+def marks_a_break(view: Prefill) -> torch.Tensor:
+    """A break of the other runner's kind."""
+    return marked(by_requests(embedded(view), view.extend_seq_lens))
+
+
+def unlisted(view: Prefill) -> torch.Tensor:
+    """An operator that asks for the view, and is no split."""
+    hidden = by_requests(embedded(view), view.extend_seq_lens)
+    attention: torch.Tensor = named_attention(hidden, hidden, hidden)
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (reads_the_host, ("could not be traced whole: ", "data-dependent")),
+        (reads_a_slot, ("sum", "reads slot 'extend_seq_lens', whose rows are requests, outside of a break")),
+        (counts_requests, ("shape reads slot 'extend_seq_lens', whose rows are requests, outside of a break",)),
+        (reads_a_field, ("'scale' is carried from the batch and has no default",)),
+        (asks_for_the_view, ("'scale' is carried from the batch and has no default",)),
+        (
+            marks_a_break,
+            ("could not be traced whole: ", "test_prefill.py, line", "belongs in an operator of splits"),
+        ),
+        (unlisted, ("operator slotgraph_tests::attention asks for the step's view inside of a", "by splits=")),
+        (lambda view: view.input_ids, ("and the step calls none of them, but no operator of torch",)),
+    ],
+)
+def test_steps_that_cannot_be_cut(step: Callable[[Any], Any], said: tuple[str, ...]) -> None:
+    """What the tracer cannot follow, and what pieces may not read, is refused with the reason."""
+    refusal = refusal_of(step, by_requests)
+    assert [part for part in said if part not in refusal] == [], refusal
+
+
+def test_split_that_raises(backend: Backend) -> None:
+    """A split that raises is named as a break is: at capture in the bucket's reason, in a step as a ReplayError."""
+    faults: list[Exception] = []
+
+    def falling(hidden: torch.Tensor) -> torch.Tensor:
+        for fault in faults:
+            raise fault
+        return hidden * 2
+
+    name = f"slotgraph_tests::falling_{backend.name.replace('-', '_')}"
+    operator = torch.library.custom_op(name, falling, mutates_args=())
+    operator.register_fake(torch.empty_like)
+    runner = piecewise(lambda view: operator(embedded(view)) + 1, backend, name, buckets=[4])
+    runner.capture()
+    batch = batch_of([3], 1, backend.device)
+    before = runner(batch).clone()
+    faults.append(OSError("no such device"))
+    with pytest.raises(errors.ReplayError, match=f"break '{name}' raised OSError: no such device"):
+        runner(batch)
+    failing = piecewise(lambda view: operator(embedded(view)) + 1, backend, name, buckets=[4])
+    with pytest.raises(errors.CaptureError, match="bucket 4: the step raised OSError: no such device"):
+        failing.capture()
+    faults.clear()
+    assert torch.equal(runner(batch), before)
+    assert torch.equal(failing(batch), before)
+    assert failing.decide(batch).why == "not_captured"

@@ -1,0 +1,332 @@
+"""What torch does around runners: the compiler, autocast, and default devices and dtypes change no step."""
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import slotgraph
+from slotgraph import BATCH, HOST, DecodeRunner, EagerRunner, Inputs, computed, constant, copied
+from slotgraph.backends import Backend, choose
+from slotgraph.dataflow.capabilities import LADDER
+from slotgraph.errors import ComputeError, ConfigError
+from tests.regressions.engines import draw
+from tests.runners import prefilled
+from tests.runners.counted import STANDARD, Lowered
+from tests.runners.models import PlainInputs, plain_step, random_batch
+from tests.strategies import declaration_of
+
+BATCHES = [(rows, seed) for seed, rows in enumerate((3, 8, 3, 9, 4))]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Nothing is left of what other tests compiled, nor of this one's."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def called(runner: Any, batch: Any) -> Any:
+    """A step between other operators."""
+    return runner({**batch, "weights": torch.relu(batch["weights"]) + 1}) * 2
+
+
+def filled(runner: Any, batch: Any) -> Any:
+    """A fill and a replay."""
+    view = runner.fill({**batch, "weights": torch.relu(batch["weights"]) + 1})
+    return runner.replay(view) * 2
+
+
+def capture(runner: Any) -> None:
+    """A capture."""
+    runner.capture()
+
+
+def called_plainly(runner: Any, batch: Any) -> Any:
+    """A step of any declaration."""
+    return runner(batch) * 2
+
+
+def decided(runner: Any, batch: Any) -> Any:
+    """What else a runner is asked."""
+    decision, stats = runner.decide(batch), runner.stats()
+    return batch["ids"] * 2 + (decision.bucket or 0) * bool(stats)
+
+
+@pytest.mark.parametrize("lowering", LADDER)
+def test_every_step_is_right(lowering: str) -> None:
+    """Captured, eager and late captured steps, by every use, give what they give without the compiler."""
+    for lazy, use in itertools.product((False, True), (called, filled, decided)):
+        options: dict[str, Any] = {"backend": "cpu-capture", "lowering": lowering, "lazy": lazy, "progress": False}
+        compiled: Any = torch.compile(use, backend="eager")
+        one, other = (DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], **options) for _ in range(2))
+        one.capture()
+        other.capture()
+        for rows, seed in BATCHES:
+            batch = random_batch(rows, seed)
+            assert torch.equal(compiled(one, batch), use(other, batch))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_other_runners(*, inside: bool) -> None:
+    """Eager runners and those of a stack, also in inference mode, and a capture inside of a compiled function."""
+    compiled = torch.compile(called_plainly, backend="eager")
+    with torch.inference_mode(mode=inside):
+        eager = EagerRunner(PlainInputs, plain_step, backend="cpu")
+        for rows, seed in BATCHES[:3]:
+            batch = random_batch(rows, seed)
+            assert torch.equal(compiled(eager, batch), called_plainly(eager, batch))
+        for kind in prefilled.KINDS:
+            models = [prefilled.Model(named=kind == "piecewise") for _ in range(2)]
+            one, other = (prefilled.runner_of(kind, model, "cpu-capture") for model in models)
+            torch.compile(capture, backend="eager")(one)
+            other.capture()
+            for lengths in ([2, 1], [5, 4], [1]):
+                batch = prefilled.batch_of(lengths, sum(lengths))
+                assert torch.equal(compiled(one, batch), called_plainly(other, batch))
+
+
+def test_a_compiled_step_stays_compiled() -> None:
+    """A runner inside of a compiled function runs a step that is compiled by itself as ever."""
+    graphs = []
+
+    def counting(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    runner = EagerRunner(
+        PlainInputs, torch.compile(lambda view: view.ids + view.places, backend=counting), backend="cpu"
+    )
+    compiled = torch.compile(called_plainly, backend="eager")
+    batch = random_batch(3, 1)
+    assert torch.equal(compiled(runner, batch), (batch["ids"] + batch["places"]) * 2)
+    assert graphs
+
+
+def test_the_compiler_is_told_so() -> None:
+    """A function that must be one graph cannot hold a runner, and torch says why."""
+    runner = EagerRunner(PlainInputs, plain_step, backend="cpu")
+    whole = torch.compile(called_plainly, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"torch\.compiler\.disable"):
+        whole(runner, random_batch(3, 1))
+
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")],
+)
+
+
+CAST = [2, 4, 8]
+
+
+class Ids(Inputs):
+    """One slot."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+
+
+class Model(torch.nn.Module):
+    """Weights in float32, which autocast casts; autocast is on around it, inside of it, or both."""
+
+    def __init__(self, where: str, device: str) -> None:
+        super().__init__()
+        self.where = where
+        self.table = torch.nn.Parameter(torch.randn(32, 16))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
+        self.to(device)
+        self.autocast = torch.autocast(device, torch.bfloat16)
+
+    def forward(self, view: Ids) -> torch.Tensor:
+        """Each weight is used twice."""
+        with self.autocast if self.where != "around" else nullcontext():
+            hidden = self.table[view.ids]
+            for layer in [*self.layers, *self.layers]:
+                hidden = torch.tanh(layer(hidden))
+            return hidden
+
+
+@pytest.mark.parametrize("device_backend", ["cpu-capture", CUDA])
+@pytest.mark.parametrize("where", ["around", "inside", "both"])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_graphs_cast_weights_themselves(device_backend: str, where: str, *, lazy: bool) -> None:
+    """Each bucket's graph gives what the model gives, in any order, also once autocast has ended and weights change."""
+    device = "cuda" if device_backend == "cuda" else "cpu"
+    model = Model(where, device)
+    outer: Any = nullcontext() if where == "inside" else torch.autocast(device, torch.bfloat16)
+    with outer:
+        warm = Ids(ids=torch.arange(3, device=device))
+        model(warm)  # as engines do, which fills the cache of casts
+        runner = DecodeRunner(Ids, model, buckets=CAST, backend=device_backend, lazy=lazy, progress=False)
+        runner.capture()
+        for rows in CAST if lazy else ():
+            runner({"ids": draw(0, 31, (rows,), rows).to(device)})
+    for turn in range(3):
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(-0.75)
+        torch.randn(1 << 16, device=device)  # which takes what was freed
+        for rows in (1, 7, 3, 2, 8, 4):
+            ids = draw(0, 31, (rows,), 10 * turn + rows).to(device)
+            bucket = min(one for one in CAST if one >= rows)
+            padded = torch.nn.functional.pad(ids, (0, bucket - rows))
+            with torch.no_grad(), outer:
+                expected = model(Ids(ids=padded))[:rows]
+            assert torch.equal(runner({"ids": ids}), expected)
+
+
+WAYS = ("construction", "steps", "both", "process")
+
+
+@contextmanager
+def default_device(device: str, *, process: bool = False) -> Iterator[None]:
+    """A default device, by a context or by `torch.set_default_device`."""
+    if not process:
+        with torch.device(device):
+            yield
+        return
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def contexts(way: str, device: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What a runner is made in, and what its steps run in."""
+    made, run = (
+        default_device(device, process=way == "process") if way != left_out else contextlib.nullcontext()
+        for left_out in ("steps", "construction")
+    )
+    return made, run
+
+
+def _prefill(kind: str, backend: Backend) -> tuple[Callable[[], Any], list[Any]]:
+    """How a prefill runner is made, of a model that is there before, and batches for it."""
+    model = prefilled.Model(named=kind == "piecewise").to(backend.device)
+
+    def make() -> Any:
+        runner = prefilled.runner_of(kind, model, backend, lowering="auto")
+        runner.capture()
+        return runner
+
+    return make, [prefilled.batch_of(lengths, 7, backend.device) for lengths in ([3], [1, 2, 1], [9, 4], [30])]
+
+
+def _standard(phase: str, backend: Backend) -> tuple[Callable[[], Any], list[Any]]:
+    """The same of a runner of the standard declarations."""
+    kind = STANDARD[phase]
+    given = {field.name: getattr(kind, field.name) for field in attrs.fields(type(kind))}
+    if phase == "eager":  # which has no lowering to choose
+        return lambda: kind.make(kind, backend), [kind.batch(backend, rows, rows) for rows in (2, 1, 3, 2)]
+    lowered = Lowered(**given, lowering=backend.capabilities.lowerings[-1])
+    return lambda: lowered.make(lowered, backend), [lowered.batch(backend, rows, rows) for rows in (2, 1, 3, 2)]
+
+
+def _plain(outputs: Any) -> list[Any]:
+    if attrs.has(type(outputs)):
+        outputs = attrs.asdict(outputs, recurse=False)
+    return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves(outputs)]
+
+
+def on_default(*needs: str, placement: Any = "device") -> type[Inputs]:
+    """A declaration with a function that makes its tensor on whatever device is the default."""
+    functions = {(): lambda step: torch.arange(3) + step.live(BATCH), ("ids",): lambda ids: torch.arange(ids.shape[0])}
+    shape = BATCH if needs else 3
+    counts = computed(functions[needs], shape=shape, dtype=torch.int64, placement=placement)
+    return declaration_of({"ids": copied(BATCH, dtype=torch.int64, pad=0), "counts": counts})
+
+
+OnDefault: Any = on_default()
+
+
+def test_a_maker_of_values_obeys_the_callers_default() -> None:
+    """A function that makes values for a check is asked for others where they have no data."""
+    runner = DecodeRunner(
+        OnDefault, lambda view: view.ids + view.counts[0], buckets=[2], backend="cpu-capture", progress=False
+    )
+    runner.capture()
+    values = {"ids": lambda shape, dtype, _: torch.ones(shape, dtype=dtype)}
+    assert not slotgraph.check(runner, rounds=1, values=values).findings
+    with torch.device("meta"), pytest.raises(ConfigError, match=r"slot 'ids': values' function .* on meta"):
+        slotgraph.check(runner, rounds=1, values=values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    """A list of floats is float32 wherever its slot's dtype does not say what it is."""
+
+    class Converting(Inputs):
+        """A slot of whole numbers that takes floats."""
+
+        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, converts=(torch.float32,))
+
+    runner = EagerRunner(Converting, lambda view: view.ids * 3, backend="cpu")
+    torch.set_default_dtype(dtype)
+    try:
+        assert runner({"ids": [5.0, 600.0]}).tolist() == [15, 1800]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_constant_obeys_the_callers_default() -> None:
+    """As a computed slot's function does: its runner is refused."""
+
+    class Constants(Inputs):
+        """One constant."""
+
+        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        table: torch.Tensor = constant(lambda _: torch.arange(3), shape=3, dtype=torch.int64)
+
+    with torch.device("meta"), pytest.raises(ComputeError, match=r"slot 'table'.* meta, .* name the device"):
+        DecodeRunner(Constants, lambda view: view.ids, buckets=[2], backend="cpu", progress=False).capture()
+
+
+def test_a_function_obeys_the_callers_default(cpu: str) -> None:
+    """A tensor without data is refused by the slot's name, except in a graph, which holds what was captured."""
+    batch, backend = {"ids": [5, 6]}, choose(cpu)
+
+    def step(view: Any) -> Any:
+        return view.ids + view.counts[: view.ids.shape[0]].sum()
+
+    of_ids = on_default("ids")
+    for inputs in (OnDefault, on_default(placement=HOST), of_ids):
+        runners: list[Any] = [EagerRunner(inputs, step, backend=backend)]
+        for lowering in backend.capabilities.lowerings:
+            options: dict[str, Any] = {"backend": backend, "lowering": lowering, "progress": False}
+            runners.append(DecodeRunner(inputs, step, buckets=[2], **options))
+            runners[-1].capture()
+        for runner in runners:
+            right = runner(batch).tolist()
+            try:
+                with torch.device("meta"):
+                    during = runner(batch).tolist()
+            except ComputeError as error:
+                assert re.search(r"slot 'counts'.* meta, .* name the device", str(error))  # noqa: PT017 - or no error
+            else:
+                assert (inputs, during) == (of_ids, right)  # the function is in the graph
+            assert runner(batch).tolist() == right
+
+
+@pytest.mark.parametrize("kind", [*prefilled.KINDS, *STANDARD])
+def test_every_runner_under_a_default_device(backend: Backend, kind: str) -> None:
+    """Made, captured and run under a default device, and run on after it has ended, a runner does as without one."""
+    make, batches = _prefill(kind, backend) if kind in prefilled.KINDS else _standard(kind, backend)
+    runner = make()
+    right = [_plain(runner(batch)) for batch in batches]
+    for way in WAYS:
+        made, run = contexts(way, "meta")
+        with made:
+            runner = make()
+        with run:
+            during = [_plain(runner(batch)) for batch in batches]
+        assert during == right, way
+        assert [_plain(runner(batch)) for batch in batches] == right, way
