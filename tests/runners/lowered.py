@@ -159,10 +159,8 @@ class Pair:
         turns = [(kinds[index % len(kinds)], seed + index, name, slot) for index, (name, slot) in enumerate(present)]
         for wanted, number, name, slot in sorted(turns, key=lambda turn: turn[0] != "in place"):  # producers come first
             dtype = resolve_dtype(slot.dtype, stage.backend.capabilities)
-            others = () if wanted == "turned array" else slot.converts_from()  # test_a_list_after_an_array_in_pieces
-            value = values(
-                slot, (dtype, dtype, *others)[number // 5 % (2 + len(others))], extent(slot.shape, live), number
-            )
+            dtypes = (dtype, dtype, *slot.converts_from())
+            value = values(slot, dtypes[number // 5 % len(dtypes)], extent(slot.shape, live), number)
             value = value if slot.placement == HOST else value.to(stage.backend.device)
             is_eager = absent not in (ABSENT, frozenset())  # such a run may have other buffers
             as_plain = (is_eager and wanted == "in place") or (wanted in FLAT and not value.isfinite().all())

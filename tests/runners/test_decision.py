@@ -404,7 +404,8 @@ def test_slots_that_follow_from_the_width(cpu: str) -> None:
 
 def test_a_step_of_one_width(backend: Backend) -> None:
     """Where the step stands for one width, a batch of another is refused by fill and decide alike, and not counted."""
-    runner = of_width(backend, 2, one_width=True)
+    runner = of_width(backend, 2)
+    runner._widths._only = True  # as of a draft runner
     good = wide_batch(3, 2, 1, backend.device)
     view = runner.fill(good)
     counted, before = runner.stats(), bytes_of(view.ids)

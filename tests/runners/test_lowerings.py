@@ -194,7 +194,6 @@ class Converting(Inputs):
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, converts=(torch.int32,))
 
 
-@pytest.mark.xfail(reason="after it, lowering foreach takes every source for int32, and numbers wrap around")
 def test_a_list_after_an_array_in_pieces(cpu: str) -> None:
     """What a slot's source was in the step before says nothing of a list's numbers."""
     for lowering in LADDER:
