@@ -17,7 +17,7 @@ class Upload(abc.ABC):
     @property
     @abc.abstractmethod
     def packet(self) -> torch.Tensor:
-        """The packet: bytes on the device, at a fixed address that is a multiple of 64 at least."""
+        """The packet, which is bytes on the device, at a fixed address that is a multiple of 64 at least."""
 
     @property
     @abc.abstractmethod

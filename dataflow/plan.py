@@ -95,7 +95,7 @@ class FillPlan:
 
     @property
     def fused(self) -> tuple[str, ...]:
-        """Slots that the fused kernel writes: copies, tails of others, and values that ride in the upload."""
+        """What the fused kernel writes, which is copies, tails of others, and values that ride in the upload."""
         if self.lowering not in FUSED:
             return ()
         copied = [name for group in self.copies if group.how == "fused" for name in group.slots]

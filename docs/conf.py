@@ -10,7 +10,7 @@ author = _PROJECT["authors"][0]["name"]
 copyright = author  # noqa: A001 - the name that Sphinx reads
 release = version = _PROJECT["version"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build", "examples"]

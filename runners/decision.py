@@ -169,7 +169,7 @@ class Tally:
     """
 
     def __init__(self, path: Path = "graph") -> None:
-        self.path = path
+        self.path: Path = path
         self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
         self.repeated: dict[tuple[int, int], Repeated] = {}
         self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)

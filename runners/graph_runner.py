@@ -118,9 +118,8 @@ class GraphRunner(Runner[V]):
     @functools.cached_property
     def _router(self) -> Router:
         asked = self.coordinator, self._eager.admit
-        on, path, graphs = self.config.graphs, self._tally.path, self.graphs
-        routed = self.stage.declaration, self.buckets, self._capacity, graphs
-        return Router(*routed, *asked, enabled=on, leading=self._leading, path=path)
+        routed = self.stage.declaration, self.buckets, self._capacity, self.graphs
+        return Router(*routed, *asked, enabled=self.config.graphs, leading=self._leading, path=self._tally.path)
 
     @functools.cached_property
     def _eager(self) -> Eagerly[V]:  # pyright: ignore[reportIncompatibleMethodOverride] - a property that is kept

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from slotgraph import (
     BATCH,
     CACHE_LOC,
-    DEVICE,
-    HOST,
     SEQ_LEN_FILL,
     TOKENS,
     Axis,
@@ -21,11 +19,8 @@ from slotgraph import (
     computed,
     constant,
     copied,
-    host_parameter,
     keep,
-    once,
     output,
-    side,
     staged,
 )
 from slotgraph.dataflow.axes import Dim, extent
@@ -34,6 +29,7 @@ from slotgraph.dataflow.capabilities import Capabilities, Placement, resolve_dty
 from slotgraph.dataflow.slots import Constant, Slot
 from slotgraph.dataflow.sources import look_up
 from slotgraph.dataflow.tails import Once
+from slotgraph.extend import DEVICE, HOST, host_parameter, once, side
 
 PAGES = Axis("PAGES")
 HIDDEN = Axis("HIDDEN", fixed=True)

@@ -16,7 +16,8 @@ from slotgraph.backends import load, names
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("dataflow", "backends", "runners")
 FACE = ROOT / "src" / "slotgraph"
-PAGES = ("__init__.py", "__main__.py", "errors.py", "standard.py", "testing.py")
+SHOWN = "__init__ __main__ config errors extend pool ranks speculative standard testing"
+PAGES = tuple(f"{name}.py" for name in SHOWN.split())
 FORBIDDEN = {
     "dataflow": {"backends", "runners"},
     "backends": {"runners"},

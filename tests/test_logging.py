@@ -20,7 +20,8 @@ import sys
 
 import torch
 
-from slotgraph import BATCH, DecodeRunner, EagerRunner, InputPool, Inputs, backends, copied
+from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, backends, copied
+from slotgraph.pool import InputPool
 
 {setup}
 

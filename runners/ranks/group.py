@@ -122,7 +122,7 @@ class Ranks(Unique):
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing is exchanged before a step: there is one rank, or all are known to get the same batches."""
+        """Whether nothing is exchanged before a step, because there is one rank, or all get the same batches."""
         return self.size == 1 or self.equal
 
     def live(self, axis: Axis) -> tuple[int, ...]:

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, DecodeRunner, InputPool, Inputs, computed, copied
+from slotgraph import BATCH, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends import Backend, load
 from slotgraph.backends.ring import ENTRIES
+from slotgraph.pool import InputPool
 from tests.memory import resident
 
 BUCKETS: Final = (2, 8, 32)

@@ -22,13 +22,13 @@ from slotgraph import (
     copied,
     keep,
     output,
-    side,
     staged,
 )
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration, mermaid
 from slotgraph.dataflow.planner import plan_fill
+from slotgraph.extend import side
 from slotgraph.runners.explained.tables import tables
 from tests.strategies import declarations
 

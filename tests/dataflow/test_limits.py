@@ -9,11 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, HOST, TOKENS, Axis, Inputs, copied, side
+from slotgraph import BATCH, TOKENS, Axis, Inputs, copied
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, DeclarationErrors
 from slotgraph.dataflow.explain import explain_declaration
 from slotgraph.dataflow.limits import Limits
+from slotgraph.extend import HOST, side
 from slotgraph.runners.explained.tables import tables
 
 CONTEXT = Axis("CONTEXT", fixed=True)

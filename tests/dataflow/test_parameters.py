@@ -9,27 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from slotgraph import (
-    BATCH,
-    CACHE_LOC,
-    HOST,
-    SEQ_LEN_FILL,
-    TOKENS,
-    Axis,
-    Inputs,
-    computed,
-    copied,
-    host_parameter,
-    output,
-    side,
-    slot,
-    staged,
-)
+from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, computed, copied, output, staged
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationError, DeclarationErrors
 from slotgraph.dataflow.explain import Explanation, explain_declaration, mermaid
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.dataflow.slots import Constant, Copied, HostParameter, Output
+from slotgraph.extend import HOST, host_parameter, side, slot
 from slotgraph.runners.explained.tables import tables
 from tests.strategies import declaration_of
 

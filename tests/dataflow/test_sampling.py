@@ -9,28 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph import (
-    BATCH,
-    CACHE_LOC,
-    HOST,
-    SEQ_LEN_FILL,
-    TOKENS,
-    Axis,
-    Inputs,
-    computed,
-    constant,
-    copied,
-    host_parameter,
-    output,
-    side,
-    staged,
-)
+from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, computed, constant, copied, output, staged
 from slotgraph.dataflow.axes import extent
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.capabilities import Capabilities, resolve_dtype
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sampling import Sample, sample_batch
 from slotgraph.dataflow.sources import Call
+from slotgraph.extend import HOST, host_parameter, side
 from tests.fused import feeder_for
 from tests.strategies import AXES, CAPABILITIES, HIDDEN, Round, declarations, poisoned, rounds
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, HOST, TOKENS, EagerRunner, Inputs, Step, computed, copied
+from slotgraph import BATCH, TOKENS, EagerRunner, Inputs, Step, computed, copied
 from slotgraph.dataflow.bucket import Bucket, hand_over
 from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import Capabilities
@@ -20,6 +20,7 @@ from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.planner import plan_fill
 from slotgraph.dataflow.sources import look_up
 from slotgraph.dataflow.views import Views
+from slotgraph.extend import HOST
 from tests.strategies import empty, noise
 
 

@@ -12,19 +12,12 @@ from slotgraph import (
     SEQ_LEN_FILL,
     TOKENS,
     Axis,
-    FillRole,
     Inputs,
-    Role,
-    Slot,
-    SlotGraphError,
     Step,
     computed,
     constant,
     copied,
     keep,
-    once,
-    side,
-    slot,
     staged,
 )
 from slotgraph.dataflow.bucket import Bucket
@@ -34,6 +27,8 @@ from slotgraph.dataflow.compute import Compute, compute_of
 from slotgraph.dataflow.errors import BatchError, ComputeError, DeclarationErrors
 from slotgraph.dataflow.slots import Copied
 from slotgraph.dataflow.tails import holds
+from slotgraph.errors import SlotGraphError
+from slotgraph.extend import FillRole, Role, Slot, once, side, slot
 from tests.strategies import empty
 
 NPU_LIKE = Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0})

@@ -5,12 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, SEQ_LEN_FILL, Axis, Inputs, copied, keep, once
+from slotgraph import BATCH, SEQ_LEN_FILL, Axis, Inputs, copied, keep
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate, at_rest
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationErrors
 from slotgraph.dataflow.explain import explain_declaration
+from slotgraph.extend import once
 from tests.strategies import empty, noise
 
 WIDTH = Axis("WIDTH", fixed=True)

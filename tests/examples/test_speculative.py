@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, WIDTH, computed, copied, keep
+from slotgraph import BATCH, CACHE_LOC, TOKENS, computed, copied, keep
 from slotgraph.backends import load
+from slotgraph.speculative import WIDTH
 from tests.examples.demo import NEEDS, Module
 
 pytest.importorskip("transformers", reason=NEEDS)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import RunnerConfig
+from slotgraph.config import RunnerConfig
 from slotgraph.dataflow.capabilities import Capabilities, dtype_from_text
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, explain_declaration

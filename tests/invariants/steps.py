@@ -7,8 +7,10 @@ from typing import Any, Final
 import attrs
 import torch
 
-from slotgraph import BATCH, HOST, Axis, DecodeRunner, InputPool, Inputs, Step, computed, copied
+from slotgraph import BATCH, Axis, DecodeRunner, Inputs, Step, computed, copied
 from slotgraph.backends import Backend, load
+from slotgraph.extend import HOST
+from slotgraph.pool import InputPool
 
 PAGES: Final = Axis("PAGES")
 MOST_PAGES: Final = 3

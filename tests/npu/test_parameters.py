@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, host_parameter
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.backends.npu_graph import Fence
 from slotgraph.dataflow.errors import CaptureError, ReplayError
+from slotgraph.extend import host_parameter
 from tests.npu.programs import run
 
 pytestmark = pytest.mark.modes("eager", "lazy")

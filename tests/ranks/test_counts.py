@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slotgraph import BATCH, EagerRunner, Ranks, copied, standard
+from slotgraph import BATCH, EagerRunner, copied, standard
+from slotgraph.ranks import Ranks
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, all_gather, raised, ranks
 from tests.ranks.stepping import runner_on, soon

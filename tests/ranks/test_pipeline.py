@@ -13,21 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slotgraph import (
-    BATCH,
-    TOKENS,
-    BreakableRunner,
-    DecodeRunner,
-    EagerRunner,
-    InputPool,
-    Inputs,
-    PrefillRunner,
-    copied,
-    side,
-)
+from slotgraph import BATCH, TOKENS, BreakableRunner, DecodeRunner, EagerRunner, Inputs, PrefillRunner, copied
 from slotgraph.dataflow.admission import is_in_place
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sources import Side
+from slotgraph.extend import side
+from slotgraph.pool import InputPool
 from slotgraph.runners.ranks.pipeline import PipelineStage
 from slotgraph.runners.ranks.proxies import Proxies, flattened
 from slotgraph.runners.watching import Watcher

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from slotgraph import BATCH, HOST, TOKENS, DecodeRunner, Inputs, Step, computed, copied
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, Step, computed, copied
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError
+from slotgraph.extend import HOST
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.axes import DP
 from tests.ranks.processes import Processes, raised

@@ -253,7 +253,8 @@ def test_a_step_that_was_refused(two: Processes, tmp_path: pathlib.Path) -> None
 
 ENGINE: Final = """
 import torch
-from slotgraph import DecodeRunner, Ranks
+from slotgraph import DecodeRunner
+from slotgraph.ranks import Ranks
 from slotgraph.runners.standard.axes import DP
 from tests.ranks.test_recorded import Placed, step
 

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, InputPool, Inputs, copied
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends import load
 from slotgraph.dataflow.errors import ConfigError, ReplayError, StaleOutputError
+from slotgraph.pool import InputPool
 from tests.regressions.engines import BACKEND, ByHand, captured, draw
 
 

@@ -11,16 +11,14 @@ from slotgraph import (
     TOKENS,
     BreakableRunner,
     DecodeRunner,
-    DraftExtendRunner,
-    DraftRunner,
     EagerRunner,
     Inputs,
-    MultiLayerDraftExtendRunner,
     PrefillRunner,
     copied,
-    side,
     standard,
 )
+from slotgraph.extend import side
+from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
 
 WIDE = 3
 RUNNERS: dict[str, type[Any]] = {

@@ -7,26 +7,12 @@ from typing import Any, Final
 import attrs
 import torch
 
-from slotgraph import (
-    BATCH,
-    CACHE_LOC,
-    HOST,
-    TOKENS,
-    Axis,
-    DecodeRunner,
-    Inputs,
-    Step,
-    computed,
-    copied,
-    keep,
-    once,
-    side,
-    staged,
-)
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, copied, keep, staged
 from slotgraph.backends import Backend
 from slotgraph.dataflow.axes import Sizes, extent
 from slotgraph.dataflow.capabilities import resolve_dtype
 from slotgraph.dataflow.slots import Slot
+from slotgraph.extend import HOST, once, side
 from tests.packing import backend_of
 from tests.sources import FLAT, Maker
 from tests.strategies import same_bytes

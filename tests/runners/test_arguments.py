@@ -14,23 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slotgraph
-from slotgraph import (
-    BATCH,
-    TOKENS,
-    Axis,
-    Buckets,
-    EagerRunner,
-    InputPool,
-    Inputs,
-    PipelineStage,
-    Ranks,
-    RunnerConfig,
-    copied,
-    side,
-)
+from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
+from slotgraph.config import Buckets, RunnerConfig
 from slotgraph.dataflow.errors import BatchError, ConfigError, DeclarationError, SlotGraphError
 from slotgraph.dataflow.sources import Source
+from slotgraph.extend import side
+from slotgraph.pool import InputPool
+from slotgraph.ranks import PipelineStage, Ranks
 from tests.runners.every_runner import ARGUMENTS, RUNNERS, WIDE, Fed, batch_of, captured, make, taken, tensors_of
 
 SUITABLE: dict[str, Any] = {

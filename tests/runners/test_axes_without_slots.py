@@ -11,17 +11,12 @@ from torch import nn
 
 from slotgraph import (
     BATCH,
-    DEVICE,
-    HOST,
     TOKENS,
     Axis,
     BreakableRunner,
     DecodeRunner,
-    DraftExtendRunner,
-    DraftRunner,
     EagerRunner,
     Inputs,
-    MultiLayerDraftExtendRunner,
     PrefillRunner,
     Step,
     computed,
@@ -31,8 +26,10 @@ from slotgraph import (
 )
 from slotgraph.backends import Backend
 from slotgraph.dataflow.sizing import Sizer
+from slotgraph.extend import DEVICE, HOST
 from slotgraph.runners.eagerly import Eagerly
 from slotgraph.runners.stage import Stage
+from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
 from slotgraph.testing import assert_fill_equals_oracle, batches
 from tests.packing import NAME, backend_of
 from tests.strategies import asked, declaration_of, one_sided

@@ -11,19 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph import (
-    BATCH,
-    TOKENS,
-    BreakableRunner,
-    DecodeRunner,
-    EagerRunner,
-    Inputs,
-    SlotGraphError,
-    computed,
-    copied,
-    errors,
-)
+from slotgraph import BATCH, TOKENS, BreakableRunner, DecodeRunner, EagerRunner, Inputs, computed, copied, errors
 from slotgraph.dataflow.errors import BatchError, ComputeError, MissingSourceError
+from slotgraph.errors import SlotGraphError
 from tests.runners.models import (
     PlainInputs,
     assert_right,

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, CACHE_LOC, DecodeRunner, Exclusive, Inputs, constant, copied, once, output, staged
+from slotgraph import BATCH, CACHE_LOC, DecodeRunner, Inputs, constant, copied, output, staged
 from slotgraph.backends.registry import choose
 from slotgraph.dataflow.errors import BatchError
 from slotgraph.errors import BindError, CheckError
+from slotgraph.extend import Exclusive, once
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
 
 

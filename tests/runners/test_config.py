@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph import DecodeRunner, EagerRunner, RunnerConfig
+from slotgraph import DecodeRunner, EagerRunner
 from slotgraph.backends import choose
+from slotgraph.config import RunnerConfig
 from slotgraph.dataflow.errors import ConfigError
 from tests.runners.models import PlainInputs, plain_step
 

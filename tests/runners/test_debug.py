@@ -7,8 +7,9 @@ import pytest
 import structlog
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, InputPool, Inputs, copied, keep, output
+from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, Inputs, copied, keep, output
 from slotgraph.dataflow.errors import CaptureError, CheckError, ConfigError, ReplayError, StaleOutputError
+from slotgraph.pool import InputPool
 from slotgraph.runners.check.comparison import named
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.modes import CHEAP, MODES, VARIABLE, modes_of
@@ -43,7 +44,8 @@ def _no_word_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def runner_of(step: Callable[[Any], Any], inputs: type[Inputs] = PlainInputs, **options: Any) -> Any:
     """A captured runner, by default on the CPU with a device's semantics."""
-    runner = DecodeRunner(inputs, step, buckets=[4, 8], **{"backend": CAPTURES, **options})
+    given: dict[str, Any] = {"backend": CAPTURES, **options}
+    runner = DecodeRunner(inputs, step, buckets=[4, 8], **given)
     runner.capture()
     return runner
 

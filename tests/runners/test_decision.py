@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from slotgraph import BATCH, TOKENS, WIDTH, Axis, Buckets, DecodeRunner, Inputs, copied
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, copied
 from slotgraph.backends.base import Backend
+from slotgraph.config import Buckets
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
+from slotgraph.speculative import WIDTH
 from tests.runners.models import PlainInputs, assert_right, bytes_of, memory_of, plain_runner, plain_step, random_batch
 
 PAGES = Axis("PAGES")

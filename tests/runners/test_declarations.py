@@ -12,26 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from slotgraph import (
-    BATCH,
-    TOKENS,
-    Axis,
-    DecodeRunner,
-    EagerRunner,
-    FillRole,
-    Inputs,
-    Role,
-    Slot,
-    computed,
-    constant,
-    copied,
-    host_parameter,
-    keep,
-    once,
-    output,
-)
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, constant, copied, keep, output
 from slotgraph.dataflow.errors import CycleError, DeclarationError, DeclarationErrors
 from slotgraph.errors import ComputeError
+from slotgraph.extend import FillRole, Role, Slot, host_parameter, once
 from tests.runners.models import PlainInputs, assert_right, plain_step, random_batch
 
 

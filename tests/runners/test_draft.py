@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, DraftRunner, Inputs, copied, standard
+from slotgraph import BATCH, TOKENS, Inputs, copied, standard
 from slotgraph.backends import Backend, load
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
 from slotgraph.runners.draft import DraftStep
 from slotgraph.runners.eagerly import Eagerly
 from slotgraph.runners.tree import Drafts, top_tokens
+from slotgraph.speculative import DraftRunner
 from tests.runners.models import Batch, same_batch, snapshot
 from tests.runners.test_tree import PlainTree
 
@@ -331,8 +332,9 @@ def test_what_cannot_be_drafted() -> None:
     ]
     forward: Any = print  # never called
     for inputs, options, message in wrong:
+        given: dict[str, Any] = {"topk": 2, "steps": 2, "buckets": [2], **options}
         with pytest.raises(ConfigError, match=message):
-            DraftRunner(inputs, forward, backend="cpu", **{"topk": 2, "steps": 2, "buckets": [2], **options})
+            DraftRunner(inputs, forward, backend="cpu", **given)
 
 
 def test_what_forward_returns_is_checked(cpu: str) -> None:

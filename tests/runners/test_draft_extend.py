@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, WIDTH, DraftExtendRunner, Inputs, standard
+from slotgraph import BATCH, Inputs, standard
 from slotgraph.backends import load
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
 from slotgraph.runners.watching import Watcher
+from slotgraph.speculative import WIDTH, DraftExtendRunner
 from tests.runners.models import Batch, same_batch, snapshot
 
 WORDS, WIDE = 20, 4

@@ -13,11 +13,8 @@ from slotgraph import (
     TOKENS,
     Axis,
     DecodeRunner,
-    DraftExtendRunner,
-    DraftRunner,
     EagerRunner,
     Inputs,
-    MultiLayerDraftExtendRunner,
     Step,
     computed,
     constant,
@@ -28,6 +25,7 @@ from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, ConfigError, DeclarationError, MissingSourceError, ReplayError
 from slotgraph.runners.eager import NO_COPY_VARIABLE
+from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
 from tests.runners.models import PlainInputs, assert_right, bytes_of, memory_of, plain_step, random_batch, snapshot
 from tests.runners.prefilled import KINDS, Model, Prefill, runner_of
 from tests.runners.prefilled import batch_of as prefill_batch

@@ -17,9 +17,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, SlotGraphError, computed, copied, side
+from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied
 from slotgraph.backends.registry import choose
-from slotgraph.errors import MissingSourceError
+from slotgraph.errors import MissingSourceError, SlotGraphError
+from slotgraph.extend import side
 
 MOST = 40
 

@@ -5,10 +5,11 @@ from typing import Any, Final
 import pytest
 import torch
 
-from slotgraph import BATCH, HOST, TOKENS, Axis, InputBuffers, Inputs, computed, copied, side
+from slotgraph import BATCH, TOKENS, Axis, InputBuffers, Inputs, computed, copied
 from slotgraph.backends import load
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.errors import BatchError, CaptureError, ConfigError, DeclarationError
+from slotgraph.extend import HOST, side
 from tests.strategies import same_bytes
 
 LOWERINGS: Final = ("in_graph", "fused", "foreach", "slot_by_slot")

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Inputs, MultiLayerDraftExtendRunner, computed, copied, standard
+from slotgraph import BATCH, TOKENS, Inputs, computed, copied, standard
 from slotgraph.backends import load
 from slotgraph.dataflow.errors import BatchError, ConfigError, ReplayError
+from slotgraph.speculative import MultiLayerDraftExtendRunner
 from tests.runners.models import Batch, same_batch, snapshot
 
 WORDS, WIDE, WIDTH, FRONT = 20, 4, 3, 1

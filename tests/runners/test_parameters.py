@@ -12,18 +12,15 @@ from hypothesis import strategies as st
 
 from slotgraph import (
     BATCH,
-    HOST,
     SEQ_LEN_FILL,
     TOKENS,
     Axis,
     DecodeRunner,
     EagerRunner,
     Inputs,
-    MultiLayerDraftExtendRunner,
     Step,
     computed,
     copied,
-    host_parameter,
     standard,
 )
 from slotgraph.backends import NO_PARAMETERS, Backend, Capabilities, Graph, choose
@@ -31,6 +28,8 @@ from slotgraph.backends.base import Interruption
 from slotgraph.backends.host import HostBackend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
+from slotgraph.extend import HOST, host_parameter
+from slotgraph.speculative import MultiLayerDraftExtendRunner
 from tests.runners.prefilled import KINDS, Model, Prefill, batch_of, runner_of
 
 Handed = dict[str, Any]

@@ -16,25 +16,23 @@ from hypothesis import strategies as st
 
 from slotgraph import (
     BATCH,
-    HOST,
     TOKENS,
-    WIDTH,
     Axis,
     DecodeRunner,
-    InputPool,
     Inputs,
-    MultiLayerDraftExtendRunner,
     Step,
     computed,
     constant,
     copied,
     keep,
-    once,
     output,
     staged,
 )
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError, BindError, ComputeError, ConfigError, ReplayError, StaleOutputError
+from slotgraph.extend import HOST, once
+from slotgraph.pool import InputPool
+from slotgraph.speculative import WIDTH, MultiLayerDraftExtendRunner
 
 VOCABULARY: Final = Axis("VOCABULARY", fixed=True)
 

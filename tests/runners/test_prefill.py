@@ -20,10 +20,10 @@ from slotgraph import (
     current_view,
     errors,
     graph_break,
-    side,
 )
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError, ReplayError
+from slotgraph.extend import side
 from tests.runners.prefilled import (
     HIDDEN,
     KINDS,

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from slotgraph import TOKENS, DecodeRunner, EagerRunner, Inputs, copied, keep, once
+from slotgraph import TOKENS, DecodeRunner, EagerRunner, Inputs, copied, keep
 from slotgraph.backends.base import Backend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import CaptureError, DeclarationErrors, ReplayError
+from slotgraph.extend import once
 from tests.runners.models import bytes_of, same_batch, snapshot
 
 STEPS = 3

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, HOST, TOKENS, Axis, DecodeRunner, Inputs, computed, copied
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, computed, copied
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError, ComputeError, ReplayError
+from slotgraph.extend import HOST
 from tests.strategies import noise
 
 CONTEXT = Axis("CONTEXT", fixed=True)

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from slotgraph import DecodeRunner, EagerRunner, InputPool
+from slotgraph import DecodeRunner, EagerRunner
 from slotgraph.dataflow.errors import ReplayError
+from slotgraph.pool import InputPool
 from slotgraph.runners.decision import BOUNDS, EVERY, FIRST, BucketData, EagerData, FillsData, FillTimes, FillTimesData
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.runner import Runner

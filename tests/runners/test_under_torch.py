@@ -13,10 +13,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 import slotgraph
-from slotgraph import BATCH, HOST, DecodeRunner, EagerRunner, Inputs, computed, constant, copied
+from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, constant, copied
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import ComputeError, ConfigError
+from slotgraph.extend import HOST
 from tests.regressions.engines import draw
 from tests.runners import prefilled
 from tests.runners.counted import STANDARD, Lowered

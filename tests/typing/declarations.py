@@ -21,13 +21,11 @@ from slotgraph import (
     computed,
     constant,
     copied,
-    host_parameter,
     keep,
-    once,
     output,
-    side,
     staged,
 )
+from slotgraph.extend import host_parameter, once, side
 
 HIDDEN = Axis("HIDDEN", fixed=True)
 PAGES = Axis("PAGES")

@@ -6,17 +6,9 @@ A line that must be refused carries an ignore; each checker reports one that it 
 
 import torch
 
-from slotgraph import (
-    TOKENS,
-    BreakableRunner,
-    DecodeRunner,
-    DraftExtendRunner,
-    EagerRunner,
-    Inputs,
-    PrefillRunner,
-    RunnerConfig,
-    copied,
-)
+from slotgraph import TOKENS, BreakableRunner, DecodeRunner, EagerRunner, Inputs, PrefillRunner, copied
+from slotgraph.config import RunnerConfig
+from slotgraph.speculative import DraftExtendRunner
 
 
 class Tokens(Inputs):

@@ -2,7 +2,8 @@
 
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, Axis, Inputs, Step, computed, copied, side
+from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, Axis, Inputs, Step, computed, copied
+from slotgraph.extend import side
 
 PAGES = Axis("PAGES")
 MAX_LEN = 512

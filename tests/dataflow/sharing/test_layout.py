@@ -9,11 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, WIDTH, constant, copied, keep, once, standard
+from slotgraph import BATCH, TOKENS, constant, copied, keep, standard
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError, LayoutError
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.dataflow.sharing import Carry, Layout, Member, Schedule, check_layout, lay_out
+from slotgraph.extend import once
+from slotgraph.speculative import WIDTH
 from tests.sharing import Loop, Shared, member_of, plain_declarations, shared
 from tests.strategies import HIDDEN
 

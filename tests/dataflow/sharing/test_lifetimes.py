@@ -8,25 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 
-from slotgraph import (
-    BATCH,
-    CACHE_LOC,
-    TOKENS,
-    Step,
-    computed,
-    constant,
-    copied,
-    host_parameter,
-    keep,
-    once,
-    output,
-    staged,
-)
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Step, computed, constant, copied, keep, output, staged
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sharing import Carry, Member, Schedule, lay_out
 from slotgraph.dataflow.slots import Constant, Copied, Slot
 from slotgraph.dataflow.specifiers import slot
+from slotgraph.extend import host_parameter, once
 from tests.sharing import member_of, schedules
 from tests.strategies import HIDDEN
 

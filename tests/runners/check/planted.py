@@ -7,20 +7,9 @@ import attrs
 import torch
 
 import slotgraph
-from slotgraph import (
-    BATCH,
-    CACHE_LOC,
-    TOKENS,
-    DecodeRunner,
-    Inputs,
-    computed,
-    copied,
-    keep,
-    once,
-    output,
-    slot,
-)
+from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, Inputs, computed, copied, keep, output
 from slotgraph.dataflow.slots import Copied
+from slotgraph.extend import once, slot
 from slotgraph.runners.check.report import CheckReport, Finding
 from tests.runners.models import TABLE, WORDS
 

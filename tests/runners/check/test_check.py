@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, errors, once, staged
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, errors, staged
+from slotgraph.extend import once
 from slotgraph.runners.check.batches import batches_of
 from slotgraph.runners.check.report import CheckReport, Finding
 from slotgraph.runners.watching import Watcher

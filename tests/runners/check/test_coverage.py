@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, constant, copied, host_parameter, once, output
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, constant, copied, output
+from slotgraph.extend import host_parameter, once
 from slotgraph.runners.check.coverage import may_be_read
 from slotgraph.runners.check.fills import garbage
 from tests.runners.check.planted import HalfWritten, Sound, found_by, runner_of, sound

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, Step, constant, copied, keep, once, output, staged
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, Step, constant, copied, keep, output, staged
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationErrors
 from slotgraph.dataflow.tails import Number
+from slotgraph.extend import once
 from slotgraph.runners.bits import bits, first_unequal
 from slotgraph.runners.check.comparison import live_part
 from slotgraph.runners.check.tails import Poison, poison_of, spread, tail_rows, tails_of

@@ -17,14 +17,12 @@ from slotgraph import (
     computed,
     constant,
     copied,
-    host_parameter,
     keep,
-    once,
     output,
-    side,
     staged,
 )
 from slotgraph.backends import Backend
+from slotgraph.extend import host_parameter, once, side
 from slotgraph.runners.explained.records import FillStep, Place, RunnerExplanation
 from slotgraph.runners.pool import InputPool
 

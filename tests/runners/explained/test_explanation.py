@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, MultiLayerDraftExtendRunner, copied
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.capabilities import Capabilities
@@ -19,6 +19,7 @@ from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.explained.memory import memory_of
 from slotgraph.runners.explained.records import RunnerExplanation
 from slotgraph.runners.pool import InputPool
+from slotgraph.speculative import MultiLayerDraftExtendRunner
 from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_runner, full_step, places, proxy, steps
 from tests.runners.kinds import Kind, Scale, kinds
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, Step, computed, copied, output, side
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, Step, computed, copied, output
 from slotgraph.backends import load
+from slotgraph.extend import side
 
 WIDE, WORDS = 3, 40
 TABLE = torch.randn(WORDS, WIDE, generator=torch.Generator().manual_seed(5))

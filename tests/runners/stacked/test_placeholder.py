@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, Step, copied, errors, graph_break, keep, once
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Step, copied, errors, graph_break, keep
 from slotgraph.backends import Backend
+from slotgraph.extend import once
 from tests.runners.prefilled import Prefill, around, batch_of
 
 seen: list[dict[str, Any]] = []

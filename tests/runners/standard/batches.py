@@ -4,11 +4,13 @@ from typing import Any, Final
 
 import torch
 
-from slotgraph import BATCH, TOKENS, WIDTH, Axis, Inputs, Ranks, standard
+from slotgraph import BATCH, TOKENS, Axis, Inputs, standard
 from slotgraph.dataflow.axes import extent
 from slotgraph.dataflow.capabilities import Capabilities, resolve_dtype
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.sources import Path, SideArgument
+from slotgraph.ranks import Ranks
+from slotgraph.speculative import WIDTH
 from tests.strategies import noise
 
 Sizes = dict[Axis, int]

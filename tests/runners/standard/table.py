@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 from typing import Final
 
-from slotgraph import FillRole, Inputs, Role, Slot, standard
+from slotgraph import Inputs, standard
 from slotgraph.dataflow.capabilities import dtype_text
 from slotgraph.dataflow.explain import SlotFacts, explain_declaration
 from slotgraph.dataflow.tails import Pad
+from slotgraph.extend import FillRole, Role, Slot
 from tests.runners.standard.batches import CLASSES, CUDA, NPU
 
 HEAD: Final = ("slot", "shape", "dtype", "on", "tail", "comes from", "why")

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, WIDTH, DecodeRunner, EagerRunner, Step, standard
+from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Step, standard
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import ComputeError, ConfigError, DeclarationError
 from slotgraph.runners.standard import counts
+from slotgraph.speculative import WIDTH
 
 ways = st.sampled_from([lambda one: one, attrs.asdict, lambda one: SimpleNamespace(**attrs.asdict(one), other="name")])
 """Settings as the class for them, as a mapping, as an object of the user's own."""

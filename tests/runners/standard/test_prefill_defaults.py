@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from slotgraph import BATCH, TOKENS, WIDTH, BreakableRunner, EagerRunner, Inputs, PrefillRunner, errors, standard
+from slotgraph import BATCH, TOKENS, BreakableRunner, EagerRunner, Inputs, PrefillRunner, errors, standard
+from slotgraph.speculative import WIDTH
 from tests.runners.standard.batches import CLASSES, batch_of, fixed_of
 
 SHARDING = standard.Sharding(attn_tp_size=1, attn_tp_rank=0, scattered=False)

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, WIDTH, DecodeRunner, EagerRunner, Inputs, Step, standard
+from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, standard
 from slotgraph.backends import Backend, load
 from slotgraph.dataflow.buffers import Buffers
 from slotgraph.dataflow.oracle import fill_slot_by_slot
+from slotgraph.speculative import WIDTH
 from slotgraph.testing import assert_fill_equals_oracle
 from tests.runners.standard.batches import batch_of, fixed_of, sizes_of
 from tests.strategies import poisoned, same_bytes

@@ -5,7 +5,6 @@ import torch
 from slotgraph import (
     BATCH,
     CACHE_LOC,
-    HOST,
     SEQ_LEN_FILL,
     TOKENS,
     Axis,
@@ -14,11 +13,10 @@ from slotgraph import (
     computed,
     copied,
     keep,
-    once,
     output,
-    side,
     staged,
 )
+from slotgraph.extend import HOST, once, side
 
 PAGES = Axis("PAGES")
 HIDDEN = Axis("HIDDEN", fixed=True)

@@ -10,7 +10,8 @@ from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs, after_other
 from serving.model import Language
 from serving.ranks import ALONE, World
 from serving.request import Request
-from slotgraph import Axis, Inputs, PipelineStage, Ranks, standard
+from slotgraph import Axis, Inputs, standard
+from slotgraph.ranks import PipelineStage, Ranks
 from slotgraph.runners.decision import Decision
 from slotgraph.runners.runner import Runner
 

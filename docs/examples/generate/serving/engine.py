@@ -17,7 +17,8 @@ from serving.prefill import Prefills, prefill_runner
 from serving.request import Request
 from serving.scheduler import Scheduler
 from serving.steps import Steps
-from slotgraph import DecodeRunner, EagerRunner, PipelineStage
+from slotgraph import DecodeRunner, EagerRunner
+from slotgraph.ranks import PipelineStage
 from slotgraph.runners.capture import CaptureReport
 
 Prepare = Callable[[DecodeInputs], DecodeInputs]

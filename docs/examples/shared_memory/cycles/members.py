@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 
-from slotgraph import BATCH, TOKENS, WIDTH, Axis, Inputs, standard
+from slotgraph import BATCH, TOKENS, Axis, Inputs, standard
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.sharing import Layout, Member, Schedule, lay_out
+from slotgraph.speculative import WIDTH
 
 
 @attrs.frozen(kw_only=True)

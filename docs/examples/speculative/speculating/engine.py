@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from slotgraph import BATCH, DecodeRunner, DraftExtendRunner, DraftRunner, EagerRunner, standard
+from slotgraph import BATCH, DecodeRunner, EagerRunner, standard
 from slotgraph.backends import Backend
 from slotgraph.runners.tree import Accepted, best_tree, top_tokens
+from slotgraph.speculative import DraftExtendRunner, DraftRunner
 from speculating.attention import attend_to_trees
 from speculating.batches import draft_batch, extend_batch, verify_batch
 from speculating.cache import KeysAndValues, RowAllocator

@@ -5,8 +5,9 @@ They hand on no hidden states, and their attention asks for no lengths on the ho
 
 import torch
 
-from slotgraph import BATCH, WIDTH, computed, copied, standard
+from slotgraph import BATCH, computed, copied, standard
 from slotgraph.runners.tree import ancestors
+from slotgraph.speculative import WIDTH
 
 
 class DraftInputs(standard.DraftInputs, drop=("hidden_states", "seq_lens_cpu")):

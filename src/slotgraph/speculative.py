@@ -1,0 +1,21 @@
+"""Speculative decoding: runners that draft a tree of tokens, and that take in what a verify accepted."""
+
+from slotgraph.dataflow.axes import WIDTH
+from slotgraph.runners.draft import DraftRunner, DraftStep
+from slotgraph.runners.draft_extend import DraftExtendRunner, MultiLayerDraftExtendRunner
+from slotgraph.runners.tree import Accepted, Drafts, Tree, accept, ancestors, best_tree, top_tokens
+
+__all__ = [
+    "WIDTH",
+    "Accepted",
+    "DraftExtendRunner",
+    "DraftRunner",
+    "DraftStep",
+    "Drafts",
+    "MultiLayerDraftExtendRunner",
+    "Tree",
+    "accept",
+    "ancestors",
+    "best_tree",
+    "top_tokens",
+]
