@@ -43,7 +43,9 @@ def owned_on(backend: Backend) -> dict[str, torch.Tensor]:
     """Memory for slots that its owner writes, too."""
     shapes = {"weights": (6, 2)}
     made = {name: torch.zeros(shapes.get(name, (6,)), dtype=dtype) for name, dtype in ADOPTED.items()}
-    return on(backend, made)
+    owned = on(backend, made)
+    is_cuda = backend.device.type == "cuda"  # whose graphs copy from pinned memory alone
+    return {name: one.pin_memory() if is_cuda and one.is_cpu else one for name, one in owned.items()}
 
 
 def after_anything(

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -30,7 +31,9 @@ BATCHES = [(rows, seed) for seed, rows in enumerate((3, 8, 3, 9, 4))]
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     """Nothing is left of what other tests compiled, nor of this one's."""
-    torch.compiler.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of the compiler's own modules, when they are imported
+        torch.compiler.reset()
     yield
     torch.compiler.reset()
 
@@ -59,7 +62,7 @@ def called_plainly(runner: Any, batch: Any) -> Any:
 def decided(runner: Any, batch: Any) -> Any:
     """What else a runner is asked."""
     decision, stats = runner.decide(batch), runner.stats()
-    return batch["ids"] * 2 + (decision.bucket or 0) * bool(stats)
+    return batch["ids"] * 2 + (decision.bucket or 0) * int(bool(stats))
 
 
 @pytest.mark.parametrize("lowering", LADDER)

@@ -145,7 +145,11 @@ class Lengths(Inputs):
         (lambda view: view.ids + torch.tensor(view.lens.tolist()), Lengths),
         (lambda view: view.ids + torch.as_tensor(view.lens.numpy() * 2), Lengths),
         (lambda view: (view.ids * 2, view.lens), Lengths),
-        (lambda view: torch.cond(view.ids.sum() > 3, torch.mul, torch.add, (view.ids, view.lens)), Lengths),
+        pytest.param(
+            lambda view: torch.cond(view.ids.sum() > 3, torch.mul, torch.add, (view.ids, view.lens)),
+            Lengths,
+            marks=pytest.mark.skipif(torch.__version__ < "2.12", reason="its cond takes no inputs that share memory"),
+        ),
         (torch.compile(sound, backend="eager"), Sound),
     ],
     ids=["list", "array", "handed out", "operator of functions", "compiled"],
