@@ -165,8 +165,9 @@ def _key_of(size: Sizer, names: Sequence[str], optional: Sequence[str]) -> Key:
         found: list[Any] = []
         try:
             for place, dim in firsts:
-                found.append(sources[place].shape[dim])
-        except (*NOT_TOLD, IndexError):  # lists, and what the long way refuses
+                source = sources[place]
+                found.append(len(source) if type(source) is list and not dim else source.shape[dim])
+        except (*NOT_TOLD, IndexError):  # nested lists, and what the long way refuses
             return told(sources)
         if absent:
             found += [sources[place] is None for place in absent]
