@@ -24,7 +24,7 @@ class Ledger:
 
 
 @attrs.define(eq=False)
-class Turn:
+class BufferTurn:
     """One set of buffers' turns in memory that others use in theirs.
 
     Attributes:
@@ -40,8 +40,8 @@ class Turn:
     eager_runs: int = 0
     stream: int | None = None
     reading: Any = None
-    neighbours: tuple["Turn", ...] = ()
-    overwriters: Mapping[str, tuple["Turn", ...]] = attrs.field(factory=dict)
+    neighbours: tuple["BufferTurn", ...] = ()
+    overwriters: Mapping[str, tuple["BufferTurn", ...]] = attrs.field(factory=dict)
 
     def follows(self, stream: int | None) -> bool:
         """Whether nothing of the neighbours' was handed to another stream than this one."""
@@ -75,4 +75,4 @@ class SharedMemory:
 
     tensors: Mapping[str, torch.Tensor] = NO_MEMORY
     ledger: Ledger = attrs.field(factory=Ledger)
-    turn: Turn = attrs.field(factory=Turn)
+    turn: BufferTurn = attrs.field(factory=BufferTurn)

@@ -17,7 +17,7 @@ from ..dataflow.readable import NOT_TOLD
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side, Sources
 from ..dataflow.specialization import Specialization, keep_newest
-from ..dataflow.turns import Turn
+from ..dataflow.turns import BufferTurn
 from .captured import FORKS
 from .decision import EVERY, FIRST, FillTimes
 from .graphs import GraphSet
@@ -82,7 +82,7 @@ def bind(
     found: Specialization,
     finish: Callable[[Any], Any],
     *,
-    turn: Turn,
+    turn: BufferTurn,
     times: FillTimes,
     graphs: GraphSet[Any] | None = None,
     hosts: HostReads | None = None,

@@ -10,7 +10,7 @@ from ..dataflow.bucket import Absent
 from ..dataflow.declaration import Declaration
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from ..dataflow.turns import Turn
+from ..dataflow.turns import BufferTurn
 from .bound import BoundSteps
 from .coordination import Live
 from .decision import Decision
@@ -80,7 +80,7 @@ class EagerRunner(Runner[V]):
         return self._own
 
     @property
-    def _turn(self) -> Turn | None:
+    def _turn(self) -> BufferTurn | None:
         buffers = self._own.buffers
         return None if buffers is None else buffers.turn
 

@@ -20,7 +20,7 @@ from ..dataflow.readable import unreadable
 from ..dataflow.sizing import Sizer
 from ..dataflow.slots import Slot
 from ..dataflow.sources import Side, look_up
-from ..dataflow.turns import Turn
+from ..dataflow.turns import BufferTurn
 from .hostreads import HostReads
 from .running import Running, under_way
 from .stage import Stage, V
@@ -158,7 +158,7 @@ class Eagerly(Generic[V]):
         """A call that runs the step again on views like one that it was run on."""
         buffers, hosts, stage = self.buffers, self.hosts(), self.stage
         step: Callable[[V], Any] = stage.run if stage.lend or stage.restored else stage.step
-        turn = Turn() if buffers is None else buffers.turn
+        turn = BufferTurn() if buffers is None else buffers.turn
         note, gradients = hosts.note if hosts.possible else None, GRADIENTS
 
         def run(view: V) -> Any:

@@ -13,7 +13,7 @@ from ..dataflow.plan import FillPlan
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from ..dataflow.turns import Turn
+from ..dataflow.turns import BufferTurn
 from .bound import BoundSteps, Holds, Run, bind
 from .buckets import Buckets
 from .capture import CaptureReport
@@ -126,7 +126,7 @@ class GraphRunner(Runner[V]):
         return Eagerly(self.stage, self.name, self._size, carry=self._carry, buffers=self.graphs.buffers)
 
     @property
-    def _turn(self) -> Turn:
+    def _turn(self) -> BufferTurn:
         return self.graphs.buffers.turn
 
     @property

@@ -15,7 +15,7 @@ from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import HOST
 from ..dataflow.planner import NONE
-from ..dataflow.turns import Turn
+from ..dataflow.turns import BufferTurn
 from .traffic import Traffic, run_seen
 
 
@@ -29,7 +29,7 @@ class HostReads:
         self.buffers = buffers
         self.slots: dict[str, str] = {}
         self._backend = backend
-        self._turn = Turn() if buffers is None else buffers.turn
+        self._turn = BufferTurn() if buffers is None else buffers.turn
         handed = backend.capabilities.host_parameters  # by the host, at each replay
         host = [
             buffer

@@ -14,7 +14,7 @@ from ..dataflow.buffers import Buffers, carve
 from ..dataflow.capabilities import resolve_dtype
 from ..dataflow.errors import ConfigError
 from ..dataflow.sharing import Carry, Layout, Member, Schedule, lay_out
-from ..dataflow.turns import Ledger, SharedMemory, Turn
+from ..dataflow.turns import BufferTurn, Ledger, SharedMemory
 from .arguments import check_slots, checked, checked_by_slot, checked_names
 from .exclusive import Unique
 from .stage import Stage, V
@@ -248,7 +248,7 @@ def _allocated(layout: Layout, seats: Sequence[Seat[Any]]) -> Iterator[SharedMem
     with torch.inference_mode(mode=False):
         blocks = [backends[one.device].empty((one.nbytes,), torch.uint8, one.placement) for one in layout.blocks]
         tensors = [carve(blocks[place.block], place.offset, place.shape, place.dtype) for place in layout.places]
-    ledger, turns = Ledger(), {seat.name: Turn() for seat in seats}
+    ledger, turns = Ledger(), {seat.name: BufferTurn() for seat in seats}
     for name, turn in turns.items():
         places = [place for place in layout.places if place.member == name]
         sharing = {place: layout.shared_with(name, place.slot) for place in places}

@@ -17,7 +17,7 @@ from ..dataflow.sampling import sample_batch
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from ..dataflow.specialization import Specialization
-from ..dataflow.turns import Turn
+from ..dataflow.turns import BufferTurn
 from .bound import MISS, BoundSteps, Holds, Run, bind
 from .captured import Captured
 from .config import RunnerConfig
@@ -137,7 +137,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     @property
     @abc.abstractmethod
-    def _turn(self) -> Turn | None:
+    def _turn(self) -> BufferTurn | None:
         """The turn of the memory that was filled last; None where there is none yet."""
 
     @abc.abstractmethod

@@ -9,7 +9,7 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.plan import FUSED, FillPlan
 from ...dataflow.sharing.lifetimes import lasting
 from ...dataflow.slots import Output
-from .records import Allocation, MemoryFacts, Phase, Place
+from .records import Allocation, MemoryFacts, Phase, SlotPlace
 
 Shares = Mapping[str, tuple[str, ...]]
 """By slot, who else has some of its bytes."""
@@ -32,7 +32,7 @@ def memory_of(
     """
     has_kernel = plan is not None and plan.lowering in FUSED and bool(plan.fused)
     phases: tuple[Phase, ...] = ("fill", "kernel", "replay", "outputs") if has_kernel else ("fill", "replay", "outputs")
-    allocations, places = list[Allocation](), list[Place]()
+    allocations, places = list[Allocation](), list[SlotPlace]()
     for allocation, members in _allocations(buffers) if buffers is not None else ():
         allocations.append(allocation)
         starts = [*map(_offset, members), allocation.nbytes]
@@ -40,7 +40,7 @@ def memory_of(
             lasts = lasting(buffer.slot, buffer.name, kept)
             since, until = _counts(buffer, declaration, plan, whole=whole)
             own = not (buffer.adopted or buffer.pooled)
-            place = Place(
+            place = SlotPlace(
                 slot=buffer.name,
                 allocation=allocation.name,
                 offset=start,

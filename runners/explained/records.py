@@ -106,7 +106,7 @@ class Allocation:
 
 
 @attrs.frozen(kw_only=True)
-class Place:
+class SlotPlace:
     """Where a slot lies: its allocation, the offset there, its bytes, and those behind it that alignment costs.
 
     shape: at full capacity. since, until: the phases of a step between which its value counts. lasting: why its bytes
@@ -132,7 +132,7 @@ class MemoryFacts:
 
     phases: tuple[Phase, ...]
     allocations: tuple[Allocation, ...]
-    places: tuple[Place, ...]
+    places: tuple[SlotPlace, ...]
 
 
 @attrs.frozen(kw_only=True)

@@ -8,7 +8,7 @@ from typing import Final
 from xml.etree import ElementTree as ET
 
 from ..capture import human_bytes
-from .records import Fill, FillStep, Place, RunnerExplanation
+from .records import Fill, FillStep, RunnerExplanation, SlotPlace
 
 COLOURS: Final = {
     "copied": "#3b78b5",
@@ -174,7 +174,7 @@ def _memory(explanation: RunnerExplanation) -> str:
     return _svg(f"Memory of {explanation.kind} over a step", _LEFT + _AREA + _RIGHT, top + _EDGE, shapes)
 
 
-def _lies(place: Place) -> str:
+def _lies(place: SlotPlace) -> str:
     lines = [f"{place.slot} [{', '.join(map(str, place.shape))}]"]
     lines.append(f"bytes {place.offset:,} to {place.offset + place.nbytes:,} of {place.allocation}")
     lines += [f"then {place.gap:,} bytes to the next address that is aligned"] if place.gap else []

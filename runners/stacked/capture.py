@@ -32,7 +32,7 @@ from ..state import State
 from .call import Noted, StackCall, other_object, stand_ins
 from .splitting import Splitter
 from .stack import Stack
-from .watch import Fenced, Watch
+from .watch import Fenced, ReadWatch
 
 
 def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Absent) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class StackCapture(Generic[V]):
         fenced = _fenced(call.view, over, breaks)
         args, kwargs = call.arguments_in(fenced)
         now = {**call.at_capture(view), **stand_ins(fenced, view)}
-        watch = Watch({name: self._buffers[name].tensor for name in over}, call.tensors(), breaks)
+        watch = ReadWatch({name: self._buffers[name].tensor for name in over}, call.tensors(), breaks)
         step = Running(view, "capture", now, shown=fenced)
         with self._stage.lent(view):
             outputs = under_way(step, run_under, watch, lambda: call.run(*args, **kwargs))

@@ -31,7 +31,7 @@ class Use:
     written: frozenset[int] = frozenset()
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
     """Looks at every operator outside of breaks.
 
     forbidden: slots over requests, by name: a graph that reads one holds for one number of requests alone.

@@ -23,7 +23,7 @@ from slotgraph import (
 )
 from slotgraph.backends import Backend
 from slotgraph.extend import host_parameter, once, side
-from slotgraph.runners.explained.records import FillStep, Place, RunnerExplanation
+from slotgraph.runners.explained.records import FillStep, RunnerExplanation, SlotPlace
 from slotgraph.runners.pool import InputPool
 
 PAGES = Axis("PAGES")
@@ -137,7 +137,7 @@ def many_runner(lowering: str = "in_graph") -> DecodeRunner[Any]:
     return DecodeRunner(inputs, lambda view: view.a_slot_with_a_name_01, buckets=buckets, **options)
 
 
-def places(explanation: RunnerExplanation) -> Mapping[str, Place]:
+def places(explanation: RunnerExplanation) -> Mapping[str, SlotPlace]:
     """Each slot's place."""
     return {place.slot: place for place in explanation.memory.places}
 

@@ -14,7 +14,7 @@ from torch import nn
 from slotgraph import errors
 from slotgraph.runners import running
 from slotgraph.runners.running import Running, current_view
-from slotgraph.runners.stacked.watch import Fenced, Watch, tensors_within
+from slotgraph.runners.stacked.watch import Fenced, ReadWatch, tensors_within
 from tests.runners.prefilled import Prefill
 
 
@@ -51,7 +51,7 @@ def test_reads_and_writes() -> None:
     """Places are told from addresses, through views of them, and writes from what an operator's schema says."""
     given = [(place, torch.rand(4, 3)) for place in range(5)]
     one, two, three, four, five = (tensor for _, tensor in given)
-    with while_running(Running(view_of())), Watch({}, given) as watch:
+    with while_running(Running(view_of())), ReadWatch({}, given) as watch:
         torch.addmm(one[:, 0], two[:, :2], three[:2, 0:1].expand(2, 4).clone())
         four[1:].mul_(2)
         torch.add(one, two, out=five)
@@ -62,7 +62,7 @@ def test_reads_and_writes() -> None:
 def test_nothing_is_noted_elsewhere() -> None:
     """Outside of steps and within breaks everything may be read."""
     slot = torch.rand(3)
-    with Watch({"slot": slot}, [(0, slot)]) as watch:
+    with ReadWatch({"slot": slot}, [(0, slot)]) as watch:
         slot.sum()
         with while_running(Running(view_of(), inside="a break")):
             slot.sum()
@@ -72,7 +72,7 @@ def test_nothing_is_noted_elsewhere() -> None:
 def test_forbidden_slots() -> None:
     """A slot over requests is found by its address, whoever made the view of it; empty ones are nowhere."""
     slot, empty = torch.rand(5, 2), torch.empty(0)
-    with while_running(Running(view_of())), Watch({"empty": empty, "lengths": slot}, []):
+    with while_running(Running(view_of())), ReadWatch({"empty": empty, "lengths": slot}, []):
         torch.rand(3).add(1)
         torch.cat([empty, torch.rand(3)])
         with pytest.raises(errors.CaptureError, match=r"aten::slice reads slot 'lengths', whose rows are"):
@@ -87,7 +87,7 @@ def test_operator_that_asks_for_the_view() -> None:
         return torch.mul(value, current_view(Prefill).scale)
 
     value, view = torch.ones(2), view_of()
-    with while_running(Running(view)) as step, Watch({}, []):
+    with while_running(Running(view)) as step, ReadWatch({}, []):
         assert current_view(Prefill) is view
         with pytest.raises(errors.CaptureError, match=r"operator slotgraph_tests::asking asks for the step"):
             asking(value)
