@@ -1,5 +1,6 @@
 """What all tests share: Hypothesis's profiles, quiet events, and the backends."""
 
+import functools
 import gc
 import logging
 import os
@@ -27,11 +28,25 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not asked for
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of those folders."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of those folders; of a backend that is not here, keep one test, which skips and says why."""
+    kept, left, absent = list[pytest.Item](), list[pytest.Item](), set[str]()
     for item in items:
         if {*item.path.relative_to(item.config.rootpath).parts[:2]} & {*SLOW}:
             item.add_marker(pytest.mark.slow)
+        name = item.callspec.params.get("slotgraph_backend") if hasattr(item, "callspec") else None
+        (left if name in absent else kept).append(item)
+        if name is not None and not _is_here(name):
+            absent.add(name)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
+
+
+@functools.cache
+def _is_here(name: str) -> bool:
+    from slotgraph.backends import load, names  # noqa: PLC0415 - a test has asked for it
+
+    return name not in names() or bool(load(name).is_available())
 
 
 def _drop(_logger: object, _method: str, _event: MutableMapping[str, Any]) -> NoReturn:
