@@ -18,7 +18,7 @@ def lines(options: Options, engine: Engine, requests: Sequence[Request], differe
     tokens = sum(len(request.generated) for request in requests)
     distinct = len({token for request in requests for token in request.generated})
     yield f"models           seeded Llamas, a target of {target} layers and a draft of {draft}"
-    yield f"backend          {engine.draft.decode.stage.backend.name}"
+    yield f"backend          {engine.draft.stage.backend.name}"
     yield f"tree             {options.topk} wide, {options.steps} deep; {options.draft_tokens} nodes are verified"
     yield f"requests         {len(requests)}, in {engine.cycles} cycles"
     yield f"tokens           {tokens}, {distinct} different ones; {tokens / engine.seconds:.0f} tokens/s"
