@@ -311,7 +311,7 @@ def test_a_torch_without_process_groups() -> None:
         "import torch.distributed as dist\n"
         "for name in ('ProcessGroup', 'new_group', 'Work', 'isend', 'group', 'get_rank'): delattr(dist, name)\n"
         "dist.is_available = lambda: False\n"
-        "import slotgraph\n"
+        "import slotgraph.ranks\n"
         "slotgraph.ranks.Ranks()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603 - ours
