@@ -193,7 +193,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return self._replay_view(view)
 
     def _fill_view(self, batch: Any, side: Side) -> V:
-        bound = self._bound if self.coordinator.size == 1 else None
+        bound = self._bound if self.stage.declaration.ranks is None else None  # ranks are told what each fill brings
         with self._gate.open():
             filled: Any = MISS
             if bound is not None:

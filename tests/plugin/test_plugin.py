@@ -99,7 +99,7 @@ def test_contract(target: Path) -> None:
     lines = run(["-m", "pytest", *CONTRACT, *chosen], [target]).splitlines()
     passed, skipped = counts(lines[-1])
     assert passed >= 2 * 30
-    assert skipped == passed // 2
+    assert skipped == 1  # of a backend that is not here one test is kept, to say why
     assert any("fake-device-absent: no fake device: modprobe fake" in line for line in lines)
 
 
