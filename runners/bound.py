@@ -166,7 +166,7 @@ def _key_of(size: Sizer, names: Sequence[str], optional: Sequence[str]) -> Key:
         try:
             for place, dim in firsts:
                 source = sources[place]
-                found.append(len(source) if type(source) is list and not dim else source.shape[dim])
+                found.append(source.shape[dim] if dim or type(source) is not list else len(source))
         except (*NOT_TOLD, IndexError):  # nested lists, and what the long way refuses
             return told(sources)
         if absent:

@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if {*item.path.relative_to(item.config.rootpath).parts[:2]} & {*SLOW}:
             item.add_marker(pytest.mark.slow)
-        name = item.callspec.params.get("slotgraph_backend") if hasattr(item, "callspec") else None
+        name = getattr(getattr(item, "callspec", None), "params", {}).get("slotgraph_backend")
         (left if name in absent else kept).append(item)
         if name is not None and not _is_here(name):
             absent.add(name)

@@ -59,7 +59,7 @@ def nbytes_of(state: State) -> int:
 @pytest.mark.parametrize("mode", ["plain", "no_grad", "inference"])
 def test_every_way_to_write(backend: "Backend", way: str, mode: str) -> None:
     """It is found whole, or exactly, under any mode, and is again what it was after a run within `kept`."""
-    if way == "mask" and backend.name == "npu":
+    if way == "mask" and backend.device.type == "npu":
         pytest.skip("the stand-in for its runtime has no NonZero")
     modes = {"plain": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}
     for exact in (False, True):
