@@ -20,7 +20,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..dataflow.errors import CaptureError, ReplayError
-from ..dataflow.guard import below_modes
+from ..dataflow.guard import FUNCTION_MODES, below_modes
 from .base import NO_PARAMETERS, Capabilities, Graph, Interruption, mode_of
 from .faults import raised_by_step
 from .host import LOWERINGS, HostBackend
@@ -94,7 +94,10 @@ class CapturedGraph(Graph):
             message = "a graph cannot be replayed while this thread is capturing"
             raise ReplayError(message)
         for calls, run in self._parts:
-            below_modes(_run_all, calls)
+            if FUNCTION_MODES():
+                below_modes(_run_all, calls)
+            else:
+                _run_all(calls)
             if run is not None:
                 run()
 

@@ -2,9 +2,10 @@
 
 import ctypes
 import functools
+import operator
 import struct
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import attrs
 import numpy as np
@@ -19,6 +20,9 @@ from .lanes import WORD, rounded
 from .slots import Slot
 from .sources import look_up
 from .tails import holds, resolve_value
+
+_VERSION: Final = operator.attrgetter("_version")
+_FACTS: Final = operator.attrgetter("shape", "dtype", "layout", "device")
 
 
 def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabilities) -> Any:
@@ -117,8 +121,8 @@ class Computation:
     """A function with all that is known of its arguments before the batch; `fields` come from the batch.
 
     read: the slots among its arguments, by name, and aliases of them, which are what it is given: each alias has a
-    version counter of its own. versions: what these counted last. A function that writes a slot which it is given would
-    change what later steps see.
+    version counter of its own. aliases: these alone. versions: what they counted last. A function that writes a slot
+    which it is given would change what later steps see.
     """
 
     slot: str
@@ -128,6 +132,7 @@ class Computation:
     target: torch.Tensor
     number: type | None
     read: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=dict)
+    aliases: tuple[torch.Tensor, ...] = ()
     versions: list[int] = attrs.field(factory=list)
 
     @classmethod
@@ -146,8 +151,9 @@ class Computation:
         read = {need: pair for need, pair in slots.items() if not pair[1].is_inference()}  # which count no versions
         unknown = {need: fields[need] for need in compute.needs if need not in known}
         function = functools.partial(compute.function, **given)
-        versions = [alias._version for _, alias in read.values()]  # noqa: SLF001 - torch's own name
-        return cls(slot, compute, function, unknown, target, _number_of(target), read, versions)
+        aliases = tuple(alias for _, alias in read.values())
+        versions = [*map(_VERSION, aliases)]
+        return cls(slot, compute, function, unknown, target, _number_of(target), read, aliases, versions)
 
     def on(self, known: Mapping[str, Any], fields: Mapping[str, Any]) -> "Computation":
         """The same function and target with other arguments."""
@@ -155,7 +161,11 @@ class Computation:
 
     def run(self, batch: Any) -> None:
         """Call the function and write what it returns. ComputeError where it raises, or the slot cannot hold that."""
-        self.store(self.value(batch))
+        value, target = self.value(batch), self.target
+        if type(value) is torch.Tensor and _FACTS(value) == _FACTS(target) and not self.compute.writes_out:
+            target.copy_(value)
+        else:
+            self.store(value)
 
     def value(self, batch: Any) -> Any:
         """Call the function, with fields of the batch. ComputeError where it raises, or changes what it is given."""
@@ -167,7 +177,7 @@ class Computation:
         except Exception as error:  # noqa: BLE001 - a user's function may raise anything
             blame(self.slot, self.compute.function, error)
         if self.read:
-            now = [alias._version for _, alias in self.read.values()]  # noqa: SLF001 - torch's own name
+            now = [*map(_VERSION, self.aliases)]
             if now != self.versions:
                 self._refuse_writes(now)
         return value

@@ -114,9 +114,11 @@ def make_view(cls: type[T], tensors: Views, fields: Mapping[str, Any], info: Vie
 
 def carried(fields: Mapping[str, Any], batch: Any) -> dict[str, Any]:
     """The fields that are no slots: the batch's own, else the defaults; those with neither are left out."""
-    found = {}
+    found, plain = {}, type(batch) is dict
     for name, default in fields.items():
-        value = field_of(batch, name, default)
+        value = batch.get(name) if plain else None
+        if value is None:
+            value = field_of(batch, name, default)
         if value is not None or default is not attrs.NOTHING:
             found[name] = value
     return found

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final, TypeAlias
 
 from ..dataflow.bucket import KINDS, gathering
+from ..dataflow.computation import Computation
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import BatchError
 from ..dataflow.gradients import GRADIENTS, without_gradients
@@ -87,7 +88,7 @@ def bind(
     graphs: GraphSet[Any] | None = None,
     hosts: HostReads | None = None,
     launch: Callable[[], object] | None = None,
-    compute: Callable[[Any], object] | None = None,
+    device: Sequence[Computation] = (),
     holds: Sequence[Holds] = (),
 ) -> Run:
     """Make a bound step, with everything that it needs in local names.
@@ -100,7 +101,7 @@ def bind(
         graphs: The runner's graphs, whose streams a fill waits for.
         hosts: What device work reads of host slots; None where there are none.
         launch: What a fill does after it has written, such as a launch of the kernel.
-        compute: What the device computes from slots and the batch, where the graph does not do it.
+        device: What the device computes from slots and the batch, where the graph does not do it.
         holds: What must be true of a batch beside its sources.
 
     """
@@ -128,8 +129,8 @@ def bind(
         without_gradients(write, taken, batch) if gradients() else write(taken, batch)
         if launch is not None:
             launch()
-        if compute is not None:
-            compute(batch)
+        for one in device:
+            without_gradients(one.run, batch) if gradients() else one.run(batch)
         if left <= 0:
             note(now() - start)
             left = EVERY

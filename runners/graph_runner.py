@@ -252,7 +252,7 @@ class GraphRunner(Runner[V]):
                 graphs=graphs,
                 hosts=hosts if hosts.possible else None,
                 launch=launch,
-                compute=found.ready.compute_on_device if found.ready.device and not self._is_whole else None,
+                device=() if self._is_whole else found.ready.device,
                 holds=self._holds(),
             )
 

@@ -329,7 +329,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
                 times=counted.times,
                 graphs=self.parts.graphs,
                 hosts=hosts if hosts.possible else None,
-                compute=ready.compute_on_device if ready.device else None,
+                device=ready.device,
                 holds=[lambda *_: eager.held is held, *self._holds()],
             )
 
