@@ -1,27 +1,36 @@
 """What a capture leaves: the graph of a bucket, the order that it was made by, and the clock of its outputs."""
 
 import os
-import sys
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable
 from typing import Any, Final
 
 import attrs
 import torch
 
 from ..backends.base import Graph
-from ..dataflow.axes import Sizes
-from ..dataflow.bucket import Absent
+from ..dataflow.bucket import Bucket
 from ..dataflow.guard import Guard, own_guard
 from ..dataflow.specialization import keep_newest
 from ..dataflow.views import alias
-from .config import RunnerConfig
-from .coordination import Coordinator, Step
-from .filler import Filling
 from .outputs import live_rows, map_tensors
 
 KEPT: Final = 1024
 """Live sizes whose outputs one graph remembers, cut."""
+
+
+@attrs.define(eq=False)
+class Filling:
+    """One bucket's fills for one pattern of absent slots.
+
+    kernel: what launches the kernel, `table` what it reads. alone: a graph of the kernel by itself, to be replayed
+    where a fill must be done before the step's graph.
+    """
+
+    bucket: Bucket
+    table: torch.Tensor | None = None
+    kernel: Any = None
+    alone: Graph | None = None
 
 
 @attrs.define(eq=False)
@@ -34,7 +43,7 @@ class Captured:
     rows: int
     filling: Filling
     graph: Graph
-    step: Step
+    step: Callable[[], Any]
     verified: bool = False
     _live: dict[int | None, tuple[torch.Tensor, Guard, int]] = attrs.field(factory=dict, init=False)
     _last: Any = attrs.field(default=None, init=False)
@@ -57,46 +66,6 @@ class Captured:
             self._live.clear()
             self._last = whole
         return outputs
-
-
-@attrs.frozen
-class Order:
-    """What is to be captured: buckets and their sizes, patterns of absent slots, and how.
-
-    warmups: runs before each capture, of which the look at the step's state may be the first.
-    """
-
-    buckets: Mapping[int, Sizes]
-    patterns: Collection[Absent]
-    warmups: int
-    error_mode: str | None
-    progress: bool
-    lazy: bool
-    runner: str
-    coordinator: Coordinator
-
-    @classmethod
-    def of(
-        cls,
-        config: RunnerConfig,
-        buckets: Mapping[int, Sizes],
-        patterns: Collection[Absent],
-        runner: str,
-        coordinator: Coordinator,
-    ) -> "Order":
-        """What a configuration asks for: none where its graphs are off. Of several ranks one shows a bar."""
-        wanted = buckets if config.graphs else {}
-        shown = config.progress and coordinator.rank == 0
-        return cls(wanted, patterns, config.warmups, config.error_mode, shown, config.lazy, runner, coordinator)
-
-    def warmups_after_look(self) -> int:
-        """Runs between the look and the capture.
-
-        The look is a warm-up where nothing can be compiled: compiled functions run as they were written under it. Of
-        several ranks all run a step equally often, whatever each has imported.
-        """
-        looked = self.coordinator.size == 1 and "torch._dynamo" not in sys.modules
-        return max(0, self.warmups - 1) if looked else self.warmups
 
 
 @attrs.define(eq=False)

@@ -1,30 +1,23 @@
 """The decode runner: request-axis buckets, one captured graph each, eager where none fits."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Unpack, final
 
-import torch
+import attrs
 
-from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Sizes
-from ..dataflow.buffers import Buffers
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import BatchError, ConfigError, DeclarationError, MissingSourceError
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .captured import Captured
-from .config import RunnerConfig
 from .decision import Decision
-from .filler import Filler
-from .graph_runner import GraphRunner
-from .graphs import GraphSet
-from .options import DecodeOptions, config_of
+from .graph_runner import DecodeArguments, Finish, GraphRunner
+from .options import config_of
 from .outputs import rows_each
-from .pool import Bindings, Phase
-from .ranks.group import Ranks
 from .runner import Filled
-from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, Stage, V, with_width
+from .stage import NO_SIZES, Stage, V, joined, staged
 
 
 class Widths:
@@ -91,69 +84,49 @@ class RequestRunner(GraphRunner[V]):
         self,
         inputs: type[V],
         step: Callable[[V], Any],
-        config: RunnerConfig,
+        given: Mapping[str, Any],
         *,
-        sizes: Sizes,
-        settings: object,
-        bind: Bindings,
-        absent: Sequence[Collection[str]],
-        lend: Mapping[str, Lend],
-        carry: tuple[str, ...],
         output_rows: Axis | None,
-        phase: Phase | None,
-        state: Iterable[torch.Tensor] | None,
-        ranks: Ranks | None,
-        backend: str | Backend,
-        one_width: bool = False,
+        known: Sizes = NO_SIZES,
+        width: int | None = None,
     ) -> None:
-        """Take the arguments of `DecodeRunner`, its options as `config`.
+        """Take the arguments of `DecodeRunner`.
 
-        With `one_width` the step stands for `width` alone: a batch of another width is refused, not run eagerly.
+        Args:
+            inputs: The declaration class.
+            step: Called with its view.
+            given: The other arguments.
+            output_rows: The axis that the rows of outputs follow, where they do not say so.
+            known: Sizes that the runner knows.
+            width: The one that the step stands for alone: a batch of another is refused, not run eagerly.
+
         """
-        width = config.width
-        relations, sizes = {TOKENS: BATCH * width}, with_width(inputs, sizes, width)
-        stage = Stage.of(inputs, step, backend, sizes, settings, relations, lend=lend, ranks=ranks, state=state)
-        self._rows_each = rows_each(output_rows, width)
-        self._widths = Widths(stage.declaration, width, stage.sizes, only=one_width)
+        config = config_of(type(self), given)
+        if width is not None:
+            config = attrs.evolve(config, width=width)
+        only, width = width is not None, config.width
+        relations, sizes = {TOKENS: BATCH * width}, joined(inputs, given.get("sizes", {}), {WIDTH: width, **known})
+        stage = Stage.of(inputs, step, relations=relations, **{**staged(given), "sizes": sizes})
+        self._widths = Widths(stage.declaration, width, stage.sizes, only=only)
         super().__init__(
             config,
             stage,
             config.ladder(),
             lambda rows: {BATCH: rows, TOKENS: rows * width},
+            given,
             said="buckets= and width=",
             leading=(BATCH, TOKENS),
             relations=relations,
             path="graph",
-            absent=absent,
-            carry=carry,
-            bind=bind,
-            phase=phase,
+            rows_each=rows_each(given.get("output_rows", output_rows), width),
         )
 
-    def _graph_set(self, buffers: Buffers, filler: Filler[V]) -> GraphSet[V]:
-        return GraphSet(self.stage, buffers, filler, rows_each=self._rows_each, modes=self.config.modes)
-
-    def _viewer(self, ready: Ready) -> Callable[[Any], V]:
-        return self.stage.viewer(ready)
-
-    @property
-    def _is_whole(self) -> bool:
-        return True
-
-    def _run_graph(self, filled: Filled[V], captured: Captured) -> Any:
-        return self.graphs.replay(captured, filled.rows)
-
-    def _bound_run(
-        self, captured: Captured, ready: Ready, filled: Filled[V], *, whole: bool
-    ) -> tuple[Callable[[Any], Any], Callable[[], object] | None]:
-        if not whole:
-            return super()._bound_run(captured, ready, filled, whole=whole)
-        graphs, filler, rows = self.graphs, self.graphs.filler, filled.rows
+    def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
+        del ready
+        graphs, hosts, rows = self.graphs, self.graphs.filler.hosts, filled.rows
         clock, outputs, counted = graphs.clock, captured.live, self._tally.repeats(captured.rows, rows)
-        each = graphs.rows_each
-        shown = None if each is None else rows * each
-        replay, note = captured.graph.replay, filler.hosts.note if filler.hosts.possible else None
-        alone = captured.filling.alone if filler.lowering == "fused" else None
+        shown = None if self._rows_each is None else rows * self._rows_each
+        replay, note = captured.graph.replay, hosts.note if hosts.possible else None
 
         def finish(_: Any) -> Any:
             replay()
@@ -163,7 +136,7 @@ class RequestRunner(GraphRunner[V]):
                 note()
             return outputs(shown)
 
-        return finish, None if alone is None else alone.replay
+        return finish
 
     def inputs(self, bucket: int, absent: Collection[str] = ()) -> V:
         """A bucket's slots, all padded rows of them, for a producer that writes them itself.
@@ -233,45 +206,12 @@ class DecodeRunner(RequestRunner[V]):
             or `()`.
         ranks: Those that run each step together, in one bucket.
         backend: A backend or its name.
-        options: Those of `DecodeOptions`.
+        options: Those of `RunnerConfig` that this runner uses.
 
     Raises:
         ConfigError: An argument does not fit.
         BindError: A tensor cannot be adopted.
     """
 
-    def __init__(
-        self,
-        inputs: type[V],
-        step: Callable[[V], Any],
-        *,
-        sizes: Sizes = NO_SIZES,
-        settings: object = None,
-        bind: Bindings = NO_BINDINGS,
-        absent: Sequence[Collection[str]] = NO_PATTERNS,
-        lend: Mapping[str, Lend] = NO_LOANS,
-        carry: tuple[str, ...] = (),
-        output_rows: Axis | None = TOKENS,
-        phase: Phase | None = None,
-        state: Iterable[torch.Tensor] | None = None,
-        ranks: Ranks | None = None,
-        backend: str | Backend = "auto",
-        **options: Unpack[DecodeOptions],
-    ) -> None:
-        config = config_of(type(self), backend, options)
-        super().__init__(
-            inputs,
-            step,
-            config,
-            sizes=sizes,
-            settings=settings,
-            bind=bind,
-            absent=absent,
-            lend=lend,
-            carry=carry,
-            output_rows=output_rows,
-            phase=phase,
-            state=state,
-            ranks=ranks,
-            backend=backend,
-        )
+    def __init__(self, inputs: type[V], step: Callable[[V], Any], **options: Unpack[DecodeArguments]) -> None:
+        super().__init__(inputs, step, options, output_rows=TOKENS)

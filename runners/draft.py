@@ -1,25 +1,28 @@
-"""The draft runner: a tree of tokens drafted in several steps of a small model, all of them inside one graph."""
+"""The draft runners: a tree drafted in one graph, and what takes in the accepted tokens to begin the next one."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Generic, TypeAlias, Unpack, final
 
 import attrs
 import torch
 
-from ..backends.base import Backend
-from ..dataflow.axes import BATCH, Dim, Sizes
-from ..dataflow.binding import Bound
+from ..dataflow.axes import BATCH, Dim
+from ..dataflow.computation import initial_value
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
-from .arguments import check_step, checked_names, checked_sizes, declaration_of
+from ..dataflow.tails import Number, Once, Pad, resolve_value
+from ..dataflow.views import make_view
+from .arguments import check_step, checked_by_slot, checked_names, declaration_of
 from .decode import RequestRunner
-from .options import CaptureOptions, config_of
-from .pool import Phase
-from .ranks.group import Ranks
-from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V
+from .graph_runner import DraftArguments, ExtendArguments
+from .pool import Chain
+from .stage import V
 from .standard.axes import STEPS, TOPK
 from .tree import Drafts, Frontier, top_tokens
 
+CHAINED: Final = ("input_ids", "hidden_states")
+ChainedStep: TypeAlias = Callable[[V, V | None], Any]
 POSITIONS: Final = ("positions", "mrope_positions")
 _FIRST: Final = ("topk_p", "topk_index")
 _IDS: Final = "input_ids"
@@ -48,12 +51,18 @@ Forward: TypeAlias = Callable[[V, DraftStep], tuple[torch.Tensor, torch.Tensor |
 class DraftRunner(RequestRunner[V]):
     """Drafts a tree of tokens for each request: `steps` deep, with topk nodes a step, by one replay.
 
-    inputs: the declaration, with `topk_p` and `topk_index` [BATCH, TOPK], the children of the tokens that are known,
-    and `hidden_states` [BATCH, ...] where the model has them. TOKENS is BATCH * topk; TOPK and STEPS have their sizes.
-    forward: called steps - 1 times with the view and a `DraftStep`; returns logits [TOKENS, words] and the next
-    hidden states [TOKENS, ...], or None. advances: slots that are one more after each call, and as before after the
-    last; they must be `restored`. By default `positions` and `mrope_positions`, where they are declared.
-    A call returns `Drafts` with one row a request. All else is as in `DecodeRunner`.
+    TOKENS is BATCH * topk; TOPK and STEPS have their sizes. A call returns `Drafts` with one row a request.
+
+    Args:
+        inputs: The declaration, with `topk_p` and `topk_index` [BATCH, TOPK], the children of the tokens that are
+            known, and `hidden_states` [BATCH, ...] where the model has them.
+        forward: Called steps - 1 times with the view and a `DraftStep`; returns logits [TOKENS, words] and the next
+            hidden states [TOKENS, ...], or None.
+        topk: Nodes that each step goes on from.
+        steps: The depth of the tree.
+        advances: Slots that are one more after each call, and as before after the last; they must be `restored`. By
+            default `positions` and `mrope_positions`, where they are declared.
+        options: As of `DecodeRunner`.
     """
 
     def __init__(
@@ -64,42 +73,14 @@ class DraftRunner(RequestRunner[V]):
         topk: int,
         steps: int,
         advances: Sequence[str] | None = None,
-        sizes: Sizes = NO_SIZES,
-        settings: object = None,
-        bind: Mapping[str, Bound] = NO_BINDINGS,
-        absent: Sequence[Collection[str]] = NO_PATTERNS,
-        lend: Mapping[str, Lend] = NO_LOANS,
-        carry: tuple[str, ...] = (),
-        phase: Phase | None = None,
-        state: Iterable[torch.Tensor] | None = None,
-        ranks: Ranks | None = None,
-        backend: str | Backend = "auto",
-        **options: Unpack[CaptureOptions],
+        **options: Unpack[DraftArguments],
     ) -> None:
-        config = config_of(type(self), backend, options)
         _check_counts(topk, steps)
         check_step("forward", forward, "the view and a DraftStep")
-        declaration = declaration_of(inputs)
-        advances = _checked_advances(declaration, advances)
-        known = {axis: size for axis, size in ((TOPK, topk), (STEPS, steps)) if axis in declaration.axes}
+        advances = _checked_advances(declaration_of(inputs), advances)
         self.topk, self.steps = topk, steps
-        super().__init__(
-            inputs,
-            _Drafting(forward, topk, steps, advances),
-            attrs.evolve(config, width=topk),
-            sizes=_joined(sizes, known),
-            settings=settings,
-            bind=bind,
-            absent=absent,
-            lend=lend,
-            carry=carry,
-            output_rows=BATCH,
-            phase=phase,
-            state=state,
-            ranks=ranks,
-            backend=backend,
-            one_width=True,
-        )
+        step = _Drafting(forward, topk, steps, advances)
+        super().__init__(inputs, step, options, output_rows=BATCH, known={TOPK: topk, STEPS: steps}, width=topk)
 
 
 @attrs.frozen(eq=False)
@@ -198,13 +179,148 @@ def _checked_advances(declaration: Declaration, wanted: Sequence[str] | None) ->
     return advances
 
 
-def _joined(sizes: Sizes, known: Sizes) -> Sizes:
-    """Sizes with those that the runner knows. ConfigError where another was given."""
-    sizes = checked_sizes(sizes)
-    for axis, size in known.items():
-        if sizes.get(axis, size) != size:
+@final
+class DraftExtendRunner(RequestRunner[V]):
+    """Runs a step over `width` tokens a request, of which it returns one row a request.
+
+    `width` is required: every request brings that many tokens, those that were accepted first. What depends on it, such
+    as `select_index`, is declared over WIDTH, so that a batch of another width is refused. Outputs follow BATCH, if
+    `output_rows` does not say otherwise. All else is as in `DecodeRunner`.
+    """
+
+    def __init__(self, inputs: type[V], step: Callable[[V], Any], **options: Unpack[ExtendArguments]) -> None:
+        _check_width(type(self), options)
+        super().__init__(inputs, step, options, output_rows=BATCH)
+
+
+@final
+class MultiLayerDraftExtendRunner(RequestRunner[V]):
+    """Runs several steps one behind another in one graph; each may write what the next one reads.
+
+    A call returns a tuple, one entry a step.
+
+    Args:
+        inputs: The declaration class.
+        steps: Each called with its view and the next step's, None for the last; returns one row a request.
+        chained: Slots of which every step has its own: step i reads part i of the parent allocation `parents[name]`,
+            [steps, capacity...]. Part 0 is filled from the batch. All rows of the others hold the slot's tail value
+            when a replay begins, until the step before writes them. All other slots are the same for every step.
+        options: As of `DraftExtendRunner`.
+    """
+
+    def __init__(
+        self,
+        inputs: type[V],
+        steps: Sequence[ChainedStep[V]],
+        *,
+        chained: Sequence[str] = CHAINED,
+        **options: Unpack[ExtendArguments],
+    ) -> None:
+        _check_width(type(self), options)
+        whole, chained = declaration_of(inputs), checked_names("chained", chained)
+        bind = checked_by_slot("bind", options.get("bind", {}), "tensors")
+        _check_chained(whole, steps, chained, bind)
+        slots = whole.under(options.get("settings"), ranks=options.get("ranks")).slots
+        parts = dict.fromkeys([name for name in chained if name in slots], Chain(len(steps)))
+        step = _Chain(tuple(steps), lambda: (self.parents, self._tails))
+        super().__init__(inputs, step, {**options, "bind": {**bind, **parts}}, output_rows=BATCH)
+
+    @property
+    def parents(self) -> Mapping[str, torch.Tensor]:
+        """By chained slot, memory for every step's, [steps, capacity...]."""
+        _ = self.graphs  # with which they are made
+        return self.seat.parents
+
+    @functools.cached_property
+    def _tails(self) -> Mapping[str, Number]:
+        """What padded rows of chained slots hold, and what they hold at first where they are kept."""
+        stage, capacity = self.stage, self._capacity
+        capabilities, tails = stage.backend.capabilities, dict[str, Number]()
+        for name in self.parents:
+            slot = stage.declaration.slots[name]
+            rule = slot.rule()
+            told = isinstance(rule, Pad | Once)
+            value = rule.value if told else initial_value(name, slot, capacity, capabilities)
+            tails[name] = resolve_value(value, capabilities, capacity)
+        return tails
+
+
+@attrs.frozen(eq=False)
+class _Chain(Generic[V]):
+    """What is captured: every step on its own view.
+
+    later: tells, by slot, the memory of all parts, and what the rows of later ones hold until a step writes them.
+    """
+
+    steps: Sequence[ChainedStep[V]]
+    later: Callable[[], tuple[Mapping[str, torch.Tensor], Mapping[str, Number]]]
+
+    def __call__(self, view: V) -> tuple[Any, ...]:
+        views = [view, *(_later(view, part) for part in self._parts(view))]
+        following = [*views[1:], None]
+        return tuple(step(own, after) for step, own, after in zip(self.steps, views, following, strict=True))
+
+    def _parts(self, view: V) -> list[dict[str, torch.Tensor]]:
+        """The chained slots of each later step, as large as the first one's, reset."""
+        slots = view.__dict__
+        parents, tails = self.later()
+        found: list[dict[str, torch.Tensor]] = [{} for _ in self.steps[1:]]
+        for name, parent in parents.items():
+            if slots[name] is None or not found:
+                continue
+            later = _cut(parent[1:], slots[name].shape).fill_(tails[name])
+            for part, own in zip(found, later, strict=True):
+                part[name] = own
+        return found
+
+
+def _later(view: V, part: Mapping[str, torch.Tensor]) -> V:
+    """A later step's view: the first one's, but for the chained slots."""
+    values: dict[str, Any] = {**view.__dict__, **part}
+    return make_view(type(view), values, {}, values["_slotgraph_view"])
+
+
+def _cut(parts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The first rows of all parts, along each dim."""
+    for dim, size in enumerate(shape, start=1):
+        parts = parts.narrow(dim, 0, size)
+    return parts
+
+
+def _check_chained(
+    declaration: Declaration,
+    steps: Sequence[Callable[..., Any]],
+    chained: Sequence[str],
+    bind: Collection[str],
+) -> None:
+    """ConfigError where there is nothing to run, or a slot cannot be chained."""
+    if not isinstance(steps, Sequence) or not steps or not all(map(callable, steps)):
+        message = f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}"
+        raise ConfigError(message)
+    for name in chained:
+        slot = declaration.slots.get(name)
+        if slot is None or slot.reads(name) is None:
+            message = f"chained names {name!r}, which is no slot that {declaration.name} copies from the batch"
+            raise ConfigError(message)
+        if name in bind:
+            message = f"slot {name!r} is chained, so that it is part 0 of parents[{name!r}]: it cannot be bound too"
+            raise ConfigError(message)
+        if slot.is_parameter:
+            message = f"slot {name!r} is a host parameter, one for the graph of all steps: it cannot be chained"
+            raise ConfigError(message)
+    for name, slot in declaration.slots.items():
+        compute = slot.computes()
+        stale = sorted(set(chained) & set(compute.needs)) if compute is not None else []
+        if stale:
             message = (
-                f"sizes of {axis} is {sizes[axis]}, and {axis.name.lower()}= is {size}: give {axis.name.lower()}= alone"
+                f"slot {name!r} is computed once, from {stale[0]!r}, of which each step has its own: compute it in the "
+                "steps"
             )
             raise ConfigError(message)
-    return {**sizes, **known}
+
+
+def _check_width(kind: type, options: Mapping[str, Any]) -> None:
+    """ConfigError where there is no width."""
+    if "width" not in options:
+        message = f"{kind.__name__} needs width=: how many tokens each request has in a step"
+        raise ConfigError(message)

@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, Unpack, final
 
 from ..backends.base import Backend
-from ..dataflow.axes import BATCH, TOKENS, Axis, Sizes
+from ..dataflow.axes import BATCH, TOKENS, Sizes
 from ..dataflow.bucket import Absent
-from ..dataflow.declaration import Declaration
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from ..dataflow.turns import BufferTurn
@@ -20,10 +19,21 @@ from .parts import Parts
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .runner import Runner
-from .stage import NO_LOANS, NO_SIZES, Lend, Stage, V
+from .stage import Lend, Stage, V, staged
 
 NO_COPY_VARIABLE: Final = "SLOTGRAPH_EAGER_NO_COPY"
 _ALWAYS: Final = Decision("eager", None, "always_eager", "an eager runner captures nothing")
+
+
+class EagerArguments(EagerOptions, total=False):
+    """What an eager runner takes beside its declaration and its step."""
+
+    sizes: Sizes
+    settings: object
+    carry: tuple[str, ...]
+    lend: Mapping[str, Lend]
+    ranks: Ranks | None
+    backend: str | Backend
 
 
 @final
@@ -32,43 +42,31 @@ class EagerRunner(Runner[V]):
 
     Buffers grow to the next power of two on each axis when a batch asks for more. With `no_copy` nothing is copied:
     the step sees the batch's own tensors, checked as ever.
+
+    Args:
+        inputs: The declaration class.
+        step: Called with its view.
+        sizes: Sizes of the fixed axes.
+        settings: What `when=` of slots refers to.
+        carry: Slots that the batch has computed already.
+        lend: By slot, a call that gets its view before the step's code runs, and None after it.
+        ranks: Those that run each step together, and tell each other their sizes.
+        backend: A backend or its name.
+        options: Those of `RunnerConfig` that this runner uses. Nothing is allocated before the first batch.
+
+    Raises:
+        ConfigError: An argument does not fit.
     """
 
-    def __init__(
-        self,
-        inputs: type[V],
-        step: Callable[[V], Any],
-        *,
-        sizes: Sizes = NO_SIZES,
-        settings: object = None,
-        carry: tuple[str, ...] = (),
-        lend: Mapping[str, Lend] = NO_LOANS,
-        ranks: Ranks | None = None,
-        backend: str | Backend = "auto",
-        **options: Unpack[EagerOptions],
-    ) -> None:
-        """Check what is given; nothing is allocated before the first batch.
-
-        Args:
-            inputs: The declaration class.
-            step: Called with its view.
-            sizes: Sizes of the fixed axes.
-            settings: What `when=` of slots refers to.
-            carry: Slots that the batch has computed already.
-            lend: By slot, a call that gets its view before the step's code runs, and None after it.
-            ranks: Those that run each step together, and tell each other their sizes.
-            backend: A backend or its name.
-            options: Those of `EagerOptions`.
-
-        Raises:
-            ConfigError: An argument does not fit.
-
-        """
-        config = config_of(type(self), backend, options)
-        stage = Stage.of(inputs, step, backend, sizes, settings, carry=carry, lend=lend, ranks=ranks)
+    def __init__(self, inputs: type[V], step: Callable[[V], Any], **options: Unpack[EagerArguments]) -> None:
+        config = config_of(type(self), options)
+        carry = options.get("carry", ())
+        stage = Stage.of(inputs, step, carry=carry, **staged(options))
         declaration, name = stage.declaration, type(self).__name__
         no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
-        lead = _leading(declaration)
+        varying = declaration.varying
+        # rows are counted on requests where there are any, else on tokens, else on what varies
+        lead = next((axis for axis in (BATCH, TOKENS, *varying) if axis in varying), None)
         size = Sizer(declaration, stage.relations, stage.sizes, lead)
         coordinator = coordinator_of(declaration, name, config, {}, *([] if lead is None else [lead]))
         super().__init__(config, stage, size, coordinator, capacity=stage.sizes)
@@ -97,8 +95,7 @@ class EagerRunner(Runner[V]):
     @property
     def parts(self) -> Parts[V]:
         """What it is made of, for tools that look at runners."""
-        books = self.coordinator, self._size, self._tally, self.watch
-        return Parts(self.name, self.config, self.stage, {}, (), None, self._own, *books)
+        return self._parts({}, (), None, None)
 
     def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Decision:
         del absent
@@ -109,9 +106,3 @@ class EagerRunner(Runner[V]):
         del batch
         self.stage.declaration.check_side(side)
         return _ALWAYS
-
-
-def _leading(declaration: Declaration) -> Axis | None:
-    """The axis that rows are counted on: requests where there are any, else tokens, else what varies."""
-    varying = declaration.varying
-    return next((axis for axis in (BATCH, TOKENS, *varying) if axis in varying), None)

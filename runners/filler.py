@@ -4,10 +4,9 @@ import collections
 import time
 from typing import Any, Final, Generic
 
-import attrs
 import torch
 
-from ..backends.base import Fusion, Graph
+from ..backends.base import Fusion
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.buffers import Buffers
@@ -21,25 +20,12 @@ from ..dataflow.planner import plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from .capture import capture_step, warm_up
+from .captured import Filling
 from .hostreads import HostReads
 from .modes import OFF, STREAMS
 from .stage import Stage, V
 
 _NO_STREAMS: Final = frozenset[int]()
-
-
-@attrs.define(eq=False)
-class Filling:
-    """One bucket's fills for one pattern of absent slots.
-
-    kernel: what launches the kernel, `table` what it reads. alone: a graph of the kernel by itself, to be replayed
-    where a fill must be done before the step's graph.
-    """
-
-    bucket: Bucket
-    table: torch.Tensor | None = None
-    kernel: Any = None
-    alone: Graph | None = None
 
 
 class Filler(Generic[V]):

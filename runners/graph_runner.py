@@ -2,41 +2,89 @@
 
 import abc
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
+import torch
+
+from ..backends.base import Backend
 from ..dataflow.axes import Axis, Dim, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering
+from ..dataflow.errors import RankError
 from ..dataflow.plan import FillPlan
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
+from ..dataflow.specialization import Specialization
 from ..dataflow.turns import BufferTurn
+from .arguments import checked_names, patterns_of
 from .bound import BoundSteps, Holds, Run, bind
-from .buckets import Buckets
+from .buckets import Buckets, Router
 from .capture import CaptureReport
-from .captured import Captured, Order
+from .captured import Captured
 from .config import RunnerConfig
 from .coordination import Live
 from .decision import Decision, Path
 from .eagerly import Eagerly
 from .filler import Filler
-from .graphs import GraphSet
+from .graphs import GraphSet, Order
 from .modes import watchers_of
+from .options import CaptureOptions, DecodeOptions, ExtendOptions, StackOptions
 from .parts import Parts
 from .pool import Bindings, Phase, Seat
 from .ranks.agreement import coordinator_of
-from .router import Router
+from .ranks.group import Ranks
 from .runner import Filled, Runner
-from .stage import Stage, V
+from .stage import Lend, Stage, V
+
+Finish = Callable[[Any], Any]
+"""What follows the writes of a short way's fill: the rest of the step, given the batch; its outputs."""
+
+
+class CaptureArguments(CaptureOptions, total=False):
+    """What every runner that captures takes beside its declaration and its step: see `DecodeRunner`."""
+
+    sizes: Sizes
+    settings: object
+    absent: Sequence[Collection[str]]
+    lend: Mapping[str, Lend]
+    carry: tuple[str, ...]
+    phase: Phase | None
+    state: Iterable[torch.Tensor] | None
+    ranks: Ranks | None
+    backend: str | Backend
+
+
+class StackArguments(CaptureArguments, StackOptions, total=False):
+    """Of a runner whose buckets are tokens."""
+
+
+class DraftArguments(CaptureArguments, total=False):
+    """Of a runner whose buckets are requests, and whose outputs are one row a request."""
+
+    bind: Bindings
+
+
+class ExtendArguments(DraftArguments, ExtendOptions, total=False):
+    """Of one that is made for a width."""
+
+    output_rows: Axis | None
+
+
+class DecodeArguments(DraftArguments, DecodeOptions, total=False):
+    """Of one that has a width."""
+
+    output_rows: Axis | None
 
 
 class GraphRunner(Runner[V]):
     """A runner that captures graphs. Subclasses are final, or abstract."""
 
     _is_debugged = False
+    _is_whole: ClassVar[bool] = True
+    """Whether the graph is the whole step, which then computes on the device, and nobody else sees the view."""
 
     def __init__(
         self,
@@ -44,15 +92,13 @@ class GraphRunner(Runner[V]):
         stage: Stage[V],
         buckets: Buckets,
         counts: Callable[[int], Sizes],
+        given: Mapping[str, Any],
         *,
         said: str,
         leading: Collection[Axis],
         relations: Mapping[Axis, Dim],
         path: Path,
-        absent: Sequence[Collection[str]],
-        carry: tuple[str, ...],
-        bind: Bindings,
-        phase: Phase | None,
+        rows_each: int | None = None,
     ) -> None:
         """Size the buckets, and take a seat in the pool.
 
@@ -61,45 +107,47 @@ class GraphRunner(Runner[V]):
             stage: The declaration, the backend and the step.
             buckets: The rows that graphs are captured for.
             counts: Tells a bucket's padded sizes of BATCH and TOKENS from its rows.
-            said: The options that decide these, for an error.
+            given: The arguments, of which those about captures are used here.
+            said: The options that decide padded sizes, for an error.
             leading: The axes that the bucket decides; buckets are rows on the first.
             relations: Axes that follow from others.
             path: What a batch takes that fits a bucket.
-            absent: Patterns of absent optional slots, beside none.
-            carry: Slots that the batch has computed already where a step runs without a graph.
-            bind: Tensors to adopt as buffers, by slot.
-            phase: Of a pool.
+            rows_each: Output rows for each row of the leading axis; None where outputs are handed out whole.
 
         """
         lead, *_ = leading
         self.buckets = buckets
         self._leading = tuple(leading)
+        self._rows_each = rows_each
         self._sizes = {rows: stage.padded(counts(rows), said) for rows in buckets.sizes}
         self._capacity = self._sizes[buckets.largest]
-        self._carry, self._patterns = stage.captured_with(config, carry, absent)
+        config.check(stage.backend.capabilities)
+        self._carry = checked_names("carry", given.get("carry", ()))
+        stage.declaration.carrying(self._carry)
+        self._patterns = patterns_of(stage.declaration, given.get("absent", ()))
         size = Sizer(stage.declaration, relations, self._capacity, lead)
         coordinator = coordinator_of(stage.declaration, type(self).__name__, config, self._sizes, lead)
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
-        self.seat = Seat(self, stage, self._capacity, bind, phase, sharing=config.sharing)
+        phase = given.get("phase")
+        self.seat = Seat(self, stage, self._capacity, given.get("bind", {}), phase, sharing=config.sharing)
         if phase is None:
             _ = self._router, self._eager  # what is wrong with them is said now
 
-    @abc.abstractmethod
     def _graph_set(self, buffers: Buffers, filler: Filler[V]) -> GraphSet[V]:
         """The graphs over these buffers, none of them captured yet."""
+        return GraphSet(self.stage, buffers, filler, rows_each=self._rows_each, modes=self.config.modes)
 
-    @property
-    @abc.abstractmethod
-    def _is_whole(self) -> bool:
-        """Whether the graph is the whole step, which then computes on the device, and nobody else sees the view."""
-
-    @abc.abstractmethod
     def _viewer(self, ready: Ready) -> Callable[[Any], V]:
         """A call that makes the view of a batch that was filled."""
+        return self.stage.viewer(ready)
 
-    @abc.abstractmethod
     def _run_graph(self, filled: Filled[V], captured: Captured) -> Any:
         """Run a filled step by its graph; its outputs."""
+        return self.graphs.replay(captured, filled.rows)
+
+    @abc.abstractmethod
+    def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
+        """Make what follows the writes of a step like this one, and counts it."""
 
     @property
     def _lowering(self) -> str:
@@ -109,17 +157,15 @@ class GraphRunner(Runner[V]):
     @functools.cached_property
     def graphs(self) -> GraphSet[V]:
         """The captured buckets, and the buffers that they read; those of a pool are laid out when first asked for."""
-        stage, config, buffers = self.stage, self.config, self.seat.buffers()
-        sizes, mode = list(self._sizes.values()), config.error_mode
-        return self._graph_set(
-            buffers, Filler(stage, buffers, self._lowering, sizes, modes=config.modes, error_mode=mode)
-        )
+        config, buffers, sizes = self.config, self.seat.buffers(), list(self._sizes.values())
+        filled = self.stage, buffers, self._lowering, sizes
+        return self._graph_set(buffers, Filler(*filled, modes=config.modes, error_mode=config.error_mode))
 
     @functools.cached_property
     def _router(self) -> Router:
-        asked = self.coordinator, self._eager.admit
-        routed = self.stage.declaration, self.buckets, self._capacity, self.graphs
-        return Router(*routed, *asked, enabled=self.config.graphs, leading=self._leading, path=self._tally.path)
+        graphs, enabled = self.graphs, self.config.graphs
+        known = self.stage.declaration, self.buckets, self._capacity, graphs.has, lambda: graphs.report
+        return Router(*known, enabled=enabled, leading=self._leading, path=self._tally.path)
 
     @functools.cached_property
     def _eager(self) -> Eagerly[V]:  # pyright: ignore[reportIncompatibleMethodOverride] - a property that is kept
@@ -132,8 +178,7 @@ class GraphRunner(Runner[V]):
     @property
     def parts(self) -> Parts[V]:
         """What it is made of, for tools that look at runners."""
-        made = self.name, self.config, self.stage, self._sizes, self._patterns, self.graphs, self._eager
-        return Parts(*made, self.coordinator, self._size, self._tally, self.watch, self.seat)
+        return self._parts(self._sizes, self._patterns, self.graphs, self.seat)
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it.
@@ -211,7 +256,24 @@ class GraphRunner(Runner[V]):
         self.graphs.buffers.distrust()
 
     def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Captured | Decision:
-        return self._router.route(live, absent, batch, side)
+        own, graphs, coordinator = self._router.decide(live, absent, batch), self.graphs, self.coordinator
+
+        def admit() -> None:
+            captured = graphs.get(own.bucket, absent)
+            if captured is None:
+                self._eager.admit(batch, live[: self._axes], side)
+            else:
+                captured.filling.bucket.admit(batch, live[:-1], absent, side)
+
+        decision = coordinator.settle(own, live, admit)
+        captured = graphs.get(decision.bucket, absent)
+        if captured is not None or decision.bucket is None:
+            return captured or decision
+        if coordinator.quiet:  # a late capture that failed is decided anew
+            return self._router.decide(live, absent, batch)
+        missing = ", ".join(map(repr, sorted(absent)))
+        message = f"ranks agreed on bucket {decision.bucket}, of which this one has no graph without {missing}"
+        raise RankError(message)
 
     def _fill_by(
         self, route: Captured | Decision, batch: Any, side: Side, live: Live, absent: Absent, *, whole: bool
@@ -233,40 +295,36 @@ class GraphRunner(Runner[V]):
         self._tally.replayed(route.rows, filled.rows)
         return outputs
 
-    def _learn(self, bound: BoundSteps, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:
-        captured, router = filled.route, self._router
+    def _found(self, filled: Filled[V], absent: Absent) -> Specialization | None:
+        route = filled.route
+        if isinstance(route, Captured):
+            return route.filling.bucket.latest(filled.live[:-1], absent)
+        # where fields decide, the next batch like this one may take a graph
+        return None if self._router.decides_by_fields else super()._found(filled, absent)
+
+    def _short(self, found: Specialization, filled: Filled[V], *, whole: bool) -> Run:
+        captured, graphs, ready = filled.route, self.graphs, found.ready
         if isinstance(captured, Decision):
-            if not router.decides_by_fields:  # else the next batch like this one may take a graph
-                super()._learn(bound, batch, side, filled, whole=whole)
-            return
-        found = captured.filling.bucket.latest(filled.live[:-1], self.stage.absent(batch, side))
-
-        def make() -> Run:
-            graphs, hosts = self.graphs, self.graphs.filler.hosts
-            finish, launch = self._bound_run(captured, found.ready, filled, whole=whole)
-            return bind(
-                found,
-                finish,
-                turn=graphs.buffers.turn,
-                times=self._tally.buckets[captured.rows].times,
-                graphs=graphs,
-                hosts=hosts if hosts.possible else None,
-                launch=launch,
-                device=() if self._is_whole else found.ready.device,
-                holds=self._holds(),
-            )
-
-        self._keep(bound, batch, side, found, make, filled.live, whole=whole)
-
-    def _bound_run(
-        self, captured: Captured, ready: Ready, filled: Filled[V], *, whole: bool
-    ) -> tuple[Callable[[Any], Any], Callable[[], object] | None]:
-        """What follows the writes of a bound fill, and the launch that is part of it."""
-        show, live, run = self._viewer(ready), filled.live, self._run
-        launch = functools.partial(self.graphs.filler.launched, captured.filling)
+            return super()._short(found, filled, whole=whole)
+        filler, live, filling = graphs.filler, filled.live, captured.filling
         if whole:
-            return lambda batch: run(Filled(show(batch), captured, live)), launch
-        return lambda batch: Filled(show(batch), captured, live), launch
+            finish = self._finish(captured, ready, filled)
+            alone = filling.alone if filler.lowering == "fused" else None
+            launch = None if alone is None else alone.replay
+        else:
+            show, launch = self._viewer(ready), functools.partial(filler.launched, filling)
+            finish = lambda batch: Filled(show(batch), captured, live)  # noqa: E731 - as `_finish` makes one
+        return bind(
+            found,
+            finish,
+            turn=graphs.buffers.turn,
+            times=self._tally.buckets[captured.rows].times,
+            graphs=graphs,
+            hosts=filler.hosts if filler.hosts.possible else None,
+            launch=launch,
+            device=() if self._is_whole else ready.device,
+            holds=self._holds(),
+        )
 
     def _holds(self) -> list[Holds]:
         router = self._router

@@ -2,14 +2,16 @@
 
 import contextlib
 import functools
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic
 
 import attrs
 import torch
 
 from ..backends.base import Graph, Memory
+from ..dataflow.axes import Sizes
 from ..dataflow.binding import overlaps, span
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Buffers, at_rest
@@ -28,14 +30,56 @@ from .capture import (
     warm_up,
     warn_of_many,
 )
-from .captured import FORKS, Captured, Order, clock_of
-from .filler import Filler, Filling
+from .captured import FORKS, Captured, Filling, clock_of
+from .config import RunnerConfig
+from .coordination import Coordinator
+from .filler import Filler
 from .holdings import Holdings
 from .modes import ADDRESSES, GENERATIONS
 from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .running import Running, under_way
 from .stage import Stage, V
 from .state import State, check_writes
+
+
+@attrs.frozen
+class Order:
+    """What is to be captured: buckets and their sizes, patterns of absent slots, and how.
+
+    warmups: runs before each capture, of which the look at the step's state may be the first.
+    """
+
+    buckets: Mapping[int, Sizes]
+    patterns: Collection[Absent]
+    warmups: int
+    error_mode: str | None
+    progress: bool
+    lazy: bool
+    runner: str
+    coordinator: Coordinator
+
+    @classmethod
+    def of(
+        cls,
+        config: RunnerConfig,
+        buckets: Mapping[int, Sizes],
+        patterns: Collection[Absent],
+        runner: str,
+        coordinator: Coordinator,
+    ) -> "Order":
+        """What a configuration asks for: none where its graphs are off. Of several ranks one shows a bar."""
+        wanted = buckets if config.graphs else {}
+        shown = config.progress and coordinator.rank == 0
+        return cls(wanted, patterns, config.warmups, config.error_mode, shown, config.lazy, runner, coordinator)
+
+    def warmups_after_look(self) -> int:
+        """Runs between the look and the capture.
+
+        The look is a warm-up where nothing can be compiled: compiled functions run as they were written under it. Of
+        several ranks all run a step equally often, whatever each has imported.
+        """
+        looked = self.coordinator.size == 1 and "torch._dynamo" not in sys.modules
+        return max(0, self.warmups - 1) if looked else self.warmups
 
 
 class WholeStep(Generic[V]):

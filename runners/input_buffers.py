@@ -15,8 +15,9 @@ from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .arguments import checked_by_slot, checked_sizes
+from .captured import Filling
 from .exclusive import Gate
-from .filler import Filler, Filling
+from .filler import Filler
 from .stage import NO_BINDINGS, NO_SIZES, Stage, V
 
 NONE_ABSENT: Final[Collection[str]] = ()

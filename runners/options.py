@@ -8,7 +8,6 @@ from typing import Any, Final, Required, TypedDict, get_args
 
 import attrs
 
-from ..backends.base import Backend
 from ..backends.registry import name_of
 from ..dataflow.errors import ConfigError
 from .config import RunnerConfig
@@ -59,8 +58,8 @@ class ExtendOptions(CaptureOptions, total=False):
     width: Required[int]
 
 
-def config_of(kind: type, backend: str | Backend, options: Mapping[str, Any]) -> RunnerConfig:
-    """The configuration of a runner of this class, with every option that the class uses.
+def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
+    """The configuration of a runner of this class from all its keywords, with every option that the class uses.
 
     Raises ConfigError for an option that it does not use, with the nearest name, and for a value of the wrong kind.
     """
@@ -70,7 +69,8 @@ def config_of(kind: type, backend: str | Backend, options: Mapping[str, Any]) ->
             raise ConfigError(_refusal(kind, name))
     known = used.intersection(RunnerConfig.options())
     given = {name: value for name, value in options.items() if name in known}
-    return attrs.evolve(RunnerConfig.of({"backend": name_of(backend), **given}), told=known)
+    backend = name_of(options.get("backend", "auto"))
+    return attrs.evolve(RunnerConfig.of({**given, "backend": backend}), told=known)
 
 
 @functools.cache

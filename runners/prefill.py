@@ -1,35 +1,172 @@
-"""The prefill runner: a step traced and cut at operators, of which the pieces are captured by tokens."""
+"""The prefill runners: a part of the step is captured by tokens, and the rest runs eagerly around it."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Unpack, final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, Literal, Unpack, final
 
 import torch
 from torch import nn
 
-from ..backends.base import Backend
-from ..dataflow.axes import TOKENS, Axis, Sizes
-from .options import StackOptions, config_of
-from .pool import Phase
-from .ranks.group import Ranks
-from .stacked.capture import Boundary
-from .stacked.runner import StackRunner
+from ..dataflow.axes import BATCH, TOKENS, Axis
+from ..dataflow.buffers import Buffers
+from ..dataflow.capabilities import chosen_lowering
+from ..dataflow.errors import ConfigError, ReplayError
+from ..dataflow.ready import Ready
+from .arguments import check_step
+from .captured import Captured
+from .filler import Filler
+from .graph_runner import Finish, GraphRunner, StackArguments
+from .graphs import GraphSet
+from .options import config_of
+from .outputs import live_rows, map_tensors
+from .runner import Filled
+from .stacked.capture import Boundary, Part, StackCapture, live_viewer
+from .stacked.replay import Rows, Stack, StackStep
 from .stacked.splitting import Operator, Splitter
-from .stacked.stack import find_stack
-from .stage import NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, Stage, V
+from .stage import Stage, V, staged
+
+OFFER: Final = "layer_stack"
+
+
+class StackRunner(GraphRunner[V]):
+    """A runner whose graphs are those of a stack. Subclasses are final, and say what of a step is captured.
+
+    A bucket is captured on the declaration's `placeholder`, one request that owns all its tokens, and its graphs hold
+    for any number of requests. No fill is inside a graph, because what runs before it reads the slots, too.
+
+    Attributes:
+        output_rows: The axis that the rows of outputs follow; None where outputs are handed out whole.
+    """
+
+    _is_whole = False
+
+    def __init__(
+        self,
+        inputs: type[V],
+        step: Callable[[V], Any],
+        boundary: Boundary,
+        given: Mapping[str, Any],
+        output_rows: Axis | Literal["auto"] | None,
+    ) -> None:
+        """Check what is given; `capture` makes the graphs."""
+        config, stage = config_of(type(self), given), Stage.of(inputs, step, **staged(given))
+        axes = stage.declaration.axes
+        if output_rows == "auto":
+            output_rows = BATCH if BATCH in axes else TOKENS
+        if output_rows not in (TOKENS, BATCH, None):
+            message = f"output_rows is TOKENS, BATCH or None, got {output_rows!r}"
+            raise ConfigError(message)
+        self._boundary = boundary
+        self.output_rows = output_rows
+        varying = stage.declaration.varying
+        self._requests = varying.index(BATCH) if BATCH in varying else None
+        super().__init__(
+            config,
+            stage,
+            config.token_ladder(),
+            lambda tokens: {TOKENS: tokens, BATCH: config.max_batch},
+            given,
+            said="max_batch= and buckets=",
+            leading=(TOKENS,),
+            relations={},
+            path=boundary.path,
+        )
+        if output_rows not in (*axes, None):
+            message = (
+                f"output_rows is {output_rows}, which no slot of {stage.declaration.name} has: pass another, or None"
+            )
+            raise ConfigError(message)
+
+    @property
+    def _lowering(self) -> str:
+        lowering = chosen_lowering(self.stage.backend.capabilities, self.config.lowering)
+        return "fused" if lowering == "in_graph" else lowering  # what runs before the graphs reads the slots, too
+
+    def _graph_set(self, buffers: Buffers, filler: Filler[V]) -> GraphSet[V]:
+        stage, slots = self.stage, self.stage.declaration.slots
+        capturing = StackCapture(stage, self._boundary, buffers, self.output_rows)
+        handed = stage.declaration.parameters.items()  # those over requests are for breaks: no graph knows of requests
+        return GraphSet(
+            stage,
+            buffers,
+            filler,
+            rows_each=None,
+            modes=self.config.modes,
+            recipe=capturing,
+            holder=capturing.holder,
+            parameters={argument: name for argument, name in handed if BATCH not in slots[name].axes},
+        )
+
+    def _viewer(self, ready: Ready) -> Callable[[Any], V]:
+        """Token slots padded to the bucket, request slots live."""
+        return live_viewer(self.stage, self.graphs.buffers, ready)
+
+    def _run_graph(self, filled: Filled[V], captured: Captured) -> Any:
+        graphs = self.graphs
+        run = self._stack_step(captured, filled, replay=lambda: graphs.replay(captured, captured.rows))
+        try:
+            return run(filled.view)
+        except BaseException:  # slots may be as the step has written them
+            graphs.buffers.distrust()
+            raise
+
+    def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
+        filler, counted = self.graphs.filler, self._tally.repeats(captured.rows, filled.rows)
+        how = {"stream": filler.stream, "follow": filler.follow, "show": self._viewer(ready), "counted": counted}
+        return self._stack_step(captured, filled, **how)
+
+    def _stack_step(self, captured: Captured, filled: Filled[V], **how: Any) -> StackStep:
+        part: Part[Any] = captured.step  # type: ignore[assignment] # as StackCapture made it
+        hosts, rows = self.graphs.filler.hosts, self._rows(captured.rows, filled)
+        note = hosts.note if hosts.possible else None
+        return StackStep(
+            self.stage, self._boundary.stack, part.call, captured, self.graphs.clock, rows, note=note, **how
+        )
+
+    def _rows(self, bucket: int, filled: Filled[V]) -> Rows:
+        """Which rows of outputs are live."""
+        if self.output_rows is None:
+            return Rows(None, None, lambda outputs: outputs)
+        if self.output_rows == BATCH:
+            requests = 0 if self._requests is None else filled.live[self._requests]
+            return Rows(requests, None, lambda outputs: _checked(outputs, requests, *_BY_REQUEST))
+        live = filled.rows
+        return Rows(bucket, live, lambda outputs: live_rows(_checked(outputs, bucket, *_BY_TOKEN), live))
+
+
+_BY_REQUEST: Final = "requests", "TOKENS, if its rows are tokens"
+_BY_TOKEN: Final = "tokens of the bucket", "BATCH, if its rows are requests"
+
+
+def _checked(outputs: Any, rows: int, what: str, otherwise: str) -> Any:
+    """Outputs of which every tensor has so many rows: ReplayError."""
+
+    def check(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] != rows:
+            message = (
+                f"the step returned a tensor of shape {list(tensor.shape)}, expected {rows} rows, the {what}: pass "
+                f"output_rows={otherwise}, or None to get it whole"
+            )
+            raise ReplayError(message)
+        return tensor
+
+    map_tensors(outputs, check)
+    return outputs
 
 
 @final
 class PrefillRunner(StackRunner[V]):
     """Captures the pieces of a step between named operators for buckets of tokens, and replays them around these.
 
-    inputs: the declaration class. step: called with its view. splits: the operators at which the step is cut, such as
-    "mylib::attention"; they run eagerly in each step and find its live metadata in the view, which they are handed or
-    ask `current_view` for. stack: the module within the step that is captured, or a dotted path to it; the whole step
-    where there is none. Token slots have a bucket's rows, all of which are executed; request slots have the batch's,
-    up to `max_batch`, and may be read in splits, and outside of the stack.
-    output_rows: TOKENS to cut outputs to the live tokens, BATCH for one row a request, None to get them whole.
-    sizes, settings, absent, lend, carry, phase, state, ranks: as of `DecodeRunner`. Options are those of
-    `StackOptions`; buckets are tokens.
+    Args:
+        inputs: The declaration class.
+        step: Called with its view.
+        splits: The operators at which the step is cut, such as "mylib::attention". They run eagerly in each step, and
+            find its live metadata in the view, which they are handed or ask `current_view` for.
+        stack: The module within the step that is captured, or a dotted path to it; the whole step where there is none.
+            Token slots have a bucket's rows, all of which are executed. Request slots have the batch's, up to
+            `max_batch`, and may be read in splits, and outside of the stack.
+        output_rows: TOKENS to cut outputs to the live tokens, BATCH for one row a request, None to get them whole.
+        options: Those of `StackArguments`, as of `DecodeRunner`; buckets are tokens.
     """
 
     def __init__(
@@ -39,19 +176,92 @@ class PrefillRunner(StackRunner[V]):
         *,
         splits: Collection[Operator],
         stack: nn.Module | str | None = None,
-        sizes: Sizes = NO_SIZES,
-        settings: object = None,
-        absent: Sequence[Collection[str]] = NO_PATTERNS,
-        lend: Mapping[str, Lend] = NO_LOANS,
-        carry: tuple[str, ...] = (),
         output_rows: Axis | None = TOKENS,
-        phase: Phase | None = None,
-        state: Iterable[torch.Tensor] | None = None,
-        ranks: Ranks | None = None,
-        backend: str | Backend = "auto",
-        **options: Unpack[StackOptions],
+        **options: Unpack[StackArguments],
     ) -> None:
-        config = config_of(type(self), backend, options)
-        stage = Stage.of(inputs, step, backend, sizes, settings, lend=lend, ranks=ranks, state=state)
         boundary = Boundary(find_stack(step, stack), "piecewise", Splitter(splits))
-        super().__init__(stage, boundary, config, absent=absent, carry=carry, output_rows=output_rows, phase=phase)
+        super().__init__(inputs, step, boundary, options, output_rows)
+
+
+@final
+class BreakableRunner(StackRunner[V]):
+    """Captures the stack of a model, its inner layers, for buckets of tokens, and runs the rest eagerly around it.
+
+    What the stack calls that is marked with `graph_break` runs between graphs, on this step's own metadata, so that the
+    graphs do not depend on the number of requests. Embeddings before, head and logits after the stack see the live
+    view: token slots have a bucket's rows, all of which are executed, request slots the batch's, up to `max_batch`.
+
+    Args:
+        inputs: The declaration class.
+        step: Called with its view; it calls the stack once.
+        stack: The module, or a dotted path to one under `step`. Where it is not given, the one that the step's method
+            `layer_stack()` offers.
+        output_rows: BATCH for one row a request, TOKENS to cut outputs to the live tokens, None to get them whole;
+            "auto" is BATCH where the declaration has slots over requests, else TOKENS.
+        options: Those of `StackArguments`, as of `DecodeRunner`; buckets are tokens.
+    """
+
+    def __init__(
+        self,
+        inputs: type[V],
+        step: Callable[[V], Any],
+        *,
+        stack: nn.Module | str | None = None,
+        output_rows: Axis | Literal["auto"] | None = "auto",
+        **options: Unpack[StackArguments],
+    ) -> None:
+        found = find_stack(step, stack)
+        if found is None:
+            kind = getattr(step, "__qualname__", type(step).__name__)
+            message = (
+                f"there is no stack to capture: stack= is not given, neither a module nor a dotted path to one, and "
+                f"{kind} offers no method {OFFER}(); name the model's inner layers, as in stack='model' or "
+                "stack=model.layers"
+            )
+            raise ConfigError(message)
+        super().__init__(inputs, step, Boundary(found, "breakable"), options, output_rows)
+
+
+def find_stack(step: Callable[..., Any], stack: nn.Module | str | None) -> Stack | None:
+    """The module that was given, the one at a dotted path under the step, or the one that the step offers; else None.
+
+    Raises ConfigError where a path leads nowhere or to no module; it says how far it leads and what is there.
+    """
+    check_step("step", step)
+    if isinstance(stack, nn.Module):
+        return Stack(stack, type(stack).__name__)
+    if isinstance(stack, str):
+        return Stack(_followed(step, stack), stack)
+    if stack is not None:
+        message = f"stack is a module, or a dotted path to one under the step, not {type(stack).__name__}"
+        raise ConfigError(message)
+    offer = getattr(step, OFFER, None)
+    if offer is None:
+        return None
+    offered, name = offer(), f"{type(step).__name__}.{OFFER}()"
+    if not isinstance(offered, nn.Module):
+        message = f"{name} returned {type(offered).__name__}, no module"
+        raise ConfigError(message)
+    return Stack(offered, name)
+
+
+def _followed(step: Callable[..., Any], path: str) -> nn.Module:
+    holder: Any = step
+    walked: Sequence[str] = path.split(".")
+    for place, part in enumerate(walked):
+        inner = getattr(holder, part, None)
+        if inner is None:
+            where = ".".join(walked[:place]) or getattr(step, "__qualname__", type(step).__name__)
+            message = f"stack={path!r} leads nowhere: {where} has no {part!r}; modules there: {_modules_of(holder)}"
+            raise ConfigError(message)
+        holder = inner
+    if not isinstance(holder, nn.Module):
+        message = f"stack={path!r} leads to {type(holder).__name__}, which is no module"
+        raise ConfigError(message)
+    return holder
+
+
+def _modules_of(holder: Any) -> str:
+    named = dict(holder.named_children()) if isinstance(holder, nn.Module) else {}
+    own = {name: value for name, value in getattr(holder, "__dict__", {}).items() if isinstance(value, nn.Module)}
+    return ", ".join(map(repr, {**named, **own})) or "none"

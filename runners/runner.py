@@ -1,8 +1,9 @@
 """The base of all runners: one step from the batch to the outputs, and what can be asked of any runner."""
 
 import abc
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Collection, Mapping
 from typing import Any, Final, Generic
 
 import attrs
@@ -25,7 +26,9 @@ from .coordination import Coordinator, Live
 from .decision import Decision, Path, Tally
 from .eagerly import Eagerly
 from .exclusive import Gate, Unique, opaque
+from .graphs import GraphSet
 from .parts import Parts
+from .pool import Seat
 from .stage import Stage, V
 from .statistics import Statistics, statistics_of
 from .watching import Watch
@@ -143,6 +146,12 @@ class Runner(Unique, abc.ABC, Generic[V]):
     @abc.abstractmethod
     def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Captured | Decision:
         """The graph that takes a batch, or why it is run eagerly. Raises as a call does."""
+
+    def _parts(
+        self, sizes: Mapping[int, Sizes], patterns: Collection[Absent], graphs: GraphSet[V] | None, seat: Seat[V] | None
+    ) -> Parts[V]:
+        made = self.name, self.config, self.stage, sizes, patterns, graphs, self._eager
+        return Parts(*made, self.coordinator, self._size, self._tally, self.watch, seat)
 
     @abc.abstractmethod
     def decide(self, batch: Any, **side: Any) -> Decision:
@@ -302,53 +311,41 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return outputs
 
     def _learn(self, bound: BoundSteps, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:
-        """Let the next batch like this one take the short way."""
+        """Let the next batch like this one take the short way, of which other ranks are told where they run it too."""
+        found, told = self._found(filled, self.stage.absent(batch, side)), self.coordinator.repeated
+        if found is not None:
+            short = functools.partial(self._short, found, filled, whole=whole)
+            bound.learn(batch, side, found, lambda: told(short(), filled.live) if whole else short(), whole=whole)
+
+    def _found(self, filled: Filled[V], absent: Absent) -> Specialization | None:
+        """What filled the slots: here those of a step without a graph. None where no step goes as this one."""
         eager, route = self._eager, filled.route
-        if not isinstance(route, Decision) or route.why == "width_differs" or not eager.repeats:
-            return
-        held = eager.held
-        if held is None:
-            return
-        found = held.latest(eager.own(filled.live[: self._axes]), eager.stage.absent(batch, side))
+        if eager.held is None or not eager.repeats or not isinstance(route, Decision) or route.why == "width_differs":
+            return None
+        return eager.held.latest(eager.own(filled.live[: self._axes]), absent)
 
-        def make() -> Run:
-            hosts, ready, counted = eager.hosts(), found.ready, self._tally.reasons[route.why]
-            show, live, rows = eager.stage.viewer(ready), filled.live, filled.rows
-            run = eager.repeated()
+    def _short(self, found: Specialization, filled: Filled[V], *, whole: bool) -> Run:
+        """Make a step, or a fill where it is not `whole`, that goes as this one did: here without a graph."""
+        eager, ready, route, live, rows = self._eager, found.ready, filled.route, filled.live, filled.rows
+        held, hosts, counted = eager.held, eager.hosts(), self._tally.reasons[route.why]  # type: ignore[union-attr] # see `_found`
+        show, run = eager.stage.viewer(ready), eager.repeated()
 
-            def finish(batch: Any) -> Any:
-                outputs = run(show(batch))
-                counted.steps += 1
-                counted.live += rows
-                return outputs
+        def finish(batch: Any) -> Any:
+            outputs = run(show(batch))
+            counted.steps += 1
+            counted.live += rows
+            return outputs
 
-            return bind(
-                found,
-                finish if whole else lambda batch: Filled(show(batch), route, live),
-                turn=held.buffers.turn,
-                times=counted.times,
-                graphs=self.parts.graphs,
-                hosts=hosts if hosts.possible else None,
-                device=ready.device,
-                holds=[lambda *_: eager.held is held, *self._holds()],
-            )
-
-        self._keep(bound, batch, side, found, make, filled.live, whole=whole)
-
-    def _keep(
-        self,
-        bound: BoundSteps,
-        batch: Any,
-        side: Side,
-        found: Specialization,
-        make: Callable[[], Run],
-        live: Live,
-        *,
-        whole: bool,
-    ) -> None:
-        """Keep a bound step, of which other ranks are told where they run it too."""
-        told = self.coordinator.repeated
-        bound.learn(batch, side, found, lambda: told(make(), live) if whole else make(), whole=whole)
+        return bind(
+            found,
+            finish if whole else lambda batch: Filled(show(batch), route, live),
+            turn=held.buffers.turn,  # type: ignore[union-attr] # there is one, or nothing was found
+            times=counted.times,
+            graphs=self.parts.graphs,
+            hosts=hosts if hosts.possible else None,
+            device=ready.device,
+            holds=[lambda *_: eager.held is held, *self._holds()],
+        )
 
     def _holds(self) -> list[Holds]:
         """What must be true of a batch beside its sources for its step to go as one before it."""

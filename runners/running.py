@@ -8,12 +8,10 @@ from typing import Any, Final, Literal, TypeVar
 import attrs
 
 from ..backends.base import Backend
-from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.inputs import Inputs
 
-V = TypeVar("V", bound=Inputs)
 T = TypeVar("T")
-_RUNNING: Final[contextvars.ContextVar["weakref.ref[Running] | None"]] = contextvars.ContextVar(
+RUNNING: Final[contextvars.ContextVar["weakref.ref[Running] | None"]] = contextvars.ContextVar(
     "slotgraph_running", default=None
 )
 _NOTHING: Final[Mapping[int, Any]] = {}
@@ -42,39 +40,14 @@ class Running:
 
 def running() -> Running | None:
     """The step that this thread runs."""
-    reference = _RUNNING.get()
+    reference = RUNNING.get()
     return None if reference is None else reference()
 
 
 def under_way(step: Running, function: Callable[..., T], *args: Any) -> T:
     """Call a function while a step runs. An interrupt leaves no step behind: only this call holds it."""
-    token = _RUNNING.set(weakref.ref(step))
+    token = RUNNING.set(weakref.ref(step))
     try:
         return function(*args)
     finally:
-        _RUNNING.reset(token)
-
-
-def current_view(inputs: type[V]) -> V:
-    """The view of the step that runs now, for code that is not handed it: an attention operator, a break's body.
-
-    Slots over tokens have the bucket's rows, those over requests as many as the batch has.
-    ReplayError where no step runs, or one of another declaration; CaptureError where an operator asks inside a graph,
-    which would hold for the values of its capture.
-    """
-    step = running()
-    if step is None:
-        message = "no step is running: current_view() is for what a runner's step calls"
-        raise ReplayError(message)
-    if not isinstance(step.view, inputs):
-        message = f"the running step's view is of {type(step.view).__name__}, not of {inputs.__name__}"
-        raise ReplayError(message)
-    if step.inside is not None:
-        return step.view
-    if step.operator is not None:
-        message = (
-            f"operator {step.operator} asks for the step's view inside of a graph, which would keep what it finds: run "
-            "it between graphs, by splits= or graph_break, or hand it the slots that it reads"
-        )
-        raise CaptureError(message)
-    return step.view if step.shown is None else step.shown  # type: ignore[return-value] # of the same declaration
+        RUNNING.reset(token)

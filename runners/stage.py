@@ -9,9 +9,9 @@ import torch
 
 from ..backends.base import Backend
 from ..backends.registry import choose
-from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Dim, Sizes
+from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes
 from ..dataflow.binding import Bound, overlaps, span
-from ..dataflow.bucket import Absent, absent_from
+from ..dataflow.bucket import absent_from
 from ..dataflow.buffers import Buffers, allocate
 from ..dataflow.capabilities import Lowering
 from ..dataflow.declaration import Declaration
@@ -32,9 +32,7 @@ from .arguments import (
     checked_relations,
     checked_sizes,
     declaration_of,
-    patterns_of,
 )
-from .config import RunnerConfig
 from .outputs import map_tensors
 
 V = TypeVar("V", bound=Inputs)
@@ -43,17 +41,28 @@ NO_BINDINGS: Final[Mapping[str, Bound]] = {}
 Lend: TypeAlias = Callable[[torch.Tensor | None], object]
 """Who gets a slot's view before the step's code runs (at capture, and in eager runs), and None after it."""
 NO_LOANS: Final[Mapping[str, Lend]] = {}
-NO_PATTERNS: Final[Sequence[Collection[str]]] = ()
-"""No patterns of absent slots beside the full one."""
 
 
-def with_width(inputs: type[Inputs], sizes: Sizes, width: int) -> Sizes:
-    """Sizes with that of WIDTH, where a declaration asks for it. ConfigError where it was given, and another."""
+_STAGED: Final = ("backend", "sizes", "settings", "lend", "ranks", "state")
+
+
+def staged(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a runner's arguments those that `Stage.of` takes."""
+    return {name: options[name] for name in _STAGED if name in options}
+
+
+def joined(inputs: type[Inputs], sizes: Sizes, known: Sizes) -> Sizes:
+    """Sizes, and of those that a runner knows the ones that a declaration asks for.
+
+    ConfigError where another size was given for one that is known.
+    """
     axes, sizes = declaration_of(inputs).axes, checked_sizes(sizes)
-    if sizes.get(WIDTH, width) != width:
-        message = f"sizes of WIDTH is {sizes[WIDTH]}, and width= is {width}: give width= alone"
-        raise ConfigError(message)
-    return {**sizes, WIDTH: width} if WIDTH in axes else sizes
+    for axis, size in known.items():
+        if sizes.get(axis, size) != size:
+            option = axis.name.lower()
+            message = f"sizes of {axis} is {sizes[axis]}, and {option}= is {size}: give {option}= alone"
+            raise ConfigError(message)
+    return {**sizes, **{axis: size for axis, size in known.items() if axis in axes}}
 
 
 @attrs.frozen(eq=False)
@@ -81,7 +90,7 @@ class Stage(Generic[V]):
         cls,
         inputs: type[V],
         step: Callable[[V], Any],
-        backend: str | Backend,
+        backend: str | Backend = "auto",
         sizes: Sizes = NO_SIZES,
         settings: object = None,
         relations: Mapping[Axis, Dim] | None = None,
@@ -143,19 +152,6 @@ class Stage(Generic[V]):
             message = f"{name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings"
             raise ConfigError(message)
         return padded
-
-    def captured_with(
-        self, config: RunnerConfig, carry: Collection[str], absent: Sequence[Collection[str]]
-    ) -> tuple[tuple[str, ...], set[Absent]]:
-        """What a runner that captures is told: names that its eager steps carry, and patterns of absent slots.
-
-        Raises ConfigError for an option that the backend does not know, for what is no pattern of optional slots, and
-        DeclarationError for what cannot be carried.
-        """
-        config.check(self.backend.capabilities)
-        names = checked_names("carry", carry)
-        self.declaration.carrying(names)
-        return names, patterns_of(self.declaration, absent)
 
     def plan(
         self,

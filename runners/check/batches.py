@@ -13,8 +13,8 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.sampling import NO_VALUES, Values, sample_batch
 from ...dataflow.sources import NO_SIDE, Side
 from ..parts import Parts
+from ..prefill import StackRunner
 from ..runner import Runner
-from ..stacked.runner import StackRunner
 
 Batches: TypeAlias = Callable[[int, torch.Generator], Any] | Iterable[Any]
 """Batches to check with, or a function that makes one of so many rows. Each may be a pair with side arguments."""

@@ -14,7 +14,7 @@ from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Keep, Once, Pad
 from ..bits import first_unequal
-from ..stacked.runner import StackRunner
+from ..prefill import StackRunner
 from .batches import CheckedBatch
 from .comparison import live_part, step_of
 from .report import Finding

@@ -16,7 +16,7 @@ from ...dataflow.errors import ReplayError
 from ...dataflow.slots import Output, Slot
 from ...dataflow.tails import Keep, Pad
 from ..bits import first_unequal
-from ..stacked.runner import StackRunner
+from ..prefill import StackRunner
 from .batches import CheckedBatch
 from .comparison import Mismatch, copies, mismatches
 from .fills import unlike_oracle

@@ -22,16 +22,14 @@ from ...dataflow.ready import Ready
 from ...dataflow.tails import holds
 from ...dataflow.views import Aliases, ViewInfo, carried, viewer
 from ..capture import told_as_capture_error
+from ..captured import Filling
 from ..decision import Path
-from ..filler import Filling
-from ..graphs import Look
 from ..outputs import check_rows
 from ..running import Running, running, under_way
 from ..stage import Stage, V
 from ..state import State
-from .call import Noted, StackCall, other_object, stand_ins
+from .replay import Stack, StackCall, other_object, stand_ins
 from .splitting import Splitter
-from .stack import Stack
 from .watch import Fenced, ReadWatch
 
 
@@ -74,6 +72,8 @@ def _value(name: str, values: Mapping[str, Any], buffers: Buffers, stage: Stage[
     return target
 
 
+Look = Callable[[Callable[[], Any]], State]
+"""Runs a whole step for the first time, and tells its state."""
 _LIVE = "live"
 
 
@@ -117,7 +117,9 @@ class StackCapture(Generic[V]):
         stack = self._boundary.stack
         return None if stack is None or self._boundary.cut is not None else stack.module.forward
 
-    def __call__(self, filling: Filling, absent: Absent, look: Look) -> "tuple[Part[V], State]":
+    def __call__(
+        self, filling: Filling, absent: Absent, look: Callable[[Callable[[], Any]], State]
+    ) -> "tuple[Part[V], State]":
         """Run the step on a placeholder, and make a call of its stack, whose arguments stay where they are.
 
         All runs leave the step's state as it was.
@@ -152,10 +154,18 @@ class StackCapture(Generic[V]):
 
     def _noted(self, stack: Stack, view: V) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], Any]:
         """Run the step: what it calls its stack with, and what it returns."""
-        noted = Noted(stack.module.forward)
-        with stack.answered(noted):
-            outputs = under_way(Running(view, "capture"), self._stage.run, view)
-        return noted.only(stack.name), outputs
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        forward = stack.module.forward
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            calls.append((args, kwargs))
+            return forward(*args, **kwargs)
+
+        outputs = under_way(Running(view, "capture"), stack.answered, self._stage.run, view, noted)
+        if len(calls) != 1:
+            message = f"the step called the stack, {stack.name}, {len(calls)} times: it is captured for one call a step"
+            raise CaptureError(message)
+        return calls[0], outputs
 
     def _cut(self, call: StackCall, view: V) -> None:
         """Have its breaks marked, where its own code does not."""
@@ -188,7 +198,7 @@ class StackCapture(Generic[V]):
         step = Running(view, "capture", now, shown=fenced)
         with self._stage.lent(view):
             outputs = under_way(step, run_under, watch, lambda: call.run(*args, **kwargs))
-        call.use = watch.use
+        call.learn(watch.use)
         return outputs
 
     def _check_rows(self, outputs: Any, view: V) -> None:

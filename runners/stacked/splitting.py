@@ -19,7 +19,7 @@ from torch import fx
 from ...dataflow.errors import CaptureError
 from ..arguments import is_collection, refuse
 from ..outputs import map_tensors
-from .breaks import broken
+from .replay import broken
 from .watch import operator_name
 
 Operator = str | Callable[..., Any]

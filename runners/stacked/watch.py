@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...backends.recorder import written
 from ...dataflow.binding import span
 from ...dataflow.errors import CaptureError, SlotGraphError
 from ..running import Running, running
@@ -79,7 +80,7 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         for tensor in _tensors_in((args, named)):
             self._check(tensor, name)
             self._read.update(self._places(tensor))
-        for tensor in _tensors_in(list(_written(func, args, named))):
+        for tensor in written(func, args, named) if isinstance(func, torch._ops.OpOverload) else ():  # noqa: SLF001 - it has no public name
             self._written.update(self._places(tensor))
         step.operator = name
         try:
@@ -182,14 +183,6 @@ def parts_of(holder: Any) -> Iterator[Any]:
         for kind in type(holder).__mro__:
             slots = kind.__dict__.get("__slots__", ())
             yield from (getattr(holder, name, None) for name in ([slots] if isinstance(slots, str) else slots))
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """The arguments that an operator writes, as its schema says."""
-    schema = getattr(func, "_schema", None)
-    for place, argument in enumerate(() if schema is None else schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield args[place] if place < len(args) else kwargs.get(argument.name)
 
 
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:

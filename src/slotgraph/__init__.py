@@ -11,17 +11,15 @@ from slotgraph.dataflow.capabilities import CACHE_LOC, SEQ_LEN_FILL
 from slotgraph.dataflow.inputs import Inputs
 from slotgraph.dataflow.specifiers import computed, constant, copied, output, staged
 from slotgraph.dataflow.tails import keep
-from slotgraph.runners.breakable import BreakableRunner
 from slotgraph.runners.check.checks import check
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.decode import DecodeRunner
 from slotgraph.runners.eager import EagerRunner
 from slotgraph.runners.explained.explanation import explain
 from slotgraph.runners.input_buffers import InputBuffers
-from slotgraph.runners.prefill import PrefillRunner
+from slotgraph.runners.prefill import BreakableRunner, PrefillRunner
 from slotgraph.runners.recording.recorder import record
-from slotgraph.runners.running import current_view
-from slotgraph.runners.stacked.breaks import graph_break
+from slotgraph.runners.stacked.replay import current_view, graph_break
 
 __version__ = "0.1.0"
 

@@ -1,8 +1,7 @@
 """Speculative decoding: runners that draft a tree of tokens, and that take in what a verify accepted."""
 
 from slotgraph.dataflow.axes import WIDTH
-from slotgraph.runners.draft import DraftRunner, DraftStep
-from slotgraph.runners.draft_extend import DraftExtendRunner, MultiLayerDraftExtendRunner
+from slotgraph.runners.draft import DraftExtendRunner, DraftRunner, DraftStep, MultiLayerDraftExtendRunner
 from slotgraph.runners.tree import Accepted, Drafts, Tree, accept, ancestors, best_tree, top_tokens
 
 __all__ = [

@@ -13,8 +13,7 @@ from slotgraph.backends import Backend
 from slotgraph.dataflow.axes import WIDTH, Axis, Sizes, extent
 from slotgraph.dataflow.capabilities import HOST, resolve_dtype
 from slotgraph.dataflow.declaration import Declaration
-from slotgraph.runners.draft import DraftRunner
-from slotgraph.runners.draft_extend import DraftExtendRunner, MultiLayerDraftExtendRunner
+from slotgraph.runners.draft import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
 
 TOPK: Final = 4
 STEPS: Final = 3

@@ -282,5 +282,5 @@ def test_what_cannot_be_chained() -> None:
         given = {name: value for name, value in {**known, **options}.items() if value is not None}
         with pytest.raises(ConfigError, match=message):
             MultiLayerDraftExtendRunner(Derived, given.pop("steps"), **given)
-    with pytest.raises(ConfigError, match=r"slot 'hidden_states' needs sizes= for HIDDEN"):
+    with pytest.raises(ConfigError, match=r"ChainInputs needs sizes= for its fixed axes FRONT, HIDDEN"):
         MultiLayerDraftExtendRunner(ChainInputs, STEPS, width=WIDTH, buckets=[2], backend="cpu")

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from slotgraph import errors
-from slotgraph.runners import running
-from slotgraph.runners.running import Running, current_view
+from slotgraph import current_view, errors
+from slotgraph.runners.running import RUNNING, Running
 from slotgraph.runners.stacked.watch import Fenced, ReadWatch, tensors_within
 from tests.runners.prefilled import Prefill
 
@@ -40,11 +39,11 @@ def view_of() -> Prefill:
 @contextlib.contextmanager
 def while_running(step: Running) -> Iterator[Running]:
     """While a step runs."""
-    token = running._RUNNING.set(weakref.ref(step))
+    token = RUNNING.set(weakref.ref(step))
     try:
         yield step
     finally:
-        running._RUNNING.reset(token)
+        RUNNING.reset(token)
 
 
 def test_reads_and_writes() -> None:
