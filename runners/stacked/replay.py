@@ -441,12 +441,8 @@ class StackStep:
         """Run the step on a batch, or a view; its outputs for live rows."""
         if GRADIENTS():
             return without_gradients(self.__call__, batch)
-        view, stack, note, counted = (
-            batch if self.show is None else self.show(batch),
-            self.stack,
-            self.note,
-            self.counted,
-        )
+        view = batch if self.show is None else self.show(batch)
+        stack, note, counted = self.stack, self.note, self.counted
         step, self._calls = Running(view, "replay"), 0
         self._step = weakref.ref(step)  # an interrupt leaves no step behind: only this call holds it
         token = RUNNING.set(self._step)
