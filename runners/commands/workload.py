@@ -35,7 +35,7 @@ _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
 )
 """Name, axis, dtype and tail of what engines feed a decode step; beyond these the same again under other names."""
 BARE: Final = "bare"
-ORACLE: Final = "slot_by_slot"
+ORACLE: Final[Lowering] = "slot_by_slot"
 FILL: Final = "fill"
 STEP: Final = "step"
 

@@ -111,16 +111,17 @@ def contest_of_fills(
     stage, padded, rows, gone = ground.stage, ground.most, ground.live(live), frozenset(absent)
     had = ground.backend.capabilities.lowerings
     timed = tuple(lowerings) or tuple(one for one in had if one not in _UNTIMED) or had
-    ways: dict[str, Way] = {}
-    for name in (PER_SLOT, REGROUPED):
-        by_hand = FillByHand(ground.declaration, ground.backend, padded, grouped=name == REGROUPED)
-        ways[name] = lambda one, fill=by_hand: fill(one.batch, rows, one.side)
-    for lowering in timed:
-        lowered = Lowered(ground, lowering, [padded])
-        filling = lowered.filling(padded, gone)
-        ways[lowering] = lambda one, fill=lowered.fill, filling=filling: stage.view(
-            fill(filling, one.batch, one.side, rows, gone), one.batch
-        )
+
+    def by_hand(name: str) -> Way:
+        fill = FillByHand(ground.declaration, ground.backend, padded, grouped=name == REGROUPED)
+        return lambda one: fill(one.batch, rows, one.side)
+
+    def lowered(lowering: Lowering) -> Way:
+        made = Lowered(ground, lowering, [padded])
+        fill, filling = made.fill, made.filling(padded, gone)
+        return lambda one: stage.view(fill(filling, one.batch, one.side, rows, gone), one.batch)
+
+    ways = {name: by_hand(name) for name in (PER_SLOT, REGROUPED)} | {name: lowered(name) for name in timed}
     samples = draw_for(stage, live, values, absent)
     with torch.no_grad():
         _verify(ways, samples, ground, live)

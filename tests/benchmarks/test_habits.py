@@ -19,6 +19,7 @@ import torch
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends import Backend, load
+from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.extend import HOST, side
 from slotgraph.runners.commands.workload import ORACLE, Batch, by_lowering, declare_decode, draw, verify
 from slotgraph.runners.testing.benchmarks import SETS, Way
@@ -69,7 +70,7 @@ def test_no_habit_leaves_its_lowering(name: str, pytestconfig: pytest.Config) ->
         pytest.skip(f"{name}: {available.reason}")
     backend, found = load(name)(), dict[tuple[str, str], tuple[Run, DecodeRunner[Any]]]()
     for habit in habits(backend):
-        names = [ORACLE, *(one for one in backend.capabilities.lowerings if one != ORACLE)]
+        names: list[Lowering] = [ORACLE, *(one for one in backend.capabilities.lowerings if one != ORACLE)]
         made = [by_lowering(habit.inputs, backend, habit.padded, one, absent=habit.absent) for one in names]
         oracle, *ways = (attrs.evolve(one, step=habit.call(one.runner), fill=None) for one in made)
         sizes = [*habit.sizes[: 2 * SETS], habit.padded, 1, *habit.sizes[:2]]

@@ -82,7 +82,7 @@ def test_a_wrong_fill_or_step_is_not_timed(changed: str, monkeypatch: pytest.Mon
     """A contestant with one stale tail, or wrong outputs, is caught before it is measured, and the command fails."""
 
     def stale(*given: Any) -> list[Contestant]:
-        right = by_hand(*given, "per_slot")
+        right = by_hand(given[0], given[1], given[2], "per_slot")
 
         def wrong(batch: Any, what: str) -> Any:
             returned = (right.fill if what == "fill" else right.step)(batch)  # type: ignore[misc]
