@@ -239,8 +239,7 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
         for name in self.parents:
             slot = stage.declaration.slots[name]
             rule = slot.rule()
-            told = isinstance(rule, Pad | Once)
-            value = rule.value if told else initial_value(name, slot, capacity, capabilities)
+            value = rule.value if isinstance(rule, Pad | Once) else initial_value(name, slot, capacity, capabilities)
             tails[name] = resolve_value(value, capabilities, capacity)
         return tails
 

@@ -21,8 +21,9 @@ from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
 from ...dataflow.views import Views
 from ..bits import first_unequal
+from ..captured import Filling
 from ..check.fills import garbage
-from ..filler import Filler, Filling
+from ..filler import Filler
 from ..stage import NO_SIZES, Stage
 
 VARYING: Final = 8
