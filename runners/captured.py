@@ -1,4 +1,4 @@
-"""What a capture leaves: the graph of a bucket, the order that it was made by, and the clock of its outputs."""
+"""What a capture leaves: the graph of a bucket, and the clock of its outputs."""
 
 import os
 import weakref
@@ -10,13 +10,8 @@ import torch
 
 from ..backends.base import Graph
 from ..dataflow.bucket import Bucket
-from ..dataflow.guard import Guard, own_guard
-from ..dataflow.specialization import keep_newest
 from ..dataflow.views import alias
 from .outputs import live_rows, map_tensors
-
-KEPT: Final = 1024
-"""Live sizes whose outputs one graph remembers, cut."""
 
 
 @attrs.define(eq=False)
@@ -45,27 +40,11 @@ class Captured:
     graph: Graph
     step: Callable[[], Any]
     verified: bool = False
-    _live: dict[int | None, tuple[torch.Tensor, Guard, int]] = attrs.field(factory=dict, init=False)
-    _last: Any = attrs.field(default=None, init=False)
 
     def live(self, rows: int | None) -> Any:
-        """The outputs' first rows, or all of them; never the graph's own tensors, whose shape a caller might change.
-
-        What was handed out before is again, unless the graph has other outputs since, or someone changed it in place.
-        """
-        whole, known = self.graph.outputs, self._live.get(rows)
-        is_last = whole is self._last
-        if known is not None and is_last and known[1](known[0]) and known[0].data_ptr() == known[2]:
-            return known[0]
-        if type(whole) is not torch.Tensor:  # a container may be changed by whoever gets it
-            return map_tensors(whole, alias) if rows is None else live_rows(whole, rows)
-        outputs = alias(whole) if rows is None else whole[:rows]
-        if is_last:
-            keep_newest(self._live, KEPT)[rows] = outputs, own_guard([outputs]), outputs.data_ptr()
-        else:  # a backend may make new ones at each replay, of which nothing is worth keeping
-            self._live.clear()
-            self._last = whole
-        return outputs
+        """The outputs' first rows, or all of them; never the graph's own tensors, whose shape a caller might change."""
+        outputs = self.graph.outputs
+        return map_tensors(outputs, alias) if rows is None else live_rows(outputs, rows)
 
 
 @attrs.define(eq=False)

@@ -3,7 +3,7 @@
 import abc
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -83,8 +83,6 @@ class GraphRunner(Runner[V]):
     """A runner that captures graphs. Subclasses are final, or abstract."""
 
     _is_debugged = False
-    _is_whole: ClassVar[bool] = True
-    """Whether the graph is the whole step, which then computes on the device, and nobody else sees the view."""
 
     def __init__(
         self,
@@ -118,7 +116,7 @@ class GraphRunner(Runner[V]):
         lead, *_ = leading
         self.buckets = buckets
         self._leading = tuple(leading)
-        self._rows_each = rows_each
+        self._rows_each, self.cuts = rows_each, rows_each is not None
         self._sizes = {rows: stage.padded(counts(rows), said) for rows in buckets.sizes}
         self._capacity = self._sizes[buckets.largest]
         config.check(stage.backend.capabilities)
@@ -281,9 +279,9 @@ class GraphRunner(Runner[V]):
         if isinstance(route, Decision):
             return super()._fill_by(route, batch, side, live, absent, whole=whole)
         ready = self.graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=whole)
-        if self._is_whole and whole:
+        if self.is_whole and whole:
             return Filled(None, route, live)
-        if not self._is_whole:
+        if not self.is_whole:
             ready.compute_on_device(batch)
         return Filled(self._viewer(ready)(batch), route, live)
 
@@ -322,7 +320,7 @@ class GraphRunner(Runner[V]):
             graphs=graphs,
             hosts=filler.hosts if filler.hosts.possible else None,
             launch=launch,
-            device=() if self._is_whole else ready.device,
+            device=() if self.is_whole else ready.device,
             holds=self._holds(),
         )
 

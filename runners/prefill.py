@@ -37,7 +37,7 @@ class StackRunner(GraphRunner[V]):
         output_rows: The axis that the rows of outputs follow; None where outputs are handed out whole.
     """
 
-    _is_whole = False
+    is_whole = False
 
     def __init__(
         self,
@@ -70,6 +70,7 @@ class StackRunner(GraphRunner[V]):
             relations={},
             path=boundary.path,
         )
+        self.cuts = output_rows is not None
         if output_rows not in (*axes, None):
             message = (
                 f"output_rows is {output_rows}, which no slot of {stage.declaration.name} has: pass another, or None"

@@ -4,7 +4,7 @@ import abc
 import functools
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, Final, Generic
+from typing import Any, ClassVar, Final, Generic
 
 import attrs
 import torch
@@ -86,7 +86,14 @@ class Runner(Unique, abc.ABC, Generic[V]):
     """Fills a declaration's slots from a batch and runs a step on the view. Subclasses are final, or abstract.
 
     A call is a fill and a replay, and watchers are told of both. A function under torch.compile may call it.
+
+    Attributes:
+        is_whole: Whether its graphs are of whole steps, which then compute on the device, and show nobody the view.
+        cuts: Whether outputs are cut to live rows.
     """
+
+    is_whole: ClassVar[bool] = True
+    cuts: bool = True
 
     def __init__(
         self,
@@ -397,8 +404,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def stats(self) -> Statistics:
         """Its books as plain data: what was counted so far, and some of the times of its fills."""
-        return statistics_of(self.parts)
+        return statistics_of(self.parts.graphs, self._tally, self.coordinator, self._eager.buffers)
 
     def log_stats(self) -> None:
         """One event, `statistics`, with all of them."""
-        log.info("statistics", runner=self.name, **statistics_of(self.parts))
+        log.info("statistics", runner=self.name, **self.stats())

@@ -4,10 +4,11 @@ from typing import Any, TypedDict
 
 import attrs
 
+from ..dataflow.buffers import Buffers
 from .capture import MemoryAccount
-from .coordination import RanksData
-from .decision import TallyData
-from .parts import Parts
+from .coordination import Coordinator, RanksData
+from .decision import Tally, TallyData
+from .graphs import GraphSet
 
 
 class CaptureData(TypedDict):
@@ -38,9 +39,13 @@ class Statistics(TallyData):
     ranks: RanksData
 
 
-def statistics_of(parts: Parts[Any]) -> Statistics:
-    """The books of a runner. They are read as they are, while steps may be under way in another thread."""
-    graphs, tally = parts.graphs, parts.tally
+def statistics_of(
+    graphs: GraphSet[Any] | None, tally: Tally, coordinator: Coordinator, own: Buffers | None
+) -> Statistics:
+    """The books of a runner. They are read as they are, while steps may be under way in another thread.
+
+    own: buffers that steps without a graph fill.
+    """
     lowerings, detours = (graphs.filler.lowered, graphs.filler.detours) if graphs is not None else ({}, {})
     lowered = dict(lowerings)
     if graphs is not None and tally.by_shortcut():
@@ -50,14 +55,13 @@ def statistics_of(parts: Parts[Any]) -> Statistics:
         **tally.as_data(),
         "lowerings": lowered,
         "detours": dict(detours),
-        "memory": _memory(parts),
-        "capture": _capture(parts),
-        "ranks": parts.coordinator.as_data(),
+        "memory": _memory(graphs, own),
+        "capture": _capture(graphs),
+        "ranks": coordinator.as_data(),
     }
 
 
-def _memory(parts: Parts[Any]) -> dict[str, int]:
-    graphs, own = parts.graphs, parts.eager.buffers
+def _memory(graphs: GraphSet[Any] | None, own: Buffers | None) -> dict[str, int]:
     eager = own.nbytes if own is not None else 0
     if graphs is None:
         account, eager = MemoryAccount(inputs=eager, graphs=0, outputs=0), 0
@@ -66,8 +70,7 @@ def _memory(parts: Parts[Any]) -> dict[str, int]:
     return {**attrs.asdict(account), "eager": eager, "total": account.total + eager}
 
 
-def _capture(parts: Parts[Any]) -> CaptureData:
-    graphs = parts.graphs
+def _capture(graphs: GraphSet[Any] | None) -> CaptureData:
     report = graphs.report if graphs is not None else None
     if graphs is None or report is None:
         return {"buckets": [], "failed": {}, "graphs": 0, "seconds": 0.0, "driver": 0}

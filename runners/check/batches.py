@@ -13,7 +13,6 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.sampling import NO_VALUES, Values, sample_batch
 from ...dataflow.sources import NO_SIDE, Side
 from ..parts import Parts
-from ..prefill import StackRunner
 from ..runner import Runner
 
 Batches: TypeAlias = Callable[[int, torch.Generator], Any] | Iterable[Any]
@@ -58,7 +57,7 @@ def batches_of(
         generator = torch.Generator().manual_seed(seed + number)
         if callable(batches):
             return _paired(batches(rows, generator))
-        lead = TOKENS if isinstance(runner, StackRunner) else BATCH
+        lead = BATCH if runner.is_whole else TOKENS
         return _drawn(parts, lead, bucket, rows, absent, values, generator)
 
     patterns = [_ALL] if callable(batches) else sorted(parts.patterns, key=sorted)

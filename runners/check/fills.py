@@ -14,7 +14,6 @@ from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Keep, Once, Pad
 from ..bits import first_unequal
-from ..prefill import StackRunner
 from .batches import CheckedBatch
 from .comparison import live_part, step_of
 from .report import Finding
@@ -72,7 +71,7 @@ def is_filled(subject: Subject[Any], name: str) -> bool:
     """Whether a fill has written all of a slot. What the device computes follows with a whole step's graph."""
     declaration = subject.parts.stage.declaration
     computed = declaration.slots[name].computes() is not None
-    return isinstance(subject.runner, StackRunner) or not (computed and declaration.side(name) == DEVICE)
+    return not subject.runner.is_whole or not (computed and declaration.side(name) == DEVICE)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from ...dataflow.errors import ReplayError
 from ...dataflow.slots import Output, Slot
 from ...dataflow.tails import Keep, Pad
 from ..bits import first_unequal
-from ..prefill import StackRunner
 from .batches import CheckedBatch
 from .comparison import Mismatch, copies, mismatches
 from .fills import unlike_oracle
@@ -223,10 +222,7 @@ def _changed(apart: Mismatch) -> str:
 
 
 def _hands_out_padding(trial: Trial[Any]) -> bool:
-    runner, graphs = trial.runner, trial.parts.graphs
-    if isinstance(runner, StackRunner):
-        return runner.output_rows is None
-    return graphs is not None and graphs.rows_each is None
+    return trial.parts.graphs is not None and not trial.runner.cuts
 
 
 def _is_whole(poison: torch.Tensor) -> bool:
