@@ -21,8 +21,7 @@ import torch
 from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.guard import below_modes
 from .base import NO_PARAMETERS, Capabilities, Graph, Interruption, mode_of
-from .faults import raised_by_step
-from .host import LOWERINGS, HostBackend
+from .cpu import LOWERINGS, HostBackend, raised_by_step
 from .operators import tensors_in
 from .recorder import Call, Recorder, active_recorder, plainly
 
@@ -150,6 +149,3 @@ class CpuCaptureBackend(HostBackend):
         """Call it as it is, here and in each replay; outside a capture, once."""
         recorder = active_recorder()
         return run(None) if recorder is None else recorder.interrupt(run)
-
-
-Adapter = CpuCaptureBackend

@@ -61,6 +61,13 @@ class OperatorWatch(TorchDispatchMode, abc.ABC):  # type: ignore[no-untyped-call
 
     supports_higher_order_operators = True  # torch would refuse them without a way out
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __init_subclass__(cls) -> None:
+        """As torch has it, which gives it no type."""
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """No, or the first operator would import the compiler, which takes a second."""
