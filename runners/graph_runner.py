@@ -17,10 +17,10 @@ from ..dataflow.plan import FillPlan
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from ..dataflow.specialization import Specialization
+from ..dataflow.specialization import Run, Specialization, Specializations
 from ..dataflow.turns import BufferTurn
 from .arguments import checked_names, patterns_of
-from .bound import BoundSteps, Holds, Run, bind
+from .bound import Holds, bind
 from .buckets import Buckets, Router
 from .capture import CaptureReport
 from .captured import Captured
@@ -156,8 +156,8 @@ class GraphRunner(Runner[V]):
     def graphs(self) -> GraphSet[V]:
         """The captured buckets, and the buffers that they read; those of a pool are laid out when first asked for."""
         config, buffers, sizes = self.config, self.seat.buffers(), list(self._sizes.values())
-        filled = self.stage, buffers, self._lowering, sizes
-        return self._graph_set(buffers, Filler(*filled, modes=config.modes, error_mode=config.error_mode))
+        made, mode = (self.stage, buffers, self._lowering, sizes), config.error_mode
+        return self._graph_set(buffers, Filler(*made, modes=config.modes, error_mode=mode, table=self._table))
 
     @functools.cached_property
     def _router(self) -> Router:
@@ -167,7 +167,8 @@ class GraphRunner(Runner[V]):
 
     @functools.cached_property
     def _eager(self) -> Eagerly[V]:  # pyright: ignore[reportIncompatibleMethodOverride] - a property that is kept
-        return Eagerly(self.stage, self.name, self._size, carry=self._carry, buffers=self.graphs.buffers)
+        made = self.stage, self.name, self._size
+        return Eagerly(*made, carry=self._carry, buffers=self.graphs.buffers, table=self._table)
 
     @property
     def _turn(self) -> BufferTurn:
@@ -200,11 +201,11 @@ class GraphRunner(Runner[V]):
             for watcher in watchers_of(self, modes):
                 self.watch.add(watcher)
 
-    def _bound_steps(self) -> BoundSteps | None:
+    def _bound_steps(self) -> Specializations | None:
         """None where other ranks are asked before each step, a debug mode looks at it, or fills go slot by slot."""
         if "graphs" not in vars(self) or self.config.modes or not self.coordinator.quiet:
             return None
-        return None if self.lowering == "slot_by_slot" else BoundSteps(self.stage.declaration, self._size)
+        return None if self.lowering == "slot_by_slot" else self._table
 
     @property
     def report(self) -> CaptureReport | None:
@@ -293,12 +294,10 @@ class GraphRunner(Runner[V]):
         self._tally.replayed(route.rows, filled.rows)
         return outputs
 
-    def _found(self, filled: Filled[V], absent: Absent) -> Specialization | None:
-        route = filled.route
-        if isinstance(route, Captured):
-            return route.filling.bucket.latest(filled.live[:-1], absent)
-        # where fields decide, the next batch like this one may take a graph
-        return None if self._router.decides_by_fields else super()._found(filled, absent)
+    def _repeats(self, filled: Filled[V]) -> bool:
+        # where fields decide, the next batch like one that took no graph may take one
+        by_fields = self._router.decides_by_fields
+        return isinstance(filled.route, Captured) or (not by_fields and super()._repeats(filled))
 
     def _short(self, found: Specialization, filled: Filled[V], *, whole: bool) -> Run:
         captured, graphs, ready = filled.route, self.graphs, found.ready

@@ -1,7 +1,6 @@
 """The base of all runners: one step from the batch to the outputs, and what can be asked of any runner."""
 
 import abc
-import functools
 import time
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Final, Generic
@@ -17,9 +16,9 @@ from ..dataflow.limits import Limits
 from ..dataflow.sampling import sample_batch
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from ..dataflow.specialization import Specialization
+from ..dataflow.specialization import MISS, Run, Specialization, Specializations
 from ..dataflow.turns import BufferTurn
-from .bound import MISS, BoundSteps, Holds, Run, bind
+from .bound import Holds, bind
 from .captured import Captured
 from .config import RunnerConfig
 from .coordination import Coordinator, Live
@@ -126,7 +125,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self._axes = len(stage.declaration.varying)
         self._tally = Tally(path)
         self._gate = Gate(self.name)
-        self._bound: BoundSteps | None = None
+        self._table = Specializations(stage.declaration, size)
+        self._bound: Specializations | None = None
         self._filled: Filled[V] | None = None
         self._others = 0
 
@@ -317,24 +317,23 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self._tally.fell_back(filled.route, filled.rows)  # type: ignore[arg-type] # or why there is no graph
         return outputs
 
-    def _learn(self, bound: BoundSteps, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:
+    def _learn(self, bound: Specializations, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:
         """Let the next batch like this one take the short way, of which other ranks are told where they run it too."""
-        found, told = self._found(filled, self.stage.absent(batch, side)), self.coordinator.repeated
-        if found is not None:
-            short = functools.partial(self._short, found, filled, whole=whole)
-            bound.learn(batch, side, found, lambda: told(short(), filled.live) if whole else short(), whole=whole)
+        found = bound.latest(batch, side) if self._repeats(filled) else None
+        if found is not None and not found.is_bound(whole=whole):
+            run = self._short(found, filled, whole=whole)
+            found.bound[whole] = self.coordinator.repeated(run, filled.live) if whole else run
 
-    def _found(self, filled: Filled[V], absent: Absent) -> Specialization | None:
-        """What filled the slots: here those of a step without a graph. None where no step goes as this one."""
+    def _repeats(self, filled: Filled[V]) -> bool:
+        """Whether a step may go as this one did: here one without a graph."""
         eager, route = self._eager, filled.route
-        if eager.held is None or not eager.repeats or not isinstance(route, Decision) or route.why == "width_differs":
-            return None
-        return eager.held.latest(eager.own(filled.live[: self._axes]), absent)
+        is_eager = isinstance(route, Decision) and route.why != "width_differs"
+        return is_eager and eager.repeats and eager.held is not None
 
     def _short(self, found: Specialization, filled: Filled[V], *, whole: bool) -> Run:
         """Make a step, or a fill where it is not `whole`, that goes as this one did: here without a graph."""
         eager, ready, route, live, rows = self._eager, found.ready, filled.route, filled.live, filled.rows
-        held, hosts, counted = eager.held, eager.hosts(), self._tally.reasons[route.why]  # type: ignore[union-attr] # see `_found`
+        held, hosts, counted = eager.held, eager.hosts(), self._tally.reasons[route.why]  # type: ignore[union-attr] # see `_repeats`
         show, run = eager.stage.viewer(ready), eager.repeated()
 
         def finish(batch: Any) -> Any:
@@ -346,7 +345,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return bind(
             found,
             finish if whole else lambda batch: Filled(show(batch), route, live),
-            turn=held.buffers.turn,  # type: ignore[union-attr] # there is one, or nothing was found
+            turn=held.buffers.turn,  # type: ignore[union-attr] # see `_repeats`
             times=counted.times,
             graphs=self.parts.graphs,
             hosts=hosts if hosts.possible else None,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...backends.recorder import written
+from ...backends.operators import written
 from ...dataflow.binding import span
 from ...dataflow.errors import CaptureError, SlotGraphError
 from ..running import Running, running
