@@ -3,19 +3,19 @@
 import contextlib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import attrs
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...backends.operators import written
+from ...backends.operators import OperatorWatch, is_plain, tensors_in, written
 from ...dataflow.binding import span
 from ...dataflow.errors import CaptureError, SlotGraphError
 from ..running import Running, running
 
+T = TypeVar("T")
 _DEPTH: Final = 5
 """How far into an object tensors are looked for."""
 _CLOSED: Final = (nn.Module, type, types.ModuleType, types.FunctionType)
@@ -28,19 +28,17 @@ _FIXED: Final = frozenset({"device", "dtype", "layout", "ndim", "dim", "is_cuda"
 class Use:
     """What graphs do with the arguments of the captured part: places of those that they read, and write."""
 
-    read: frozenset[int] = frozenset()
-    written: frozenset[int] = frozenset()
+    read: set[int] = attrs.field(factory=set)
+    written: set[int] = attrs.field(factory=set)
 
 
-class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Looks at every operator outside of breaks.
+class ReadWatch(OperatorWatch):
+    """Looks at every operator outside of breaks, and notes its use of what it was given.
 
     forbidden: slots over requests, by name: a graph that reads one holds for one number of requests alone.
     given: tensors that came with the arguments of the captured part, and their places. breaks: names of operators that
     will be breaks, and are none yet.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -48,55 +46,37 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         given: Iterable[tuple[int, torch.Tensor]],
         breaks: frozenset[str] = frozenset(),
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
+        self.use = Use()
         self._breaks = breaks
         self._forbidden = [(*span(tensor), name) for name, tensor in forbidden.items() if tensor.numel()]
         self._given = [(*span(tensor), place) for place, tensor in given if tensor.numel()]
-        self._read: set[int] = set()
-        self._written: set[int] = set()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No, or the first operator would import the compiler, which takes a second."""
-        return False
-
-    @property
-    def use(self) -> Use:
-        """What was seen of the arguments."""
-        return Use(frozenset(self._read), frozenset(self._written))
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note what an operator reads and writes, and run it. CaptureError where no graph may read that."""
-        del types
-        step, named = running(), dict(kwargs or {})
+        step, name = running(), operator_name(operator)
         if step is None or step.inside is not None:
-            return func(*args, **named)
-        name = operator_name(func)
+            return operator(*args, **kwargs)
         if name in self._breaks:
             with _inside(step, name):
-                return func(*args, **named)
-        for tensor in _tensors_in((args, named)):
-            self._check(tensor, name)
-            self._read.update(self._places(tensor))
-        for tensor in written(func, args, named) if isinstance(func, torch._ops.OpOverload) else ():  # noqa: SLF001 - it has no public name
-            self._written.update(self._places(tensor))
+                return operator(*args, **kwargs)
+        taken = tensors_in((args, kwargs))
+        for slot in _at(taken, self._forbidden):
+            raise CaptureError(_reads(name, slot))
+        self.use.read.update(_at(taken, self._given))
+        if is_plain(operator):
+            self.use.written.update(_at(written(operator, args, kwargs), self._given))
         step.operator = name
         try:
-            return func(*args, **named)
+            return operator(*args, **kwargs)
         finally:
             step.operator = None
 
-    def _check(self, tensor: torch.Tensor, operator: str) -> None:
-        address = tensor.data_ptr()
-        for low, high, name in self._forbidden:
-            if low <= address < high:
-                raise CaptureError(_reads(operator, name))
 
-    def _places(self, tensor: torch.Tensor) -> Iterator[int]:
-        address = tensor.data_ptr()
-        return (place for low, high, place in self._given if low <= address < high)
+def _at(tensors: Iterable[torch.Tensor], known: Sequence[tuple[int, int, T]]) -> Iterator[T]:
+    """What lies where one of these tensors begins."""
+    for address in [tensor.data_ptr() for tensor in tensors if tensor.numel()]:
+        yield from (what for low, high, what in known if low <= address < high)
 
 
 class Fenced(torch.Tensor):
@@ -172,21 +152,15 @@ def tensors_within(holder: Any) -> Iterator[torch.Tensor]:
             todo += [(inner, depth + 1) for inner in parts_of(one)]
 
 
-def parts_of(holder: Any) -> Iterator[Any]:
+def parts_of(holder: Any) -> list[Any]:
     """What an object holds, one level down."""
     if isinstance(holder, Mapping):
-        yield from holder.values()
-    elif isinstance(holder, list | tuple | set):
-        yield from holder
-    else:
-        yield from getattr(holder, "__dict__", {}).values()
-        for kind in type(holder).__mro__:
-            slots = kind.__dict__.get("__slots__", ())
-            yield from (getattr(holder, name, None) for name in ([slots] if isinstance(slots, str) else slots))
-
-
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.numel())
+        return [*holder.values()]
+    if isinstance(holder, list | tuple | set):
+        return [*holder]
+    slots = [kind.__dict__.get("__slots__", ()) for kind in type(holder).__mro__]
+    names = [name for some in slots for name in ([some] if isinstance(some, str) else some)]
+    return [*getattr(holder, "__dict__", {}).values(), *(getattr(holder, name, None) for name in names)]
 
 
 def _name_of(func: Callable[..., Any]) -> str:

@@ -5,7 +5,6 @@ import functools
 import inspect
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 import slotgraph
 from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
-from slotgraph.config import Buckets, RunnerConfig
+from slotgraph.config import Buckets
 from slotgraph.dataflow.errors import BatchError, ConfigError, DeclarationError, SlotGraphError
 from slotgraph.dataflow.sources import Source
 from slotgraph.extend import side
@@ -79,11 +78,6 @@ USED: dict[str, set[str]] = {
 
 FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "advances", "relations", "absent"}
 """Arguments that some runners have and others do not."""
-
-
-def test_every_option_is_looked_at() -> None:
-    """No option is left out of these tests, and each is of use to some runner."""
-    assert {*RunnerConfig.options()} - {"backend"} == {*SUITABLE} == {*WRONG} == set().union(*USED.values())
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -376,18 +370,6 @@ def test_known_side_arguments_are_taken(way: str, runners: dict[str, Any]) -> No
     beside = {"proxies": None, "window_lens": torch.ones(3, dtype=torch.int64)}
     for name in RUNNERS:
         WAYS[way](runners[name], batch_of(name, 3, 5), **beside)
-
-
-@pytest.mark.parametrize("name", RUNNERS)
-def test_a_watched_runner_refuses_as_well(name: str, tmp_path: Path) -> None:
-    """Who records a runner's steps records none that was refused for its call."""
-    runner = captured(name)
-    with slotgraph.record(runner, tmp_path / "steps.safetensors"):
-        for way in ("call", "fill", "decide"):
-            with pytest.raises(BatchError, match="did you mean 'proxies'"):
-                WAYS[way](runner, batch_of(name, 2, 1), proxy=None)
-        right = tensors_of(runner(batch_of(name, 2, 1)))
-    assert all(map(torch.equal, tensors_of(runner(batch_of(name, 2, 1))), right))
 
 
 def test_side_arguments_are_read() -> None:

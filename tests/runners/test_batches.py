@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, BreakableRunner, DecodeRunner, EagerRunner, Inputs, computed, copied, errors
+from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, computed, copied, errors
 from slotgraph.dataflow.errors import BatchError, ComputeError, MissingSourceError
 from slotgraph.errors import SlotGraphError
 from tests.runners.models import (
@@ -26,7 +26,6 @@ from tests.runners.models import (
     same_batch,
     snapshot,
 )
-from tests.runners.prefilled import Around
 from tests.strategies import declaration_of
 
 SLOTS = ("ids", "places", "weights", "pairs")
@@ -349,27 +348,6 @@ def test_two_against_two(right: int, wrong: int) -> None:
         with pytest.raises(errors.BatchError, match="one of them is wrong") as caught:
             runner(rows_batch(rows, torch.Generator().manual_seed(right)))
         assert all(f"{rows[name]} off slot {name!r}" in str(caught.value) for name in NAMES)
-
-
-class Prefilled(Inputs):
-    """What a breakable runner's step reads, and one source more that tells its tokens."""
-
-    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    tables: torch.Tensor = copied(TOKENS, 2, dtype=torch.int64, pad=0)
-
-
-def test_a_prefill_runner_blames_it_too() -> None:
-    """In its graphs' buckets and beyond them."""
-    model = Around(lambda hidden, _: hidden + 1)
-    runner = BreakableRunner(Prefilled, model, stack="inner", buckets=[8], backend="cpu-capture")
-    runner.capture()
-    for short, tokens in ((3, 4), (3, 12), (12, 4)):
-        ids, rows = torch.arange(1, short + 1), torch.arange(1, tokens + 1)
-        with pytest.raises(
-            errors.BatchError, match=f"^slot 'input_ids': expected a size of {tokens} on dim 0.*{short}$"
-        ):
-            runner({"input_ids": ids, "positions": rows, "tables": torch.stack([rows, rows], 1)})
 
 
 class Nested(Inputs):

@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, Inputs, standard
+from slotgraph import BATCH, standard
 from slotgraph.backends import load
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
-from slotgraph.runners.watching import Watcher
 from slotgraph.speculative import WIDTH, DraftExtendRunner
 from tests.runners.models import Batch, same_batch, snapshot
 
@@ -135,23 +134,3 @@ def test_a_row_a_token_is_no_row_a_request(cpu: str) -> None:
     batch = batch_of(3, 2, 1)
     assert torch.equal(runner(batch)[:6], batch["input_ids"] + 1)
     assert BATCH in runner.stage.declaration.varying
-
-
-def test_watchers_are_told_once(cpu: str) -> None:
-    """The runner is made of another one with the same watchers, which hear of each fill and replay once."""
-    told: list[str] = []
-
-    class Telling(Watcher):
-        def filled(self, view: Inputs) -> None:
-            told.append(f"filled {type(view).__name__}")
-
-        def replayed(self, view: Inputs, outputs: Any) -> Any:
-            told.append(f"replayed {type(view).__name__}")
-            return outputs
-
-    runner, watcher = captured(cpu, 3), Telling()
-    runner.watch.add(watcher)
-    runner(batch_of(2, 3, 1))
-    runner.replay(runner.fill(batch_of(3, 3, 2)))
-    runner.watch.remove(watcher)
-    assert told == ["filled ExtendInputs", "replayed ExtendInputs"] * 2

@@ -25,12 +25,9 @@ from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, ConfigError, DeclarationError, MissingSourceError, ReplayError
 from slotgraph.runners.eager import NO_COPY_VARIABLE
-from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
 from tests.runners.models import PlainInputs, assert_right, bytes_of, memory_of, plain_step, random_batch, snapshot
 from tests.runners.prefilled import KINDS, Model, Prefill, runner_of
 from tests.runners.prefilled import batch_of as prefill_batch
-from tests.runners.standard.batches import batch_of as standard_batch
-from tests.runners.standard.batches import fixed_of, sizes_of
 
 PAGES = Axis("PAGES")
 
@@ -285,37 +282,6 @@ def test_prefill_runners(backend: Backend, kind: str) -> None:
         runner.replay(view)
     with pytest.raises(MissingSourceError, match="slot 'count' is carried from the batch, which has none"):
         runner(prefill_batch([9], 1, backend.device))
-
-
-class DraftCounted(standard.DraftInputs, standard.DataParallelGathered):
-    """A draft whose ranks gather."""
-
-
-class ExtendCounted(standard.DraftExtendInputs, standard.DataParallelGatheredExtend):
-    """A draft-extend whose ranks gather."""
-
-
-class LayersCounted(standard.MultiLayerDraftExtendInputs, standard.DataParallelGatheredExtend):
-    """The same, a layer a step."""
-
-
-@pytest.mark.parametrize("inputs", [DraftCounted, ExtendCounted, LayersCounted])
-def test_runners_of_speculation(backend: Backend, inputs: type[Inputs]) -> None:
-    """Each runner that is made of a decode runner hands `carry` on."""
-    sizes, carry = fixed_of(inputs), ("global_num_tokens", "global_num_tokens_for_logprob")
-    given: dict[str, Any] = {"sizes": sizes, "carry": carry, "buckets": [4], "graphs": False, "backend": backend}
-    runner: Any
-    if inputs is DraftCounted:
-        runner = DraftRunner(inputs, lambda *_: None, topk=2, steps=3, **given)  # type: ignore[arg-type]
-    elif inputs is ExtendCounted:
-        runner = DraftExtendRunner(inputs, lambda view: view, width=2, **given)
-    else:
-        runner = MultiLayerDraftExtendRunner(inputs, [lambda view, _: view], width=2, **given)
-    runner.capture()
-    batch, _ = standard_batch(inputs.slotgraph, sizes_of(inputs, 3, 2), 5, device=str(backend.device))
-    counts = torch.tensor([41, 43], dtype=torch.int32, device=backend.device)
-    view = runner.fill({**batch, carry[0]: counts, carry[1]: counts + 1})
-    assert (view.global_num_tokens.tolist(), view.global_num_tokens_for_logprob.tolist()) == ([41, 43], [42, 44])
 
 
 class Switched(Inputs):

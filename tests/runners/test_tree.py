@@ -256,12 +256,3 @@ def test_a_tree_of_too_many_nodes(count: int) -> None:
     frontier, _ = grown(2, 3, 2, 0)
     with pytest.raises(ValueError, match=r"a tree of -?\d+ nodes was asked for: this draft has 1 to 13"):
         best_tree(frontier.drafts(), torch.tensor([1, 2]), count)
-
-
-def test_likeliest_tokens() -> None:
-    """Probabilities in float32, the best first, whatever the logits' dtype."""
-    logits: Any = torch.tensor([[0.5, 3.0, -1.0, 2.0]], dtype=torch.bfloat16)
-    shares, tokens = top_tokens(logits, 2)
-    total = sum(math.exp(value) for value in (0.5, 3.0, -1.0, 2.0))
-    assert (shares.dtype, tokens.tolist()) == (torch.float32, [[1, 3]])
-    torch.testing.assert_close(shares, torch.tensor([[math.exp(3) / total, math.exp(2) / total]]))

@@ -102,18 +102,6 @@ def test_arguments_that_change(at_capture: Any, later: Any, said: str) -> None:
     assert torch.equal(runner(batch), before)
 
 
-def test_a_step_with_other_keywords(backend: Backend) -> None:
-    """A keyword that is new, or left out, is another structure."""
-    more: list[dict[str, Any]] = [{}]
-    outer = lambda view, hidden, inner: inner(hidden, view, **more[0])  # noqa: E731
-    runner, eager = around(lambda hidden, view, **_: scaled(hidden, view), backend, outer)
-    more[0] = {"late": True}
-    with pytest.raises(errors.ReplayError, match="the stack was called with other arguments than at capture"):
-        runner(batch_of([2], 1, backend.device))
-    more[0] = {}
-    assert_equal(runner, eager, backend.device)
-
-
 @pytest.mark.parametrize("kind", [Pool, Slotted])
 def test_object_that_lives_on(backend: Backend, kind: Any) -> None:
     """Graphs may read and write a tensor of an object that is the same in each step: a cache."""

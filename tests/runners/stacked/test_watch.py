@@ -3,26 +3,15 @@
 import contextlib
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
-import attrs
 import pytest
 import torch
-from torch import nn
 
 from slotgraph import current_view, errors
 from slotgraph.runners.running import RUNNING, Running
-from slotgraph.runners.stacked.watch import Fenced, ReadWatch, tensors_within
+from slotgraph.runners.stacked.watch import Fenced, ReadWatch
 from tests.runners.prefilled import Prefill
-
-
-@attrs.define
-class Node:
-    """An object with slots instead of a dict, which may lead back to itself."""
-
-    tensor: torch.Tensor
-    further: list[Any] = attrs.field(factory=list)
 
 
 def view_of() -> Prefill:
@@ -56,26 +45,6 @@ def test_reads_and_writes() -> None:
         torch.add(one, two, out=five)
     assert watch.use.read == {0, 1, 2, 3, 4}
     assert watch.use.written == {3, 4}
-
-
-def test_nothing_is_noted_elsewhere() -> None:
-    """Outside of steps and within breaks everything may be read."""
-    slot = torch.rand(3)
-    with ReadWatch({"slot": slot}, [(0, slot)]) as watch:
-        slot.sum()
-        with while_running(Running(view_of(), inside="a break")):
-            slot.sum()
-    assert watch.use.read == frozenset()
-
-
-def test_forbidden_slots() -> None:
-    """A slot over requests is found by its address, whoever made the view of it; empty ones are nowhere."""
-    slot, empty = torch.rand(5, 2), torch.empty(0)
-    with while_running(Running(view_of())), ReadWatch({"empty": empty, "lengths": slot}, []):
-        torch.rand(3).add(1)
-        torch.cat([empty, torch.rand(3)])
-        with pytest.raises(errors.CaptureError, match=r"aten::slice reads slot 'lengths', whose rows are"):
-            slot[2:, 1].sum()
 
 
 def test_operator_that_asks_for_the_view() -> None:
@@ -131,15 +100,3 @@ def test_fence() -> None:
     for use in uses:
         with pytest.raises(errors.CaptureError, match="reads slot 'lengths', whose rows are requests, outside"):
             use()
-
-
-def test_tensors_within() -> None:
-    """Tensors are found in attributes, slots and containers, a few levels down; modules are not looked into."""
-    found = [torch.rand(1) for _ in range(5)]
-    node = Node(found[0], [(found[1],), {"a": Node(found[2])}, nn.Linear(1, 1), torch, len, "text"])
-    node.further.append(node)
-    holder = SimpleNamespace(node=node, more={"tensor": found[3]}, deep=[[[[[[found[4]]]]]]])
-    assert {id(tensor) for tensor in tensors_within(holder)} == {id(found[place]) for place in range(4)}
-    assert {id(tensor) for tensor in tensors_within(node)} == {id(found[place]) for place in range(3)}
-    assert list(tensors_within(nn.Linear(2, 2))) == []
-    assert list(tensors_within(found[0])) == [found[0]]
