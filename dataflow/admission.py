@@ -160,7 +160,7 @@ def fits(want: Wanted, source: Any, shape: tuple[int, ...]) -> bool:
     if not isinstance(source, torch.Tensor) or source.shape != shape:
         return False
     there = source.device == want.device or (source.is_cpu and want.slot.placement == DEVICE)
-    return there and want.takes(source.dtype) and (source.is_contiguous() or want.slot.takes_strided())
+    return there and want.takes(source.dtype) and (source.is_contiguous() or want.slot.strided)
 
 
 def _missing(want: Wanted) -> str:
@@ -187,6 +187,6 @@ def _faults(want: Wanted, source: Any, fact: Fact) -> Iterator[str]:
         yield f"{wanted}, got a tensor on {source.device}; move it there first"
     if tuple(source.shape) != shape:
         yield f"{wanted} ({', '.join(map(str, slot.shape))}), got shape {list(source.shape)}"
-    elif not slot.takes_strided() and not source.is_contiguous():
+    elif not slot.strided and not source.is_contiguous():
         strides = list(source.stride())
         yield f"{wanted}, contiguous, got one with strides {strides}; pass `.contiguous()`, or declare strided=True"

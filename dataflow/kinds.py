@@ -115,7 +115,7 @@ def _plain(dtype: torch.dtype) -> Kind:
 def _pace(want: Wanted, source: torch.Tensor) -> int | None:
     """How far apart the rows are that the kernel reads; None of a dense tensor, and of one that it cannot read."""
     varying = want.slot.varying
-    if source.is_contiguous() or not varying or not want.slot.takes_strided():
+    if source.is_contiguous() or not varying or not want.slot.strided:
         return None
     return row_stride(source, varying[0])
 

@@ -86,7 +86,7 @@ class Limits:
         found = tuple(
             Limit(name, source, str(most), most.at(sizes), slot.placement == HOST, len(slot.shape))
             for name, slot in declaration.slots.items()
-            if (most := slot.most()) is not None and (source := slot.reads(name)) is not None
+            if (most := slot.limit) is not None and (source := slot.reads(name)) is not None
         )
         return cls(found) if found else None
 

@@ -45,7 +45,7 @@ def assert_fill_equals_oracle(
     """
     ground = Ground.of(inputs, backend, max_sizes, settings, relations)
     capabilities = ground.backend.capabilities
-    wild = {name: noise for name in ground.unread if ground.declaration.slots[name].most() is None}
+    wild = {name: noise for name in ground.unread if ground.declaration.slots[name].limit is None}
     for lowering in lowerings or capabilities.lowerings:
         _hold(ground, lowering, {**wild, **values}, least, max_examples)
 
