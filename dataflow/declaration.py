@@ -85,8 +85,11 @@ class Declaration:
             return
         unknown = min(set(side) - self.arguments)
         known = ", ".join(map(repr, sorted(self.arguments))) or "none"
-        hint = did_you_mean(unknown, self.arguments) or f"; the side arguments that its slots read are: {known}"
-        message = f"{self.name}: no slot reads the side argument {unknown!r}{hint}"
+        hint = (
+            did_you_mean(unknown, self.arguments).removeprefix("; ")
+            or f"the side arguments that its slots read are: {known}"
+        )
+        message = f"{self.name}: no slot reads the side argument {unknown!r}: {hint}"
         raise BatchError(message)
 
     def given(self, step: Step) -> dict[str, Any]:

@@ -226,7 +226,7 @@ def _dropped_by_bases(cls: type) -> frozenset[str]:
 
 def _parameter_faults(cls: type) -> Faults:
     """What is wrong with the parameters that slots were declared with."""
-    words = dict.fromkeys((copied, host_parameter, computed, constant, staged, output, slot))
+    words: tuple[Any, ...] = (copied, host_parameter, computed, constant, staged, output, slot)
     for field in _attributes(cls):
         for fault in field.metadata.get(FAULTS, ()):
             yield field.name, fault

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .admission import has_memory
 from .axes import Sizes
 from .capabilities import HOST
 from .declaration import Declaration
 from .errors import BatchError
 from .hostdata import HOST_KINDS, unnested
-from .readable import has_memory
 from .sources import NO_SIDE, Side, Source
 
 _PLAIN: Final = (int, float)

@@ -115,20 +115,20 @@ def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
     for kind in (int, bool, str):
         converter.register_structure_hook(kind, _expect)
-    for kind in (float, Number):
-        converter.register_structure_hook(kind, _number_from_data)
+    converter.register_structure_hook(float, _number_from_data)
+    converter.register_structure_hook(Number, _number_from_data)
     converter.register_unstructure_hook(float, lambda value: value if math.isfinite(value) else str(value))
     converter.register_structure_hook(torch.dtype, lambda value, _: dtype_from_text(_expect(value, str)))
     converter.register_unstructure_hook(torch.dtype, dtype_text)
-    converter.register_unstructure_hook_func(lambda kind: typing.get_origin(kind) is frozenset, sorted)
-    converter.register_unstructure_hook_func(_is_tuple, lambda values: [converter.unstructure(one) for one in values])
-    converter.register_structure_hook_factory(_is_tuple, _tuple_hook)
+    converter.register_unstructure_hook_func(_is(frozenset), sorted)
+    converter.register_unstructure_hook_func(_is(tuple), lambda values: [converter.unstructure(one) for one in values])
+    converter.register_structure_hook_factory(_is(tuple), _tuple_hook)
     converter.register_structure_hook_factory(attrs.has, _record_hook)
     return converter
 
 
-def _is_tuple(kind: Any) -> bool:
-    return typing.get_origin(kind) is tuple
+def _is(box: Any) -> Callable[[Any], bool]:
+    return lambda kind: typing.get_origin(kind) is box
 
 
 _CONVERTER: Final = _converter()

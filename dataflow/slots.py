@@ -76,6 +76,16 @@ def argument_of(value: str | None) -> str | None:
     return value
 
 
+def limit_of(value: object) -> Dim | None:
+    """A whole number, an axis or an expression; None for no limit."""
+    return None if value is None else Dim.of(value)
+
+
+def starts_of(value: PadValue | None) -> PadValue | None:
+    """A value, or None for the tail's."""
+    return None if value is None else pad_value(value)
+
+
 def poison_of(value: Poison | None) -> Poison | None:
     """A tuple of values, "stale", or None."""
     if value is None or (isinstance(value, str) and value == STALE):
@@ -197,7 +207,7 @@ class Padded(Slot):
     """
 
     pad: Tail | None = attrs.field(default=None, converter=tail_of)
-    starts: PadValue | None = attrs.field(default=None, converter=attrs.converters.optional(pad_value))
+    starts: PadValue | None = attrs.field(default=None, converter=starts_of)
     poison: Poison | None = attrs.field(default=None, converter=poison_of)
 
     def rule(self) -> Tail | None:
@@ -231,7 +241,7 @@ class Copied(Padded):
     source: Source | None = attrs.field(default=None, converter=optional_source)
     strided: bool = attrs.field(default=False, converter=flag)
     converts: tuple[torch.dtype, ...] = attrs.field(default=(), converter=dtypes_of)
-    limit: Dim | None = attrs.field(default=None, converter=lambda value: None if value is None else Dim.of(value))
+    limit: Dim | None = attrs.field(default=None, converter=limit_of)
 
     def reads(self, name: str) -> Source | None:
         """The declared source, else the slot's own name."""

@@ -363,7 +363,7 @@ def test_an_unknown_side_argument_is_refused(way: str, runners: dict[str, Any], 
     view = runner.fill(batch)
     other, value = batch_of(name, 2, seed), data.draw(st.sampled_from([None, 8, {"hidden": torch.ones(2, WIDE)}]))
     known = {} if way != "fill" or data.draw(st.booleans()) else {"proxies": None}
-    with pytest.raises(BatchError, match=f"no slot reads the side argument '{unknown}'; did you mean '{meant}'"):
+    with pytest.raises(BatchError, match=f"no slot reads the side argument '{unknown}': did you mean '{meant}'"):
         WAYS[way](runner, other, **{unknown: value}, **known)
     assert all(map(torch.equal, tensors_of(runner.replay(view)), right))
     with pytest.raises(BatchError, match="'bucket': the side arguments that its slots read are: 'proxies', 'window_l"):
