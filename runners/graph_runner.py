@@ -24,13 +24,13 @@ from .decision import Decision, Path
 from .eagerly import Eagerly
 from .filler import Filler
 from .graphs import GraphSet
-from .modes import watchers_of
 from .parts import Parts
 from .pool import Bindings, Phase, Seat
 from .ranks.agreement import coordinator_of
 from .router import Router
 from .runner import Filled, Runner
 from .stage import Stage, V
+from .watching import watchers_of
 
 
 class GraphRunner(Runner[V]):

@@ -29,9 +29,9 @@ from .capture import (
     warn_of_many,
 )
 from .captured import FORKS, Captured, Order, clock_of
+from .config import ADDRESSES, GENERATIONS
 from .filler import Filler, Filling
 from .holdings import Holdings
-from .modes import ADDRESSES, GENERATIONS
 from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .running import Running, under_way
 from .stage import Stage, V

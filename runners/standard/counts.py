@@ -1,6 +1,5 @@
 """Computed counts: how a step's tokens are spread over ranks, and the functions of the counts that follow from it."""
 
-
 import attrs
 import torch
 

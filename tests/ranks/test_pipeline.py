@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slotgraph import BATCH, TOKENS, BreakableRunner, DecodeRunner, EagerRunner, Inputs, PrefillRunner, copied
+from slotgraph import TOKENS, BreakableRunner, DecodeRunner, EagerRunner, PrefillRunner, copied
 from slotgraph.dataflow.admission import is_in_place
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sources import Side
