@@ -144,8 +144,9 @@ class RunnerConfig:
             if key not in known:
                 message = f"unknown option {key!r}: {hint(str(key), known, 'known are ' + ', '.join(known))}"
                 raise ConfigError(message)
+            alone: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value}  # of none, an error
             try:
-                cls(**{key: list(value) if isinstance(value, tuple) else value})  # of none, an error
+                cls(**alone)
             except ConfigError as error:
                 faults.append(str(error))
         if faults:

@@ -17,8 +17,7 @@ from ..arguments import checked
 from ..config import RunnerConfig
 from ..coordination import Coordinator, Live, RanksData, Run, Step, T
 from ..decision import Decision, Why
-from .group import Exchange, Ranks
-from .wire import AXES, EAGER, FITS, REFUSED, Message
+from .group import AXES, EAGER, FITS, REFUSED, Exchange, Message, Ranks
 
 _WHYS: Final[tuple[Why, ...]] = get_args(Why)
 """Reasons, by the numbers that messages have for them."""
