@@ -71,6 +71,11 @@ class Holding:
     text: str
 
     @property
+    def is_freed(self) -> bool:
+        """Whether everyone has let go of its memory."""
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call] # torch's own
+
+    @property
     def name(self) -> str:
         """What a step's author calls it."""
         return self.way.path.removeprefix(".")
@@ -86,8 +91,7 @@ class Change:
     @property
     def what(self) -> str:
         """What became of it."""
-        gone = self.holding.storage.expired()  # type: ignore[no-untyped-call] # torch's own
-        return "the memory of the capture is freed" if gone else "it is other memory than at capture"
+        return "the memory of the capture is freed" if self.holding.is_freed else "it is other memory than at capture"
 
 
 @attrs.frozen(eq=False)

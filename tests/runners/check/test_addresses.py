@@ -243,9 +243,9 @@ def test_ways_to_a_tensor() -> None:
     (change,) = before.changed()
     assert (change.holding.name, change.what) == ("kept.inner[1]", "the memory of the capture is freed")
     (table,) = [one for one in before.found if one.name == "model.table"]
-    assert not table.storage.expired()
+    assert not table.is_freed
     del model.table
-    assert table.storage.expired()  # since holdings keep nothing alive
+    assert table.is_freed  # since holdings keep nothing alive
     kept.inner.pop()
     assert before.changed() == []
 
