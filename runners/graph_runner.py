@@ -80,7 +80,7 @@ class GraphRunner(Runner[V]):
         size = Sizer(stage.declaration, relations, self._capacity, lead)
         coordinator = coordinator_of(stage.declaration, type(self).__name__, config, self._sizes, lead)
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
-        self.seat = Seat(self, stage, self._capacity, bind, phase, sharing=config.sharing)
+        self.seat = Seat(self.name, stage, self._capacity, bind, phase, sharing=config.sharing)
         if phase is None:
             _ = self._router, self._eager  # what is wrong with them is said now
 
