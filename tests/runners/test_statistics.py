@@ -27,8 +27,6 @@ from tests.runners.counted import EVERY_KIND, Act, Books, act, anew, counted, sc
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 
 each_kind = pytest.mark.parametrize(("kind", "lowering"), EVERY_KIND)
-
-
 MEMORY = {"inputs", "graphs", "outputs", "uploads", "shared", "eager", "total"}
 
 
@@ -231,17 +229,9 @@ def test_read_while_steps_run(cpu: str) -> None:
 
 
 ROOT = Path(__file__).parents[2]
-
-
 LOGGERS = ("log",)
-
-
 LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
-
-
 _ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| .* \| (.*) \|$", re.MULTILINE)
-
-
 _KEY = re.compile(r"`(\w+)`")
 
 
