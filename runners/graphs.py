@@ -188,15 +188,11 @@ class GraphSet(Generic[V]):
         stage, filler = self.stage, self.filler
         filling = filler.make(order.buckets[rows], absent)
         filler.rest()
-        with order.coordinator.over_warm_ups(stage.backend) as over:
-
-            def look(run: Callable[[], Any]) -> State:
-                return self._look(over(run), absent)
-
-            step, state = self._recipe(filling, absent, look)
-            for _ in range(order.warmups_after_look()):
-                with told_as_capture_error(), state.kept():
-                    warm_up(stage.backend, over(step))
+        as_warm_up = functools.partial(order.coordinator.warm_up, backend=stage.backend)
+        step, state = self._recipe(filling, absent, lambda run: self._look(as_warm_up(run), absent))
+        for _ in range(order.warmups_after_look()):
+            with told_as_capture_error(), state.kept():
+                warm_up(stage.backend, as_warm_up(step))
         views = self._whole(filling, absent).views  # of an optional slot that is absent, None
         named = ((argument, views[name]) for argument, name in self._parameters.items())
         parameters = {argument: view for argument, view in named if view is not None}

@@ -201,22 +201,18 @@ class Agreement(Coordinator):
         messages = self._messages(begun, place, ranks.capture_timeout if capturing else ranks.timeout)
         return [(one.text, one.bucket) for one in messages]
 
-    def over_warm_ups(self, backend: Backend) -> contextlib.AbstractContextManager[Callable[[Step], Step]]:
-        """A block that warms up a bucket. Its value wraps steps, which then wait for the device.
+    def warm_up(self, step: Step, backend: Backend) -> Step:
+        """A step as warm-ups run it: it waits for the device, and raises RankError after the `capture_timeout`.
 
-        A wrapped step raises RankError if the device stands still for the ranks' `capture_timeout`: its collectives
-        then wait for a lost rank, and the host would wait in the driver next, where nothing can be raised.
+        A collective may wait for a lost rank. The host would wait in the driver next, where nothing can be raised.
         """
 
-        def watched(step: Step) -> Step:
-            def run() -> Any:
-                outputs = step()
-                self.ranks.wait(backend.event(), backend.device, f"{self._runner}: a warm-up before a capture")
-                return outputs
+        def run() -> Any:
+            outputs = step()
+            self.ranks.wait(backend.event(), backend.device, f"{self._runner}: a warm-up before a capture")
+            return outputs
 
-            return run
-
-        return contextlib.nullcontext(watched)
+        return run
 
     def wait(self, event: Event, device: torch.device) -> None:
         """Wait until a device is past an event, for no longer than the ranks' `timeout`."""
