@@ -334,7 +334,6 @@ class PipelineStage(Unique):
         stage, graphs = parts.stage, parts.graphs
         found = {key: spec.empty(stage.backend.device) for key, spec in specs.items()}
         given = {**side, self._argument: nested(found)}
-
         keys, required = {key for key, _ in self.wanted}, {key for key, want in self.wanted if not want.slot.optional}
         faults = [f"{key!r} is missing" for key in sorted(required - specs.keys())]
         faults += [f"{key!r} is read by no slot" for key in specs if key not in keys]
