@@ -159,7 +159,7 @@ NASTY_FILES = [
     ("x.toml", "buckets = " + "[" * DEEP, "nested too deeply"),
     ("x.json", '{"buckets": ' + "[" * DEEP, "nested too deeply"),
     ("x.json", '{"width": ' + "9" * 5000 + "}", "x.json: "),
-    ("x.toml", "max_batch = 999999999999", "'max_batch': expected between 1 and 16777216"),
+    ("x.toml", "max_batch = 999999999999", "'max_batch': expected int between 1 and 16777216"),
     ("x.json", '{"buckets": [1, 99999999999]}', "'buckets': expected between 1 and 16777216"),
     ("x.toml", "max_waste = nan", "'max_waste': expected between 0 and 1, got nan"),
     ("x.json", '{"max_waste": Infinity}', "x.json: Infinity is no number in JSON"),
