@@ -14,9 +14,9 @@ from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .captured import Captured
+from .config import config_of
 from .decision import Decision
 from .graph_runner import DecodeArguments, Finish, GraphRunner
-from .options import config_of
 from .outputs import rows_each
 from .runner import Filled
 from .stage import NO_SIZES, Stage, V, joined, staged

@@ -276,7 +276,7 @@ class _Chain(Generic[V]):
 def _later(view: V, part: Mapping[str, torch.Tensor]) -> V:
     """A later step's view: the first one's, but for the chained slots."""
     values: dict[str, Any] = {**view.__dict__, **part}
-    return make_view(type(view), values, {}, values["_slotgraph_view"])
+    return make_view(type(view), values, values["_slotgraph_view"])
 
 
 def _cut(parts: torch.Tensor, shape: torch.Size) -> torch.Tensor:

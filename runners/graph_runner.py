@@ -24,20 +24,19 @@ from .bound import Holds, bind
 from .buckets import Buckets, Router
 from .capture import CaptureReport
 from .captured import Captured
-from .config import RunnerConfig
+from .config import CaptureOptions, DecodeOptions, ExtendOptions, RunnerConfig, StackOptions
 from .coordination import Live
 from .decision import Decision, Path
 from .eagerly import Eagerly
 from .filler import Filler
 from .graphs import GraphSet, Order
-from .modes import watchers_of
-from .options import CaptureOptions, DecodeOptions, ExtendOptions, StackOptions
 from .parts import Parts
 from .pool import Bindings, Phase, Seat
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .runner import Filled, Runner
 from .stage import Lend, Stage, V
+from .watching import watchers_of
 
 Finish = Callable[[Any], Any]
 """What follows the writes of a short way's fill: the rest of the step, given the batch; its outputs."""
@@ -127,7 +126,7 @@ class GraphRunner(Runner[V]):
         coordinator = coordinator_of(stage.declaration, type(self).__name__, config, self._sizes, lead)
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
         phase = given.get("phase")
-        self.seat = Seat(self, stage, self._capacity, given.get("bind", {}), phase, sharing=config.sharing)
+        self.seat = Seat(self.name, stage, self._capacity, given.get("bind", {}), phase, sharing=config.sharing)
         if phase is None:
             _ = self._router, self._eager  # what is wrong with them is said now
 

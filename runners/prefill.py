@@ -13,10 +13,10 @@ from ..dataflow.errors import ConfigError, ReplayError
 from ..dataflow.ready import Ready
 from .arguments import check_step
 from .captured import Captured
+from .config import config_of
 from .filler import Filler
 from .graph_runner import Finish, GraphRunner, StackArguments
 from .graphs import GraphSet
-from .options import config_of
 from .outputs import live_rows, map_tensors
 from .runner import Filled
 from .stacked.capture import Boundary, Part, StackCapture, live_viewer

@@ -403,7 +403,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def stats(self) -> Statistics:
         """Its books as plain data: what was counted so far, and some of the times of its fills."""
-        return statistics_of(self.parts.graphs, self._tally, self.coordinator, self._eager.buffers)
+        return statistics_of(self._tally, self.parts.graphs, self._eager.buffers, self.coordinator)
 
     def log_stats(self) -> None:
         """One event, `statistics`, with all of them."""

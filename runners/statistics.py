@@ -40,44 +40,34 @@ class Statistics(TallyData):
 
 
 def statistics_of(
-    graphs: GraphSet[Any] | None, tally: Tally, coordinator: Coordinator, own: Buffers | None
+    tally: Tally, graphs: GraphSet[Any] | None, own: Buffers | None, coordinator: Coordinator
 ) -> Statistics:
     """The books of a runner. They are read as they are, while steps may be under way in another thread.
 
-    own: buffers that steps without a graph fill.
+    own: the buffers of its eager steps, which may be those of its graphs.
     """
-    lowerings, detours = (graphs.filler.lowered, graphs.filler.detours) if graphs is not None else ({}, {})
-    lowered = dict(lowerings)
-    if graphs is not None and tally.by_shortcut():
-        lowering = graphs.filler.lowering
-        lowered[lowering] = lowered.get(lowering, 0) + tally.by_shortcut()
+    eager = 0 if own is None else own.nbytes
+    memory, report = MemoryAccount(inputs=eager, graphs=0, outputs=0), None
+    lowered, detours, captured = dict[str, int](), dict[str, int](), 0
+    if graphs is None:
+        eager = 0
+    else:
+        eager = 0 if own is graphs.buffers else eager
+        memory, report, captured = graphs.memory(), graphs.report, len(graphs.captured)
+        lowered, detours = dict[str, int](graphs.filler.lowered), dict[str, int](graphs.filler.detours)
+        if by_shortcut := tally.by_shortcut():
+            lowered[graphs.filler.lowering] = lowered.get(graphs.filler.lowering, 0) + by_shortcut
     return {
         **tally.as_data(),
         "lowerings": lowered,
-        "detours": dict(detours),
-        "memory": _memory(graphs, own),
-        "capture": _capture(graphs),
+        "detours": detours,
+        "memory": {**attrs.asdict(memory), "eager": eager, "total": memory.total + eager},
+        "capture": {
+            "buckets": [] if report is None else list(report.captured),
+            "failed": {} if report is None else dict(report.failed),
+            "graphs": captured,
+            "seconds": 0.0 if report is None else report.seconds,
+            "driver": 0 if report is None else report.driver,
+        },
         "ranks": coordinator.as_data(),
-    }
-
-
-def _memory(graphs: GraphSet[Any] | None, own: Buffers | None) -> dict[str, int]:
-    eager = own.nbytes if own is not None else 0
-    if graphs is None:
-        account, eager = MemoryAccount(inputs=eager, graphs=0, outputs=0), 0
-    else:
-        account, eager = graphs.memory(), 0 if own is graphs.buffers else eager
-    return {**attrs.asdict(account), "eager": eager, "total": account.total + eager}
-
-
-def _capture(graphs: GraphSet[Any] | None) -> CaptureData:
-    report = graphs.report if graphs is not None else None
-    if graphs is None or report is None:
-        return {"buckets": [], "failed": {}, "graphs": 0, "seconds": 0.0, "driver": 0}
-    return {
-        "buckets": list(report.captured),
-        "failed": dict(report.failed),
-        "graphs": len(graphs.captured),
-        "seconds": report.seconds,
-        "driver": report.driver,
     }
