@@ -12,12 +12,11 @@ import torch
 
 from .axes import Sizes, Step
 from .capabilities import Capabilities, dtype_text, resolve_dtype
-from .compute import OUT, STEP, Compute
 from .errors import ComputeError, blame
 from .hostdata import letter_of, tensor_of
 from .lanes import WORD, rounded
 from .slots import Slot
-from .sources import look_up
+from .sources import OUT, STEP, Compute, look_up
 from .tails import holds, resolve_value
 
 

@@ -8,13 +8,12 @@ import attrs
 
 from .axes import Axis, Sizes, extent
 from .capabilities import Capabilities, Lowering, Placement, Role, chosen_lowering, dtype_text, resolve_dtype
-from .compute import RANKS, SETTINGS, STEP
 from .declaration import Declaration
 from .errors import ConfigError
 from .plan import FillPlan
 from .planner import plan_fill, slot_bytes
 from .slots import Constant, Padded, Slot
-from .sources import SideArgument
+from .sources import RANKS, SETTINGS, STEP, SideArgument
 
 _STYLES: Final = {
     "outside": "fill:#eeeeee,stroke:#888888,color:#222222",

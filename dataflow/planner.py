@@ -9,11 +9,11 @@ import torch
 
 from .axes import Sizes, extent
 from .capabilities import DEVICE, Capabilities, Lowering, Placement, resolve_dtype
-from .compute import OUT
 from .declaration import Declaration
 from .lanes import has_lane
 from .plan import FUSED, ComputeStep, CopyGroup, FillPlan, How, TailReset
 from .slots import Slot
+from .sources import OUT
 from .tails import Pad, resolve_value
 
 LARGE_BYTES: Final = 1 << 20

@@ -9,10 +9,10 @@ from torch.overrides import TorchFunctionMode
 from ...backends.torch_modes import run_under
 from ...dataflow.binding import overlaps, span
 from ...dataflow.capabilities import HOST
-from ...dataflow.compute import OUT
 from ...dataflow.declaration import Declaration
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Constant, Output, Slot
+from ...dataflow.sources import OUT
 from ...dataflow.tails import Once
 from ..bits import bits
 from ..parts import Parts

@@ -23,9 +23,9 @@ from slotgraph import (
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.compute import Compute, compute_of
 from slotgraph.dataflow.errors import BatchError, ComputeError, DeclarationErrors
 from slotgraph.dataflow.slots import Copied
+from slotgraph.dataflow.sources import Compute, compute_of
 from slotgraph.dataflow.tails import holds
 from slotgraph.errors import SlotGraphError
 from slotgraph.extend import FillRole, Role, Slot, once, side, slot
