@@ -1,6 +1,7 @@
 """Limits: the largest value that host data may hold, looked at before anything is written."""
 
 import math
+import operator
 from typing import Any, Final
 
 import attrs
@@ -13,7 +14,7 @@ from .axes import Sizes
 from .capabilities import HOST
 from .declaration import Declaration
 from .errors import BatchError
-from .hostdata import HOST_KINDS, tensor_of, unnested
+from .hostdata import HOST_KINDS, unnested
 from .sources import NO_SIDE, Side, Source
 
 _PLAIN: Final = (int, float)
@@ -41,7 +42,7 @@ class Limit:
         if not self.is_over(value):
             return ""
         try:
-            array = _array_of(value, self.dims)
+            array = _array_of(value)
         except _NO_NUMBERS:
             return ""  # an array among numbers, which the fill refuses
         where = np.argwhere(array > self.most)[0].tolist()
@@ -63,9 +64,7 @@ class Limit:
                         return bool(most > self.most)
             elif isinstance(value, torch.Tensor) and not (self.on_host and value.is_cpu and has_memory(value)):
                 return False
-            return isinstance(value, (*HOST_KINDS, torch.Tensor)) and bool(
-                (_array_of(value, self.dims) > self.most).any()
-            )
+            return isinstance(value, (*HOST_KINDS, torch.Tensor)) and bool((_array_of(value) > self.most).any())
         except _NO_NUMBERS:
             return False
         return False
@@ -109,6 +108,17 @@ def _most_of(numbers: list[Any] | tuple[Any, ...]) -> float:
     return most if type(most) in _PLAIN else math.nan
 
 
-def _array_of(value: Any, dims: int) -> "npt.NDArray[Any]":
-    tensor = value if isinstance(value, torch.Tensor) else tensor_of(value, torch.int64, dims)
-    return (tensor.detach().double() if tensor.is_floating_point() else tensor).resolve_neg().numpy()
+def _number_in(item: Any) -> Any:
+    """What a fill makes of an object in a list: the whole number that it stands for, else the object itself."""
+    return operator.index(item) if hasattr(type(item), "__index__") else item
+
+
+_NUMBERS_IN: Final = np.frompyfunc(_number_in, 1, 1)
+
+
+def _array_of(value: Any) -> "npt.NDArray[Any]":
+    if not isinstance(value, torch.Tensor):
+        array = np.asarray(value)
+        return _NUMBERS_IN(array) if array.dtype == object else array
+    plain = value.detach().double() if value.is_floating_point() else value
+    return plain.resolve_neg().numpy()
