@@ -72,26 +72,25 @@ class Ready:
 
         Once producers were given some of the memory, every tail of the bucket is reset: nobody tells what they write.
         """
-        if buffers.ledger.stamp is not buffers.mine:  # someone else's fill came between, to the same memory
-            buffers.distrust()
-        if buffers.unmarked:
-            if not self.fused:
-                buffers.distrust()
-            else:  # a slot that is apart here may be a lane of another bucket's kernel
-                for mark in self.marks:
-                    mark.buffer.distrust()
+        if buffers.ledger.stamp is not buffers.mine or (buffers.unmarked and not self.fused):
+            buffers.distrust()  # someone else's fill came between, to the same memory, or a kernel's
+        elif buffers.unmarked:  # a slot that is apart here may be a lane of another bucket's kernel
+            for mark in self.marks:
+                mark.buffer.distrust()
         if self.exact:
             for mark in self.marks:
                 mark.buffer.mark = tuple(map(max, mark.buffer.mark, mark.live))
+            dirty = []
+        elif buffers.ledger.handed_out:
+            dirty = [(mark, mark.tails) for mark in self.marks]
         else:
-            out = buffers.ledger.handed_out
-            dirty = [(mark, mark.tails if out else mark.settled()) for mark in self.marks if out or mark.is_dirty]
-            zeros = [tail for mark, tails in dirty if mark.is_zero for tail in tails]
-            if zeros:
-                _FOREACH_ZERO(zeros)
-            for mark, tails in dirty:
-                for tail in () if mark.is_zero else tails:
-                    tail.fill_(mark.value)
+            dirty = [(mark, mark.settled()) for mark in self.marks if mark.buffer.mark != mark.live]
+        zeros = [tail for mark, tails in dirty if mark.is_zero for tail in tails]
+        if zeros:
+            _FOREACH_ZERO(zeros)
+        for mark, tails in dirty:
+            for tail in () if mark.is_zero else tails:
+                tail.fill_(mark.value)
         buffers.ledger.stamp = buffers.mine = self
 
 
@@ -99,7 +98,8 @@ class Ready:
 class Mark:
     """A buffer whose tail is kept clean: how far one live size reaches, and the tail's value.
 
-    padded: how far the bucket reaches. small: whether its whole tail is reset where some of it is dirty.
+    padded: how far the bucket reaches. small: whether its whole tail is reset where some of it is dirty. is_zero:
+    whether all bits of the value are zero: -0.0 equals 0 but is another number.
     """
 
     buffer: Buffer
@@ -107,21 +107,12 @@ class Mark:
     value: Number
     padded: tuple[int, ...]
     small: bool
-
-    @functools.cached_property
-    def is_zero(self) -> bool:
-        """Whether all bits of the value are zero: -0.0 equals 0 but is another number."""
-        return self.value == 0 and math.copysign(1.0, self.value) > 0
+    is_zero: bool
 
     @functools.cached_property
     def tails(self) -> list[torch.Tensor]:
         """The tail in the bucket."""
         return [self.buffer.box(box) for box in boxes(self.live, self.padded)]
-
-    @property
-    def is_dirty(self) -> bool:
-        """Whether the last fill left rows otherwise than this one will."""
-        return self.buffer.mark != self.live
 
     def settled(self) -> list[torch.Tensor]:
         """What to reset, where rows are dirty up to the buffer's mark, which is this live size from now on."""
@@ -252,7 +243,8 @@ class Planned:
     def _mark(self, tail: TailReset, sizes: Sizes) -> Mark:
         buffer, whole = self._buffers[tail.slot], self._bucket_views[tail.slot]
         small = whole is not None and whole.nbytes <= WHOLE_TAIL
-        return Mark(buffer, buffer.reach(sizes), tail.value, buffer.reach(self._padded), small)
+        is_zero = tail.value == 0 and math.copysign(1.0, tail.value) > 0
+        return Mark(buffer, buffer.reach(sizes), tail.value, buffer.reach(self._padded), small, is_zero)
 
     def _computation(self, planned: ComputeStep, step: Step, views: Views) -> Computation:
         target = self._buffers[planned.slot].view(step.padded_sizes)
