@@ -18,9 +18,8 @@ from ..dataflow.slots import Slot
 from ..dataflow.tails import Number, Once, Pad, resolve_value
 from ..dataflow.views import make_view
 from .arguments import checked_by_slot, checked_names, declaration_of
-from .config import RunnerConfig
+from .config import ExtendOptions, RunnerConfig, config_of
 from .decode import RequestRunner
-from .options import ExtendOptions, config_of
 from .pool import Chain, Phase
 from .ranks.group import Ranks
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V, with_width

@@ -1,8 +1,8 @@
 """Watching a runner: what is told of each step, and may look at it, without a word of it in the hot loop."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Final, TypeVar
 
 from ..dataflow.inputs import Inputs
 from ..dataflow.sources import Side
@@ -31,25 +31,28 @@ class Watcher:
         """The fill or the step raised; the caller gets the error."""
 
 
-class Watch:
-    """The watchers of one runner. changed: called with whether there are any, whenever that may have changed."""
+WATCHERS: Final[dict[str, Callable[..., Watcher]]] = {}
+"""What makes the watcher of each debug mode that has one, in the order in which they watch; `debug` fills it."""
 
-    def __init__(self, changed: Callable[[bool], None] | None = None) -> None:
-        self._changed = changed
+
+def watchers_of(runner: object, modes: Collection[str], *given: object) -> list[Watcher]:
+    """New watchers of a runner's steps, one for each of these debug modes that watches steps, and what it is given."""
+    return [make(runner, *given) for mode, make in WATCHERS.items() if mode in modes]
+
+
+class Watch:
+    """The watchers of one runner."""
+
+    def __init__(self) -> None:
         self.watchers: tuple[Watcher, ...] = ()
 
     def add(self, watcher: Watcher) -> None:
         """From the next step on, tell this one too."""
-        self._set((*self.watchers, watcher))
+        self.watchers = (*self.watchers, watcher)
 
     def remove(self, watcher: Watcher) -> None:
         """Tell this one no more."""
-        self._set(tuple(one for one in self.watchers if one is not watcher))
-
-    def _set(self, watchers: tuple[Watcher, ...]) -> None:
-        self.watchers = watchers
-        if self._changed is not None:
-            self._changed(bool(watchers))
+        self.watchers = tuple(one for one in self.watchers if one is not watcher)
 
     def fill(self, fill: Callable[[], V], batch: Any, side: Side) -> V:
         """Fill, and tell of it."""
