@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from slotgraph.backends.host import HostUpload
-from slotgraph.backends.host_fill import HostFusion
+from slotgraph.backends.cpu import HostFusion, HostUpload
 from slotgraph.dataflow.bucket import Absent, Bucket
 from slotgraph.dataflow.buffers import Buffers
 from slotgraph.dataflow.lanes import WORD, head_bytes, table_of

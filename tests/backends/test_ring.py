@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph.backends.ring import ENTRIES, SEGMENT, Ring, finish_on, packet_on, ring_on
+from slotgraph.backends.ring import ENTRIES, SEGMENT, Ring, packet_on, ring_on
 from slotgraph.dataflow.lanes import WORD
 from slotgraph.dataflow.packet import Feed
 from tests.packing import Streams, host_memory
@@ -313,12 +313,14 @@ def test_the_end_waits_but_for_captures(capturing: bool | None) -> None:  # noqa
     """A device is waited for, unless that would break off a capture; not every one has captures to ask for."""
     waited = []
 
-    class Module:
+    class Module(Streams):
         @staticmethod
         def synchronize(device: torch.device) -> None:
             waited.append(device)
 
     if capturing is not None:
         Module.is_current_stream_capturing = staticmethod(lambda: capturing)  # type: ignore[attr-defined]
-    finish_on(Module, HERE)
+    ring = ring_on(HERE, 64, Module, host_memory)
+    del ring
+    gc.collect()
     assert waited == ([] if capturing else [HERE])

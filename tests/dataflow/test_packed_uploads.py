@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, CACHE_LOC, Inputs, Step, computed, copied
-from slotgraph.backends.host import HostUpload
+from slotgraph.backends.cpu import HostUpload
 from slotgraph.dataflow import bucket as buckets
 from slotgraph.dataflow import planner, specialization
 from slotgraph.dataflow.bucket import Bucket, hand_over
