@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, errors, staged
 from slotgraph.extend import once
-from slotgraph.runners.check.batches import batches_of
+from slotgraph.runners.check.checks import batches_of
 from slotgraph.runners.check.report import CheckReport, Finding
 from slotgraph.runners.watching import Watcher
 from tests.runners.check.planted import OURS, Sound, runner_of, sound, tables_on

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, constant, copied, output
 from slotgraph.extend import host_parameter, once
-from slotgraph.runners.check.coverage import may_be_read
 from slotgraph.runners.check.fills import garbage
+from slotgraph.runners.check.reads import may_be_read
 from tests.runners.check.planted import HalfWritten, Sound, found_by, runner_of, sound
 from tests.runners.models import bytes_of, memory_of, plain_runner, random_batch
 from tests.strategies import DTYPES

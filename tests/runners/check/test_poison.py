@@ -15,7 +15,8 @@ from slotgraph.dataflow.tails import Number
 from slotgraph.extend import once
 from slotgraph.runners.bits import bits, first_unequal
 from slotgraph.runners.check.comparison import live_part
-from slotgraph.runners.check.tails import Poison, poison_of, spread, tail_rows, tails_of
+from slotgraph.runners.check.fills import tails_of
+from slotgraph.runners.check.poison import Poison, poison_of, spread, tail_rows
 from tests.runners.check.planted import OURS, found_by, runner_of, sound
 from tests.runners.models import PlainInputs, plain_runner, random_batch
 from tests.runners.standard.batches import CLASSES

@@ -13,8 +13,7 @@ from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.backends import choose
 from slotgraph.dataflow.errors import CheckError
 from slotgraph.runners import state as states
-from slotgraph.runners.check.batches import CheckedBatch
-from slotgraph.runners.check.trial import state_of
+from slotgraph.runners.check.trial import CheckedBatch, state_of
 from slotgraph.runners.state import State
 from tests.runners.models import bytes_of, plain_runner, random_batch
 
