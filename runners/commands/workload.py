@@ -1,7 +1,7 @@
 """What `slotgraph bench` runs: decode steps of any number of slots, by hand and by this library, held to the oracle."""
 
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import attrs
@@ -94,22 +94,20 @@ class Contestant:
         name: A lowering's, or that of a way by hand.
         step: Fill, view and replay.
         fill: Fill and view alone, if that is measured.
-        slots: What its steps fill, every padded row.
-        runner: Runs the step, or captured the graph that is replayed.
+        runner: Runs the step, or captured the graph that is replayed. Its buffers are what is filled.
     """
 
     name: str
     step: Way
     fill: Way | None
-    slots: Mapping[str, torch.Tensor]
     runner: DecodeRunner[Any]
 
 
 def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> list[Contestant]:
     """Two by hand, a runner for each lowering that the backend has, and a bare replay."""
-    by_hands = [by_hand(inputs, backend, padded, name) for name in (PER_SLOT, REGROUPED)]
-    found = [by_lowering(inputs, backend, padded, lowering) for lowering in backend.capabilities.lowerings]
-    return [*by_hands, *found, by_hand(inputs, backend, padded, BARE)]
+    per_slot, regrouped, bare = by_hand(inputs, backend, padded)
+    found = (by_lowering(inputs, backend, padded, lowering) for lowering in backend.capabilities.lowerings)
+    return [per_slot, regrouped, *found, bare]
 
 
 def by_lowering(inputs: type[Inputs], backend: Backend, padded: int, lowering: Lowering, **options: Any) -> Contestant:
@@ -117,32 +115,26 @@ def by_lowering(inputs: type[Inputs], backend: Backend, padded: int, lowering: L
     given: dict[str, Any] = {"buckets": [padded], "lowering": lowering, "progress": False, **options}
     runner = DecodeRunner(inputs, plus_one, backend=backend, **given)
     runner.capture()
-    slots = {buffer.name: buffer.tensor for buffer in runner.graphs.buffers}
-    return Contestant(lowering, runner, None if lowering == ORACLE else runner.fill, slots, runner)
+    return Contestant(lowering, runner, None if lowering == ORACLE else runner.fill, runner)
 
 
-def by_hand(inputs: type[Inputs], backend: Backend, padded: int, name: str) -> Contestant:
-    """A way that engines hand-write, or a bare replay: of a graph that holds the step, and nothing of a fill."""
-    host = by_lowering(inputs, backend, padded, ORACLE)
-    captured = host.runner.graphs.get(padded, frozenset())
-    if captured is None:
-        message = f"no graph was captured for {padded} rows"
-        raise RuntimeError(message)
-    graph, varying = captured.graph, inputs.slotgraph.varying
-    if name == BARE:
-        return Contestant(name, lambda _: graph.replay(), None, {}, host.runner)
-    sizes = dict.fromkeys(varying, padded)
-    filled = FillByHand(inputs.slotgraph, backend, sizes, grouped=name == REGROUPED, slots=host.slots)
+def by_hand(inputs: type[Inputs], backend: Backend, padded: int) -> list[Contestant]:
+    """The ways that engines hand-write, and a bare replay: of a graph that holds the step, and nothing of a fill."""
+    host, varying = by_lowering(inputs, backend, padded, ORACLE).runner, inputs.slotgraph.varying
+    graph = host.graphs.captured[padded, frozenset()].graph
 
-    def fill(batch: Any) -> Any:
-        return filled(batch, (batch.rows,) * len(varying))
+    def made(name: str) -> Contestant:
+        sizes, slots = dict.fromkeys(varying, padded), {one.name: one.tensor for one in host.graphs.buffers}
+        filled = FillByHand(inputs.slotgraph, backend, sizes, grouped=name == REGROUPED, slots=slots)
 
-    def step(batch: Any) -> Any:
-        filled.fill(batch, (batch.rows,) * len(varying))
-        graph.replay()
-        return graph.outputs[: batch.rows]
+        def step(batch: Any) -> Any:
+            filled.fill(batch, (batch.rows,) * len(varying))
+            graph.replay()
+            return graph.outputs[: batch.rows]
 
-    return Contestant(name, step, fill, host.slots, host.runner)
+        return Contestant(name, step, lambda batch: filled(batch, (batch.rows,) * len(varying)), host)
+
+    return [made(PER_SLOT), made(REGROUPED), Contestant(BARE, lambda _: graph.replay(), None, host)]
 
 
 def verify(title: str, found: Sequence[Contestant], oracle: Contestant, batches: Iterable[tuple[int, Any]]) -> None:
@@ -157,24 +149,24 @@ def verify(title: str, found: Sequence[Contestant], oracle: Contestant, batches:
     Raises:
         WrongBytesError: One fills something else, or returns other outputs.
     """
-    stage = oracle.runner.parts.stage
-    declared, wait = stage.declaration.slots, stage.backend.synchronize
+    stage, outputs, wanted = oracle.runner.parts.stage, None, dict[str, Any]()
+    declared = stage.declaration.slots
+    ways = [(one, what, way) for one in found for what, way in ((FILL, one.fill), (STEP, one.step)) if one.name != BARE]
     for rows, batch in batches:
-        with torch.no_grad():
-            outputs = oracle.step(batch)
         gone = {name for name, slot in declared.items() if slot.reads(name) and look_up(batch, name) is None}
-        wanted = {name: None if name in gone else tensor for name, tensor in oracle.slots.items()}
-        for one in found:
-            for what, way in ((FILL, one.fill), (STEP, one.step)):
-                if way is None or not one.slots:
-                    continue
-                with torch.no_grad():
-                    returned = way(batch)
-                wait()
-                held = {name: None if name in gone else tensor for name, tensor in one.slots.items()}
-                fault = next(differences(held, wanted, declared, {BATCH: rows, TOKENS: rows}), None)
-                if what == STEP and (returned.shape != outputs.shape or difference(returned, outputs)):
-                    fault = fault or "it returned other outputs"
-                if fault is not None:
-                    message = f"{title}, {rows} rows, the {what} of {one.name}: {fault}"
-                    raise WrongBytesError(message)
+        for one, what, way in [(oracle, STEP, oracle.step), *ways]:
+            if way is None:
+                continue
+            with torch.no_grad():
+                returned = way(batch)
+            stage.backend.synchronize()
+            held = {name: None if name in gone else one.runner.graphs.buffers[name].tensor for name in declared}
+            if one is oracle:
+                outputs, wanted = returned, held
+                continue
+            fault = next(differences(held, wanted, declared, {BATCH: rows, TOKENS: rows}), None)
+            if what == STEP and (returned.shape != outputs.shape or difference(returned, outputs)):
+                fault = fault or "it returned other outputs"
+            if fault is not None:
+                message = f"{title}, {rows} rows, the {what} of {one.name}: {fault}"
+                raise WrongBytesError(message)

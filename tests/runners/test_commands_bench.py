@@ -73,8 +73,11 @@ def test_every_contestant_leaves_the_oracles_bytes(case: str, backend: Backend) 
     verify(case, found, by_lowering(inputs, backend, 48, ORACLE), batches)
     assert [one.name for one in found] == ["per_slot", "regrouped", *backend.capabilities.lowerings, BARE]
     assert {one.name for one in found if one.fill} == {one.name for one in found} - {ORACLE, BARE}
+    slots = found[-1].runner.graphs.buffers
+    slots["input_ids"].tensor.fill_(7)
     found[-1].step(draw(inputs, backend, 5))
-    assert not found[-1].runner.graphs.buffers["input_ids"].tensor.any()
+    backend.synchronize()
+    assert (slots["input_ids"].tensor == 7).all()
 
 
 @pytest.mark.parametrize("changed", ["fill", "step", "outputs"])
@@ -82,11 +85,11 @@ def test_a_wrong_fill_or_step_is_not_timed(changed: str, monkeypatch: pytest.Mon
     """A contestant with one stale tail, or wrong outputs, is caught before it is measured, and the command fails."""
 
     def stale(*given: Any) -> list[Contestant]:
-        right = by_hand(given[0], given[1], given[2], "per_slot")
+        right = by_hand(given[0], given[1], given[2])[0]
 
         def wrong(batch: Any, what: str) -> Any:
             returned = (right.fill if what == "fill" else right.step)(batch)  # type: ignore[misc]
-            right.slots["seq_lens"][batch.rows :] += int(changed == what)
+            right.runner.graphs.buffers["seq_lens"].tensor[batch.rows :] += int(changed == what)
             return returned + int(changed == "outputs") if what == "step" else returned
 
         return [attrs.evolve(right, fill=lambda one: wrong(one, "fill"), step=lambda one: wrong(one, "step"))]
