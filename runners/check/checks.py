@@ -230,24 +230,18 @@ def _run(
     """
     findings: list[Finding] = []
     console = rich.console.Console(stderr=True)
-    columns = (
-        rich.progress.TextColumn("checking {task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeElapsedColumn(),
-    )
     hidden = not (progress and console.is_terminal)
+    shown: dict[str, Any] = {"total": len(makers), "console": console, "transient": True, "disable": hidden}
     try:
-        with rich.progress.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-            for name in wanted:
-                batches = bar.track((make() for make in makers), total=len(makers), description=name)
-                found: dict[str, Finding] = {}
-                for one in CHECKS[name](subject, batches):
-                    found.setdefault(one.slot or re.split(" row |: ", one.message)[0], one)
-                findings += _with_others(subject, name, list(found.values()))
-                if subject.together.any(not _answers(subject.parts.stage.backend)):
-                    subject.notes["the device has stopped for good, and what was left to check was not checked"] = None
-                    break
+        for name in wanted:
+            batches = rich.progress.track((make() for make in makers), f"checking {name}", **shown)
+            found: dict[str, Finding] = {}
+            for one in CHECKS[name](subject, batches):
+                found.setdefault(one.slot or re.split(" row |: ", one.message)[0], one)
+            findings += _with_others(subject, name, list(found.values()))
+            if subject.together.any(not _answers(subject.parts.stage.backend)):
+                subject.notes["the device has stopped for good, and what was left to check was not checked"] = None
+                break
     finally:
         subject.graphs.buffers.distrust()
     return tuple(findings)
@@ -255,9 +249,8 @@ def _run(
 
 def _with_others(subject: Subject[Any], name: str, found: list[Finding]) -> list[Finding]:
     """The findings, or, of a rank that has none, the first one of another rank."""
-    slots = [None, *subject.parts.stage.declaration.slots]
-    said = (found[0].message, slots.index(found[0].slot)) if found else ("", 0)
-    first = subject.together.first(*said)
+    slots = [None, *subject.slots]
+    first = subject.together.first(*((found[0].message, slots.index(found[0].slot)) if found else ("", 0)))
     if found or first is None:
         return found
     rank, message, slot = first

@@ -149,7 +149,8 @@ def verify(title: str, found: Sequence[Contestant], oracle: Contestant, batches:
     Raises:
         WrongBytesError: One fills something else, or returns other outputs.
     """
-    stage, outputs, wanted = oracle.runner.parts.stage, None, dict[str, Any]()
+    stage, wanted = oracle.runner.parts.stage, dict[str, Any]()
+    outputs: Any = None
     declared = stage.declaration.slots
     ways = [(one, what, way) for one in found for what, way in ((FILL, one.fill), (STEP, one.step)) if one.name != BARE]
     for rows, batch in batches:

@@ -100,16 +100,6 @@ def test_exchanged_tensor_is_named(backend: "Backend", change: str) -> None:
     assert any("write into the tensor of the capture (copy_), or capture again" in message for message in found)
 
 
-def test_what_the_step_does_not_read_may_change(backend: "Backend") -> None:
-    """A tensor beside those, new ones, and values in place."""
-    model = Model(backend.device)
-    runner = runner_of(model.step, backend)
-    model.spare = model.spare.clone()
-    model.fresh = torch.randn(2)
-    model.table.mul_(2)
-    assert told(runner) == []
-
-
 def test_what_the_step_hands_out_is_read() -> None:
     """A part of a table that no operator computes with."""
     held = {"table": TABLE.clone()}
@@ -248,28 +238,3 @@ def test_ways_to_a_tensor() -> None:
     assert table.is_freed  # since holdings keep nothing alive
     kept.inner.pop()
     assert before.changed() == []
-
-
-def test_odd_objects() -> None:
-    """Circles, unbound variables, tensors without an address and properties that raise are no trouble."""
-
-    class Odd:
-        def __init__(self) -> None:
-            self.me = self
-            self.sparse = torch.eye(3).to_sparse()
-            self.nothing = torch.empty(0)
-            self.meta = torch.empty(3, device="meta")
-            self.good = torch.ones(2)
-
-        @property
-        def bad(self) -> None:
-            raise ValueError
-
-        def step(self) -> None:
-            str(later)
-
-    later: Any
-    odd = Odd()
-    assert [one.name for one in Holdings.of(odd.step).found] == ["self.good"]
-    later = torch.ones(3)
-    assert len(Holdings.of(odd.step).found) == 2
