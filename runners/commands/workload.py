@@ -8,10 +8,11 @@ import attrs
 import torch
 
 from ...backends.base import Backend
-from ...dataflow.axes import BATCH, TOKENS, Step, extent
-from ...dataflow.capabilities import CACHE_LOC, DEVICE, Lowering, Role, resolve_dtype
+from ...dataflow.axes import BATCH, TOKENS, Step
+from ...dataflow.capabilities import CACHE_LOC, Lowering, Role
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
+from ...dataflow.sampling import sample_batch, sampled_slots
 from ...dataflow.sources import look_up
 from ...dataflow.specifiers import computed, copied
 from ...dataflow.tails import Number
@@ -75,15 +76,12 @@ def _live_tokens(step: Step) -> int:
 
 def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> Batch:
     """A batch with seeded values, all of them others than under another number, but for those of bools."""
-    made, seeded = Batch(rows=rows), torch.Generator().manual_seed(rows)
-    for name, slot in inputs.slotgraph.slots.items():
-        if slot.reads(name) is not None:
-            dtype = resolve_dtype(slot.dtype, backend.capabilities)
-            shape = extent(slot.shape, {BATCH: rows, TOKENS: rows})
-            low, high = (0, 2) if dtype == torch.bool else (100 * number, 100 * number + 100)
-            values = torch.randint(low, high, shape, device="cpu", generator=seeded).to(dtype)
-            setattr(made, name, values.to(backend.device) if slot.placement == DEVICE else values)
-    return made
+    declaration, seeded = inputs.slotgraph, torch.Generator().manual_seed(rows)
+    low = 100 * number
+    values = {name: (low, low + 99) for name, slot in sampled_slots(declaration) if slot.dtype != torch.bool}
+    live, capabilities = {BATCH: rows, TOKENS: rows}, backend.capabilities
+    sample = sample_batch(declaration, capabilities, live, seeded, values=values, device=backend.device)
+    return Batch(rows=rows, **sample.batch, **sample.side)
 
 
 @attrs.frozen(eq=False)

@@ -55,30 +55,24 @@ def _replace_table(model: Model) -> None:
     model.table = model.table.clone()
 
 
-def _replace_weight(model: Model) -> None:
-    layer: Any = model.inner[0]
-    layer.weight = nn.Parameter(layer.weight.detach().clone())
+def _layer(model: Model) -> Any:
+    return model.inner[0]
 
 
-def _exchange_data(model: Model) -> None:
-    layer: Any = model.inner[0]
-    layer.bias.data = layer.bias.data.clone()
-
-
-def _replace_cache(model: Model) -> None:
-    model.pages["cache"] = torch.zeros(2000, device=model.table.device)
-
-
-def _replace_layer(model: Model) -> None:
-    model.inner[0] = nn.Linear(2, 4, device=model.table.device)
-
-
-CHANGES: dict[str, tuple[Callable[[Model], None], str]] = {
+CHANGES: dict[str, tuple[Callable[[Model], object], str]] = {
     "attribute": (_replace_table, "aten::index reads self.table, and the memory of the capture is freed (float32"),
-    "parameter": (_replace_weight, "reads self.inner.0.weight, and the memory of the capture is freed"),
-    "data": (_exchange_data, "reads self.inner.0.bias, and the memory of the capture is freed"),
-    "item": (_replace_cache, "aten::index_put_ reads self.pages['cache'], and the memory of the capture is freed"),
-    "owner": (_replace_layer, "reads self.inner.0.weight, and the memory of the capture is freed"),
+    "parameter": (
+        lambda model: setattr(_layer(model), "weight", nn.Parameter(_layer(model).weight.detach().clone())),
+        "reads self.inner.0.weight, and the memory of the capture is freed",
+    ),
+    "data": (
+        lambda model: setattr(_layer(model).bias, "data", _layer(model).bias.data.clone()),
+        "reads self.inner.0.bias, and the memory of the capture is freed",
+    ),
+    "item": (
+        lambda model: model.pages.update(cache=torch.zeros(2000, device=model.table.device)),
+        "aten::index_put_ reads self.pages['cache'], and the memory of the capture is freed",
+    ),
 }
 
 
