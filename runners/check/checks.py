@@ -23,7 +23,7 @@ from ..runner import Runner
 from ..stacked.runner import StackRunner
 from ..state import State
 from . import parity, poison, races
-from .reads import check_addresses, check_coverage
+from .reads import check_coverage, check_moves
 from .report import CheckReport, Finding
 from .trial import CheckedBatch, Subject, state_of, unwatched
 
@@ -31,7 +31,7 @@ Check: TypeAlias = Callable[[Subject[Any], Iterable[CheckedBatch]], Iterator[Fin
 CHECKS: Final[Mapping[str, Check]] = {
     "poison": poison.check,
     "parity": parity.check,
-    "addresses": check_addresses,
+    "addresses": check_moves,
     "coverage": check_coverage,
     "races": races.check,
 }

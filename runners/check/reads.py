@@ -25,7 +25,7 @@ from .trial import CheckedBatch, Subject, Trial, ran_eagerly
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 
 
-def check_addresses(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> Iterator[Finding]:
+def check_moves(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> Iterator[Finding]:
     """Slots whose buffer has moved, and other memory that graphs read and that has moved.
 
     Of what the step holds (closures, globals, attributes, a model's weights) only what it reads on one of the batches
