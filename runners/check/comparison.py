@@ -192,8 +192,8 @@ def mismatches(
     """The first difference of each leaf. step: sizes by which leaves may be padded otherwise, if they may at all."""
     for where in dict.fromkeys((*one, *other)):
         mine, others = one.get(where), other.get(where)
-        are = [isinstance(value, torch.Tensor) for value in (mine, others)]
-        if all(are) and mine.dtype == others.dtype and _may_differ(mine, others, step):
+        are = isinstance(mine, torch.Tensor), isinstance(others, torch.Tensor)
+        if isinstance(mine, torch.Tensor) and isinstance(others, torch.Tensor) and _comparable(mine, others, step):
             for dim in range(mine.dim()):
                 size = min(mine.shape[dim], others.shape[dim])
                 mine, others = mine.narrow(dim, 0, size), others.narrow(dim, 0, size)
@@ -213,10 +213,10 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - as NaN is told
 
 
-def _may_differ(one: torch.Tensor, other: torch.Tensor, step: Step | None) -> bool:
-    """Whether two shapes are one but for padding."""
-    if step is None or one.dim() != other.dim():
-        return one.shape == other.shape
+def _comparable(one: torch.Tensor, other: torch.Tensor, step: Step | None) -> bool:
+    """Whether two tensors have one dtype, and one shape but for padding."""
+    if one.dtype != other.dtype or step is None or one.dim() != other.dim():
+        return (one.dtype, one.shape) == (other.dtype, other.shape)
     pairs = [(max(pair), min(pair)) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
     varying = [(step.padded_sizes[axis], live) for axis, live in step.live_sizes.items() if axis in step.padded_sizes]
     return all(big == small or any(big * live == small * padded for padded, live in varying) for big, small in pairs)

@@ -86,86 +86,89 @@ def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> 
 
 @attrs.frozen(eq=False)
 class Contestant:
-    """One way to run a step.
+    """One way to fill, or to run a whole step.
 
     Attributes:
+        what: Which of both.
         name: A lowering's, or that of a way by hand.
-        step: Fill, view and replay.
-        fill: Fill and view alone, if that is measured.
+        call: Takes a batch.
         runner: Runs the step, or captured the graph that is replayed. Its buffers are what is filled.
     """
 
+    what: str
     name: str
-    step: Way
-    fill: Way | None
+    call: Way
     runner: DecodeRunner[Any]
 
 
 def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> list[Contestant]:
-    """Two by hand, a runner for each lowering that the backend has, and a bare replay."""
-    per_slot, regrouped, bare = by_hand(inputs, backend, padded)
-    found = (by_lowering(inputs, backend, padded, lowering) for lowering in backend.capabilities.lowerings)
-    return [per_slot, regrouped, *found, bare]
+    """Two by hand, a runner for each lowering that the backend has, and a bare replay, which fills nothing.
+
+    The graph of the ways by hand holds the step, and nothing of a fill.
+    """
+    host, declaration = captured(inputs, backend, padded, ORACLE), inputs.slotgraph
+    graph, found = host.graphs.captured[padded, frozenset()].graph, list[Contestant]()
+    sizes, slots = dict.fromkeys(declaration.varying, padded), {one.name: one.tensor for one in host.graphs.buffers}
+
+    def by_hand(name: str) -> list[Contestant]:
+        filled = FillByHand(declaration, backend, sizes, grouped=name == REGROUPED, slots=slots)
+
+        def step(batch: Any) -> Any:
+            filled.fill(batch, (batch.rows,) * len(sizes))
+            graph.replay()
+            return graph.outputs[: batch.rows]
+
+        fill = Contestant(FILL, name, lambda batch: filled(batch, (batch.rows,) * len(sizes)), host)
+        return [fill, Contestant(STEP, name, step, host)]
+
+    for lowering in backend.capabilities.lowerings:
+        runner = captured(inputs, backend, padded, lowering)
+        found += [Contestant(FILL, lowering, runner.fill, runner)] if lowering != ORACLE else []
+        found.append(Contestant(STEP, lowering, runner, runner))
+    return [*by_hand(PER_SLOT), *by_hand(REGROUPED), *found, Contestant(STEP, BARE, lambda _: graph.replay(), host)]
 
 
-def by_lowering(inputs: type[Inputs], backend: Backend, padded: int, lowering: Lowering, **options: Any) -> Contestant:
+def captured(
+    inputs: type[Inputs], backend: Backend, padded: int, lowering: Lowering, **options: Any
+) -> DecodeRunner[Any]:
     """A captured runner: the public path, with sizing, routing and checks."""
     given: dict[str, Any] = {"buckets": [padded], "lowering": lowering, "progress": False, **options}
     runner = DecodeRunner(inputs, plus_one, backend=backend, **given)
     runner.capture()
-    return Contestant(lowering, runner, None if lowering == ORACLE else runner.fill, runner)
+    return runner
 
 
-def by_hand(inputs: type[Inputs], backend: Backend, padded: int) -> list[Contestant]:
-    """The ways that engines hand-write, and a bare replay: of a graph that holds the step, and nothing of a fill."""
-    host, varying = by_lowering(inputs, backend, padded, ORACLE).runner, inputs.slotgraph.varying
-    graph = host.graphs.captured[padded, frozenset()].graph
-
-    def made(name: str) -> Contestant:
-        sizes, slots = dict.fromkeys(varying, padded), {one.name: one.tensor for one in host.graphs.buffers}
-        filled = FillByHand(inputs.slotgraph, backend, sizes, grouped=name == REGROUPED, slots=slots)
-
-        def step(batch: Any) -> Any:
-            filled.fill(batch, (batch.rows,) * len(varying))
-            graph.replay()
-            return graph.outputs[: batch.rows]
-
-        return Contestant(name, step, lambda batch: filled(batch, (batch.rows,) * len(varying)), host)
-
-    return [made(PER_SLOT), made(REGROUPED), Contestant(BARE, lambda _: graph.replay(), None, host)]
-
-
-def verify(title: str, found: Sequence[Contestant], oracle: Contestant, batches: Iterable[tuple[int, Any]]) -> None:
-    """Hold what each contestant leaves in the slots, and returns, to the oracle.
+def verify(title: str, found: Sequence[Contestant], batches: Iterable[tuple[int, Any]]) -> None:
+    """Hold what each contestant leaves in the slots, and what its steps return, to the lowering slot by slot.
 
     Args:
         title: What they run.
-        found: The contestants.
-        oracle: A runner that fills slot by slot.
+        found: The contestants, that lowering among them.
         batches: With their live rows.
 
     Raises:
         WrongBytesError: One fills something else, or returns other outputs.
     """
-    stage, wanted = oracle.runner.parts.stage, dict[str, Any]()
-    outputs: Any = None
+    oracle, *others = sorted((one for one in found if one.name != BARE), key=lambda one: one.name != ORACLE)
+    stage = oracle.runner.parts.stage
     declared = stage.declaration.slots
-    ways = [(one, what, way) for one in found for what, way in ((FILL, one.fill), (STEP, one.step)) if one.name != BARE]
     for rows, batch in batches:
         gone = {name for name, slot in declared.items() if slot.reads(name) and look_up(batch, name) is None}
-        for one, what, way in [(oracle, STEP, oracle.step), *ways]:
-            if way is None:
-                continue
+
+        def run(one: Contestant, batch: Any = batch, gone: set[str] = gone) -> tuple[Any, Any]:
+            """What it returns, and what it leaves in each slot that the batch has."""
             with torch.no_grad():
-                returned = way(batch)
+                returned = one.call(batch)
             stage.backend.synchronize()
-            held = {name: None if name in gone else one.runner.graphs.buffers[name].tensor for name in declared}
-            if one is oracle:
-                outputs, wanted = returned, held
-                continue
-            fault = next(differences(held, wanted, declared, {BATCH: rows, TOKENS: rows}), None)
-            if what == STEP and (returned.shape != outputs.shape or difference(returned, outputs)):
-                fault = fault or "it returned other outputs"
-            if fault is not None:
-                message = f"{title}, {rows} rows, the {what} of {one.name}: {fault}"
+            buffers = one.runner.graphs.buffers
+            return returned, {name: None if name in gone else buffers[name].tensor for name in declared}
+
+        outputs, wanted = run(oracle)
+        for one in others:
+            returned, held = run(one)
+            faults = list(differences(held, wanted, declared, {BATCH: rows, TOKENS: rows}))
+            if one.what == STEP and (returned.shape != outputs.shape or difference(returned, outputs)):
+                faults.append("it returned other outputs")
+            if faults:
+                message = f"{title}, {rows} rows, the {one.what} of {one.name}: {faults[0]}"
                 raise WrongBytesError(message)
