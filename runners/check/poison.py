@@ -60,7 +60,7 @@ def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabi
     A tail that no one reads (`keep`) bears any number. A tail that is set once bears what live rows had. An output's
     buffer may hold anything, live rows and all.
     """
-    rule, said, dtype = slot.rule(), slot.bears(), filled.dtype
+    rule, said, dtype = slot.rule(), slot.poison, filled.dtype
     fixed: Sizes = {axis: size for axis, size in step.padded_sizes.items() if axis.fixed}
     unread, values = isinstance(slot, Output), tuple[Number, ...]()
     if not unread and isinstance(said, tuple):
@@ -142,10 +142,10 @@ class Poisoning:
         for name, filled in trial.filled.items():
             slot = trial.declared[name]
             rule = slot.rule()
-            held = isinstance(rule, Pad) or (isinstance(rule, Keep) and slot.bears() is not None)
+            held = isinstance(rule, Pad) or (isinstance(rule, Keep) and slot.poison is not None)
             has_tail = any(True for _ in tails_of(slot, filled, trial.step))
             if held and has_tail and poison_of(slot, filled, trial.step, capabilities) is None:
-                why = "it says poison=()" if slot.bears() == () else "it says where the step writes"
+                why = "it says poison=()" if slot.poison == () else "it says where the step writes"
                 yield f"slot {name!r} was held to its {rule}: {why}"
 
     def _rounds(self) -> Iterator[Tensors]:
@@ -157,7 +157,7 @@ class Poisoning:
         yield first
         apart = []
         for name, slot in self._trial.declared.items():
-            if isinstance(slot.rule(), Keep) and slot.bears() is None:
+            if isinstance(slot.rule(), Keep) and slot.poison is None:
                 dtype = second[name].dtype if name in second else torch.bool
                 if self._together.any(not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)):
                     apart.append(name)
