@@ -138,6 +138,11 @@ def check_carried(want: Wanted, source: Any, shape: Extent) -> None:
         raise BatchError("; ".join(_expected(want, shape) + fault for fault in faults))
 
 
+def fits(want: Wanted, source: Any, shape: Extent) -> bool:
+    """Whether nothing is wrong with a source."""
+    return next(_faults(want, source, shape), None) is None
+
+
 def _dense(tensor: torch.Tensor, dtype: torch.dtype, buffers: Buffers) -> torch.Tensor:
     """A host tensor in one piece, of a dtype, and in no slot's memory."""
     made = tensor.detach().resolve_neg().resolve_conj().to(dtype).contiguous()
