@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotgraph.backends.ring import ENTRIES, SEGMENT, Ring, packet_on, ring_on
-from slotgraph.dataflow.feed import Feed
 from slotgraph.dataflow.lanes import WORD
+from slotgraph.dataflow.packet import Feed
 from tests.packing import Streams, host_memory
 from tests.strategies import noise
 
@@ -254,7 +254,7 @@ def test_a_feed_sends_what_changed(seed: int, lag: int) -> None:
     """Over a ring, a feed sends nothing where the packet holds a step's bytes already, and each step is right."""
     device, draw, sent = LazyDevice(), chance(seed), 0
     ring = device.ring(SMALL)
-    feed = Feed(ring)
+    feed = Feed(lambda _: ring, SMALL)
     sources = [(draw.randbytes(draw.randint(WORD + 1, LARGE)), Source()) for _ in range(3)]
     before: int | None = None
     for _ in range(2 * ENTRIES):

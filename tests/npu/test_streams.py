@@ -10,7 +10,7 @@ from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.backends.accelerator import AcceleratorBackend
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.backends.ring import ENTRIES, ring_on
-from slotgraph.dataflow.feed import Upload
+from slotgraph.dataflow.packet import Upload
 
 pytestmark = pytest.mark.modes("eager", "lazy")
 KINDS = pytest.mark.parametrize("kind", [NpuBackend, AcceleratorBackend])
