@@ -16,9 +16,8 @@ from ...backends.base import Backend
 from ..recording.records import versions
 from ..testing.contests import PER_SLOT, REGROUPED
 from ..testing.timing import THREADS, Run, Spread, measure
-from .failures import chosen, reported
 from .habits import BASE, habits
-from .screen import screen
+from .screen import chosen, reported, screen
 from .workload import FILL, ORACLE, STEP, Case, Contestant, by_lowering, cases, contestants, verify
 
 _MOST_SLOTS: Final = 1000

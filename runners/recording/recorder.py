@@ -1,51 +1,28 @@
 """Recordings: the last steps of a runner are kept as they come, and written to a file when one of them fails."""
 
 import collections
-import math
 import os
 import pathlib
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, Final, Self, final
 
-import numpy as np
 import torch
 
 from ...backends.base import HOST, Backend
-from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import ConfigError
-from ...dataflow.hostdata import array_dtype
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Slot, Staged
 from ...dataflow.sources import Side, look_up
-from ..check.comparison import live_part
-from ..outputs import map_tensors
+from ..check.comparison import live_part, named
 from ..parts import Parts
 from ..runner import Runner
 from ..watching import Watcher
 from .files import check_place, write
-from .records import (
-    DEPTH,
-    FORMAT,
-    LIST_DIMS,
-    Header,
-    NotPlainError,
-    Raised,
-    RunnerRecord,
-    StepRanks,
-    StepRecord,
-    Value,
-    ValueKind,
-    plain_to_data,
-    versions,
-)
+from .records import FORMAT, Header, Raised, RunnerRecord, StepRanks, StepRecord, Value, versions
 
 _LONGEST: Final = 4000
 """The letters of an error that are kept."""
-_WORD: Final = 8
-"""The bytes of a number in a list."""
-_NUMBERS: Final = {int: torch.int64, float: torch.float64, bool: torch.bool}
-Named = Iterable[tuple[str, Any]]
 
 
 class Window:
@@ -67,63 +44,41 @@ class Window:
         """The bytes that are kept now."""
         return sum(step.nbytes for step in self.steps)
 
-    def take(self, step: StepRecord, named: Named) -> tuple[Value, ...]:
-        """Values for the step that came last, copied where there is room for them. Without room, only their sizes."""
-        values = tuple(self.find(name, source) for name, source in named)
-        needed = step.nbytes + sum(value.nbytes for value in values)
+    def take(self, step: StepRecord, sources: Iterable[tuple[str, Any]]) -> tuple[Value, ...]:
+        """Values for the step that came last, copied if there is room for them. Without room, only their sizes."""
+        values = tuple(Value.of(name, source, self._backend.device) for name, source in sources)
+        needed, why = step.nbytes + sum(value.nbytes for value in values), ""
         if needed > self._most:
             why = f"{needed:,} bytes are more than the {self._most:,} that max_bytes allows"
             _note(step, f"only sizes are kept: {why}")
-            return _lost(values, why)
-        while self.nbytes - step.nbytes + needed > self._most:
-            self.steps.popleft()
-        try:
-            with torch.no_grad(), torch.inference_mode(mode=False):
-                self._copy(values)
-        except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
-            self._fail(error)
-            return _lost(values, f"the device failed: {self.fault}")
+        else:
+            while self.nbytes - step.nbytes + needed > self._most:
+                self.steps.popleft()
+            try:
+                with torch.no_grad(), torch.inference_mode(mode=False):
+                    self._copy(values)
+            except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
+                self._fail(error)
+                why = f"the device failed: {self.fault}"
+        if why:
+            for value in values:
+                value.lose(why)
         return values
-
-    def find(self, name: str, source: Any) -> Value:
-        """What a source is. A tensor is not copied yet. Never raises."""
-        try:
-            if isinstance(source, torch.Tensor):
-                return self._described(name, "tensor", source)
-            if isinstance(source, np.ndarray):
-                return self._described(name, "array", _array(source))
-            numbers = _numbers_in(source, self._most) if isinstance(source, list | tuple) else None
-            if numbers is not None:
-                return self._described(name, "list" if isinstance(source, list) else "tuple", numbers)
-            value = Value(name=name, kind="plain", value=plain_to_data(source))
-            value.nbytes = len(repr(value.value))
-        except NotPlainError as error:
-            return Value(name=name, kind="other", why=str(error))
-        except Exception as error:  # noqa: BLE001 - a source may be anything, and a recording must not end a step
-            return Value(name=name, kind="other", why=f"{type(error).__name__}: {error}"[:300])
-        return value
-
-    def _described(self, name: str, kind: ValueKind, tensor: torch.Tensor) -> Value:
-        if kind == "tensor" and (tensor.is_meta or tensor.layout != torch.strided):
-            message = f"a {'meta' if tensor.is_meta else tensor.layout} tensor of shape {list(tensor.shape)}"
-            raise NotPlainError(message)
-        value = Value(name=name, kind=kind, dtype=dtype_text(tensor.dtype), shape=tuple(tensor.shape))
-        value.where = "device" if kind == "tensor" and tensor.device.type == self._backend.device.type else "host"
-        value.dense = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-        value.elements, value.nbytes = tensor, tensor.numel() * tensor.element_size()
-        return value
 
     def _copy(self, values: Iterable[Value]) -> None:
         flag: torch.Tensor | None = None
-        sources = [(value, value.elements) for value in values if value.kind == "tensor"]
-        for value, source in sources:
-            value.elements = None if source is None else self._copied(source)
-        for value in (value for value, source in sources if source is not None and not source.is_cpu):
-            if self._one is None:
-                self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
-            if flag is None:
-                flag = self._backend.empty((1,), torch.uint8, HOST).zero_().copy_(self._one, non_blocking=True)
-            value.arrived = flag
+        for value in values:
+            source = value.elements
+            if value.kind == "tensor" and source is not None:
+                value.elements = self._copied(source)
+                if not source.is_cpu:
+                    if self._one is None:
+                        self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
+                    if flag is None:
+                        flag = self._backend.empty((1,), torch.uint8, HOST).zero_()
+                    value.arrived = flag
+        if flag is not None and self._one is not None:
+            flag.copy_(self._one, non_blocking=True)  # behind all copies of the values
 
     def _copied(self, source: torch.Tensor) -> torch.Tensor:
         if source.is_cpu:
@@ -149,46 +104,6 @@ class Window:
 
 def _note(step: StepRecord, text: str) -> None:
     step.notes = (*step.notes, text[:_LONGEST])
-
-
-def _lost(values: tuple[Value, ...], why: str) -> tuple[Value, ...]:
-    for value in values:
-        if value.kind != "other":
-            value.lose(why)
-    return values
-
-
-def _array(source: "np.ndarray[Any, Any]") -> torch.Tensor:
-    """A copy of an array."""
-    if array_dtype(source) is None:
-        message = f"an array of {source.dtype}, which torch has no dtype for"
-        raise NotPlainError(message)
-    return torch.from_numpy(np.array(source, order="C"))
-
-
-def _numbers_in(source: Sequence[Any], most: int) -> torch.Tensor | None:
-    """A tensor of nested lists of one kind of number and one shape. None of all else, which may be plain data.
-
-    Lists that would take more bytes than are kept are not looked through: they give a tensor without memory.
-    """
-    row: Any = source
-    lengths: list[int] = []
-    while isinstance(row, list | tuple) and row and len(lengths) <= DEPTH:
-        lengths.append(len(row))
-        row = row[0]
-    if _WORD * math.prod(lengths) > most:
-        return torch.empty(lengths, dtype=torch.int64, device="meta")
-    shape, flat = [len(source)], list(source)
-    while flat and all(type(one) is list for one in flat) and len({len(one) for one in flat}) == 1:
-        shape.append(len(flat[0]))
-        flat = [one for row in flat for one in row]
-    kinds = set(map(type, flat))
-    if len(kinds) != 1 or len(shape) > LIST_DIMS or (dtype := _NUMBERS.get(kinds.pop())) is None:
-        return None
-    try:
-        return torch.tensor(flat, dtype=dtype, device="cpu").view(shape)
-    except (OverflowError, RuntimeError):  # a number beyond int64, which plain data holds
-        return None
 
 
 @final
@@ -243,8 +158,7 @@ class Recording(Watcher):
         info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
         if self._staged and info is not None and (step := self._step) is not None:
             step.staged = ()  # of the run before
-            values = vars(view)
-            rows = ((name, live_part(slot, values[name], info.step)) for name, slot in self._staged.items())
+            rows = ((name, live_part(slot, vars(view)[name], info.step)) for name, slot in self._staged.items())
             step.staged = self._window.take(step, rows)
 
     def replayed(self, view: Inputs, outputs: Any) -> Any:
@@ -254,7 +168,7 @@ class Recording(Watcher):
             step.replays += 1
             if self._outputs:
                 step.outputs = None  # of the run before
-                step.outputs = self._window.take(step, _leaves_of(outputs))
+                step.outputs = self._window.take(step, ((f"outputs{place}", one) for place, one in named(outputs)))
         return outputs
 
     def failed(self, error: BaseException) -> None:
@@ -352,18 +266,6 @@ def _fields_of(parts: Parts[Any]) -> list[str]:
     own = parts.stage.declaration
     carried = [name for name in parts.eager.stage.declaration.fields if name not in own.fields]
     return [*own.fields, *(name for name in carried if own.slots[name].reads(name) is None)]
-
-
-def _leaves_of(outputs: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of what a step returned, by number, in the order in which `map_tensors` finds them."""
-    found: list[tuple[str, torch.Tensor]] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:  # an outputs class may refuse anything but a tensor
-        found.append((str(len(found)), tensor))
-        return tensor
-
-    map_tensors(outputs, note)
-    return found
 
 
 def record(

@@ -5,7 +5,7 @@ import math
 import platform
 import reprlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import attrs
 import numpy as np
@@ -13,35 +13,33 @@ import torch
 
 from ...dataflow.capabilities import Role, dtype_text
 from ...dataflow.errors import RecordingError
+from ...dataflow.hostdata import array_dtype
 from ..decision import Why
 from ..parts import Parts
 from ..ranks.group import Ranks
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """The number of this format. A file of another number is refused."""
-MOST: Final = 1 << 16
+MOST: Final = 1 << 20
 """The values, and the letters of their text, that one piece of plain data may have."""
 DEPTH: Final = 32
 """How deep plain data may be nested."""
 _BITS: Final = 1 << 13
 """The bits of an integer that is kept: Python does not read longer ones from text."""
-LIST_DIMS: Final = 4
-"""The dims of nested lists that are kept as a tensor: more would hold far more lists than numbers."""
-
-ValueKind: TypeAlias = Literal["tensor", "array", "list", "tuple", "plain", "other"]
-Part: TypeAlias = Literal["slots", "fields", "staged", "outputs"]
-PARTS: Final[tuple[Part, ...]] = ("slots", "fields", "staged", "outputs")
+_WHY: Final = 300
+"""The letters of why a value is not kept."""
+_PARTS: Final = ("slots", "fields", "staged", "outputs")
 
 
 @attrs.define(kw_only=True)
 class Value:
-    """One value of a step. A tensor, an array, and nested lists of numbers have their elements in a tensor of the file.
+    """One value of a step. A tensor or an array has its elements in a tensor of the file.
 
     Fields without an `init` are not in the file's header.
     """
 
     name: str
-    kind: ValueKind  # "plain" has its data in `value`, "other" cannot be kept
+    kind: Literal["tensor", "array", "plain", "other"]  # "plain" has its data in `value`, "other" cannot be kept
     dtype: str = ""
     shape: tuple[int, ...] = ()
     where: Literal["device", "host"] = "host"  # of a tensor
@@ -52,22 +50,54 @@ class Value:
     nbytes: int = attrs.field(default=0, init=False, eq=False)  # of memory, while it is kept
     arrived: torch.Tensor | None = attrs.field(default=None, init=False, eq=False)  # set once the device has copied it
 
+    @classmethod
+    def of(cls, name: str, source: Any, device: torch.device) -> "Value":
+        """What a source is, for a recording on a device. A tensor is not copied yet. Never raises."""
+        try:
+            return cls._found(name, source, device)
+        except NotPlainError as error:
+            why = str(error)
+        except Exception as error:  # noqa: BLE001 - a source may be anything, and a recording must not end a step
+            why = f"{type(error).__name__}: {error}"
+        return cls(name=name, kind="other", why=why[:_WHY])
+
+    @classmethod
+    def _found(cls, name: str, source: Any, device: torch.device) -> "Value":
+        if isinstance(source, torch.Tensor):
+            if source.is_meta or source.layout != torch.strided:
+                message = f"a {'meta' if source.is_meta else source.layout} tensor of shape {list(source.shape)}"
+                raise NotPlainError(message)
+            found, tensor = cls(name=name, kind="tensor"), source
+            found.where = "device" if source.device.type == device.type else "host"
+            found.dense = source.is_contiguous() and not source.is_neg() and not source.is_conj()
+        elif isinstance(source, np.ndarray):
+            if array_dtype(source) is None:
+                message = f"an array of {source.dtype}, which torch has no dtype for"
+                raise NotPlainError(message)
+            found, tensor = cls(name=name, kind="array"), torch.from_numpy(np.array(source, order="C"))
+        else:
+            found = cls(name=name, kind="plain", value=plain_to_data(source))
+            found.nbytes = len(repr(found.value))
+            return found
+        found.dtype, found.shape, found.elements = dtype_text(tensor.dtype), tuple(tensor.shape), tensor
+        found.nbytes = tensor.numel() * tensor.element_size()
+        return found
+
     @property
     def has_elements(self) -> bool:
         """Whether its elements are a tensor of the file."""
-        return not self.why and self.kind not in ("plain", "other")
+        return not self.why and self.kind in ("tensor", "array")
 
     def lose(self, why: str) -> None:
         """Keep nothing of it but what it was."""
-        self.value, self.elements, self.nbytes, self.why = None, None, 0, why
+        if self.kind != "other":
+            self.value, self.elements, self.nbytes, self.why = None, None, 0, why
 
     def __str__(self) -> str:
         """What it is, in a word or two."""
         if self.kind == "other":
             return self.why
-        what = (
-            "plain data" if self.kind == "plain" else f"{self.dtype} [{', '.join(map(str, self.shape))}], {self.kind}"
-        )
+        what = "plain data" if self.kind == "plain" else f"{self.dtype} {[*self.shape]}, {self.kind}"
         place = " on the device" if self.where == "device" else ""
         return f"{what}{place}; not kept: {self.why}" if self.why else what + place
 
@@ -89,13 +119,6 @@ class RanksRecord:
     size: int
     equal: bool
     shards: int
-
-    @classmethod
-    def of(cls, ranks: Ranks | None) -> "RanksRecord | None":
-        """A runner's ranks, if it has any."""
-        if ranks is None:
-            return None
-        return cls(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
 
     def __str__(self) -> str:
         """The ranks in a sentence."""
@@ -134,7 +157,7 @@ class StepRecord:
 
     def values(self) -> Iterator[tuple[str, Value]]:
         """All values, each with the name of its elements in the file."""
-        return ((f"{self.number}.{part}.{one.name}", one) for part in PARTS for one in getattr(self, part) or ())
+        return ((f"{self.number}.{part}.{one.name}", one) for part in _PARTS for one in getattr(self, part) or ())
 
     @property
     def nbytes(self) -> int:
@@ -161,7 +184,10 @@ class RunnerRecord:
         """A runner as it is now."""
         stage, graphs = parts.stage, parts.graphs
         declaration = stage.declaration
-        ranks = RanksRecord.of(declaration.ranks)
+        given: Ranks | None = declaration.ranks
+        ranks = None
+        if given is not None:
+            ranks = RanksRecord(rank=given.rank, size=given.size, equal=given.equal, shards=given.shards)
         facts = {
             "lowering": "" if graphs is None else graphs.filler.lowering,
             "buckets": ", ".join(map(str, sorted(parts.sizes))),
@@ -252,7 +278,11 @@ def plain_to_data(value: Any, room: list[int] | None = None, depth: int = DEPTH)
         message = f"more than {MOST:,} values and letters" if depth else f"more than {DEPTH} levels deep"
         raise NotPlainError(message)
     if kind in (list, tuple):
-        inner = [plain_to_data(one, room, depth - 1) for one in value]
+        if len(value) < room[0] and set(map(type, value)) == {int} and max(map(int.bit_length, value)) < _BITS:
+            room[0] -= len(value)  # at once, since batches have long lists of integers
+            inner = list(value)
+        else:
+            inner = [plain_to_data(one, room, depth - 1) for one in value]
         return inner if kind is list else {"tuple": inner}
     if kind is dict and all(type(name) is str for name in value):
         room[0] -= sum(map(len, value))
@@ -262,8 +292,7 @@ def plain_to_data(value: Any, room: list[int] | None = None, depth: int = DEPTH)
     if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() < _BITS):
         return value
     what = {int: "an integer with too many digits", dict: "a dict with keys that are no text"}
-    message = what.get(kind, f"{kind.__module__}.{kind.__qualname__}")
-    raise NotPlainError(message)
+    raise NotPlainError(what.get(kind, f"{kind.__module__}.{kind.__qualname__}"))
 
 
 def plain_from_data(data: Any, depth: int = DEPTH) -> Any:

@@ -195,7 +195,7 @@ def test_claims_of_much(file: pathlib.Path, data: st.DataObject) -> None:
     """Values that say that they are huge, and need no bytes for it, are refused before anything of them is built."""
     dtype = data.draw(st.sampled_from(sorted(_STORED)))
     claim = {
-        "kind": data.draw(st.sampled_from(["list", "tuple", "tensor", "array"])),
+        "kind": data.draw(st.sampled_from(["tensor", "array"])),
         "dtype": dtype,
         "shape": data.draw(shapes),
         "dense": data.draw(st.booleans()),
@@ -212,15 +212,6 @@ def test_empty_beyond_counting(file: pathlib.Path) -> None:
     for kind, dense in itertools.product(("tensor", "array"), (True, False)):
         claim = {"kind": kind, "dtype": "float64", "shape": [0, 1 << 62], "dense": dense, "where": "host"}
         check(file, claiming("slots", 0, "F64", claim))
-
-
-def test_lists_that_would_be_large(file: pathlib.Path) -> None:
-    """Lists of lists take memory without a number in them: no recording writes such, and none is read."""
-    large = ([20_000_000, 0], [1 << 62, 0], [SMALL, *[1] * 60], [0], [1000, 1000, 0])
-    for kind, shape in itertools.product(("list", "tuple"), large):
-        content = claiming("slots", 0, "BOOL", {"kind": kind, "dtype": "bool", "shape": shape})
-        with in_little_memory():
-            assert f"is no {kind} of numbers" in refused(file, content)
 
 
 @pytest.mark.parametrize("many", [{"number": 1}, {"number": 1, "slots": [{"name": "a", "kind": "plain"}] * 4}])
@@ -305,14 +296,14 @@ def nested(depth: int) -> Any:
 
 
 NASTY: list[tuple[Callable[[Any], object], str]] = [
-    (lambda f: f.s.update(format=1), "format 1, and this version reads 2"),
+    (lambda f: f.s.update(format=1), "format 1, and this version reads 3"),
     (lambda f: f.s.pop("runner"), "'runner' is missing"),
     (lambda f: f.s.update(extra=1), "unknown key 'extra'"),
     (lambda f: f.s.update(steps={"0": {}}), "expected a list"),
     (lambda f: f.s["steps"].append(f.s["steps"][0]), "two of its steps, or two values of a step"),
     (lambda f: f.s["steps"][0]["slots"].append(first(f.s)), "two of its steps, or two values of a step"),
-    (lambda f: f.s["steps"][0].update(number=1 << 80), "do not both have '0.outputs.0'"),
-    (lambda f: f.s["steps"].pop(), "do not both have '1.outputs.0'"),
+    (lambda f: f.s["steps"][0].update(number=1 << 80), "do not both have '0.outputs.outputs'"),
+    (lambda f: f.s["steps"].pop(), "do not both have '1.outputs.outputs'"),
     (lambda f: first(f.s).update(name="\ud800"), "do not both have '0.slots.ids'"),
     (lambda f: first(f.s).update(dtype="float32"), r"holds torch.int64 \[2\], and its header says float32 \[2\]"),
     (lambda f: first(f.s).update(dtype="complex64"), "its header says complex64"),
@@ -323,7 +314,7 @@ NASTY: list[tuple[Callable[[Any], object], str]] = [
     (lambda f: first(f.s).update(shape=[1 << 62, 1 << 62]), r"its header says int64 \[4611686018427387904, "),
     (lambda f: first(f.s).update(shape=[10**2000]), "its header says int64"),
     (lambda f: first(f.s).update(shape=[-2]), "its header says int64"),
-    (lambda f: first(f.s).update(kind="list", shape=[]), r"its header says int64 \[\]"),
+    (lambda f: first(f.s).update(kind="list"), "list"),
     (lambda f: first(f.s, "fields").update(value=nested(200)), "plain data is more than 32 levels deep"),
     (
         lambda f: first(f.s, "fields").update(value={"__reduce__": ["os.system", "false"]}),

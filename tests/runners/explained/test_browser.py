@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import pytest
 
+from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.explained.html import html
-from slotgraph.runners.explained.records import RunnerExplanation
 from tests.runners.explained.test_pages import full, harmful, many, pooled
 
 VARIABLE: Final = "SLOTGRAPH_TEST_BROWSER"

@@ -10,7 +10,7 @@ import typer.testing
 
 from slotgraph.dataflow.serial import from_data
 from slotgraph.runners.commands.app import app
-from slotgraph.runners.explained.records import RunnerExplanation
+from slotgraph.runners.explained.explanation import RunnerExplanation
 
 SERVING = """
 import torch

@@ -17,10 +17,10 @@ from slotgraph.backends import load
 from slotgraph.dataflow.errors import BatchError, ConfigError, RecordingError
 from slotgraph.dataflow.sources import Source
 from slotgraph.runners.commands.app import app
-from slotgraph.runners.commands.replay import printable
+from slotgraph.runners.explained.tables import printable
 from slotgraph.runners.recording.files import RecordedFile
 from slotgraph.runners.recording.records import RunnerRecord
-from slotgraph.runners.recording.replaying import RecordedBatch, ReplayReport, differences, rebuilt, replay_file
+from slotgraph.runners.recording.replaying import RecordedBatch, ReplayReport, rebuilt, replay_file, unlike
 from tests.runners import prefilled
 from tests.runners import test_draft as drafting
 from tests.runners.recording.steps import Flaw, Mixed, Scored, mixed_batch, mixed_runner, mixed_side
@@ -84,12 +84,12 @@ def test_frozen_value(backend_name: str, tmp_path: pathlib.Path) -> None:
         healthy(mixed_batch(3, 7, device), **mixed_side(3, 7, device))
     found = report_of(tmp_path / "x.safetensors", frozen).steps[0]
     assert found.outcome == "different"
-    (one,) = found.differences
-    assert (one.between, one.where, one.row) == (("graph", "eager"), "slot 'scores'", 0)
-    assert one.text.startswith("slot 'scores' row 0, at [0, 0]: graph ")
+    one, _ = found.differences
+    assert (one.names, one.where, one.row) == (("graph", "eager"), "slot 'scores'", 0)
+    assert found.lines[0].startswith("slot 'scores' row 0, at [0, 0]: graph ")
     other = mixed_runner(backend_name, flaw)
     apart = report_of(tmp_path / "x.safetensors", other).steps[0].differences
-    assert [one.between for one in apart] == [("here", "recorded")]
+    assert [one.names for one in apart] == [("here", "recorded")]
 
 
 def test_tail_that_reaches_live_rows(backend_name: str, tmp_path: pathlib.Path) -> None:
@@ -106,7 +106,7 @@ def test_tail_that_reaches_live_rows(backend_name: str, tmp_path: pathlib.Path) 
         runner({"values": torch.tensor([1.0, 2.0, 3.0, 4.0], device=device)})
     padded, full = report_of(tmp_path / "x.safetensors", runner).steps
     assert full.outcome == "equal"
-    assert padded.differences[0].between == ("graph", "eager without padding")
+    assert padded.differences[0].names == ("graph", "eager without padding")
     assert padded.differences[0].values == (107.0, 7.0)
 
 
@@ -148,7 +148,7 @@ def test_eager(backend_name: str, tmp_path: pathlib.Path) -> None:
     assert report_of(tmp_path / "x.safetensors", EagerRunner(Mixed, Scored(device, flaw), backend=backend_name)).ok
     flaw.frozen = 3.0
     found = report_of(tmp_path / "x.safetensors", EagerRunner(Mixed, Scored(device, flaw), backend=backend_name))
-    assert [one.between for one in found.steps[0].differences] == [("here", "recorded")]
+    assert [one.names for one in found.steps[0].differences] == [("here", "recorded")]
 
 
 @pytest.mark.parametrize("kind", prefilled.KINDS)
@@ -267,7 +267,7 @@ def test_every_difference_is_named(tmp_path: pathlib.Path) -> None:
         "runner copied int32 [BATCH, 2] on device; slot 'more': the file has none, the runner copied int64 [TOKENS] on "
         "device"
     )
-    _, noted = differences(RunnerRecord.of(runner.parts), other.parts)
+    _, noted = unlike(RunnerRecord.of(runner.parts), other.parts)
     assert "kind: the file has DecodeRunner, the runner EagerRunner" in noted
     assert "slot 'ids': tail: the file has pad=0, the runner pad=1" in noted
     assert "slot 'lengths': source: the file has lengths_of(batch), the runner batch.lengths" in noted
@@ -320,7 +320,7 @@ def test_sources_that_cannot_be_stood_in_for() -> None:
 
     with pytest.raises(RecordingError, match="slot 'a': its source is a Own, which"):
         rebuilt(Hidden.slotgraph, {"a": torch.ones(1)}, {})
-    with pytest.raises(RecordingError, match="slot 'b': 'x' holds another source"):
+    with pytest.raises(RecordingError, match=r"slot 'b': its source batch\.x\.real holds another source"):
         rebuilt(Nested.slotgraph, {"a": torch.ones(1), "b": torch.ones(1)}, {})
     fields = {"x": {"kept": 1}}
     batch, _ = rebuilt(Nested.slotgraph, {"b": 2}, fields)
@@ -363,9 +363,9 @@ def test_command() -> None:
     assert done.exit_code == 1
     first, last = json.loads(done.stdout)["steps"]
     (apart,) = first["differences"]
-    assert (apart["between"], apart["where"], apart["row"]) == (["here", "recorded"], "outputs", 1)
+    assert (apart["names"], apart["where"], apart["index"][0]) == (["here", "recorded"], "outputs", 1)
     assert last["outcome"] == "raised"
-    assert json.loads(command("home.safetensors", "--format", "json").stdout)["format"] == 2
+    assert json.loads(command("home.safetensors", "--format", "json").stdout)["format"] == 3
     assert "input_ids" in command("home.safetensors", "--step", "0").stdout
 
 

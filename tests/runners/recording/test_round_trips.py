@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 import slotgraph
 from slotgraph import BATCH, EagerRunner, Inputs, copied
-from slotgraph.backends import choose
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import RecordingError, SlotGraphError
 from slotgraph.runners.recording.files import RecordedFile
-from slotgraph.runners.recording.recorder import Window
-from slotgraph.runners.recording.records import plain_from_data, plain_to_data
+from slotgraph.runners.recording.records import Value, plain_from_data, plain_to_data
 from slotgraph.runners.recording.replaying import batch_of
 from slotgraph.runners.stage import Stage
 from tests.strategies import HIDDEN, Round, declarations, rounds, same_bytes
@@ -149,8 +147,8 @@ def doubled(times: int) -> Any:
         (b"bytes", "builtins.bytes"),
         (1j, "complex"),
         (nested(40), "more than 32 levels"),
-        (doubled(16), "more than 65,536 values"),
-        ("x" * 100_000, "more than 65,536 values and letters"),
+        (doubled(20), "more than 1,048,576 values"),
+        ("x" * 2_000_000, "more than 1,048,576 values and letters"),
         (1 << 9000, "too many digits"),
         (torch.float32, "torch.dtype"),
         (np.array(["text"]), "an array of <U4"),
@@ -162,7 +160,7 @@ def doubled(times: int) -> Any:
 )
 def test_what_cannot_be_kept(value: object, why: str) -> None:
     """What is no data is left out, and the record says what it was; nothing raises."""
-    found = Window(choose("cpu"), 1, 1 << 20).find("x", value)
+    found = Value.of("x", value, torch.device("cpu"))
     assert (found.name, found.kind, found.nbytes, found.elements) == ("x", "other", 0, None)
     assert why in found.why
 
