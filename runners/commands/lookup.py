@@ -1,6 +1,5 @@
 """Finding a declaration or a runner by `MODULE:NAME`, or `file.py:NAME`, with the nearest name if there is none."""
 
-import functools
 import importlib
 import importlib.util
 import inspect
@@ -72,8 +71,10 @@ def _found(target: str, hint: str, why: str, is_wanted: Callable[[Any], bool], *
     place, colon, name = target.rpartition(":")
     place = place if colon else name
     try:
-        module = _module(place)
-        value = functools.reduce(lambda holder, part: getattr(holder, part, None), name.split("."), module)
+        value: Any = _module(place)
+        module: ModuleType = value
+        for part in name.split("."):
+            value = getattr(value, part, None)
         arguments = None if isinstance(value, type) or is_wanted(value) else _arguments(value, **given)
         if arguments is not None:
             value = _made(f"{place}:{name}", value, arguments)

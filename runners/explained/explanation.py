@@ -131,7 +131,9 @@ def explain(runner: Runner[Any], batch: Any = None, **side: Any) -> RunnerExplan
     extents = {axis: (size, size) for axis, size in sizes.items()} or NOT_SIZED
     declaration = explain_declaration(declared, capabilities, stage.backend.name, extents, lowering=lowering)
     buckets, eager = list[BucketFacts](), None
-    for rows, padded in sorted(parts.sizes.items()) if graphs is not None else ():
+    for rows, padded in sorted(parts.sizes.items()):
+        if graphs is None:
+            break
         found = tuple(_graph(parts, graphs, rows, absent) for absent in sorted(parts.patterns, key=sorted))
         plan = plan_fill(declared, padded, capabilities, lowering=lowering, foreign=graphs.buffers.foreign)
         launched = max((one.parts for one in found if not one.why), default=1)

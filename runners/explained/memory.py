@@ -78,7 +78,7 @@ def memory_of(
         kept: Slots whose bytes were asked to be kept between steps.
     """
     by_kernel = () if plan is None else plan.fused
-    phases: tuple[Phase, ...] = ("fill", *(("kernel",) if by_kernel else ()), "replay", "outputs")  # type: ignore[assignment] # all of them are
+    phases: tuple[Phase, ...] = ("fill", *(("kernel",) if by_kernel else ()), "replay", "outputs")
     found: dict[tuple[int, str], list[Buffer]] = {}
     for buffer in buffers or ():  # storages without bytes are each by itself
         storage = buffer.tensor.untyped_storage()

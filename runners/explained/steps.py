@@ -44,9 +44,9 @@ class Fill:
     steps: tuple[FillStep, ...]
 
     @property
-    def calls(self) -> Mapping[Kind, int]:
+    def calls(self) -> Mapping[str, int]:
         """The calls of each kind of step."""
-        found = collections.Counter[Kind]()
+        found = collections.Counter[str]()
         for step in self.steps:
             found[step.kind] += step.calls
         return dict(found)

@@ -87,10 +87,8 @@ def diagram(explanation: Explanation | RunnerExplanation) -> str:
     if isinstance(explanation, Explanation):
         return mermaid(explanation)
     rows = [bucket.rows for bucket in explanation.buckets if any(not graph.why for graph in bucket.graphs)]
-    named = ", ".join(map(str, rows)) if not rows[8:] else f"{rows[0]} to {rows[-1]}"
-    graphs = f"{len(rows)} buckets: {named}" if len(rows) > 1 else f"bucket {named}" if rows else "nothing captured"
-    lines = [explanation.kind, "without graphs" if explanation.path == "eager" else graphs]
-    lines.append(f"filled {explanation.lowering}")
+    graphs = f"{len(rows)} buckets, {rows[0]} to {rows[-1]}" if rows else "nothing captured"
+    lines = [explanation.kind, graphs, f"filled {explanation.lowering}"]
     if explanation.ranks is not None:
         lines.append(f"rank {explanation.ranks.rank} of {explanation.ranks.size}")
     return mermaid(explanation.declaration, lines)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ...dataflow.capabilities import dtype_from_text
 from ...dataflow.errors import ConfigError, RecordingError
 from ...dataflow.serial import from_data, json_data, to_data
-from .records import FORMAT, Header, StepRecord, plain_from_data
+from .records import FORMAT, Header, StepRecord, plain_from_text
 
 _KEY: Final = "slotgraph"
 MOST_HEADER: Final = 1 << 26
@@ -135,7 +135,8 @@ def _header(opened: Any) -> Header:
     unlike = {key for key, value in values if value.has_elements} ^ set(opened.keys())
     _need(not unlike, f"its steps and its tensors do not both have {min(unlike, default='')!r}")
     for key, value in values:
-        plain_from_data(value.value)
+        if value.kind == "plain" and not value.why:
+            plain_from_text(value.data)
         if value.has_elements:
             stored, dtype = opened.get_tensor(key), dtype_from_text(value.dtype)
             is_native = dtype in _NATIVE

@@ -14,6 +14,7 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Slot, Staged
 from ...dataflow.sources import Side, look_up
+from ..arguments import checked, refuse
 from ..check.comparison import live_part, named
 from ..parts import Parts
 from ..runner import Runner
@@ -295,9 +296,8 @@ def record(
     """
     place = check_place(path)
     for name, value in (("last", last), ("max_bytes", max_bytes)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            message = f"{name}= is a whole number of at least 1, got {value!r}"
-            raise ConfigError(message)
+        if checked(name, "a whole number, at least 1", value, int) < 1:
+            refuse(name, "a whole number, at least 1", value)
     stage = runner.parts.stage
     slots = stage.declaration.slots
     for name in staged:

@@ -1,7 +1,7 @@
 """What a recorded file says: its steps and their values, the runner and its declaration, as records and plain data."""
 
 import importlib.metadata
-import math
+import json
 import platform
 import reprlib
 from collections.abc import Iterator, Mapping
@@ -11,8 +11,9 @@ import attrs
 import numpy as np
 import torch
 
-from ...dataflow.capabilities import Role, dtype_text
+from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
+from ...dataflow.explain import explain_declaration
 from ...dataflow.hostdata import array_dtype
 from ..decision import Why
 from ..parts import Parts
@@ -28,6 +29,7 @@ _BITS: Final = 1 << 13
 """The bits of an integer that is kept: Python does not read longer ones from text."""
 _WHY: Final = 300
 """The letters of why a value is not kept."""
+_FACTS: Final = ("tail", "source", "function", "optional")
 _PARTS: Final = ("slots", "fields", "staged", "outputs")
 
 
@@ -39,12 +41,12 @@ class Value:
     """
 
     name: str
-    kind: Literal["tensor", "array", "plain", "other"]  # "plain" has its data in `value`, "other" cannot be kept
+    kind: Literal["tensor", "array", "plain", "other"]  # "other" cannot be kept
     dtype: str = ""
     shape: tuple[int, ...] = ()
     where: Literal["device", "host"] = "host"  # of a tensor
     dense: bool = True  # whether a tensor was contiguous
-    value: Any = None
+    data: str = ""  # of plain data
     why: str = ""  # why the file does not have the value
     elements: torch.Tensor | None = attrs.field(default=None, init=False, eq=False, repr=False)
     nbytes: int = attrs.field(default=0, init=False, eq=False)  # of memory, while it is kept
@@ -76,8 +78,8 @@ class Value:
                 raise NotPlainError(message)
             found, tensor = cls(name=name, kind="array"), torch.from_numpy(np.array(source, order="C"))
         else:
-            found = cls(name=name, kind="plain", value=plain_to_data(source))
-            found.nbytes = len(repr(found.value))
+            found = cls(name=name, kind="plain", data=plain_to_text(source))
+            found.nbytes = len(found.data)
             return found
         found.dtype, found.shape, found.elements = dtype_text(tensor.dtype), tuple(tensor.shape), tensor
         found.nbytes = tensor.numel() * tensor.element_size()
@@ -91,7 +93,7 @@ class Value:
     def lose(self, why: str) -> None:
         """Keep nothing of it but what it was."""
         if self.kind != "other":
-            self.value, self.elements, self.nbytes, self.why = None, None, 0, why
+            self.data, self.elements, self.nbytes, self.why = "", None, 0, why
 
     def __str__(self) -> str:
         """What it is, in a word or two."""
@@ -182,50 +184,34 @@ class RunnerRecord:
     @classmethod
     def of(cls, parts: Parts[Any]) -> "RunnerRecord":
         """A runner as it is now."""
-        stage, graphs = parts.stage, parts.graphs
-        declaration = stage.declaration
-        given: Ranks | None = declaration.ranks
-        ranks = None
-        if given is not None:
-            ranks = RanksRecord(rank=given.rank, size=given.size, equal=given.equal, shards=given.shards)
+        stage, declaration, config = parts.stage, parts.stage.declaration, parts.config.as_data()
+        ranks: Ranks | None = declaration.ranks
+        record = None
+        if ranks is not None:
+            record = RanksRecord(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
         facts = {
-            "lowering": "" if graphs is None else graphs.filler.lowering,
+            "lowering": "" if parts.graphs is None else parts.graphs.filler.lowering,
             "buckets": ", ".join(map(str, sorted(parts.sizes))),
             "disabled": ", ".join(declaration.disabled),
             "fields": ", ".join(declaration.fields),
-            "ranks": str(ranks or ""),
+            "ranks": str(record or ""),
         }
-        facts |= {f"config {name!r}": _text_of(value) for name, value in parts.config.as_data().items()}
-        facts |= {f"settings {name!r}": _text_of(value) for name, value in _named_in(declaration.settings).items()}
+        for what, given in (("config", config), ("settings", _named_in(declaration.settings))):
+            found = (Value.of(name, value, stage.backend.device) for name, value in given.items())
+            facts |= {f"{what} {one.name!r}": one.why or one.data for one in found}
         facts |= {f"size of {axis}": str(size) for axis, size in stage.sizes.items() if axis.fixed}
-        for name, slot in declaration.slots.items():
-            source, rule, compute = slot.reads(name), slot.rule(), slot.computes()
-            dtype = f"{slot.dtype.name} (role)" if isinstance(slot.dtype, Role) else dtype_text(slot.dtype)
-            facts |= {
-                f"slot {name!r}": f"{slot.kind} {dtype} [{', '.join(map(str, slot.shape))}] on {slot.placement}",
-                f"slot {name!r}: tail": str(rule or ""),
-                f"slot {name!r}: source": str(source or (compute.name if compute is not None else "")),
-                f"slot {name!r}: optional": str(slot.optional),
-            }
-        return cls(kind=parts.name, inputs=declaration.name, backend=stage.backend.name, facts=facts, ranks=ranks)
+        for slot in explain_declaration(declaration, stage.backend.capabilities, stage.backend.name).slots:
+            dtype, shape = slot.role or slot.dtype, ", ".join(slot.shape)
+            facts[f"slot {slot.name!r}"] = f"{slot.kind} {dtype} [{shape}] on {slot.placement}"
+            facts |= {f"slot {slot.name!r}: {fact}": str(getattr(slot, fact) or "") for fact in _FACTS}
+        return cls(kind=parts.name, inputs=declaration.name, backend=stage.backend.name, facts=facts, ranks=record)
 
 
 def _named_in(settings: Any) -> Mapping[str, Any]:
     """Settings by name: those of a mapping, or of an object's fields or attributes."""
     if isinstance(settings, Mapping):
         return settings
-    if attrs.has(type(settings)):
-        return attrs.asdict(settings, recurse=False)
-    return getattr(settings, "__dict__", {})
-
-
-def _text_of(value: Any) -> str:
-    """Plain data as Python writes it. Of anything else only the type: its text may hold an address."""
-    try:
-        plain_to_data(value)
-    except NotPlainError as error:
-        return f"left out: {error}"
-    return repr(value)
+    return attrs.asdict(settings, recurse=False) if attrs.has(type(settings)) else getattr(settings, "__dict__", {})
 
 
 @attrs.frozen(kw_only=True)
@@ -258,18 +244,17 @@ class NotPlainError(TypeError):
     """A value is not plain data. The message says what it is."""
 
 
-def plain_to_data(value: Any, room: list[int] | None = None, depth: int = DEPTH) -> Any:
-    """None, bools, numbers, text, and lists, tuples and dicts of them, in JSON's words.
-
-    Args:
-        value: Anything.
-        room: The number of values and letters that it may still have.
-        depth: How deep it may still be nested.
+def plain_to_text(value: Any) -> str:
+    """None, bools, numbers, text, and lists, tuples and dicts of them, as JSON, in which NaN and infinity stand.
 
     Raises:
         NotPlainError: It is anything else, or too large or too deep.
     """
-    room = [MOST] if room is None else room
+    return json.dumps(_tagged(value, [MOST], DEPTH))
+
+
+def _tagged(value: Any, room: list[int], depth: int) -> Any:
+    """Plain data in JSON's words. room: the number of values and letters, and depth: the levels, that it may have."""
     if isinstance(value, np.generic):
         value = value.item()
     kind = type(value)
@@ -282,31 +267,29 @@ def plain_to_data(value: Any, room: list[int] | None = None, depth: int = DEPTH)
             room[0] -= len(value)  # at once, since batches have long lists of integers
             inner = list(value)
         else:
-            inner = [plain_to_data(one, room, depth - 1) for one in value]
+            inner = [_tagged(one, room, depth - 1) for one in value]
         return inner if kind is list else {"tuple": inner}
-    if kind is dict and all(type(name) is str for name in value):
-        room[0] -= sum(map(len, value))
-        return {"dict": {name: plain_to_data(one, room, depth - 1) for name, one in value.items()}}
-    if kind is float and not math.isfinite(value):
-        return {"float": str(value)}
+    if kind is dict:
+        return {"dict": [[_tagged(one, room, depth - 1) for one in item] for item in value.items()]}
     if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() < _BITS):
         return value
-    what = {int: "an integer with too many digits", dict: "a dict with keys that are no text"}
-    raise NotPlainError(what.get(kind, f"{kind.__module__}.{kind.__qualname__}"))
+    message = "an integer with too many digits" if kind is int else f"{kind.__module__}.{kind.__qualname__}"
+    raise NotPlainError(message)
 
 
-def plain_from_data(data: Any, depth: int = DEPTH) -> Any:
-    """What `plain_to_data` was given. RecordingError if it never writes such data."""
+def plain_from_text(text: str) -> Any:
+    """What `plain_to_text` was given. RecordingError if it never writes such text."""
+    try:
+        return json.loads(text, object_hook=_untagged)
+    except (ValueError, TypeError, RecursionError) as error:
+        message = f"plain data is nested too deeply, or has words that no recording has: {error!s:.200}"
+        raise RecordingError(message) from error
+
+
+def _untagged(data: dict[str, Any]) -> Any:
     match data:
-        case list() if depth:
-            return [plain_from_data(one, depth - 1) for one in data]
-        case {"tuple": list(inner), **rest} if depth and not rest:
-            return tuple(plain_from_data(one, depth - 1) for one in inner)
-        case {"dict": dict(inner), **rest} if depth and not rest:
-            return {name: plain_from_data(one, depth - 1) for name, one in inner.items()}
-        case {"float": "inf" | "-inf" | "nan" as text, **rest} if not rest:
-            return float(text)
-        case None | bool() | int() | float() | str():
-            return data
-    message = f"plain data is more than {DEPTH} levels deep, or has words that no recording has: {reprlib.repr(data)}"
-    raise RecordingError(message)
+        case {"tuple": list(inner), **rest} if not rest:
+            return tuple(inner)
+        case {"dict": list(items), **rest} if not rest:
+            return dict(items)
+    raise ValueError(reprlib.repr(data))

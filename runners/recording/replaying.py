@@ -34,7 +34,7 @@ from ..runner import Runner
 from ..stage import Stage
 from .files import RecordedFile
 from .ranks import RecordedRanks
-from .records import RunnerRecord, StepRecord, Value, plain_from_data
+from .records import RunnerRecord, StepRecord, Value, plain_from_text
 
 Values = Mapping[str, Any]
 UNPADDED: Final = ("graph", "eager without padding")
@@ -171,7 +171,7 @@ def rebuilt(declaration: Declaration, slots: Values, fields: Values) -> tuple[Re
 def _value_of(value: Value, device: torch.device) -> Any:
     """What the batch brought. device: where a tensor goes that was on the device."""
     if value.kind == "plain":
-        return plain_from_data(value.value)
+        return plain_from_text(value.data)
     if value.elements is None:
         return None
     try:

@@ -172,4 +172,4 @@ def test_explained() -> None:
         "pairs": "CONTEXT * 2",
         "free": None,
     }
-    assert tables(found)
+    assert tables(found).renderables

@@ -85,7 +85,7 @@ def test_runner_and_function() -> None:
     ("form", "part"),
     [
         ("table", "memory layout"),
-        ("mermaid", 'captured[["DecodeRunner<br/>2 buckets: 1, 2<br/>filled foreach"]]'),
+        ("mermaid", 'captured[["DecodeRunner<br/>2 buckets, 1 to 2<br/>filled foreach"]]'),
         ("json", '"kind": "DecodeRunner"'),
         ("html", "<title>DecodeRunner over DecodeInputs</title>"),
     ],

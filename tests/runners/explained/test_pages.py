@@ -130,11 +130,11 @@ def test_hostile_names_are_letters() -> None:
 
 def test_diagram_names_the_runner() -> None:
     """The captured step is the runner with its graphs; of many buckets the first and the last are named."""
-    assert 'captured[["DecodeRunner<br/>2 buckets: 2, 8<br/>filled in_graph"]]' in diagram(full())
+    assert 'captured[["DecodeRunner<br/>2 buckets, 2 to 8<br/>filled in_graph"]]' in diagram(full())
     assert "nothing captured" in diagram(many())
     runner = many_runner()
     runner.capture()
-    assert "9 buckets: 1 to 256" in diagram(slotgraph.explain(runner))
+    assert "9 buckets, 1 to 256" in diagram(slotgraph.explain(runner))
 
 
 class Rectangle(NamedTuple):

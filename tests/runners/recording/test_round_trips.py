@@ -1,6 +1,5 @@
 """What is replayed is what was brought: every kind of value, through a file, byte for byte."""
 
-import json
 import pathlib
 import types
 from typing import Any
@@ -16,7 +15,7 @@ from slotgraph import BATCH, EagerRunner, Inputs, copied
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import RecordingError, SlotGraphError
 from slotgraph.runners.recording.files import RecordedFile
-from slotgraph.runners.recording.records import Value, plain_from_data, plain_to_data
+from slotgraph.runners.recording.records import Value, plain_from_text, plain_to_text
 from slotgraph.runners.recording.replaying import batch_of
 from slotgraph.runners.stage import Stage
 from tests.strategies import HIDDEN, Round, declarations, rounds, same_bytes
@@ -120,8 +119,7 @@ plain_values = st.recursive(
 @given(plain_values)
 def test_plain_data(value: object) -> None:
     """Plain data comes back equal and of the same types, tuples and infinity among it."""
-    data = json.loads(json.dumps(plain_to_data(value), allow_nan=False))
-    assert repr(plain_from_data(data)) == repr(value)
+    assert repr(plain_from_text(plain_to_text(value))) == repr(value)
 
 
 def nested(depth: int) -> Any:
@@ -142,7 +140,7 @@ def doubled(times: int) -> Any:
     [
         (object(), "builtins.object"),
         (types.SimpleNamespace(a=1), "SimpleNamespace"),
-        ({1: 2}, "keys that are no text"),
+        ({object(): 2}, "builtins.object"),
         ({1, 2}, "builtins.set"),
         (b"bytes", "builtins.bytes"),
         (1j, "complex"),
@@ -165,8 +163,8 @@ def test_what_cannot_be_kept(value: object, why: str) -> None:
     assert why in found.why
 
 
-@pytest.mark.parametrize("data", [{}, {"float": "1"}, {"tuple": 3}, {"dict": [[1, 2]]}, {"dict": {}, "float": "nan"}])
-def test_words_that_are_unknown(data: object) -> None:
+@pytest.mark.parametrize("text", ["{}", '{"tuple": 3}', '{"dict": [1]}', '{"dict": [], "float": "nan"}', "[" * 99999])
+def test_words_that_are_unknown(text: str) -> None:
     """Words that no recording writes are refused."""
     with pytest.raises(RecordingError, match="plain data"):
-        plain_from_data([data])
+        plain_from_text(text)
