@@ -7,9 +7,10 @@ import traceback
 from collections.abc import Collection, Iterable
 from typing import Any, Final, Self, final
 
+import attrs
 import torch
 
-from ...backends.base import HOST, Backend
+from ...backends.base import HOST
 from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Slot, Staged
@@ -20,139 +21,93 @@ from ..parts import Parts
 from ..runner import Runner
 from ..watching import Watcher
 from .files import check_place, write
-from .records import FORMAT, Header, Raised, RunnerRecord, StepRanks, StepRecord, Value, versions
+from .records import Header, Raised, RunnerRecord, StepRanks, StepRecord, Value, versions
 
 _LONGEST: Final = 4000
 """The letters of an error that are kept."""
 
 
-class Window:
-    """The last steps, within a number of bytes. The oldest steps go first.
+@final
+class Recording(Watcher):
+    """The recording of a runner's steps, from the moment `record` makes it until `close` or the end of its `with`.
 
     Values on the device are copied in the order of the stream, into pinned memory, and nobody waits for them. So a copy
     is what the step found, and copies that were made before a device failed can be read after it did.
     """
 
-    def __init__(self, backend: Backend, last: int, most: int) -> None:
-        self._backend = backend
-        self._most = most
-        self._one: torch.Tensor | None = None
-        self.steps: collections.deque[StepRecord] = collections.deque(maxlen=last)
-        self.fault = ""  # why the device makes no more copies
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are kept now."""
-        return sum(step.nbytes for step in self.steps)
-
-    def take(self, step: StepRecord, sources: Iterable[tuple[str, Any]]) -> tuple[Value, ...]:
-        """Values for the step that came last, copied if there is room for them. Without room, only their sizes."""
-        values = tuple(Value.of(name, source, self._backend.device) for name, source in sources)
-        needed, why = step.nbytes + sum(value.nbytes for value in values), ""
-        if needed > self._most:
-            why = f"{needed:,} bytes are more than the {self._most:,} that max_bytes allows"
-            _note(step, f"only sizes are kept: {why}")
-        else:
-            while self.nbytes - step.nbytes + needed > self._most:
-                self.steps.popleft()
-            try:
-                with torch.no_grad(), torch.inference_mode(mode=False):
-                    self._copy(values)
-            except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
-                self._fail(error)
-                why = f"the device failed: {self.fault}"
-        if why:
-            for value in values:
-                value.lose(why)
-        return values
-
-    def _copy(self, values: Iterable[Value]) -> None:
-        flag: torch.Tensor | None = None
-        for value in values:
-            source = value.elements
-            if value.kind == "tensor" and source is not None:
-                value.elements = self._copied(source)
-                if not source.is_cpu:
-                    if self._one is None:
-                        self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
-                    if flag is None:
-                        flag = self._backend.empty((1,), torch.uint8, HOST).zero_()
-                    value.arrived = flag
-        if flag is not None and self._one is not None:
-            flag.copy_(self._one, non_blocking=True)  # behind all copies of the values
-
-    def _copied(self, source: torch.Tensor) -> torch.Tensor:
-        if source.is_cpu:
-            return source.clone(memory_format=torch.contiguous_format).resolve_neg().resolve_conj()
-        return self._backend.empty(tuple(source.shape), source.dtype, HOST).copy_(source, non_blocking=True)
-
-    def settle(self) -> None:
-        """Wait for the device. If it has failed, give up the copies that it did not make before."""
-        waiting = [value for step in self.steps for _, value in step.values() if value.arrived is not None]
-        if waiting:
-            try:
-                self._backend.synchronize()
-            except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
-                self._fail(error)
-        for value in waiting:
-            if not value.arrived:
-                value.lose(f"the device failed before it was copied: {self.fault}")
-            value.arrived = None
-
-    def _fail(self, error: Exception) -> None:
-        self.fault = f"{type(error).__name__}: {error}"[:_LONGEST]
-
-
-def _note(step: StepRecord, text: str) -> None:
-    step.notes = (*step.notes, text[:_LONGEST])
-
-
-@final
-class Recording(Watcher):
-    """The recording of a runner's steps, from the moment `record` makes it until `close` or the end of its `with`."""
-
     def __init__(
-        self, runner: Runner[Any], path: pathlib.Path, window: Window, *, outputs: bool, staged: dict[str, Slot]
+        self, runner: Runner[Any], path: pathlib.Path, last: int, most: int, *, outputs: bool, staged: dict[str, Slot]
     ) -> None:
         self.path = path
+        self.steps: collections.deque[StepRecord] = collections.deque(maxlen=last)
         self._runner = runner
-        self._window = window
+        self._backend = runner.parts.stage.backend
+        self._most = most
         self._outputs = outputs
         self._staged = staged
-        declaration = runner.parts.stage.declaration
-        found = ((name, slot.reads(name)) for name, slot in declaration.slots.items())
-        self._sources = [(name, source) for name, source in found if source is not None]
-        self._fields = _fields_of(runner.parts)
-        self._axes = [axis.name for axis in declaration.varying]
-        self._ranks, self._agreed = declaration.ranks, runner.agreed
+        self._declaration = runner.parts.stage.declaration
+        self._agreed = runner.agreed
         self._count = 0
+        self._one: torch.Tensor | None = None
+        self._fault = ""  # why the device makes no more copies
         self._is_last_word = False  # the device has failed, and the file says so
         runner.watch.add(self)
 
     @property
     def nbytes(self) -> int:
         """The bytes of values that are kept now."""
-        return self._window.nbytes
+        return sum(step.nbytes for step in self.steps)
 
     @property
     def _step(self) -> StepRecord | None:
         """The step that came last, while the device makes copies."""
-        return self._window.steps[-1] if self._window.steps and not self._window.fault else None
+        return self.steps[-1] if self.steps and not self._fault else None
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """Copy what the batch brings, on the stream that the step will run on."""
-        if not self._window.fault:
-            step = StepRecord(number=self._count)
-            self._count += 1
-            self._agreed = self._runner.agreed
-            self._window.steps.append(step)
-            self._decide(step, batch, side)
-            self._look(step, batch, side)
+        """Keep what the batch brings, copied on the stream that the step will run on, and the runner's decision.
+
+        The step itself says what is wrong with a batch.
+        """
+        if self._fault:
+            return
+        step, parts = StepRecord(number=self._count), self._runner.parts
+        self._count += 1
+        self._agreed = self._runner.agreed
+        self.steps.append(step)
+        try:
+            axes = [axis.name for axis in self._declaration.varying]
+            step.live = tuple(zip(axes, parts.size(batch, side), strict=False))  # the leading axis once more at the end
+            decision = self._runner.decide(batch, **side)
+            step.path, step.bucket, step.reason = decision.path, decision.bucket, decision.reason
+        except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
+            step.reason = f"{type(error).__name__}: {error}"[:_LONGEST]
+        try:
+            sources = ((name, slot.reads(name)) for name, slot in self._declaration.slots.items())
+            slots = [(name, source.read(batch, side)) for name, source in sources if source is not None]
+            fields = [(name, look_up(batch, name)) for name in _fields_of(parts)]
+        except Exception as error:  # noqa: BLE001 - as above
+            step.note(f"the batch could not be read: {type(error).__name__}: {error}"[:_LONGEST])
+            return
+        step.absent = tuple(name for name, value in slots if value is None)
+        step.slots = self._take(step, slots)
+        step.fields = self._take(step, fields)
 
     def filled(self, view: Inputs) -> None:
         """Keep what the ranks agreed on."""
         del view
         self._note_ranks()
+
+    def _note_ranks(self) -> None:
+        """Keep what the ranks told each other, and what they agreed on as the step's decision."""
+        ranks, step = self._declaration.ranks, self._step
+        if ranks is None or step is None or step.ranks is not None:
+            return
+        live = tuple((axis.name, ranks.live(axis)) for axis in dict.fromkeys(self._runner.parts.coordinator.axes))
+        agreed = None if ranks.quiet else self._runner.agreed
+        step.ranks = StepRanks(live=live, alone=step.reason)
+        if agreed is not None:
+            step.ranks = attrs.evolve(step.ranks, forced=agreed.rank, why=agreed.why)
+            step.path, step.bucket, step.reason = agreed.path, agreed.bucket, agreed.reason
 
     def before_replay(self, view: Inputs) -> None:
         """Copy what producers have written."""
@@ -160,7 +115,7 @@ class Recording(Watcher):
         if self._staged and info is not None and (step := self._step) is not None:
             step.staged = ()  # of the run before
             rows = ((name, live_part(slot, vars(view)[name], info.step)) for name, slot in self._staged.items())
-            step.staged = self._window.take(step, rows)
+            step.staged = self._take(step, rows)
 
     def replayed(self, view: Inputs, outputs: Any) -> Any:
         """Count the run, and copy what it returned if that was asked for."""
@@ -169,14 +124,14 @@ class Recording(Watcher):
             step.replays += 1
             if self._outputs:
                 step.outputs = None  # of the run before
-                step.outputs = self._window.take(step, ((f"outputs{place}", one) for place, one in named(outputs)))
+                step.outputs = self._take(step, ((f"outputs{place}", one) for place, one in named(outputs)))
         return outputs
 
     def failed(self, error: BaseException) -> None:
         """Write the file, and say so in a note of the error."""
-        if not self._window.steps or self._is_last_word:
+        if not self.steps or self._is_last_word:
             return
-        step = self._window.steps[-1]
+        step = self.steps[-1]
         if self._runner.agreed is not self._agreed:  # the ranks agreed before it failed
             self._note_ranks()
         lines = "".join(traceback.format_tb(error.__traceback__))
@@ -196,13 +151,11 @@ class Recording(Watcher):
         Raises:
             RecordingError: The file cannot be written, or would hold too much.
         """
-        window = self._window
-        window.settle()
-        notes = (f"the device failed: {window.fault}",) if window.fault else ()
-        runner = RunnerRecord.of(self._runner.parts)
-        header = Header(format=FORMAT, versions=versions(), runner=runner, steps=tuple(window.steps), notes=notes)
-        write(self.path, header)
-        self._is_last_word = bool(window.fault)
+        self._settle()
+        runner, notes = RunnerRecord.of(self._runner.parts), (f"the device failed: {self._fault}",)
+        known = notes if self._fault else ()
+        write(self.path, Header(versions=versions(), runner=runner, steps=tuple(self.steps), notes=known))
+        self._is_last_word = bool(self._fault)
         return self.path
 
     def close(self) -> None:
@@ -225,41 +178,63 @@ class Recording(Watcher):
                 raise
             error.add_note(f"slotgraph: the last steps could not be recorded: {fault}")
 
-    def _decide(self, step: StepRecord, batch: Any, side: Side) -> None:
-        """Keep a batch's sizes and the runner's decision. The step itself says what is wrong with a batch."""
-        try:
-            sizes = self._runner.parts.size(batch, side)
-            step.live = tuple(zip(self._axes, sizes, strict=False))  # the leading axis comes once more at the end
-            decision = self._runner.decide(batch, **side)
-        except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
-            step.reason = f"{type(error).__name__}: {error}"[:_LONGEST]
+    def _take(self, step: StepRecord, sources: Iterable[tuple[str, Any]]) -> tuple[Value, ...]:
+        """Values for the step that came last, copied if there is room for them. Without room, only their sizes.
+
+        The oldest steps make room.
+        """
+        device = self._backend.device
+        values = tuple(Value.of(name, source, device) for name, source in sources if source is not None)
+        needed, why = step.nbytes + sum(value.nbytes for value in values), ""
+        if needed > self._most:
+            why = f"{needed:,} bytes are more than the {self._most:,} that max_bytes allows"
+            step.note(f"only sizes are kept: {why}")
         else:
-            step.path, step.bucket, step.reason = decision.path, decision.bucket, decision.reason
+            while self.nbytes - step.nbytes + needed > self._most:
+                self.steps.popleft()
+            try:
+                with torch.no_grad(), torch.inference_mode(mode=False):
+                    self._copy([value for value in values if value.kind == "tensor"])
+            except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
+                self._fault = f"{type(error).__name__}: {error}"[:_LONGEST]
+                why = f"the device failed: {self._fault}"
+        if why:
+            for value in values:
+                value.lose(why)
+        return values
 
-    def _look(self, step: StepRecord, batch: Any, side: Side) -> None:
-        """Keep what a batch brings."""
-        try:
-            found = [(name, source.read(batch, side)) for name, source in self._sources]
-            fields = [(name, look_up(batch, name)) for name in self._fields]
-        except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
-            _note(step, f"the batch could not be read: {type(error).__name__}: {error}")
-            return
-        step.absent = tuple(name for name, value in found if value is None)
-        step.slots = self._window.take(step, [row for row in found if row[1] is not None])
-        step.fields = self._window.take(step, [row for row in fields if row[1] is not None])
+    def _copy(self, values: Iterable[Value]) -> None:
+        """Copy tensors. Behind all of those on the device a flag is copied, which tells whether it got to them."""
+        flag: torch.Tensor | None = None
+        for value in values:
+            if (source := value.elements) is None:
+                continue
+            value.elements = self._copied(source)
+            if not source.is_cpu:
+                flag = self._backend.empty((1,), torch.uint8, HOST).zero_() if flag is None else flag
+                value.arrived = flag
+        if flag is not None:
+            if self._one is None:
+                self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
+            flag.copy_(self._one, non_blocking=True)
 
-    def _note_ranks(self) -> None:
-        """Keep what the ranks told each other, and what they agreed on as the step's decision."""
-        ranks, step = self._ranks, self._step
-        if ranks is None or step is None or step.ranks is not None:
-            return
-        live = tuple((axis.name, ranks.live(axis)) for axis in dict.fromkeys(self._runner.parts.coordinator.axes))
-        agreed = None if ranks.quiet else self._runner.agreed
-        if agreed is None:
-            step.ranks = StepRanks(live=live, alone=step.reason)
-            return
-        step.ranks = StepRanks(live=live, forced=agreed.rank, why=agreed.why, alone=step.reason)
-        step.path, step.bucket, step.reason = agreed.path, agreed.bucket, agreed.reason
+    def _copied(self, source: torch.Tensor) -> torch.Tensor:
+        if source.is_cpu:
+            return source.clone(memory_format=torch.contiguous_format).resolve_neg().resolve_conj()
+        return self._backend.empty(tuple(source.shape), source.dtype, HOST).copy_(source, non_blocking=True)
+
+    def _settle(self) -> None:
+        """Wait for the device. If it has failed, give up the copies that it did not make before."""
+        waiting = [value for step in self.steps for _, value in step.values() if value.arrived is not None]
+        if waiting:
+            try:
+                self._backend.synchronize()
+            except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
+                self._fault = f"{type(error).__name__}: {error}"[:_LONGEST]
+        for value in waiting:
+            if not value.arrived:
+                value.lose(f"the device failed before it was copied: {self._fault}")
+            value.arrived = None
 
 
 def _fields_of(parts: Parts[Any]) -> list[str]:
@@ -304,5 +279,5 @@ def record(
         if not isinstance(slots.get(name), Staged):
             message = f"staged= names {name!r}, which is no staged slot of {stage.declaration.name}"
             raise ConfigError(message)
-    window = Window(stage.backend, last, max_bytes)
-    return Recording(runner, place, window, outputs=outputs, staged={name: slots[name] for name in staged})
+    kept = {name: slots[name] for name in staged}
+    return Recording(runner, place, last, max_bytes, outputs=outputs, staged=kept)

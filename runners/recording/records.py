@@ -166,6 +166,10 @@ class StepRecord:
         """How much memory its values take."""
         return sum(value.nbytes for _, value in self.values())
 
+    def note(self, text: str) -> None:
+        """Say what is missing from the file."""
+        self.notes = (*self.notes, text)
+
     def missing(self) -> list[str]:
         """The inputs that the file does not have, a line each. Without them the step cannot run."""
         return [f"slot {one.name!r}: {one.why}" for one in (*self.slots, *self.staged) if one.why]
@@ -218,7 +222,7 @@ def _named_in(settings: Any) -> Mapping[str, Any]:
 class Header:
     """All that a file says beside the elements of its values."""
 
-    format: int
+    format: int = FORMAT
     versions: tuple[tuple[str, str], ...]
     runner: RunnerRecord
     steps: tuple[StepRecord, ...]

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from slotgraph.dataflow.errors import RecordingError, SlotGraphError
 from slotgraph.runners.commands.app import app
 from slotgraph.runners.recording.files import MOST_HEADER, RecordedFile
 from slotgraph.runners.recording.replaying import batch_of, replay_file
-from tests.fuzz.hostile import NASTY_TEXTS, shapes, spoilt, values
+from tests.fuzz.hostile import NASTY_TEXTS, shapes, spoilt
 from tests.runners.recording.steps import Mixed, Scored, mixed_batch, mixed_side
 
 LENGTH = struct.Struct("<Q")
@@ -108,12 +107,6 @@ def refused(file: pathlib.Path, content: bytes) -> str:
     except RecordingError as error:
         return str(error)
     pytest.fail("it was read")
-
-
-def test_the_file_itself(file: pathlib.Path) -> None:
-    """The file that all others are made of is one, and so is what is put together of its parts."""
-    assert check(file, recorded())
-    assert check(file, put_together(*taken_apart()))
 
 
 @given(st.data())
@@ -207,13 +200,6 @@ def test_claims_of_much(file: pathlib.Path, data: st.DataObject) -> None:
         check(file, content)
 
 
-def test_empty_beyond_counting(file: pathlib.Path) -> None:
-    """A value without numbers, whose other dims are too large to be counted in bytes."""
-    for kind, dense in itertools.product(("tensor", "array"), (True, False)):
-        claim = {"kind": kind, "dtype": "float64", "shape": [0, 1 << 62], "dense": dense, "where": "host"}
-        check(file, claiming("slots", 0, "F64", claim))
-
-
 @pytest.mark.parametrize("many", [{"number": 1}, {"number": 1, "slots": [{"name": "a", "kind": "plain"}] * 4}])
 def test_headers_of_many_records(file: pathlib.Path, many: dict[str, Any]) -> None:
     """A header of a few letters a step is refused before each becomes an object."""
@@ -290,11 +276,6 @@ def first(steps: dict[str, Any], part: str = "slots") -> dict[str, Any]:
     return found
 
 
-def nested(depth: int) -> Any:
-    """Lists in lists."""
-    return [nested(depth - 1)] if depth else 1
-
-
 NASTY: list[tuple[Callable[[Any], object], str]] = [
     (lambda f: f.s.update(format=1), "format 1, and this version reads 3"),
     (lambda f: f.s.pop("runner"), "'runner' is missing"),
@@ -321,7 +302,7 @@ NASTY: list[tuple[Callable[[Any], object], str]] = [
         "words that no recording has: .*__reduce__",
     ),
     (lambda f: f.s["runner"].update(facts=[1]), "facts"),
-    (lambda f: f.s["runner"].update(facts={"a": nested(200)}), "expected str"),
+    (lambda f: f.s["runner"].update(facts={"a": [[1]]}), "expected str"),
     (lambda f: f.h.pop("0.slots.ids"), "no recording that can be read"),
     (lambda f: f.h["0.slots.ids"].update(shape=[1 << 60]), "no recording that can be read"),
     (lambda f: f.h["0.slots.ids"].update(data_offsets=[0, 1 << 60]), "no recording that can be read"),
@@ -378,11 +359,3 @@ def test_values_that_a_step_cannot_bear(file: pathlib.Path) -> None:
     done = replay_file(RecordedFile.read(file), eager()).steps
     assert [step.outcome for step in done] == ["raised", "equal"]
     assert "IndexError" in done[0].lines[0]
-
-
-@given(st.sampled_from(NASTY_TEXTS) | values)
-def test_plain_fields(file: pathlib.Path, value: Any) -> None:
-    """A field of any JSON is handed to the step, or refused."""
-    header, steps, elements = taken_apart()
-    first(steps, "fields")["data"] = value
-    check(file, put_together(header, steps, elements))

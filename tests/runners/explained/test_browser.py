@@ -105,19 +105,6 @@ def test_nothing_is_said_or_run(browser: str, tmp_path: Path) -> None:
     assert "&lt;script&gt;alert(1)" in document
 
 
-def test_probe_finds_what_is_wrong(browser: str, tmp_path: Path) -> None:
-    """Letters over others, outside and beyond their box, a box without a size, and something loaded: all are told."""
-    wrong = """
-      <text x="40" y="20" font-size="12">upon another</text><text x="60" y="22" font-size="12">upon another</text>
-      <text x="90000" y="20" font-size="12">outside</text><rect x="5" y="5" width="0" height="9"></rect><g>
-      <rect class="node" x="300" y="30" width="20" height="20"></rect><text x="302" y="44" font-size="12">spilled</text>
-      </g></svg><img src="http://example.invalid/x.svg">"""
-    page = html(full()).replace("</svg>", wrong, 1).replace("default-src 'none'", "img-src *")
-    found = probed(browser, page, tmp_path)
-    assert {fault.partition(":")[0] for fault in found["faults"]} == {"overlap", "outside", "empty", "spilled"}
-    assert [name.rpartition("/")[2] for name in found["loaded"]] == ["x.svg"]
-
-
 def test_policy_stops_what_an_escape_would_let_in(browser: str, tmp_path: Path) -> None:
     """A script or an image that got into the page all the same is neither run nor loaded, and the console says so."""
     planted = "<script>document.title = 'ran'</script><img src='https://example.invalid/x.png'></body>"

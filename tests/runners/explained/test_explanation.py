@@ -11,13 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import slotgraph
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
-from slotgraph.dataflow.buffers import allocate
-from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.dataflow.feed import Feed
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.memory import memory_of
 from slotgraph.runners.pool import InputPool
 from slotgraph.speculative import MultiLayerDraftExtendRunner
 from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_runner, full_step, places, proxy, steps
@@ -168,20 +165,6 @@ def test_places_are_addresses() -> None:
     assert sum(one.nbytes for one in found.memory.allocations) == found.statistics["memory"]["inputs"]
 
 
-def test_slots_apart() -> None:
-    """Where a device wants an allocation for each slot, each place names its own."""
-
-    def empty(shape: tuple[int, ...], dtype: torch.dtype, _: str) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    declaration, sizes = PlainInputs.slotgraph, {BATCH: 8, TOKENS: 8}
-    buffers = allocate(declaration, sizes, Capabilities(arenas=False), empty)
-    layout = memory_of(buffers, declaration, None, whole=True)
-    assert len({place.allocation for place in layout.places}) == len(declaration.slots)
-    assert [place.offset for place in layout.places] == [0] * len(declaration.slots)
-    assert len({one.name for one in layout.allocations}) == len(declaration.slots)
-
-
 def test_bound_memory_is_someone_elses() -> None:
     """An adopted slot shows the offset in the memory that it is part of, costs no gap, and is in no account."""
     memory = torch.zeros(64, dtype=torch.int64)
@@ -261,19 +244,6 @@ def test_why_there_is_no_graph() -> None:
     (reason,) = why(failing)
     assert "no more than four" in reason
     assert why(failing, 4) == {""}
-
-
-def test_statistics_are_the_runners() -> None:
-    """They are `stats` as JSON has it; the bytes of graphs add up to those told there, and patterns are listed."""
-    runner = full_runner("cpu-capture")
-    runner.capture()
-    for rows in (1, 5, 7, 11):
-        runner(full_batch(rows), **proxy(rows))
-    found = slotgraph.explain(runner)
-    assert found.statistics == json.loads(json.dumps(runner.stats()))
-    graphs = sum(graph.nbytes for bucket in found.buckets for graph in bucket.graphs)
-    assert graphs == found.statistics["memory"]["graphs"] > 0
-    assert [graph.absent for graph in found.buckets[0].graphs] == [(), ("hidden_states",)]
 
 
 def test_eager_runner_before_and_after() -> None:

@@ -17,7 +17,6 @@ from slotgraph.backends import load
 from slotgraph.dataflow.errors import BatchError, ConfigError, RecordingError
 from slotgraph.dataflow.sources import Source
 from slotgraph.runners.commands.app import app
-from slotgraph.runners.explained.tables import printable
 from slotgraph.runners.recording.files import RecordedFile
 from slotgraph.runners.recording.records import RunnerRecord
 from slotgraph.runners.recording.replaying import RecordedBatch, ReplayReport, rebuilt, replay_file, unlike
@@ -160,7 +159,7 @@ def test_prefill(backend_name: str, tmp_path: pathlib.Path, kind: str) -> None:
             runner(prefilled.batch_of(lengths, 5, device))
     steps = report_of(tmp_path / "x.safetensors", runner).steps
     assert [(step.outcome, step.path) for step in steps] == [("equal", kind)] * 2
-    assert [step.fields[0].value for step in RecordedFile.read(tmp_path / "x.safetensors").header.steps] == [3, 3]
+    assert [step.fields[0].data for step in RecordedFile.read(tmp_path / "x.safetensors").header.steps] == ["3", "3"]
 
 
 def test_draft(backend_name: str, tmp_path: pathlib.Path) -> None:
@@ -386,8 +385,3 @@ def test_not_understood(arguments: list[str], says: str) -> None:
     done = command(*arguments)
     assert done.exit_code == 2, done.output
     assert says in " ".join(done.stderr.replace("│", " ").split())
-
-
-def test_printable() -> None:
-    """Text of a file commands no terminal, and can be printed."""
-    assert printable("a\x1b[31mé\ud800\nb\x07") == "a\\x1b[31mé\\ud800\nb\\x07"
