@@ -16,6 +16,7 @@ from .explanation import RunnerExplanation
 
 WIDE: Final = 200
 """Columns in a pipe or file, where nothing needs to fit a screen and a folded name could not be searched for."""
+_LARGE: Final = 1000
 _NO_FIELDS: Final = ("histogram", "every")
 Row = Mapping[str, Any]
 """Cells by their column. A number stands as one, None for what is not there."""
@@ -35,7 +36,7 @@ class Table:
         if self.rows:
             shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
             for name in self.rows[0]:
-                is_number = any(type(row[name]) is int for row in self.rows)
+                is_number = any(type(row[name]) in (int, float) for row in self.rows)
                 shown.add_column(printable(name), justify="right" if is_number else "left", overflow="fold")
             for row in self.rows:
                 shown.add_row(*(Text(cell(value)) for value in row.values()))
@@ -62,7 +63,7 @@ def cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
-        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+        return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= _LARGE else f"{value:.4g}"
     if isinstance(value, Mapping):
         value = [f"{name}={cell(one)}" for name, one in value.items()]
     text = ", ".join(map(cell, value)) if isinstance(value, list | tuple) else str(value or "")
