@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from enum import StrEnum
 from types import SimpleNamespace
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
@@ -71,7 +71,7 @@ _Output = Annotated[
 ]
 _Explained = Explanation | RunnerExplanation
 _OF_A_RUNNER: Final = ("target", "capture", "form", "output")
-_SIZE: Final = re.compile(r"(?P<axis>\w+)=(?P<live>\d+)(?:/(?P<padded>\d+))?")
+_SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 
 
 def explain(
@@ -135,8 +135,7 @@ def _runner(runner: Runner[Any], context: typer.Context, *, capture: bool) -> Ru
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
         if option.name not in _OF_A_RUNNER and source is not None and source.name == "COMMANDLINE":
-            message = "is for a declaration; a runner has its own: leave it out"
-            raise typer.BadParameter(message, param_hint=option.opts[0])
+            _refuse(option.opts[0], "is for a declaration; a runner has its own: leave it out")
     if capture:
         try:
             captured(runner)
@@ -155,18 +154,16 @@ def _extents_of(texts: Sequence[str], width: int, declaration: Declaration) -> E
     axes = {axis.name.lower(): axis for axis in (*declaration.axes, *beside)}
     for text in texts:
         match = _SIZE.fullmatch(text)
-        axis = None if match is None else axes.get(match["axis"].lower())
-        fault = ""
         if match is None:
-            fault = f"expected AXIS=LIVE/PADDED or AXIS=SIZE, as in batch=37/48, got {text!r}"
-        elif axis is None:
-            known = (one.name for one in axes.values())
-            fault = f"{declaration.name} has no axis {match['axis']!r}{nearest(match['axis'], known)}"
-        elif axis in extents:
-            fault = f"{axis.name} is given twice"
-        if fault or match is None or axis is None:
-            raise typer.BadParameter(fault, param_hint="--size")
-        extents[axis] = (int(match["live"]), int(match["padded"] or match["live"]))
+            _refuse("--size", f"expected AXIS=LIVE/PADDED or AXIS=SIZE, as in batch=37/48, got {text!r}")
+        name, live, padded = match.groups()
+        axis = axes.get(name.lower())
+        if axis is None:
+            near = nearest(name, (one.name for one in axes.values()))
+            _refuse("--size", f"{declaration.name} has no axis {name!r}{near}")
+        if axis in extents:
+            _refuse("--size", f"{axis.name} is given twice")
+        extents[axis] = (int(live), int(padded or live))
     if BATCH in extents and TOKENS in declaration.axes:
         live, padded = extents[BATCH]
         extents.setdefault(TOKENS, (live * width, padded * width))
@@ -182,8 +179,7 @@ def _settings_of(texts: Sequence[str]) -> object:
         path, _, value = text.partition("=")
         *outer, last = path.split(".")
         if not all(part.isidentifier() for part in (*outer, last)):
-            message = f"expected NAME or NAME=VALUE, as in attention.window=128, got {text!r}"
-            raise typer.BadParameter(message, param_hint="--set")
+            _refuse("--set", f"expected NAME or NAME=VALUE, as in attention.window=128, got {text!r}")
         holder = settings
         for part in outer:
             holder = vars(holder).setdefault(part, SimpleNamespace())
@@ -203,7 +199,10 @@ def _text(explanation: _Explained, form: Format) -> str:
         return diagram(explanation)
     if form == Format.TABLE:
         return printed(tables(explanation))
-    if isinstance(explanation, RunnerExplanation):
-        return html(explanation)
-    message = "a page is made of a runner: name one, or take --format table, mermaid or json"
-    raise typer.BadParameter(message, param_hint="--format")
+    if not isinstance(explanation, RunnerExplanation):
+        _refuse("--format", "a page is made of a runner: name one, or take --format table, mermaid or json")
+    return html(explanation)
+
+
+def _refuse(option: str, message: str) -> NoReturn:
+    raise typer.BadParameter(message, param_hint=option)

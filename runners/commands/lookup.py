@@ -1,7 +1,6 @@
 """Finding a declaration or a runner by `MODULE:NAME`, or `file.py:NAME`, with the nearest name if there is none."""
 
 import importlib
-import importlib.util
 import inspect
 import pathlib
 import pkgutil
@@ -113,44 +112,31 @@ def _made(name: str, function: Callable[..., Any], arguments: dict[str, Any]) ->
 
 
 def _module(place: str) -> ModuleType:
-    path = pathlib.Path(place).resolve()
-    folder = path.parent if path.suffix == ".py" else pathlib.Path.cwd()
+    """A module by its name, or by its file, whose folder is searched first."""
+    file = pathlib.Path(place).resolve()
+    is_file = file.suffix == ".py"
+    folder, name = (file.parent, file.stem) if is_file else (pathlib.Path.cwd(), place)
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    if path.suffix == ".py" and not path.is_file():
+    if is_file and not file.is_file():
         files = (one.name for one in folder.glob("*.py") if one.is_file())
-        _unknown(f"there is no file {place!r}{nearest(path.name, files)}")
+        _unknown(f"there is no file {place!r}{nearest(file.name, files)}")
     try:
-        return _from_file(path) if path.suffix == ".py" else importlib.import_module(place)
+        importlib.invalidate_caches()
+        module = importlib.import_module(name)
     except SlotGraphError:
         raise
     except Exception as error:  # noqa: BLE001 - what a user's module raises can be anything
         missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
-        if missing and f"{place}.".startswith(f"{missing}."):
+        if missing and f"{name}.".startswith(f"{missing}."):
             parent, _, last = missing.rpartition(".")
             folders = getattr(sys.modules[parent], "__path__", ()) if parent else [str(folder)]
-            near = nearest(last, (module.name for module in pkgutil.iter_modules(folders)))
-            of = "" if missing == place else f", which {place!r} is in"
+            of = "" if missing == name else f", which {name!r} is in"
+            near = nearest(last, (known.name for known in pkgutil.iter_modules(folders)))
             _unknown(f"there is no module {missing!r}{of}{near}")
         fail(f"{place} cannot be imported: {type(error).__name__}: {error}{place_of(error)}")
-
-
-def _from_file(path: pathlib.Path) -> ModuleType:
-    """The module of a file. One that was loaded before is not run again: that would make other classes."""
-    for loaded in [*sys.modules.values()]:
-        if getattr(loaded, "__file__", None) == str(path):
-            return loaded
-    name = path.stem if path.stem not in sys.modules else f"_slotgraph_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        _unknown(f"{str(path)!r} cannot be loaded as a module")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # attrs and pickle find a class through its module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    if is_file and module.__file__ != str(file):
+        _unknown(f"{place!r} has the name of another module, {module.__file__}: rename the file")
     return module
 
 

@@ -91,7 +91,8 @@ def _holds(header: Header, file: pathlib.Path) -> Iterator[Table]:
         }
         for step in header.steps
     ]
-    title = f"{file.name}: {runner.kind} over {runner.inputs} on {runner.backend}{rank}"
+    kind, inputs, backend = (runner.facts.get(name) for name in ("kind", "inputs", "backend"))
+    title = f"{file.name}: {kind} over {inputs} on {backend}{rank}"
     yield Table(title, rows, "\n".join((f"recorded with {recorded}", *header.notes)))
     if header.steps:
         yield _step(header.steps[-1])

@@ -18,7 +18,7 @@ from ..outputs import nbytes_of
 from ..parts import Parts
 from ..ranks.group import Ranks
 from ..runner import Runner
-from .memory import NONE, MemoryFacts, memory_of
+from .memory import MemoryFacts, memory_of
 from .steps import Fill, FillStep, fill_of
 
 
@@ -126,27 +126,15 @@ def explain(runner: Runner[Any], batch: Any = None, **side: Any) -> RunnerExplan
     stage, graphs, seat, buffers = parts.stage, parts.graphs, parts.seat, parts.eager.buffers
     declared, capabilities = stage.declaration, stage.backend.capabilities
     declared.check_side(side)
-    whole, lowering = parts.tally.path == "graph", "foreach" if graphs is None else graphs.filler.lowering
+    lowering = "foreach" if graphs is None else graphs.filler.lowering
     sizes = parts.sizes[max(parts.sizes)] if parts.sizes else {} if buffers is None else buffers.capacity
     extents = {axis: (size, size) for axis, size in sizes.items()} or NOT_SIZED
     declaration = explain_declaration(declared, capabilities, stage.backend.name, extents, lowering=lowering)
-    buckets, eager = list[BucketFacts](), None
-    for rows, padded in sorted(parts.sizes.items()):
-        if graphs is None:
-            break
-        found = tuple(_graph(parts, graphs, rows, absent) for absent in sorted(parts.patterns, key=sorted))
-        plan = plan_fill(declared, padded, capabilities, lowering=lowering, foreign=graphs.buffers.foreign)
-        launched = max((one.parts for one in found if not one.why), default=1)
-        fill = fill_of(plan, declared, capabilities, parts=launched, whole=whole)
-        buckets.append(BucketFacts(rows, fill, found))
+    eager = None
     if buffers is not None:
         plan = attrs.evolve(plan_fill(declared, buffers.capacity, capabilities), tails=())
         eager = fill_of(plan, declared, capabilities, parts=0)
-    pool, shares, kept = None if seat is None else seat.layout, NONE, frozenset[str]()
-    if seat is not None and seat.phase is not None and pool is not None:
-        kept, mine = seat.phase.kept, [place.slot for place in pool.places if place.member == seat.name]
-        shares = {slot: tuple(map(str, pool.shared_with(seat.name, slot))) for slot in mine}
-    held = buffers if graphs is None else graphs.buffers
+    pool = None if seat is None else seat.layout
     return RunnerExplanation(
         kind=type(runner).__name__,
         backend=stage.backend.name,
@@ -155,9 +143,9 @@ def explain(runner: Runner[Any], batch: Any = None, **side: Any) -> RunnerExplan
         lowering=lowering,
         configuration=_as_json(parts.config.as_data()),
         declaration=declaration,
-        buckets=tuple(buckets),
+        buckets=() if graphs is None else tuple(_bucket(parts, graphs, rows) for rows in sorted(parts.sizes)),
         eager=eager,
-        memory=memory_of(held, declared, declaration.plan, whole=whole, shares=shares, kept=kept),
+        memory=memory_of(parts, declaration.plan, pool),
         statistics=_as_json(runner.stats()),
         member=seat.name if seat is not None and pool is not None else None,
         pool=pool,
@@ -169,6 +157,16 @@ def explain(runner: Runner[Any], batch: Any = None, **side: Any) -> RunnerExplan
 def _as_json(data: Any) -> Any:
     """Plain data as it comes back from JSON, with text for keys."""
     return json.loads(json.dumps(data))
+
+
+def _bucket(parts: Parts[Any], graphs: GraphSet[Any], rows: int) -> BucketFacts:
+    declaration, capabilities = parts.stage.declaration, parts.stage.backend.capabilities
+    found = tuple(_graph(parts, graphs, rows, absent) for absent in sorted(parts.patterns, key=sorted))
+    foreign, lowering = graphs.buffers.foreign, graphs.filler.lowering
+    plan = plan_fill(declaration, parts.sizes[rows], capabilities, lowering=lowering, foreign=foreign)
+    launched = max((one.parts for one in found if not one.why), default=1)
+    whole = parts.tally.path == "graph"
+    return BucketFacts(rows, fill_of(plan, declaration, capabilities, parts=launched, whole=whole), found)
 
 
 def _graph(parts: Parts[Any], graphs: GraphSet[Any], rows: int, absent: Absent) -> GraphFacts:

@@ -1,22 +1,19 @@
 """The memory layout: where each slot lies, when its value counts, what alignment costs, and who has the same bytes."""
 
 import collections
-from collections.abc import Collection, Mapping
-from typing import Final, Literal
+from typing import Any, Literal
 
 import attrs
 
-from ...dataflow.buffers import Buffer, Buffers
+from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import DEVICE
-from ...dataflow.declaration import Declaration
 from ...dataflow.plan import FillPlan
+from ...dataflow.sharing import Layout
 from ...dataflow.sharing.lifetimes import lasting
 from ...dataflow.slots import Output
+from ..parts import Parts
 
 Phase = Literal["fill", "kernel", "replay", "outputs"]
-Shares = Mapping[str, tuple[str, ...]]
-"""By slot, who else has some of its bytes."""
-NONE: Final[Shares] = {}
 
 
 @attrs.frozen
@@ -58,54 +55,39 @@ class MemoryFacts:
     places: tuple[SlotPlace, ...]
 
 
-def memory_of(
-    buffers: Buffers | None,
-    declaration: Declaration,
-    plan: FillPlan | None,
-    *,
-    whole: bool,
-    shares: Shares = NONE,
-    kept: Collection[str] = (),
-) -> MemoryFacts:
-    """The memory layout of a runner, read off its buffers.
+def memory_of(parts: Parts[Any], plan: FillPlan | None, pool: Layout | None) -> MemoryFacts:
+    """The memory layout of a runner, read off its buffers, if it has any yet.
 
     Args:
-        buffers: Of the runner, if it has any yet.
-        declaration: Of their slots.
+        parts: Of the runner.
         plan: A bucket's, which tells when slots are written.
-        whole: Whether graphs compute what the device does.
-        shares: By slot, who else has some of its bytes.
-        kept: Slots whose bytes were asked to be kept between steps.
+        pool: The layout of the memory that it shares, if it shares any.
     """
-    by_kernel = () if plan is None else plan.fused
-    phases: tuple[Phase, ...] = ("fill", *(("kernel",) if by_kernel else ()), "replay", "outputs")
+    seat, buffers = parts.seat, parts.eager.buffers if parts.graphs is None else parts.graphs.buffers
+    member, kept, shared = "", frozenset[str](), frozenset[str]()
+    if seat is not None and seat.phase is not None and pool is not None:
+        member, kept = seat.name, seat.phase.kept
+        shared = frozenset(place.slot for place in pool.places if place.member == member)
+    phases: tuple[Phase, ...] = ("fill", "kernel", "replay", "outputs")
+    if plan is None or not plan.fused:
+        phases = ("fill", "replay", "outputs")
     found: dict[tuple[int, str], list[Buffer]] = {}
     for buffer in buffers or ():  # storages without bytes are each by itself
         storage = buffer.tensor.untyped_storage()
         found.setdefault((storage.data_ptr(), "" if storage.nbytes() else buffer.name), []).append(buffer)
-    chained = {tensor.untyped_storage().data_ptr() for tensor in (buffers.beside if buffers is not None else ())}
-    kinds = collections.Counter(_kind(members[0]) for members in found.values())
-    numbers = collections.Counter[str]()
-    allocations, places = list[Allocation](), list[SlotPlace]()
-    for (address, _), members in sorted(
-        found.items(), key=lambda one: (one[1][0].adopted, one[1][0].slot.placement != DEVICE)
-    ):
-        first, kind = members[0], _kind(members[0])
+    chained = {tensor.untyped_storage().data_ptr() for tensor in (() if buffers is None else buffers.beside)}
+    numbers, allocations, places = collections.Counter[str](), list[Allocation](), list[SlotPlace]()
+    order = sorted(found.items(), key=lambda one: (one[1][0].adopted, one[1][0].slot.placement != DEVICE))
+    for (address, _), members in order:
+        first, nbytes = members[0], members[0].tensor.untyped_storage().nbytes()
+        kind = f"{'pooled ' if first.pooled else ''}{first.slot.placement} memory"
         numbers[kind] += 1
-        name = kind if kinds[kind] == 1 else f"{kind} {numbers[kind]}"
-        nbytes = first.tensor.untyped_storage().nbytes()
+        name = kind if numbers[kind] == 1 else f"{kind} {numbers[kind]}"
         allocations.append(Allocation(name, nbytes, first.adopted and address not in chained))  # chained: its own
         members.sort(key=lambda buffer: (_offset(buffer), buffer.nbytes, buffer.name))
         for buffer, after in zip(members, [*map(_offset, members[1:]), nbytes], strict=True):
-            slot, start = buffer.slot, _offset(buffer)
-            lasts, since, until = lasting(slot, buffer.name, kept), phases[0], phases[-1]
-            if lasts is None and not isinstance(slot, Output):
-                until = "replay"
-            if lasts is None:
-                on_device = slot.computes() is not None and declaration.side(buffer.name) == DEVICE
-                in_kernel = buffer.name in by_kernel and not slot.rewritten and not on_device
-                late = isinstance(slot, Output) or (on_device and whole)
-                since = "replay" if late else "kernel" if in_kernel else "fill"
+            lasts, start = lasting(buffer.slot, buffer.name, kept), _offset(buffer)
+            since, until = _span(buffer, parts, plan) if lasts is None else (phases[0], phases[-1])
             place = SlotPlace(
                 slot=buffer.name,
                 allocation=name,
@@ -116,17 +98,23 @@ def memory_of(
                 since=since,
                 until=until,
                 lasting=lasts,
-                shares=shares.get(buffer.name, ()),
+                shares=tuple(map(str, pool.shared_with(member, buffer.name))) if pool and buffer.name in shared else (),
             )
             places.append(place)
     return MemoryFacts(phases, tuple(allocations), tuple(places))
 
 
+def _span(buffer: Buffer, parts: Parts[Any], plan: FillPlan | None) -> tuple[Phase, Phase]:
+    """The first and the last phase in which the value of a slot counts that need not last between steps."""
+    slot, name = buffer.slot, buffer.name
+    if isinstance(slot, Output):
+        return "replay", "outputs"
+    if slot.computes() is not None and parts.stage.declaration.side(name) == DEVICE:
+        return ("replay" if parts.tally.path == "graph" else "fill"), "replay"
+    by_kernel = plan is not None and name in plan.fused and not slot.rewritten
+    return ("kernel" if by_kernel else "fill"), "replay"
+
+
 def _offset(buffer: Buffer) -> int:
     """Its first byte within its storage. A tensor without elements has no address that would tell."""
     return int(buffer.tensor.storage_offset()) * buffer.tensor.itemsize
-
-
-def _kind(buffer: Buffer) -> str:
-    """What memory a buffer lies in, in words."""
-    return f"{'pooled ' if buffer.pooled else ''}{buffer.slot.placement} memory"

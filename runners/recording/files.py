@@ -62,7 +62,11 @@ def write(path: pathlib.Path, header: Header) -> None:
         message = f"{path.name}: {len(text):,} letters of plain data are more than a header takes: keep fewer steps"
         raise RecordingError(message)
     found = {key: one.elements for step in header.steps for key, one in step.values()}
-    tensors = {key: _storable(elements) for key, elements in found.items() if elements is not None}
+    tensors = {
+        key: one if one.dtype in _NATIVE else one.reshape(-1).view(torch.uint8)
+        for key, one in found.items()
+        if one is not None
+    }
     try:
         with tempfile.TemporaryDirectory(prefix=".slotgraph.", dir=path.parent) as folder:
             part = pathlib.Path(folder, path.name)
@@ -72,10 +76,6 @@ def write(path: pathlib.Path, header: Header) -> None:
     except (OSError, SafetensorError) as error:
         message = f"{path.name} cannot be written: {getattr(error, 'strerror', None) or error}"
         raise RecordingError(message) from error
-
-
-def _storable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype in _NATIVE else tensor.reshape(-1).view(torch.uint8)
 
 
 @attrs.frozen(eq=False)

@@ -239,9 +239,8 @@ class Recording(Watcher):
 
 def _fields_of(parts: Parts[Any]) -> list[str]:
     """Fields, and slots that a batch may carry to an eager step."""
-    own = parts.stage.declaration
-    carried = [name for name in parts.eager.stage.declaration.fields if name not in own.fields]
-    return [*own.fields, *(name for name in carried if own.slots[name].reads(name) is None)]
+    own, carried = parts.stage.declaration, parts.eager.stage.declaration.fields
+    return [*own.fields, *(name for name in carried if name in own.slots and own.slots[name].reads(name) is None)]
 
 
 def record(

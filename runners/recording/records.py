@@ -177,11 +177,8 @@ class StepRecord:
 
 @attrs.frozen(kw_only=True)
 class RunnerRecord:
-    """The runner that was recorded: its name, its declaration's, its backend's, and more facts in text, by subject."""
+    """The runner that was recorded: facts in text, by subject."""
 
-    kind: str
-    inputs: str
-    backend: str
     facts: dict[str, str]
     ranks: RanksRecord | None = None
 
@@ -194,6 +191,9 @@ class RunnerRecord:
         if ranks is not None:
             record = RanksRecord(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
         facts = {
+            "kind": parts.name,
+            "inputs": declaration.name,
+            "backend": stage.backend.name,
             "lowering": "" if parts.graphs is None else parts.graphs.filler.lowering,
             "buckets": ", ".join(map(str, sorted(parts.sizes))),
             "disabled": ", ".join(declaration.disabled),
@@ -208,7 +208,7 @@ class RunnerRecord:
             dtype, shape = slot.role or slot.dtype, ", ".join(slot.shape)
             facts[f"slot {slot.name!r}"] = f"{slot.kind} {dtype} [{shape}] on {slot.placement}"
             facts |= {f"slot {slot.name!r}: {fact}": str(getattr(slot, fact) or "") for fact in _FACTS}
-        return cls(kind=parts.name, inputs=declaration.name, backend=stage.backend.name, facts=facts, ranks=record)
+        return cls(facts=facts, ranks=record)
 
 
 def _named_in(settings: Any) -> Mapping[str, Any]:

@@ -91,7 +91,7 @@ def unlike(theirs: RunnerRecord, parts: Parts[Any]) -> tuple[list[str], list[str
     """Where a runner differs from the recorded one: what keeps its steps from running, and what is worth a note."""
     ours, slots = RunnerRecord.of(parts), parts.stage.declaration.slots
     needed = {f"slot {name!r}": slot.optional for name, slot in slots.items() if slot.reads(name) is not None}
-    old, new = ({"kind": one.kind, "inputs": one.inputs, "backend": one.backend, **one.facts} for one in (theirs, ours))
+    old, new = theirs.facts, ours.facts
     refused: list[str] = []
     noted: list[str] = []
     for name in dict.fromkeys([*old, *new]):

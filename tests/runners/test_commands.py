@@ -1,12 +1,10 @@
 """The command line: what it prints, where, and with which exit status; one line on stderr for what it cannot use."""
 
-import itertools
 import json
 import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
@@ -56,17 +54,75 @@ DECODE = "explained_inputs:DecodeInputs"
 SIZED = ("--size", "batch=7/8", "--size", "hidden=16")
 
 
+MODULE: Final = """
+import sys
+import torch
+from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, copied
+
+class Ids(Inputs):
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+
+def make(step=lambda view: view.ids * 2, **options):
+    return DecodeRunner(Ids, step, buckets=[2, 4], backend="cpu-capture", progress=False, **options)
+
+def make_without_graphs():
+    return make(graphs=False)
+
+def make_quitting():
+    return make(lambda view: sys.exit(0))
+
+def quits():
+    sys.exit(0)
+
+def raises(rows, generator):
+    raise KeyError("no such thing")
+
+def one(rows):
+    return {"ids": torch.arange(rows)}
+
+def three(rows, generator, more):
+    return {"ids": torch.arange(rows)}
+
+def nothing(rows, generator):
+    return None
+
+def leaves(rows, generator):
+    sys.exit(0)
+
+class Broken:
+    def __iter__(self):
+        yield {"ids": torch.arange(1)}
+        raise ValueError("broken off")
+
+broken = Broken()
+large = [{"ids": torch.arange(9)}, {"ids": torch.arange(7)}]
+empty = []
+odd = [3, None]
+"""
+
+
+FILES: Final = {
+    "explained_inputs": DECLARATIONS,
+    "broken_inputs": BROKEN,
+    "no_inputs": "import explained_nothing\n",
+    "raising_inputs": "x = 1\nraise KeyError('oops')\n",
+    "failing_module": MODULE,
+    "quits_at_once": "import sys\nsys.exit(0)\n",
+}
+
+
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """A current directory with modules of a user's; what it brings to sys is taken back."""
-    (tmp_path / "explained_inputs.py").write_text(DECLARATIONS, encoding="utf-8")
-    (tmp_path / "broken_inputs.py").write_text(BROKEN, encoding="utf-8")
-    (tmp_path / "no_inputs.py").write_text("import explained_nothing\n", encoding="utf-8")
-    (tmp_path / "raising_inputs.py").write_text("x = 1\nraise KeyError('oops')\n", encoding="utf-8")
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "no_text.py").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.py").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("explained_inputs", "broken_inputs", "no_inputs", "raising_inputs"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
 
@@ -269,58 +325,7 @@ def test_help_and_version() -> None:
 
 
 HUGE: Final = "9" * 23
-
-
 LONG: Final = "9" * 5000
-
-
-MODULE: Final = """
-import sys
-import torch
-from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, copied
-
-class Ids(Inputs):
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-
-def make(step=lambda view: view.ids * 2, **options):
-    return DecodeRunner(Ids, step, buckets=[2, 4], backend="cpu-capture", progress=False, **options)
-
-def make_without_graphs():
-    return make(graphs=False)
-
-def make_quitting():
-    return make(lambda view: sys.exit(0))
-
-def quits():
-    sys.exit(0)
-
-def raises(rows, generator):
-    raise KeyError("no such thing")
-
-def one(rows):
-    return {"ids": torch.arange(rows)}
-
-def three(rows, generator, more):
-    return {"ids": torch.arange(rows)}
-
-def nothing(rows, generator):
-    return None
-
-def leaves(rows, generator):
-    sys.exit(0)
-
-class Broken:
-    def __iter__(self):
-        yield {"ids": torch.arange(1)}
-        raise ValueError("broken off")
-
-broken = Broken()
-large = [{"ids": torch.arange(9)}, {"ids": torch.arange(7)}]
-empty = []
-odd = [3, None]
-"""
-
-
 TARGETS: Final = (
     *("", ":", "failing_module:", "failing_module:make:x", "failing_module:quits", "failing_module:no_such_name"),
     *("quits_at_once:make", "quits_at_once.py:make", "no_text.py:make", "folder.py:make", "no_such_file.py:make"),
@@ -338,7 +343,7 @@ UNUSABLE: Final = [
     ),
     ("check", "failing_module:make_without_graphs"),
     ("check", "failing_module:make_quitting"),
-    *itertools.product(("check", "explain"), TARGETS),
+    *(("check", target) for target in TARGETS),
     ("explain", "failing_module:Ids", "--size", f"batch={LONG}"),
     ("explain", "failing_module:Ids", "--size", "batch=-1"),
     ("explain", "failing_module:Ids", "--size", "batch=1", "--width", "-1"),
@@ -360,23 +365,7 @@ UNUSABLE: Final = [
 ]
 
 
-@pytest.fixture
-def _failing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A current directory with files of a user's; what they bring to sys is taken back."""
-    (tmp_path / "failing_module.py").write_text(MODULE, encoding="utf-8")
-    (tmp_path / "quits_at_once.py").write_text("import sys\nsys.exit(0)\n", encoding="utf-8")
-    (tmp_path / "no_text.py").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder.py").mkdir()
-    os.mkfifo(tmp_path / "pipe")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield
-    for name in ("failing_module", "quits_at_once"):
-        sys.modules.pop(name, None)
-
-
-@pytest.mark.usefixtures("_failing")
+@pytest.mark.usefixtures("folder")
 def test_what_cannot_be_used() -> None:
     """The status is not 0, the reason stands on stderr, and nothing was raised but what ends the command."""
     for arguments in UNUSABLE:
@@ -389,7 +378,7 @@ def test_what_cannot_be_used() -> None:
     assert 'KeyError at failing_module.py:22, `raise KeyError("no such thing")`' in done.stderr
 
 
-@pytest.mark.usefixtures("_failing")
+@pytest.mark.usefixtures("folder")
 def test_a_check_that_checked_nothing() -> None:
     """It fails, as a table and as data, and says why no batch was taken."""
     large = ("make", "--batches", "large"), "more than the largest bucket, 4"
@@ -403,7 +392,7 @@ def test_a_check_that_checked_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_failing")
+@pytest.mark.usefixtures("folder")
 def test_an_output_that_takes_nothing() -> None:
     """A full device and a pipe that nobody reads end a command without a traceback."""
     line = [sys.executable, "-m", "slotgraph", "explain", "failing_module:Ids"]

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -14,7 +14,7 @@ import slotgraph
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.dataflow.serial import to_data
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.html import COLOURS, DARK, LIGHT, html, pictures
+from slotgraph.runners.explained.html import html, pictures
 from slotgraph.runners.explained.tables import diagram, printable, printed, tables
 from tests.runners.explained.houses import (
     HARM,
@@ -217,32 +217,3 @@ def test_alike_buckets_share_a_row() -> None:
     assert [name for name, _ in many().fills] == ["9 buckets, 1 to 256", "eager, not padded"]
     names = [name for name, _ in slotgraph.explain(many_runner("foreach")).fills]
     assert names == ["8 buckets, 1 to 128", "bucket 256", "eager, not padded"], "the last has copies apart"
-
-
-def channels(colour: str) -> list[float]:
-    """Red, green and blue."""
-    return [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-
-
-def contrast(one: list[float], other: list[float]) -> float:
-    """WCAG 2.2's contrast ratio."""
-    linear = [
-        [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in c] for c in (one, other)
-    ]
-    light, dark = sorted(
-        (sum(s * part for s, part in zip((0.2126, 0.7152, 0.0722), parts, strict=True)) for parts in linear),
-        reverse=True,
-    )
-    return (light + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.parametrize("palette", [LIGHT, DARK], ids=["light", "dark"])
-def test_letters_can_be_read(palette: str) -> None:
-    """Text stands out from every colour that it is written on, by WCAG's 4.5, and edges from the page by 2."""
-    found: dict[str, Any] = {name: channels(value) for name, value in re.findall(r"--([a-z]+):(#[0-9a-f]+)", palette)}
-    assert contrast(found["muted"], found["page"]) >= 4.5
-    for colour in map(channels, COLOURS.values()):
-        assert contrast(colour, found["page"]) >= 2
-        for ink, ground in (("ink", "page"), ("muted", "page"), ("ink", "panel")):
-            filled = [0.2 * part + 0.8 * below for part, below in zip(colour, found[ground], strict=True)]
-            assert contrast(found[ink], filled) >= 4.5

@@ -21,7 +21,6 @@ from slotgraph.runners.recording.files import RecordedFile
 from slotgraph.runners.recording.records import RunnerRecord
 from slotgraph.runners.recording.replaying import RecordedBatch, ReplayReport, rebuilt, replay_file, unlike
 from tests.runners import prefilled
-from tests.runners import test_draft as drafting
 from tests.runners.recording.steps import Flaw, Mixed, Scored, mixed_batch, mixed_runner, mixed_side
 
 MODULE = """
@@ -162,15 +161,6 @@ def test_prefill(backend_name: str, tmp_path: pathlib.Path, kind: str) -> None:
     assert [step.fields[0].data for step in RecordedFile.read(tmp_path / "x.safetensors").header.steps] == ["3", "3"]
 
 
-def test_draft(backend_name: str, tmp_path: pathlib.Path) -> None:
-    """A draft runner's steps, with outputs that are an attrs class."""
-    runner, device = drafting.made(backend_name, 2, 3), load(backend_name)().device
-    runner.capture()
-    with slotgraph.record(runner, tmp_path / "x.safetensors", outputs=True):
-        runner(drafting.batch_of(3, 2, 3, 1, device))
-    assert [step.outcome for step in report_of(tmp_path / "x.safetensors", runner).steps] == ["equal"]
-
-
 def test_replay_again_and_carry(backend_name: str, tmp_path: pathlib.Path) -> None:
     """Replays of one fill are counted; what a batch has computed itself, for eager steps, is recorded as a field."""
 
@@ -226,21 +216,6 @@ def test_staged_slots(backend_name: str, tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match="staged= names 'ids', which is no staged slot of Masked"):
         slotgraph.record(runner, tmp_path / "y.safetensors", staged=["ids"])
     assert not runner.watch.watchers
-
-
-def test_one_step_alone(backend_name: str, tmp_path: pathlib.Path) -> None:
-    """One step is run by its number; a number that is not there is answered with those that are."""
-    runner, device = mixed_runner(backend_name), load(backend_name)().device
-    with slotgraph.record(runner, tmp_path / "x.safetensors", last=2):
-        for rows in (1, 2, 3):
-            runner(mixed_batch(rows, rows, device), **mixed_side(rows, rows, device))
-    assert [step.number for step in report_of(tmp_path / "x.safetensors", runner, 2).steps] == [2]
-    with pytest.raises(RecordingError, match="no step 0: it has 1, 2"):
-        report_of(tmp_path / "x.safetensors", runner, 0)
-    with slotgraph.record(runner, tmp_path / "none.safetensors"):
-        pass
-    with pytest.raises(RecordingError, match="no steps: none was run"):
-        report_of(tmp_path / "none.safetensors", runner)
 
 
 class Other(Mixed):
