@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output, staged
 from slotgraph.backends import Backend, Graph, load
-from slotgraph.backends.cpu import CpuBackend
+from slotgraph.backends.cpu import CpuBackend, HostBackend
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
-from slotgraph.backends.host import HostBackend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError
 from slotgraph.dataflow.explain import explain_declaration

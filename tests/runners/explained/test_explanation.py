@@ -12,7 +12,7 @@ import slotgraph
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.errors import CaptureError
-from slotgraph.dataflow.feed import Feed
+from slotgraph.dataflow.packet import Feed
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.pool import InputPool
