@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 
 from ...backends.base import Backend
 from ...backends.registry import AUTO, choose, names
-from ...dataflow.errors import BackendUnavailableError, ConfigError, DeclarationErrors, SlotGraphError, place_of
+from ...dataflow.errors import ConfigError, DeclarationErrors, SlotGraphError, place_of
 from ...dataflow.serial import to_data
 from ..explained.tables import WIDE
 
@@ -87,15 +87,12 @@ def reported() -> Iterator[None]:
 
 
 def chosen(name: str) -> Backend:
-    """The backend of a name. Exits with 2 if there is none, with 1 if it cannot run here."""
+    """The backend of a name, in a block that is `reported`. Exits with 2 if there is none."""
     known = (AUTO, *names())
     if name not in known:
         message = f"there is no backend {name!r}{nearest(name, known)}"
         raise typer.BadParameter(message, param_hint="--backend")
-    try:
-        return choose(name)
-    except BackendUnavailableError as error:
-        fail(str(error))
+    return choose(name)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

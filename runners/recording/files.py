@@ -18,7 +18,7 @@ from ...dataflow.serial import from_data, json_data, to_data
 from .records import FORMAT, Header, StepRecord, plain_from_text
 
 _KEY: Final = "slotgraph"
-MOST_HEADER: Final = 1 << 26
+MOST_HEADER: Final = 1 << 25
 """The letters of a file's header."""
 MOST_RECORDS: Final = 1 << 18
 """The steps, values and other objects of a header."""
