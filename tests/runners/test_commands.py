@@ -17,6 +17,7 @@ from slotgraph.dataflow.plan import FillPlan
 from slotgraph.dataflow.serial import from_data
 from slotgraph.runners.commands import backends as backends_command
 from slotgraph.runners.commands.app import app
+from slotgraph.runners.explained.explanation import RunnerExplanation
 
 DECLARATIONS = """
 import torch
@@ -47,6 +48,36 @@ from slotgraph import BATCH, Inputs, computed, copied
 class BrokenInputs(Inputs):
     lens: torch.Tensor = copied(BATCH, dtype=torch.int32)
     mask: torch.Tensor = computed(lambda lenz: lenz, shape=BATCH, dtype=torch.bool)
+"""
+
+
+SERVING = """
+import torch
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
+
+class DecodeInputs(Inputs):
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1)
+
+def step(view):
+    if view.seq_lens.shape[0] == 4:
+        raise ValueError("four is too many")
+    return view.input_ids + 1
+
+def make(buckets=(1, 2), step=step):
+    return DecodeRunner(DecodeInputs, step, buckets=list(buckets), backend="cpu", progress=False)
+
+def failing():
+    return make((2, 4))
+
+def broken():
+    raise KeyError("no such weights")
+
+def number():
+    return 3
+
+made = make()
+made.capture()
 """
 
 
@@ -107,6 +138,7 @@ FILES: Final = {
     "no_inputs": "import explained_nothing\n",
     "raising_inputs": "x = 1\nraise KeyError('oops')\n",
     "failing_module": MODULE,
+    "explained_serving": SERVING,
     "quits_at_once": "import sys\nsys.exit(0)\n",
 }
 
@@ -210,6 +242,71 @@ def test_declaration_faults_stand_one_a_line(target: str) -> None:
     assert first == "BrokenInputs breaks 2 rules:"
     assert "slot 'lens': no tail rule" in second
     assert "slot 'mask': it needs 'lenz'" in third
+
+
+def graphs(explanation: RunnerExplanation) -> dict[int, str]:
+    """Why each bucket has no graph."""
+    return {bucket.rows: graph.why for bucket in explanation.buckets for graph in bucket.graphs}
+
+
+def explained_runner(*arguments: str) -> RunnerExplanation:
+    """What is printed of a runner, read back."""
+    return from_data(json.loads(run("explain", *arguments, "--format", "json").stdout), RunnerExplanation)
+
+
+@pytest.mark.usefixtures("folder")
+def test_runner_and_function() -> None:
+    """A runner is shown as it stands; a function's is captured where that is asked for, and what failed is told."""
+    assert graphs(explained_runner("explained_serving:made")) == {1: "", 2: ""}
+    assert set(graphs(explained_runner("explained_serving.py:make")).values()) == {
+        "nothing is captured yet: call capture()"
+    }
+    assert graphs(explained_runner("explained_serving:make", "--capture")) == {1: "", 2: ""}
+    result = run("explain", "explained_serving:failing", "--capture", "--format", "json")
+    assert (result.exit_code, "four is too many" in result.stderr) == (0, True)
+    found = graphs(from_data(json.loads(result.stdout), RunnerExplanation))
+    assert found[2] == ""
+    assert "four is too many" in found[4]
+
+
+@pytest.mark.parametrize(
+    ("form", "part"),
+    [
+        ("table", "memory layout"),
+        ("mermaid", 'captured[["DecodeRunner<br/>2 buckets, 1 to 2<br/>filled foreach"]]'),
+        ("json", '"kind": "DecodeRunner"'),
+        ("html", "<title>DecodeRunner over DecodeInputs</title>"),
+    ],
+)
+def test_every_form_is_printed_or_written(form: str, part: str, folder: pathlib.Path) -> None:
+    """To the screen, or to a file with one line that says where; both are the same."""
+    printed = run("explain", "explained_serving:made", "--format", form)
+    written = run("explain", "explained_serving:made", "--format", form, "--output", "out.txt")
+    assert (written.exit_code, written.stdout) == (0, "written to out.txt\n")
+    assert part in printed.stdout
+    assert (folder / "out.txt").read_text(encoding="utf-8") == printed.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ("made --size batch=3", 2, "--size: is for a declaration; a runner has its own"),
+        ("made --set swa", 2, "--set: is for a declaration"),
+        ("made --in-place input_ids", 2, "--in-place: is for a declaration"),
+        ("mad", 2, "explained_serving has no 'mad'; did you mean 'made'?"),
+        ("number", 2, "'number' in explained_serving returned int, which is no runner"),
+        ("step", 2, "'step' in explained_serving is no subclass of slotgraph.Inputs, nor a runner"),
+        ("DecodeInputs --format html", 2, "a page is made of a runner"),
+        ("broken", 1, "no such weights"),
+        ("made --output nowhere/out", 1, "nowhere/out: cannot be written: No such file"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_cannot_be_is_said(arguments: str, status: int, message: str) -> None:
+    """A sentence on stderr, a status for scripts, no traceback, nothing on stdout."""
+    result = run("explain", *f"explained_serving:{arguments}".split())
+    assert (result.exit_code, result.stdout) == (status, "")
+    assert message in " ".join(result.stderr.split())
 
 
 def test_backends() -> None:
