@@ -84,7 +84,8 @@ def _found(target: str, hint: str, why: str, is_wanted: Callable[[Any], bool], *
         known = [known for known, one in vars(module).items() if is_wanted(one) and not known.startswith("_")]
         near = nearest(name, known) if known else f"; {place} has none"
         if not colon:
-            _unknown(f"say which one, as in {place}:{known[0] if known else 'make_runner'}{near}")
+            what, such = hint.rpartition(":")[2].lower(), known[0] if known else "make_runner"
+            _unknown(f"say which {what}, as in {place}:{such}{near}")
         _unknown(f"{place} has no {name!r}{near}" if value is None else f"{name!r} in {place} is {why}{near}")
     except typer.BadParameter as error:
         error.param_hint = hint
