@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 
 from ...dataflow.bucket import Absent
-from ...dataflow.compute import RANKS
 from ...dataflow.explain import NOT_SIZED, Explanation, explain_declaration
 from ...dataflow.planner import plan_fill
 from ...dataflow.sharing import Layout
+from ...dataflow.sources import RANKS
 from ..decision import Decision
 from ..graphs import GraphSet
 from ..outputs import nbytes_of
