@@ -22,7 +22,7 @@ SLOW = ("benchmarks", "examples", "ranks")
 # Time says nothing on shared machines where torch's first calls are slow; and one backend for all examples is meant.
 _CALM = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("quick", max_examples=50, deadline=None, suppress_health_check=_CALM)
-settings.register_profile("thorough", max_examples=1000, deadline=None, suppress_health_check=_CALM)
+settings.register_profile("thorough", max_examples=200, deadline=None, suppress_health_check=_CALM)
 os.environ.pop("COLUMNS", None)  # tests tell how wide a table may be; workers of pytest-xdist are told 80
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 

@@ -120,65 +120,33 @@ def reported(file: Path, *arguments: str) -> tuple[Any, str]:
     return json.loads(file.read_text(encoding="utf-8")), done.stdout
 
 
-def test_tensor_parallel(tmp_path: Path, lines: str, single: Result) -> None:
-    """`torchrun docs/examples/generate --tp 2` makes one process's tokens, under capture rules, and says so once."""
-    report, printed = reported(tmp_path / "report.json", "--tp", "2", "--prompts", lines, *SHORT)
-    ranks, alone = report["ranks"], report["ranks"]["alone"]
-    assert texts_of(report) == texts_of(single[1])
-    assert (report["backend"], report["comparison"]["difference"], report["comparison"]["ties"]) == (
-        "cpu-capture",
-        None,
-        0,
-    )
-    assert (ranks["way"], ranks["size"], ranks["requests"], ranks["differing"]) == ("tp", 2, [5, 5], [])
-    assert (alone["difference"], alone["apart"], 0 < alone["largest"] < 1e-3) == (None, 0, True)
-    assert report["prefill"]["paths"]["breakable"] > 0
-    assert report["parameters"] == single[1]["parameters"]
-    assert 2 * report["memory"]["kv_cache"] == single[1]["memory"]["kv_cache"], "a rank has half of the heads"
-    said = " ".join(printed.split())
-    assert said.count("decode steps by bucket") == 1
-    assert said.count("2, tensor parallel") == 1
-    assert "beside the same ranks, eagerly: equal to generate(): all" in said
-    assert "beside one process: equal" in said
-
-
-def test_data_parallel(tmp_path: Path, lines: str, single: Result) -> None:
-    """`--dp 2` shares out the prompts, and the first rank prints all texts in their order."""
-    report, printed = reported(tmp_path / "report.json", "--dp", "2", "--prompts", lines, *SHORT)
-    assert [text["request"] for text in report["texts"]] == list(range(5))
-    assert texts_of(report) == texts_of(single[1])
-    assert [text["prompt"] for text in report["texts"]] == [text["prompt"] for text in single[1]["texts"]]
-    forced = report["ranks"].pop("forced")
-    assert report["ranks"] == {
-        "way": "dp",
-        "size": 2,
-        "requests": [3, 2],
-        "differing": [],
-        "alone": None,
-        "counted": [report["decoded"]] * 2,
-    }
-    replayed = sum(one["steps"] for one in report["prefill"]["buckets"] + report["buckets"])
-    eager = sum(forced.values()) - replayed / 2
-    assert 0 < eager <= report["prefill"]["paths"]["eager"], "both run each step in one way, whoever has prompts in it"
-    assert set(forced) == {"0", "1"}
-    assert report["comparison"]["tokens"] == report["tokens"] == single[1]["tokens"]
-    assert report["counted"] == report["decoded"] == single[1]["decoded"]
-    assert report["prefill"]["tokens"] == single[1]["prefill"]["tokens"]
-    said = " ".join(printed.split())
-    assert said.count("2, data parallel") == said.count("of 5 requests") == 1
-
-
-def test_pipeline_parallel(tmp_path: Path, lines: str, single: Result) -> None:
-    """`--pp 2`: each rank has half of the layers, and the same tokens and logits come out at the end."""
-    report, printed = reported(tmp_path / "report.json", "--pp", "2", "--prompts", lines, *SHORT)
-    alone = single[1]
+@pytest.mark.parametrize("way", ["tp", "dp", "pp"])
+def test_two_ranks_make_the_tokens_of_one(tmp_path: Path, lines: str, single: Result, way: str) -> None:
+    """`torchrun docs/examples/generate`: each rank has half of the heads, the prompts or the layers; said once."""
+    report, printed = reported(tmp_path / "report.json", f"--{way}", "2", "--prompts", lines, *SHORT)
+    ranks, alone, said = report["ranks"], single[1], " ".join(printed.split())
+    assert [text["prompt"] for text in report["texts"]] == [text["prompt"] for text in alone["texts"]]
     assert texts_of(report) == texts_of(alone)
-    assert report["comparison"] == alone["comparison"], "the same sums in the same order"
-    assert (report["ranks"]["way"], report["ranks"]["requests"], report["ranks"]["differing"]) == ("pp", [5, 5], [])
-    assert (report["decode_steps"], report["prefill"]["paths"]) == (alone["decode_steps"], alone["prefill"]["paths"])
-    assert (report["buckets"], report["counted"]) == (alone["buckets"], alone["counted"])
-    assert 2 * report["memory"]["kv_cache"] == alone["memory"]["kv_cache"], "a rank has half of the layers"
-    assert " ".join(printed.split()).count("2, pipeline parallel") == 1
+    assert (report["backend"], report["comparison"]["difference"]) == ("cpu-capture", None)
+    shares = [3, 2] if way == "dp" else [5, 5]
+    assert (ranks["way"], ranks["size"], ranks["requests"], ranks["differing"]) == (way, 2, shares, [])
+    assert report["counted"] == report["decoded"] == alone["decoded"]
+    assert report["prefill"]["tokens"] == alone["prefill"]["tokens"]
+    name = {"tp": "tensor", "dp": "data", "pp": "pipeline"}[way]
+    assert said.count(f"2, {name} parallel") == said.count("decode steps by bucket") == 1
+    if way == "dp":
+        replayed = sum(one["steps"] for one in report["prefill"]["buckets"] + report["buckets"])
+        eager = sum(ranks["forced"].values()) - replayed / 2
+        assert 0 < eager <= report["prefill"]["paths"]["eager"], "both run each step in one way, whoever has prompts"
+        return
+    assert 2 * report["memory"]["kv_cache"] == alone["memory"]["kv_cache"]
+    if way == "tp":
+        assert (ranks["alone"]["difference"], ranks["alone"]["apart"]) == (None, 0)
+        assert "beside the same ranks, eagerly: equal to generate(): all" in said
+        assert "beside one process: equal" in said
+    else:
+        assert report["comparison"] == alone["comparison"], "the same sums in the same order"
+        assert (report["buckets"], report["prefill"]["paths"]) == (alone["buckets"], alone["prefill"]["paths"])
 
 
 def test_other_runs(several: dict[str, Any], generate: Generate, single: Result, checkpoint: str, two: str) -> None:

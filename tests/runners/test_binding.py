@@ -127,7 +127,7 @@ def test_overlapping_memory(cpu: str) -> None:
     """Two slots in one memory would overwrite each other, whether they follow each other or not."""
     memory = torch.zeros(64, dtype=torch.int64)
     for start in (0, 8, 31):
-        bind = {"two": memory[:32], "one": memory[40:48], "places": memory[start : start + 8]}
+        bind = {"two": memory[:32].view(8, 4), "one": memory[40:48], "places": memory[start : start + 8]}
         said = r"slots '\w+' and '\w+' are bound to overlapping memory: each needs its own"
         with pytest.raises(BindError, match=said):
             DecodeRunner(Wide, lambda view: view.one, buckets=[8], backend=cpu, bind=bind)

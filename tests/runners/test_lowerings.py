@@ -272,7 +272,7 @@ class Game:
         if what == "loop" and self.outputs is not None and len(self.outputs) == len(plain["ids"]):
             batch["ids"], plain["ids"] = self.outputs, self.outputs.clone()
             return True
-        if what == "twice":
+        if what == "twice" and not isinstance(batch["ids"], np.ndarray):  # which may be over a slot's own memory
             batch["places"], plain["places"] = batch["ids"], plain["ids"].clone()
             return True
         return False

@@ -19,7 +19,7 @@ from slotgraph.errors import ComputeError
 from slotgraph.extend import HOST
 from tests.regressions.engines import draw
 from tests.runners import prefilled
-from tests.runners.counted import EVERY_KIND, anew
+from tests.runners.kinds import EVERY_KIND, anew
 from tests.runners.models import PlainInputs, plain_step, random_batch
 from tests.strategies import declaration_of
 
