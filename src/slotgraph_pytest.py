@@ -1,13 +1,16 @@
 """The pytest plugin of slotgraph. It is loaded in every run, and so imports slotgraph, and torch, when a test asks."""
 
+import functools
 import os
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from slotgraph.backends import Backend
-    from slotgraph.runners.testing.benchmarks import Baseline, FillBenchmark, RunnerBenchmark, Timer, WaysBenchmark
+    from slotgraph.runners.testing.benchmarks import Figures, Timer
 
 BACKEND: Final = "slotgraph_backend"
 BACKENDS: Final = "slotgraph_backends"
@@ -106,47 +109,34 @@ def slotgraph_backend(request: pytest.FixtureRequest) -> "Backend":
 
 
 @pytest.fixture
-def benchmark_fill(request: pytest.FixtureRequest, slotgraph_backend: "Backend") -> "FillBenchmark":
+def benchmark_fill(request: pytest.FixtureRequest, slotgraph_backend: "Backend") -> "Callable[..., Figures]":
     """Times a declaration's fills on each backend: `benchmark_fill(MyInputs, padded={BATCH: 256}, most=1.0)`."""
-    timer = _timer(request)
-    from slotgraph.runners.testing.benchmarks import FillBenchmark  # noqa: PLC0415 - as above
-
-    return FillBenchmark(timer, slotgraph_backend)
+    return functools.partial(_timer(request).fill, slotgraph_backend)
 
 
 @pytest.fixture
-def benchmark_runner(request: pytest.FixtureRequest) -> "RunnerBenchmark":
+def benchmark_runner(request: pytest.FixtureRequest) -> "Callable[..., Figures]":
     """Times a captured runner's steps: `benchmark_runner(runner, batches, most=1.0)`."""
-    timer = _timer(request)
-    from slotgraph.runners.testing.benchmarks import RunnerBenchmark  # noqa: PLC0415 - as above
-
-    return RunnerBenchmark(timer)
+    return _timer(request).runner
 
 
 @pytest.fixture
-def benchmark_ways(request: pytest.FixtureRequest, slotgraph_backend: "Backend") -> "WaysBenchmark":
+def benchmark_ways(request: pytest.FixtureRequest, slotgraph_backend: "Backend") -> "Callable[..., Figures]":
     """Times ways of one's own in turn: `benchmark_ways({"by hand": fill, "ours": runner.fill}, batches, "fill")`."""
-    timer = _timer(request)
-    from slotgraph.runners.testing.benchmarks import WaysBenchmark  # noqa: PLC0415 - as above
-
-    return WaysBenchmark(timer, slotgraph_backend)
+    return functools.partial(_timer(request).ways, slotgraph_backend)
 
 
 def _timer(request: pytest.FixtureRequest) -> "Timer":
-    """What times by pytest-benchmark's own fixture; fails, with the command, where that is not installed."""
-    if not request.config.pluginmanager.hasplugin("benchmark"):
+    """What times by pytest-benchmark's own fixture, beside the saved runs that --benchmark-compare names."""
+    config = request.config
+    if not config.pluginmanager.hasplugin("benchmark"):
         pytest.fail(
             f"{request.fixturename} needs pytest-benchmark, which is not there: pip install 'slotgraph[testing]'"
         )
     from slotgraph.runners.testing.benchmarks import Timer  # noqa: PLC0415 - as above
 
-    return Timer(request.getfixturevalue("benchmark"), _baselines(request.config))
-
-
-def _baselines(config: pytest.Config) -> "list[Baseline]":
-    """The saved runs that --benchmark-compare names."""
-    from slotgraph.runners.testing.benchmarks import Baseline  # noqa: PLC0415 - as above
-
     session: Any = getattr(config, "_benchmarksession", None)
-    saved = (session.compared_mapping or {}) if session is not None else {}
-    return [Baseline(str(path), tests, config.getoption(FAIL)) for path, tests in saved.items()]
+    saved = {} if session is None else session.compared_mapping or {}
+    return Timer(
+        request.getfixturevalue("benchmark"), {str(path): one for path, one in saved.items()}, config.getoption(FAIL)
+    )

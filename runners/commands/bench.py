@@ -1,34 +1,37 @@
 """`slotgraph bench`: what a step's inputs cost host and device, against the two ways that engines hand-write them."""
 
+import functools
 import itertools
 import json
+import math
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from ...backends.base import Backend
+from ...dataflow.inputs import Inputs
 from ..recording.records import versions
-from ..testing.contests import PER_SLOT, REGROUPED
-from ..testing.timing import THREADS, Run, Spread, measure
+from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS
+from ..testing.timing import THREADS, Run, measure
 from .failures import chosen, reported
-from .habits import BASE, habits
-from .screen import screen
-from .workload import FILL, ORACLE, STEP, Case, Contestant, by_lowering, cases, contestants, verify
+from .screen import screen, table
+from .workload import FILL, ORACLE, STEP, Batch, by_lowering, contestants, declare_decode, draw, verify
 
+SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))
+"""Live and padded rows."""
+CASES: Final = [*(("device", *size) for size in SIZES), ("numpy", *SIZES[3]), ("lists", *SIZES[3])]
+"""What batches bring, with their live and padded rows."""
+_LISTS: Final = 3
 _MOST_SLOTS: Final = 1000
 _WIDTH: Final = 110
 _TITLES: Final = {FILL: "fill and view", STEP: "whole step: fill, view and replay"}
 _TIMES: Final = {"host_us": "host", "gpu_us": "device"}
 
 Row = dict[str, Any]
-Cell = tuple[tuple[str, ...], str, str]
-"""A row's key, a column, and what stands there."""
 
 
 class Effort(NamedTuple):
@@ -64,134 +67,77 @@ def bench(
     Each is first held to the oracle, byte for byte; then all take turns in one run, so that ratios can be trusted where
     the machine is noisy.
 
-    Another table has a row for each habit of serving loops, such as lists, other dtypes, absent slots or streams that
-    take turns: a whole step, and its ratio to the same step without the habit.
-
     \b
     Examples:
       slotgraph bench --quick --slots 12
       slotgraph bench --backend cuda --json figures.json
     """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
-    counts, effort = _counts(slots), QUICK if quick else FULL
+    parts = [part.strip() for part in slots.split(",")]
+    if not all(re.fullmatch("[0-9]{1,4}", part) and 2 <= int(part) <= _MOST_SLOTS for part in parts):  # noqa: PLR2004 - one, and a count
+        message = f"expected numbers from 2 to {_MOST_SLOTS} with commas between them, as in 4,12,48, got {slots!r}"
+        raise typer.BadParameter(message, param_hint="--slots")
     if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
         message = f"{str(json_file)!r} is no file in a folder that exists"
         raise typer.BadParameter(message, param_hint="--json")
     with reported():
         on = chosen(backend)
         with Console(stderr=True).status("measuring"):
-            rows, habitual = measured_rows(on, counts, effort), measured_habits(on, effort)
+            rows = measured_rows(on, sorted({int(part) for part in parts}), QUICK if quick else FULL)
     ours = on.capabilities.lowerings[0]
     console = screen()
     console.width = max(console.width, _WIDTH)  # what does not fit a terminal is wrapped there, and not cut off
     show_rows(rows, ours, console)
-    show_habits(habitual, console)
     if json_file is not None:
         about = {"ours": ours, "backend": on.name, "device": str(on.device), "threads": THREADS, "quick": quick}
-        data = {"rows": rows, "habits": habitual, "conditions": {**about, **dict(versions())}}
+        data = {"rows": rows, "conditions": {**about, **dict(versions())}}
         json_file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def _counts(text: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch("[0-9]{1,4}", part) and 2 <= int(part) <= _MOST_SLOTS for part in parts):  # noqa: PLR2004 - one, and a count
-        message = f"expected numbers from 2 to {_MOST_SLOTS} with commas between them, as in 4,12,48, got {text!r}"
-        raise typer.BadParameter(message, param_hint="--slots")
-    return sorted({int(part) for part in parts})
+def batch_of(case: str, inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> Batch:
+    """A batch of so many rows as a case has it; the number says which of several it is."""
+    batch = draw(inputs, backend, rows, number)
+    if case != "device":
+        for index, (name, value) in enumerate([one for one in vars(batch).items() if one[0] != "rows"]):
+            setattr(batch, name, value.tolist() if case == "lists" and index < _LISTS else value.cpu().numpy())
+    return batch
 
 
 def measured_rows(backend: Backend, counts: Sequence[int], effort: Effort) -> list[Row]:
-    """Fills and whole steps of all contestants, for each number of slots. WrongBytesError where one fills wrongly."""
+    """Fills and whole steps of all contestants, for each number of slots. WrongBytesError if one fills wrongly."""
     rows, runs = list[Row](), list[Run]()
-    for count in counts:
-        for case in cases(count, backend):
-            found = contestants(case)
-            verify(case, found)
-            told = {"sources": case.name, "slots": count, "live": case.sizes[0], "padded": case.padded}
-            for what, one in itertools.product((FILL, STEP), found):
-                way = getattr(one, what)
-                if way is not None:
-                    rows.append({"what": what, "lowering": one.name, **told})
-                    runs.append(Run(way, case.batches))
+    for count, (case, live, padded) in itertools.product(counts, CASES):
+        inputs = declare_decode(count)
+        found, drawn = contestants(inputs, backend, padded), functools.partial(batch_of, case, inputs, backend)
+        batches = [drawn(live, number) for number in range(SETS)]
+        oracle = by_lowering(inputs, backend, padded, ORACLE)
+        others = [(size, drawn(size)) for size in (padded, 1, live)]  # that grow and shrink
+        verify(case, found, oracle, [*((live, batch) for batch in batches), *others])
+        for what, one in itertools.product((FILL, STEP), found):
+            if (way := getattr(one, what)) is not None:
+                told = {"sources": case, "slots": count, "live": live, "padded": padded}
+                rows.append({"what": what, "lowering": one.name, **told})
+                runs.append(Run(way, batches))
     measure(runs, backend, *effort)
-    return [{**row, **_times(run)} for row, run in zip(rows, runs, strict=True)]
-
-
-def measured_habits(backend: Backend, effort: Effort) -> list[Row]:
-    """Whole steps of each habit by each lowering but the oracle, and their ratios to the base. WrongBytesError."""
-    found: list[tuple[Case, Contestant, Run]] = []
-    for case in habits(backend):
-        ways = [by_lowering(case, one) for one in backend.capabilities.lowerings if one != ORACLE]
-        verify(case, ways, (STEP,))
-        found += [(case, way, Run(way.step, case.batches, case.around, case.before)) for way in ways]
-    measure([run for *_, run in found], backend, *effort)
-    bases = {way.name: run for case, way, run in found if case.name == BASE}
-    return [
-        {
-            "habit": case.name,
-            "lowering": way.name,
-            "detours": 0 if way.runner is None else sum(way.runner.stats()["detours"].values()),
-            **_times(run),
-            "ratio": _ratio(run.spreads[0], bases[way.name].spreads[0]),
-            "gpu_ratio": _ratio(run.spreads[1], bases[way.name].spreads[1]),
-        }
-        for case, way, run in found
-    ]
-
-
-def _times(run: Run) -> Row:
-    """Microseconds a step; None on the device where that was not measured."""
-    found: Row = {}
-    for name, spread in zip(("host", "gpu"), run.spreads, strict=True):
-        values = (None,) * 3 if spread is None else (spread.median, spread.p10, spread.p90)
-        names = (f"{name}_us", f"{name}_p10_us", f"{name}_p90_us")
-        found |= {key: value and round(value, 3) for key, value in zip(names, values, strict=True)}
-    return found
-
-
-def _ratio(one: Spread | None, base: Spread | None) -> float | None:
-    return None if one is None or base is None else round(one.median / base.median, 3)
+    return [{**row, **run.as_data()} for row, run in zip(rows, runs, strict=True)]
 
 
 def show_rows(rows: Sequence[Row], ours: str, console: Console) -> None:
     """Print medians of fills and of whole steps, and how many times more than `ours` the hand-written ones take."""
-
-    def cells(what: str, time: str) -> Iterator[Cell]:
-        times: dict[tuple[tuple[str, ...], str], float] = {}
-        for row in rows:
-            if row["what"] == what and row[time] is not None:
-                key = str(row["slots"]), f"{row['live']}/{row['padded']}", row["sources"]
-                times[key, row["lowering"]] = row[time]
-                yield key, row["lowering"], f"{row[time]:.1f}"
-        for (at, name), took in times.items():
-            if name in (PER_SLOT, REGROUPED) and (at, ours) in times:
-                yield at, f"{name} / ours", f"{took / times[at, ours]:.1f} x"
-
     for (what, title), (time, where) in itertools.product(_TITLES.items(), _TIMES.items()):
-        _print(console, f"{where} microseconds, {title}", ("slots", "rows", "sources"), cells(what, time))
+        timed = [row for row in rows if row["what"] == what and row[time] is not None]
+        names = dict.fromkeys(row["lowering"] for row in timed)
+        ratios = [name for name in (PER_SLOT, REGROUPED) if name in names and ours in names]
+        titles = ["slots", "rows", "sources", *names, *(f"{name}_/ ours" for name in ratios)]
+        titles = [title.replace("_", "\n") for title in titles]
+        made = table(*titles, right=tuple(titles))
+        for key, group in itertools.groupby(
+            timed, lambda row: (row["slots"], row["live"], row["padded"], row["sources"])
+        ):
+            times = {row["lowering"]: row[time] for row in group}
+            base = times.get(ours, math.nan)
+            cells = [f"{times[name]:.1f}" if name in times else "-" for name in names]
+            more = [f"{times.get(name, math.nan) / base:.1f} x" for name in ratios]
+            made.add_row(str(key[0]), f"{key[1]}/{key[2]}", key[3], *cells, *more)
+        if timed:
+            console.print(f"\n[bold]{where} microseconds, {title}[/]", made)
     console.print(f"ours: {ours}, which this backend prefers. lists: three slots come as lists, the others as arrays")
-
-
-def show_habits(rows: Sequence[Row], console: Console) -> None:
-    """Print what a whole step takes under each habit by each lowering, with the ratio to the base."""
-    for (time, where), ratio in zip(_TIMES.items(), ("ratio", "gpu_ratio"), strict=True):
-        timed = [row for row in rows if row[time] is not None]
-        cells = (((row["habit"],), row["lowering"], f"{row[time]:.1f} ({row[ratio]:.2f})") for row in timed)
-        _print(console, f"{where} microseconds of a whole step under each habit (ratio to the base)", ("habit",), cells)
-    detours = [f"{row['habit']} by {row['lowering']}: {row['detours']}" for row in rows if row["detours"]]
-    console.print(f"steps filled by another lowering than the runner's: {', '.join(detours) or 'none'}")
-
-
-def _print(console: Console, title: str, keys: Sequence[str], cells: Iterable[Cell]) -> None:
-    """Print a table with a row a key and a column a lowering, if there are cells."""
-    found: dict[tuple[str, ...], dict[str, str]] = {}
-    columns: dict[str, None] = {}
-    for key, column, text in cells:
-        found.setdefault(key, {})[column] = text
-        columns[column] = None
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in (*keys, *columns):
-        table.add_column(name.replace("_", "\n").replace(" /", "\n/"), justify="right", no_wrap=True)
-    for key, texts in found.items():
-        table.add_row(*key, *(texts.get(column, "-") for column in columns))
-    if found:
-        console.print(f"\n[bold]{title}[/]", table)

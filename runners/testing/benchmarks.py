@@ -1,7 +1,10 @@
-"""Benchmarks for pytest-benchmark: what they time, what they save, and what they hold against a saved baseline."""
+"""Benchmarks: fills and steps by this library and by hand, in turn in one run, for pytest-benchmark."""
 
+import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol, final
 
 import attrs
@@ -10,24 +13,192 @@ import torch
 from ...backends.base import Backend
 from ...dataflow.axes import Sizes
 from ...dataflow.capabilities import Lowering
-from ...dataflow.errors import ConfigError, RegressionError
+from ...dataflow.errors import ConfigError, RegressionError, WrongBytesError
 from ...dataflow.inputs import Inputs
-from ...dataflow.sampling import NO_VALUES, Values
+from ...dataflow.sampling import NO_VALUES, Sample, Values, sample_batch
+from ...dataflow.slots import Output, Slot, Staged
 from ...dataflow.sources import NO_SIDE
+from ...dataflow.tails import Keep, Once
 from ..runner import Runner
-from ..stage import NO_SIZES
-from .contests import Contest, Figures, Load, contest_of_fills, contest_of_steps, draw_for
-from .ground import NO_RELATIONS, Ground, Relations
+from ..stage import NO_SIZES, Stage
+from .by_hand import FillByHand
+from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences
+from .timing import Run, Spread, measure
 
+SETS: Final = 4
+"""Sets of sources that take turns, each with addresses and values of its own: a step that found what the last one left
+could spare itself the upload."""
+PER_SLOT: Final = "per_slot"
+REGROUPED: Final = "regrouped"
+EAGER: Final = "eager"
+RUNNER: Final = "runner"
 PADDED: Final = 256
 LIVE: Final = 0.75
-"""A bucket's rows, and what part of them is live, where nobody says others."""
+"""A bucket's rows, and the part of them that is live, by default."""
 ROUNDS: Final = 20
 STEPS: Final = 20
 ATTEMPTS: Final = 3
 """How often a ratio is measured before it counts as too high: another program may have had the core."""
 KEY: Final = "slotgraph"
-"""Under which name figures are saved in pytest-benchmark's `extra_info`."""
+"""The name of the figures in pytest-benchmark's `extra_info`."""
+_UNTIMED: Final[frozenset[Lowering]] = frozenset({"slot_by_slot", "in_graph"})
+"""Lowerings that no race of fills shows: the oracle, which is not there for speed, and the fused kernel under another
+name: what is spared by launching it in the step's graph, only whole steps show."""
+
+Way = Callable[[Any], Any]
+"""Takes a batch, or what stands for one."""
+
+
+@attrs.frozen
+class Figures:
+    """What each way took, in microseconds a step, and its ratio to the way that all are held to.
+
+    Ratios are medians over the rounds of one run, so that a slow machine is slow for both.
+    """
+
+    microseconds: Mapping[str, Spread]
+    ratios: Mapping[str, float]
+
+    @classmethod
+    def of(cls, samples: Mapping[str, Sequence[float]], rounds: int, base: str = PER_SLOT) -> "Figures":
+        """Figures of all steps' times, as many a round; ratios are to the way named `base`."""
+        medians = {}
+        for name, times in samples.items():
+            each = len(times) // rounds
+            medians[name] = [statistics.median(times[start : start + each]) for start in range(0, each * rounds, each)]
+        pairs = {name: zip(found, medians[base], strict=True) for name, found in medians.items() if name != base}
+        ratios = {name: statistics.median(one / other for one, other in pair) for name, pair in pairs.items()}
+        return cls({name: Spread.of(times) for name, times in samples.items()}, ratios)
+
+
+@attrs.frozen(eq=False)
+class Contest:
+    """Ways to do the same, and the batches that take turns.
+
+    Attributes:
+        title: What is done.
+        ways: By name.
+        batches: What each way is called with.
+        ours: The way whose time is the library's.
+        backend: Where it is done.
+        base: The way that all others are held to.
+        around: What a round of some ways runs in.
+    """
+
+    title: str
+    ways: Mapping[str, Way]
+    batches: Sequence[Any]
+    ours: str
+    backend: Backend
+    base: str = PER_SLOT
+    around: Mapping[str, Callable[[], AbstractContextManager[object]]] = attrs.field(factory=dict)
+
+    def run(self, rounds: int, steps: int) -> Figures:
+        """Time all ways, round by round in turn."""
+        none = contextlib.nullcontext
+        runs = {name: Run(way, self.batches, self.around.get(name, none)) for name, way in self.ways.items()}
+        measure(list(runs.values()), self.backend, rounds, steps)
+        return Figures.of({name: run.host for name, run in runs.items()}, rounds, self.base)
+
+
+def contest_of_fills(
+    ground: Ground, live: Sizes, values: Values, absent: Collection[str], lowerings: Sequence[Lowering]
+) -> Contest:
+    """Fill and view of one bucket: two by hand, and each lowering. WrongBytesError if one leaves other bytes.
+
+    lowerings: those that are timed, the one that counts first; by default all that the backend has.
+    """
+    stage, padded, rows, gone = ground.stage, ground.most, ground.live(live), frozenset(absent)
+    had = ground.backend.capabilities.lowerings
+    timed = tuple(lowerings) or tuple(one for one in had if one not in _UNTIMED) or had
+
+    def by_hand(name: str) -> Way:
+        fill = FillByHand(ground.declaration, ground.backend, padded, grouped=name == REGROUPED)
+        return lambda one: fill(one.batch, rows, one.side)
+
+    def lowered(lowering: Lowering) -> Way:
+        made = Lowered(ground, lowering, [padded])
+        fill, filling = made.fill, made.filling(padded, gone)
+        return lambda one: stage.view(fill(filling, one.batch, one.side, rows, gone), one.batch)
+
+    ways = {name: by_hand(name) for name in (PER_SLOT, REGROUPED)} | {name: lowered(name) for name in timed}
+    samples = draw_for(stage, live, values, absent)
+    with torch.no_grad():
+        _verify(ways, samples, ground, live)
+    return Contest(f"fill of {stage.inputs.__name__}", ways, samples, timed[0], ground.backend)
+
+
+def _verify(ways: Mapping[str, Way], samples: Sequence[Sample], ground: Ground, live: Sizes) -> None:
+    """Hold what each way leaves to the oracle, but for tails that no one reads."""
+    slots, buffers = ground.declaration.slots, ground.stage.allocate(ground.most)
+    for one in samples:
+        right = ground.oracle(buffers, one.batch, one.side, live, ground.most)
+        wanted = {name: view for name, view in right.items() if not _is_loose(slots[name])}
+        for name, way in ways.items():
+            view = way(one)
+            ground.backend.synchronize()
+            got = {slot: None if held is None else getattr(view, slot) for slot, held in wanted.items()}
+            for fault in differences(got, wanted, slots, live):
+                message = f"{ground.declaration.name} filled by {name!r}: {fault}"
+                raise WrongBytesError(message)
+
+
+def _is_loose(slot: Slot) -> bool:
+    """Whether a slot's bytes are not all a fill's: of kept tails, of outputs, of what a producer writes."""
+    return isinstance(slot, Output | Staged) or isinstance(slot.rule(), Keep | Once)
+
+
+def draw_for(stage: Stage[Any], live: Sizes, values: Values = NO_VALUES, absent: Collection[str] = ()) -> list[Sample]:
+    """Batches of given live sizes that take turns."""
+    sizes = {axis: size for axis, size in stage.sizes.items() if axis.fixed} | dict(live)
+    sizes |= {axis: size.at(sizes) for axis, size in stage.relations.items() if size.axes <= sizes.keys()}
+    given = stage.declaration, stage.backend.capabilities, sizes
+    drawn: dict[str, Any] = {"absent": absent, "values": values, "device": stage.backend.device}
+    return [sample_batch(*given, torch.Generator().manual_seed(seed), **drawn) for seed in range(SETS)]
+
+
+def contest_of_steps(runner: Runner[Any], samples: Sequence[Sample]) -> Contest:
+    """Whole steps of a captured runner: its own, eager ones, and a fill by hand before the same replay.
+
+    Raises:
+        ConfigError: Nothing is captured, or the batches differ in what a step's time depends on.
+    """
+    parts = runner.parts
+    stage = parts.stage
+    if parts.graphs is None or parts.graphs.report is None:
+        message = f"{parts.name} has captured nothing: call capture() first, and give a runner that has graphs"
+        raise ConfigError(message)
+    found: dict[Any, int | None] = {}
+    for one in samples:
+        decision = runner.decide(one.batch, **one.side)
+        rows = tuple(parts.size(one.batch, one.side)[: len(stage.declaration.varying)])
+        absent = tuple(sorted(stage.absent(one.batch, one.side)))
+        found[decision.path, decision.bucket, rows, absent] = decision.bucket
+    bucket = next(iter(found.values()), None)
+    if len(found) != 1 or bucket is None:
+        took = ", ".join(sorted(map(str, found))) or "nothing"
+        message = f"batches must be of one size, without the same slots, and take one bucket's graph; they took {took}"
+        raise ConfigError(message)
+    by_hand = FillByHand(stage.declaration, stage.backend, parts.sizes[bucket])
+    view: Any = None
+
+    @contextlib.contextmanager
+    def filled() -> Iterator[None]:
+        """Fill by the runner, so that there is a view to replay."""
+        nonlocal view
+        view = runner.fill(samples[0].batch, **samples[0].side)
+        yield
+
+    def replayed(one: Sample) -> Any:
+        by_hand.fill(one.batch, rows, one.side)
+        return runner.replay(view)
+
+    ways: dict[str, Way] = {
+        PER_SLOT: replayed,
+        EAGER: lambda one: parts.eager(one.batch, **one.side),
+        RUNNER: lambda one: runner(one.batch, **one.side),
+    }
+    return Contest(f"step of {stage.inputs.__name__}", ways, samples, RUNNER, stage.backend, around={PER_SLOT: filled})
 
 
 class Benchmark(Protocol):
@@ -42,76 +213,24 @@ class Benchmark(Protocol):
         """Time a call."""
 
 
+@final
 @attrs.frozen
-class Baseline:
-    """A saved run: its name, and by test what it saved. fail: by what part a ratio may be higher, or None for any."""
-
-    path: str
-    saved: Mapping[str, Mapping[str, Any]]
-    fail: float | None
-
-    def faults(self, fullname: str, figures: Figures, ours: str, base: str) -> list[str]:
-        """In what one test's ratio is worse than it was."""
-        before = self.saved.get(fullname, {}).get("extra_info", {}).get(KEY, {}).get("ratios", {}).get(ours)
-        now = figures.ratios[ours]
-        if before is None or self.fail is None or now <= before * (1 + self.fail):
-            return []
-        worse = now / before - 1
-        was = f"{ours} takes {now:.3f} of the time of {base}, and took {before:.3f} in {self.path}"
-        return [f"{was}: {worse:.0%} more, where {self.fail:.0%} is allowed"]
-
-
-@final
 class Timer:
-    """Times a contest in one test, saves the figures, and says where they are worse than is allowed."""
+    """Times contests in one test, saves their figures, and says where they are worse than is allowed.
 
-    def __init__(self, benchmark: Benchmark, baselines: Iterable[Baseline]) -> None:
-        self._benchmark = benchmark
-        self._baselines = tuple(baselines)
+    Attributes:
+        benchmark: The fixture of pytest-benchmark.
+        saved: By path what each saved run has of each test.
+        fail: The part by which a ratio may be higher than a saved one. None for any.
+    """
 
-    def __call__(self, contest: Contest, title: str, rounds: int, steps: int, most: float | None) -> Figures:
-        """Time it. RegressionError where the ratio is over `most`, or that of a baseline, each time it is measured."""
-        benchmark = self._benchmark
-        if benchmark.disabled:
-            rounds, steps = 1, 1
-        benchmark.group = benchmark.group or title
-        figures, faults = self._measured(contest, rounds, steps, most)
-        for _ in range(ATTEMPTS - 1):
-            if faults:
-                figures, faults = self._measured(contest, rounds, steps, most)
-        benchmark.extra_info[KEY] = figures.as_data()
-        way, turns = contest.ways[contest.ours], itertools.cycle(contest.loads)
-        with torch.no_grad():
-            benchmark.pedantic(lambda: way(next(turns)), rounds=rounds, iterations=steps, warmup_rounds=1)
-        if faults:
-            message = f"{title}: {'; '.join(faults)} (measured {ATTEMPTS} times)"
-            raise RegressionError(message)
-        return figures
+    benchmark: Benchmark
+    saved: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
+    fail: float | None = None
 
-    def _measured(self, contest: Contest, rounds: int, steps: int, most: float | None) -> tuple[Figures, list[str]]:
-        """Figures, and in what they are worse than is allowed; in nothing, where nothing is to be timed."""
-        benchmark, ours = self._benchmark, contest.ours
-        figures = contest.run(rounds, steps)
-        if benchmark.disabled:
-            return figures, []
-        name, base = benchmark.fullname, contest.base
-        faults = [fault for one in self._baselines for fault in one.faults(name, figures, ours, base)]
-        ratio = figures.ratios[ours]
-        if most is not None and ratio > most:
-            faults.append(f"{ours} takes {ratio:.3f} of the time of {base}, where {most} is allowed")
-        return figures, faults
-
-
-@final
-class FillBenchmark:
-    """The fixture `benchmark_fill`."""
-
-    def __init__(self, timer: Timer, backend: Backend) -> None:
-        self._timer = timer
-        self._backend = backend
-
-    def __call__(
+    def fill(
         self,
+        backend: Backend,
         inputs: type[Inputs],
         padded: Sizes = NO_SIZES,
         live: Sizes = NO_SIZES,
@@ -121,41 +240,39 @@ class FillBenchmark:
         relations: Relations = NO_RELATIONS,
         absent: Collection[str] = (),
         lowerings: Sequence[Lowering] = (),
-        most: float | None = None,
-        rounds: int = ROUNDS,
-        steps: int = STEPS,
+        **options: Any,
     ) -> Figures:
         """Time the fill and view of one bucket by each lowering, against two fills by hand, held to the oracle first.
 
-        padded: the bucket's sizes, 256 on each varying axis and 3 on each fixed one where nothing is said. live: the
-        batch's, three quarters of those. most: the largest ratio allowed, of the backend's first lowering (or the first
-        of `lowerings`) to the fill slot by slot by hand. Others as `slotgraph.testing.batches` has them.
-        Returns what each way took. WrongBytesError, RegressionError.
+        Args:
+            backend: Where it is filled; the fixture gives it.
+            inputs: The declaration.
+            padded: The bucket's sizes, by default 256 on each varying axis and 3 on each fixed one.
+            live: The batch's sizes, by default three quarters of those.
+            values: As `slotgraph.testing.batches` has them.
+            settings: What `when=` of slots refers to.
+            relations: Axes that follow from others.
+            absent: Optional slots that batches come without.
+            lowerings: The one that counts first. By default all that the backend has.
+            **options: As `contest` has them; the ratio is to the fill slot by slot by hand.
+
+        Returns:
+            What each way took.
+
+        Raises:
+            WrongBytesError: A way leaves other bytes than the oracle.
+            RegressionError: The ratio is too high.
         """
-        sizes = _varying(inputs, relations) | dict(padded)
-        ground = Ground.of(inputs, self._backend, sizes, settings, relations)
-        full = ground.sizes({axis: ground.most[axis] for axis in ground.leads})
+        sizes = {axis: PADDED for axis in inputs.slotgraph.varying if axis not in relations} | dict(padded)
+        ground = Ground.of(inputs, backend, sizes, settings, relations)
+        full = ground.most
         part = ground.sizes({axis: live.get(axis, max(1, int(full[axis] * LIVE))) for axis in ground.leads})
-        over = [axis.name for axis in ground.leads if part[axis] > full[axis]]
-        if over or set(live) - set(ground.leads):
+        if set(live) - set(ground.leads) or any(part[axis] > full[axis] for axis in ground.leads):
             message = f"live: sizes of the axes {list(ground.leads)}, at most the padded ones, got {dict(live)}"
             raise ConfigError(message)
-        contest = contest_of_fills(ground, part, full, values, absent, lowerings)
-        return self._timer(contest, f"{self._backend.name}: fill of {inputs.__name__}", rounds, steps, most)
+        return self.contest(contest_of_fills(ground, part, values, absent, lowerings), **options)
 
-
-def _varying(inputs: type[Inputs], relations: Relations) -> dict[Any, int]:
-    return {axis: PADDED for axis in inputs.slotgraph.varying if axis not in relations}
-
-
-@final
-class RunnerBenchmark:
-    """The fixture `benchmark_runner`."""
-
-    def __init__(self, timer: Timer) -> None:
-        self._timer = timer
-
-    def __call__(
+    def runner(
         self,
         runner: Runner[Any],
         batches: Sequence[Any] = (),
@@ -164,45 +281,46 @@ class RunnerBenchmark:
         live: Sizes = NO_SIZES,
         values: Values = NO_VALUES,
         absent: Collection[str] = (),
-        most: float | None = None,
-        rounds: int = ROUNDS,
-        steps: int = STEPS,
+        **options: Any,
     ) -> Figures:
         """Time whole steps of a captured runner, against eager ones, and against a fill by hand before its replay.
 
-        batches: of one size, which take turns; all with the same side arguments. Where none is given they are drawn,
-        of `live` rows on each varying axis, without the slots in `absent`, of `values` as `slotgraph.testing.batches`
-        has them. most: the largest ratio allowed, of the runner to the fill by hand with its replay.
-        Returns what each way took. ConfigError, RegressionError.
+        Args:
+            runner: The runner.
+            batches: Batches of one size that take turns. By default they are drawn.
+            side: The side arguments of all of them.
+            live: Rows of drawn batches on each varying axis.
+            values: For drawn batches, as `slotgraph.testing.batches` has them.
+            absent: Optional slots that drawn batches come without.
+            **options: As `contest` has them; the ratio is to the fill by hand with the runner's replay.
+
+        Returns:
+            What each way took.
+
+        Raises:
+            ConfigError: The runner has captured nothing, or batches differ in size.
+            RegressionError: The ratio is too high.
         """
-        stage = runner.parts.stage
-        given = [(batch, side) for batch in batches] or draw_for(stage, live, values, absent)
-        title = f"{stage.backend.name}: step of {stage.inputs.__name__}"
-        return self._timer(contest_of_steps(runner, given), title, rounds, steps, most)
+        samples = [Sample(batch, dict(side)) for batch in batches] or draw_for(runner.parts.stage, live, values, absent)
+        return self.contest(contest_of_steps(runner, samples), **options)
 
-
-@final
-class WaysBenchmark:
-    """The fixture `benchmark_ways`."""
-
-    def __init__(self, timer: Timer, backend: Backend) -> None:
-        self._timer = timer
-        self._backend = backend
-
-    def __call__(
-        self,
-        ways: Mapping[str, Callable[[Any], Any]],
-        batches: Sequence[Any],
-        title: str,
-        *,
-        most: float | None = None,
-        rounds: int = ROUNDS,
-        steps: int = STEPS,
+    def ways(
+        self, backend: Backend, ways: Mapping[str, Way], batches: Sequence[Any], title: str, **options: Any
     ) -> Figures:
         """Time ways of one's own to do the same, in turn, such as an engine's fill and this library's.
 
-        ways: calls that take a batch, by name; all others are held to the first, and the second is the one that counts,
-        in `most` and against a baseline. batches: of one size, which take turns. RegressionError.
+        Args:
+            backend: Where it is done; the fixture gives it.
+            ways: Calls that take a batch, by name. All are held to the first, and the second is the one that counts.
+            batches: Batches of one size that take turns.
+            title: What is done.
+            **options: As `contest` has them.
+
+        Returns:
+            What each way took.
+
+        Raises:
+            RegressionError: The ratio is too high.
         """
         if len(ways) < 2 or not batches:  # noqa: PLR2004 - a ratio is of two
             message = (
@@ -210,7 +328,52 @@ class WaysBenchmark:
             )
             raise ConfigError(message)
         base, ours, *_ = ways
-        calls = {name: lambda load, way=way: way(load.batch) for name, way in ways.items()}
-        loads = [Load(batch, NO_SIDE, ()) for batch in batches]
-        contest = Contest(calls, loads, ours, self._backend, base)
-        return self._timer(contest, f"{self._backend.name}: {title}", rounds, steps, most)
+        return self.contest(Contest(title, ways, batches, ours, backend, base), **options)
+
+    def contest(
+        self, contest: Contest, *, most: float | None = None, rounds: int = ROUNDS, steps: int = STEPS
+    ) -> Figures:
+        """Time a contest. If pytest-benchmark is disabled, each way runs once, and no ratio is held to anything.
+
+        Args:
+            contest: The contest.
+            most: The largest ratio that is allowed.
+            rounds: Rounds in which the ways take turns.
+            steps: Steps of each round.
+
+        Raises:
+            RegressionError: The ratio is over `most`, or over a saved one, each time that it is measured.
+        """
+        benchmark, title = self.benchmark, f"{contest.backend.name}: {contest.title}"
+        if benchmark.disabled:
+            rounds, steps = 1, 1
+        benchmark.group = benchmark.group or title
+        figures, faults = self._measured(contest, rounds, steps, most)
+        for _ in range(ATTEMPTS - 1):
+            if faults:
+                figures, faults = self._measured(contest, rounds, steps, most)
+        benchmark.extra_info[KEY] = attrs.asdict(figures)
+        way, turns = contest.ways[contest.ours], itertools.cycle(contest.batches)
+        with torch.no_grad():
+            benchmark.pedantic(lambda: way(next(turns)), rounds=rounds, iterations=steps, warmup_rounds=1)
+        if faults:
+            message = f"{title}: {'; '.join(faults)} (measured {ATTEMPTS} times)"
+            raise RegressionError(message)
+        return figures
+
+    def _measured(self, contest: Contest, rounds: int, steps: int, most: float | None) -> tuple[Figures, list[str]]:
+        """Figures, and in what their ratio is worse than is allowed."""
+        figures, faults = contest.run(rounds, steps), list[str]()
+        ratio = figures.ratios[contest.ours]
+        if self.benchmark.disabled:
+            return figures, faults
+        told = f"{contest.ours} takes {ratio:.3f} of the time of {contest.base}"
+        for path, tests in self.saved.items():
+            extra = tests.get(self.benchmark.fullname, {}).get("extra_info", {})
+            before = extra.get(KEY, {}).get("ratios", {}).get(contest.ours)
+            if before is not None and self.fail is not None and ratio > before * (1 + self.fail):
+                more = f"{ratio / before - 1:.0%} more, where {self.fail:.0%} is allowed"
+                faults.append(f"{told}, and took {before:.3f} in {path}: {more}")
+        if most is not None and ratio > most:
+            faults.append(f"{told}, where {most} is allowed")
+        return figures, faults

@@ -2,10 +2,9 @@
 
 import functools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
-import attrs
 import numpy as np
 import torch
 
@@ -17,8 +16,8 @@ from ...dataflow.computation import field_of, write
 from ...dataflow.compute import OUT
 from ...dataflow.declaration import Declaration
 from ...dataflow.slots import Slot
-from ...dataflow.sources import NO_SIDE, Side, Source
-from ...dataflow.tails import Number, Pad, resolve_value
+from ...dataflow.sources import NO_SIDE, Side
+from ...dataflow.tails import Pad, resolve_value
 
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it
 _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - likewise
@@ -26,24 +25,32 @@ _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImpo
 Box = slice | tuple[slice, ...]
 
 
-class _Part(NamedTuple):
-    """What a step of given sizes does to one slot: where its live rows and its tails are, and what these hold."""
+class _Plan(NamedTuple):
+    """What a step of given sizes does, in lists of tuples."""
 
-    buffer: torch.Tensor
-    live: Box
-    tails: Sequence[Box]
-    pad: Number
-
-
-@attrs.frozen(eq=False)
-class _Plan:
-    """All that a step of given sizes does: copies, resets of slots without a source, computed slots, and the view."""
-
-    sources: list[tuple[str | None, Source]]
-    copied: list[_Part]
-    reset: list[_Part]
-    computed: list[tuple[str, torch.Tensor, Callable[..., Any], Sequence[str]]]
+    copied: list[Any]  # name or None, source or None, buffer, live rows, tails, and what these hold
+    computed: list[Any]  # name, slot, function, fields of the batch
     views: list[tuple[str, torch.Tensor, Box]]
+
+
+class _Groups(NamedTuple):
+    """Copies and resets that a step gathers anew: one foreach copy a pair of dtypes, and one foreach zero."""
+
+    copies: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]]
+    zeros: list[torch.Tensor]
+
+    def add(self, target: torch.Tensor, source: torch.Tensor, *, moves: bool) -> None:
+        if moves:  # where no foreach may read host memory, one has to move it first
+            source = source.to(target.device)
+        targets, copied = self.copies.setdefault((target.dtype, source.dtype, target.is_cpu), ([], []))
+        targets.append(target)
+        copied.append(source)
+
+    def run(self) -> None:
+        if self.zeros:
+            _FOREACH_ZERO(self.zeros)
+        for targets, copied in self.copies.values():
+            _FOREACH_COPY(targets, copied, non_blocking=True)
 
 
 @final
@@ -59,6 +66,7 @@ class FillByHand:
         padded: The bucket's sizes.
         grouped: Whether copies go by foreach, the groups built anew in each step, and not one by one.
         on_device: Whether slots that the device computes are computed here, and not in a graph.
+        slots: Memory to fill, such as that which a graph reads. By default it is allocated.
 
     Attributes:
         slots: Every padded row of each slot.
@@ -72,15 +80,15 @@ class FillByHand:
         *,
         grouped: bool = False,
         on_device: bool = True,
+        slots: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._declaration, self._capabilities, self._padded = declaration, backend.capabilities, padded
-        buffers = allocate(declaration, padded, backend.capabilities, backend.empty)
-        self.slots: Mapping[str, torch.Tensor] = {name: buffers[name].tensor for name in declaration.slots}
-        self._copy = self._regrouped if grouped else self._one_by_one
-        self._moves = not backend.capabilities.foreach_host
+        if slots is None:
+            made = allocate(declaration, padded, backend.capabilities, backend.empty)
+            slots = {buffer.name: buffer.tensor for buffer in made}
+        self.slots = slots
+        self._grouped, self._on_device, self._moves = grouped, on_device, not backend.capabilities.foreach_host
         self._plans: dict[tuple[int, ...], _Plan] = {}
-        wanted = [name for name in declaration.order if on_device or declaration.side(name) != DEVICE]
-        self._computes = [(name, made) for name in wanted if (made := declaration.slots[name].computes()) is not None]
 
     def __call__(self, batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> Any:
         """Fill from a batch and return the view: `fill`, and all slots sliced."""
@@ -90,7 +98,7 @@ class FillByHand:
             setattr(view, name, buffer[box])
         return view
 
-    def fill(self, batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> None:
+    def fill(self, batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> None:  # noqa: C901, PLR0912 - no frame more than code by hand has
         """Fill from a batch.
 
         Args:
@@ -99,14 +107,27 @@ class FillByHand:
             side: Its side arguments.
         """
         plan = self._plans.get(live) or self._planned(live)
-        if isinstance(batch, Mapping):
-            found = [batch.get(name) if name else source.read(batch, side) for name, source in plan.sources]
-        else:
-            found = [getattr(batch, name, None) if name else source.read(batch, side) for name, source in plan.sources]
-        self._copy(plan.copied, found)
-        for part in plan.reset:
-            for tail in part.tails:
-                part.buffer[tail].fill_(part.pad)
+        get: Any = batch.get if isinstance(batch, Mapping) else functools.partial(getattr, batch)
+        groups = _Groups({}, []) if self._grouped else None
+        for name, source, buffer, box, tails, pad in plan.copied:
+            value = None
+            if source is not None:
+                value = get(name, None) if name else source.read(batch, side)
+                if value is None:
+                    continue
+            for tail in tails:
+                if groups is not None and pad == 0:
+                    groups.zeros.append(buffer[tail])
+                else:
+                    buffer[tail].fill_(pad)
+            if value is not None:
+                given = value if type(value) is torch.Tensor else _tensor(value, buffer.dtype)
+                if groups is None:
+                    buffer[box].copy_(given, non_blocking=True)
+                else:
+                    groups.add(buffer[box], given, moves=self._moves)
+        if groups is not None:
+            groups.run()
         fields = self._declaration.fields
         for name, target, function, needs in plan.computed:
             value = function(**{need: field_of(batch, need, fields[need]) for need in needs})
@@ -115,81 +136,49 @@ class FillByHand:
             elif value is not None:  # else it has written its slot itself
                 write(target, value, name)
 
-    def _one_by_one(self, parts: Sequence[_Part], sources: Sequence[Any]) -> None:
-        """One tail reset and one copy a slot."""
-        for (buffer, live, tails, pad), source in zip(parts, sources, strict=True):
-            if source is not None:
-                for tail in tails:
-                    buffer[tail].fill_(pad)
-                given = source if type(source) is torch.Tensor else _tensor(source, buffer.dtype)
-                buffer[live].copy_(given, non_blocking=True)
-
-    def _regrouped(self, parts: Sequence[_Part], sources: Sequence[Any]) -> None:
-        """One foreach copy a pair of dtypes, and one foreach zero."""
-        groups: dict[tuple[torch.dtype, torch.dtype, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        zeros: list[torch.Tensor] = []
-        for (buffer, live, tails, pad), source in zip(parts, sources, strict=True):
-            if source is None:
-                continue
-            given = source if type(source) is torch.Tensor else _tensor(source, buffer.dtype)
-            if self._moves:  # where no foreach may read host memory, one has to move it first
-                given = given.to(buffer.device)
-            targets, copied = groups.setdefault((buffer.dtype, given.dtype, buffer.is_cpu), ([], []))
-            targets.append(buffer[live])
-            copied.append(given)
-            for tail in tails:
-                if pad == 0:
-                    zeros.append(buffer[tail])
-                else:
-                    buffer[tail].fill_(pad)
-        if zeros:
-            _FOREACH_ZERO(zeros)
-        for targets, copied in groups.values():
-            _FOREACH_COPY(targets, copied, non_blocking=True)
-
     def _planned(self, live: tuple[int, ...]) -> _Plan:
         """Slices and functions for a step of given sizes: made once, as constants of code by hand are."""
         declaration, step = self._declaration, self._declaration.step(live, self._padded)
-        plan = self._plans[live] = _Plan([], [], [], [], [])
+        plan = self._plans[live] = _Plan([], [], [])
         known: dict[str, Any] = {}
         for name, slot in declaration.slots.items():
-            source, buffer, box = slot.reads(name), self.slots[name], _rows(slot, step.padded_sizes)
+            source, buffer = slot.reads(name), self.slots[name]
+            box = _box(extent(slot.shape, step.padded_sizes), slot)
             known[name] = buffer[box] if slot.varying else buffer
             if slot.varying:
                 plan.views.append((name, buffer, box))
-            if source is not None:
-                plan.sources.append((source.plain_name, source))
-                plan.copied.append(self._part(buffer, slot, step))
-            elif slot.rewritten:
-                plan.reset.append(self._part(buffer, slot, step))
-        for name, compute in self._computes:
+            if source is not None or slot.rewritten:
+                plain = None if source is None else source.plain_name
+                rows = _box(extent(slot.shape, step.live_sizes), slot)
+                plan.copied.append((plain, source, buffer, rows, *self._tails(slot, step)))
+        for name in declaration.order:
+            compute = declaration.slots[name].computes()
+            if compute is None or not (self._on_device or declaration.side(name) != DEVICE):
+                continue
             given = {**known, **declaration.given(step.of(name)), OUT: known[name]}
             bound = {need: given[need] for need in (*compute.needs, *[OUT] * compute.writes_out) if need in given}
             needs = [need for need in compute.needs if need not in given]
             plan.computed.append((name, known[name], functools.partial(compute.function, **bound), needs))
         return plan
 
-    def _part(self, buffer: torch.Tensor, slot: Slot, step: Step) -> _Part:
-        rule, tails = slot.rule(), list[Box]()
-        pad: Number = 0
-        if isinstance(rule, Pad):
-            live, padded = (extent(slot.shape, sizes) for sizes in (step.live_sizes, step.padded_sizes))
-            pad = resolve_value(rule.value, self._capabilities, {a: n for a, n in self._padded.items() if a.fixed})
-            tails = [
-                _box(*map(slice, padded[:dim]), slice(live[dim], padded[dim]))
-                for dim in slot.varying
-                if live[dim] < padded[dim]
-            ]
-        return _Part(buffer, _rows(slot, step.live_sizes), tails, pad)
+    def _tails(self, slot: Slot, step: Step) -> tuple[Sequence[Box], Any]:
+        """Where the tails of a slot are, and what they hold."""
+        rule = slot.rule()
+        if not isinstance(rule, Pad):
+            return (), 0
+        live, padded = (extent(slot.shape, sizes) for sizes in (step.live_sizes, step.padded_sizes))
+        fixed = {axis: size for axis, size in self._padded.items() if axis.fixed}
+        ends = [
+            (*map(slice, padded[:dim]), slice(live[dim], padded[dim]))
+            for dim in slot.varying
+            if live[dim] < padded[dim]
+        ]
+        return [one[0] if len(one) == 1 else one for one in ends], resolve_value(rule.value, self._capabilities, fixed)
 
 
-def _rows(slot: Slot, sizes: Sizes) -> Box:
-    """Where the rows of a slot are, up to the last dim that varies."""
-    return _box(*map(slice, extent(slot.shape, sizes)[: max(slot.varying, default=0) + 1]))
-
-
-def _box(*ranges: slice) -> Box:
-    """An index of the first dims: a single slice is no tuple, which would take torch longer."""
+def _box(sizes: Sequence[int], slot: Slot) -> Box:
+    """Where the rows of a slot are, up to the last dim that varies: a single slice is no tuple, which takes longer."""
+    ranges = tuple(map(slice, sizes[: max(slot.varying, default=0) + 1]))
     return ranges[0] if len(ranges) == 1 else ranges
 
 
@@ -197,5 +186,6 @@ def _tensor(source: Any, dtype: torch.dtype) -> torch.Tensor:
     """A host tensor of an array or a list; a tensor as it is."""
     if isinstance(source, torch.Tensor):
         return source
-    is_array = isinstance(source, np.ndarray)
-    return torch.from_numpy(source) if is_array else torch.tensor(source, dtype=dtype, device="cpu")
+    return (
+        torch.from_numpy(source) if isinstance(source, np.ndarray) else torch.tensor(source, dtype=dtype, device="cpu")
+    )

@@ -1,30 +1,41 @@
-"""Ground: a declaration on a backend, with the largest size of each axis, to be filled by any lowering."""
+"""Ground: a declaration on a backend, with the largest size of each axis, and its fills by any lowering."""
 
-from collections.abc import Mapping
-from typing import Any, Final, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NoReturn, final
 
 import attrs
 import torch
 
 from ...backends.base import Backend
-from ...dataflow.axes import Axis, Dim, Sizes, Step
+from ...dataflow.axes import Axis, Dim, Sizes, extent
 from ...dataflow.bucket import Absent
+from ...dataflow.buffers import Buffers
+from ...dataflow.capabilities import Lowering
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
-from ...dataflow.sampling import sampled_slots
+from ...dataflow.oracle import fill_slot_by_slot
+from ...dataflow.ready import Ready
+from ...dataflow.slots import Constant, Output, Slot
+from ...dataflow.sources import Side
+from ...dataflow.tails import Keep, Once
+from ...dataflow.views import Views
+from ..bits import first_unequal
+from ..check.fills import garbage
 from ..filler import Filler, Filling
 from ..stage import NO_SIZES, Stage
 
 VARYING: Final = 8
+"""The size of a varying axis by default."""
 FIXED: Final = 3
-"""Sizes that axes have where nobody says others."""
+"""The size of a fixed axis by default."""
 Relations = Mapping[Axis, Dim]
 NO_RELATIONS: Final[Relations] = {}
+Slots = Mapping[str, torch.Tensor | None]
 
 
 def no_step(view: Any) -> NoReturn:
-    """What runs on the views of a fill that is made for its own sake."""
+    """The step of a declaration that is only filled."""
     message = f"nothing runs on a {type(view).__name__} here"
     raise RuntimeError(message)
 
@@ -33,7 +44,10 @@ def no_step(view: Any) -> NoReturn:
 class Ground:
     """A declaration ready to be filled.
 
-    most: the largest size of every axis. leads: the varying axes whose sizes are drawn, of which the others follow.
+    Attributes:
+        stage: The declaration under its settings, and its backend.
+        most: The largest size of every axis.
+        leads: The varying axes whose sizes are drawn. The others follow from them.
     """
 
     stage: Stage[Any]
@@ -49,9 +63,17 @@ class Ground:
         settings: object = None,
         relations: Relations = NO_RELATIONS,
     ) -> "Ground":
-        """Check what is said of a declaration. ConfigError, DeclarationError or BackendUnavailableError say a fault.
+        """Check what is said of a declaration.
 
-        max_sizes: the largest sizes of varying axes, 8 where nothing is said, and the sizes of fixed ones, else 3.
+        Args:
+            inputs: The declaration.
+            backend: Where it is filled.
+            max_sizes: The largest sizes of varying axes, by default 8, and the sizes of fixed ones, by default 3.
+            settings: What `when=` of slots refers to.
+            relations: Axes that follow from others.
+
+        Raises:
+            ConfigError: A size or relation does not fit.
         """
         declaration = inputs.slotgraph.under(settings)
         leads = {_lead(relations.get(axis, Dim.of(axis)), axis) for axis in declaration.varying}
@@ -76,39 +98,98 @@ class Ground:
         """What it is filled on."""
         return self.stage.backend
 
-    @property
-    def device(self) -> torch.device:
-        """Where batches have their tensors."""
-        return self.backend.device
-
-    @property
-    def unread(self) -> frozenset[str]:
-        """Copied slots that no computed slot reads, so that any value will do for a fill."""
-        computes = [compute for slot in self.declaration.slots.values() if (compute := slot.computes()) is not None]
-        read = {need for compute in computes for need in compute.needs}
-        return frozenset(name for name, _ in sampled_slots(self.declaration)) - read
-
     def sizes(self, leads: Sizes) -> Sizes:
         """The sizes of all axes, given those that lead."""
-        fixed = {axis: size for axis, size in self.most.items() if axis.fixed}
-        return _followed({**fixed, **leads}, self.stage.relations)
+        return _followed({**self.stage.sizes, **leads}, self.stage.relations)
 
     def live(self, sizes: Sizes) -> tuple[int, ...]:
         """Sizes as a fill takes them: one for each varying axis."""
         return tuple(sizes[axis] for axis in self.declaration.varying)
 
-    def step(self, live: Sizes, padded: Sizes) -> Step:
-        """A step's sizes, as computed slots are told them."""
-        return self.declaration.step(self.live(live), padded)
+    def oracle(self, buffers: Buffers, batch: Any, side: Side, live: Sizes, padded: Sizes) -> Views:
+        """Fill slot by slot in the plainest code."""
+        step = self.declaration.step(self.live(live), padded)
+        return fill_slot_by_slot(self.declaration, buffers, self.backend.capabilities, step, batch, side)
 
 
-def make_filling(filler: Filler[Any], sizes: Sizes, absent: Absent) -> Filling:
-    """A bucket with all that fills it, its kernel warmed up and captured, which here no capture of a step does."""
-    filling = filler.make(sizes, absent)
-    if filling.kernel is not None:
-        filler.rest()
-        filler.capture_alone(filling, warm=True)
-    return filling
+@final
+class Lowered:
+    """Fills by one lowering, over buffers of their own that begin with random bytes."""
+
+    def __init__(self, ground: Ground, lowering: Lowering, buckets: Sequence[Sizes], seed: int = 0) -> None:
+        self.buffers = spoilt(ground, seed)
+        self._lowering, self._fillings = lowering, dict[Any, Filling]()
+        self._filler = Filler(ground.stage, self.buffers, lowering, list(buckets))
+
+    def filling(self, padded: Sizes, absent: Absent) -> Filling:
+        """A bucket's fills, made once, with the kernel captured."""
+        key = tuple(padded.items()), absent
+        if key not in self._fillings:
+            made = self._fillings[key] = self._filler.make(padded, absent)
+            if made.kernel is not None:
+                self._filler.rest()
+                self._filler.capture_alone(made, warm=True)
+        return self._fillings[key]
+
+    def fill(self, filling: Filling, batch: Any, side: Side, live: tuple[int, ...], absent: Absent) -> Ready:
+        """Fill from a batch."""
+        ready = self._filler.fill(filling, batch, live, absent, side, whole=False)
+        if self._lowering != "slot_by_slot":  # which has done it all
+            ready.compute_on_device(batch)
+        return ready
+
+
+def spoilt(ground: Ground, seed: int) -> Buffers:
+    """Buffers with random bytes wherever no rule promises others: not in constants, nor in tails that are kept."""
+    buffers, generator = ground.stage.allocate(ground.most), torch.Generator().manual_seed(seed)
+    for buffer in buffers:
+        if not isinstance(buffer.slot, Constant) and not isinstance(buffer.slot.rule(), Keep | Once):
+            buffer.tensor.copy_(garbage(buffer.tensor, generator))
+    buffers.distrust()
+    return buffers
+
+
+def scribble(buffers: Buffers, padded: Sizes, generator: torch.Generator) -> None:
+    """What a step does to slots that it may write: anything, over every padded row."""
+    for buffer in buffers:
+        if buffer.slot.rewritten or isinstance(buffer.slot, Output):
+            view = buffer.view(padded)
+            view.copy_(garbage(view, generator))
+
+
+def differences(mine: Slots, right: Slots, slots: Mapping[str, Slot], live: Sizes) -> Iterator[str]:
+    """What is wrong with a fill, one sentence a slot."""
+    for name, expected in right.items():
+        got = mine[name]
+        if got is None or expected is None:
+            if got is not expected:
+                yield f"slot {name!r} is {'absent' if got is None else 'there'}, and the oracle's is not"
+        elif (got.dtype, got.shape) != (expected.dtype, expected.shape):
+            facts = [f"{one.dtype} of shape {list(one.shape)}" for one in (got, expected)]
+            yield f"slot {name!r} is {facts[0]}, and the oracle's {facts[1]}"
+        elif (where := difference(got, expected)) is not None:
+            rows = extent(slots[name].shape, live)
+            part = "a live row" if all(i < size for i, size in zip(where, rows, strict=True)) else "its tail"
+            held = f"it holds {got[where].item()}, and the oracle's {expected[where].item()}"
+            yield f"slot {name!r}, row {_row(where)} ({part}): {held}"
+
+
+def untouched(mine: Buffers, right: Buffers) -> Iterator[str]:
+    """Slots of which rows were written that no rule lets a fill write: kept tails, constants, other buckets' rows."""
+    for buffer in mine:
+        if isinstance(rule := buffer.slot.rule(), Keep | Once) or rule is None:
+            where = difference(buffer.tensor, right[buffer.name].tensor)
+            if where is not None:
+                yield f"slot {buffer.name!r}, row {_row(where)}: written, though no rule has a fill write it"
+
+
+def difference(mine: torch.Tensor, right: torch.Tensor) -> tuple[int, ...] | None:
+    """Where two tensors of one shape and dtype first differ in a byte, on whatever device. None if they do not."""
+    return first_unequal(mine.detach().cpu(), right.detach().cpu())
+
+
+def _row(where: tuple[int, ...]) -> str:
+    return str(where[0] if len(where) == 1 else list(where))
 
 
 def _lead(size: Dim, axis: Axis) -> Axis:

@@ -1,7 +1,14 @@
 """Hypothesis strategies over a declaration: live sizes, batches, and schedules of steps, all of them shrinkable."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Final
+
+try:
+    import hypothesis
+    from hypothesis import strategies as st
+except ModuleNotFoundError as error:
+    _message = "slotgraph.testing needs hypothesis, which is not installed: pip install 'slotgraph[testing]'"
+    raise ModuleNotFoundError(_message, name="hypothesis") from error
 
 import attrs
 import torch
@@ -14,8 +21,9 @@ from ...dataflow.sampling import NO_VALUES, Sample, Values, bounds, is_location,
 from ...dataflow.slots import Slot
 from ...dataflow.sources import Path
 from ..stage import NO_SIZES
-from .drawing import st
 from .ground import NO_RELATIONS, Ground, Relations
+
+__all__ = ["TURNS", "Turn", "batches", "hypothesis", "schedules", "schedules_on", "sizes", "st"]
 
 FEW: Final = 8
 """Elements at most of a tensor that is drawn number by number, so that each shrinks; larger ones come of a seed."""
@@ -136,10 +144,13 @@ def draw_sample(
         count = torch.Size(shape).numel()
         if name not in values and name not in absent and count <= few and not dtype.is_complex:
             numbers = draw(_numbers(slot, dtype, live, count))
-            made[name] = _maker(torch.tensor(numbers, dtype=torch.float64, device="cpu").to(dtype).reshape(shape))
+            tensor = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(dtype).reshape(shape)
+            made[name] = lambda *_, tensor=tensor: tensor
     generator = torch.Generator().manual_seed(draw(_SEEDS))
     every = {**made, **values}
-    return sample_batch(declaration, capabilities, live, generator, absent=absent, values=every, device=ground.device)
+    return sample_batch(
+        declaration, capabilities, live, generator, absent=absent, values=every, device=ground.backend.device
+    )
 
 
 def _numbers(slot: Slot, dtype: torch.dtype, live: Sizes, count: int) -> st.SearchStrategy[list[Any]]:
@@ -153,10 +164,6 @@ def _numbers(slot: Slot, dtype: torch.dtype, live: Sizes, count: int) -> st.Sear
     else:
         one = st.integers(*((0, 1) if dtype == torch.bool else bounds(slot, limit)))
     return st.lists(one, min_size=count, max_size=count)
-
-
-def _maker(tensor: torch.Tensor) -> Callable[..., torch.Tensor]:
-    return lambda *_: tensor
 
 
 @st.composite

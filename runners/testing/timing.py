@@ -97,10 +97,15 @@ class Run:
                     self.before(left)
                 self.way(next(self._turns))
 
-    @property
-    def spreads(self) -> tuple[Spread, Spread | None]:
-        """What a step took on the host, and on the device where that was measured."""
-        return Spread.of(self.host), Spread.of(self.device) if self.device else None
+    def as_data(self) -> dict[str, float | None]:
+        """Microseconds a step on host and device, as plain data. None on the device if that was not measured."""
+        found: dict[str, float | None] = {}
+        for name, times in (("host", self.host), ("gpu", self.device)):
+            spread = attrs.asdict(Spread.of(times)) if times else {}
+            for part in ("median", "p10", "p90"):
+                key = f"{name}_us" if part == "median" else f"{name}_{part}_us"
+                found[key] = round(spread[part], 3) if spread else None
+        return found
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What true capture semantics cost on a CPU: a small step eager, called again, and replayed operator by operator."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from slotgraph import TOKENS, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.backends import choose
-from slotgraph.runners.testing.benchmarks import WaysBenchmark
 
 ROWS = 8
 LAYERS = 4
@@ -46,7 +46,7 @@ def captured(backend: str) -> DecodeRunner[Step]:
 
 
 @pytest.mark.slotgraph_backends("cpu")
-def test_step(benchmark_ways: WaysBenchmark) -> None:
+def test_step(benchmark_ways: Callable[..., Any]) -> None:
     """The model on the batch's own tensors, the same declaration without a graph, and replays."""
     batch, model = Step(input_ids=torch.arange(ROWS), positions=torch.arange(ROWS)), Model()
     runners = {"bare": model, "eager": EagerRunner(Step, model, backend=choose("cpu"))}

@@ -9,10 +9,9 @@ import pytest
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, standard
 from slotgraph.backends import Backend, load
-from slotgraph.runners.testing.benchmarks import WaysBenchmark
+from slotgraph.runners.testing.benchmarks import SETS, draw_for
 from slotgraph.runners.testing.by_hand import FillByHand
-from slotgraph.runners.testing.bytes import differences
-from slotgraph.runners.testing.contests import SETS, draw_for
+from slotgraph.runners.testing.ground import differences
 
 pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
 
@@ -63,7 +62,7 @@ def part_of(inputs: type[Inputs], width: int, backend: Backend) -> Part:
     live, padded = ({**sizes, BATCH: rows, TOKENS: rows * width} for rows in (LIVE, PADDED))
     by_hand = FillByHand(declaration, backend, padded, on_device=False)
     rows = tuple(live[axis] for axis in declaration.varying)
-    batches = [batch for batch, _ in draw_for(runner.stage, {BATCH: LIVE}, {}, ())]
+    batches = [sample.batch for sample in draw_for(runner.stage, {BATCH: LIVE})]
     for batch in batches:
         mine, right = runner.fill(batch), by_hand(batch, rows)
         backend.synchronize()
@@ -80,7 +79,7 @@ def parts(backend: str) -> list[Part]:
 
 
 @pytest.mark.parametrize("what", ["fill", "step"])
-def test_cycle(benchmark_ways: WaysBenchmark, backend_name: str, what: str) -> None:
+def test_cycle(benchmark_ways: Callable[..., Any], backend_name: str, what: str) -> None:
     """Fills alone, and whole steps of graphs with one small operator, beside their replays."""
 
     def cycle(call: Callable[[Part, Any], object], number: int) -> None:

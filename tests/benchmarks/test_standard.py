@@ -1,11 +1,11 @@
 """Fill and view of each runner's standard declaration at the sizes of a server, against the same by hand."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from slotgraph import BATCH, TOKENS, standard
-from slotgraph.runners.testing.benchmarks import FillBenchmark
 
 pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
 SIZES = {
@@ -28,14 +28,14 @@ WIDTHS = {
 
 
 @pytest.mark.parametrize("inputs", WIDTHS, ids=lambda inputs: inputs.__name__)
-def test_requests(benchmark_fill: FillBenchmark, inputs: Any) -> None:
+def test_requests(benchmark_fill: Callable[..., Any], inputs: Any) -> None:
     """200 of 256 requests."""
     sizes = {axis: size for axis, size in SIZES.items() if axis in inputs.slotgraph.axes}
     told: dict[str, Any] = {"settings": standard.Sharding(), "relations": {TOKENS: BATCH * WIDTHS[inputs]}}
     benchmark_fill(inputs, {**sizes, BATCH: 256}, {BATCH: 200}, **told)
 
 
-def test_prefill(benchmark_fill: FillBenchmark) -> None:
+def test_prefill(benchmark_fill: Callable[..., Any]) -> None:
     """1,800 of 2,048 tokens, of eight requests."""
     lengths = {"extend_seq_lens": (225, 225)}
     live = {BATCH: 8, TOKENS: 1800}

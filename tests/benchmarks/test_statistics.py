@@ -1,6 +1,8 @@
 """What books cost: whole steps of which no fill, one in so many, or each is timed; and reading them."""
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,20 +12,21 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.runners import bound, decision
-from slotgraph.runners.commands.workload import LIVE, Case, by_lowering, cases
+from slotgraph.runners.commands.workload import by_lowering, declare_decode, draw
 from slotgraph.runners.decision import EVERY, FIRST
 from slotgraph.runners.metrics import exposition
 
 pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
 SLOTS = 12
+LIVE, PADDED = 200, 256
 TIMED = {"none timed": (1 << 20, 0), f"one in {EVERY} timed": (EVERY, FIRST), "each timed": (1, 1)}
 """How many fills there are for one that is timed, and which."""
 
 
-def case_and_runner(backend: str, lowering: Lowering) -> tuple[Case, Any]:
-    """Batches of the usual size, and a captured runner."""
-    case = next(case for case in cases(SLOTS, load(backend)()) if case.sizes[0] == LIVE)
-    return case, by_lowering(case, lowering).runner
+def draw_and_runner(backend: str, lowering: Lowering) -> tuple[Callable[[int, int], Any], Any]:
+    """What draws batches of so many rows, and a captured runner."""
+    inputs, on = declare_decode(SLOTS), load(backend)()
+    return functools.partial(draw, inputs, on), by_lowering(inputs, on, PADDED, lowering).runner
 
 
 @pytest.mark.parametrize("row", TIMED)
@@ -37,8 +40,8 @@ def test_step(
     monkeypatch.setattr(decision, "EVERY", every)
     monkeypatch.setattr(decision, "FIRST", first)
     monkeypatch.setattr(bound, "EVERY", every)
-    case, runner = case_and_runner(backend_name, lowering)
-    turns = itertools.cycle(case.batches)
+    drawn, runner = draw_and_runner(backend_name, lowering)
+    turns = itertools.cycle([drawn(LIVE, number) for number in range(4)])
     with torch.no_grad():
         benchmark(lambda: runner(next(turns)))
     counted = sum(times["count"] for times in runner.stats()["fills"]["buckets"].values())
@@ -49,8 +52,8 @@ def test_step(
 def test_read(benchmark: BenchmarkFixture, backend_name: str, row: str) -> None:
     """The books of a runner that has seen many numbers of live rows."""
     benchmark.group = f"{backend_name}: reading the books"
-    case, runner = case_and_runner(backend_name, "in_graph")
+    drawn, runner = draw_and_runner(backend_name, "in_graph")
     for live in range(1, LIVE):
         for number in range(3):
-            runner(case.draw(live, number))
+            runner(drawn(live, number))
     benchmark(runner.stats if row == "stats" else lambda: exposition(runner))

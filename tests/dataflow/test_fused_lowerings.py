@@ -21,7 +21,7 @@ from slotgraph.dataflow.planner import LARGE_BYTES, LARGE_LANE_BYTES
 from slotgraph.dataflow.ready import Ready
 from slotgraph.dataflow.slots import Copied
 from slotgraph.dataflow.tails import Pad
-from slotgraph.runners.testing.bytes import scribble
+from slotgraph.runners.testing.ground import scribble
 from tests.dataflow.test_lowerings import World, assert_same
 from tests.fused import Kernel, feeder_for, kernel_of
 from tests.sources import HOST_DATA, IN_BUFFERS, KINDS, Given, Maker

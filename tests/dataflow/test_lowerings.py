@@ -14,7 +14,7 @@ from slotgraph.dataflow.declaration import declare
 from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.planner import plan_fill
 from slotgraph.dataflow.views import Views
-from slotgraph.runners.testing.bytes import differences, scribble
+from slotgraph.runners.testing.ground import differences, scribble
 from tests.fused import feeder_for
 from tests.strategies import (
     AXES,

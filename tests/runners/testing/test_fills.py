@@ -13,7 +13,7 @@ from slotgraph.dataflow import oracle, specialization
 from slotgraph.dataflow.errors import ConfigError, WrongBytesError
 from slotgraph.dataflow.ready import Ready
 from slotgraph.dataflow.specialization import Specialization
-from slotgraph.runners.testing.fills import assert_fill_equals_oracle
+from slotgraph.runners.testing.assertions import assert_fill_equals_oracle
 from tests.packing import PackingBackend
 from tests.runners.testing.declared import HIDDEN, Mixed
 from tests.strategies import declarations

@@ -61,7 +61,7 @@ def test_runs_take_turns() -> None:
     measure(runs, choose("cpu"), 3, 2, device_rounds=2)
     assert order == ["a0", "a1", "a0", "b0", "b1", "b0", "a1", "a0", "a1", "b1", "b0", "b1"] * 2
     assert [len(run.host) for run in runs] == [6, 6]
-    assert [run.spreads[1] for run in runs] == [None, None]
+    assert [run.as_data()["gpu_us"] for run in runs] == [None, None]
 
 
 def test_what_is_around_and_before() -> None:
@@ -139,5 +139,5 @@ def test_device_time_is_measured_where_there_is_a_device(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(timing, "device_time", device_time_of)
     measure(runs, backend, 1, 1, device_rounds=3)
-    assert [run.spreads[1] for run in runs] == [None, Spread.of([2.0, 3.0, 4.0])]
+    assert [run.as_data()["gpu_us"] for run in runs] == [None, 3.0]
     assert asked == [0, 1, 1, 1]
