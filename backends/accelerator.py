@@ -16,29 +16,70 @@ import torch
 
 from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import BackendUnavailableError
-from .device import GraphDevice, Handle, Opened, Recorded, device_of
-from .faults import first_line
-from .streamed import StreamBackend
+from .device import StreamBackend
+from .device_graph import Advice, Handle, Opened, Recorded, first_line
 
 _ERROR_MODES: Final = ("default", "global", "thread_local", "relaxed")
 _CAPABILITIES: Final = Capabilities(foreach_host=False, packed_uploads=True, capture_error_modes=_ERROR_MODES)
 
 
+@contextlib.contextmanager
+def _recorded(graph: Any, stream: Any) -> Iterator[None]:
+    with stream, graph:
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(stream)  # a capture ends on its own stream: with another, the device is lost
+
+
 @final
-class AcceleratorDevice(GraphDevice):
-    """torch.accelerator, of torch 2.13 or newer."""
+class AcceleratorBackend(StreamBackend):
+    """The accelerator that is current when the backend is made."""
 
-    advice = (("synchroniz", "it waits for the device: keep the value there, or hand it to the step in a slot"),)
-    conditions = (("non-default stream", "the current stream is the default one: capture on another"),)
+    name: ClassVar[str] = "accelerator"
+    priority: ClassVar[int] = 5
+    error_modes: ClassVar[tuple[str, ...]] = _ERROR_MODES
+    advice: ClassVar[Advice] = (
+        ("synchroniz", "it waits for the device: keep the value there, or hand it to the step in a slot"),
+    )
+    conditions: ClassVar[Advice] = (
+        ("non-default stream", "the current stream is the default one: capture on another"),
+    )
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
+        reason = self.why_not()
+        if reason:
+            raise BackendUnavailableError(reason)
+        device = torch.device(_kind(), torch.accelerator.current_device_index())
         super().__init__(device, torch.accelerator)
+
+    @classmethod
+    def why_not(cls) -> str:
+        """Why torch has no graphs for any device, or sees none that has registered its own; nothing where it does."""
+        if not hasattr(torch, "accelerator") or not hasattr(torch.accelerator, "Graph"):
+            return f"torch {torch.__version__} has no graphs for devices in general: torch 2.13 has"
+        if not torch.accelerator.is_available():
+            return (
+                "torch sees no accelerator; a device's own package must be imported first, where torch does not do that"
+            )
+        if getattr(torch.get_device_module(_kind()), "_is_in_bad_fork", lambda: False)():
+            return f"this process was forked after {_kind()!r} was used: start it with multiprocessing's 'spawn' method"
+        try:
+            torch.accelerator.Graph()
+        except RuntimeError as error:
+            return f"{_kind()!r} has no graphs under torch.accelerator ({first_line(error)})"
+        return ""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Foreach between device tensors, host data in one upload, nothing fused."""
+        return _CAPABILITIES
 
     def begin(self, handle: Handle, **options: Any) -> Opened:
         """A graph, which is told its pool and mode when it is made."""
         make: Any = torch.accelerator.Graph
         graph = make(pool=handle, **options)
-        return graph, _recorded(graph, self.stream)
+        return graph, _recorded(graph, self.state.stream)
 
     def new_stream(self) -> Any:
         """A stream of torch's own."""
@@ -75,57 +116,6 @@ class AcceleratorDevice(GraphDevice):
         """As the allocator counts them."""
         return torch.accelerator.memory_reserved(self.device), torch.accelerator.memory_allocated(self.device)
 
-    def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself."""
-        return tensor
-
-
-@contextlib.contextmanager
-def _recorded(graph: Any, stream: Any) -> Iterator[None]:
-    with stream, graph:
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(stream)  # a capture ends on its own stream: with another, the device is lost
-
-
-@final
-class AcceleratorBackend(StreamBackend):
-    """The accelerator that is current when the backend is made."""
-
-    name: ClassVar[str] = "accelerator"
-    priority: ClassVar[int] = 5
-    error_modes: ClassVar[tuple[str, ...]] = _ERROR_MODES
-
-    def __init__(self) -> None:
-        reason = self.why_not()
-        if reason:
-            raise BackendUnavailableError(reason)
-        device = torch.device(_kind(), torch.accelerator.current_device_index())
-        super().__init__(device_of(AcceleratorDevice, device))
-
-    @classmethod
-    def why_not(cls) -> str:
-        """Why torch has no graphs for any device, or sees none that has registered its own; nothing where it does."""
-        if not hasattr(torch, "accelerator") or not hasattr(torch.accelerator, "Graph"):
-            return f"torch {torch.__version__} has no graphs for devices in general: torch 2.13 has"
-        if not torch.accelerator.is_available():
-            return (
-                "torch sees no accelerator; a device's own package must be imported first, where torch does not do that"
-            )
-        if getattr(torch.get_device_module(_kind()), "_is_in_bad_fork", lambda: False)():
-            return f"this process was forked after {_kind()!r} was used: start it with multiprocessing's 'spawn' method"
-        try:
-            torch.accelerator.Graph()
-        except RuntimeError as error:
-            return f"{_kind()!r} has no graphs under torch.accelerator ({first_line(error)})"
-        return ""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Foreach between device tensors, host data in one upload, nothing fused."""
-        return _CAPABILITIES
-
     def stream_key(self) -> Callable[[], int]:
         """A call that tells the current stream's number."""
         return functools.partial(_stream_number, self.device)
@@ -137,7 +127,7 @@ class AcceleratorBackend(StreamBackend):
 
     def _stream_of(self, number: int) -> Any:
         kind: Any = torch.Stream
-        like = self._shared.stream
+        like = self.state.stream
         return kind(stream_id=number, device_index=like.device_index, device_type=like.device_type)
 
 
@@ -148,6 +138,3 @@ def _stream_number(device: torch.device) -> int:
 def _kind() -> str:
     current = torch.accelerator.current_accelerator()
     return "" if current is None else current.type
-
-
-Adapter = AcceleratorBackend

@@ -10,7 +10,7 @@ import torch
 
 from ..dataflow.capabilities import DEVICE, HOST, Capabilities, Placement
 from ..dataflow.errors import CaptureError
-from ..dataflow.feed import Upload
+from ..dataflow.packet import Upload
 
 __all__ = [
     "DEVICE",

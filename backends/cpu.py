@@ -1,14 +1,220 @@
-"""The CPU without graphs: a replay runs the callable again on its fixed views."""
+"""The CPU: host memory, no streams, the host's clock; and the CPU without graphs, whose replays run the step again.
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, final
+The fused fill is what the kernel does, in plain code over the same table and packet. It is an operator of torch's, so
+that a capture on the CPU records it like any other. It is what the kernel is held to.
+"""
+
+import ctypes
+import functools
+import math
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Final, final
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
-from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
-from .base import NO_PARAMETERS, Graph, Interruption
-from .faults import raised_by_step
-from .host import HostBackend
+from ..dataflow.capabilities import Lowering
+from ..dataflow.errors import CaptureError, ComputeError, ReplayError, SlotGraphError
+from ..dataflow.lanes import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD
+from .base import (
+    NO_PARAMETERS,
+    Availability,
+    Backend,
+    Capabilities,
+    Event,
+    Fusion,
+    Graph,
+    Interruption,
+    Memory,
+    Placement,
+    Upload,
+)
+
+LOWERINGS: Final[tuple[Lowering, ...]] = ("foreach", "slot_by_slot", "in_graph", "fused")
+"""Foreach is the fastest here; the fused ones show what a device will do."""
+_CAPABILITIES = Capabilities(
+    foreach_mixed=True, capture_copies=frozenset({"device", "pinned", "pageable"}), lowerings=LOWERINGS
+)
+
+
+class HostEvent(Event):
+    """A moment on the host's clock: CPU work is done when the call returns."""
+
+    def __init__(self) -> None:
+        self._nanoseconds = time.perf_counter_ns()
+
+    def query(self) -> bool:
+        """Always: the work before this moment is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def microseconds_since(self, earlier: Event) -> float:
+        """Host time between two moments, in microseconds."""
+        if not isinstance(earlier, HostEvent):
+            message = f"expected an event of a CPU backend, got {type(earlier).__name__}"
+            raise TypeError(message)
+        return (self._nanoseconds - earlier._nanoseconds) / 1e3  # noqa: SLF001 - of the same class
+
+
+@final
+class HostUpload(Upload):
+    """A packet that is written at once: what reads the packet before has done so."""
+
+    def __init__(self, nbytes: int) -> None:
+        with torch.inference_mode(mode=False):
+            self._packet = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        self._address = self._packet.data_ptr()
+        self._kept: object = None
+
+    @property
+    def packet(self) -> torch.Tensor:
+        """The packet."""
+        return self._packet
+
+    @property
+    def nbytes(self) -> int:
+        """The packet's."""
+        return self._packet.nbytes
+
+    def send(self, data: bytes, kept: object) -> None:
+        """Write the packet; what it points to lives until the next one."""
+        self._kept = kept
+        ctypes.memmove(self._address, data, len(data))
+
+
+BLOCK: Final = 1 << SHIFT
+"""Words that one row of the table takes: blocks mean nothing here, so it takes any row whole."""
+_PLACE: Final = (1 << 32) - 1
+_DTYPES: Final = {code: dtype for dtype, code in CODES.items() if dtype != torch.bool}
+
+
+# Not torch.library.custom_op, which imports the compiler: seconds.
+_LIBRARY: Final[Any] = torch.library.Library("slotgraph", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("fill_lanes(Tensor table, Tensor packet, Tensor(a!)[] targets) -> ()")
+
+
+def fill_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Fill every lane of a table from a packet that is meant for it; `targets` are the slots' buffers."""
+    torch.ops.slotgraph.fill_lanes(table, packet, list(targets))
+
+
+@torch.library.impl(_LIBRARY, "fill_lanes", "CPU")
+def _fill_lanes(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Fill every lane of a table from a packet, if that is armed; `targets` are the slots' buffers."""
+    del targets
+    rows = table.view(-1, COLUMNS).tolist()
+    lanes = rows[0][1] >> 32 if rows else 0
+    words = packet.view(torch.int64)[: 1 + 3 * lanes].tolist()
+    for row in rows:
+        if words[0] == row[-1] >> OWNER_SHIFT:
+            place = row[1] & _PLACE
+            _fill(row, words[place], words[place + lanes], words[place + 2 * lanes])
+
+
+def _fill(row: list[int], meta: int, pace: int, source: int) -> None:
+    """Fill one outer row of one lane from a table row's first element on: what other blocks fill is filled again."""
+    target, _, outer, start, padded, stride, pad, flags = row
+    if meta < 0:
+        return
+    size, length, code = flags & BYTE, meta & ((1 << SHIFT) - 1), meta >> SHIFT
+    live = min(length, padded)
+    to = target + outer * stride * size
+    if source and live > start:
+        first, count = outer * pace + start, live - start
+        if code:
+            _convert(source, first, to + start * size, count, code, flags >> CODE_SHIFT & BYTE)
+        else:
+            ctypes.memmove(to + start * size, source + first * size, count * size)
+    if flags & TAIL and live < padded:
+        tail = pad.to_bytes(WORD, "little", signed=True)[:size] * (padded - live)
+        ctypes.memmove(to + live * size, tail, len(tail))
+
+
+def _convert(source: int, first: int, to: int, count: int, code: int, goal: int) -> None:
+    """Write so many elements of one dtype as another, as torch converts them."""
+    one, other = _DTYPES[code], _DTYPES[goal]
+    data = ctypes.string_at(source + first * one.itemsize, count * one.itemsize)
+    made = torch.frombuffer(bytearray(data), dtype=one).to(other)
+    ctypes.memmove(to, made.data_ptr(), made.nbytes)
+
+
+@final
+class HostFusion(Fusion):
+    """The fused fill in plain code, so that a laptop shows what a device will do."""
+
+    @property
+    def block(self) -> int:
+        """More than a slot has, so that a table has one row for each outer row."""
+        return BLOCK
+
+    def kernel(self, table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """The operator over a table."""
+        return functools.partial(fill_lanes, table, packet, list(targets))
+
+
+class HostBackend(Backend):
+    """What every backend on the CPU has in common."""
+
+    @classmethod
+    def is_available(cls) -> Availability:
+        """Everywhere."""
+        return Availability(available=True)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Foreach everywhere, copies in capture from any memory, int64 cache locations."""
+        return _CAPABILITIES
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
+        """Host memory for either placement, which torch refuses to resize: another tensor owns it."""
+        del placement
+        nbytes = math.prod(shape) * dtype.itemsize
+        with torch.inference_mode(mode=False):
+            owner = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            return from_dlpack(owner).view(dtype).view(shape)
+
+    def pool(self) -> object | None:
+        """None: there is no graph memory to share."""
+        return None
+
+    def stream(self) -> AbstractContextManager[object]:
+        """No stream: work runs where it is called."""
+        return nullcontext()
+
+    def upload(self, nbytes: int) -> Upload | None:
+        """A packet in host memory."""
+        return HostUpload(nbytes)
+
+    def fusion(self) -> Fusion | None:
+        """The fused fill in plain code."""
+        return HostFusion()
+
+    def event(self) -> Event:
+        """The present moment."""
+        return HostEvent()
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def memory(self) -> Memory:
+        """The machine's memory, and this process's largest resident size so far as what is allocated."""
+        page = os.sysconf("SC_PAGE_SIZE")
+        return Memory(
+            total=os.sysconf("SC_PHYS_PAGES") * page,
+            free=os.sysconf("SC_AVPHYS_PAGES") * page,
+            allocated=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
 
 
 @final
@@ -73,4 +279,7 @@ class CpuBackend(HostBackend):
         return run(None)
 
 
-Adapter = CpuBackend
+def raised_by_step(error: Exception, when: str) -> CaptureError:
+    """The error for a step that raised on the CPU; a computed slot's error says itself where that was."""
+    own = isinstance(error, ComputeError)
+    return CaptureError(str(error) if own else f"the step raised {when}: {type(error).__name__}: {error}")

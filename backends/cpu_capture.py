@@ -17,15 +17,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, final
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.guard import below_modes
 from .base import NO_PARAMETERS, Capabilities, Graph, Interruption, mode_of
-from .faults import raised_by_step
-from .host import LOWERINGS, HostBackend
-from .program import Call
-from .recorder import Recorder, active_recorder, plainly
+from .cpu import LOWERINGS, HostBackend, raised_by_step
+from .operators import tensors_in
+from .recorder import Call, Recorder, active_recorder, plainly
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
 
@@ -58,7 +56,7 @@ class CapturedGraph(Graph):
         storages.poison()
         self._parts = recorder.parts
         self._outputs = outputs
-        self._nbytes = storages.nbytes(leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+        self._nbytes = storages.nbytes(tensors_in(outputs))
         self._is_checked = False
 
     @property
@@ -151,6 +149,3 @@ class CpuCaptureBackend(HostBackend):
         """Call it as it is, here and in each replay; outside a capture, once."""
         recorder = active_recorder()
         return run(None) if recorder is None else recorder.interrupt(run)
-
-
-Adapter = CpuCaptureBackend

@@ -1,132 +1,180 @@
-"""One device with streams and graphs: torch's calls for it, and what all captures on it share."""
+"""What all devices with streams have in common: captures, events, memory and uploads, by torch's calls for them."""
 
 import abc
 import bisect
+import contextlib
+import functools
+import gc
 import threading
-import weakref
-from collections.abc import Callable, Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final, Protocol, TypeAlias
+from typing import Any, ClassVar, Final, final
 
+import attrs
 import torch
+from torch.utils import _pytree as pytree
 
 from ..dataflow.errors import CaptureError
-from .faults import Advice, not_captured
+from .base import (
+    DEVICE,
+    NO_PARAMETERS,
+    Availability,
+    Backend,
+    Event,
+    Graph,
+    Interruption,
+    Memory,
+    Placement,
+    Upload,
+    mode_of,
+)
+from .device_graph import (
+    Advice,
+    DeviceGraph,
+    GraphPool,
+    Handle,
+    Opened,
+    Part,
+    Recorded,
+    first_line,
+    not_captured,
+    ordinary,
+    out_of_memory,
+    ran_out_of_memory,
+)
+from .ring import ring_on
 
-Handle: TypeAlias = Any
-"""What torch calls a pool: two numbers, of a type without a public name; None where the first graph brings it."""
 
+@final
+class StreamEvent(Event):
+    """A point in a stream's work, with the device's own clock.
 
-class Recorded(Protocol):
-    """A graph as torch has it."""
-
-    def replay(self) -> None:
-        """Launch it on the current stream."""
-        ...
-
-    def reset(self) -> None:
-        """Let go of all that it holds."""
-        ...
-
-
-Opened: TypeAlias = tuple[Recorded, AbstractContextManager[object]]
-"""A graph with nothing in it, and the context that records what is called inside into it."""
-
-
-class GraphPool:
-    """Graph memory of one device: what one graph needs for its steps alone, the next one uses too.
-
-    torch refuses a handle whose graphs are all gone, and may refuse one whose capture was broken off. The pool then
-    draws another handle, and its users keep the pool. given: the one handle of a pool that never draws another.
+    event: torch's, recorded. backend: the name of the backend that it belongs to.
     """
 
-    def __init__(self, device: "GraphDevice", *given: Handle) -> None:
-        self._device = device
-        self._given = given
-        self._handle: Handle | None = None
-        self._graphs: weakref.WeakSet[Recorded] = weakref.WeakSet()
+    def __init__(self, event: Any, backend: str) -> None:
+        self._event = event
+        self._backend = backend
 
-    def handle(self) -> Handle:
-        """The handle for the next capture."""
-        if self._given:
-            return self._given[0]
-        if self._handle is None or not self._graphs:
-            self._handle = self._device.new_handle()
-        return self._handle
+    def query(self) -> bool:
+        """Whether the device has passed this point."""
+        return bool(self._event.query())
 
-    def graphs(self) -> list[Recorded]:
-        """The graphs that use this memory."""
-        return list(self._graphs)
+    def synchronize(self) -> None:
+        """Wait until the device has passed this point."""
+        self._event.synchronize()
 
-    def add(self, graph: Recorded) -> None:
-        """Note a captured graph."""
-        self._graphs.add(graph)
-        self._handle = self._device.handle_of(graph, self._handle)
-
-    def forget(self) -> None:
-        """Draw another handle next time; graphs that were captured keep what they have."""
-        self._handle = None
+    def microseconds_since(self, earlier: Event) -> float:
+        """Device time between two events that have passed, in microseconds; a clock may tick about twice in one."""
+        if not isinstance(earlier, StreamEvent) or earlier._backend != self._backend:  # noqa: SLF001 - of the same class
+            message = f"expected an event of the backend {self._backend!r}, got {type(earlier).__name__}"
+            raise TypeError(message)
+        return float(earlier._event.elapsed_time(self._event)) * 1e3  # noqa: SLF001 - likewise
 
 
-class GraphDevice(abc.ABC):
-    """A device's capture stream, its pool, the lock under which one thread warms up or captures, and torch's calls.
+@attrs.define(eq=False)
+class CaptureState:
+    """What all captures on one device share.
 
-    module: what has the calls, such as `torch.cuda`; the names here are those of CUDA and NPU. recording: the capture
-    under way. advice, conditions: what the device says when it refuses a capture, and the ways out. native: torch's own
-    side of the allocator, where it has one. warns_of_empty: what a warning says where a graph has nothing in it.
+    stream: they run on it. pool: their graphs' memory. one: an element to compute with. lock: under it one thread warms
+    up or captures. recording: the capture under way. broken: graphs that torch may still ask whether an allocation is
+    theirs. segments: the memory of the allocator by address, as it was when it had the numbers `changes`.
     """
 
+    stream: Any
+    pool: GraphPool
+    one: torch.Tensor
+    lock: Any = attrs.field(factory=threading.RLock)
+    recording: "DeviceCapture | None" = None
+    broken: list[Recorded] = attrs.field(factory=list)
+    checks: int = 0
+    changes: tuple[int, ...] = ()
+    segments: list[tuple[int, int, int]] = attrs.field(factory=list)
+
+
+_STATES: Final[dict[tuple[str, str, int | None], CaptureState]] = {}
+_LOCK: Final = threading.Lock()
+
+
+class StreamBackend(Backend):
+    """A device with streams, and graphs that are captured off them.
+
+    device: with its index. module: what has torch's calls, such as `torch.cuda`; the names here are those of CUDA and
+    NPU. native: torch's own side of the allocator, where it has one. options: torch's own for each capture.
+
+    error_modes: torch's modes of capture, the default first. advice, conditions: what the device says when it refuses a
+    capture, and the ways out. warns_of_empty: what a warning says where a graph has nothing in it.
+    """
+
+    error_modes: ClassVar[tuple[str, ...]] = ("global", "thread_local", "relaxed")
     advice: ClassVar[Advice] = ()
     conditions: ClassVar[Advice] = ()
     warns_of_empty: ClassVar[str] = ""
 
-    def __init__(self, device: torch.device, module: Any, native: Any = None) -> None:
-        self.device = device
-        self.module = module
-        self.native = native
-        self.stream = self.new_stream()
-        self.pool = GraphPool(self)
-        self.lock = threading.RLock()
-        self.recording: Any = None  # a `DeviceCapture`
-        with torch.inference_mode(mode=False):
-            self._one = torch.zeros(1, device=device)
-        self._broken: list[Recorded] = []
-        self._checks = 0
-        self._changes: tuple[int, ...] = ()
-        self._segments: list[tuple[int, int, int]] = []
+    def __init__(self, device: torch.device, module: Any, native: Any = None, **options: Any) -> None:
+        self._device = device
+        self._module = module
+        self._native = native
+        self._options = options
+        with _LOCK, torch.inference_mode(mode=False):
+            key = (self.name, device.type, device.index)
+            if key not in _STATES:
+                pool, one = GraphPool(self.new_handle), torch.zeros(1, device=device)
+                _STATES[key] = CaptureState(self.new_stream(), pool, one)
+            self.state = _STATES[key]
+
+    @classmethod
+    @abc.abstractmethod
+    def why_not(cls) -> str:
+        """Why no such device can be used here; nothing where one can."""
+
+    @classmethod
+    def is_available(cls) -> Availability:
+        """Whether torch, the device's package and its driver are here and see a device."""
+        reason = cls.why_not()
+        return Availability(available=not reason, reason=reason)
+
+    @property
+    def device(self) -> torch.device:
+        """The device, with its index."""
+        return self._device
+
+    # torch's calls, which differ between devices
 
     @abc.abstractmethod
     def begin(self, handle: Handle, **options: Any) -> Opened:
         """A new graph, and the context that records into it on the capture stream; options: torch's own."""
 
-    @abc.abstractmethod
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, which it does not keep; the tensor where the device has no such thing."""
+        return tensor
 
     def new_stream(self) -> Any:
         """A stream that is not the default one."""
-        return self.module.Stream(self.device)
+        return self._module.Stream(self._device)
 
     def current_stream(self) -> Any:
         """The current one."""
-        return self.module.current_stream(self.device)
+        return self._module.current_stream(self._device)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Make a stream the current one for a while."""
-        context: AbstractContextManager[object] = self.module.stream(stream)
+        context: AbstractContextManager[object] = self._module.stream(stream)
         return context
 
     def new_event(self) -> Any:
         """An event that takes the time, not recorded yet."""
-        return self.module.Event(enable_timing=True)
+        return self._module.Event(enable_timing=True)
 
     def is_capturing(self) -> bool:
         """Whether the current stream is."""
-        return bool(self.module.is_current_stream_capturing())
+        return bool(self._module.is_current_stream_capturing())
 
     def new_handle(self) -> Handle:
         """A handle for a pool that no graph has yet; None where only a graph has one."""
-        return self.module.graph_pool_handle()
+        return self._module.graph_pool_handle()
 
     def handle_of(self, graph: Recorded, handle: Handle) -> Handle:
         """The handle of the pool that a graph was recorded into."""
@@ -135,52 +183,42 @@ class GraphDevice(abc.ABC):
 
     def free_and_total(self) -> tuple[int, int]:
         """Bytes that are free on the device, and all that it has, as its driver counts them."""
-        free, total = self.module.mem_get_info(self.device)
+        free, total = self._module.mem_get_info(self._device)
         return int(free), int(total)
 
     def held_and_used(self) -> tuple[int, int]:
         """Bytes that torch's allocator holds, and those of them that tensors use."""
-        stats = self.module.memory_stats_as_nested_dict(self.device)
+        stats = self._module.memory_stats_as_nested_dict(self._device)
         found = [stats.get(name, {}).get("all", {}).get("current", 0) for name in ("reserved_bytes", "allocated_bytes")]
         return int(found[0]), int(found[1])
 
-    def release_workspaces(self) -> None:  # noqa: B027 - a device whose libraries keep none has nothing to do
+    def release_workspaces(self) -> None:
         """Have libraries free the workspaces that they keep between calls, so that the next operator allocates anew."""
-
-    def close(self, handle: Handle) -> bool:
-        """End the allocator's recording into a pool, where a broken capture left it open; whether it was."""
-        if self.native is None:
-            return False
-        kind = self.device.type
-        try:
-            getattr(self.native, f"_{kind}_endAllocateToPool")(self.device.index, handle)
-        except RuntimeError:  # "not currently recording": the capture ended in order
-            return False
-        getattr(self.native, f"_{kind}_releasePool")(self.device.index, handle)  # what an ended capture's reset does
-        return True
 
     def ranges(self, handle: Handle) -> list[tuple[int, int]]:
         """First and one past the last address of each piece of memory in a pool, where the allocator tells."""
-        if self.native is None:
+        if self._native is None:
             return []
         try:
-            segments = self.module.memory_snapshot(handle)
+            segments = self._module.memory_snapshot(handle)
         except TypeError:  # an older torch tells of all pools at once
-            segments = [one for one in self.module.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(handle)]
+            segments = [one for one in self._module.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(handle)]
         return [(one["address"], one["address"] + one["total_size"]) for one in segments]
 
-    def streams_of(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    def stream_handles(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
         """The handle of the stream that each tensor's memory was allocated on; None where the allocator cannot tell.
 
         A snapshot takes milliseconds. It is taken again only where the allocator has taken memory from the device or
         given some back since: a segment belongs to one stream for as long as it lives.
         """
-        changes = _changes_in(self.module.memory_stats_as_nested_dict(self.device))  # before the snapshot: no newer
-        if changes != self._changes or not changes:
-            found = self.module.memory_snapshot()
+        state, stats = self.state, self._module.memory_stats_as_nested_dict(self._device)
+        counts = [stats.get(name, {}).get("all", {}) for name in ("segment", "reserved_bytes")]
+        changes = tuple(int(one.get(how, 0)) for one in counts for how in ("current", "allocated", "freed") if one)
+        if changes != state.changes or not changes:  # they were read before the snapshot: they are no newer
+            found = self._module.memory_snapshot()
             ends = ((one["address"], one["address"] + one["total_size"], one["stream"]) for one in found)
-            self._segments, self._changes = sorted(ends), changes
-        segments = self._segments
+            state.segments, state.changes = sorted(ends), changes
+        segments = state.segments
         starts = [low for low, _, _ in segments]
         streams: list[int | None] = []
         for address in (tensor.data_ptr() for tensor in tensors):
@@ -188,34 +226,172 @@ class GraphDevice(abc.ABC):
             streams.append(segments[at][2] if at >= 0 and address < segments[at][1] else None)
         return streams
 
-    def error(self, refused: BaseException) -> CaptureError:
-        """The error for a step that raised, or that the device refused, while it was captured."""
-        return not_captured(refused, self.advice, self.conditions)
+    # the verbs
 
-    def discard(self, graph: Recorded | None, pool: GraphPool, handle: Handle) -> None:
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
+        """Memory on the device, or pinned memory on the host."""
+        with torch.inference_mode(mode=False):
+            if placement == DEVICE:
+                return torch.empty(shape, dtype=dtype, device=self._device)
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+
+    def upload(self, nbytes: int) -> Upload | None:
+        """A packet on the device, fed by a pinned ring with events."""
+        return ring_on(self._device, nbytes)
+
+    def pool(self) -> GraphPool:
+        """The pool that all captures on this device share."""
+        return self.state.pool
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[Any]:
+        """The device's one capture stream: it waits for the current stream, which waits for it at the end.
+
+        Raises CaptureError, which says what to lower, where the block runs out of the device's memory.
+        """
+        state, around = self.state, self.current_stream()
+        with state.lock:
+            state.stream.wait_stream(around)
+            try:
+                with self.on(state.stream):
+                    yield state.stream
+            except Exception as error:
+                if isinstance(error, CaptureError) or not ran_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # the tensors that the error would keep alive
+                self._module.empty_cache()
+                raise out_of_memory(error, "before this bucket was captured") from error
+            finally:
+                around.wait_stream(state.stream)
+
+    def capture(
+        self,
+        step: Callable[[], Any],
+        *,
+        pool: object | None = None,
+        error_mode: str | None = None,
+        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+    ) -> Graph:
+        """Record the step on the capture stream without running it; pool: as `pool()` or torch hands it out.
+
+        parameters: host memory like any other. Raises CaptureError for what the device refuses, naming the line and
+        the way out, where memory ran out, saying what to lower, and from what the step raised.
+        """
+        del parameters
+        mode = mode_of(error_mode, self.error_modes)
+        return self.record(step, pool, functools.partial(self.begin, capture_error_mode=mode, **self._options))
+
+    def interrupt(self, run: Interruption) -> Any:
+        """Call it between two graphs, here and in each replay; outside a capture, once."""
+        recording = self.state.recording
+        return run(None) if recording is None else recording.interrupt(run)
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, without keeping the graph's pool from using it again, where the allocator tells of that."""
+        recording = self.state.recording
+        return tensor if recording is None else recording.borrow(tensor)
+
+    def event(self) -> Event:
+        """An event recorded now on the current stream."""
+        event = self.new_event()
+        event.record(self.current_stream())
+        return StreamEvent(event, self.name)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work handed to it."""
+        self._module.synchronize(self._device)
+
+    def memory(self) -> Memory:
+        """The driver's account of the device, and what torch's allocator holds of it."""
+        free, total = self.free_and_total()
+        return Memory(total=total, free=free, allocated=self.held_and_used()[0])
+
+    # a capture, and what it leaves
+
+    def record(self, step: Callable[[], Any], pool: object | None, begin: Callable[[Handle], Opened]) -> DeviceGraph:
+        """Record a step. CaptureError, chained to what was said, with the device as it was before.
+
+        pool: as for `capture`. begin: makes a graph that records into a handle.
+        """
+        used, state = self._pool_of(pool), self.state
+        if self.is_capturing():
+            message = "a step that is being captured cannot capture another"
+            raise CaptureError(message)
+        with state.lock, self.on(state.stream), _no_collections():
+            alive, recording = used.graphs(), DeviceCapture(self, used.handle(), begin)
+            around, state.recording = state.recording, recording
+            try:
+                outputs, error, before = recording.attempt(step)
+            except BaseException:  # an interrupt: any other error is returned
+                self._discard(recording, used)
+                raise
+            finally:
+                state.recording = around
+            del alive  # kept so that the handle stayed good until here
+            if error is not None:
+                raise self._cleaned_up(recording, used, error) from error
+            used.add(recording.graphs, recording.handle)
+            after = self.held_and_used()
+            grown = (after[0] - before[0]) - (after[1] - before[1])  # without what is still in use: the outputs
+            return DeviceGraph(recording.parts, ordinary(outputs), max(0, grown))
+
+    def _pool_of(self, pool: object | None) -> GraphPool:
+        """A pool as it is, one around torch's handle, or one for a single graph. CaptureError for anything else."""
+        if isinstance(pool, GraphPool):
+            return pool
+        if pool is not None and not (isinstance(pool, tuple) and [type(part) for part in pool] == [int, int]):
+            message = f"pool is what pool() or torch's graph_pool_handle() hands out, not {pool!r}"
+            raise CaptureError(message)
+        handle = self.new_handle() if pool is None else pool
+        return GraphPool(lambda: handle)
+
+    def _cleaned_up(self, recording: "DeviceCapture", pool: GraphPool, error: Exception) -> CaptureError:
+        """Leave nothing of the capture; the error to raise, which says so where the device cannot go on."""
+        if ran_out_of_memory(error):
+            traceback.clear_frames(error.__traceback__)  # the step's tensors, which the error would keep alive
+        left = ""
+        try:
+            self._discard(recording, pool)
+        except RuntimeError as refused:
+            left = f". After this the device runs nothing more in this process ({first_line(refused)}): start it again"
+        known = isinstance(error, CaptureError)
+        return CaptureError(f"{error if known else not_captured(error, self.advice, self.conditions)}{left}")
+
+    def _discard(self, recording: "DeviceCapture", pool: GraphPool) -> None:
         """Leave nothing of a capture that failed.
 
         Where the device has invalidated a capture, torch (2.6 to 2.13) does not end it on its own side: the allocator
         would refuse the next capture into the same memory, and the random generator any draw outside of captures.
         Raises RuntimeError where the device does not do what it is given any more.
         """
-        if graph is not None:
+        for graph in recording.graphs:
             graph.reset()
-        if self.close(handle):
-            self._keep(graph)
+        if recording.graph is not None:
+            recording.graph.reset()
+        if self._close(recording.handle):
+            if recording.graph is not None:
+                self.state.broken.append(recording.graph)
             self._mend(pool)
-        self.module.empty_cache()
+        self._module.empty_cache()
         self._check()
 
-    def _keep(self, graph: Recorded | None) -> None:
-        """Keep a broken graph: torch may still ask it whether an allocation is its own."""
-        if graph is not None:
-            self._broken.append(graph)
+    def _close(self, handle: Handle) -> bool:
+        """End the allocator's recording into a pool, where a broken capture left it open; whether it was."""
+        if self._native is None:
+            return False
+        kind, index = self._device.type, self._device.index
+        try:
+            getattr(self._native, f"_{kind}_endAllocateToPool")(index, handle)
+        except RuntimeError:  # "not currently recording": the capture ended in order
+            return False
+        getattr(self._native, f"_{kind}_releasePool")(index, handle)  # what an ended capture's reset does
+        return True
 
     def _check(self) -> None:
         """Have the device do something: some that have failed take on work, and never do it."""
-        self._checks += 1
-        if int(self._one.fill_(self._checks).item()) != self._checks:
+        state = self.state
+        state.checks += 1
+        if int(state.one.fill_(state.checks).item()) != state.checks:
             message = "it takes on work and does not do it"
             raise RuntimeError(message)
 
@@ -231,40 +407,139 @@ class GraphDevice(abc.ABC):
         graph, opened = self.begin(handle)
         try:
             with opened:
-                self._one.fill_(1)
+                self.state.one.fill_(1)
         except RuntimeError:
-            self.close(handle)
-            self._keep(graph)
+            self._close(handle)
+            self.state.broken.append(graph)
             raise
         graph.reset()
 
 
-def _changes_in(stats: Any) -> tuple[int, ...]:
-    """Numbers that change whenever an allocator takes memory from its device, or gives some back."""
-    found = [stats.get(name, {}).get("all", {}) for name in ("segment", "reserved_bytes")]
-    return tuple(int(one.get(how, 0)) for one in found for how in ("current", "allocated", "freed") if one)
+class DeviceCapture:
+    """A capture under way: the graphs so far, what runs between them, and the graph that is being recorded.
+
+    begin: makes a graph that records into a pool, by its handle.
+
+    Libraries release their workspaces when a graph begins and before it ends. So the operators of the graph allocate
+    workspaces in the graph's own pool, and nothing outside the graph uses them later. A workspace from a warm-up lies
+    outside the pool. Clearing it would free memory that replays read (pytorch issues 192061 and 193402).
+    """
+
+    def __init__(self, backend: StreamBackend, handle: Handle, begin: Callable[[Handle], Opened]) -> None:
+        self.parts: list[Part] = []
+        self.handle = handle
+        self.graph: Recorded | None = None
+        self._backend = backend
+        self._begin = begin
+        self._open: AbstractContextManager[object] | None = None
+        self._empty: list[Recorded] = []
+        self._answers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._ranges: list[tuple[int, int]] | None = None  # of the pool, while nothing is allocated in it
+
+    @property
+    def graphs(self) -> list[Recorded]:
+        """The graphs that are recorded, and those with nothing in them."""
+        return [*self._empty, *(graph for _, graph in self.parts if graph is not None)]
+
+    def attempt(self, step: Callable[[], Any]) -> tuple[Any, Exception | None, tuple[int, int]]:
+        """The step's outputs, the first error, of the step or of torch, and the allocator's bytes before."""
+        outputs, raised, before, empty = None, None, (0, 0), self._backend.warns_of_empty
+        try:
+            with contextlib.ExitStack() as quietly, contextlib.ExitStack() as ending:
+                ending.callback(self._stop)  # it may have begun when what follows raises
+                self._start()
+                before = self._backend.held_and_used()
+                try:
+                    outputs = step()
+                except Exception as error:  # noqa: BLE001 - raised again, once the capture is ended
+                    raised = error
+                    quietly.enter_context(warnings.catch_warnings())
+                    warnings.simplefilter("ignore")  # that the graph is empty: it is thrown away
+                if self.parts and empty:  # after a break there may be nothing left to record
+                    quietly.enter_context(warnings.catch_warnings())
+                    warnings.filterwarnings("ignore", message=f".*{empty}")
+        except Exception as error:  # noqa: BLE001 - likewise; torch says it when the capture begins or ends
+            raised = raised or error
+        return outputs, raised, before
+
+    def _start(self) -> None:
+        """Begin a graph."""
+        self._ranges = None
+        self.graph, opened = self._begin(self.handle)
+        opened.__enter__()
+        self._open = opened
+        self._backend.release_workspaces()
+
+    def _stop(self) -> None:
+        """End the graph, if one is being recorded, and keep it."""
+        if self._open is not None and self.graph is not None:
+            try:
+                self._backend.release_workspaces()
+            finally:  # whatever interrupts that: a capture that is left open makes the device unusable
+                opened, self._open = self._open, None
+                opened.__exit__(None, None, None)
+            self.parts.append((self.graph.replay, self.graph))
+            self.handle = self._backend.handle_of(self.graph, self.handle)
+
+    def interrupt(self, run: Interruption) -> Any:
+        """End the graph and do what it records, so that `run` finds it done; call that; begin the next graph."""
+        if self._open is None:  # inside a break, where nothing is being recorded
+            return run(None)
+        self._do()
+        leaves, structure = pytree.tree_flatten(run(None))
+        self._start()
+        # What is allocated from here on is the graph's own memory, which later parts use again once it is free.
+        places = [torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        pairs = zip(places, leaves, strict=True)
+        self._answers = [(place, leaf) for place, leaf in pairs if isinstance(leaf, torch.Tensor)]
+        kept = [self._alias(place) if isinstance(place, torch.Tensor) else place for place in places]
+        self.parts.append((functools.partial(run, kept), None))
+        return pytree.tree_unflatten(places, structure)
+
+    def _do(self) -> None:
+        """End the graph that is being recorded, and do what it records."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            self._stop()
+        for place, answer in self._answers:
+            place.copy_(answer)
+        self._answers = []
+        is_empty, empty = False, self._backend.warns_of_empty
+        for warning in said:
+            if empty and empty in str(warning.message):
+                is_empty = True
+            else:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        replay, graph = self.parts[-1]
+        if is_empty and graph is not None:  # nothing between two breaks, or memory alone: it lives as long as a graph
+            self.parts.pop()
+            self._empty.append(graph)
+        else:
+            replay()
+
+    def _alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_ours = tensor.device.type == self._backend.device.type
+        alias: torch.Tensor = ordinary(self._backend.alias_of(tensor)) if is_ours else tensor
+        return alias
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An alias of a tensor in the memory that this capture allocates from; any other tensor as it is."""
+        plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+        if not plain or tensor.device.type != self._backend.device.type:
+            return tensor
+        if self._ranges is None:
+            self._ranges = self._backend.ranges(self.handle)
+        address = tensor.data_ptr()
+        return self._alias(tensor) if any(low <= address < high for low, high in self._ranges) else tensor
 
 
-def pool_of(pool: object | None, device: GraphDevice) -> GraphPool:
-    """A pool as it is, one around torch's handle, or one for a single graph. CaptureError for anything else."""
-    if isinstance(pool, GraphPool):
-        return pool
-    if pool is None:
-        return GraphPool(device, device.new_handle())
-    if isinstance(pool, tuple) and [type(part) for part in pool] == [int, int]:
-        return GraphPool(device, pool)
-    message = f"pool is what pool() or torch's graph_pool_handle() hands out, not {pool!r}"
-    raise CaptureError(message)
-
-
-_DEVICES: Final[dict[tuple[str, str, int | None], GraphDevice]] = {}
-_LOCK: Final = threading.Lock()
-
-
-def device_of(kind: Callable[[torch.device], GraphDevice], device: torch.device) -> GraphDevice:
-    """What all captures on a device share that go by one kind of calls, made at its first use."""
-    key = (getattr(kind, "__qualname__", repr(kind)), device.type, device.index)
-    with _LOCK:
-        if key not in _DEVICES:
-            _DEVICES[key] = kind(device)
-        return _DEVICES[key]
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep Python's collector from freeing graphs and events in the middle of a capture, which would break it off."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

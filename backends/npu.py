@@ -24,11 +24,9 @@ from torch.utils import _python_dispatch as dispatch
 from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import BackendUnavailableError, ConfigError
 from .base import NO_PARAMETERS, Graph, mode_of
-from .device import GraphDevice, Handle, Opened, device_of, pool_of
-from .device_graph import capture
-from .faults import Advice, first_line
+from .device import StreamBackend
+from .device_graph import Advice, Handle, Opened, first_line
 from .npu_graph import FENCES, Fence, UpdatedGraph, check_taken, npu
-from .streamed import StreamBackend
 
 _PACKAGE: Final = "torch_npu"
 _VISIBLE: Final = "ASCEND_RT_VISIBLE_DEVICES"
@@ -97,28 +95,6 @@ def npu_c() -> Any:
     return importlib.import_module("torch_npu._C")
 
 
-@final
-class NpuDevice(GraphDevice):
-    """torch.npu."""
-
-    advice = _ADVICE
-    conditions = _CONDITIONS
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, npu(), npu_c())
-
-    def begin(self, handle: Handle, **options: Any) -> Opened:
-        """An NPUGraph, which takes no arguments and records once."""
-        graph = npu().NPUGraph()
-        return graph, recording(graph, handle, self.stream, options)
-
-    def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory, which it does not keep: as torch_npu's records of updated operators hold tensors."""
-        with torch.inference_mode(mode=False):
-            alias: torch.Tensor = self.native._weak_ref_tensor(tensor)  # noqa: SLF001
-        return alias
-
-
 @contextlib.contextmanager
 def recording(graph: Any, handle: Handle, stream: Any, options: Mapping[str, Any]) -> Iterator[None]:
     """torch.npu.graph, which leaves nothing behind where a capture does not even begin, or does not end.
@@ -154,6 +130,8 @@ class NpuBackend(StreamBackend):
 
     name: ClassVar[str] = "npu"
     priority: ClassVar[int] = 9
+    advice: ClassVar[Advice] = _ADVICE
+    conditions: ClassVar[Advice] = _CONDITIONS
 
     def __init__(self, *, fence: Fence = "host") -> None:
         reason = self.why_not()
@@ -162,7 +140,7 @@ class NpuBackend(StreamBackend):
         if fence not in FENCES:
             message = f"fence is one of {', '.join(map(repr, FENCES))}, not {fence!r}"
             raise ConfigError(message)
-        super().__init__(device_of(NpuDevice, torch.device("npu", npu().current_device())))
+        super().__init__(torch.device("npu", npu().current_device()), npu(), npu_c())
         self._fence: Fence = fence
 
     @classmethod
@@ -209,12 +187,23 @@ class NpuBackend(StreamBackend):
 
         def begin(handle: Handle) -> Opened:
             made.append(UpdatedGraph(self.device, parameters, self._fence))
-            return made[-1], made[-1].recorded(recording(made[-1].native, handle, self._shared.stream, options))
+            return made[-1], made[-1].recorded(recording(made[-1].native, handle, self.state.stream, options))
 
-        graph = capture(self._shared, step, pool_of(pool, self._shared), begin)
+        graph = self.record(step, pool, begin)
         if graph.is_whole:  # else what runs between the parts may take them
             check_taken(made, parameters)
         return graph
+
+    def begin(self, handle: Handle, **options: Any) -> Opened:
+        """An NPUGraph, which takes no arguments and records once."""
+        graph = npu().NPUGraph()
+        return graph, recording(graph, handle, self.state.stream, options)
+
+    def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, which it does not keep: as torch_npu's records of updated operators hold tensors."""
+        with torch.inference_mode(mode=False):
+            alias: torch.Tensor = npu_c()._weak_ref_tensor(tensor)  # noqa: SLF001
+        return alias
 
     def stream_key(self) -> Callable[[], int]:
         """A call that tells the current stream's number: torch_npu finds its own streams by it."""
@@ -236,9 +225,9 @@ class NpuBackend(StreamBackend):
 
     def streams_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """The stream that each tensor's memory was allocated on; other libraries' streams are numbers below zero."""
-        known = [npu().default_stream(self.device), npu().current_stream(self.device), self._shared.stream]
+        known = [npu().default_stream(self.device), npu().current_stream(self.device), self.state.stream]
         numbers = {stream.npu_stream: stream.stream_id for stream in known}
-        here, handles = _stream_number(self.device), self._shared.streams_of(tensors)
+        here, handles = _stream_number(self.device), self.stream_handles(tensors)
         return tuple(here if handle is None else numbers.get(handle, -handle) for handle in handles)
 
 
@@ -272,6 +261,3 @@ def _no_device() -> str:
     if visible is not None:
         return f"no NPU is visible with {_VISIBLE}={visible!r}: unset it, or name a device; `npu-smi info` lists them"
     return "torch_npu and CANN are here, but no NPU: `npu-smi info` shows what the driver sees"
-
-
-Adapter = NpuBackend

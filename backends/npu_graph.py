@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, final
 import torch
 
 from ..dataflow.errors import CaptureError, ReplayError
-from .faults import first_line
+from .device_graph import first_line
 
 Fence = Literal["host", "device"]
 FENCES: Final[tuple[Fence, ...]] = ("host", "device")

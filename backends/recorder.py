@@ -1,51 +1,36 @@
-"""The mode under which a step runs once, and in which every operator that it calls is written down."""
+"""The recorder: runs a step once, writes down every operator that it calls, and keeps what the step overwrites."""
 
 import functools
-import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
+import attrs
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import TensorWeakRef
 
-from ..dataflow.errors import CaptureError
+from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.gradients import without_gradients
 from .base import NO_PARAMETERS, Interruption
-from .program import Call, is_collective, replay_of
-from .refusals import NO_GRADIENTS, RefusingMode, check, refuse
-from .storages import MOVED, Storages, tensors_in
-from .torch_modes import run_under
+from .operators import (
+    OperatorWatch,
+    call_again,
+    compiled_eagerly,
+    is_composite,
+    run_under,
+    tensors_in,
+    written,
+)
+from .refusals import NO_GRADIENTS, check_function, check_operator, copies_to_host, fixed_key, refuse
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
 T = TypeVar("T")
-_PLAIN: Final[Any] = _C._disabled_torch_dispatch_impl  # noqa: SLF001 - a tensor's that no subclass takes apart
-
-# Composites that torch takes apart, which read the host on the CPU alone, to check values.
-_WHOLE: Final = frozenset({"aten::one_hot"})
-
-# Arguments that an operator writes although its schema does not say so.
-_NORMS: Final = ("native_batch_norm", "batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm")
-_UNDECLARED_WRITES: Final[Mapping[str, tuple[str, ...]]] = {
-    f"aten::{name}": ("running_mean", "running_var") for name in _NORMS
-}
-
-_PLAIN_ALONE: Final = "this backend records plain operators alone, and no functions"
-_HIGHER_ORDER: Final[Mapping[str, str]] = {
-    "cond": "the host decides which branch runs, once, at capture: run both, and choose by torch.where",
-    "while_loop": (
-        "the host decides how often it runs, once, at capture: loop a fixed number of times, and keep rows that are "
-        "done by torch.where"
-    ),
-    "flex_attention": (
-        f"{_PLAIN_ALONE}: use torch.nn.functional.scaled_dot_product_attention with a mask here, or capture the step "
-        "on the device itself"
-    ),
-}
-
+Call = Callable[[], object]
 _ACTIVE: Final = threading.local()
+_MOVED: Final = "a graph's addresses are fixed: pass an output of the right shape, allocated before it is written"
+_ALL_ONES: Final = 255  # a byte
 
 
 def active_recorder() -> "Recorder | None":
@@ -64,56 +49,149 @@ def plainly(call: Callable[..., T], *args: Any) -> T:
         return without_gradients(call, *args)
 
 
-def _drop_left_over() -> None:
-    """Take modes of earlier captures off this thread's stack, which let all calls through.
+@attrs.define
+class Found:
+    """A storage that was there before the capture, the operator that took it first, and the tensors that it was in.
 
-    torch takes a mode off for a moment with a generator. If a signal interrupts that, the generator puts the mode back
-    when it is collected.
-    """
-    while _C._len_torch_function_stack():  # noqa: SLF001
-        if not isinstance(_C._get_function_stack_at(_C._len_torch_function_stack() - 1), RefusingMode):  # noqa: SLF001
-            return
-        _C._pop_torch_function_stack()  # noqa: SLF001
-
-
-def _compiled_eagerly() -> AbstractContextManager[object]:
-    """Run compiled functions as they were written, where the compiler is loaded at all: it cannot trace a recorder."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    eagerly: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return eagerly
-
-
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
-    """Runs a step's operators and writes them down, with aliases of their tensors.
-
-    parts: calls that are replayed below autograd, and what is called after them as it is.
+    It keeps the storage alive. before: the bytes that it had, where the step writes it.
     """
 
-    supports_higher_order_operators = True  # torch would refuse them without a way out
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages = Storages()
-        self.parts: list[tuple[list[Call], Call | None]] = [([], None)]
-        self._refusing = RefusingMode(parameters)
-        self._refused: CaptureError | None = None
+    storage: torch.UntypedStorage
+    address: int
+    nbytes: int
+    operator: str
+    tensors: list[tuple[TensorWeakRef, int]] = attrs.field(factory=list)
+    before: torch.UntypedStorage | None = None
 
     @property
-    def refused(self) -> CaptureError | None:
-        """The first refusal, which a step must not outlive even if it catches the error."""
-        return self._refused or self._refusing.refused
+    def has_moved(self) -> bool:
+        """Whether the storage is not where it was at capture, or of another size."""
+        return (self.storage.data_ptr(), self.storage.nbytes()) != (self.address, self.nbytes)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No, or the first operator would import the compiler, which takes a second."""
-        return False
+    def check(self) -> None:
+        """Raise ReplayError if the storage, or a tensor over it that still lives, is not where it was at capture."""
+        if self.has_moved:
+            message = (
+                f"a storage of {self.nbytes} bytes that {self.operator} takes in the graph was resized or moved: "
+                "capture again"
+            )
+            raise ReplayError(message)
+        for reference, address in self.tensors:
+            tensor = reference()
+            if tensor is not None and tensor.data_ptr() != address:
+                what = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, that {self.operator} takes"
+                message = f"{what} has moved from {address:#x} to {tensor.data_ptr():#x}: capture again"
+                raise ReplayError(message)
+
+
+class Storages:
+    """The storages that a capture meets; `restore` and `poison` make it leave no trace."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Found] = {}
+        self._owned: dict[int, torch.Tensor] = {}
+        self._known: dict[int, torch.Tensor] = {}  # by id; alive, so that no id is used twice
+        self.constants: set[int] = set()
+
+    def read(self, tensor: torch.Tensor, operator: str) -> None:
+        """Note a tensor that an operator takes."""
+        key = fixed_key(tensor)
+        if key not in self._owned and id(tensor) not in self._known:
+            storage = tensor.untyped_storage()
+            found = self._found.setdefault(key, Found(storage, storage.data_ptr(), storage.nbytes(), operator))
+            self._known[id(tensor)] = tensor
+            found.tensors.append((TensorWeakRef(tensor), tensor.data_ptr()))
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Keep a found storage's bytes before its first write: all of them, whatever the size of the view."""
+        key = fixed_key(tensor)
+        if key in self.constants:
+            refuse("a write into a tensor made from a host value", "make it with torch.full or torch.zeros")
+        found = self._found.get(key)
+        if found is not None and found.before is None:
+            found.before = found.storage.clone()  # type: ignore[no-untyped-call]
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Note a tensor that an operator returned; whether it lies in a storage that was not known before."""
+        key = fixed_key(tensor)
+        self._known[id(tensor)] = tensor
+        if key in self._owned or key in self._found:
+            return False
+        self._owned[key] = tensor.detach()
+        return True
+
+    def restore(self) -> None:
+        """Give every storage that was there before the bytes that it had."""
+        for found in self._found.values():
+            if found.before is not None:
+                if found.storage.nbytes() != found.nbytes:
+                    found.storage.resize_(found.nbytes)
+                found.storage.copy_(found.before)
+                found.before = None
+
+    def poison(self) -> None:
+        """Fill what the capture allocated with NaN, the extreme integer or true, to be seen if read too early."""
+        for tensor in self._owned.values():
+            dtype, storage = tensor.dtype, tensor.untyped_storage()
+            value: float = float("nan")
+            if not (dtype.is_floating_point or dtype.is_complex):
+                value = True if dtype == torch.bool else torch.iinfo(dtype).min or torch.iinfo(dtype).max
+            try:
+                torch.empty(0, dtype=dtype, device=tensor.device).set_(storage).fill_(value)
+            except NotImplementedError:  # the packed floats of 4 bits, which no operator fills
+                torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).fill_(_ALL_ONES)
+
+    def nbytes(self, outputs: Iterable[torch.Tensor]) -> int:
+        """Bytes that the capture allocated, without the storages of the outputs."""
+        handed_out = {fixed_key(tensor) for tensor in outputs}
+        return sum(own.untyped_storage().nbytes() for key, own in self._owned.items() if key not in handed_out)
+
+    def seal(self) -> list[Found]:
+        """All that was there before; raises CaptureError where the step itself moved one."""
+        if any(found.has_moved for found in self._found.values()):
+            refuse("a storage that it resizes", _MOVED)
+        return list(self._found.values())
+
+
+class _Functions(TorchFunctionMode):
+    """Refuses what torch does without any operator, while its recorder records."""
+
+    def __init__(self, recorder: "Recorder") -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Pass the call on, or raise CaptureError."""
+        del types
+        named = dict(kwargs or {})
+        if active_recorder() is self._recorder:
+            self._recorder.refusing(check_function, func, args, named, self._recorder.parameters)
+            if copies_to_host(func, args, named):
+                named["copy"] = True  # as on a device; on the CPU it would be the same tensor
+        return func(*args, **named)
+
+
+class Recorder(OperatorWatch):
+    """Runs a step's operators and writes them down, with aliases of their tensors.
+
+    parts: calls that are replayed below autograd, and what is called after them as it is. parameters: host parameters
+    by argument. refused: the first refusal, which a step must not outlive even if it catches the error.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS) -> None:
+        super().__init__()
+        self.storages = Storages()
+        self.parts: list[tuple[list[Call], Call | None]] = [([], None)]
+        self.parameters = parameters
+        self.refused: CaptureError | None = None
 
     def record(self, step: Callable[[], Any]) -> Any:
         """Run a step, record this thread's operators meanwhile, and return what the step returns.
 
-        A KeyboardInterrupt leaves nothing behind. No call stands between the end of the step and the two assignments
-        that switch the modes off, so that no signal is handled there, and all that follows can be done twice. The
+        A KeyboardInterrupt leaves nothing behind. No call stands between the end of the step and the assignment that
+        switches the modes off, so that no signal is handled there, and all that follows can be done twice. The
         guards are torch's own, in C, which no signal interrupts: guards of Python that are left early are undone late,
         when the error is forgotten, and then bring back what was on inside of others.
         Raises CaptureError inside another capture.
@@ -125,12 +203,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         before = torch.get_rng_state(), torch.is_grad_enabled()
         try:
             _ACTIVE.recorder = self
-            self._refusing.paused = False
-            with _compiled_eagerly():
-                return plainly(run_under, self._refusing, lambda: run_under(self, step))
+            with compiled_eagerly():
+                return plainly(run_under, _Functions(self), lambda: run_under(self, step))
         finally:
             _ACTIVE.recorder = None
-            self._refusing.paused = True
             try:
                 self._leave(*before)
             except BaseException:  # an interrupt, which seldom comes twice
@@ -145,56 +221,41 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
 
     def interrupt(self, run: Interruption) -> Any:
         """Call something as if nothing was recorded, and note that a replay calls it too."""
-        leaves, structure = pytree.tree_flatten(self._unrecorded(lambda: run(None)))
+        leaves, structure = pytree.tree_flatten(_unrecorded(self, lambda: run(None)))
         places = [torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         calls, _ = self.parts.pop()
         self.parts += [(calls, functools.partial(run, places)), ([], None)]
 
         def answer() -> None:
-            for place, leaf in zip(places, leaves, strict=True):
-                if isinstance(leaf, torch.Tensor):
-                    place.copy_(leaf)
+            for place, leaf in zip(tensors_in(places), tensors_in(leaves), strict=True):
+                place.copy_(leaf)
 
-        self._unrecorded(answer)
+        _unrecorded(self, answer)
         return pytree.tree_unflatten(places, structure)
 
-    def _unrecorded(self, call: Callable[[], Any]) -> Any:
-        """Call something with all operators let through; the user's own modes see them as they see a replay's."""
+    def refusing(self, call: Callable[..., T], *args: Any) -> T:
+        """Call something, and remember it if it refuses."""
         try:
-            _ACTIVE.recorder = None
-            self._refusing.paused = True
-            return call()
-        finally:
-            _ACTIVE.recorder = self
-            self._refusing.paused = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run one operator and write it down; raises CaptureError for what a graph cannot hold."""
-        if active_recorder() is not self:
-            return func(*args, **(kwargs or {}))
-        if any(getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN for kind in types):
-            return NotImplemented  # the subclass takes itself apart, and its parts come here
-        try:
-            with _C.DisableTorchFunction():
-                return plainly(self._run, func, args, dict(kwargs or {}))
+            return call(*args)
         except CaptureError as error:
-            self._refused = self._refused or error
+            self.refused = self.refused or error
             raise
 
+    def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator and write it down; raises CaptureError for what a graph cannot hold."""
+        if active_recorder() is not self:
+            return operator(*args, **kwargs)
+        with _C.DisableTorchFunction():
+            return plainly(self.refusing, self._run, operator, args, kwargs)
+
     def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _check_order(operator)
-        check(operator, args, kwargs, self.storages.constants)
+        check_operator(operator, args, kwargs, self.storages.constants)
         if _C._current_graph_task_id() != -1:  # noqa: SLF001
             refuse("a backward pass", NO_GRADIENTS)
         if is_composite(operator):
-            return run_under(self, lambda: decompose(operator, args, kwargs))
+            return self.take_apart(operator, args, kwargs)
         if torch.Tag.inplace_view in operator.tags:
             return operator(*args, **kwargs)  # shape and strides alone, and those are fixed in the aliases
-        return self._record(operator, args, kwargs)
-
-    def _record(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for tensor in tensors_in((args, kwargs)):
             self.storages.read(tensor, operator.name())
         changed = list(written(operator, args, kwargs))
@@ -204,16 +265,37 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
         alias_args, alias_kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         result = operator(*args, **kwargs)
         if before != [_place(tensor) for tensor in changed]:
-            refuse(f"{operator} to resize what it writes", MOVED)
-        results = list(tensors_in(result))
-        fixed = [(place, tensor.detach()) for place, tensor in enumerate(results) if self.storages.made(tensor)]
+            refuse(f"{operator} to resize what it writes", _MOVED)
+        made = enumerate(tensors_in(result))
+        fixed = {position: tensor.detach() for position, tensor in made if self.storages.made(tensor)}
         if operator.name() == "aten::lift_fresh":
-            self.storages.constant(result)
+            self.storages.constants.add(fixed_key(result))
         elif fixed or changed or _has_effect(operator):
-            call = replay_of(operator, alias_args, alias_kwargs, results, fixed, mutates=bool(changed))
+            call = call_again(operator, alias_args, alias_kwargs, result, fixed, mutates=bool(changed))
             if call is not None:
                 self.parts[-1][0].append(call)
         return result
+
+
+def _unrecorded(recorder: Recorder, call: Callable[[], Any]) -> Any:
+    """Call something with all operators let through; the user's own modes see them as they see a replay's."""
+    try:
+        _ACTIVE.recorder = None
+        return call()
+    finally:
+        _ACTIVE.recorder = recorder
+
+
+def _drop_left_over() -> None:
+    """Take modes of earlier captures off this thread's stack, which let all calls through.
+
+    torch takes a mode off for a moment with a generator. If a signal interrupts that, the generator puts the mode back
+    when it is collected.
+    """
+    while _C._len_torch_function_stack():  # noqa: SLF001
+        if not isinstance(_C._get_function_stack_at(_C._len_torch_function_stack() - 1), _Functions):  # noqa: SLF001
+            return
+        _C._pop_torch_function_stack()  # noqa: SLF001
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
@@ -221,45 +303,6 @@ def _place(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
     return tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.shape
 
 
-def _check_order(operator: Any) -> None:
-    """Raise CaptureError for a higher-order operator, which takes functions: the recorder knows no way into these."""
-    if not isinstance(operator, torch._ops.OpOverload):  # noqa: SLF001 - no public name
-        name = str(getattr(operator, "__name__", operator))
-        otherwise = f"{_PLAIN_ALONE}: write the loop in Python, or capture the step on the device itself"
-        refuse(f"the higher-order operator {name}", _HIGHER_ORDER.get(name, otherwise))
-
-
-def is_composite(operator: Any) -> bool:
-    """Whether torch takes an operator apart into others. A mode sees such an operator whole in inference mode alone."""
-    name = operator.name()
-    if name in _WHOLE or operator.namespace != "aten":
-        return False
-    has_kernel = _C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001
-    return has_kernel(name, "CompositeImplicitAutograd") and not has_kernel(name, "CPU")
-
-
-def decompose(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a composite operator as the operators that it is made of.
-
-    Not by its own decompose(): once torch's python decompositions are loaded it takes those, with other rounding.
-    """
-    return operator._op_dk(_C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)  # noqa: SLF001
-
-
 def _has_effect(operator: Any) -> bool:
     """Whether an operator that returns nothing is called for what else it does, as torch._assert_async is."""
     return not operator._schema.returns and operator.namespace != "profiler"  # noqa: SLF001
-
-
-def written(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an operator writes, as its schema says, and where it should say."""
-    if is_collective(operator):
-        yield from tensors_in((args, kwargs))
-        return
-    schema = operator._schema  # noqa: SLF001 - OpOverload has no other way to its schema
-    undeclared = _UNDECLARED_WRITES.get(schema.name, ())
-    for position, argument in enumerate(schema.arguments):
-        declared = argument.alias_info is not None and argument.alias_info.is_write
-        if declared or argument.name in undeclared:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from tensors_in(value)

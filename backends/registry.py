@@ -1,7 +1,6 @@
 """Finding backends: those of this package by name, those of others by entry point, each loaded on first use."""
 
 import difflib
-import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Iterator
@@ -13,7 +12,13 @@ from .base import Backend
 
 GROUP: Final = "slotgraph.backends"
 AUTO: Final = "auto"
-_OWN: Final = {"cpu": "cpu", "cpu-capture": "cpu_capture", "cuda": "cuda", "npu": "npu", "accelerator": "accelerator"}
+_OWN: Final = {
+    "cpu": "cpu:CpuBackend",
+    "cpu-capture": "cpu_capture:CpuCaptureBackend",
+    "cuda": "cuda:CudaBackend",
+    "npu": "npu:NpuBackend",
+    "accelerator": "accelerator:AcceleratorBackend",
+}
 
 
 def names() -> tuple[str, ...]:
@@ -23,10 +28,9 @@ def names() -> tuple[str, ...]:
 
 def load(name: str) -> type[Backend]:
     """A backend's class, imported on first use. BackendUnavailableError where there is none of that name."""
-    own = _OWN.get(name)
-    plugin = None if own else _plugin(name)
+    point = _point(name)
     try:
-        found = importlib.import_module(f".{own}", __package__).Adapter if plugin is None else plugin.load()
+        found = point.load()
     except Exception as error:  # whatever a package raises that has no place here
         message = f"backend {name!r} cannot be loaded: {type(error).__name__}: {error}"
         raise BackendUnavailableError(message) from error
@@ -92,7 +96,9 @@ def _plugins() -> importlib.metadata.EntryPoints:
     return importlib.metadata.entry_points(group=GROUP)
 
 
-def _plugin(name: str) -> importlib.metadata.EntryPoint:
+def _point(name: str) -> importlib.metadata.EntryPoint:
+    if name in _OWN:
+        return importlib.metadata.EntryPoint(name, f"{__package__}.{_OWN[name]}", GROUP)
     for point in _plugins():
         if point.name == name:
             return point

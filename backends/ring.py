@@ -26,6 +26,10 @@ ENTRIES: Final = SEGMENT * SEGMENTS
 _ALIGNMENT: Final = 256
 
 
+Start = Callable[[torch.Tensor, int, int], None]
+Inline = Callable[[bytes, int], None]
+
+
 class Point(Protocol):
     """A point in the device's work."""
 
@@ -53,10 +57,10 @@ class Ring(Upload):
         self,
         packet: torch.Tensor,
         pinned: Callable[[int], torch.Tensor],
-        start: Callable[[torch.Tensor, int, int], None],
+        start: Start,
         mark: Callable[[], Point],
         finish: Callable[[], None],
-        inline: Callable[[bytes, int], None] | None = None,
+        inline: Inline | None = None,
         most_inline: int = 0,
     ) -> None:
         self._packet = packet
@@ -139,20 +143,6 @@ def pinned(nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-def ring_on(
-    device: torch.device, nbytes: int, module: Any = None, memory: Callable[[int], torch.Tensor] = pinned
-) -> Ring:
-    """A packet on a device, fed by torch's own copies.
-
-    module: what has the device's `Event`, `current_stream` and `synchronize`; torch's module for it where it is None.
-    memory: makes host memory.
-    """
-    packet = packet_on(device, nbytes)
-    found = torch.get_device_module(device) if module is None else module
-    mark, finish = functools.partial(mark_on, found, device), functools.partial(finish_on, found, device)
-    return Ring(packet, memory, functools.partial(copy_slice, packet), mark, finish)
-
-
 def packet_on(device: torch.device, nbytes: int) -> torch.Tensor:
     """Zeros at an address that is a multiple of 256."""
     with torch.inference_mode(mode=False):
@@ -161,24 +151,43 @@ def packet_on(device: torch.device, nbytes: int) -> torch.Tensor:
         return room[start : start + nbytes]
 
 
-def mark_on(module: Any, device: torch.device) -> Point:
-    """An event recorded now on the current stream."""
-    event: Any = module.Event()
-    event.record(module.current_stream(device))
-    marked: Point = event
-    return marked
-
-
-def finish_on(module: Any, device: torch.device) -> None:
-    """Wait for the device; not in the middle of a capture, which that would break off."""
-    is_capturing: Callable[[], bool] | None = getattr(module, "is_current_stream_capturing", None)
-    if is_capturing is None or not is_capturing():
-        module.synchronize(device)
-
-
 def copy_slice(packet: torch.Tensor, memory: torch.Tensor, at: int, nbytes: int) -> None:
     """Start a copy of so many bytes from a place in pinned memory, on the current stream.
 
     It copies from a slice of one tensor, which tells torch that the memory is pinned: no address would.
     """
     packet[:nbytes].copy_(memory[at : at + nbytes], non_blocking=True)
+
+
+def ring_on(
+    device: torch.device,
+    nbytes: int,
+    module: Any = None,
+    memory: Callable[[int], torch.Tensor] = pinned,
+    driver: Callable[[torch.Tensor], tuple[Start, Inline, int]] | None = None,
+) -> Ring:
+    """A packet on a device, fed by torch's own copies, or by the driver's.
+
+    Args:
+        device: The device.
+        nbytes: Bytes of the packet.
+        module: What has the device's `Event`, `current_stream` and `synchronize`; None for torch's module for it.
+        memory: Makes host memory.
+        driver: Gives `start`, `inline` and `most_inline` of a `Ring` for a packet.
+    """
+    packet = packet_on(device, nbytes)
+    found: Any = torch.get_device_module(device) if module is None else module
+
+    def mark() -> Point:
+        event: Any = found.Event()
+        event.record(found.current_stream(device))
+        return event  # type: ignore[no-any-return] # torch's modules for devices have no types
+
+    def finish() -> None:  # not in the middle of a capture, which that would break off
+        if not getattr(found, "is_current_stream_capturing", bool)():
+            found.synchronize(device)
+
+    if driver is None:
+        return Ring(packet, memory, functools.partial(copy_slice, packet), mark, finish)
+    start, inline, most_inline = driver(packet)
+    return Ring(packet, memory, start, mark, finish, inline, most_inline)

@@ -29,40 +29,17 @@ def below_modes(call: Callable[..., T], *args: Any) -> T:
         return call(*args)
 
 
-def guard_over(tensors: Sequence[torch.Tensor]) -> Guard:
-    """A guard that takes as many arguments as there are tensors; False for whatever differs, be it no tensor.
-
-    Where one tensor stands at several places, it must again.
-    """
-    check = own_guard(tensors)
-
-    def check_safely(*found: Any) -> bool:
-        try:
-            return True not in map(IS_NESTED, found) and check(*found)
-        except AttributeError:  # no tensor
-            return False
-
-    return check_safely
-
-
 def own_guard(tensors: Sequence[torch.Tensor]) -> Guard:
-    """The same, for tensors alone, none of them nested: torch's own guards end the process at a nested one."""
-    if len({*map(id, tensors)}) < len(tensors):
-        return _with_repeats(tensors)
-    if not tensors or not _IS_TRIED:
-        return plain_guard(tensors)
-    sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
-    guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
-    check: Guard = guards.check
-    return check
+    """A guard that takes as many tensors as it is made over; False where one differs.
 
-
-def _with_repeats(tensors: Sequence[torch.Tensor]) -> Guard:
-    """The same where a tensor stands at several places, which torch's own guards refuse."""
+    Ask it of tensors alone, none of them nested: torch's own guards end the process at a nested one. Where one tensor
+    stands at several places, it must again.
+    """
     firsts = {id(one): place for place, one in reversed([*enumerate(tensors)])}
-    places = [firsts[id(one)] for one in tensors]
-    once = sorted({*places})
-    check = own_guard([tensors[place] for place in once])
+    if len(firsts) == len(tensors):
+        return _torch_guard(tensors) if tensors and _IS_TRIED else plain_guard(tensors)
+    places, once = [firsts[id(one)] for one in tensors], sorted(firsts.values())
+    check = own_guard([tensors[place] for place in once])  # torch's own refuse a tensor at several places
 
     def check_all(*found: Any) -> bool:
         if len(found) != len(places):
@@ -71,6 +48,14 @@ def _with_repeats(tensors: Sequence[torch.Tensor]) -> Guard:
         return are_again and check(*[found[place] for place in once])
 
     return check_all
+
+
+def _torch_guard(tensors: Sequence[torch.Tensor]) -> Guard:
+    """A guard of torch's own."""
+    sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
+    guards = _C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # noqa: SLF001
+    check: Guard = guards.check
+    return check
 
 
 def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:

@@ -2,6 +2,7 @@
 
 import ctypes
 import itertools
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -32,6 +33,7 @@ _LETTERS: Final = {
 _BOOLS: Final = frozenset({bool, np.bool_})
 _BITS: Final = frozenset({0, 1})
 """What bools are equal to: a list without these need not be asked for types, which takes twice as long."""
+_LISTS: Final = frozenset({list, tuple})
 _PAD_THEM: Final = "pad them to one length"
 
 
@@ -188,9 +190,20 @@ Carrier = Callable[[Any], Bytes]
 """Turns a host source into bytes, or into something that holds them; ValueError or struct.error where it cannot."""
 
 
-def carry_array(source: Any) -> Any:
-    """An array as it is: what joins bytes reads it, if it lies in one piece."""
-    return source
+_ARRAY_FACTS: Final = operator.attrgetter("dtype", "shape", "strides")
+
+
+def array_carrier(like: np.ndarray[Any, Any]) -> Carrier:
+    """For arrays like one that lies in one piece: what joins bytes reads them as they are."""
+    facts = _ARRAY_FACTS(like)
+
+    def carry(source: Any) -> Any:
+        if type(source) is not np.ndarray or _ARRAY_FACTS(source) != facts:
+            message = "another kind of array"
+            raise ValueError(message)
+        return source
+
+    return carry
 
 
 def tensor_carrier(nbytes: int) -> Carrier:
@@ -218,7 +231,7 @@ def list_carrier(rows: int, dtype: torch.dtype) -> Carrier | None:
 
 
 def _only(source: Any, kind: type) -> Any:
-    if any(type(value) is not kind for value in source):
+    if type(source) not in _LISTS or any(type(value) is not kind for value in source):
         message = f"expected {kind.__name__} alone"
         raise ValueError(message)
     return source
@@ -226,6 +239,9 @@ def _only(source: Any, kind: type) -> Any:
 
 def _no_bools(source: Any) -> Any:
     """A list, if there is no bool in it, which is no number."""
+    if type(source) not in _LISTS:
+        message = "expected a list or tuple"
+        raise ValueError(message)
     if not _BITS.isdisjoint(source) and not _BOOLS.isdisjoint(map(type, source)):
         message = "expected numbers, got bools"
         raise ValueError(message)

@@ -15,8 +15,8 @@ from .hostdata import (
     HOST_KINDS,
     NOT_CARRIED,
     Carrier,
+    array_carrier,
     array_dtype,
-    carry_array,
     list_carrier,
     tensor_carrier,
     tensor_of,
@@ -36,8 +36,8 @@ class Kind:
 
     dtype: the source's, once it is prepared. carrier: what makes bytes of it, if it travels with its bytes, `nbytes` of
     them. prepare: what makes another tensor of it first. pace: elements from one outer row to the next, of a tensor
-    that the kernel reads in rows apart. host: its type, if it is no tensor. loose: whether its carrier or `prepare`
-    takes all kinds of host data, and looks at the type by itself. in_place: whether it is the slot's own memory, which
+    that the kernel reads in rows apart. loose: whether its carrier or `prepare` takes all kinds of host data; those of
+    lists and arrays look at the type by themselves, in any case. in_place: whether it is the slot's own memory, which
     its producer has written. hosted: whether it is host data that is taken up to a slot on the device.
     """
 
@@ -46,7 +46,6 @@ class Kind:
     nbytes: int = 0
     prepare: Prepare | None = None
     pace: int | None = None
-    host: type | None = None
     loose: bool = False
     in_place: bool = False
     hosted: bool = False
@@ -141,9 +140,11 @@ def _on_host(want: Wanted, source: Any, fact: Fact, buffers: Buffers) -> Kind | 
             return admitted_tensor(want, brought, fact, buffers).to(device=want.device, dtype=want.dtype)
 
         return Kind(want.dtype, prepare=admitted, loose=True)
-    if kind.host is np.ndarray:
-        return attrs.evolve(kind, carrier=None, nbytes=0, prepare=functools.partial(tensor_of, dtype=want.dtype))
     carrier = kind.carrier
+    if isinstance(source, np.ndarray):
+        return attrs.evolve(
+            kind, carrier=None, nbytes=0, prepare=lambda brought: tensor_of(carrier(brought), want.dtype)
+        )
     with torch.inference_mode(mode=False):
         made = torch.empty(fact[2], dtype=want.dtype, device="cpu")  # written anew for each batch, and copied at once
     array: Any = made.numpy()
@@ -175,7 +176,7 @@ def _as_it_is(want: Wanted, source: Any, shape: tuple[int, ...], takes: Callable
     elif type(source) in (list, tuple) and len(shape) == 1 and len(source) == shape[0]:
         carrier = list_carrier(shape[0], want.dtype)
         if carrier is not None and _carries(carrier, source):
-            kind = Kind(want.dtype, carrier, shape[0] * want.dtype.itemsize, host=type(source))
+            kind = Kind(want.dtype, carrier, shape[0] * want.dtype.itemsize)
     return kind if kind is not None and takes(kind.dtype) else None
 
 
@@ -192,7 +193,7 @@ def _of_array(source: "np.ndarray[Any, Any]", shape: tuple[int, ...]) -> Kind | 
     dtype = array_dtype(source)
     if dtype is None or tuple(source.shape) != shape or not source.flags.c_contiguous:
         return None
-    return Kind(dtype, carry_array, source.nbytes, host=np.ndarray)
+    return Kind(dtype, array_carrier(source), source.nbytes)
 
 
 def _is_taken(want: Wanted, dtype: torch.dtype) -> bool:

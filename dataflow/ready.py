@@ -1,8 +1,9 @@
-"""What a fill has ready for one live size: every view sliced, every group built, every fact expected."""
+"""What a fill has ready for one live size: every view sliced, every group built, every tail known."""
 
+import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
@@ -16,8 +17,9 @@ from .compute import SETTINGS, STEP
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError
 from .lanes import WORD
-from .packet import UNIT
-from .plan import FUSED, ComputeStep, CopyGroup, FillPlan
+from .packet import UNIT, Lanes
+from .plan import FUSED, ComputeStep, CopyGroup, FillPlan, TailReset
+from .planner import NONE
 from .tails import Number
 from .views import Aliases, Views
 
@@ -28,13 +30,8 @@ WHOLE_TAIL: Final = 64 << 10
 """Bytes of a slot in a bucket up to which its whole tail is reset where some of it is dirty. What is to be reset then
 depends on one live size, and not on the one before it too, which may be any."""
 
-
-@attrs.frozen(eq=False)
-class Targets:
-    """Slots that are copied together, and where their live rows go; one alone is copied by a plain copy."""
-
-    names: tuple[str, ...]
-    views: list[torch.Tensor]
+Targets = Mapping[str, torch.Tensor]
+"""Slots that are copied together, and where their live rows go; one alone is copied by a plain copy."""
 
 
 @attrs.define(eq=False)
@@ -42,13 +39,13 @@ class Ready:
     """All that one live size needs of a plan, sliced and grouped.
 
     always: tails to reset in each step. early, late: copies to do before the upload, and after it. marks: buffers whose
-    tail is kept clean, and how far they are dirty after this fill. host, device: computed slots. packed: computed slots
-    whose values ride in the upload, and `moved` those that are taken up by themselves. views: what the step sees, by
-    slot; the fill's own tensors, of which `shown` gives aliases to steps and callers. exact: whether the step sees live
-    rows only, so that tails are dirtied and none is reset. notes: what a runner keeps beside them.
+    tail is kept clean. host, device: computed slots. packed: computed slots whose values ride in the upload, and
+    `moved` those that are taken up by themselves. views: what the step sees, by slot; the fill's own tensors, of which
+    `shown` gives aliases to steps and callers. exact: whether the step sees live rows only, so that tails are dirtied
+    and none is reset. notes: what a runner keeps beside them.
     """
 
-    plan: FillPlan
+    fused: bool
     step: Step
     always: list[tuple[torch.Tensor, Number]]
     early: list[Targets]
@@ -63,11 +60,6 @@ class Ready:
     exact: bool
     notes: dict[str, Any] = attrs.field(factory=dict)
 
-    @property
-    def beside(self) -> bool:
-        """Whether there is anything to do beside an upload."""
-        return bool(self.always or self.early or self.late or self.marks or self.host)
-
     def compute_on_device(self, batch: Any = None) -> None:
         """Run what the device computes from slots: inside the graph, or right after an eager fill from `batch`."""
         if self.device:
@@ -80,38 +72,34 @@ class Ready:
 
         Once producers were given some of the memory, every tail of the bucket is reset: nobody tells what they write.
         """
-        buffers.take_turn()
-        if buffers.unmarked:
-            if self.plan.lowering not in FUSED:
-                buffers.distrust()
-            else:  # a slot that is apart here may be a lane of another bucket's kernel
-                for mark in self.marks:
-                    mark.buffer.distrust()
+        if buffers.ledger.stamp is not buffers.mine or (buffers.unmarked and not self.fused):
+            buffers.distrust()  # someone else's fill came between, to the same memory, or a kernel's
+        elif buffers.unmarked:  # a slot that is apart here may be a lane of another bucket's kernel
+            for mark in self.marks:
+                mark.buffer.distrust()
         if self.exact:
             for mark in self.marks:
                 mark.buffer.mark = tuple(map(max, mark.buffer.mark, mark.live))
+            dirty = []
         elif buffers.ledger.handed_out:
-            self._reset([(mark, mark.tails) for mark in self.marks])
+            dirty = [(mark, mark.tails) for mark in self.marks]
         else:
-            self._reset([(mark, mark.settled()) for mark in self.marks if mark.buffer.mark != mark.live])
-        buffers.ledger.stamp = buffers.mine = self
-
-    def _reset(self, marked: "list[tuple[Mark, list[torch.Tensor]]]") -> None:
-        """Write the values of some tails."""
-        zeros = [tail for mark, tails in marked if mark.is_zero for tail in tails]
+            dirty = [(mark, mark.settled()) for mark in self.marks if mark.buffer.mark != mark.live]
+        zeros = [tail for mark, tails in dirty if mark.is_zero for tail in tails]
         if zeros:
             _FOREACH_ZERO(zeros)
-        for mark, tails in marked:
-            if not mark.is_zero:
-                for tail in tails:
-                    tail.fill_(mark.value)
+        for mark, tails in dirty:
+            for tail in () if mark.is_zero else tails:
+                tail.fill_(mark.value)
+        buffers.ledger.stamp = buffers.mine = self
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, slots=False)
 class Mark:
     """A buffer whose tail is kept clean: how far one live size reaches, and the tail's value.
 
-    padded: how far the bucket reaches. small: whether its whole tail is reset where some of it is dirty.
+    padded: how far the bucket reaches. small: whether its whole tail is reset where some of it is dirty. is_zero:
+    whether all bits of the value are zero: -0.0 equals 0 but is another number.
     """
 
     buffer: Buffer
@@ -119,19 +107,12 @@ class Mark:
     value: Number
     padded: tuple[int, ...]
     small: bool
-    is_zero: bool = attrs.field(init=False)
-    _tails: list[torch.Tensor] | None = attrs.field(default=None, init=False)
+    is_zero: bool
 
-    def __attrs_post_init__(self) -> None:
-        """Look at the value once."""
-        self.is_zero = _is_zero(self.value)
-
-    @property
+    @functools.cached_property
     def tails(self) -> list[torch.Tensor]:
-        """The tail in the bucket, cut when it is first asked for."""
-        if self._tails is None:
-            self._tails = [self.buffer.box(box) for box in boxes(self.live, self.padded)]
-        return self._tails
+        """The tail in the bucket."""
+        return [self.buffer.box(box) for box in boxes(self.live, self.padded)]
 
     def settled(self) -> list[torch.Tensor]:
         """What to reset, where rows are dirty up to the buffer's mark, which is this live size from now on."""
@@ -139,11 +120,6 @@ class Mark:
         if not self.small or any(map(operator.gt, dirty, self.padded)):
             return [self.buffer.box(box) for box in boxes(self.live, dirty)]
         return self.tails if any(map(operator.gt, dirty, self.live)) else []
-
-
-def _is_zero(value: Number) -> bool:
-    """Whether all bits are zero: -0.0 equals 0 but is another number."""
-    return value == 0 and math.copysign(1.0, value) > 0
 
 
 def boxes(live: tuple[int, ...], reach: tuple[int, ...]) -> Iterator[Box]:
@@ -154,29 +130,39 @@ def boxes(live: tuple[int, ...], reach: tuple[int, ...]) -> Iterator[Box]:
             yield (*before, (start, stop), *((0, size) for size in reach[dim + 1 :]))
 
 
-class Preparer:
-    """Makes `Ready` for any live size of one plan; exact fills see live rows only, padded ones the whole bucket."""
+class Planned:
+    """One plan of a bucket, over its buffers; makes `Ready` for any live size.
+
+    padded: the bucket's sizes. exact: whether the step sees live rows only. lanes: what the kernel writes by the plan,
+    `fused` the slots that these are for. carried: slots whose host data a packet has room for.
+    """
 
     def __init__(
-        self, plan: FillPlan, declaration: Declaration, buffers: Buffers, padded: Sizes, *, exact: bool
+        self,
+        plan: FillPlan,
+        declaration: Declaration,
+        buffers: Buffers,
+        padded: Sizes,
+        *,
+        exact: bool,
+        lanes: Lanes | None = None,
+        carried: frozenset[str] = NONE,
     ) -> None:
-        self._plan = plan
+        self.plan = plan
+        self.lanes = lanes
+        self.carried = carried if lanes is None else lanes.carried
+        self.fused = NONE if lanes is None else frozenset(plan.fused)
         self._declaration = declaration
         self._buffers = buffers
-        self._padded = dict(padded)
+        self._padded = padded
         self._exact = exact
-        self._absent = frozenset(plan.absent)
         slots = declaration.slots
         self._computes = {name: compute for name, slot in slots.items() if (compute := slot.computes()) is not None}
-        self._bucket_views = self._views(self._padded)
+        self._bucket_views = self._views(padded)
         self._bucket_shown = Aliases(self._bucket_views)
-        uploads = plan.lowering in FUSED or plan.packed or plan.moved
-        self._early = [group for group in plan.copies if not uploads or group.placement == HOST]
-        self._late = [group for group in plan.copies if uploads and group.placement != HOST]
-        self._padded_tails = {tail.slot: self._padded_tail(buffers[tail.slot]) for tail in plan.tails}
         self._asked = False
 
-    def __call__(self, live: tuple[int, ...]) -> Ready:
+    def ready(self, live: tuple[int, ...]) -> Ready:
         """Everything for these live sizes, one for each varying axis. BatchError where they exceed the bucket."""
         for axis, rows in zip(self._declaration.varying, live, strict=True):
             if rows > self._padded[axis]:
@@ -185,22 +171,26 @@ class Preparer:
         step = self._declaration.step(live, self._padded, exact=self._exact)
         if not self._asked:
             self._ask(step)
-        sizes, plan = step.live_sizes, self._plan
-        views = self._views(sizes) if self._exact else self._bucket_views
-        unit = WORD if plan.lowering in FUSED else UNIT
-        moved = [c for c in plan.computed if c.slot in plan.moved]
-        host = [c for c in plan.computed if c.on == HOST and not c.packed and c not in moved]
+        sizes, plan = step.live_sizes, self.plan
+        is_fused, views = plan.lowering in FUSED, self._views(sizes) if self._exact else self._bucket_views
+        uploads, unit = is_fused or plan.packed or plan.moved, WORD if is_fused else UNIT
+        early = [group for group in plan.copies if not uploads or group.placement == HOST]
+        late = [group for group in plan.copies if uploads and group.placement != HOST]
+
+        def bound(wanted: Callable[[ComputeStep], bool]) -> list[Computation]:
+            return [self._computation(one, step, views) for one in plan.computed if wanted(one)]
+
         return Ready(
-            plan=plan,
+            fused=is_fused,
             step=step,
-            always=[] if self._exact else list(self._always(sizes)),
-            early=self._copies(self._early, sizes),
-            late=self._copies(self._late, sizes),
-            marks=list(self._marks(sizes)),
-            host=[self._computation(c, step, views) for c in host],
-            device=[self._computation(c, step, views) for c in plan.computed if c.on == DEVICE],
-            packed=[PackedValue.of(self._computation(c, step, views), unit) for c in plan.computed if c.packed],
-            moved=[PackedValue.of(self._computation(c, step, views), unit) for c in moved],
+            always=[] if self._exact else [*self._always(sizes)],
+            early=self._copies(early, sizes),
+            late=self._copies(late, sizes),
+            marks=[self._mark(tail, sizes) for tail in plan.tails if not (tail.always or tail.fused)],
+            host=bound(lambda one: one.on == HOST and not one.packed and one.slot not in plan.moved),
+            device=bound(lambda one: one.on == DEVICE),
+            packed=[PackedValue.of(one, unit) for one in bound(lambda one: one.packed)],
+            moved=[PackedValue.of(one, unit) for one in bound(lambda one: one.slot in plan.moved)],
             views=views,
             shown=Aliases(views) if self._exact else self._bucket_shown,
             exact=self._exact,
@@ -211,7 +201,7 @@ class Preparer:
 
         Raises DeclarationError then. Any other error waits for the fill that needs the function's value.
         """
-        for planned in self._plan.computed:
+        for planned in self.plan.computed:
             compute = self._computes[planned.slot]
             if STEP in compute.needs and set(compute.needs) <= _SIZES and not compute.writes_out:
                 given = self._declaration.given(step.of(planned.slot))
@@ -224,46 +214,39 @@ class Preparer:
         self._asked = True
 
     def _views(self, sizes: Sizes) -> Views:
-        views: dict[str, torch.Tensor | None] = dict.fromkeys(self._declaration.disabled)
-        for name in self._declaration.slots:
-            views[name] = None if name in self._absent else self._buffers[name].view(sizes)
-        return views
+        names, absent = self._declaration.slots, self.plan.absent
+        views = {name: None if name in absent else self._buffers[name].view(sizes) for name in names}
+        return {**dict.fromkeys(self._declaration.disabled), **views}
 
     def _copies(self, groups: list[CopyGroup], sizes: Sizes) -> list[Targets]:
         """Where copies go. What the host computed has every padded row."""
         padded = sizes if self._exact else self._padded
-        together: list[Targets] = []
+        together: list[dict[str, torch.Tensor]] = []
         alone: list[Targets] = []
         for group in groups:
-            views = [self._buffers[n].view(padded if n in self._computes else sizes) for n in group.slots]
+            views = {n: self._buffers[n].view(padded if n in self._computes else sizes) for n in group.slots}
             if group.how == "single":
-                alone += [Targets((name,), [view]) for name, view in zip(group.slots, views, strict=True)]
-            elif group.how == "foreach" and together and self._plan.mixed:
-                together[0] = Targets((*together[0].names, *group.slots), together[0].views + views)
+                alone += [{name: view} for name, view in views.items()]
+            elif group.how == "foreach" and together and self.plan.mixed:
+                together[0].update(views)
             elif group.how == "foreach":
-                together.append(Targets(group.slots, views))
-        return together + alone
+                together.append(views)
+        return [*together, *alone]
 
     def _always(self, sizes: Sizes) -> Iterator[tuple[torch.Tensor, Number]]:
-        for tail in self._plan.tails:
+        for tail in self.plan.tails:
             buffer = self._buffers[tail.slot]
             if tail.always and not tail.fused:
                 for box in boxes(buffer.reach(sizes), buffer.reach(self._padded)):
                     yield buffer.box(box), tail.value
 
-    def _marks(self, sizes: Sizes) -> Iterator[Mark]:
-        for tail in self._plan.tails:
-            if not tail.always and not tail.fused:
-                buffer = self._buffers[tail.slot]
-                yield Mark(buffer, buffer.reach(sizes), tail.value, *self._padded_tails[tail.slot])
-
-    def _padded_tail(self, buffer: Buffer) -> tuple[tuple[int, ...], bool]:
-        """How far a slot reaches in the bucket, and whether it is small."""
-        return buffer.reach(self._padded), buffer.view(self._padded).nbytes <= WHOLE_TAIL
+    def _mark(self, tail: TailReset, sizes: Sizes) -> Mark:
+        buffer, whole = self._buffers[tail.slot], self._bucket_views[tail.slot]
+        small = whole is not None and whole.nbytes <= WHOLE_TAIL
+        is_zero = tail.value == 0 and math.copysign(1.0, tail.value) > 0
+        return Mark(buffer, buffer.reach(sizes), tail.value, buffer.reach(self._padded), small, is_zero)
 
     def _computation(self, planned: ComputeStep, step: Step, views: Views) -> Computation:
-        compute = self._computes[planned.slot]
-        target = None if self._exact else self._bucket_views[planned.slot]
-        target = self._buffers[planned.slot].view(step.padded_sizes) if target is None else target
+        target = self._buffers[planned.slot].view(step.padded_sizes)
         known = {**self._declaration.given(step), **views}
-        return Computation.bind(planned.slot, compute, known, self._declaration.fields, target)
+        return Computation.bind(planned.slot, self._computes[planned.slot], known, self._declaration.fields, target)

@@ -1,30 +1,30 @@
-"""Specializations: a plan bound to one bucket, one set of live sizes and one kind of each source.
+"""Specializations: a plan bound to one bucket, one set of live sizes and one kind of each source, and their one table.
 
 The first batch of a kind takes the long way, which makes one of these. A later batch is like it if the guard says so.
 What one source needs first, such as another dtype or dense memory, is done to that source alone.
 """
 
 import functools
-import itertools
 import operator
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
-import numpy as np
 import torch
 
 from .admission import is_in_place
 from .buffers import Buffers
-from .feed import Feed
-from .guard import IS_NESTED, POINTER, guard_over, own_guard
-from .hostdata import NOT_CARRIED, Bytes
+from .declaration import Declaration
+from .errors import BatchError
+from .guard import IS_NESTED, POINTER, below_modes, own_guard
+from .hostdata import NOT_CARRIED
 from .kinds import Kind
 from .lanes import WORD, head_bytes, rest, rounded
-from .packet import UNARMED, UNIT, Lanes
-from .readable import has_memory
-from .ready import Ready, Targets
-from .sources import Sources, chosen
+from .packet import UNARMED, UNIT, Feed
+from .readable import NOT_TOLD, has_memory
+from .ready import Planned, Targets
+from .sizing import Sizer
+from .sources import Gather, Side, Sources, chosen
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -38,305 +38,345 @@ def keep_newest(cache: dict[K, V], size: int) -> dict[K, V]:
 
 
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - no public name
-_ARRAY_FACTS: Final = operator.attrgetter("dtype", "shape", "strides")
-KEPT: Final = 256
+_UNLIKE: Final = (AttributeError, *NOT_CARRIED)
+"""What is raised over a source that is of another kind."""
+ADDRESSES: Final = 256
 """Sets of addresses that one specialization remembers the words of; the oldest goes first."""
+KEPT: Final = 4096
+"""Live sizes, each with a pattern of absent slots, that a table has specializations for; the oldest goes first."""
+KINDS: Final = 8
+"""Specializations for one of these: for kinds of sources, and for the buckets that took it."""
+MISS: Final = object()
+"""What a bound step answers to a batch that is not like those before it. Nothing was done."""
 
 Taken = tuple[bytes, Sources]
 """What a packet begins with and the host data in it, and sources as the kernel and copies read them."""
-Words = Callable[[tuple[int, ...]], bytes]
-"""Makes what a packet begins with, out of the addresses of sources."""
+MadeFor = tuple[object, tuple[int, ...], frozenset[str]]
+"""A bucket, live sizes and absent slots."""
+Run = Callable[[Any, Side, Sources], Any]
+"""A bound step: see `bind` of runners."""
+
+
+def _not_bound(*_: Any) -> Any:
+    return MISS
 
 
 class Specialization:
     """Fills from sources that are like those it was made for.
 
     Attributes:
+        made_for: What it fills.
         ready: What its live sizes need.
         take: Looks at sources and writes nothing; None where they are not like those that it was made for.
         write: Fills from what `take` gave, all but what the device computes. Call it without gradients. ComputeError as
             `Computation.run` raises it.
+        bound: What runners bound to it: a fill by itself, and a whole step.
     """
 
     def __init__(
         self,
-        ready: Ready,
+        made_for: MadeFor,
+        planned: Planned,
         names: Sequence[str],
         kinds: Mapping[str, Kind],
         sources: Sources,
         buffers: Buffers,
         feed: Feed | None,
-        lanes: Lanes | None,
     ) -> None:
         """Bind a plan.
 
         Args:
-            ready: What the live sizes need of the plan.
+            made_for: What it fills.
+            planned: The plan.
             names: The slots that sources are for, in the order of sources; some may be absent.
             kinds: How each source travels, by slot.
             sources: Those that this is made for.
             buffers: The memory behind the slots.
             feed: What takes packets to the device; None where nothing is uploaded.
-            lanes: What the kernel writes; None where copies fill the slots.
 
         """
-        self.ready = ready
+        self.made_for = made_for
+        self.ready = planned.ready(made_for[1])
+        self.bound: list[Run] = [_not_bound, _not_bound]
+        self._planned = planned
         self._buffers = buffers
         self._feed = feed
-        places = {name: place for place, name in enumerate(names) if name in kinds}
-        found = {place: kinds[name] for name, place in places.items()}
-        strict = [(place, kind.host) for place, kind in found.items() if not kind.loose]
-        tensors = [place for place, host in strict if host is None]
-        self._tensors = chosen(tensors)
-        self._guard = guard_over(self._tensors(sources))
-        self._arrays = [(place, _ARRAY_FACTS(sources[place])) for place, host in strict if host is np.ndarray]
-        self._lists = [(place, host) for place, host in strict if host not in {None, np.ndarray}]
-        self._hosted = bool(self._arrays or self._lists)
-        self._prepared = [(place, kind.prepare) for place, kind in found.items() if kind.prepare is not None]
-        self._addressed = [place for place, kind in found.items() if kind.carrier is None]
-        self._at_addresses = chosen(self._addressed)
-        self._names = tuple(names)
-        fused = frozenset(lane.slot for lane in lanes.lanes) if lanes is not None else frozenset[str]()
-        in_place = {place: name for name, place in places.items() if kinds[name].in_place}
-        self._in_place = {place: buffers[name].tensor.data_ptr() for place, name in in_place.items()}
-        beside = [name for name in in_place.values() if name not in fused]
-        self._unmarked, self._marked = (beside, []) if lanes is not None else (list[str](), beside)
-        self._fused = frozenset(places[name] for name in fused & places.keys())
-        self._apart = frozenset(place for place, kind in found.items() if kind.pace is not None)
-        kept = [place for place in sorted(self._fused) if found[place].carrier is None]
-        self._kept = None if len(kept) == len(names) else chosen(kept)
-        near = buffers.near or [(0, 0)]
-        self._low, self._high = near[0][0], near[-1][1]
+        self._kinds = {place: (name, kinds[name]) for place, name in enumerate(names) if name in kinds}
+        self._in_place = {p: buffers[n].tensor.data_ptr() for p, (n, kind) in self._kinds.items() if kind.in_place}
+        self._by_address = [place for place, (_, kind) in self._kinds.items() if kind.carrier is None]
+        self._places = {name: place for place, (name, _) in self._kinds.items()}
+        self._fixed: list[torch.Tensor] = []
+        self._words = self._laid_out(kinds, len(names))
         self._known: dict[tuple[int, ...], bytes] = {}
-        self._lay_out(kinds, places, lanes)
-        self._early = [_copy_of(copies, self._sources_of) for copies in ready.early]
-        self._late = [_copy_of(copies, self._sources_of) for copies in ready.late]
-        plain = len(tensors) == len(self._addressed) == len(names) and not self._prepared
-        self.take = self._taker(sources) if plain else self._take
-        send: Callable[[Taken, Any], Sources] | None = None
-        if feed is not None:
-            send = functools.partial(self._send_for_copies, feed) if lanes is None else self._kernel_sender(feed)
-        self.write: Callable[[Taken, Any], object] = self._writer(send) if ready.beside or send is None else send
+        self.take = self._taker(sources)
+        self.write = self._writer(len(names))
 
-    def _lay_out(self, kinds: Mapping[str, Kind], places: Mapping[str, int], lanes: Lanes | None) -> None:
-        """Give everything that the packet carries its place."""
-        ready, feed = self.ready, self._feed
-        unit = UNIT if lanes is None else WORD
-        head = UNARMED if feed is not None else b""
-        at = len(head) if lanes is None else head_bytes(len(lanes.lanes))
-        carried = [name for name in places if kinds[name].carrier is not None]
+    def is_bound(self, *, whole: bool) -> bool:
+        """Whether a runner has bound a step to it, or a fill where it is not `whole`."""
+        return self.bound[whole] is not _not_bound
+
+    def _laid_out(self, kinds: Mapping[str, Kind], count: int) -> Callable[[tuple[int, ...]], bytes]:
+        """Give all that the packet carries its place; what makes its first words out of the sources' addresses."""
+        ready, feed, lanes = self.ready, self._feed, self._planned.lanes
+        unit, at = (UNIT, len(UNARMED)) if lanes is None else (WORD, head_bytes(len(lanes.lanes)))
+        if feed is None:
+            return lambda _: b""
+        sizes = {name: rounded(kind.nbytes, unit) for name, kind in self._kinds.values() if kind.carrier is not None}
+        sizes |= {value.slot: value.nbytes for value in ready.packed}
         starts: dict[str, int] = {}
-        sizes = {value.slot: value.nbytes for value in ready.packed}
-        for name in (*carried, *sizes):
+        for name, nbytes in sizes.items():
             starts[name] = at
-            at += rounded(kinds[name].nbytes, unit) if name in carried else sizes[name]
-        if feed is not None and at > feed.room:
+            at += nbytes
+        if at > feed.room:
             message = f"the packet has {feed.room} bytes, too few for a bucket that it was not made for"
             raise ValueError(message)
-        self._carriers = [(places[name], carrier) for name in carried if (carrier := kinds[name].carrier) is not None]
-        self._parts: list[Bytes] = [part for name in carried for part in (b"", rest(kinds[name].nbytes, unit))]
-        self._sources_of = dict(places)
-        self._fixed: tuple[torch.Tensor, ...] = ()
-        if lanes is not None and feed is not None:
-            address = feed.upload.packet.data_ptr()
-            values = frozenset(sizes)
-            words = lanes.words(kinds, values, ready.step.live_sizes)
-            known = {name: address + start for name, start in starts.items()}
-            known |= {name: 0 for name, place in places.items() if place in self._in_place}
-            order = {place: at for at, place in enumerate(self._addressed)}
-            self._head: Words = _words_with(words, [lane.slot for lane in lanes.lanes], known, places, order)
-            return
-        self._head = lambda _: head
-        if feed is not None:
-            self._place_parts(starts, feed)
+        if lanes is None:
+            self._read_from_packet(starts, feed, count)
+            return lambda _: UNARMED
+        slots, address = [lane.slot for lane in lanes.lanes], feed.upload.packet.data_ptr()
+        words = lanes.words(kinds, frozenset(value.slot for value in ready.packed), ready.step.live_sizes)
+        given = [self._kinds[place][0] for place in self._by_address]
+        order = {name: at for at, name in enumerate(given) if not kinds[name].in_place}
+        fixed = [address + starts[name] if name in starts else 0 for name in slots]
+        picked = chosen([order.get(name, len(given) + at) for at, name in enumerate(slots)])
+        pack = struct.Struct(f"<{len(slots)}Q").pack
+        return lambda pointers: words + pack(*picked((*pointers, *fixed)))
 
-    def _place_parts(self, starts: Mapping[str, int], feed: Feed) -> None:
-        """Have the packet's parts at hand as tensors: copies read them where they lie, at the same place each step."""
-        packet, parts = feed.upload.packet, list[torch.Tensor]()
-        targets = {value.slot: value.scratch for value in self.ready.packed}
-        pairs = [zip(copies.names, copies.views, strict=True) for copies in self.ready.late]
-        views = dict(itertools.chain.from_iterable(pairs))
+    def _read_from_packet(self, starts: Mapping[str, int], feed: Feed, count: int) -> None:
+        """Have the packet's parts at hand as tensors: copies read them where they lie, at the same place each step.
+
+        They stand behind the sources, and what is taken up by itself stands behind them.
+        """
+        targets = {name: view for copies in self.ready.late for name, view in copies.items()}
+        targets |= {value.slot: value.scratch for value in self.ready.packed}
         with torch.inference_mode(mode=False):
             for name, start in starts.items():
-                target = targets.get(name, views[name])
-                part = packet[start : start + target.nbytes]
-                parts.append(part.view(target.dtype).view(target.shape))
-                self._sources_of[name] = len(self._names) + len(parts) - 1
-        for value in self.ready.moved:
-            self._sources_of[value.slot] = len(self._names) + len(parts) + self.ready.moved.index(value)
-        self._fixed = tuple(parts)
+                target, part = targets[name], feed.upload.packet[start : start + targets[name].nbytes]
+                self._places[name] = count + len(self._fixed)
+                self._fixed.append(part.view(target.dtype).view(target.shape))
+        for place, value in enumerate(self.ready.moved, count + len(self._fixed)):
+            self._places[value.slot] = place
 
     def _taker(self, like: Sources) -> Callable[[Sources], Taken | None]:
-        """`take` where each source is a tensor that is read as it lies, with what it needs in local names."""
-        check, known, anew = own_guard(like), self._known.get, self._taken_anew
+        """`take`, with what it needs in local names."""
+        kinds, known, anew = [(place, kind) for place, (_, kind) in self._kinds.items()], self._known.get, self._anew
+        tensors = [place for place, kind in kinds if isinstance(like[place], torch.Tensor) and not kind.loose]
+        prepared = [(place, kind.prepare) for place, kind in kinds if kind.prepare is not None]
+        unit = UNIT if self._planned.lanes is None else WORD
+        carried = [(p, kind.carrier, rest(kind.nbytes, unit)) for p, kind in kinds if kind.carrier is not None]
+        guarded, addressed = _some(tensors, len(like)), _some(self._by_address, len(like))
+        check = own_guard(like if guarded is None else guarded(like))
 
         def take(sources: Sources) -> Taken | None:
             try:
-                if True in map(IS_NESTED, sources) or not check(*sources):
+                found = sources if guarded is None else guarded(sources)
+                if True in map(IS_NESTED, found) or not check(*found):
                     return None
-            except AttributeError:  # no tensor
+                if prepared:
+                    made = list(sources)
+                    for place, prepare in prepared:
+                        made[place] = prepare(made[place])
+                    sources = tuple(made)
+                data = b""
+                if carried:
+                    data = b"".join([part for place, carry, pad in carried for part in (carry(sources[place]), pad)])
+                pointers = tuple(map(POINTER, sources if addressed is None else addressed(sources)))
+                words = known(pointers)
+                if words is None:
+                    taken = anew(pointers, sources)
+                    if taken is None:
+                        return None
+                    words, sources = taken
+            except _UNLIKE:
                 return None
-            pointers = tuple(map(POINTER, sources))
-            head = known(pointers)
-            return (head, sources) if head is not None else anew(pointers, sources)
+            return words + data if data else words, sources
 
         return take
 
-    def _take(self, sources: Sources) -> Taken | None:
-        """`take` in general."""
-        if not self._guard(*self._tensors(sources)):
-            return None
-        if self._hosted and not self._are_alike(sources):
-            return None
-        try:
-            if self._prepared:
-                made = list(sources)
-                for place, prepare in self._prepared:
-                    made[place] = prepare(made[place])
-                sources = tuple(made)
-            data = self._data(sources) if self._carriers else b""
-            pointers = tuple(map(POINTER, self._at_addresses(sources)))
-            head = self._known.get(pointers)
-            if head is None:
-                found = self._taken_anew(pointers, sources)
-                if found is None:
-                    return None
-                head, sources = found
-        except NOT_CARRIED:
-            return None
-        return head + data if data else head, sources
-
-    def _are_alike(self, sources: Sources) -> bool:
-        """Whether lists and arrays are like those before. A carrier tells the length of a list."""
-        for place, kind in self._lists:
-            if type(sources[place]) is not kind:
-                return False
-        for place, facts in self._arrays:
-            if type(sources[place]) is not np.ndarray or _ARRAY_FACTS(sources[place]) != facts:
-                return False
-        return True
-
-    def _data(self, sources: Sources) -> bytes:
-        """The bytes of all host data; NOT_CARRIED where some lies in pieces, or is no list of numbers."""
-        parts = self._parts.copy()
-        parts[::2] = [carry(sources[place]) for place, carry in self._carriers]
-        return b"".join(parts)
-
-    def _taken_anew(self, pointers: tuple[int, ...], sources: Sources) -> Taken | None:
+    def _anew(self, pointers: tuple[int, ...], sources: Sources) -> Taken | None:
         """A packet's first words, and the sources, with copies of those that slots' writes would change, or lie askew.
 
         None where a source is its slot's own memory now, or no longer is, or has no memory.
         """
-        if not self._in_place and self._are_elsewhere(pointers):
-            head = keep_newest(self._known, KEPT)[pointers] = self._head(pointers)
-            return head, sources
-        copies = {}
-        for place, pointer in zip(self._addressed, pointers, strict=True):
-            source = sources[place]
-            if place in self._in_place:
+        buffers, copies = self._buffers, dict[int, torch.Tensor]()
+        low, high = (buffers.near[0][0], buffers.near[-1][1]) if buffers.near else (0, 0)
+        for place, pointer in zip(self._by_address, pointers, strict=True):
+            name, kind = self._kinds[place]
+            if kind.in_place:
                 if pointer != self._in_place[place]:
                     return None
-            elif not has_memory(source) or (
-                self._low <= pointer < self._high and is_in_place(source, self._buffers[self._names[place]])
-            ):
-                return None
-            elif pointer % source.itemsize or self._buffers.holds(source):
-                copies[place] = _copy(source, apart=place in self._apart)
+            elif pointer % WORD or low <= pointer < high or not pointer:  # else there is nothing to look at
+                source = sources[place]
+                if not has_memory(source) or is_in_place(source, buffers[name]):
+                    return None
+                if pointer % source.itemsize or buffers.holds(source):
+                    copies[place] = _copy(source, apart=kind.pace is not None)
         if not copies:
-            head = keep_newest(self._known, KEPT)[pointers] = self._head(pointers)
-            return head, sources
+            words = keep_newest(self._known, ADDRESSES)[pointers] = self._words(pointers)
+            return words, sources
         sources = tuple([copies.get(place, source) for place, source in enumerate(sources)])
-        return self._head(tuple(map(POINTER, self._at_addresses(sources)))), sources
+        return self._words(tuple([sources[place].data_ptr() for place in self._by_address])), sources
 
-    def _are_elsewhere(self, pointers: tuple[int, ...]) -> bool:
-        """Whether no address is near a buffer, and all are multiples of eight: then there is nothing to look at."""
-        low, high, bits = self._low, self._high, 0
-        for pointer in pointers:
-            bits |= pointer
-            if low <= pointer < high or not pointer:
-                return False
-        return not bits % WORD
+    def _writer(self, count: int) -> Callable[[Taken, Any], object]:  # noqa: C901 - as `write` within
+        """`write`, with what it needs in local names."""
+        buffers, ready, feed, ledger = self._buffers, self.ready, self._feed, self._buffers.ledger
+        always, host, values = ready.always, ready.host, [value.bytes_of for value in ready.packed]
+        fused, fixed = self._planned.fused, self._fixed
+        arm = feed.arm if feed is not None and self._planned.lanes is not None else None
+        early = [_copy_of(copies, self._places) for copies in ready.early]
+        late = [_copy_of(copies, self._places) for copies in ready.late]
+        beside = [name for name, kind in self._kinds.values() if kind.in_place and name not in fused]
+        unknown = bool(beside and arm)  # how far a producer dirties tails, and no plan says so
+        has_more = bool(always or early or late or ready.marks or host or beside or feed is None)
+        kept = _some([place for place in self._by_address if self._kinds[place][0] in fused], count)
 
-    def _writer(  # noqa: C901 - in one piece: each call within would take longer than what it does
-        self, send: Callable[[Taken, Any], Sources] | None
-    ) -> Callable[[Taken, Any], None]:
-        """`write` where there is more to do than an upload, with what it needs in local names."""
-        buffers, ready, early, late = self._buffers, self.ready, self._early, self._late
-        ledger, always, host, unmarked, marked = buffers.ledger, ready.always, ready.host, self._unmarked, self._marked
-
-        def write(taken: Taken, batch: Any) -> None:
-            sources = taken[1]
+        def write(taken: Taken, batch: Any) -> None:  # noqa: C901 - calls within would take longer
+            data, sources = taken
             try:
-                for name in unmarked:
-                    buffers.written_beside(name)
-                if ledger.stamp is not ready or ledger.handed_out:
-                    ready.reset(buffers)
-                for tail, number in always:
-                    tail.fill_(number)
-                for copy, chosen_of in early:
-                    copy(chosen_of(sources))
-                for computation in host:
-                    computation.run(batch)
-                if send is not None:
-                    sources = send(taken, batch)
+                if has_more:
+                    for name in beside:
+                        buffers[name].distrust()  # its producer may have written any row
+                    if unknown or ledger.stamp is not ready or ledger.handed_out:
+                        ready.reset(buffers)
+                    for tail, number in always:
+                        tail.fill_(number)
+                    for copy, chosen_of in early:
+                        copy(chosen_of(sources))
+                    for computation in host:
+                        computation.run(batch)
+                for value in values:
+                    data += value(batch)
+                if arm is not None:
+                    ledger.stamp = buffers.mine = ready
+                    buffers.unmarked = True
+                    arm(data, sources if kept is None else kept(sources))
+                elif feed is not None:
+                    up = [value.tensor_of(batch) for value in ready.moved]
+                    if len(data) > UNIT:
+                        feed.carry(data)
+                    sources = (*sources, *fixed, *map(feed.upload.move, up))
                 for copy, chosen_of in late:
                     copy(chosen_of(sources))
-                for name in marked:
-                    buffers[name].distrust()  # its producer may have written any row
             except BaseException:
                 buffers.distrust()
                 raise
 
         return write
 
-    def _kernel_sender(self, feed: Feed) -> Callable[[Taken, Any], Sources]:
-        """Computes what the upload takes along, and sends it for the kernel, with what it needs in local names."""
-        ready, buffers, kept, arm = self.ready, self._buffers, self._kept, feed.arm
-        ledger, values = buffers.ledger, [value.bytes_of for value in ready.packed]
 
-        def send(taken: Taken, batch: Any) -> Sources:
-            data, sources = taken
-            for value in values:
-                data += value(batch)
-            ledger.stamp = buffers.mine = ready
-            buffers.unmarked = True
-            arm(data, sources if kept is None else kept(sources))
-            return sources
+class Specializations:
+    """The one table of specializations: those of one runner's buckets, by what sources tell of sizes and absent slots.
 
-        return send
-
-    def _send_for_copies(self, feed: Feed, taken: Taken, batch: Any) -> Sources:
-        """Compute what the upload takes along, and send it; the sources of later copies, those in the packet too."""
-        data, sources = taken
-        for value in self.ready.packed:
-            data += value.bytes_of(batch)
-        moved = [value.tensor_of(batch) for value in self.ready.moved]
-        if len(data) > UNIT:
-            feed.carry(data)
-        return (*sources, *self._fixed, *map(feed.upload.move, moved))
-
-
-def _words_with(
-    words: bytes, slots: Sequence[str], known: Mapping[str, int], places: Mapping[str, int], order: Mapping[int, int]
-) -> Words:
-    """A call that makes a packet's words out of its fixed ones and the addresses of sources.
-
-    known: addresses that are the same in each step, by slot; a slot that has no source has 0. order: where each
-    source's address stands among those that the call is given.
+    names: the slots that batches bring sources for. gather: reads all of these from a batch, in their order.
     """
-    fixed = [known.get(name, 0) for name in slots]
-    given = [order.get(places[name]) if name in places and name not in known else None for name in slots]
-    picked = chosen([len(order) + at if place is None else place for at, place in enumerate(given)])
-    pack = struct.Struct(f"<{len(slots)}Q").pack
-    rest_of_all = tuple(fixed)
-    return lambda pointers: words + pack(*picked((*pointers, *rest_of_all)))
+
+    def __init__(self, declaration: Declaration, size: Sizer | None = None) -> None:
+        """Make an empty one. size: reads live sizes; without it, nothing can be bound."""
+        sources = {name: source for name, slot in declaration.slots.items() if (source := slot.reads(name)) is not None}
+        self.names = tuple(sources)
+        self.gather = Gather([*sources.values()])
+        self._arguments = declaration.arguments
+        self._key = None if size is None else _key_of(size, self.names, [name for name, _ in declaration.optional])
+        self._known: dict[Hashable, list[Specialization]] = {}
+
+    def __len__(self) -> int:
+        """How many live sizes and patterns there are specializations for."""
+        return len(self._known)
+
+    def run(self, batch: Any, side: Side, whole: bool = True) -> Any:  # noqa: FBT001, FBT002 - a keyword takes longer
+        """Run a bound step, or a fill where it is not `whole`. MISS where no step or fill like it came before."""
+        if side and self._arguments is not None and not self._arguments.issuperset(side):
+            return MISS  # the long way refuses it
+        sources = self.gather(batch, side)
+        try:
+            known = self._known.get(self._key(sources))  # type: ignore[misc] # there is one where something is bound
+        except (BatchError, TypeError):  # which the long way words better
+            return MISS
+        if known is None:
+            return MISS
+        outputs = known[0].bound[whole](batch, side, sources)
+        return outputs if outputs is not MISS or len(known) == 1 else self._other(known, batch, side, sources, whole)
+
+    def _other(self, known: list[Specialization], batch: Any, side: Side, sources: Sources, whole: bool) -> Any:  # noqa: FBT001
+        """Try the others that came with these sizes. The one that fits is tried first from then on."""
+        for place in range(1, len(known)):
+            outputs = known[place].bound[whole](batch, side, sources)
+            if outputs is not MISS:
+                known.insert(0, known.pop(place))
+                return outputs
+        return MISS
+
+    def take(self, sources: Sources, made_for: MadeFor) -> tuple[Specialization, Taken] | None:
+        """What fits the sources, and what it took of them; nothing is written."""
+        known = self._known.get(self._key_or(sources, made_for), [])
+        for place, one in enumerate(known):
+            taken = below_modes(one.take, sources) if one.made_for == made_for else None
+            if taken is not None:
+                known.insert(0, known.pop(place))
+                return one, taken
+        return None
+
+    def keep(self, sources: Sources, found: Specialization) -> None:
+        """Keep what was made for sources like these."""
+        key = self._key_or(sources, found.made_for)
+        keep_newest(self._known, KEPT)[key] = [found, *self._known.get(key, ())][:KINDS]
+
+    def latest(self, batch: Any, side: Side) -> Specialization | None:
+        """What filled last of all for the sizes and absent slots of a batch."""
+        sources = self.gather(batch, side)
+        known = self._known.get(self._key_or(sources, None))
+        return known[0] if known else None
+
+    def _key_or(self, sources: Sources, otherwise: Hashable) -> Hashable:
+        """The key, or another where sources do not tell one, as where live sizes are given."""
+        try:
+            return otherwise if self._key is None else self._key(sources)
+        except (BatchError, TypeError):
+            return otherwise
+
+
+def _key_of(size: Sizer, names: Sequence[str], optional: Sequence[str]) -> Callable[[Sources], Hashable]:
+    """Make a call that tells from sources which sizes they have, and which optional ones are there.
+
+    Two batches that are alike in that have the same live sizes, and lack the same slots.
+    """
+    axes = [[(names.index(gauge.slot), gauge) for gauge in gauges] for gauges in size.gauges]
+    firsts = [(place, gauge.dim) for (place, gauge), *_ in axes]
+    absent = [names.index(name) for name in optional]
+
+    def told(sources: Sources) -> Hashable:
+        present = (next(((one, sources[at]) for at, one in axis if sources[at] is not None), None) for axis in axes)
+        return (
+            *[0 if one is None else one[0].size(one[1]) for one in present],
+            *[sources[at] is None for at in absent],
+        )
+
+    def sizes(sources: Sources) -> Hashable:
+        found: list[Any] = []
+        try:
+            for place, dim in firsts:
+                source = sources[place]
+                found.append(source.shape[dim] if dim or type(source) is not list else len(source))
+        except (*NOT_TOLD, IndexError):  # nested lists, and what the long way refuses
+            return told(sources)
+        if absent:
+            found += [sources[place] is None for place in absent]
+        return tuple(found)
+
+    return sizes if size.required else told
+
+
+def _some(places: list[int], count: int) -> Callable[[Sources], Sources] | None:
+    """A call that takes some sources out of all; None where these are all."""
+    return None if places == [*range(count)] else chosen(places)
 
 
 def _copy_of(copies: Targets, places: Mapping[str, int]) -> tuple[Callable[[Any], object], Callable[[Sources], Any]]:
     """A call that does some copies, together in one call of torch's or as one plain copy, and what it is given."""
-    if len(copies.names) == 1:
-        return copies.views[0].copy_, operator.itemgetter(places[copies.names[0]])
-    return functools.partial(_FOREACH_COPY, copies.views), chosen([places[name] for name in copies.names])
+    at, views = [places[name] for name in copies], [*copies.values()]
+    if len(views) == 1:
+        return views[0].copy_, operator.itemgetter(*at)
+    return functools.partial(_FOREACH_COPY, views), chosen(at)
 
 
 def _copy(source: torch.Tensor, *, apart: bool) -> torch.Tensor:

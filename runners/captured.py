@@ -3,7 +3,7 @@
 import os
 import sys
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import attrs
@@ -12,16 +12,12 @@ import torch
 from ..backends.base import Graph
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent
-from ..dataflow.guard import Guard, own_guard
-from ..dataflow.specialization import keep_newest
+from ..dataflow.guard import own_guard
 from ..dataflow.views import alias
 from .config import RunnerConfig
 from .coordination import Coordinator, Step
 from .filler import Filling
 from .outputs import live_rows, map_tensors
-
-KEPT: Final = 1024
-"""Live sizes whose outputs one graph remembers, cut."""
 
 
 @attrs.define(eq=False)
@@ -36,27 +32,36 @@ class Captured:
     graph: Graph
     step: Step
     verified: bool = False
-    _live: dict[int | None, tuple[torch.Tensor, Guard, int]] = attrs.field(factory=dict, init=False)
-    _last: Any = attrs.field(default=None, init=False)
 
     def live(self, rows: int | None) -> Any:
-        """The outputs' first rows, or all of them; never the graph's own tensors, whose shape a caller might change.
+        """The outputs' first rows, or all of them; never the graph's own tensors, whose shape a caller might change."""
+        outputs = self.graph.outputs
+        return map_tensors(outputs, alias) if rows is None else live_rows(outputs, rows)
 
-        What was handed out before is again, unless the graph has other outputs since, or someone changed it in place.
+    def cut(self, rows: int | None) -> Callable[[], Any]:
+        """A call that does this after each replay of a bound step.
+
+        A tensor that was handed out before is again, unless the graph has other outputs since, or someone changed it in
+        place.
         """
-        whole, known = self.graph.outputs, self._live.get(rows)
-        is_last = whole is self._last
-        if known is not None and is_last and known[1](known[0]) and known[0].data_ptr() == known[2]:
-            return known[0]
-        if type(whole) is not torch.Tensor:  # a container may be changed by whoever gets it
-            return map_tensors(whole, alias) if rows is None else live_rows(whole, rows)
-        outputs = alias(whole) if rows is None else whole[:rows]
-        if is_last:
-            keep_newest(self._live, KEPT)[rows] = outputs, own_guard([outputs]), outputs.data_ptr()
-        else:  # a backend may make new ones at each replay, of which nothing is worth keeping
-            self._live.clear()
-            self._last = whole
-        return outputs
+        graph, last, kept, guard, address = self.graph, None, None, own_guard([]), 0
+
+        def cut() -> Any:
+            nonlocal last, kept, guard, address
+            whole = graph.outputs
+            if type(whole) is not torch.Tensor:  # a container may be changed by whoever gets it
+                return self.live(rows)
+            is_last = whole is last
+            if is_last and kept is not None and guard(kept) and kept.data_ptr() == address:
+                return kept
+            outputs = alias(whole) if rows is None else whole[:rows]
+            if is_last:  # a backend may make new ones at each replay, of which nothing is worth keeping
+                kept, guard, address = outputs, own_guard([outputs]), outputs.data_ptr()
+            else:
+                last, kept = whole, None
+            return outputs
+
+        return cut
 
 
 @attrs.frozen

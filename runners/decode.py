@@ -149,9 +149,8 @@ class RequestRunner(GraphRunner[V]):
         if not whole:
             return super()._bound_run(captured, ready, filled, whole=whole)
         graphs, filler, rows = self.graphs, self.graphs.filler, filled.rows
-        clock, outputs, counted = graphs.clock, captured.live, self._tally.repeats(captured.rows, rows)
-        each = graphs.rows_each
-        shown = None if each is None else rows * each
+        clock, counted, each = graphs.clock, self._tally.repeats(captured.rows, rows), graphs.rows_each
+        outputs = captured.cut(None if each is None else rows * each)
         replay, note = captured.graph.replay, filler.hosts.note if filler.hosts.possible else None
         alone = captured.filling.alone if filler.lowering == "fused" else None
 
@@ -161,7 +160,7 @@ class RequestRunner(GraphRunner[V]):
             counted.steps += 1
             if note is not None:
                 note()
-            return outputs(shown)
+            return outputs()
 
         return finish, None if alone is None else alone.replay
 

@@ -11,7 +11,6 @@ from ..dataflow.declaration import Declaration
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from ..dataflow.turns import BufferTurn
-from .bound import BoundSteps
 from .coordination import Live
 from .decision import Decision
 from .eagerly import Eagerly
@@ -72,8 +71,8 @@ class EagerRunner(Runner[V]):
         size = Sizer(declaration, stage.relations, stage.sizes, lead)
         coordinator = coordinator_of(declaration, name, config, {}, *([] if lead is None else [lead]))
         super().__init__(config, stage, size, coordinator, capacity=stage.sizes)
-        self._own = Eagerly(stage, name, size, carry=carry, no_copy=no_copy)
-        self._bound = BoundSteps(declaration, size) if self.coordinator.quiet else None
+        self._own = Eagerly(stage, name, size, carry=carry, no_copy=no_copy, table=self._table)
+        self._bound = self._table if self.coordinator.quiet else None
 
     @property
     def _eager(self) -> Eagerly[V]:

@@ -13,13 +13,13 @@ from ..dataflow.bucket import Bucket, hand_over
 from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import DEVICE, resolve_dtype
 from ..dataflow.errors import BatchError
-from ..dataflow.feed import Feeder
 from ..dataflow.gradients import GRADIENTS, without_gradients
-from ..dataflow.packet import most_for_copies
+from ..dataflow.packet import Feed, most_for_copies
 from ..dataflow.readable import unreadable
 from ..dataflow.sizing import Sizer
 from ..dataflow.slots import Slot
 from ..dataflow.sources import Side, look_up
+from ..dataflow.specialization import Specializations
 from ..dataflow.turns import BufferTurn
 from .hostreads import HostReads
 from .running import Running, under_way
@@ -46,6 +46,7 @@ class Eagerly(Generic[V]):
         carry: Collection[str] = (),
         buffers: Buffers | None = None,
         no_copy: bool = False,
+        table: Specializations | None = None,
     ) -> None:
         """Use `buffers` as long as they are large enough.
 
@@ -56,6 +57,7 @@ class Eagerly(Generic[V]):
             carry: Slots that the batch has computed already.
             buffers: The memory of the runner's buckets, if it has any.
             no_copy: Whether to hand the batch's own tensors through.
+            table: Where to keep specializations of fills that may be repeated.
 
         """
         capabilities, slots = stage.backend.capabilities, stage.inputs.slotgraph.slots
@@ -70,6 +72,7 @@ class Eagerly(Generic[V]):
             Wanted(name, slots[name], resolve_dtype(slots[name].dtype, capabilities), self._home(slots[name]))
             for name in carry
         ]
+        self._table = table if self.repeats else Specializations(self.stage.declaration)
         self.held = None if buffers is None else self._over(buffers)
         self._reads: HostReads | None = None
 
@@ -215,10 +218,11 @@ class Eagerly(Generic[V]):
 
     def _over(self, buffers: Buffers) -> Bucket:
         declaration, backend = self.stage.declaration, self.stage.backend
-        capabilities, feeder = backend.capabilities, None
+        capabilities, feed = backend.capabilities, None
         if capabilities.packed_uploads:
-            feeder = Feeder(backend.upload, most_for_copies(declaration, buffers.capacity, capabilities))
-        return Bucket(declaration, buffers.capacity, capabilities, buffers, exact=True, feeder=feeder)
+            feed = Feed(backend.upload, most_for_copies(declaration, buffers.capacity, capabilities))
+        over = declaration, buffers.capacity, capabilities, buffers
+        return Bucket(*over, exact=True, feed=feed, table=self._table)
 
     def _check_carried(self, batch: Any, live: tuple[int, ...]) -> None:
         """Hold the slots that the batch has computed to their declaration, like any source."""

@@ -2,7 +2,7 @@
 
 import collections
 import time
-from typing import Any, Final, Generic
+from typing import Any, Generic
 
 import attrs
 import torch
@@ -13,19 +13,17 @@ from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering, chosen_lowering
 from ..dataflow.errors import ConfigError
-from ..dataflow.feed import Feeder
 from ..dataflow.lanes import WORD, table_of
-from ..dataflow.packet import Lanes, most_for_copies
+from ..dataflow.packet import Feed, Lanes, most_for_copies
 from ..dataflow.plan import FUSED
 from ..dataflow.planner import plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
+from ..dataflow.specialization import Specializations
 from .capture import capture_step, warm_up
 from .hostreads import HostReads
 from .modes import OFF, STREAMS
 from .stage import Stage, V
-
-_NO_STREAMS: Final = frozenset[int]()
 
 
 @attrs.define(eq=False)
@@ -45,9 +43,9 @@ class Filling:
 class Filler(Generic[V]):
     """Fills a runner's buckets by one lowering, and by the next where a batch asks for it.
 
-    modes: of debugging: order sources of other streams. lowered: fills by each lowering. detours: why batches were
-    filled by a later one than chosen. late: when something was last captured in the middle of a fill, whose time then
-    says nothing of fills, by `perf_counter_ns`.
+    modes: of debugging: order sources of other streams. table: where buckets keep their specializations. lowered: fills
+    by each lowering. detours: why batches were filled by a later one than chosen. late: when something was last
+    captured in the middle of a fill, whose time then says nothing of fills, by `perf_counter_ns`.
     """
 
     def __init__(
@@ -59,24 +57,25 @@ class Filler(Generic[V]):
         *,
         modes: frozenset[str] = OFF,
         error_mode: str | None = None,
+        table: Specializations | None = None,
     ) -> None:
-        capabilities = stage.backend.capabilities
         self.stage = stage
         self.buffers = buffers
-        self.lowering: Lowering = chosen_lowering(capabilities, lowering)
+        self.lowering: Lowering = chosen_lowering(stage.backend.capabilities, lowering)
         self.lowered: collections.Counter[str] = collections.Counter()
         self.detours: collections.Counter[str] = collections.Counter()
         self.late = 0
         self._orders_sources = STREAMS in modes
         self._error_mode = error_mode
         self._tables = 0
+        self._table = Specializations(stage.declaration) if table is None else table
         self.stream = stage.backend.stream_key()
         buffers.turn.stream = self.stream()
         self.hosts = HostReads(stage.backend, buffers)
         self._fusion = self._fusion_of(stage) if self.lowering in FUSED else None
-        self._feeder = Feeder(stage.backend.upload, self._most(buckets))
+        self._feed = Feed(stage.backend.upload, max(map(self._most, buckets), default=WORD))
         if self._fusion is not None:
-            self._feeder()
+            _ = self._feed.upload
 
     @staticmethod
     def _fusion_of(stage: Stage[V]) -> Fusion:
@@ -86,29 +85,27 @@ class Filler(Generic[V]):
             raise ConfigError(message)
         return fusion
 
-    def _most(self, buckets: "list[Sizes]") -> int:
-        """Bytes of the largest packet that any bucket may ask for."""
-        stage = self.stage
-        capabilities, declaration = stage.backend.capabilities, stage.declaration
-        most = [most_for_copies(declaration, sizes, capabilities) for sizes in buckets if capabilities.packed_uploads]
-        if self._fusion is not None:
-            foreign = self.buffers.foreign
-            for sizes in buckets:
-                plan = plan_fill(declaration, sizes, capabilities, lowering=self.lowering, foreign=foreign)
-                most.append(Lanes.of(plan, declaration, self.buffers).most)
-        return max(most, default=WORD)
+    def _most(self, sizes: Sizes) -> int:
+        """Bytes of the largest packet that a bucket may ask for."""
+        declaration, capabilities = self.stage.declaration, self.stage.backend.capabilities
+        most = most_for_copies(declaration, sizes, capabilities) if capabilities.packed_uploads else WORD
+        if self._fusion is None:
+            return most
+        plan = plan_fill(declaration, sizes, capabilities, lowering=self.lowering, foreign=self.buffers.foreign)
+        return max(most, Lanes.of(plan, declaration, self.buffers).most)
 
     @property
     def nbytes(self) -> int:
         """Bytes of tables, of the packet, and of the host memory that uploads start from."""
-        return self._tables + self._feeder.nbytes
+        return self._tables + self._feed.nbytes
 
     def make(self, sizes: Sizes, absent: Absent) -> Filling:
         """A bucket with all that fills it but what must be captured."""
         stage, fusion = self.stage, self._fusion
         capabilities = stage.backend.capabilities
-        feeder = self._feeder if capabilities.packed_uploads or fusion is not None else None
-        bucket = Bucket(stage.declaration, sizes, capabilities, self.buffers, lowering=self.lowering, feeder=feeder)
+        feed = self._feed if capabilities.packed_uploads or fusion is not None else None
+        over = stage.declaration, sizes, capabilities, self.buffers
+        bucket = Bucket(*over, lowering=self.lowering, feed=feed, table=self._table)
         lanes = bucket.planned(absent).lanes
         if fusion is None or lanes is None:
             return Filling(bucket)
@@ -117,25 +114,22 @@ class Filler(Generic[V]):
             table = torch.from_numpy(rows).to(stage.backend.device)
         self._tables += table.nbytes
         targets = [lane.target for lane in lanes.lanes]
-        return Filling(bucket, table, fusion.kernel(table, self._feeder().upload.packet, targets))
+        return Filling(bucket, table, fusion.kernel(table, self._feed.upload.packet, targets))
 
     def capture_alone(self, filling: Filling, *, warm: bool = False) -> None:
         """Capture the kernel by itself; where it is a step's first node too, it must not run there a second time."""
-        stage, feed, kernel = self.stage, self._feeder.made, filling.kernel
-        if feed is None:
-            return
+        backend, kernel = self.stage.backend, filling.kernel
         with torch.inference_mode(mode=False):
-            armed = feed.upload.packet[:WORD].view(torch.int64)
+            armed = self._feed.upload.packet[:WORD].view(torch.int64)
 
         def alone() -> None:
             kernel()
             if self.lowering == "in_graph":
                 armed.zero_()
 
-        pool, mode = stage.backend.pool(), self._error_mode
         if warm:
-            warm_up(stage.backend, alone)
-        filling.alone = capture_step(stage.backend, alone, pool=pool, error_mode=mode)
+            warm_up(backend, alone)
+        filling.alone = capture_step(backend, alone, pool=backend.pool(), error_mode=self._error_mode)
 
     def captured_late(self) -> None:
         """Something was captured that had been put off."""
@@ -148,8 +142,7 @@ class Filler(Generic[V]):
 
     def rest(self) -> None:
         """Have the kernel leave the slots alone until a batch comes."""
-        if self._feeder.made is not None:
-            self._feeder.made.disarm()
+        self._feed.disarm()
 
     def order(self) -> None:
         """Let a step that comes on another stream than the last one wait for it: both use the same memory."""
@@ -176,23 +169,20 @@ class Filler(Generic[V]):
         """
         if self.hosts.possible:
             self.hosts.wait()
-        foreign = self._foreign(filling, batch, side) if self._orders_sources else _NO_STREAMS
-        if foreign:
-            return self._from_foreign(foreign, filling, batch, live, absent, side)
-        return self._filled(filling, batch, live, absent, side, whole=whole)
-
-    def _filled(
-        self, filling: Filling, batch: Any, live: tuple[int, ...], absent: Absent, side: Side, *, whole: bool
-    ) -> Ready:
-        bucket = filling.bucket
-        if self.lowering == "slot_by_slot":
-            ready = bucket.fill_slot_by_slot(batch, live, absent, side)
-        else:
-            ready = bucket.fill(batch, live, absent, side)
-        if whole and self.lowering == "in_graph":
+        backend, here = self.stage.backend, self.stream()
+        foreign = self._foreign(filling, batch, side) - {here} if self._orders_sources else ()
+        for stream in foreign:  # after what they wrote
+            backend.order(stream, here)
+        fill = filling.bucket.fill_slot_by_slot if self.lowering == "slot_by_slot" else filling.bucket.fill
+        ready = fill(batch, live, absent, side)
+        if whole and not foreign and self.lowering == "in_graph":
             self.lowered["in_graph"] += 1
-        else:
+        else:  # a kernel in the graph reads sources later
             self.launched(filling)
+        for stream in foreign:  # before what they write next
+            backend.order(here, stream)
+        if foreign:
+            self.detours["foreign_stream"] += 1
         return ready
 
     def launched(self, filling: Filling) -> None:
@@ -206,31 +196,11 @@ class Filler(Generic[V]):
             self.captured_late()
         if filling.alone is not None:
             filling.alone.replay()
-        if self.lowering == "in_graph" and self._feeder.made is not None:
-            self._feeder.made.was_disarmed()
+        if self.lowering == "in_graph":
+            self._feed.was_disarmed()
 
     def _foreign(self, filling: Filling, batch: Any, side: Side) -> frozenset[int]:
-        """Streams other than the current one that sources' memory belongs to."""
-        sources = filling.bucket.gather(batch, side)
-        device = self.stage.backend.device
+        """The streams that sources' memory belongs to."""
+        sources, device = filling.bucket.gather(batch, side), self.stage.backend.device
         tensors = [one for one in sources if isinstance(one, torch.Tensor) and one.device == device and one.numel()]
-        return frozenset(self.stage.backend.streams_of(tensors)) - {self.stream()}
-
-    def _from_foreign(
-        self,
-        foreign: frozenset[int],
-        filling: Filling,
-        batch: Any,
-        live: tuple[int, ...],
-        absent: Absent,
-        side: Side,
-    ) -> Ready:
-        """Fill in order with the streams that sources belong to: after what they wrote, before what they write next."""
-        backend, here = self.stage.backend, self.stream()
-        for stream in foreign:
-            backend.order(stream, here)
-        ready = self._filled(filling, batch, live, absent, side, whole=False)  # a kernel in the graph reads them later
-        for stream in foreign:
-            backend.order(here, stream)
-        self.detours["foreign_stream"] += 1
-        return ready
+        return frozenset(self.stage.backend.streams_of(tensors))

@@ -13,8 +13,9 @@ from ..dataflow.plan import FillPlan
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
+from ..dataflow.specialization import Run, Specializations
 from ..dataflow.turns import BufferTurn
-from .bound import BoundSteps, Holds, Run, bind
+from .bound import Holds, bind
 from .buckets import Buckets
 from .capture import CaptureReport
 from .captured import Captured, Order
@@ -111,9 +112,8 @@ class GraphRunner(Runner[V]):
         """The captured buckets, and the buffers that they read; those of a pool are laid out when first asked for."""
         stage, config, buffers = self.stage, self.config, self.seat.buffers()
         sizes, mode = list(self._sizes.values()), config.error_mode
-        return self._graph_set(
-            buffers, Filler(stage, buffers, self._lowering, sizes, modes=config.modes, error_mode=mode)
-        )
+        made = stage, buffers, self._lowering, sizes
+        return self._graph_set(buffers, Filler(*made, modes=config.modes, error_mode=mode, table=self._table))
 
     @functools.cached_property
     def _router(self) -> Router:
@@ -123,7 +123,8 @@ class GraphRunner(Runner[V]):
 
     @functools.cached_property
     def _eager(self) -> Eagerly[V]:  # pyright: ignore[reportIncompatibleMethodOverride] - a property that is kept
-        return Eagerly(self.stage, self.name, self._size, carry=self._carry, buffers=self.graphs.buffers)
+        made = self.stage, self.name, self._size
+        return Eagerly(*made, carry=self._carry, buffers=self.graphs.buffers, table=self._table)
 
     @property
     def _turn(self) -> BufferTurn:
@@ -157,11 +158,11 @@ class GraphRunner(Runner[V]):
             for watcher in watchers_of(self, modes):
                 self.watch.add(watcher)
 
-    def _bound_steps(self) -> BoundSteps | None:
+    def _bound_steps(self) -> Specializations | None:
         """None where other ranks are asked before each step, a debug mode looks at it, or fills go slot by slot."""
         if "graphs" not in vars(self) or self.config.modes or not self.coordinator.quiet:
             return None
-        return None if self.lowering == "slot_by_slot" else BoundSteps(self.stage.declaration, self._size)
+        return None if self.lowering == "slot_by_slot" else self._table
 
     @property
     def report(self) -> CaptureReport | None:
@@ -233,13 +234,15 @@ class GraphRunner(Runner[V]):
         self._tally.replayed(route.rows, filled.rows)
         return outputs
 
-    def _learn(self, bound: BoundSteps, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:
+    def _learn(self, bound: Specializations, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:
         captured, router = filled.route, self._router
         if isinstance(captured, Decision):
             if not router.decides_by_fields:  # else the next batch like this one may take a graph
                 super()._learn(bound, batch, side, filled, whole=whole)
             return
-        found = captured.filling.bucket.latest(filled.live[:-1], self.stage.absent(batch, side))
+        found = bound.latest(batch, side)
+        if found is None:
+            return
 
         def make() -> Run:
             graphs, hosts = self.graphs, self.graphs.filler.hosts
@@ -256,7 +259,7 @@ class GraphRunner(Runner[V]):
                 holds=self._holds(),
             )
 
-        self._keep(bound, batch, side, found, make, filled.live, whole=whole)
+        self._keep(found, make, filled.live, whole=whole)
 
     def _bound_run(
         self, captured: Captured, ready: Ready, filled: Filled[V], *, whole: bool

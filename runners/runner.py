@@ -16,9 +16,9 @@ from ..dataflow.limits import Limits
 from ..dataflow.sampling import sample_batch
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from ..dataflow.specialization import Specialization
+from ..dataflow.specialization import MISS, Run, Specialization, Specializations
 from ..dataflow.turns import BufferTurn
-from .bound import MISS, BoundSteps, Holds, Run, bind
+from .bound import Holds, bind
 from .captured import Captured
 from .config import RunnerConfig
 from .coordination import Coordinator, Live
@@ -116,7 +116,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self._axes = len(stage.declaration.varying)
         self._tally = Tally(path)
         self._gate = Gate(self.name)
-        self._bound: BoundSteps | None = None
+        self._table = Specializations(stage.declaration, size)
+        self._bound: Specializations | None = None
         self._filled: Filled[V] | None = None
         self._others = 0
 
@@ -301,15 +302,14 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self._tally.fell_back(filled.route, filled.rows)  # type: ignore[arg-type] # or why there is no graph
         return outputs
 
-    def _learn(self, bound: BoundSteps, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:
+    def _learn(self, bound: Specializations, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:
         """Let the next batch like this one take the short way."""
         eager, route = self._eager, filled.route
         if not isinstance(route, Decision) or route.why == "width_differs" or not eager.repeats:
             return
-        held = eager.held
-        if held is None:
+        held, found = eager.held, bound.latest(batch, side)
+        if held is None or found is None:
             return
-        found = held.latest(eager.own(filled.live[: self._axes]), eager.stage.absent(batch, side))
 
         def make() -> Run:
             hosts, ready, counted = eager.hosts(), found.ready, self._tally.reasons[route.why]
@@ -333,22 +333,12 @@ class Runner(Unique, abc.ABC, Generic[V]):
                 holds=[lambda *_: eager.held is held, *self._holds()],
             )
 
-        self._keep(bound, batch, side, found, make, filled.live, whole=whole)
+        self._keep(found, make, filled.live, whole=whole)
 
-    def _keep(
-        self,
-        bound: BoundSteps,
-        batch: Any,
-        side: Side,
-        found: Specialization,
-        make: Callable[[], Run],
-        live: Live,
-        *,
-        whole: bool,
-    ) -> None:
+    def _keep(self, found: Specialization, make: Callable[[], Run], live: Live, *, whole: bool) -> None:
         """Keep a bound step, of which other ranks are told where they run it too."""
-        told = self.coordinator.repeated
-        bound.learn(batch, side, found, lambda: told(make(), live) if whole else make(), whole=whole)
+        if not found.is_bound(whole=whole):
+            found.bound[whole] = self.coordinator.repeated(make(), live) if whole else make()
 
     def _holds(self) -> list[Holds]:
         """What must be true of a batch beside its sources for its step to go as one before it."""

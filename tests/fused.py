@@ -4,21 +4,19 @@ from collections.abc import Callable
 
 import torch
 
-from slotgraph.backends.host import HostUpload
-from slotgraph.backends.host_fill import HostFusion
+from slotgraph.backends.cpu import HostFusion, HostUpload
 from slotgraph.dataflow.bucket import Absent, Bucket
 from slotgraph.dataflow.buffers import Buffers
-from slotgraph.dataflow.feed import Feeder
 from slotgraph.dataflow.lanes import WORD, head_bytes, table_of
-from slotgraph.dataflow.packet import UNIT
+from slotgraph.dataflow.packet import UNIT, Feed
 
 Kernel = Callable[[], None]
 
 
-def feeder_for(buffers: Buffers) -> Feeder:
+def feed_for(buffers: Buffers) -> Feed:
     """What gives a packet that is large enough for every bucket over some buffers."""
     bodies = sum(WORD * one.tensor.numel() + UNIT for one in buffers)
-    return Feeder(HostUpload, head_bytes(len(buffers)) + UNIT + bodies)
+    return Feed(HostUpload, head_bytes(len(buffers)) + UNIT + bodies)
 
 
 def kernel_of(bucket: Bucket, absent: Absent = frozenset()) -> Kernel:
@@ -26,4 +24,4 @@ def kernel_of(bucket: Bucket, absent: Absent = frozenset()) -> Kernel:
     fusion, lanes = HostFusion(), bucket.planned(absent).lanes
     assert lanes is not None
     table = torch.from_numpy(table_of(lanes.lanes, fusion.block, lanes.owner))
-    return fusion.kernel(table, bucket.feed().upload.packet, [lane.target for lane in lanes.lanes])
+    return fusion.kernel(table, bucket.feed.upload.packet, [lane.target for lane in lanes.lanes])

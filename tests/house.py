@@ -25,7 +25,7 @@ from slotgraph.backends import load
 from tests.runners import prefilled
 from tests.test_house import FACE, MODULES, ROOT, circles, imports, tree
 
-EMULATED: Final = frozenset({"program.py", "recorder.py", "cpu_capture.py", "storages.py", "host_fill.py"})
+EMULATED: Final = frozenset({"operators.py", "recorder.py", "cpu_capture.py", "cpu.py"})
 """Files of backends/ that stand in for a device, which does by itself what they do."""
 CALLED_AGAIN: Final = "cpu.py"
 """The file whose replay is the step itself."""

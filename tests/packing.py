@@ -9,8 +9,8 @@ import torch
 
 from slotgraph.backends import Backend, Capabilities, Graph, load
 from slotgraph.backends.base import NO_PARAMETERS, Interruption, Upload
+from slotgraph.backends.cpu import HostBackend
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
-from slotgraph.backends.host import HostBackend
 from slotgraph.backends.ring import ring_on
 
 NAME = "packing"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slotgraph.backends.host import HostUpload
+from slotgraph.backends.cpu import HostUpload
 from tests import soak
 
 pytestmark = pytest.mark.slow

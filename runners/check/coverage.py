@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ...backends.torch_modes import run_under
+from ...backends.operators import run_under
 from ...dataflow.binding import overlaps, span
 from ...dataflow.capabilities import HOST
 from ...dataflow.compute import OUT

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
-from ...backends.torch_modes import run_under
+from ...backends.operators import run_under
 from ...dataflow.axes import BATCH, TOKENS, Axis, Sizes, Step, extent
 from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffers

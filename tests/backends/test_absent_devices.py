@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from slotgraph.backends import choose, cuda, faults, load, npu
-from slotgraph.backends.cuda import CudaDevice
-from slotgraph.backends.device import pool_of
-from slotgraph.backends.npu import NpuDevice
+from slotgraph.backends import choose, cuda, device_graph, load, npu
+from slotgraph.backends.cuda import CudaBackend
+from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow import errors
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
 
@@ -97,7 +96,7 @@ def test_strange_pool(pool: object) -> None:
     """What is no pool is refused."""
     nowhere: Any = None
     with pytest.raises(CaptureError, match=r"pool is what pool\(\)"):
-        pool_of(pool, nowhere)
+        CudaBackend._pool_of(nowhere, pool)
 
 
 @pytest.fixture
@@ -184,27 +183,27 @@ def test_not_imported_before_it_is_asked_for() -> None:
     assert not done.returncode, done.stderr.decode()
 
 
-def told(error: Exception, device: type[CudaDevice] | type[NpuDevice] = CudaDevice) -> str:
+def told(error: Exception, device: type[CudaBackend] | type[NpuBackend] = CudaBackend) -> str:
     """What is made of an error that is raised from a line of this file."""
     with pytest.raises(type(error)) as caught:
         refusing(error)()
-    return str(faults.not_captured(caught.value, device.advice, device.conditions))
+    return str(device_graph.not_captured(caught.value, device.advice, device.conditions))
 
 
 @pytest.mark.parametrize(
     ("device", "text", "way_out"),
     [
-        (CudaDevice, "CUDA error: operation not permitted when stream is capturing\nSearch for", "torch.where"),
-        (CudaDevice, "Cannot copy during capture unless the CPU tensor is pinned. Please", "placement='host'"),
-        (CudaDevice, "CUDA error: operation failed due to a previous error during capture", "went on after it"),
-        (CudaDevice, "CUDA error: dependency created on uncaptured work in another stream", "other stream wait"),
-        (CudaDevice, "Offset increment outside graph capture encountered unexpectedly.", "generator="),
-        (CudaDevice, "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED", "warm-up"),
-        (NpuDevice, "Cannot run aclop operators during NPU graph capture. It is NonZero.", "no kernel that a graph"),
-        (NpuDevice, "f:../Local.cpp:24 NPU function error: AclrtSynchronizeStreamWithTimeout", "it waits for the dev"),
+        (CudaBackend, "CUDA error: operation not permitted when stream is capturing\nSearch for", "torch.where"),
+        (CudaBackend, "Cannot copy during capture unless the CPU tensor is pinned. Please", "placement='host'"),
+        (CudaBackend, "CUDA error: operation failed due to a previous error during capture", "went on after it"),
+        (CudaBackend, "CUDA error: dependency created on uncaptured work in another stream", "other stream wait"),
+        (CudaBackend, "Offset increment outside graph capture encountered unexpectedly.", "generator="),
+        (CudaBackend, "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED", "warm-up"),
+        (NpuBackend, "Cannot run aclop operators during NPU graph capture. It is NonZero.", "no kernel that a graph"),
+        (NpuBackend, "f:../Local.cpp:24 NPU function error: AclrtSynchronizeStreamWithTimeout", "it waits for the dev"),
     ],
 )
-def test_what_a_step_may_not_do(device: type[CudaDevice] | type[NpuDevice], text: str, way_out: str) -> None:
+def test_what_a_step_may_not_do(device: type[CudaBackend] | type[NpuBackend], text: str, way_out: str) -> None:
     """Each refusal says what was refused, on which line, and the way out, on one line without a place in C++."""
     said = told(RuntimeError(text), device)
     assert said.startswith("a captured step cannot do what it does at test_absent_devices.py:")
@@ -238,7 +237,7 @@ def test_what_a_step_raises() -> None:
 )
 def test_conditions_of_an_npu(text: str, way_out: str) -> None:
     """What is wrong whatever the step does is told as that, without a line of the step, and without a place in C++."""
-    said = told(RuntimeError(text), NpuDevice)
+    said = told(RuntimeError(text), NpuBackend)
     assert said.startswith("nothing can be captured as things are (")
     assert way_out in said
     assert ".cpp" not in said
@@ -260,11 +259,11 @@ def test_conditions_of_an_npu(text: str, way_out: str) -> None:
 )
 def test_memory_that_ran_out(error: Exception, asked: str) -> None:
     """Too little memory is told apart from other errors, with what was asked for and what to lower."""
-    assert faults.ran_out_of_memory(error)
-    for device in (CudaDevice, NpuDevice):
+    assert device_graph.ran_out_of_memory(error)
+    for device in (CudaBackend, NpuBackend):
         said = told(error, device)
         assert said.startswith(f"the device's memory ran out while this bucket was captured ({asked}")
         assert "capacity" not in said
         for part in ("number of buckets", "largest bucket", "KV cache"):
             assert part in said
-    assert not faults.ran_out_of_memory(ValueError("out of memory"))
+    assert not device_graph.ran_out_of_memory(ValueError("out of memory"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from slotgraph.backends.cpu_capture import Adapter, CapturedGraph
+from slotgraph.backends.cpu_capture import CapturedGraph, CpuCaptureBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
 
 HIDDEN: Any = torch  # the foreach functions are not exported
@@ -17,7 +17,7 @@ Modes = Callable[[], AbstractContextManager[object]]
 
 def capture(step: Callable[[], Any]) -> CapturedGraph:
     """Capture a step and say that the graph is this backend's."""
-    return cast("CapturedGraph", Adapter().capture(step))
+    return cast("CapturedGraph", CpuCaptureBackend().capture(step))
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -181,7 +181,7 @@ def test_captures_and_replays_do_not_nest() -> None:
 
 def test_error_modes() -> None:
     """CUDA's three modes are taken, and another is an error that lists them."""
-    value, backend = torch.randn(3), Adapter()
+    value, backend = torch.randn(3), CpuCaptureBackend()
     for mode in (None, *backend.capabilities.capture_error_modes):
         backend.capture(value.exp, pool=backend.pool(), error_mode=mode).replay()
     with pytest.raises(CaptureError, match="'global', 'thread_local', 'relaxed', not 'strict'"):

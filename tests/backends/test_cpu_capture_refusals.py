@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from slotgraph.backends.cpu_capture import Adapter
+from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.dataflow.errors import CaptureError
 
 HIDDEN: Any = torch  # what is not exported, or typed more narrowly than it is
@@ -110,7 +110,7 @@ def test_refused(name: str) -> None:
     tensors = Tensors()
     before = {key: value.clone() for key, value in vars(tensors).items()}
     with pytest.raises(CaptureError, match=r"a captured step cannot use .+: \w+"):
-        Adapter().capture(lambda: REFUSED[name](tensors))
+        CpuCaptureBackend().capture(lambda: REFUSED[name](tensors))
     for key, value in before.items():
         assert torch.equal(getattr(tensors, key), value)
 
@@ -119,6 +119,6 @@ def test_a_refusal_names_the_operation_and_the_way_out() -> None:
     """The message is one that a reader can act on."""
     value = torch.randn(4)
     with pytest.raises(CaptureError, match=r"cannot use Tensor\.item: keep the value on the device \(torch\.where"):
-        Adapter().capture(value[0].item)
+        CpuCaptureBackend().capture(value[0].item)
     with pytest.raises(CaptureError, match=r"cannot use aten\.index\.Tensor: its shape depends on values"):
-        Adapter().capture(lambda: value[value > 0])
+        CpuCaptureBackend().capture(lambda: value[value > 0])

@@ -9,7 +9,7 @@ import torch
 
 from slotgraph import DecodeRunner
 from slotgraph.backends.cuda import CudaBackend
-from slotgraph.backends.device import GraphDevice
+from slotgraph.backends.device import StreamBackend
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError, ReplayError
 from tests.backends.test_cuda import (
     MIB,
@@ -131,16 +131,16 @@ def test_pool_that_cannot_be_mended(cuda: CudaBackend, monkeypatch: pytest.Monke
     """Where torch refuses a pool after a broken capture, as newer ones do, the shared pool goes on with another."""
     source = torch.ones(4, device=cuda.device)
     earlier = capture(cuda, lambda: source + 1, pool=cuda.pool())
-    before, tries, mend = cuda.pool().handle(), list[object](), GraphDevice._capture_nothing
+    before, tries, mend = cuda.pool().handle(), list[object](), StreamBackend._capture_nothing
 
-    def refusing(device: GraphDevice, handle: object) -> None:
+    def refusing(device: StreamBackend, handle: object) -> None:
         tries.append(handle)
         if len(tries) == 1:
             message = "beginAllocateToPool: already recording to mempool_id"
             raise RuntimeError(message)
         mend(device, handle)
 
-    monkeypatch.setattr(GraphDevice, "_capture_nothing", refusing)
+    monkeypatch.setattr(StreamBackend, "_capture_nothing", refusing)
     with pytest.raises(CaptureError, match="item"):
         capture(cuda, lambda: source.sum().item(), pool=torch.cuda.graph_pool_handle() if given else cuda.pool())
     assert len(set(tries)) == 2

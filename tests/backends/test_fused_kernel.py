@@ -19,8 +19,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slotgraph.backends.cpu import BLOCK, fill_lanes
 from slotgraph.backends.cuda import CudaBackend
-from slotgraph.backends.host_fill import BLOCK, fill_lanes
 from slotgraph.dataflow.binding import span
 from slotgraph.dataflow.lanes import CODES, Lane, converts, has_lane, head_bytes, meta, row_stride, table_of
 from slotgraph.dataflow.tails import Number

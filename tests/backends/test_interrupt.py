@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slotgraph.backends import DEVICE, Backend
-from slotgraph.backends.host import HostBackend
+from slotgraph.backends.cpu import HostBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
 from tests.backends.test_contract import captured, has_true_graphs, random_on
 

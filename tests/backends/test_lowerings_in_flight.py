@@ -19,10 +19,9 @@ from slotgraph.dataflow import planner
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import resolve_dtype
-from slotgraph.dataflow.feed import Feeder
 from slotgraph.dataflow.lanes import WORD, head_bytes, table_of
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.dataflow.packet import UNIT
+from slotgraph.dataflow.packet import UNIT, Feed
 from slotgraph.dataflow.planner import LARGE_BYTES
 from slotgraph.dataflow.slots import Constant, Slot
 from slotgraph.dataflow.tails import Once
@@ -65,8 +64,7 @@ class World:
         self.mine, self.right = self._buffers(seed), self._buffers(seed)
         self.fusion = backend.fusion()
         room = head_bytes(len(self.mine)) + UNIT + sum(WORD * buffer.tensor.numel() + UNIT for buffer in self.mine)
-        self.feeder = Feeder(backend.upload, room)
-        self.feed = self.feeder()
+        self.feed = Feed(backend.upload, room)
         self.kernels: dict[tuple[Any, ...], tuple[Bucket, Bucket | None, Any]] = {}
 
     def _buffers(self, seed: int) -> Buffers:
@@ -81,11 +79,11 @@ class World:
         """A turn's bucket, one for its kernel and what launches that, made once as a runner does."""
         key = (turn.absent, *(turn.padded[axis] for axis in AXES))
         if key not in self.kernels:
-            bucket = Bucket(self.slots, turn.padded, self.backend.capabilities, self.mine, feeder=self.feeder)
+            bucket = Bucket(self.slots, turn.padded, self.backend.capabilities, self.mine, feed=self.feed)
             if self.fusion is None:
                 return self.kernels.setdefault(key, (bucket, None, None))
             capabilities = self.backend.capabilities
-            fused = Bucket(self.slots, turn.padded, capabilities, self.mine, lowering="fused", feeder=self.feeder)
+            fused = Bucket(self.slots, turn.padded, capabilities, self.mine, lowering="fused", feed=self.feed)
             lanes = fused.planned(turn.absent).lanes
             assert lanes is not None
             table = torch.from_numpy(table_of(lanes.lanes, self.fusion.block, lanes.owner)).to(self.backend.device)

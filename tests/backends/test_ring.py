@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph.backends.ring import ENTRIES, SEGMENT, Ring, finish_on, packet_on, ring_on
-from slotgraph.dataflow.feed import Feed
+from slotgraph.backends.ring import ENTRIES, SEGMENT, Ring, packet_on, ring_on
 from slotgraph.dataflow.lanes import WORD
+from slotgraph.dataflow.packet import Feed
 from tests.packing import Streams, host_memory
 from tests.strategies import noise
 
@@ -254,7 +254,7 @@ def test_a_feed_sends_what_changed(seed: int, lag: int) -> None:
     """Over a ring, a feed sends nothing where the packet holds a step's bytes already, and each step is right."""
     device, draw, sent = LazyDevice(), chance(seed), 0
     ring = device.ring(SMALL)
-    feed = Feed(ring)
+    feed = Feed(lambda _: ring, SMALL)
     sources = [(draw.randbytes(draw.randint(WORD + 1, LARGE)), Source()) for _ in range(3)]
     before: int | None = None
     for _ in range(2 * ENTRIES):
@@ -313,12 +313,14 @@ def test_the_end_waits_but_for_captures(capturing: bool | None) -> None:  # noqa
     """A device is waited for, unless that would break off a capture; not every one has captures to ask for."""
     waited = []
 
-    class Module:
+    class Module(Streams):
         @staticmethod
         def synchronize(device: torch.device) -> None:
             waited.append(device)
 
     if capturing is not None:
         Module.is_current_stream_capturing = staticmethod(lambda: capturing)  # type: ignore[attr-defined]
-    finish_on(Module, HERE)
+    ring = ring_on(HERE, 64, Module, host_memory)
+    del ring
+    gc.collect()
     assert waited == ([] if capturing else [HERE])

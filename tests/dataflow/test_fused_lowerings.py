@@ -23,7 +23,7 @@ from slotgraph.dataflow.slots import Copied
 from slotgraph.dataflow.tails import Pad
 from slotgraph.runners.testing.ground import scribble
 from tests.dataflow.test_lowerings import World, assert_same
-from tests.fused import Kernel, feeder_for, kernel_of
+from tests.fused import Kernel, feed_for, kernel_of
 from tests.sources import HOST_DATA, IN_BUFFERS, KINDS, Given, Maker
 from tests.strategies import (
     AXES,
@@ -80,8 +80,7 @@ class FusedWorld(World):
     def __init__(self, declaration: type[Inputs], capabilities: Capabilities, seed: int | None, *, out: bool) -> None:
         super().__init__(declaration, capabilities, seed)
         self.slots = declaration.slotgraph
-        self.feed = self.feeder()
-        self.exact = Bucket(self.slots, self.capacity, capabilities, self.mine, exact=True, feeder=self.feeder)
+        self.exact = Bucket(self.slots, self.capacity, capabilities, self.mine, exact=True, feed=self.feed)
         self.kernels: dict[tuple[Any, ...], tuple[Bucket, Kernel]] = {}
         self.mine.ledger.handed_out = out
 
@@ -89,9 +88,7 @@ class FusedWorld(World):
         """A turn's bucket for one pattern, filled by a kernel, and its kernel."""
         key = (turn.absent, *(turn.padded[axis] for axis in AXES))
         if key not in self.kernels:
-            fused = Bucket(
-                self.slots, turn.padded, self.capabilities, self.mine, lowering="in_graph", feeder=self.feeder
-            )
+            fused = Bucket(self.slots, turn.padded, self.capabilities, self.mine, lowering="in_graph", feed=self.feed)
             self.kernels[key] = fused, kernel_of(fused, turn.absent)
         return self.kernels[key]
 
@@ -201,7 +198,7 @@ def small(lowering: Lowering = "in_graph") -> tuple[Bucket, Kernel]:
     """A bucket of four rows with its kernel."""
     declaration, capabilities, sizes = Small.slotgraph, Capabilities(), {BATCH: 4}
     buffers = poisoned(Small, capabilities, sizes, 5)
-    bucket = Bucket(declaration, sizes, capabilities, buffers, lowering=lowering, feeder=feeder_for(buffers))
+    bucket = Bucket(declaration, sizes, capabilities, buffers, lowering=lowering, feed=feed_for(buffers))
     return bucket, kernel_of(bucket)
 
 
@@ -228,17 +225,17 @@ def three_rows() -> dict[str, torch.Tensor]:
     return {"rows": rows, "weights": weights, "ends": ends, "starts": starts}
 
 
-def test_the_same_sources_are_read_again() -> None:
+def test_the_same_sources_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with the same tensors uploads nothing, and reads what they hold by then."""
     fused, kernel = small()
     sent: list[bytes] = []
-    send = fused.feed()._send
+    send = fused.feed.upload.send
 
     def counted(data: bytes, kept: object) -> None:
         sent.append(data)
         send(data, kept)
 
-    fused.feed()._send = counted
+    monkeypatch.setattr(fused.feed.upload, "send", counted)
     batch = three_rows()
     for seed in range(4):
         batch["rows"].copy_(noise((3,), torch.int64, seed))
@@ -254,11 +251,11 @@ def test_what_does_not_fit_is_said_before_anything_is_sent() -> None:
     batch = three_rows()
     fused.fill(batch, (3,))
     kernel()
-    before, packet = contents(fused), fused.feed().upload.packet.clone()
+    before, packet = contents(fused), fused.feed.upload.packet.clone()
     for limit in (126, 1e9, "many", [1, 2]):
         with pytest.raises((ComputeError, TypeError)):
             fused.fill({**batch, "rows": batch["rows"] + 1, "limit": limit}, (3,))
-        assert torch.equal(fused.feed().upload.packet, packet)
+        assert torch.equal(fused.feed.upload.packet, packet)
         assert contents(fused) == before
     fused.fill({**batch, "limit": 124}, (3,))
     kernel()

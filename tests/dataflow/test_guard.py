@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from slotgraph.dataflow.guard import guard_over, plain_guard
+from slotgraph.dataflow.guard import own_guard, plain_guard
 from tests.strategies import noise
 
 ONES = (noise((5, 3), torch.float32, 1), noise((4,), torch.int64, 2))
 
 
-@pytest.mark.parametrize("make", [guard_over, plain_guard])
+@pytest.mark.parametrize("make", [own_guard, plain_guard])
 def test_others_like_them_pass(make: Any) -> None:
     """Values and addresses are nothing to a guard."""
     guard = make(ONES)
@@ -19,7 +19,7 @@ def test_others_like_them_pass(make: Any) -> None:
     assert guard(*[one.clone() for one in ONES])
 
 
-@pytest.mark.parametrize("make", [guard_over, plain_guard])
+@pytest.mark.parametrize("make", [own_guard, plain_guard])
 @pytest.mark.parametrize(
     "other",
     [
@@ -31,11 +31,8 @@ def test_others_like_them_pass(make: Any) -> None:
         vars(torch)["_neg_view"](noise((4,), torch.int64, 3)),
         torch.nn.Parameter(noise((4,), torch.int64, 3), requires_grad=False),
         noise((4,), torch.int64, 3).to_sparse(),
-        [1, 2, 3, 4],
-        None,
-        3,
     ],
-    ids=["shape", "dtype", "strides", "rank", "device", "negated", "type", "layout", "list", "nothing", "number"],
+    ids=["shape", "dtype", "strides", "rank", "device", "negated", "type", "layout"],
 )
 def test_whatever_differs_does_not(make: Any, other: Any) -> None:
     """One that differs in anything that a fill relies on stops all of them."""
@@ -45,7 +42,7 @@ def test_whatever_differs_does_not(make: Any, other: Any) -> None:
 def test_one_tensor_at_several_places() -> None:
     """It passes at the same places again, whichever tensor that is; two of the same kind there do not."""
     one, other, third = (noise((5, 3), torch.float32, seed) for seed in (4, 5, 6))
-    guard = guard_over([one, ONES[1], one, one])
+    guard = own_guard([one, ONES[1], one, one])
     assert guard(one, ONES[1], one, one)
     assert guard(other, ONES[1].clone(), other, other)
     assert not guard(one, ONES[1], one, other)
@@ -53,9 +50,9 @@ def test_one_tensor_at_several_places() -> None:
     assert not guard(one, one, one, one)
     assert not guard(one[:4], ONES[1], one[:4], one[:4])
     assert not guard(one, ONES[1], one)
-    assert not guard_over([one, other, third])(one, other, one), "torch's own takes no tensor twice"
+    assert not own_guard([one, other, third])(one, other, one), "torch's own takes no tensor twice"
 
 
 def test_nothing_to_guard() -> None:
     """A guard over no tensor has nothing against none."""
-    assert guard_over([])()
+    assert own_guard([])()

@@ -15,7 +15,7 @@ from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError
 from slotgraph.dataflow.hostdata import tensor_of
-from tests.fused import feeder_for, kernel_of
+from tests.fused import feed_for, kernel_of
 from tests.strategies import DTYPES, declaration_of, empty, noise, same_bytes
 
 ODD: Final[tuple[Any, ...]] = (
@@ -39,7 +39,7 @@ class Way:
         slots, memory = made.slotgraph, [allocate(made.slotgraph, sizes, capabilities, empty) for _ in range(2)]
         self.buckets = [
             Bucket(slots, sizes, capabilities, memory[0]),
-            Bucket(slots, sizes, capabilities, memory[1], lowering="in_graph", feeder=feeder_for(memory[1])),
+            Bucket(slots, sizes, capabilities, memory[1], lowering="in_graph", feed=feed_for(memory[1])),
         ]
         self.kernel = kernel_of(self.buckets[1])
 
@@ -187,7 +187,7 @@ def test_an_array_over_a_slot_that_is_copied_apart() -> None:
     }
     slots, sizes = declaration_of(fields).slotgraph, {BATCH: MOST}
     buffers = allocate(slots, sizes, Capabilities(), empty)
-    bucket = Bucket(slots, sizes, Capabilities(), buffers, lowering="in_graph", feeder=feeder_for(buffers))
+    bucket = Bucket(slots, sizes, Capabilities(), buffers, lowering="in_graph", feed=feed_for(buffers))
     kernel = kernel_of(bucket)
     for seed in range(3):
         rows = bucket.buffers["apart"].tensor[:3].numpy()

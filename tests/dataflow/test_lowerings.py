@@ -15,7 +15,7 @@ from slotgraph.dataflow.oracle import fill_slot_by_slot
 from slotgraph.dataflow.planner import plan_fill
 from slotgraph.dataflow.views import Views
 from slotgraph.runners.testing.ground import differences, scribble
-from tests.fused import feeder_for
+from tests.fused import feed_for
 from tests.strategies import (
     AXES,
     CAPABILITIES,
@@ -48,7 +48,7 @@ class World:
         self.capacity = dict.fromkeys(AXES, 9) | {HIDDEN: 3}
         self.mine, self.right = self._buffers(seed), self._buffers(seed)
         self.buckets: dict[tuple[int, ...], Bucket] = {}
-        self.feeder = feeder_for(self.mine)
+        self.feed = feed_for(self.mine)
 
     def _buffers(self, seed: int | None) -> Buffers:
         if seed is None:
@@ -60,7 +60,7 @@ class World:
         key = tuple(turn.padded[axis] for axis in AXES)
         if key not in self.buckets:
             declaration = self.declaration.slotgraph
-            self.buckets[key] = Bucket(declaration, turn.padded, self.capabilities, self.mine, feeder=self.feeder)
+            self.buckets[key] = Bucket(declaration, turn.padded, self.capabilities, self.mine, feed=self.feed)
         return self.buckets[key]
 
     def play(self, turn: Round) -> None:
@@ -93,7 +93,7 @@ def test_exact_fill_gives_the_oracles_bytes(
     """An exact fill, as eager runners make it, shows what the oracle shows with no padding at all."""
     world = World(declaration, capabilities, None)
     slots = declaration.slotgraph
-    exact = Bucket(slots, world.capacity, capabilities, world.mine, exact=True, feeder=world.feeder)
+    exact = Bucket(slots, world.capacity, capabilities, world.mine, exact=True, feed=world.feed)
     for turn in data.draw(st.lists(rounds(declaration, world.capacity), min_size=1, max_size=4)):
         batch, side = batch_of(declaration, capabilities, turn)
         live = tuple(turn.live[axis] for axis in slots.varying)

@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, CACHE_LOC, Inputs, Step, computed, copied
-from slotgraph.backends.host import HostUpload
+from slotgraph.backends.cpu import HostUpload
 from slotgraph.dataflow import bucket as buckets
-from slotgraph.dataflow import planner
+from slotgraph.dataflow import planner, specialization
 from slotgraph.dataflow.bucket import Bucket, hand_over
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, MissingSourceError
-from slotgraph.dataflow.feed import Feeder, Upload
-from slotgraph.dataflow.packet import most_for_copies
+from slotgraph.dataflow.packet import Feed, Upload, most_for_copies
 from slotgraph.dataflow.planner import FEW_NUMBERS, LARGE_BYTES, plan_fill
 from slotgraph.dataflow.serial import plan_from_json, plan_to_json
 from tests.strategies import declaration_of, noise, poisoned
@@ -76,13 +75,13 @@ class Rig:
     def __init__(self, declaration: type[Inputs] = Small, *, exact: bool = False) -> None:
         self.slots = declaration.slotgraph
         self.buffers = poisoned(declaration, PACKS, SIZES, 5)
-        self.feeder = Feeder(Counted, most_for_copies(self.slots, SIZES, PACKS))
-        self.bucket = Bucket(self.slots, SIZES, PACKS, self.buffers, exact=exact, feeder=self.feeder)
+        self.feed = Feed(Counted, most_for_copies(self.slots, SIZES, PACKS))
+        self.bucket = Bucket(self.slots, SIZES, PACKS, self.buffers, exact=exact, feed=self.feed)
 
     @property
     def upload(self) -> Counted:
-        """What the feeder made."""
-        made = self.feeder().upload
+        """What the feed made."""
+        made = self.feed.upload
         assert isinstance(made, Counted)
         return made
 
@@ -226,15 +225,15 @@ def test_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_live_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many live sizes there are, and kinds of sources, a bucket keeps a few, and each step is right."""
-    monkeypatch.setattr(buckets, "KEPT", 2)
-    monkeypatch.setattr(buckets, "KINDS", 2)
+    monkeypatch.setattr(specialization, "KEPT", 2)
+    monkeypatch.setattr(specialization, "KINDS", 2)
     rig = Rig()
     for seed in range(40):
         batch = host_batch(seed, 1 + seed % 4)
         mixed = {**batch, "rows": (list, tuple, np.array, torch.tensor)[seed % 3](batch["rows"])}
         rig.bucket.fill(mixed, (1 + seed % 4,))
         assert rig.contents() == expected(batch)
-    assert [len(kinds) <= 2 for kinds in rig.bucket._table.values()] == [True] * 2
+    assert [len(kinds) <= 2 for kinds in rig.bucket._table._known.values()] == [True] * 2
 
 
 def spoilt(batch: dict[str, Any]) -> Sequence[tuple[type[Exception], dict[str, Any]]]:
@@ -344,12 +343,12 @@ def rig() -> Rig:
 def test_devices_without_a_packet() -> None:
     """A record that promises a packet which the backend does not give is said; so is a bucket without one."""
     batch = host_batch()
-    for feeder, why in (
-        (Feeder(lambda _: None, 64), ConfigError),
+    for feed, why in (
+        (Feed(lambda _: None, 1 << 10), ConfigError),
         (None, ValueError),
-        (Feeder(HostUpload, 64), ValueError),
+        (Feed(HostUpload, 64), ValueError),
     ):
-        bucket = Bucket(Small.slotgraph, SIZES, PACKS, poisoned(Small, PACKS, SIZES, 5), feeder=feeder)
+        bucket = Bucket(Small.slotgraph, SIZES, PACKS, poisoned(Small, PACKS, SIZES, 5), feed=feed)
         with pytest.raises(why):
             bucket.fill(batch, (3,))
 
@@ -359,10 +358,10 @@ def test_a_packet_is_made_when_the_host_brings_something() -> None:
     plain = declaration_of({"rows": copied(BATCH, dtype=torch.int64, pad=0)})
     rig = Rig(plain)
     rig.bucket.fill({"rows": torch.tensor([1, 2, 3])}, (3,))
-    assert (rig.feeder.made, rig.feeder.nbytes) == (None, 0)
+    assert rig.feed.nbytes == 0
     rig.bucket.fill({"rows": [4, 5]}, (2,))
     assert rig.contents() == {"rows": [4, 5, 0, 0]}
-    assert rig.feeder.nbytes == rig.upload.packet.nbytes == 64
+    assert rig.feed.nbytes == rig.upload.packet.nbytes == 64
 
 
 def counts(number: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sampling import Sample, sample_batch
 from slotgraph.dataflow.sources import Call
 from slotgraph.extend import HOST, host_parameter, side
-from tests.fused import feeder_for
+from tests.fused import feed_for
 from tests.strategies import AXES, CAPABILITIES, HIDDEN, Round, declarations, poisoned, rounds
 
 CONTEXT = Axis("CONTEXT", fixed=True)
@@ -106,7 +106,7 @@ def test_a_fill_admits_it(data: st.DataObject, declaration: type[Inputs], capabi
     absent = turn.absent & set(slots)
     made = sample_batch(plain, capabilities, turn.live, seeded(turn.seed), absent=absent)
     buffers = poisoned(declaration, capabilities, capacity, turn.seed)
-    bucket = Bucket(plain, turn.padded, capabilities, buffers, feeder=feeder_for(buffers))
+    bucket = Bucket(plain, turn.padded, capabilities, buffers, feed=feed_for(buffers))
     ready = bucket.fill(made.batch, tuple(turn.live[axis] for axis in plain.varying), absent, made.side)
     for name, slot in plain.slots.items():
         source = slot.reads(name)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slotgraph.backends.npu import NpuDevice
+from slotgraph.backends.npu import NpuBackend
 
 torch_npu: Any = pytest.importorskip("torch_npu", reason="torch_npu is not installed: `make test-npu` installs it")
 
@@ -111,7 +111,9 @@ def test_host_arguments(name: str, arguments: list[str]) -> None:
     assert all(where == "arg" and isinstance(place, int) for where, place, _ in specs)
 
 
-@pytest.mark.parametrize("text", [text for text, _ in (*NpuDevice.advice, *NpuDevice.conditions) if not text.isdigit()])
+@pytest.mark.parametrize(
+    "text", [text for text, _ in (*NpuBackend.advice, *NpuBackend.conditions) if not text.isdigit()]
+)
 def test_what_errors_say(text: str) -> None:
     """The wheel still says what the adapter tells its errors apart by."""
     library = Path(torch_npu.__file__).parent / "lib" / "libtorch_npu.so"

@@ -9,7 +9,7 @@ import slotgraph
 from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, Step, computed, copied, keep, standard
 from slotgraph.backends import Backend, load
 from slotgraph.backends.base import Graph
-from slotgraph.backends.host import HostBackend
+from slotgraph.backends.cpu import HostBackend
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
 from slotgraph.dataflow.tails import Pad

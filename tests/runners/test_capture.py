@@ -18,7 +18,7 @@ import torch
 from structlog.testing import capture_logs
 
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
-from slotgraph.backends.cpu_capture import Adapter as CaptureBackend
+from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import CaptureError, ReplayError
 from slotgraph.runners import capture as capturing
@@ -206,13 +206,13 @@ def test_lazy_capture_that_fails(cpu: str) -> None:
 def test_error_mode_reaches_the_backend(monkeypatch: pytest.MonkeyPatch, *, lazy: bool) -> None:
     """Every capture of a runner runs in the mode that was said, that of the fill alone among them."""
     seen: list[str | None] = []
-    original = CaptureBackend.capture
+    original = CpuCaptureBackend.capture
 
-    def capture(self: CaptureBackend, step: Any, **options: Any) -> Any:
+    def capture(self: CpuCaptureBackend, step: Any, **options: Any) -> Any:
         seen.append(options["error_mode"])
         return original(self, step, **options)
 
-    monkeypatch.setattr(CaptureBackend, "capture", capture)
+    monkeypatch.setattr(CpuCaptureBackend, "capture", capture)
     runner = plain_runner("cpu-capture", error_mode="relaxed", lazy=lazy, lowering="in_graph")
     for requests in (3, 7):
         runner(random_batch(requests, seed=requests))
@@ -339,8 +339,8 @@ def test_garbage_is_frozen_during_capture_alone(cpu: str, error: type[BaseExcept
 def test_more_graphs_than_a_device_bears(monkeypatch: pytest.MonkeyPatch) -> None:
     """More buckets than the device is said to bear graphs are told before the first is captured; all are tried."""
     for borne in (None, 2, 1):
-        record = attrs.evolve(CaptureBackend().capabilities, graphs_hint=borne)
-        monkeypatch.setattr(CaptureBackend, "capabilities", record)
+        record = attrs.evolve(CpuCaptureBackend().capabilities, graphs_hint=borne)
+        monkeypatch.setattr(CpuCaptureBackend, "capabilities", record)
         with capture_logs() as events:
             runner = plain_runner("cpu-capture")
         told = [(event["wanted"], event["borne"]) for event in events if event["event"] == "many_graphs"]

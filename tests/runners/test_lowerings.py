@@ -32,8 +32,8 @@ from slotgraph import (
     staged,
 )
 from slotgraph.backends import Backend, Graph, load
+from slotgraph.backends.cpu import HostBackend
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
-from slotgraph.backends.host import HostBackend
 from slotgraph.dataflow.axes import Sizes, extent
 from slotgraph.dataflow.capabilities import LADDER, resolve_dtype
 from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, ReplayError

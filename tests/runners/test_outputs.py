@@ -12,8 +12,7 @@ import torch
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
 from slotgraph.backends import Graph
-from slotgraph.backends.cpu import CallableGraph
-from slotgraph.backends.host import HostBackend
+from slotgraph.backends.cpu import CallableGraph, HostBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError, StaleOutputError
 from tests.runners.models import PlainInputs, assert_right, expected, plain_runner, plain_step, random_batch
 

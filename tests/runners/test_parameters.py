@@ -25,7 +25,7 @@ from slotgraph import (
 )
 from slotgraph.backends import NO_PARAMETERS, Backend, Capabilities, Graph, choose
 from slotgraph.backends.base import Interruption
-from slotgraph.backends.host import HostBackend
+from slotgraph.backends.cpu import HostBackend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
 from slotgraph.extend import HOST, host_parameter

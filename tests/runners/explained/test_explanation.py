@@ -14,7 +14,7 @@ from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import CaptureError
-from slotgraph.dataflow.feed import Feed
+from slotgraph.dataflow.packet import Feed
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.explained.memory import memory_of
 from slotgraph.runners.explained.records import RunnerExplanation

@@ -70,8 +70,8 @@ def test_a_row_of_another_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fill that writes over its bucket, into rows that tails keep, is found too."""
     plain = Specialization._writer
 
-    def wide(self: Specialization, send: Any) -> Any:
-        write = plain(self, send)
+    def wide(self: Specialization, count: int) -> Any:
+        write = plain(self, count)
 
         def too_far(*given: Any) -> None:
             write(*given)
