@@ -18,11 +18,7 @@ FOLDERS = ("dataflow", "backends", "runners")
 FACE = ROOT / "src" / "slotgraph"
 SHOWN = "__init__ __main__ config errors extend pool ranks speculative standard testing"
 PAGES = tuple(f"{name}.py" for name in SHOWN.split())
-FORBIDDEN = {
-    "dataflow": {"backends", "runners"},
-    "backends": {"runners"},
-    "runners": set[str](),
-}
+FORBIDDEN = {"dataflow": {"backends", "runners"}, "backends": {"runners"}, "runners": set[str]()}
 MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 

@@ -15,8 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("backend", "lowering"),
-    [("cpu-capture", "in_graph"), ("cpu-capture", "fused"), ("cpu", "foreach")],
+    ("backend", "lowering"), [("cpu-capture", "in_graph"), ("cpu-capture", "fused"), ("cpu", "foreach")]
 )
 def test_passes(backend: str, lowering: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A few steps of every kind give the oracle's answers, and what they came to is reported."""

@@ -9,16 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from slotgraph import (
-    BATCH,
-    DecodeRunner,
-    EagerRunner,
-    Inputs,
-    computed,
-    constant,
-    copied,
-    errors,
-)
+from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, constant, copied, errors
 from slotgraph.dataflow.capabilities import LADDER
 from tests.runners import prefilled
 

@@ -17,20 +17,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slotgraph import (
-    BATCH,
-    CACHE_LOC,
-    TOKENS,
-    Axis,
-    DecodeRunner,
-    Inputs,
-    Step,
-    computed,
-    copied,
-    keep,
-    output,
-    staged,
-)
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, copied, keep, output, staged
 from slotgraph.backends import Backend, Graph, load
 from slotgraph.backends.cpu import HostBackend
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
