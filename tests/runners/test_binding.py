@@ -16,20 +16,6 @@ from slotgraph.extend import Exclusive, once
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
 
 
-def test_adopted_buffer(cpu: str) -> None:
-    """The view of an adopted slot is what was handed in; what it held, be it no index at all, is not used."""
-    ids, pairs = torch.full((8,), 1 << 40), torch.full((8, 2), 33.0)
-    runner = plain_runner(cpu, bind={"ids": ids, "pairs": pairs})
-    for requests in (8, 3, 5, 2, 7):
-        batch = random_batch(requests, seed=requests)
-        view = runner.fill(batch)
-        assert view.ids.data_ptr() == ids.data_ptr()
-        assert torch.equal(ids[:requests], batch["ids"])
-        assert ids[requests : view.ids.shape[0]].tolist() == [49] * (view.ids.shape[0] - requests)
-        assert pairs[requests : view.ids.shape[0]].tolist() == [[9, 9]] * (view.ids.shape[0] - requests)
-        assert_right(runner.replay(view), batch)
-
-
 def test_batch_larger_than_adopted_memory(cpu: str) -> None:
     """A batch that adopted memory cannot hold is refused by the slot's name, and the next one is right."""
     runner = plain_runner(cpu, bind={"ids": torch.full((8,), 33)})

@@ -365,10 +365,9 @@ def test_slots_that_are_not_written_as_fields() -> None:
         assert any(f"Made.{name}: " in fault for fault in faults)
 
 
-WRONG_NAMES = ["a.b", "two words", "", "1st", "class", "None", "_ids", "__ids", "__init__", "__class__"]
+WRONG_NAMES = ["a.b", "two words", "", "1st", "class", "None", "_ids", "__ids", "__init__", "__class__", "_", "self"]
 WRONG_NAMES += [
     "_slotgraph_view",
-    "self",
     "slotgraph",
     "narrow",
     "placeholder",
@@ -377,7 +376,6 @@ WRONG_NAMES += [
     "out",
     "attr_dict",
     "NOTHING",
-    "_",
 ]
 
 
