@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -362,6 +362,7 @@ SPOILS: Final[list[tuple[str, Callable[[Any], Any]]]] = [
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("place", ["host", pytest.param("cuda", marks=pytest.mark.cuda)])
+@settings(max_examples=2 * settings().max_examples)  # over three backends and two declarations
 @given(data=st.data(), played=st.lists(steps, min_size=2, max_size=12))
 def test_any_sequence(place: str, lowering: str, data: st.DataObject, played: list[Op]) -> None:
     """Whatever came before, each step gives what the oracle gives, by its own lowering; a refusal changes nothing."""
