@@ -265,13 +265,14 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.json is not None:
             write(options.json, verdicts)
     table = Table("mutation", "file", "outcome", "by", "seconds")
-    for one in sorted(verdicts, key=lambda one: (one.outcome == "caught", one.mutation.name)):
-        told = escape(one.by or one.mutation.survives)
-        table.add_row(one.mutation.name, one.mutation.file, one.outcome, told, f"{one.seconds:.1f}")
+    for verdict in sorted(verdicts, key=lambda one: (one.outcome == "caught", one.mutation.name)):
+        mutation, told = verdict.mutation, escape(verdict.by or verdict.mutation.survives)
+        table.add_row(mutation.name, mutation.file, verdict.outcome, told, f"{verdict.seconds:.1f}")
     console.print(table)
-    caught = sum(one.outcome == "caught" for one in verdicts)
-    console.print(f"{len(verdicts)} planted, {caught} caught, {sum(one.seconds for one in verdicts):.0f} s of tests")
-    return 0 if all(one.is_expected for one in verdicts) else 1
+    caught = sum(verdict.outcome == "caught" for verdict in verdicts)
+    seconds = sum(verdict.seconds for verdict in verdicts)
+    console.print(f"{len(verdicts)} planted, {caught} caught, {seconds:.0f} s of tests")
+    return 0 if all(verdict.is_expected for verdict in verdicts) else 1
 
 
 if __name__ == "__main__":

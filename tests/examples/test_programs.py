@@ -82,14 +82,14 @@ def test_all_is_equal(
     assert [words for words in says if words not in out] == []
 
 
-@pytest.mark.parametrize("package", SHORT)
+@pytest.mark.parametrize("package", sorted({*SHORT} - {"engine"}))
 def test_what_cannot_run_is_told(package: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A backend, or a cycle, that is not there ends the program with a sentence and status 2; so do odd options."""
     needs(package)
     wrong = ["--layout", "none"] if package == "cycles" else ["--backend", "no-such"]
     main = module(f"{package}.program").main
     assert main(wrong) == 2
-    assert re.match(r"\w+: .*\bno (backend|cycle) '(no-such|none)'|\w+: no cycle", capsys.readouterr().err)
+    assert re.search(r"\bno (backend|cycle) '(no-such|none)'", capsys.readouterr().err)
     with pytest.raises(SystemExit) as stopped:
         main(["--unheard-of"])
     assert stopped.value.code == 2

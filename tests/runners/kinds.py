@@ -111,8 +111,8 @@ def drafted(view: Any, _: Any) -> tuple[torch.Tensor, None]:
 
 
 def _decoding(kind: Kind, options: dict[str, Any]) -> Any:
-    given = {"width": kind.width, "output_rows": BATCH, "buckets": [kind.padded], "progress": False}
-    return DecodeRunner(kind.inputs, next_of, **given, **options)
+    options |= {"width": kind.width, "output_rows": BATCH, "buckets": [kind.padded], "progress": False}
+    return DecodeRunner(kind.inputs, next_of, **options)
 
 
 def _running_eagerly(kind: Kind, options: dict[str, Any]) -> Any:
@@ -120,13 +120,14 @@ def _running_eagerly(kind: Kind, options: dict[str, Any]) -> Any:
 
 
 def _prefilling(kind: Kind, options: dict[str, Any]) -> Any:
-    stack, given = Stack(), {"max_batch": 3, "output_rows": TOKENS, "buckets": [kind.padded], "progress": False}
-    return BreakableRunner(kind.inputs, lambda view: stack(view.positions), stack=stack, **given, **options)
+    stack, step = Stack(), lambda view: stack(view.positions)
+    options |= {"max_batch": 3, "output_rows": TOKENS, "buckets": [kind.padded], "progress": False}
+    return BreakableRunner(kind.inputs, step, stack=stack, **options)
 
 
 def _drafting(kind: Kind, options: dict[str, Any]) -> Any:
-    given = {"topk": TREE[standard.TOPK], "steps": TREE[standard.STEPS], "buckets": [kind.padded], "progress": False}
-    return DraftRunner(kind.inputs, drafted, **given, **options)
+    options |= {"topk": TREE[standard.TOPK], "steps": TREE[standard.STEPS], "buckets": [kind.padded], "progress": False}
+    return DraftRunner(kind.inputs, drafted, **options)
 
 
 def _extending(kind: Kind, options: dict[str, Any]) -> Any:
