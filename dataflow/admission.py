@@ -1,20 +1,62 @@
-"""Admission: a batch's sources made ready to copy, or why they do not fit, slot by slot, with the way out."""
+"""Admission: a batch's sources held to their slots, each fault with the way out, and how each travels to its slot."""
 
+import contextlib
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
+import numpy as np
 import torch
 
 from .buffers import Buffer, Buffers
 from .capabilities import DEVICE, dtype_text
 from .errors import BatchError, MissingSourceError
-from .hostdata import HOST_KINDS, tensor_of
-from .readable import unreadable
+from .hostdata import HOST_KINDS, NOT_CARRIED, Carrier, array_carrier, list_carrier, tensor_carrier, tensor_of
+from .lanes import converts, row_stride
 from .slots import Slot
 
-Fact = tuple[torch.dtype, torch.device, tuple[int, ...]]
-"""What is expected of a source: dtype, device and shape."""
+NOT_TOLD: Final = (AttributeError, TypeError, ValueError, RuntimeError)
+"""What is raised by something that is no tensor, or by a tensor that does not tell its shape, strides or address."""
+_PLAIN: Final = vars(torch.Tensor)["__torch_dispatch__"]
+_HAS_STORAGE: Final = torch._C._has_storage  # noqa: SLF001 - no public name
+Extent = tuple[int, ...]
+Prepare = Callable[[Any], torch.Tensor]
+"""Makes a tensor of a source that the kernel, or a plain copy, can read; raises as a carrier does where it cannot."""
+Move = Callable[[torch.Tensor], torch.Tensor]
+"""Takes a dense host tensor to the device; see `Upload.move`."""
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether there is memory behind a tensor that has elements."""
+    return bool(tensor.data_ptr() or not tensor.numel())
+
+
+def unreadable(source: Any) -> str:
+    """Why the elements of a tensor cannot be read at its address, and the way out; nothing where they can.
+
+    Nothing is said of what is no tensor. A nested tensor must be asked nothing but whether it is one.
+    """
+    if not isinstance(source, torch.Tensor):
+        return ""
+    if source.is_nested or source.layout != torch.strided:
+        return f"a {'nested' if source.is_nested else source.layout} tensor; pass a dense one"
+    kind = type(source)
+    if getattr(kind, "__torch_dispatch__", _PLAIN) is not _PLAIN:
+        return f"a {kind.__name__}, which has no memory of its own; pass the plain tensor in it, as `.to_local()` gives"
+    if not _HAS_STORAGE(source):
+        return "a tensor inside of a torch.func transform; run the step outside of vmap and grad"
+    return _without_memory(source)
+
+
+def _without_memory(source: torch.Tensor) -> str:
+    try:
+        if source.device.type == "meta" or has_memory(source):  # of the former the device is wrong
+            return ""
+    except NOT_TOLD as error:
+        return f"a {type(source).__name__} that cannot be read: {error}"
+    return "a tensor without memory of its own, such as one whose storage was freed; pass one that has some"
 
 
 @attrs.frozen
@@ -25,11 +67,6 @@ class Wanted:
     slot: Slot
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def kind(self) -> tuple[torch.dtype, int]:
-        """What lists and arrays for it become: a tensor of this dtype, and of so many dims."""
-        return self.dtype, len(self.slot.shape)
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether a source of this dtype can be copied into the slot."""
@@ -45,17 +82,21 @@ class Wanted:
 
 
 def check_sources(
-    wanted: Sequence[Wanted], sources: Sequence[Any], facts: Sequence[Fact], buffers: Buffers
+    wanted: Sequence[Wanted], sources: Sequence[Any], shapes: Sequence[Extent], buffers: Buffers
 ) -> list[torch.Tensor]:
     """All sources as tensors, those of host data on the host.
 
     Raises MissingSourceError if sources are missing, else BatchError with every fault.
     """
-    rows = list(zip(wanted, sources, facts, strict=True))
-    missing = [_missing(want) for want, source, _ in rows if source is None]
+    rows = list(zip(wanted, sources, shapes, strict=True))
+    missing = [
+        f"slot {want.name!r}: {want.slot.reads(want.name)} is missing; give it, or declare the slot with default=None"
+        for want, source, _ in rows
+        if source is None
+    ]
     if missing:
         raise MissingSourceError("; ".join(missing))
-    found = [_admit(want, source, fact, buffers[want.name]) for want, source, fact in rows]
+    found = [_admit(want, source, shape, buffers[want.name]) for want, source, shape in rows]
     faults = [fault for tensor in found if isinstance(tensor, list) for fault in tensor]
     if faults:
         raise BatchError("; ".join(faults))
@@ -65,16 +106,16 @@ def check_sources(
 def admit(
     wanted: Sequence[Wanted],
     sources: Sequence[Any],
-    facts: Sequence[Fact],
+    shapes: Sequence[Extent],
     buffers: Buffers,
-    move: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    move: Move | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Make tensors of all sources: host data goes where its slot is, what lies in a buffer is copied first.
 
     move: what takes host data to the device, in memory of its own there. Raises as `check_sources`.
     """
     placed = []
-    for want, source, tensor in zip(wanted, sources, check_sources(wanted, sources, facts, buffers), strict=True):
+    for want, source, tensor in zip(wanted, sources, check_sources(wanted, sources, shapes, buffers), strict=True):
         if want.is_hosted(source):
             made = _dense(tensor, want.dtype, buffers)
             placed.append(made.to(want.device, copy=True) if move is None else move(made))
@@ -85,20 +126,21 @@ def admit(
     return tuple(placed)
 
 
-def host_tensor(want: Wanted, source: Any, fact: Fact, buffers: Buffers) -> torch.Tensor:
-    """Host data for one slot as a dense tensor of its dtype; ValueError where it is none, or does not fit."""
-    if not want.is_hosted(source):
-        message = "no host data"
-        raise ValueError(message)
-    return _dense(admitted_tensor(want, source, fact, buffers), want.dtype, buffers)
+def check_carried(want: Wanted, source: Any, shape: Extent) -> None:
+    """Hold one source that no fill copies to what its slot declares: MissingSourceError or BatchError."""
+    if source is None:
+        message = f"slot {want.name!r} is carried from the batch, which has none: compute it, or do not carry it"
+        raise MissingSourceError(message)
+    faults = list(_faults(want, source, shape))
+    if not faults and source.device != want.device:
+        faults = [f", got a tensor on {source.device}; move it there first"]
+    if faults:
+        raise BatchError("; ".join(_expected(want, shape) + fault for fault in faults))
 
 
-def admitted_tensor(want: Wanted, source: Any, fact: Fact, buffers: Buffers) -> torch.Tensor:
-    """One source as a tensor; ValueError where it does not fit."""
-    found = _admit(want, source, fact, buffers[want.name])
-    if isinstance(found, list):
-        raise ValueError("; ".join(found))  # noqa: TRY004 - what is wrong is what it holds
-    return found
+def fits(want: Wanted, source: Any, shape: Extent) -> bool:
+    """Whether nothing is wrong with a source."""
+    return next(_faults(want, source, shape), None) is None
 
 
 def _dense(tensor: torch.Tensor, dtype: torch.dtype, buffers: Buffers) -> torch.Tensor:
@@ -107,20 +149,17 @@ def _dense(tensor: torch.Tensor, dtype: torch.dtype, buffers: Buffers) -> torch.
     return made.clone() if buffers.holds(made) else made
 
 
-def _admit(want: Wanted, source: Any, fact: Fact, buffer: Buffer) -> torch.Tensor | list[str]:
+def _admit(want: Wanted, source: Any, shape: Extent, buffer: Buffer) -> torch.Tensor | list[str]:
     """One source as a tensor, or what is wrong with it."""
-    why = unreadable(source)
-    if why:
-        return [f"{_expected(want, fact)}, got {why}"]
-    if is_in_place(source, buffer) and tuple(source.shape) == fact[2]:
-        return source  # type: ignore[no-any-return] # a tensor, as was just found
+    made: Any = source
     if isinstance(source, HOST_KINDS):
         try:
-            source = tensor_of(source, *want.kind)
+            made = tensor_of(source, want.dtype, len(shape))
         except (RuntimeError, TypeError, ValueError) as error:
-            return [f"{_expected(want, fact)}, got {type(source).__name__}: {error}"]
-    faults = list(_faults(want, source, fact))
-    return faults or source
+            return [f"{_expected(want, shape)}, got {type(source).__name__}: {error}"]
+    elif not unreadable(source) and is_in_place(source, buffer) and tuple(source.shape) == shape:
+        return made  # type: ignore[no-any-return] # a tensor, as was just found
+    return [_expected(want, shape) + fault for fault in _faults(want, made, shape)] or made
 
 
 def _readable(tensor: torch.Tensor, buffers: Buffers) -> torch.Tensor:
@@ -139,54 +178,173 @@ def is_in_place(source: Any, buffer: Buffer) -> bool:
     return same and source.stride() == mine.stride() and not source.is_neg() and not source.is_conj()
 
 
-def check_carried(want: Wanted, source: Any, fact: Fact) -> None:
-    """Hold one source that no fill copies to what its slot declares: MissingSourceError or BatchError."""
+def _expected(want: Wanted, shape: Extent) -> str:
+    return f"slot {want.name!r}: expected {dtype_text(want.dtype)} of shape {list(shape)} on {want.device}"
+
+
+def _faults(want: Wanted, source: Any, shape: Extent) -> Iterator[str]:
+    """What is wrong with a source, each as the end of a sentence that begins with what was expected."""
     why = unreadable(source)
-    if why:
-        message = f"{_expected(want, fact)}, got {why}"
-        raise BatchError(message)
-    if source is None:
-        message = f"slot {want.name!r} is carried from the batch, which has none: compute it, or do not carry it"
-        raise MissingSourceError(message)
-    faults = list(_faults(want, source, fact))
-    if not faults and source.device != want.device:
-        faults = [f"{_expected(want, fact)}, got a tensor on {source.device}; move it there first"]
-    if faults:
-        raise BatchError("; ".join(faults))
-
-
-def fits(want: Wanted, source: Any, shape: tuple[int, ...]) -> bool:
-    """Whether nothing is wrong with a source that can be read."""
-    if not isinstance(source, torch.Tensor) or source.shape != shape:
-        return False
-    there = source.device == want.device or (source.is_cpu and want.slot.placement == DEVICE)
-    return there and want.takes(source.dtype) and (source.is_contiguous() or want.slot.takes_strided())
-
-
-def _missing(want: Wanted) -> str:
-    source = want.slot.reads(want.name)
-    return f"slot {want.name!r}: {source} is missing; give it, or declare the slot with default=None"
-
-
-def _expected(want: Wanted, fact: Fact) -> str:
-    return f"slot {want.name!r}: expected {dtype_text(want.dtype)} of shape {list(fact[2])} on {want.device}"
-
-
-def _faults(want: Wanted, source: Any, fact: Fact) -> Iterator[str]:
-    if fits(want, source, fact[2]):
-        return
-    slot, shape, wanted = want.slot, fact[2], _expected(want, fact)
-    if not isinstance(source, torch.Tensor):
-        yield f"{wanted}, got {type(source).__name__}; make a tensor of it"
+    if why or not isinstance(source, torch.Tensor):
+        yield f", got {why or f'{type(source).__name__}; make a tensor of it'}"
         return
     if not want.takes(source.dtype):
         lossy = source.dtype.is_floating_point and not want.dtype.is_floating_point
         way_out = "round it yourself" if lossy else f"convert it, or declare converts=({source.dtype},)"
-        yield f"{wanted}, got {dtype_text(source.dtype)}; {way_out}"
-    if source.device != want.device and not (source.is_cpu and slot.placement == DEVICE):
-        yield f"{wanted}, got a tensor on {source.device}; move it there first"
+        yield f", got {dtype_text(source.dtype)}; {way_out}"
+    if source.device != want.device and not (source.is_cpu and want.slot.placement == DEVICE):
+        yield f", got a tensor on {source.device}; move it there first"
     if tuple(source.shape) != shape:
-        yield f"{wanted} ({', '.join(map(str, slot.shape))}), got shape {list(source.shape)}"
-    elif not slot.takes_strided() and not source.is_contiguous():
+        yield f" ({', '.join(map(str, want.slot.shape))}), got shape {list(source.shape)}"
+    elif not (source.is_contiguous() or want.slot.strided):
         strides = list(source.stride())
-        yield f"{wanted}, contiguous, got one with strides {strides}; pass `.contiguous()`, or declare strided=True"
+        yield f", contiguous, got one with strides {strides}; pass `.contiguous()`, or declare strided=True"
+
+
+@attrs.frozen
+class Kind:
+    """One source's way: by its address, where it needs that after `prepare`, or with its bytes in the packet.
+
+    dtype: the source's, once it is prepared. carrier: what makes bytes of it, if it travels with its bytes, `nbytes` of
+    them. prepare: what makes another tensor of it first. pace: elements from one outer row to the next, of a tensor
+    that the kernel reads in rows apart. loose: whether its carrier or `prepare` takes all kinds of host data; those of
+    lists and arrays look at the type by themselves, in any case. in_place: whether it is the slot's own memory, which
+    its producer has written. hosted: whether it is host data that is taken up to a slot on the device.
+    """
+
+    dtype: torch.dtype
+    carrier: Carrier | None = None
+    nbytes: int = 0
+    prepare: Prepare | None = None
+    pace: int | None = None
+    loose: bool = False
+    in_place: bool = False
+    hosted: bool = False
+
+
+def kind_of(
+    want: Wanted,
+    source: Any,
+    tensor: torch.Tensor,
+    buffers: Buffers,
+    *,
+    fused: bool,
+    carries: bool,
+    move: Move | None,
+) -> Kind:
+    """How a source that was admitted travels to its slot.
+
+    tensor: what was admitted, on the host where it is host data. fused: whether the kernel writes the slot; else a copy
+    does. carries: whether the packet has room for its bytes. move: what takes to the device the host data that the
+    packet does not carry; None where nothing is uploaded.
+    """
+    if isinstance(source, torch.Tensor):
+        if is_in_place(source, buffers[want.name]):
+            return Kind(source.dtype, in_place=True)
+        if not want.is_hosted(source):
+            return _of_tensor(want, source, fused=fused)
+    kind = _as_it_is(want, source, tensor)
+    if kind is not None and carries and (_is_taken(want, kind.dtype) if fused else kind.dtype == want.dtype):
+        return attrs.evolve(kind, hosted=True)
+    if kind is None or carries or move is not None or isinstance(source, torch.Tensor):
+        return _of_any(want, tuple(tensor.shape), buffers, carries=carries, move=move)
+    return attrs.evolve(kind, carrier=None, nbytes=0, prepare=_on_host(kind, source, tensor))
+
+
+def _of_any(want: Wanted, shape: Extent, buffers: Buffers, *, carries: bool, move: Move | None) -> Kind:
+    """Host data of any kind that fits: in the packet, by an upload of its own, or as a tensor where its slot is."""
+
+    def admitted(brought: Any) -> torch.Tensor:
+        found = _admit(want, brought, shape, buffers[want.name])
+        if isinstance(found, list):
+            raise ValueError("; ".join(found))  # noqa: TRY004 - what is wrong is what it holds
+        return found
+
+    def dense(brought: Any) -> torch.Tensor:
+        if not want.is_hosted(brought):
+            message = "no host data"
+            raise ValueError(message)
+        return _dense(admitted(brought), want.dtype, buffers)
+
+    if carries:
+        nbytes = math.prod(shape) * want.dtype.itemsize
+        carry = tensor_carrier(nbytes)
+        return Kind(want.dtype, lambda brought: carry(dense(brought)), nbytes, loose=True, hosted=True)
+    if move is not None:
+        return Kind(want.dtype, prepare=lambda brought: move(dense(brought)), loose=True, hosted=True)
+    device, dtype = want.device, want.dtype  # of the slot, whatever this one and those to come are of
+    return Kind(dtype, prepare=lambda brought: admitted(brought).to(device=device, dtype=dtype), loose=True)
+
+
+def _of_tensor(want: Wanted, source: torch.Tensor, *, fused: bool) -> Kind:
+    """A tensor that fits, where its slot is. A plain copy converts it, and reads it as it lies."""
+    if source.is_neg() or source.is_conj():  # before it is converted: negated bytes are no negative numbers
+        return Kind(
+            want.dtype, prepare=lambda brought: _live(brought).resolve_conj().resolve_neg().to(want.dtype).contiguous()
+        )
+    if not fused or (source.dtype == want.dtype and source.is_contiguous()):
+        return _plain(source.dtype)
+    if not _is_taken(want, source.dtype):
+        return Kind(
+            want.dtype, prepare=lambda brought: _live(brought).to(want.dtype, memory_format=torch.contiguous_format)
+        )
+    if source.is_contiguous():
+        return _plain(source.dtype)
+    varying = want.slot.varying
+    pace = row_stride(source, varying[0]) if varying else None
+    if pace is not None:
+        return Kind(source.dtype, pace=pace)
+    return Kind(source.dtype, prepare=lambda brought: _live(brought).contiguous())
+
+
+@functools.cache
+def _plain(dtype: torch.dtype) -> Kind:
+    """A tensor that is read as it lies."""
+    return Kind(dtype)
+
+
+def _live(source: torch.Tensor) -> torch.Tensor:
+    """A tensor that can be read; ValueError where its memory was freed since one like it was looked at."""
+    if not has_memory(source):
+        message = "its memory was freed"
+        raise ValueError(message)
+    return source
+
+
+def _as_it_is(want: Wanted, source: Any, tensor: torch.Tensor) -> Kind | None:
+    """Host data whose bytes need no tensor in between; None for all other."""
+    carrier: Carrier | None = None
+    if isinstance(source, torch.Tensor):
+        if source.is_contiguous() and not source.is_neg() and not source.is_conj():
+            carrier = tensor_carrier(source.nbytes)
+    elif type(source) is np.ndarray:
+        if source.flags.c_contiguous:
+            carrier = array_carrier(source)
+    elif type(source) in (list, tuple) and tensor.dim() == 1 and tensor.dtype == want.dtype:
+        packing = list_carrier(len(source), want.dtype)
+        with contextlib.suppress(*NOT_CARRIED):  # numbers of other kinds
+            if packing is not None and packing(source) is not None:
+                carrier = packing
+    return None if carrier is None else Kind(tensor.dtype, carrier, tensor.nbytes)
+
+
+def _on_host(kind: Kind, source: Any, tensor: torch.Tensor) -> Prepare:
+    """Makes tensors of arrays, or of lists, like one for a slot that a plain copy fills from host memory."""
+    carrier: Any = kind.carrier
+    if isinstance(source, np.ndarray):
+        return lambda brought: tensor_of(carrier(brought), kind.dtype)
+    with torch.inference_mode(mode=False):
+        made = torch.empty_like(tensor)  # written anew for each batch, and copied at once
+    array: Any = made.numpy()
+    room: Any = memoryview(array).cast("B") if kind.nbytes else bytearray()
+
+    def prepare(brought: Any) -> torch.Tensor:
+        room[:] = carrier(brought)
+        return made
+
+    return prepare
+
+
+def _is_taken(want: Wanted, dtype: torch.dtype) -> bool:
+    """Whether the kernel can write a source of this dtype into the slot."""
+    return dtype == want.dtype or (want.takes(dtype) and converts(dtype, want.dtype))

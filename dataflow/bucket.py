@@ -6,7 +6,7 @@ from typing import Any, Final
 import attrs
 import torch
 
-from .admission import Fact, Wanted, admit, check_sources
+from .admission import Extent, Kind, Wanted, admit, check_sources, kind_of
 from .axes import Sizes, extent
 from .buffers import Buffers
 from .capabilities import DEVICE, Capabilities, Lowering, resolve_dtype
@@ -14,7 +14,6 @@ from .declaration import Declaration
 from .errors import BatchError
 from .gradients import without_gradients
 from .guard import below_modes
-from .kinds import Kind, kind_of
 from .oracle import fill_slot_by_slot
 from .packet import Feed, Lanes
 from .plan import FUSED
@@ -124,8 +123,8 @@ class Bucket:
         Every source is a tensor where its slot is: host data is in memory of its own there.
         """
         ready, sources = self.ready(live, absent), self.gather(batch, side)
-        wanted, brought, facts = self._present(sources, live, absent)
-        admitted = admit(wanted, brought, facts, self.buffers, self._move if self._packs else None)
+        wanted, brought, shapes = self._present(sources, live, absent)
+        admitted = admit(wanted, brought, shapes, self.buffers, self._move if self._packs else None)
         return ready, dict(zip([want.name for want in wanted], admitted, strict=True))
 
     def ready(self, live: tuple[int, ...], absent: Absent = NONE) -> Ready:
@@ -145,40 +144,36 @@ class Bucket:
     def _specialized(self, sources: Sources, live: tuple[int, ...], absent: Absent) -> tuple[Specialization, Taken]:
         """The long way: look at each source, plan, and bind the plan."""
         kinds = self._kinds(sources, live, absent)
-        if kinds is None or any(kind.loose for kind in kinds.values()):
-            check_sources(*self._present(sources, live, absent), self.buffers)
-        if kinds is not None:
-            planned = self._planned(self._pattern(kinds, absent))
-            uploads = planned.lanes is not None or planned.plan.packed or planned.plan.moved
-            feed = self.feed if uploads else None
-            made_for, names = (self, live, absent), self._table.names
-            found = Specialization(made_for, planned, names, kinds, sources, self.buffers, feed)
-            taken = below_modes(found.take, sources)
-            if taken is not None:
-                self._table.keep(sources, found)
-                return found, taken
-        message = "sources changed while they were looked at"
-        raise BatchError(message)
+        planned = self._planned(self._pattern(kinds, absent))
+        uploads = planned.lanes is not None or planned.plan.packed or planned.plan.moved
+        feed = self.feed if uploads else None
+        made_for, names = (self, live, absent), self._table.names
+        found = Specialization(made_for, planned, names, kinds, sources, self.buffers, feed)
+        taken = below_modes(found.take, sources)
+        if taken is None:
+            message = "sources changed while they were looked at"
+            raise BatchError(message)
+        self._table.keep(sources, found)
+        return found, taken
 
     def _present(
         self, sources: Sources, live: tuple[int, ...], absent: Absent
-    ) -> tuple[list[Wanted], list[Any], list[Fact]]:
+    ) -> tuple[list[Wanted], list[Any], list[Extent]]:
         """What is wanted, brought and expected for the slots that are there."""
         sizes = self.declaration.step(live, self.sizes, exact=self._exact).live_sizes
         rows = [row for row in zip(self._wanted, sources, strict=True) if row[0].name not in absent]
-        facts = [(want.dtype, want.device, extent(want.slot.shape, sizes)) for want, _ in rows]
-        return [want for want, _ in rows], [source for _, source in rows], facts
+        shapes = [extent(want.slot.shape, sizes) for want, _ in rows]
+        return [want for want, _ in rows], [source for _, source in rows], shapes
 
-    def _kinds(self, sources: Sources, live: tuple[int, ...], absent: Absent) -> dict[str, Kind] | None:
-        """How each source travels; None where one does not fit."""
+    def _kinds(self, sources: Sources, live: tuple[int, ...], absent: Absent) -> dict[str, Kind]:
+        """How each source travels. MissingSourceError and BatchError where one does not fit."""
         planned, found = self.planned(absent), dict[str, Kind]()
-        for want, source, fact in zip(*self._present(sources, live, absent), strict=True):
+        wanted, brought, shapes = self._present(sources, live, absent)
+        admitted = check_sources(wanted, brought, shapes, self.buffers)
+        for want, source, tensor in zip(wanted, brought, admitted, strict=True):
             name, move = want.name, self._move if self._packs and want.slot.placement == DEVICE else None
             fused, carries = name in planned.fused, name in planned.carried
-            kind = kind_of(want, source, fact, self.buffers, fused=fused, carries=carries, move=move)
-            if kind is None:
-                return None
-            found[name] = kind
+            found[name] = kind_of(want, source, tensor, self.buffers, fused=fused, carries=carries, move=move)
         return found
 
     def _pattern(self, kinds: Mapping[str, Kind], absent: Absent) -> _Pattern:

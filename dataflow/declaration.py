@@ -1,22 +1,25 @@
 """A declaration as data: its slots, its other fields, and everything that is wrong with it at once."""
 
-import difflib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from graphlib import CycleError as GraphCycle
+import graphlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
 
-from . import graph
 from .axes import Axis, Dim, Sizes, Step
-from .capabilities import Placement
-from .compute import RANKS, SETTINGS, STEP
-from .errors import BatchError, CycleError, DeclarationError, DeclarationErrors
-from .slots import Slot
+from .capabilities import DEVICE, HOST, Placement
+from .compute import OUT, RANKS, SETTINGS, STEP
+from .errors import BatchError, CycleError, DeclarationError, DeclarationErrors, did_you_mean
+from .slots import Output, Slot
 from .sources import Source, look_up
+
+Faults = Iterator[tuple[str, str]]
+"""Pairs of a slot's or a field's name and what is wrong with it."""
+_RESERVED: Final = frozenset({STEP, SETTINGS, OUT})
+_GIVEN: Final = (STEP, SETTINGS, RANKS)
 
 
 @attrs.frozen(eq=False)
@@ -43,7 +46,7 @@ class Declaration:
     @functools.cached_property
     def order(self) -> tuple[str, ...]:
         """Computed slots, each after all that it needs."""
-        return graph.order(self.slots)
+        return _order(self.slots)
 
     @functools.cached_property
     def axes(self) -> tuple[Axis, ...]:
@@ -58,8 +61,13 @@ class Declaration:
     @functools.cached_property
     def optional(self) -> tuple[tuple[str, Source], ...]:
         """Slots that a batch may come without, each with where it would be found."""
-        sources = ((name, slot.reads(name)) for name, slot in self.slots.items() if slot.optional)
-        return tuple((name, source) for name, source in sources if source is not None)
+        return tuple((name, source) for name, source in self.sources.items() if self.slots[name].optional)
+
+    @functools.cached_property
+    def sources(self) -> Mapping[str, Source]:
+        """Where each slot that a fill copies is found in a batch."""
+        found = {name: slot.reads(name) for name, slot in self.slots.items()}
+        return MappingProxyType({name: source for name, source in found.items() if source is not None})
 
     @functools.cached_property
     def parameters(self) -> Mapping[str, str]:
@@ -69,17 +77,19 @@ class Declaration:
 
     def side(self, name: str) -> Placement:
         """Where a computed slot's function runs."""
-        return graph.side_of(self.slots[name], self.slots)
+        return _side_of(self.slots[name], self.slots)
 
     def check_side(self, side: Mapping[str, Any]) -> None:
         """BatchError where a side argument is given that no slot of the class reads, enabled or not."""
         if not side or self.arguments is None or self.arguments.issuperset(side):
             return
-        unknown = sorted(set(side) - self.arguments)
-        near = difflib.get_close_matches(unknown[0], self.arguments, n=1)
+        unknown = min(set(side) - self.arguments)
         known = ", ".join(map(repr, sorted(self.arguments))) or "none"
-        hint = f"did you mean {near[0]!r}?" if near else f"the side arguments that its slots read are: {known}"
-        message = f"{self.name}: no slot reads the side argument {unknown[0]!r}: {hint}"
+        hint = (
+            did_you_mean(unknown, self.arguments).removeprefix("; ")
+            or f"the side arguments that its slots read are: {known}"
+        )
+        message = f"{self.name}: no slot reads the side argument {unknown!r}: {hint}"
         raise BatchError(message)
 
     def given(self, step: Step) -> dict[str, Any]:
@@ -112,12 +122,15 @@ class Declaration:
         """
         on = {name: slot for name, slot in self.slots.items() if _enabled(name, slot, settings)}
         off = tuple(name for name in self.slots if name not in on)
-        made = attrs.evolve(self, slots=MappingProxyType(on), disabled=off, settings=settings, ranks=ranks).carrying(
-            carry
-        )
-        for name, value in ((SETTINGS, settings), (RANKS, ranks)):
-            if value is None:
-                _need_none(made, name)
+        made = attrs.evolve(self, slots=MappingProxyType(on), disabled=off, settings=settings, ranks=ranks)
+        made = made.carrying(carry)
+        given = {SETTINGS: settings, RANKS: ranks}
+        for name, slot in made.slots.items():
+            compute = slot.computes()
+            for need in compute.needs if compute else ():
+                if compute and need not in made.slots and need in given and given[need] is None:
+                    message = f"slot {name!r}: its function {compute.name} asks for `{need}`: give the runner {need}="
+                    raise DeclarationError(message)
         return made
 
     def carrying(self, names: Sequence[str]) -> "Declaration":
@@ -126,24 +139,20 @@ class Declaration:
         Raises DeclarationError where a name is no slot, or where the step writes what the batch would bring.
         """
         for name in names:
-            fault = self._carry_fault(name)
-            if fault is not None:
-                message = f"carry names {name!r}, which {fault}"
-                raise DeclarationError(message)
+            slot = self.slots.get(name)
+            if name in self.disabled:
+                fault = f"the settings switch off in {self.name}: carry it only where they do not"
+            elif slot is None:
+                fault = f"is no slot of {self.name}"
+            elif name in self.sources and (slot.restored or slot.rewritten):
+                fault = "the step writes: the batch is the caller's, so let the slot be copied from it"
+            else:
+                continue
+            message = f"carry names {name!r}, which {fault}"
+            raise DeclarationError(message)
         slots = {name: slot for name, slot in self.slots.items() if name not in names}
         fields = {**self.fields, **dict.fromkeys(names, attrs.NOTHING)}
         return attrs.evolve(self, slots=MappingProxyType(slots), fields=fields) if names else self
-
-    def _carry_fault(self, name: str) -> str | None:
-        """Why the slot of this name cannot be carried, or None."""
-        if name in self.disabled:
-            return f"the settings switch off in {self.name}: carry it only where they do not"
-        slot = self.slots.get(name)
-        if slot is None:
-            return f"is no slot of {self.name}"
-        if slot.reads(name) is not None and (slot.restored or slot.rewritten):
-            return "the step writes: the batch is the caller's, so let the slot be copied from it"
-        return None
 
 
 def declare(
@@ -153,18 +162,25 @@ def declare(
 
     Raises DeclarationErrors with every fault at once, those `found` by the caller first.
     """
-    faults = [*found, *_faults(name, slots, fields), *_cycles(name, slots)]
+    faults = [*found]
+    faults += [
+        DeclarationError(f"{name}.{slot}: slot {slot!r}: {fault}")
+        for slot, fault in (*_own_faults(slots), *_graph_faults(slots, fields), *_shared_arguments(slots))
+    ]
+    seen: dict[str, Axis] = {}
+    for axis in _axes(slots):
+        if seen.setdefault(axis.name, axis) != axis:
+            faults.append(DeclarationError(f"{name}: axis {axis.name!r} is both fixed and varying: rename one of them"))
+    try:
+        _order(slots)
+    except graphlib.CycleError as cycle:
+        path = " -> ".join(reversed(cycle.args[1]))
+        faults.append(CycleError(f"{name}: slots need each other in a circle: {path}; break it at one of them"))
     if faults:
         raise refused(name, faults)
-    arguments = _arguments(slots)
-    return Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)), arguments=arguments)
-
-
-def _arguments(slots: Mapping[str, Slot]) -> frozenset[str] | None:
-    """The side arguments that slots read; None where one may read any."""
-    sources = [source for name, slot in slots.items() if (source := slot.reads(name)) is not None]
-    read = [source.arguments for source in sources]
-    return None if None in read else frozenset[str]().union(*filter(None, read))
+    made = Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
+    read = [source.arguments for source in made.sources.values()]
+    return attrs.evolve(made, arguments=None if None in read else frozenset[str]().union(*filter(None, read)))
 
 
 def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:
@@ -172,30 +188,72 @@ def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:
     return DeclarationErrors(f"{name} breaks {len(faults)} rule{'s' * (len(faults) > 1)}", faults)
 
 
-def _cycles(name: str, slots: Mapping[str, Slot]) -> Iterator[CycleError]:
-    try:
-        graph.order(slots)
-    except GraphCycle as cycle:
-        path = " -> ".join(reversed(cycle.args[1]))
-        yield CycleError(f"{name}: slots need each other in a circle: {path}; break it at one of them")
+def needs_of(slot: Slot) -> tuple[str, ...]:
+    """Names that a slot needs, `step`, `settings` and `ranks` among them; none for a slot that is not computed."""
+    compute = slot.computes()
+    return compute.needs if compute else ()
 
 
-def _faults(name: str, slots: Mapping[str, Slot], fields: Mapping[str, Any]) -> Iterator[DeclarationError]:
-    for slot_name, slot in slots.items():
-        for fault in slot.faults():
-            yield DeclarationError(f"{name}.{slot_name}: slot {slot_name!r}: {fault}")
-    for slot_name, fault in graph.faults(slots, fields):
-        yield DeclarationError(f"{name}.{slot_name}: slot {slot_name!r}: {fault}")
-    for slot_name, fault in _shared_arguments(slots):
-        yield DeclarationError(f"{name}.{slot_name}: slot {slot_name!r}: {fault}")
-    seen: dict[str, Axis] = {}
-    for axis in _axes(slots):
-        if seen.setdefault(axis.name, axis) != axis:
-            yield DeclarationError(f"{name}: axis {axis.name!r} is both fixed and varying: rename one of them")
+def _side_of(slot: Slot, slots: Mapping[str, Slot]) -> Placement:
+    """Where a computed slot's function runs: on the device as soon as it needs a slot there, else on the host."""
+    on_device = any(name in slots and slots[name].placement == DEVICE for name in needs_of(slot))
+    return DEVICE if on_device else HOST
 
 
-def _shared_arguments(slots: Mapping[str, Slot]) -> Iterator[tuple[str, str]]:
-    """Slots that would give an operator's argument a second value: pairs of a slot's name and the fault."""
+def _order(slots: Mapping[str, Slot]) -> tuple[str, ...]:
+    """Computed slots, each after all that it needs; the same for any order of declaration.
+
+    Raises graphlib.CycleError, whose second argument is the path, where slots need each other in a circle.
+    """
+    edges = {
+        name: sorted(need for need in needs_of(slot) if need in slots)
+        for name, slot in sorted(slots.items())
+        if slot.computes()
+    }
+    return tuple(name for name in graphlib.TopologicalSorter(edges).static_order() if name in edges)
+
+
+def _own_faults(slots: Mapping[str, Slot]) -> Faults:
+    return ((name, fault) for name, slot in slots.items() for fault in slot.faults())
+
+
+def _graph_faults(slots: Mapping[str, Slot], fields: Collection[str]) -> Faults:
+    """What is wrong with how slots depend on each other."""
+    for name, slot in slots.items():
+        if name in _RESERVED:
+            yield name, "the name has a meaning of its own in slotgraph: choose another"
+        if slot.computes() and slot.reads(name) is not None:
+            yield name, "it is copied from the batch and computed, and would hold one or the other: make it two slots"
+        faults = [*_need_faults(slot, slots, fields), *_side_faults(slot, slots)]
+        yield from ((name, fault) for fault in faults)
+
+
+def _need_faults(slot: Slot, slots: Mapping[str, Slot], fields: Collection[str]) -> Iterator[str]:
+    for need in needs_of(slot):
+        if isinstance(slots.get(need), Output):
+            yield f"it needs {need!r}, an output, which the step has not written yet when inputs are computed"
+        elif need in _GIVEN and need in fields and need not in slots:
+            yield f"it needs {need!r}, which has a meaning of its own in slotgraph, but is a field, too: rename that"
+        elif need not in {*slots, *fields, *_GIVEN}:
+            known = "slot nor field of the declaration, nor `step`, `settings` or `ranks`"
+            yield f"it needs {need!r}, which is neither {known}{did_you_mean(need, [*slots, *fields, *_GIVEN])}"
+
+
+def _side_faults(slot: Slot, slots: Mapping[str, Slot]) -> Iterator[str]:
+    if not slot.computes() or _side_of(slot, slots) == HOST:
+        return
+    if slot.placement == HOST:
+        yield "it needs slots on the device but is placed on the host: that would read the device back in each step"
+    for need in needs_of(slot):
+        if need != SETTINGS and (need not in slots or slots[need].placement == HOST):  # settings never change
+            yield (
+                f"its function runs on the device, inside the graph, where the host value {need!r} would be frozen at "
+                f"capture: put what it takes from {need!r} into a slot that is computed on the host, and need that"
+            )
+
+
+def _shared_arguments(slots: Mapping[str, Slot]) -> Faults:
+    """Slots that would give an operator's argument a second value."""
     first: dict[str, str] = {}
     for name, slot in slots.items():
         argument = slot.parameter(name)
@@ -207,18 +265,8 @@ def _axes(slots: Mapping[str, Slot]) -> tuple[Axis, ...]:
     return tuple(sorted({axis for slot in slots.values() for axis in slot.axes}))
 
 
-def _need_none(declaration: Declaration, given: str) -> None:
-    """DeclarationError where a function asks for what the runner was not given, and what is no slot."""
-    if given in declaration.slots:
-        return
-    for name, slot in declaration.slots.items():
-        compute = slot.computes()
-        if compute is not None and given in compute.needs:
-            message = f"slot {name!r}: its function {compute.name} asks for `{given}`: give the runner {given}="
-            raise DeclarationError(message)
-
-
 def _enabled(name: str, slot: Slot, settings: object) -> bool:
+    """Whether the settings have a slot exist."""
     if slot.when is None:
         return True
     if callable(slot.when):
@@ -227,13 +275,10 @@ def _enabled(name: str, slot: Slot, settings: object) -> bool:
         except Exception as error:
             message = f"slot {name!r}: its function when= raised {type(error).__name__}: {error}"
             raise DeclarationError(message) from error
-    value: Any = settings
-    for part in slot.when.split("."):
-        value = look_up(value, part)
-    if value is None:
-        message = f"slot {name!r} exists when {slot.when!r} is set: give settings with that name, true or false"
-        raise DeclarationError(message)
-    if isinstance(value, str | torch.Tensor):  # the text 'false' would be true, and many numbers are neither
-        message = f"slot {name!r} exists when {slot.when!r} is set: expected true or false, got {value!r:.80}"
+    value = functools.reduce(look_up, slot.when.split("."), settings)
+    if value is None or isinstance(value, str | torch.Tensor):  # 'false' would be true; many numbers are neither
+        way_out = "give settings with that name, true or false"
+        expected = way_out if value is None else f"expected true or false, got {value!r:.80}"
+        message = f"slot {name!r} exists when {slot.when!r} is set: {expected}"
         raise DeclarationError(message)
     return bool(value)

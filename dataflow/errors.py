@@ -1,8 +1,9 @@
 """Errors: few classes, each derived from the nearest builtin, and what a slot's function raised, in words."""
 
 import contextlib
+import difflib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -113,6 +114,12 @@ def place_of(error: BaseException) -> str:
         return ""
     source = f", `{frames[-1].line}`" if frames[-1].line else ""
     return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}{source}"
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """The end of a sentence that names what is nearest to an unknown name; nothing where nothing is near."""
+    near = difflib.get_close_matches(str(name), [*known], n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def blame(slot: str, function: Callable[..., Any], error: Exception) -> NoReturn:

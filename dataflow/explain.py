@@ -190,7 +190,7 @@ def _facts(
 ) -> SlotFacts:
     """One slot's facts; still: slots that no copy moves."""
     slot = declaration.slots[name]
-    source, compute, limit = slot.reads(name), slot.computes(), slot.most()
+    source, compute, limit = slot.reads(name), slot.computes(), slot.limit
     dtype = resolve_dtype(slot.dtype, capabilities)
     moved = extent(slot.shape, live) if padded and source is not None and name not in still else (0,)
     return SlotFacts(

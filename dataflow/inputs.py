@@ -1,19 +1,32 @@
 """`Inputs`: the base of declarations, whose instances are the batch handed in and the view handed out."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self, dataclass_transform
+import keyword
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, dataclass_transform
 
 import attrs
 
-from . import classes
 from .axes import TOKENS, Axis, Step
-from .classes import attributes, is_inherited, slot_in
-from .declaration import Declaration, declare, refused
+from .declaration import Declaration, Faults, declare, refused
 from .errors import DeclarationError, DeclarationErrors
-from .narrow import narrowed
-from .specifiers import computed, constant, copied, host_parameter, output, slot, staged
-from .views import ViewInfo
+from .slots import Slot
+from .specifiers import FAULTS, SLOT, computed, constant, copied, host_parameter, output, slot, staged
+from .views import ViewInfo, narrowed
+
+_NEEDED: Final = frozenset({"slotgraph", "narrow", "placeholder", "self", "attr_dict", "NOTHING"})
+"""Names that the class itself needs, the last three in the constructor that attrs writes."""
+_UNMADE: Final = type(attrs.field())
+"""What a field is until attrs makes an attribute of it."""
+_CLASS_VARS: Final = ("typing.ClassVar", "ClassVar", "t.ClassVar", "typing_extensions.ClassVar")
+"""Prefixes of annotations that attrs ignores."""
+
+
+def slot_in(field: object) -> Slot | None:
+    """The slot that a field carries, before or after attrs made an attribute of it."""
+    metadata = getattr(field, "metadata", None)
+    found = metadata.get(SLOT) if isinstance(metadata, Mapping) else None
+    return found if isinstance(found, Slot) else None
 
 
 class _Namespace(dict[str, Any]):
@@ -86,16 +99,13 @@ class Inputs(metaclass=_Declaring):
         drop: slots and fields of a base that this declaration does without. Raises DeclarationErrors.
         """
         super().__init_subclass__(**keywords)
-        own, (dropped, found) = set(inspect.get_annotations(cls)), _dropped(cls, drop)
-        of_bases = classes.dropped_by_bases(cls)
+        of_bases, own, found = _dropped_by_bases(cls), set(inspect.get_annotations(cls)), list[DeclarationError]()
+        dropped = _dropped(cls, drop, found)
         cls._slotgraph_drops, cls._slotgraph_dropped = dropped, (of_bases - own) | dropped
-        faults = list(_define(cls))
-        faults += classes.parameter_faults(cls)
-        faults += classes.lost_slots(cls)
-        faults += classes.overrides(cls, of_bases | dropped)
-        faults += classes.rivals(cls, of_bases - own - dropped)
-        slots = {a.name: kind for a in attributes(cls) if (kind := slot_in(a)) is not None}
-        fields = {a.name: a.default for a in attributes(cls) if a.name not in slots}
+        faults = [*_define(cls), *_parameter_faults(cls), *_lost_slots(cls), *_overrides(cls, of_bases | dropped)]
+        faults += _rivals(cls, of_bases - own - dropped)
+        slots = {a.name: kind for a in _attributes(cls) if (kind := slot_in(a)) is not None}
+        fields = {a.name: a.default for a in _attributes(cls) if a.name not in slots}
         for name, fault in faults:
             what = "field" if name in fields else "slot"
             found.append(DeclarationError(f"{cls.__name__}.{name}: {what} {name!r}: {fault}"))
@@ -142,31 +152,131 @@ class Inputs(metaclass=_Declaring):
             raise AttributeError(message)
 
 
-def _define(cls: type[Inputs]) -> Iterator[tuple[str, str]]:
-    """Make an attrs class of a declaration, without what it drops; and tell the names that no attribute may have."""
+def _attributes(cls: type) -> tuple[Any, ...]:
+    """The attributes of a class that attrs made, inherited ones, too."""
+    found: tuple[Any, ...] = vars(cls).get("__attrs_attrs__", ())
+    return found
+
+
+def _own(cls: type) -> dict[str, Slot | None]:
+    """What the body of a class declares, by name: a slot, or None for a field without a slot."""
+    return {field.name: slot_in(field) for field in _attributes(cls) if not field.inherited}
+
+
+def _owners(cls: type, name: str) -> list[tuple[type, Slot | None]]:
+    """The bases whose bodies declare a name, the nearest first, each with its slot, or None where it is a field."""
+    return [(base, own[name]) for base in cls.__mro__[1:] if name in (own := _own(base))]
+
+
+def _inherited(cls: type) -> dict[str, Slot | None]:
+    """What the bases of a class declare, by name."""
+    return {name: slot for base in reversed(cls.__mro__[1:]) for name, slot in _own(base).items()}
+
+
+def _define(cls: type[Inputs]) -> Faults:
+    """Make an attrs class of a declaration, without what it drops and what attrs would refuse or not see."""
     wrong: dict[str, str] = {}
 
-    def without_dropped(_: type, fields: list["attrs.Attribute[Any]"]) -> list["attrs.Attribute[Any]"]:
-        wrong.update({field.name: fault for field in fields if (fault := classes.name_fault(field.name)) is not None})
+    def without_dropped(_: type, fields: list[Any]) -> list[Any]:
         dropped = cls._slotgraph_dropped
-        kept = [field for field in fields if not (is_inherited(field) and field.name in dropped)]
-        return [field for field in kept if field.name not in wrong]
+        wrong.update({field.name: fault for field in fields if (fault := _name_fault(field.name)) is not None})
+        return [one for one in fields if one.name not in wrong and not (one.inherited and one.name in dropped)]
 
-    yield from classes.take_bare(cls)
+    annotations = inspect.get_annotations(cls)
+    for name, value in list(vars(cls).items()):
+        annotation = str(annotations.get(name, "ClassVar")).strip("'\"")
+        if isinstance(value, Slot | _UNMADE) and annotation.startswith(_CLASS_VARS):
+            yield name, f"it has no annotation as a tensor: write `{name}: torch.Tensor = copied(...)`"
+            delattr(cls, name)
     attrs.define(cls, slots=False, kw_only=True, eq=False, auto_attribs=True, field_transformer=without_dropped)
     if "slotgraph" in vars(cls):
-        wrong["slotgraph"] = classes.name_fault("slotgraph") or ""
+        wrong["slotgraph"] = _name_fault("slotgraph") or ""
     yield from wrong.items()
     for name in cls._slotgraph_twice:
         yield name, "the class declares it twice: rename one"
 
 
-def _dropped(cls: type[Inputs], drop: Any) -> tuple[frozenset[str], list[DeclarationError]]:
-    """The names that a class drops, and what is wrong with them."""
-    known = classes.inherited(cls)
+def _name_fault(name: Any) -> str | None:
+    """Why no slot and no field may have a name, or None."""
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        return "the name is no identifier: choose another"
+    if name.startswith("_"):
+        return "the name begins with an underscore, but slots and fields are public: choose another"
+    return "the name has a meaning of its own in slotgraph: choose another" if name in _NEEDED else None
+
+
+def _dropped(cls: type, drop: Any, found: list[DeclarationError]) -> frozenset[str]:
+    """The names that a class drops; what is wrong with them is added to what was found."""
     if isinstance(drop, str) or not isinstance(drop, Iterable):
-        return frozenset(), [DeclarationError(f"{cls.__name__}: drop={drop!r}: give a list of names, such as ['ids']")]
-    names = list(drop)
-    unknown = [name for name in names if not isinstance(name, str) or name not in known]
-    found = [DeclarationError(f"{cls.__name__} drops {name!r}, which no base declares") for name in unknown]
-    return frozenset(name for name in names if isinstance(name, str)), found
+        found.append(DeclarationError(f"{cls.__name__}: drop={drop!r}: give a list of names, such as ['ids']"))
+        return frozenset()
+    names, known = list(drop), [*_inherited(cls)]
+    unknown = [name for name in names if name not in known]
+    found += [DeclarationError(f"{cls.__name__} drops {name!r}, which no base declares") for name in unknown]
+    return frozenset(name for name in names if isinstance(name, str))
+
+
+def _dropped_by_bases(cls: type) -> frozenset[str]:
+    """Names that bases drop, and no base before them, in the order in which Python asks them, declares again."""
+    drops: dict[str, bool] = {}
+    for base in cls.__mro__[1:]:
+        drops = dict.fromkeys(vars(base).get("_slotgraph_drops", ()), True) | dict.fromkeys(_own(base), False) | drops
+    return frozenset(name for name, dropped in drops.items() if dropped)
+
+
+def _parameter_faults(cls: type) -> Faults:
+    """What is wrong with the parameters that slots were declared with."""
+    words: tuple[Any, ...] = (copied, host_parameter, computed, constant, staged, output, slot)
+    for field in _attributes(cls):
+        for fault in field.metadata.get(FAULTS, ()):
+            yield field.name, fault
+        default = field.default
+        if isinstance(default, Slot | _UNMADE) or (inspect.isfunction(default) and default in words):
+            yield field.name, f"its default is no field: write `{field.name}: torch.Tensor = copied(...)`, or slot(...)"
+
+
+def _lost_slots(cls: type) -> Faults:
+    """Slots of bases that do not derive from Inputs. attrs does not read such bases."""
+    for base in cls.__mro__[1:]:
+        for name, value in vars(base).items():
+            if slot_in(value) is not None:
+                yield name, f"{base.__name__}, which is no declaration, has it: derive {base.__name__} from Inputs"
+
+
+def _overrides(cls: type, dropped: frozenset[str]) -> Faults:
+    """Slots and fields of bases in whose place the class has something else, or that a property hides.
+
+    dropped: names that the class or its bases drop, which are free for anything.
+    """
+    own, taken = _own(cls), {*vars(cls), *inspect.get_annotations(cls)}
+    for name, declared in _inherited(cls).items():
+        if name in dropped:
+            continue
+        if declared is not None and own.get(name, declared) is None:
+            way_out = f"{cls.__name__} makes a field of it: write copied(...), or drop it"
+            yield name, f"a base declares this slot, and {way_out}"
+        elif name not in own and name in taken:
+            yield name, f"a base declares it, and {cls.__name__} sets it without an annotation: declare it, or drop it"
+    for field in _attributes(cls):
+        if hasattr(type(inspect.getattr_static(cls, field.name, None)), "__set__"):
+            yield field.name, "a base has a property of that name, which would hide it: rename one of them"
+
+
+def _rivals(cls: type, unsettled: frozenset[str]) -> Faults:
+    """Slots that two bases declare, of which neither overrides the other, or that one declares and another drops.
+
+    unsettled: names that bases drop, and the class itself neither drops nor declares.
+    """
+    said = "declare it again to say which is meant, or drop it"
+    for field in (one for one in _attributes(cls) if one.inherited):
+        owners = _owners(cls, field.name)
+        for owner, other in owners[1:]:
+            if not issubclass(owners[0][0], owner) and other != slot_in(field):
+                yield field.name, f"{owners[0][0].__name__} and {owner.__name__} both declare it: {said}"
+    for name in sorted(unsettled):
+        droppers = [base for base in cls.__mro__[1:] if name in vars(base).get("_slotgraph_drops", ())]
+        having = [owner for owner, own in _owners(cls, name) if own is not None]
+        for owner in (one for one in having if not any(issubclass(one, other) for other in having if other is not one)):
+            stranger = next((one for one in droppers if not issubclass(one, owner)), None)
+            if stranger is not None and not issubclass(owner, stranger):
+                yield name, f"{owner.__name__} declares it, and {stranger.__name__} drops another one: {said}"

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from .admission import has_memory
 from .axes import Sizes
 from .capabilities import HOST
 from .declaration import Declaration
 from .errors import BatchError
 from .hostdata import HOST_KINDS, unnested
-from .readable import has_memory
 from .sources import NO_SIDE, Side, Source
 
 _PLAIN: Final = (int, float)
@@ -86,7 +86,7 @@ class Limits:
         found = tuple(
             Limit(name, source, str(most), most.at(sizes), slot.placement == HOST, len(slot.shape))
             for name, slot in declaration.slots.items()
-            if (most := slot.most()) is not None and (source := slot.reads(name)) is not None
+            if (most := slot.limit) is not None and (source := slot.reads(name)) is not None
         )
         return cls(found) if found else None
 

@@ -14,12 +14,12 @@ from typing import Final
 import attrs
 import torch
 
+from .admission import Kind
 from .axes import Sizes
 from .buffers import Buffers
 from .capabilities import DEVICE, Capabilities
 from .declaration import Declaration
 from .errors import ConfigError
-from .kinds import Kind
 from .lanes import WORD, Lane, head_bytes, meta, rounded
 from .plan import FillPlan
 from .planner import LARGE_BYTES, slot_bytes

@@ -180,7 +180,7 @@ class _Planning:
         on_device = slot.placement == DEVICE
         if not (self.capabilities.foreach_device if on_device else self.capabilities.foreach_host):
             return f"no foreach on the {slot.placement}"
-        if (slot.takes_strided() and name not in self.hosted) or any(dim > 0 for dim in slot.varying):
+        if (slot.strided and name not in self.hosted) or any(dim > 0 for dim in slot.varying):
             return "strided"
         return "large" if self._is_large(slot) else ""
 

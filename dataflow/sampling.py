@@ -1,8 +1,8 @@
 """Sampling: random batches of a declaration, of values that its slots bear, for checks, tests and recordings."""
 
-import difflib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Final, cast
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final
 
 import attrs
 import torch
@@ -10,16 +10,15 @@ import torch
 from .axes import Sizes, extent
 from .capabilities import CACHE_LOC, DEVICE, SEQ_LEN_FILL, Capabilities, Role, resolve_dtype
 from .declaration import Declaration
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 from .slots import Slot
 from .sources import Path, SideArgument
 from .tails import Once, Pad
 
 CPU: Final = torch.device("cpu")
-Maker = Callable[[tuple[int, ...], torch.dtype, torch.Generator], torch.Tensor]
 Values = Mapping[str, Any]
-"""By slot a `Maker`, or the lowest and the highest number; by field its value, or a function of the live sizes and the
-generator that makes it."""
+"""By slot the lowest and the highest number, or a function of shape, dtype and generator that makes a tensor; by field
+its value, or a function of the live sizes and the generator that makes it."""
 NO_VALUES: Final[Values] = {}
 
 
@@ -55,7 +54,7 @@ def sample_batch(
     for name, slot in sampled_slots(declaration):
         path = path_of(name, slot)
         if path not in left_out and path not in drawn:
-            tensor = _draw(name, slot, capabilities, live, generator, values)
+            tensor = _draw(name, slot, capabilities, live, generator, values.get(name))
             drawn[path] = tensor.to(device if slot.placement == DEVICE else CPU)
             _place(sample, path, drawn[path], name)
     sample.batch.update(_fields(declaration, live, generator, values))
@@ -80,60 +79,51 @@ def path_of(name: str, slot: Slot) -> Path | SideArgument:
 
 
 def _check_names(declaration: Declaration, absent: Collection[str], values: Values) -> None:
-    optional = [name for name, _ in declaration.optional]
-    for name in absent:
-        if name not in optional:
-            message = f"absent names {name!r}, which is no optional slot of {declaration.name}{_near(name, optional)}"
-            raise ConfigError(message)
-    known = [*(name for name, _ in sampled_slots(declaration)), *declaration.fields]
-    for name in values:
-        if name not in known:
-            message = (
-                f"values name {name!r}, which is no slot that {declaration.name} copies from a batch, nor a field of "
-                f"it{_near(name, known)}"
-            )
-            raise ConfigError(message)
-
-
-def _near(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    of, optional = declaration.name, [name for name, _ in declaration.optional]
+    copied = [*(name for name, _ in sampled_slots(declaration)), *declaration.fields]
+    for option, names, known, expected in (
+        ("absent names", absent, optional, f"no optional slot of {of}"),
+        ("values name", values, copied, f"no slot that {of} copies from a batch, nor a field of it"),
+    ):
+        for name in names:
+            if name not in known:
+                message = f"{option} {name!r}, which is {expected}{did_you_mean(name, known)}"
+                raise ConfigError(message)
 
 
 def _draw(
-    name: str, slot: Slot, capabilities: Capabilities, live: Sizes, generator: torch.Generator, values: Values
+    name: str, slot: Slot, capabilities: Capabilities, live: Sizes, generator: torch.Generator, rule: Any
 ) -> torch.Tensor:
-    """Random data for one slot. ConfigError where what `values` has for it makes none."""
+    """Random data for one slot, by its rule in `values`, if it has one. ConfigError where that makes none."""
     missing = [axis.name for axis in sorted(slot.axes) if axis not in live]
     if missing:
         message = f"slot {name!r}: live lacks a size for {', '.join(missing)}: give one for each axis, fixed ones too"
         raise ConfigError(message)
-    shape, dtype, rule = extent(slot.shape, live), resolve_dtype(slot.dtype, capabilities), values.get(name)
-    if rule is None:
-        most = slot.most()
-        return _usual(name, slot, None if most is None else most.at(live), shape, dtype, generator)
-    if callable(rule):
-        return _made(name, cast("Maker", rule), shape, dtype, generator)
+    shape, dtype = extent(slot.shape, live), resolve_dtype(slot.dtype, capabilities)
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    limit = None if slot.limit is None else slot.limit.at(live)
     match rule:
+        case None if is_whole and is_location(slot):
+            return _distinct(name, limit, shape, generator).to(dtype)
+        case None if is_whole:
+            low, high = bounds(slot, limit)
+        case None:
+            exact = torch.complex128 if dtype.is_complex else torch.float64
+            return torch.randn(shape, dtype=exact, device=CPU, generator=generator).to(dtype)
         case (int() | float() as low, int() | float() as high) if low <= high:
-            return _between(low, high, shape, dtype, generator)
-    message = (
-        f"slot {name!r}: values has {rule!r} for it: give the lowest and the highest number, or a function of shape, "
-        "dtype and generator that makes a tensor"
-    )
-    raise ConfigError(message)
-
-
-def _usual(
-    name: str, slot: Slot, highest: int | None, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
-    """What a slot bears by what it declares, up to its limit."""
-    if dtype.is_floating_point or dtype.is_complex:
-        exact = torch.complex128 if dtype.is_complex else torch.float64
-        return torch.randn(shape, dtype=exact, device=CPU, generator=generator).to(dtype)
-    if is_location(slot):
-        return _distinct(name, highest, shape, dtype, generator)
-    return _between(*bounds(slot, highest), shape, dtype, generator)
+            pass
+        case _ if callable(rule):
+            return _made(name, rule(shape, dtype, generator), shape)
+        case _:
+            message = (
+                f"slot {name!r}: values has {rule!r} for it: give the lowest and the highest number, or a function of "
+                "shape, dtype and generator that makes a tensor"
+            )
+            raise ConfigError(message)
+    if is_whole:
+        return torch.randint(int(low), int(high) + 1, shape, device=CPU, generator=generator).to(dtype)
+    share = torch.rand(shape, dtype=torch.float64, device=CPU, generator=generator)
+    return share.mul(high - low).add(low).to(dtype)
 
 
 def is_location(slot: Slot) -> bool:
@@ -148,37 +138,22 @@ def bounds(slot: Slot, limit: int | None) -> tuple[int, int]:
     return min(int(is_length), highest), highest
 
 
-def _distinct(
-    name: str, highest: int | None, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
+def _distinct(name: str, highest: int | None, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Locations of which no two are the same: two rows that write one would race."""
-    count = torch.Size(shape).numel()
+    count = math.prod(shape)
     if highest is not None and highest < count:
         message = f"slot {name!r}: {count} rows need as many locations beside 0, over its limit of {highest}"
         raise ConfigError(message)
-    return torch.randperm(count, device=CPU, generator=generator).add(1).to(dtype).reshape(shape)
+    return torch.randperm(count, device=CPU, generator=generator).add(1).reshape(shape)
 
 
-def _between(
-    low: float, high: float, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
-    """Numbers from the lowest to the highest, both among them where they are whole."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return (
-            torch.rand(shape, dtype=torch.float64, device=CPU, generator=generator).mul(high - low).add(low).to(dtype)
-        )
-    return torch.randint(int(low), int(high) + 1, shape, device=CPU, generator=generator).to(dtype)
-
-
-def _made(
-    name: str, maker: Maker, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
-    made = maker(shape, dtype, generator)
-    if not isinstance(made, torch.Tensor) or tuple(made.shape) != shape or made.is_meta:
-        got = f"shape {list(made.shape)} on {made.device}" if isinstance(made, torch.Tensor) else type(made).__name__
-        message = f"slot {name!r}: values' function must make a tensor of shape {list(shape)}, got {got}"
-        raise ConfigError(message)
-    return made
+def _made(name: str, made: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    """What a function in `values` made. ConfigError where it is no tensor of the shape."""
+    if isinstance(made, torch.Tensor) and tuple(made.shape) == shape and not made.is_meta:
+        return made
+    got = f"shape {list(made.shape)} on {made.device}" if isinstance(made, torch.Tensor) else type(made).__name__
+    message = f"slot {name!r}: values' function must make a tensor of shape {list(shape)}, got {got}"
+    raise ConfigError(message)
 
 
 def _place(sample: Sample, path: Path | SideArgument, value: torch.Tensor, name: str) -> None:

@@ -1,6 +1,5 @@
 """Plans, and the records that explain them, as plain data and JSON and back: one cattrs converter, strict both ways."""
 
-import difflib
 import json
 import math
 import typing
@@ -11,10 +10,9 @@ import attrs
 import cattrs
 import torch
 from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
-from cattrs.gen import make_dict_structure_fn
 
 from .capabilities import dtype_from_text, dtype_text
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 from .plan import FillPlan
 from .tails import Number
 
@@ -69,45 +67,18 @@ def _refuse(constant: str) -> float:
     raise ValueError(message)
 
 
-def _strict(kind: type) -> Callable[[Any, Any], Any]:
+def _expect(value: Any, kind: Any, expected: str = "") -> Any:
     """A structure hook that takes a kind of value as it is and converts nothing."""
-
-    def hook(value: Any, _: Any) -> Any:
-        return _expect(kind, value)
-
-    return hook
-
-
-def _expect(kind: type, value: Any) -> Any:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        message = f"expected {kind.__name__}, got {value!r}"
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind in (int, str)):
+        message = f"expected {expected or kind.__name__}, got {value!r}"
         raise TypeError(message)
     return value
-
-
-def _number_to_data(value: Number) -> Number | str:
-    return value if math.isfinite(value) else str(value)
 
 
 def _number_from_data(value: Any, _: Any) -> Number:
-    if isinstance(value, str) and value in _NOT_FINITE:
-        return _NOT_FINITE[value]
-    if not isinstance(value, bool | int | float):
-        message = f"expected a number, true, false, 'inf', '-inf' or 'nan', got {value!r}"
-        raise TypeError(message)
-    return value
-
-
-def _dtype_from_data(value: Any, _: Any) -> torch.dtype:
-    return dtype_from_text(_expect(str, value))
-
-
-def _is_tuple(kind: Any) -> bool:
-    return typing.get_origin(kind) is tuple
-
-
-def _is_frozenset(kind: Any) -> bool:
-    return typing.get_origin(kind) is frozenset
+    known = _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    number: Number = _expect(known, bool | int | float, "a number, true, false, 'inf', '-inf' or 'nan'")
+    return number
 
 
 def _tuple_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], tuple[Any, ...]]:
@@ -115,64 +86,49 @@ def _tuple_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], 
     inner = typing.get_args(kind)
 
     def hook(value: Any, _: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list | tuple):
-            message = f"expected a list, got {value!r}"
-            raise TypeError(message)
+        _expect(value, list | tuple, "a list")
         if inner[-1] is Ellipsis:
             return tuple(converter.structure(value, list[inner[0]]))  # type: ignore[valid-type]
         if len(value) != len(inner):
             message = f"expected {len(inner)} values, got {value!r}"
             raise TypeError(message)
-        return tuple(converter.structure(one, each) for one, each in zip(value, inner, strict=True))
+        return tuple(map(converter.structure, value, inner))
 
     return hook
 
 
 def _record_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], Any]:
     """A structure hook for records that asks for keys and values."""
-    structure = make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True)
-
-    def hook(value: Any, _: Any) -> Any:
-        if not isinstance(value, Mapping):
-            message = f"expected keys and values, got {value!r}"
-            raise TypeError(message)
-        return structure(value, kind)
-
-    return hook
+    structure = converter.gen_structure_attrs_fromdict(kind)
+    return lambda value, _: structure(_expect(value, Mapping, "keys and values"), kind)
 
 
 def _fault(error: BaseException, _: Any) -> str:
     """One fault in words; the hooks above have said what was expected."""
     if isinstance(error, ForbiddenExtraKeysError):
-        return _unknown_keys(error)
-    if isinstance(error, KeyError):
-        return f"{error} is missing"
-    return str(error)
-
-
-def _unknown_keys(error: ForbiddenExtraKeysError) -> str:
-    known = [field.name for field in attrs.fields(error.cl)]
-    hints = []
-    for key in sorted(error.extra_fields):
-        near = difflib.get_close_matches(key, known, n=1)
-        hints.append(f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else ""))
-    return "; ".join(hints)
+        known = [field.name for field in attrs.fields(error.cl)]
+        return "; ".join(f"unknown key {key!r}{did_you_mean(key, known)}" for key in sorted(error.extra_fields))
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
     for kind in (int, bool, str):
-        converter.register_structure_hook(kind, _strict(kind))
+        converter.register_structure_hook(kind, _expect)
     converter.register_structure_hook(float, _number_from_data)
     converter.register_structure_hook(Number, _number_from_data)
-    converter.register_unstructure_hook(float, _number_to_data)
-    converter.register_structure_hook(torch.dtype, _dtype_from_data)
+    converter.register_unstructure_hook(float, lambda value: value if math.isfinite(value) else str(value))
+    converter.register_structure_hook(torch.dtype, lambda value, _: dtype_from_text(_expect(value, str)))
     converter.register_unstructure_hook(torch.dtype, dtype_text)
-    converter.register_unstructure_hook_func(_is_frozenset, sorted)
-    converter.register_unstructure_hook_func(_is_tuple, lambda values: [converter.unstructure(one) for one in values])
-    converter.register_structure_hook_factory(_is_tuple, _tuple_hook)
+    converter.register_unstructure_hook_func(_is(frozenset), sorted)
+    converter.register_unstructure_hook_func(_is(tuple), lambda values: [converter.unstructure(one) for one in values])
+    converter.register_structure_hook_factory(_is(tuple), _tuple_hook)
     converter.register_structure_hook_factory(attrs.has, _record_hook)
     return converter
+
+
+def _is(box: Any) -> Callable[[Any], bool]:
+    return lambda kind: typing.get_origin(kind) is box
 
 
 _CONVERTER: Final = _converter()

@@ -9,10 +9,10 @@ from typing import Any
 import attrs
 import torch
 
+from .admission import NOT_TOLD, unreadable
 from .axes import Axis, Dim, Sizes
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError, MissingSourceError
-from .readable import NOT_TOLD, unreadable
 from .sources import Gather, Side, Source
 
 Relations = Mapping[Axis, Dim]

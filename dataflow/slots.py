@@ -21,58 +21,49 @@ _DTYPES: Final = re.compile(r"bool|u?int(8|16|32|64)|b?float16|float(32|64)|comp
 """Dtypes whose tensors torch fills and copies: no quantised ones, no bits, no numbers of less than a byte."""
 
 
+def _need(holds: bool, message: str) -> None:  # noqa: FBT001 - a condition
+    """TypeError where a parameter is not what it should be."""
+    if not holds:
+        raise TypeError(message)
+
+
 def flag(value: bool) -> bool:  # noqa: FBT001 - the parameter's value itself
     """True or False, and nothing that is only taken for one of them."""
-    if not isinstance(value, bool):
-        message = "say True or False"
-        raise TypeError(message)
+    _need(isinstance(value, bool), "say True or False")
     return value
 
 
 def dtype_of(value: torch.dtype | Role) -> torch.dtype | Role:
     """A torch dtype that slots can have, or a role of such ones."""
     if isinstance(value, Role):
-        if not isinstance(value.name, str):
-            message = f"the name of a role is a text, got {value.name!r}"
-            raise TypeError(message)
-        _torch_dtype(value.default)
+        _need(isinstance(value.name, str), f"the name of a role is a text, got {value.name!r}")
+        dtypes_of((value.default,))
         dtypes_of(value.accepts)
         return value
-    return _torch_dtype(value)
+    return dtypes_of((value,))[0]
 
 
 def dtypes_of(value: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
     """Dtypes that a copy converts, in a tuple."""
-    if not isinstance(value, tuple):
-        message = "expected a tuple of torch dtypes, such as (torch.int32,)"
-        raise TypeError(message)
-    return tuple([_torch_dtype(dtype) for dtype in value])
-
-
-def _torch_dtype(value: torch.dtype) -> torch.dtype:
-    if not isinstance(value, torch.dtype):
-        message = f"expected a torch dtype, such as torch.int64, or a role, got {value!r}"
-        raise TypeError(message)
-    if not _DTYPES.fullmatch(dtype_text(value)):
-        message = f"torch does not fill and copy tensors of {dtype_text(value)}: take torch.uint8 for bytes of your own"
-        raise TypeError(message)
+    _need(isinstance(value, tuple), "expected a tuple of torch dtypes, such as (torch.int32,)")
+    for dtype in value:
+        _need(isinstance(dtype, torch.dtype), f"expected a torch dtype, such as torch.int64, or a role, got {dtype!r}")
+        text = dtype_text(dtype)
+        refusal = f"torch does not fill and copy tensors of {text}: take torch.uint8 for bytes of your own"
+        _need(_DTYPES.fullmatch(text) is not None, refusal)
     return value
 
 
 def placement_of(value: Placement) -> Placement:
     """One of the two."""
-    if not isinstance(value, str) or value not in (DEVICE, HOST):
-        message = f"say {DEVICE!r} or {HOST!r}"
-        raise TypeError(message)
+    _need(isinstance(value, str) and value in (DEVICE, HOST), f"say {DEVICE!r} or {HOST!r}")
     return value
 
 
 def when_of(value: When | None) -> When | None:
     """A dotted name in the settings, a function of them, or None."""
     if isinstance(value, str):
-        if not all(value.split(".")):
-            message = "a name in the settings is not empty; dots lead into what it names"
-            raise ValueError(message)
+        _need(all(value.split(".")), "a name in the settings is not empty; dots lead into what it names")
     elif value is not None:
         one_argument(value, "a name in the settings, or a function of them")
     return value
@@ -80,9 +71,8 @@ def when_of(value: When | None) -> When | None:
 
 def argument_of(value: str | None) -> str | None:
     """The name of an operator's argument, or None."""
-    if value is not None and (not isinstance(value, str) or not value.isidentifier() or keyword.iskeyword(value)):
-        message = "no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'"
-        raise TypeError(message)
+    is_name = isinstance(value, str) and value.isidentifier() and not keyword.iskeyword(value)
+    _need(value is None or is_name, "no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'")
     return value
 
 
@@ -100,9 +90,7 @@ def poison_of(value: Poison | None) -> Poison | None:
     """A tuple of values, "stale", or None."""
     if value is None or (isinstance(value, str) and value == STALE):
         return value
-    if not isinstance(value, tuple):
-        message = f"say a tuple of the values that its tail bears, or {STALE!r}"
-        raise TypeError(message)
+    _need(isinstance(value, tuple), f"say a tuple of the values that its tail bears, or {STALE!r}")
     return tuple([pad_value(one) for one in value])
 
 
@@ -123,6 +111,10 @@ class Slot(abc.ABC):
     optional: the batch may come without it. rewritten: the step or a producer writes it beside the fill, so that its
     tail is never known to be clean. restored: the step writes it too, and finds it put back at its end. argument: of an
     operator, which takes the slot's value at each replay where the device has host parameters; None for no parameter.
+
+    A kind may make fields of the others: strided: take a source that is not contiguous. converts: source dtypes that
+    the copy converts. limit: the largest value that host data may hold. poison: what checks may put into the tail,
+    values or "stale", where its rule does not tell.
     """
 
     shape: Shape = attrs.field(converter=shape_of)
@@ -133,6 +125,10 @@ class Slot(abc.ABC):
     rewritten: bool = attrs.field(default=False, converter=flag)
     restored: bool = attrs.field(default=False, converter=flag)
     argument: str | None = attrs.field(default=None, converter=argument_of)
+    strided: bool = attrs.field(default=False, init=False)
+    converts: tuple[torch.dtype, ...] = attrs.field(default=(), init=False)
+    limit: Dim | None = attrs.field(default=None, init=False)
+    poison: Poison | None = attrs.field(default=None, init=False)
 
     @abc.abstractmethod
     def initial(self) -> Value:
@@ -152,20 +148,13 @@ class Slot(abc.ABC):
         return None
 
     def converts_from(self) -> tuple[torch.dtype, ...]:
-        """Source dtypes that a copy takes, and converts, beside the slot's own."""
-        return self.dtype.accepts if isinstance(self.dtype, Role) else ()
+        """Source dtypes that a copy takes, and converts, beside the slot's own: the role's and the declared ones."""
+        return (*(self.dtype.accepts if isinstance(self.dtype, Role) else ()), *self.converts)
 
-    def takes_strided(self) -> bool:
-        """Whether a source that is not contiguous is taken."""
-        return False
-
-    def most(self) -> Dim | None:
-        """The largest value that host data for the slot may hold, or None where any will do."""
-        return None
-
-    def bears(self) -> Poison | None:
-        """What checks may put into the tail, with no effect on live rows; None where its rule tells."""
-        return None
+    @property
+    def default_dtype(self) -> torch.dtype:
+        """The dtype on a device that has no other for its role."""
+        return self.dtype.default if isinstance(self.dtype, Role) else self.dtype
 
     @property
     def is_parameter(self) -> bool:
@@ -179,7 +168,7 @@ class Slot(abc.ABC):
     def faults(self) -> Iterator[str]:
         """What is wrong with the slot by itself, each with the way out."""
         for value in self.declared_values():
-            yield from value_faults(value, self.dtype)
+            yield from value_faults(value, self.default_dtype)
         if self.rewritten and self.restored:
             yield "it is both rewritten and restored: what is put back is as the fill left it; say one of them"
         if self.is_parameter:
@@ -188,14 +177,14 @@ class Slot(abc.ABC):
     @functools.cached_property
     def axes(self) -> frozenset[Axis]:
         """Every axis in the shape, in the initial and pad values and in the limit."""
-        sizes = [Dim.of(value) for value in (*self.declared_values(), self.most()) if isinstance(value, Axis | Dim)]
+        sizes = [Dim.of(value) for value in (*self.declared_values(), self.limit) if isinstance(value, Axis | Dim)]
         return frozenset(axis for size in (*self.shape, *sizes) for axis in size.axes)
 
     def declared_values(self) -> Iterator[Value]:
         """What the slot holds where no step has written it, first its initial value, and what its tail may be given."""
-        initial, rule, poison = self.initial(), self.rule(), self.bears()
+        initial, rule = self.initial(), self.rule()
         yield initial
-        yield from poison if isinstance(poison, tuple) else ()
+        yield from self.poison if isinstance(self.poison, tuple) else ()
         if isinstance(rule, Pad | Once) and rule.value is not initial:
             yield rule.value
 
@@ -214,17 +203,12 @@ class Slot(abc.ABC):
 class Padded(Slot):
     """A slot with a tail rule of its own: `pad`, a value, `keep("why")` or `once(value)`.
 
-    starts: what the whole buffer holds at first, where that is not the tail's value. poison: what checks may put into
-    the tail, values or "stale", where its rule does not tell; nothing, `()`, where padded rows need what it says.
+    starts: what the whole buffer holds at first, where that is not the tail's value.
     """
 
     pad: Tail | None = attrs.field(default=None, converter=tail_of)
     starts: PadValue | None = attrs.field(default=None, converter=starts_of)
     poison: Poison | None = attrs.field(default=None, converter=poison_of)
-
-    def bears(self) -> Poison | None:
-        """As declared."""
-        return self.poison
 
     def rule(self) -> Tail | None:
         """The declared rule."""
@@ -234,7 +218,7 @@ class Padded(Slot):
         """As declared, else the tail's value, so that a new buffer is all tail; zero where the tail is kept."""
         if self.starts is not None:
             return self.starts
-        return self.pad.value if isinstance(self.pad, Pad | Once) else _zero(self.dtype)
+        return self.pad.value if isinstance(self.pad, Pad | Once) else 0
 
     def faults(self) -> Iterator[str]:
         """Also: a dim varies, and no rule says what its tail holds; or two rules say what the slot starts as."""
@@ -252,8 +236,6 @@ class Copied(Padded):
     """Fed from the batch in each step.
 
     source: a dotted path, `side(...)` or a function of the batch; the slot's own name where it is not given.
-    strided: take a source that is not contiguous. converts: source dtypes that the copy converts.
-    limit: the largest value that host data may hold: a number, a fixed axis, or an expression over fixed axes.
     """
 
     source: Source | None = attrs.field(default=None, converter=optional_source)
@@ -265,22 +247,10 @@ class Copied(Padded):
         """The declared source, else the slot's own name."""
         return self.source or Path((name,))
 
-    def converts_from(self) -> tuple[torch.dtype, ...]:
-        """The role's and the declared ones."""
-        return (*super().converts_from(), *self.converts)
-
-    def takes_strided(self) -> bool:
-        """As declared."""
-        return self.strided
-
-    def most(self) -> Dim | None:
-        """As declared."""
-        return self.limit
-
     def faults(self) -> Iterator[str]:
         """Also: a limit that varies, or on values that are no whole numbers."""
         yield from super().faults()
-        dtype = self.dtype.default if isinstance(self.dtype, Role) else self.dtype
+        dtype = self.default_dtype
         if not dtype.is_complex and any(source.is_complex for source in self.converts_from()):
             yield f"it converts complex numbers, whose imaginary part {dtype_text(dtype)} drops: copy the part you mean"
         if self.limit is not None and self.limit.varies:
@@ -296,9 +266,7 @@ class HostParameter(Copied):
     argument: the operator's, which takes it; the slot's own name where it is not given.
     """
 
-    placement: Placement = attrs.field(  # pyright: ignore[reportIncompatibleVariableOverride] - a plain one overrides it
-        default=HOST, init=False, converter=placement_of
-    )
+    placement: Placement = attrs.field(default=HOST, init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @property
     def is_parameter(self) -> bool:
@@ -315,15 +283,15 @@ class HostParameter(Copied):
 class Computed(Slot):
     """Derived in each step from the slots and sizes that its function names: every padded row, tail and all."""
 
-    compute: Compute = attrs.field(converter=compute_of)
+    function: Compute = attrs.field(converter=compute_of)
 
     def computes(self) -> Compute | None:
         """The declared function."""
-        return self.compute
+        return self.function
 
     def initial(self) -> Value:
         """Zero, until the first fill."""
-        return _zero(self.dtype)
+        return 0
 
 
 @attrs.frozen(kw_only=True)
@@ -354,7 +322,7 @@ class Output(Slot):
 
     def initial(self) -> Value:
         """Zero, until the first step writes it."""
-        return _zero(self.dtype)
+        return 0
 
     def faults(self) -> Iterator[str]:
         """Also: graphs would be handed what the step before wrote."""
@@ -365,16 +333,12 @@ class Output(Slot):
 
 def _parameter_faults(slot: Slot) -> Iterator[str]:
     """Why operators cannot be handed what a slot holds."""
-    dtype = slot.dtype.default if isinstance(slot.dtype, Role) else slot.dtype
     if slot.placement != HOST:
         yield "it is a host parameter but placed on the device: say placement='host', or leave argument= out"
-    if dtype not in (torch.int32, torch.int64):
-        yield f"it is a host parameter of {dtype_text(dtype)}: operators take whole numbers, torch.int32 or torch.int64"
+    if slot.default_dtype not in (torch.int32, torch.int64):
+        text = dtype_text(slot.default_dtype)
+        yield f"it is a host parameter of {text}: operators take whole numbers, torch.int32 or torch.int64"
     if len(slot.shape) > 1:
         yield f"it is a host parameter of {len(slot.shape)} dims: an operator takes one number, or one row of them"
     if slot.rewritten or slot.restored:
         yield "it is a host parameter, which is read before the step, but the step writes it: copy it, or compute it"
-
-
-def _zero(dtype: torch.dtype | Role) -> Number:
-    return False if dtype is torch.bool else 0

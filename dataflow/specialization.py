@@ -12,16 +12,14 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from .admission import is_in_place
+from .admission import NOT_TOLD, Kind, has_memory, is_in_place
 from .buffers import Buffers
 from .declaration import Declaration
 from .errors import BatchError
 from .guard import IS_NESTED, POINTER, below_modes, own_guard
 from .hostdata import NOT_CARRIED
-from .kinds import Kind
 from .lanes import WORD, head_bytes, rest, rounded
 from .packet import UNARMED, UNIT, Feed
-from .readable import NOT_TOLD, has_memory
 from .ready import Planned, Targets
 from .sizing import Sizer
 from .sources import Gather, Side, Sources, chosen

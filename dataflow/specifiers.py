@@ -1,14 +1,14 @@
 """The words that a declaration is written in: `copied`, `host_parameter`, `computed`, `constant` and the others."""
 
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 import attrs
 import torch
 
 from .axes import Axis, Dim
-from .capabilities import DEVICE, Placement, Role
+from .capabilities import DEVICE, Placement, Role, dtype_text
 from .slots import Computed, Constant, Copied, HostParameter, Output, Slot, Staged, Value, When
 from .sources import Source
 from .tails import Keep, PadValue, Poison, Tail
@@ -19,13 +19,11 @@ Size = int | Axis | Dim
 Sizing = Size | tuple[Size, ...]
 Dtype = torch.dtype | Role
 
-_WORDS: Final = {"compute": "function"}
-"""Parameters that have another name in their specifier."""
 _STAND_INS: Final[Mapping[str, Any]] = {
     "shape": (),
     "dtype": torch.int64,
     "pad": Keep("the declared rule does not suit"),
-    "compute": lambda: 0,
+    "function": lambda: 0,
     "value": lambda _: 0,
 }
 _OF_DTYPE: Final = frozenset({"pad", "starts", "poison", "limit", "converts", "value", "argument"})
@@ -51,37 +49,31 @@ def _field(kind: Slot, faults: list[str], *, init: bool, default: Any) -> Any:
         faults.append(f"default={_brief(default)}: say default=None, which makes the slot optional, or leave it out")
     metadata = {SLOT: kind, FAULTS: tuple(faults)}
     brought = init is not False
-    return attrs.field(default=default if brought else None, init=brought, metadata=metadata, repr=_shown)
+    return attrs.field(
+        default=default if brought else None, init=brought, metadata=metadata, repr=lambda value: _brief(value, repr)
+    )
 
 
-def _declared(kind: type[Slot], *, init: Any = None, default: Any = attrs.NOTHING, **given: Any) -> Any:
-    """The field of a slot with these parameters, and with a fault for each one that does not suit.
+def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
+    """The field of a slot with the parameters of its specifier, and with a fault for each one that does not suit.
 
     Where one does not suit, another stands in for it, so that the class tells whatever else is wrong, too.
-    init: as given, where a batch never brings the slot; None where batches bring it.
     """
-    wrong = dict(_unsuitable(kind, given))
-    lost = {
-        name for name in given if name in wrong or ("dtype" in wrong and name in _OF_DTYPE and given[name] is not None)
-    }
-    suited = {name: value for name, value in given.items() if name not in lost}
-    stand_ins = {name: _STAND_INS[name] for name in lost if name in _STAND_INS}
-    made = kind(**suited, **stand_ins, optional=default is None)
-    faults = list(wrong.values())
-    if init is not None and init is not False:
-        faults.append(f"init={_brief(init)}: no batch brings this slot, so leave init= out")
-    return _field(made, faults, init=init is None, default=default)
-
-
-def _unsuitable(kind: type[Slot], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Parameters that do not suit a kind of slots, each with the fault."""
+    suited, wrong = dict[str, Any](), dict[str, str]()
     for parameter in attrs.fields(kind):
         name, convert = parameter.name, parameter.converter
         if name in given and callable(convert):
             try:
-                convert(given[name])
+                suited[name] = convert(given[name])
             except (TypeError, ValueError) as error:
-                yield name, f"{_WORDS.get(name, name)}={_brief(given[name])}: {error}"
+                wrong[name] = f"{name}={_brief(given[name])}: {error}"
+    if "dtype" in wrong:
+        suited = {name: value for name, value in suited.items() if name not in _OF_DTYPE or given[name] is None}
+    suited |= {name: value for name, value in _STAND_INS.items() if name in given.keys() - suited.keys()}
+    default, faults = given.get("default", attrs.NOTHING), list(wrong.values())
+    if given.get("init", False) is not False:
+        faults.append(f"init={_brief(given['init'])}: no batch brings this slot, so leave init= out")
+    return _field(kind(**suited, optional=default is None), faults, init="init" not in given, default=default)
 
 
 def copied(
@@ -107,23 +99,7 @@ def copied(
     restored: the runner then puts it back. starts: what the buffer holds at first, if not the tail's value. limit: the
     largest value of host data. poison: what checks may put into the tail. when: the setting that the slot exists by.
     """
-    return _declared(
-        Copied,
-        shape=shape,
-        dtype=dtype,
-        pad=pad,
-        source=source,
-        placement=placement,
-        strided=strided,
-        converts=converts,
-        rewritten=rewritten,
-        restored=restored,
-        starts=starts,
-        limit=limit,
-        poison=poison,
-        when=when,
-        default=default,
-    )
+    return _declared(Copied, locals())
 
 
 def host_parameter(
@@ -145,21 +121,7 @@ def host_parameter(
     shape: none for one number, one size for a row of them. dtype: torch.int32 or torch.int64. argument: the operators'
     argument that takes it, such as "actual_seq_lengths_kv"; the slot's own name if not given. All else as `copied`.
     """
-    return _declared(
-        HostParameter,
-        shape=shape,
-        dtype=dtype,
-        pad=pad,
-        source=source,
-        argument=argument,
-        strided=strided,
-        converts=converts,
-        starts=starts,
-        limit=limit,
-        poison=poison,
-        when=when,
-        default=default,
-    )
+    return _declared(HostParameter, locals())
 
 
 def computed(
@@ -179,16 +141,7 @@ def computed(
     the step; one that needs slots on the device runs there, inside the graph. Either way it gives every padded row.
     argument: makes a slot on the host a parameter, as `host_parameter` is one.
     """
-    return _declared(
-        Computed,
-        compute=function,
-        shape=shape,
-        dtype=dtype,
-        placement=placement,
-        argument=argument,
-        when=when,
-        init=init,
-    )
+    return _declared(Computed, locals())
 
 
 def constant(
@@ -201,7 +154,7 @@ def constant(
     init: Literal[False] = False,
 ) -> Any:
     """A slot set once: a number, a fixed axis, a fill role, or a function of the step at full capacity."""
-    return _declared(Constant, value=value, shape=shape, dtype=dtype, placement=placement, when=when, init=init)
+    return _declared(Constant, locals())
 
 
 def staged(
@@ -214,9 +167,7 @@ def staged(
     init: Literal[False] = False,
 ) -> Any:
     """A slot that a producer writes inside or beside the step; a fill only resets its tail, in each step."""
-    return _declared(
-        Staged, shape=shape, dtype=dtype, pad=pad, placement=placement, poison=poison, when=when, init=init
-    )
+    return _declared(Staged, locals())
 
 
 def output(
@@ -227,16 +178,9 @@ def output(
     init: Literal[False] = False,
 ) -> Any:
     """A buffer at a fixed address that the step writes its result to."""
-    return _declared(Output, shape=shape, dtype=dtype, placement=placement, when=when, init=init)
+    return _declared(Output, locals())
 
 
-def _shown(value: Any) -> str:
-    """A tensor as its dtype and shape: a batch's repr stays on one line and reads nothing off the device."""
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
-def _brief(value: Any) -> str:
-    """What was given, in few words."""
-    return _shown(value) if isinstance(value, torch.Tensor) else reprlib.repr(value)
+def _brief(value: Any, text: Callable[[Any], str] = reprlib.repr) -> str:
+    """What was given, in few words; a tensor as its dtype and shape, which reads nothing off the device."""
+    return f"{dtype_text(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else text(value)

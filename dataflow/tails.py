@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from .axes import Axis, Dim, Sizes, python_number
-from .capabilities import Capabilities, FillRole, Role, dtype_text
+from .capabilities import Capabilities, FillRole, dtype_text
 
 Number = bool | int | float
 PadValue = Number | FillRole | Axis | Dim
@@ -110,7 +110,7 @@ def holds(dtype: torch.dtype, value: Number) -> bool:
     return isinstance(value, int) and info.min <= value <= info.max
 
 
-def value_faults(value: Any, dtype: torch.dtype | Role) -> Iterator[str]:
+def value_faults(value: Any, dtype: torch.dtype) -> Iterator[str]:
     """Why slots of a dtype cannot be full of a value, each with the way out. A function's result is not known yet."""
     if callable(value):
         return
@@ -122,6 +122,5 @@ def value_faults(value: Any, dtype: torch.dtype | Role) -> Iterator[str]:
     if isinstance(value, Axis | Dim) and Dim.of(value).varies:
         yield f"its value {value!r} varies by step: give a number or a fixed axis, or compute the slot"
     number = value.default if isinstance(value, FillRole) else value
-    dtype = dtype.default if isinstance(dtype, Role) else dtype
     if isinstance(number, Number) and not holds(dtype, number):
         yield f"{number!r} does not fit {dtype_text(dtype)}: give a value of that type and range"

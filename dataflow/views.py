@@ -1,4 +1,4 @@
-"""Views: what a step sees of a fill, made of aliases whose shapes it may change without harm to the next fill."""
+"""Views: what a step sees of a fill, made of aliases that it may reshape without harm, and parts of them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -6,14 +6,18 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
-from .axes import Axis, Dim, Step
-from .computation import field_of
-from .declaration import Declaration
-from .errors import ReplayError
+from .axes import BATCH, TOKENS, Axis, Dim, Step, extent
+from .capabilities import DEVICE
+from .computation import Computation, field_of
+from .compute import STEP
+from .declaration import Declaration, needs_of
+from .errors import BatchError, ReplayError
 from .guard import POINTER, Guard, own_guard
+from .slots import Constant, Slot
 
 T = TypeVar("T")
 Views = Mapping[str, torch.Tensor | None]
+Ranges = Mapping[Axis, tuple[int, int]]
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,13 +106,10 @@ def viewer(cls: type[T], shown: Callable[[], Views], fields: Mapping[str, Any], 
     return view
 
 
-def make_view(cls: type[T], tensors: Views, fields: Mapping[str, Any], info: ViewInfo) -> T:
-    """An instance of the declaration over given tensors, without running its constructor."""
+def make_view(cls: type[T], values: Mapping[str, Any], info: ViewInfo) -> T:
+    """An instance of the declaration with given values, without running its constructor."""
     view = cls.__new__(cls)
-    values = view.__dict__
-    values.update(tensors)
-    values.update(fields)
-    values["_slotgraph_view"] = info
+    view.__dict__.update(values, _slotgraph_view=info)
     return view
 
 
@@ -120,3 +121,96 @@ def carried(fields: Mapping[str, Any], batch: Any) -> dict[str, Any]:
         if value is not None or default is not attrs.NOTHING:
             found[name] = value
     return found
+
+
+def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, ranges: Ranges) -> T:
+    """The micro-batch of a range of rows on some axes: see `Inputs.narrow`. BatchError where it cannot be cut.
+
+    declared: the slots of the view's class, of which a runner may have switched some off, or carry them as fields.
+    """
+    if info is None:
+        message = "only a view, which a fill handed out, can be narrowed: slice a batch of your own yourself"
+        raise BatchError(message)
+    sizes, every = info.step.padded_sizes, _all_ranges(info, ranges)
+    for name in info.whole:
+        if not declared[name].axes.isdisjoint(every):
+            message = (
+                f"slot {name!r} is a host parameter, and a replay hands all of it to each operator of its graph, so "
+                "that none can be captured on a part of it: cut the batch instead, or have them read a device slot"
+            )
+            raise BatchError(message)
+    if BATCH in every and TOKENS in info.declaration.axes and TOKENS not in every:
+        message = "requests differ in length here: say which tokens these rows have, narrow(BATCH, a, b, tokens=(c, d))"
+        raise BatchError(message)
+    live = {axis: min(max(info.step.live_sizes[axis] - a, 0), b - a) for axis, (a, b) in every.items()}
+    padded = {axis: stop - start for axis, (start, stop) in every.items()}
+    step = Step({**info.step.live_sizes, **live}, {**sizes, **padded})
+    return make_view(type(view), _cut(view.__dict__, declared, info, every, step), attrs.evolve(info, step=step))
+
+
+def _all_ranges(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
+    """The ranges, and those on axes that follow from theirs. BatchError for rows that are not there."""
+    sizes, every = info.step.padded_sizes, dict(ranges)
+    for axis, (start, stop) in ranges.items():
+        if axis not in sizes:
+            message = f"this view has no rows on {axis}, which no slot of {info.declaration.name} tells: narrow another"
+            raise BatchError(message)
+        if not 0 <= start <= stop <= sizes[axis]:
+            message = f"rows {start} to {stop} do not lie within the {sizes[axis]} rows of {axis}"
+            raise BatchError(message)
+        if axis in info.relations and not set(ranges) & info.relations[axis].axes:
+            message = f"{axis} follows from {info.relations[axis]} here: narrow that axis, and {axis} goes with it"
+            raise BatchError(message)
+        for other, size in info.relations.items():
+            if axis in size.axes:
+                every.setdefault(other, (size.at({**sizes, axis: start}), size.at({**sizes, axis: stop})))
+    return every
+
+
+def _cut(
+    values: Mapping[str, Any], declared: Mapping[str, Slot], info: ViewInfo, ranges: Ranges, step: Step
+) -> dict[str, Any]:
+    """A view's values in the micro-batch: slices, and what is computed anew; without what cannot be had there."""
+    made, slots, order = dict(values), info.declaration.slots, info.declaration.order
+    for name in (name for name in declared if name not in order):
+        tensor = values.get(name)
+        made[name] = None if tensor is None else _slice(name, declared[name], tensor, info, ranges)
+    for name in (name for name in order if values.get(name) is not None):
+        slot, needs = declared[name], needs_of(declared[name])
+        brought = [need for need in needs if need in slots]
+        on_device = info.declaration.side(name) == DEVICE and all(need in made for need in brought)
+        if not info.captured or on_device:
+            made[name] = _computed(name, slot, {**values, **made}, info.declaration, step)
+            continue
+        same = all(need in made and made[need] is values[need] for need in brought)
+        if not same or STEP in needs or not slot.axes.isdisjoint(ranges):
+            del made[name]  # what the host computed for all rows is not right for these
+    return made
+
+
+def _slice(name: str, slot: Slot, tensor: torch.Tensor, info: ViewInfo, ranges: Ranges) -> torch.Tensor:
+    """The rows of a slot that belong to the ranges; a constant begins with its first row in every micro-batch."""
+    first, last = ({**info.step.padded_sizes, **{axis: ends[end] for axis, ends in ranges.items()}} for end in (0, 1))
+    for dim, size in enumerate(slot.shape):
+        if size.axes.isdisjoint(ranges):
+            continue
+        if any(sum(axis in ranges for axis in axes) != 1 for axes, _ in size.terms):
+            message = f"slot {name!r}: dim {dim} is {size}, whose rows belong to no one range; compute it instead"
+            raise BatchError(message)
+        start = size.at(first)
+        tensor = tensor.narrow(dim, 0 if isinstance(slot, Constant) else start, size.at(last) - start)
+    return tensor
+
+
+def _computed(name: str, slot: Slot, values: Mapping[str, Any], declaration: Declaration, step: Step) -> torch.Tensor:
+    """A computed slot of the micro-batch, in memory of its own: its rows, its tail and all."""
+    before: torch.Tensor = values[name]
+    compute = slot.computes()
+    if compute is None:  # an order holds computed slots only; this tells the type checkers
+        return before
+    with torch.inference_mode(mode=False):
+        target = torch.empty(extent(slot.shape, step.padded_sizes), dtype=before.dtype, device=before.device)
+    known = {**dict.fromkeys(declaration.fields), **values, **declaration.given(step)}
+    with torch.no_grad():
+        Computation.bind(name, compute, known, {}, target).run(None)
+    return target

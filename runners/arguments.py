@@ -2,7 +2,7 @@
 
 import difflib
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,12 @@ def refuse(argument: str, expected: str, value: object) -> NoReturn:
     got = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.80} of type {type(value).__name__}"
     message = f"{argument}: expected {expected}, got {got}"
     raise ConfigError(message)
+
+
+def hint(name: str, known: Iterable[str], otherwise: str, *, cutoff: float = 0.6) -> str:
+    """The nearest known name to one that is none, as a question, or something else to say."""
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else otherwise
 
 
 def checked(argument: str, expected: str, value: Any, kind: type | tuple[type, ...]) -> Any:
@@ -108,8 +114,7 @@ def patterns_of(declaration: Declaration, absent: Any) -> set[frozenset[str]]:
     patterns = [frozenset(checked_names("absent", one)) - {*declaration.disabled} for one in absent]
     optional = [name for name, _ in declaration.optional]
     for name in sorted(frozenset().union(*patterns).difference(optional)):
-        near = difflib.get_close_matches(name, optional, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"optional are {', '.join(optional) or 'none'}"
-        message = f"absent names {name!r}, which is no optional slot of {declaration.name}: {hint}"
+        instead = hint(name, optional, f"optional are {', '.join(optional) or 'none'}")
+        message = f"absent names {name!r}, which is no optional slot of {declaration.name}: {instead}"
         raise ConfigError(message)
     return {frozenset(), *patterns}

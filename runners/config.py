@@ -1,53 +1,103 @@
-"""A runner's configuration: from Python, TOML or JSON, with every key and type checked."""
+"""The options of runners: their table, from Python, TOML or JSON, and the keywords that each runner takes of it."""
 
-import difflib
+import functools
+import inspect
 import math
+import os
 import pathlib
 import tomllib
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, Final, Required, TypeAlias, TypedDict, get_args
 
 import attrs
-import cattrs
-from cattrs.errors import ClassValidationError
-from cattrs.v import format_exception
 
+from ..backends.base import Backend
+from ..backends.registry import name_of
 from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ..dataflow.errors import ConfigError
 from ..dataflow.serial import json_data
+from .arguments import hint, refuse
 from .buckets import Buckets
-from .modes import modes_of
+from .exclusive import Unique
 
 MOST: Final = 1 << 24
 """Rows that a configuration may ask for: a runner has a table over as many, which a slip of the keyboard would fill."""
+VARIABLE: Final = "SLOTGRAPH_DEBUG"
+"""The environment variable that says which debug modes are on, where a runner is not told."""
+GENERATIONS: Final = "generations"
+ADDRESSES: Final = "addresses"
+STREAMS: Final = "streams"
+POISON: Final = "poison"
+PARITY: Final = "parity"
+MODES: Final = (GENERATIONS, ADDRESSES, STREAMS, POISON, PARITY)
+"""Stale outputs; moved memory; sources of other streams; tails that reach live rows; graphs unlike their step."""
+CHEAP: Final = frozenset({GENERATIONS, ADDRESSES, STREAMS})
+"""What `True` means: the modes that run no step a second time."""
+OFF: Final[frozenset[str]] = frozenset()
+Wanted: TypeAlias = bool | str | Collection[str] | None
+_WORDS: Final = {"0": OFF, "false": OFF, "off": OFF, "1": CHEAP, "true": CHEAP, "on": CHEAP}
+"""What the environment may say in place of names."""
+_NEAR: Final = 0.7
+"""How alike two options are of which one may have been meant for the other."""
 
 
-def _within(least: float, most: float = math.inf) -> Callable[[Any, Any, Any], None]:
-    """A validator for a number, or each of several, between two bounds."""
+def modes_of(wanted: Wanted) -> frozenset[str]:
+    """The debug modes that are on: of a bool, of names, of one text with commas, or, for None, of the environment.
 
-    def check(_: Any, field: Any, value: Any) -> None:
-        numbers = value if isinstance(value, tuple) else (value,)
-        if not all(least <= number <= most for number in numbers):
-            bounds = f"at least {least}" if most == math.inf else f"between {least} and {most}"
-            message = f"option {field.name!r}: expected {bounds}, got {value!r}"
+    ConfigError names the nearest mode to one that is unknown.
+    """
+    said = "option 'debug'"
+    if wanted is None:
+        said, wanted = VARIABLE, os.environ.get(VARIABLE, "").strip()
+        wanted = _WORDS.get(wanted.lower(), wanted)
+    if isinstance(wanted, bool):
+        return CHEAP if wanted else OFF
+    names = [one.strip() for one in (wanted.split(",") if isinstance(wanted, str) else wanted)]
+    for name in filter(None, names):
+        if name not in MODES:
+            instead = hint(name, MODES, f"modes are {', '.join(MODES)}")
+            message = f"{said}: unknown debug mode {name!r}: {instead}"
             raise ConfigError(message)
-
-    return check
-
-
-def _no_duplicates(_: Any, field: Any, value: tuple[int, ...]) -> None:
-    """A validator for numbers that each say something."""
-    twice = sorted({one for one in value if value.count(one) > 1})
-    if twice:
-        message = f"option {field.name!r}: {twice[0]} is given twice: give each once"
-        raise ConfigError(message)
+    return frozenset(filter(None, names))
 
 
-def _known_modes(_: Any, field: Any, value: Any) -> None:
-    """A validator for names of debug modes; what the environment says is looked at when a runner is made."""
-    del field
+def _option(kind: type, default: Any, least: float = -math.inf, most: float = math.inf, *, unset: bool = False) -> Any:
+    """An option of a kind, a number between two bounds. unset: it may be None."""
+    bounds = f", at least {least}" * (most == math.inf) or f" between {least} and {most}"
+    expected = kind.__name__ + bounds * (least > -math.inf)
+
+    def check(_: object, field: Any, value: Any) -> None:
+        if not (unset and value is None) and not (_is(kind, value) and (kind in (bool, str) or least <= value <= most)):
+            refuse(f"option {field.name!r}", expected, value)
+
+    return attrs.field(default=default, validator=check)
+
+
+def _is(kind: type, value: object) -> bool:
+    """Whether a value is of a kind as it is; a bool is no number."""
+    return isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _rows(value: Any) -> tuple[int, ...]:
+    """Buckets; the empty tuple where none are given."""
+    if isinstance(value, tuple) and not value:
+        return value
+    several = isinstance(value, list | tuple | set | frozenset | range) and len(value) > 0
+    if not several or not all(_is(int, one) and 1 <= one <= MOST for one in value) or len({*value}) < len(value):
+        expected = f"a list or tuple of at least one int between 1 and {MOST}, each once"
+        refuse("option 'buckets'", expected, value)
+    return tuple(value)
+
+
+def _debug(value: Any) -> Any:
+    """Debug modes as they were said, several as a tuple; what the environment says is read when a runner is made."""
+    if isinstance(value, list | tuple | set | frozenset) and all(isinstance(one, str) for one in value):
+        value = tuple(sorted(value) if isinstance(value, set | frozenset) else value)
+    elif value is not None and not isinstance(value, bool | str):
+        refuse("option 'debug'", "true, false or names of debug modes", value)
     if value is not None:
         modes_of(value)
+    return value
 
 
 @attrs.frozen(kw_only=True)
@@ -66,39 +116,42 @@ class RunnerConfig:
     the mode that captures run in, one of the backend's `capture_error_modes`; None for its default. told: options that
     `as_data` gives even where they are the default: those that a mapping or file named, or that a runner uses.
     A runner takes them as keywords: `DecodeRunner(Inputs, step, **RunnerConfig.load("runner.toml").as_data())`.
+    ConfigError names the option, what was expected and what came; nothing is converted.
     """
 
-    backend: str = "auto"
-    buckets: tuple[int, ...] = attrs.field(default=(), validator=[_within(1, MOST), _no_duplicates])
-    max_batch: int = attrs.field(default=32, validator=_within(1, MOST))
-    max_tokens: int = attrs.field(default=2048, validator=_within(1, MOST))
-    max_waste: float = attrs.field(default=1.0, validator=_within(0, 1))
-    width: int = attrs.field(default=1, validator=_within(1, MOST))
-    warmups: int = attrs.field(default=1, validator=_within(0))
-    progress: bool = True
-    debug: bool | str | tuple[str, ...] | None = attrs.field(default=None, validator=_known_modes)
-    no_copy: bool | None = None
-    sharing: bool | None = None
-    graphs: bool = True
-    lowering: str = AUTO
-    lazy: bool = False
-    error_mode: str | None = None
+    backend: str = _option(str, AUTO)
+    buckets: tuple[int, ...] = attrs.field(default=(), converter=_rows)
+    max_batch: int = _option(int, 32, 1, MOST)
+    max_tokens: int = _option(int, 2048, 1, MOST)
+    max_waste: float = _option(float, 1.0, 0, 1)
+    width: int = _option(int, 1, 1, MOST)
+    warmups: int = _option(int, 1, 0)
+    progress: bool = _option(bool, default=True)
+    debug: bool | str | tuple[str, ...] | None = attrs.field(default=None, converter=_debug)
+    no_copy: bool | None = _option(bool, None, unset=True)
+    sharing: bool | None = _option(bool, None, unset=True)
+    graphs: bool = _option(bool, default=True)
+    lowering: str = _option(str, AUTO)
+    lazy: bool = _option(bool, default=False)
+    error_mode: str | None = _option(str, None, unset=True)
     told: frozenset[str] = attrs.field(default=frozenset(), eq=False, repr=False)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "RunnerConfig":
-        """Check a mapping's keys and types. ConfigError names the nearest known key, or the value and its type."""
-        known = cls.options()
-        for key in options:
+        """Check a mapping's keys and values. ConfigError names the nearest known key, or all values that are wrong."""
+        known, faults = cls.options(), list[str]()
+        for key, value in options.items():
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-                message = f"unknown option {key!r}: {hint}"
+                message = f"unknown option {key!r}: {hint(str(key), known, 'known are ' + ', '.join(known))}"
                 raise ConfigError(message)
-        try:
-            return attrs.evolve(_CONVERTER.structure(options, cls), told=frozenset(options))
-        except ClassValidationError as group:
-            raise ConfigError("; ".join(cattrs.transform_error(group, format_exception=_fault))) from group
+            alone: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value}  # of none, an error
+            try:
+                cls(**alone)
+            except ConfigError as error:
+                faults.append(str(error))
+        if faults:
+            raise ConfigError("; ".join(faults))
+        return cls(**options, told=frozenset(options))
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
@@ -116,11 +169,8 @@ class RunnerConfig:
             raise ConfigError(message)
         try:
             data = read(file.read_text(encoding="utf-8"))
-        except RecursionError as error:
-            message = f"{file.name}: it is nested too deeply"
-            raise ConfigError(message) from error
-        except (OSError, ValueError) as error:
-            message = f"{file.name}: {error}"
+        except (OSError, ValueError, RecursionError) as error:
+            message = f"{file.name}: {'it is nested too deeply' if isinstance(error, RecursionError) else error}"
             raise ConfigError(message) from error
         if not isinstance(data, dict):
             message = f"{file.name}: expected keys and values, got {type(data).__name__}"
@@ -129,11 +179,13 @@ class RunnerConfig:
 
     def as_data(self) -> dict[str, Any]:
         """Plain data that `of` reads back, for TOML or JSON, without defaults that no mapping or file named."""
-        data: dict[str, Any] = _CONVERTER.unstructure(self)
-        default = _CONVERTER.unstructure(RunnerConfig())
-        wanted = [key for key in self.options() if key in self.told or data[key] != default[key]]
-        unset: dict[str, Any] = {"buckets": ()}  # what an option that was not given has, where that is not None
-        return {key: data[key] for key in wanted if getattr(self, key) != unset.get(key)}
+        data, default = ({name: getattr(one, name) for name in self.options()} for one in (self, RunnerConfig()))
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in data.items()}
+        return {
+            name: value
+            for name, value in plain.items()
+            if (name in self.told or data[name] != default[name]) and value not in (None, [])
+        }
 
     def check(self, capabilities: Capabilities) -> None:
         """ConfigError where the device has no such lowering or error mode, or the environment names no debug mode."""
@@ -152,61 +204,99 @@ class RunnerConfig:
 
     def ladder(self) -> Buckets:
         """The buckets that were given, or the default ladder."""
-        if self.buckets:
-            return Buckets(self.buckets, self.max_waste)
-        return Buckets.ladder(self.max_batch, self.max_waste)
+        given = Buckets(self.buckets, self.max_waste) if self.buckets else None
+        return given or Buckets.ladder(self.max_batch, self.max_waste)
 
     def token_ladder(self) -> Buckets:
         """The buckets that were given, or the default ones for tokens."""
-        if self.buckets:
-            return Buckets(self.buckets, self.max_waste)
-        return Buckets.doubling(self.max_tokens, self.max_waste)
+        given = Buckets(self.buckets, self.max_waste) if self.buckets else None
+        return given or Buckets.doubling(self.max_tokens, self.max_waste)
 
 
-def _fault(error: BaseException, kind: type | None) -> str:
-    """A fault as cattrs words it, and ours, which name the option, in our own words."""
-    return str(error) if isinstance(error, ConfigError) else format_exception(error, kind)
+class EagerOptions(TypedDict, total=False):
+    """Of a runner that captures nothing."""
+
+    no_copy: bool | None
 
 
-def _strict(kind: type) -> Any:
-    """A structure hook that takes a kind of value as it is and converts nothing."""
-    taken = (int, float) if kind is float else kind
+class CaptureOptions(TypedDict, total=False):
+    """Of every runner that captures."""
 
-    def hook(value: Any, _: Any) -> Any:
-        if not isinstance(value, taken) or (isinstance(value, bool) and kind is not bool):
-            message = f"expected {kind.__name__}, got {value!r}"
-            raise ConfigError(message)
-        return value
-
-    return hook
-
-
-def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(forbid_extra_keys=True)
-    for kind in (int, float, bool, str):
-        converter.register_structure_hook(kind, _strict(kind))
-    converter.register_structure_hook_func(lambda kind: kind == tuple[int, ...], _numbers)
-    converter.register_structure_hook(bool | str | tuple[str, ...] | None, _wanted)
-    return converter
+    buckets: tuple[int, ...] | list[int]
+    max_batch: int
+    max_waste: float
+    warmups: int
+    progress: bool
+    debug: Wanted
+    sharing: bool | None
+    graphs: bool
+    lowering: str
+    lazy: bool
+    error_mode: str | None
 
 
-def _numbers(value: Any, _: Any) -> tuple[int, ...]:
-    """Whole numbers, at least one of them."""
-    if not isinstance(value, list | tuple | set | frozenset | range) or not value:
-        message = f"expected a list or tuple of at least one int, got {value!r}: leave it out for the default"
-        raise ConfigError(message)
-    strict = _strict(int)
-    return tuple(strict(one, int) for one in value)
+class DecodeOptions(CaptureOptions, total=False):
+    """Of a runner whose buckets are requests of `width` tokens."""
+
+    width: int
 
 
-def _wanted(value: Any, _: Any) -> Any:
-    """Debug modes as they were said, several as a tuple."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, list | tuple | set | frozenset) and all(isinstance(one, str) for one in value):
-        return tuple(sorted(value) if isinstance(value, set | frozenset) else value)
-    message = f"expected true, false or names of debug modes, got {value!r}"
-    raise ConfigError(message)
+class StackOptions(CaptureOptions, total=False):
+    """Of a runner whose buckets are tokens, up to `max_tokens`."""
+
+    max_tokens: int
 
 
-_CONVERTER = _converter()
+class ExtendOptions(CaptureOptions, total=False):
+    """Of a runner over the `width` tokens that each request brings after a verify."""
+
+    width: Required[int]
+
+
+def config_of(kind: type, backend: str | Backend, options: Mapping[str, Any]) -> RunnerConfig:
+    """The configuration of a runner of this class, with every option that the class uses.
+
+    Raises ConfigError for an option that it does not use, with the nearest name, and for a value of the wrong kind.
+    """
+    used = keywords_of(kind)
+    for name in options:
+        if name not in used:
+            raise ConfigError(_refusal(kind, name))
+    known = used.intersection(RunnerConfig.options())
+    given = {name: value for name, value in options.items() if name in known}
+    return attrs.evolve(RunnerConfig.of({"backend": name_of(backend), **given}), told=known)
+
+
+@functools.cache
+def keywords_of(kind: type) -> frozenset[str]:
+    """The keywords that a runner takes, its options among them, as its constructor's signature has them."""
+    parameters = inspect.signature(kind).parameters.values()
+    options = (get_args(one.annotation)[0] for one in parameters if one.kind is one.VAR_KEYWORD)
+    named = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+    return frozenset(named.union(*(one.__annotations__ for one in options)))
+
+
+def _refusal(kind: type, name: str) -> str:
+    """The error for a keyword that a runner does not take."""
+    own, users = keywords_of(kind), dict[str, list[str]]()
+    for runner in sorted({kind, *_runners()}, key=lambda one: one.__name__):
+        for known in keywords_of(runner):
+            users.setdefault(known, []).append(runner.__name__)
+    if name in users:
+        instead = hint(name, own, "leave it out", cutoff=_NEAR)
+        return f"{kind.__name__} does not use option {name!r}, which is one of {', '.join(users[name])}: {instead}"
+    meant = hint(name, users, f"known are {', '.join(sorted(own))}")
+    near = next((known for known in users if repr(known) in meant), None)
+    foreign = (
+        "" if near is None or near in own else f" {kind.__name__} does not use that one; {', '.join(users[near])} do"
+    )
+    return f"{kind.__name__}: unknown option {name!r}: {meant}{foreign}"
+
+
+def _runners(kind: type = Unique) -> Iterator[type]:
+    """All classes of runners: those that take options."""
+    if not inspect.isabstract(kind) and "options" in inspect.signature(kind).parameters:
+        yield kind
+    subclasses: list[type] = kind.__subclasses__()
+    for one in subclasses:
+        yield from _runners(one)

@@ -2,8 +2,8 @@
 
 import abc
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Final
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,11 +20,11 @@ from .check.comparison import step_of
 from .check.poison import Poisoning
 from .check.tails import tails_of
 from .check.trial import Together, Trial, graph_of, state_on, unwatched
+from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
 from .holdings import Change
-from .modes import ADDRESSES, PARITY, POISON, Wanted, modes_of, register
 from .runner import Runner
 from .state import State
-from .watching import Watcher
+from .watching import WATCHERS, Watcher, watchers_of
 
 
 class Prover(Watcher, abc.ABC):
@@ -184,9 +184,7 @@ class ParityProver(Prover):
         return next((one.message for one in [parity.fault_of(trial)] if one is not None), "")
 
 
-_PROVERS: Final[Mapping[str, type[Prover]]] = {one.mode: one for one in (AddressProver, PoisonProver, ParityProver)}
-for _mode, _prover in _PROVERS.items():
-    register(_mode, _prover)
+WATCHERS.update({one.mode: one for one in (AddressProver, PoisonProver, ParityProver)})
 
 
 @contextlib.contextmanager
@@ -198,12 +196,12 @@ def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] 
     Raises ConfigError for the other modes, which are part of how a runner is made.
     """
     modes = modes_of(wanted)
-    others = sorted(modes - _PROVERS.keys())
+    others = sorted(modes - WATCHERS.keys())
     if others:
         message = f"debug mode {others[0]!r} is part of how a runner is made: give it debug={others[0]!r}"
         raise ConfigError(message)
     given = None if state is None else State.of(runner.parts.stage.backend, state)
-    made = [prover(runner, given) for mode, prover in _PROVERS.items() if mode in modes]
+    made = watchers_of(runner, modes, given)
     for watcher in made:
         runner.watch.add(watcher)
     try:

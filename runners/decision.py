@@ -222,30 +222,32 @@ class Tally:
 
     def as_data(self) -> TallyData:
         """Plain data: the keys of `buckets` and `eager` are those of which there were steps."""
-        counted, times = self._by_bucket(), self.buckets.copy()
-        reasons: dict[str, Counts] = {why: one for why, one in sorted(self.reasons.copy().items()) if one.steps}
-        buckets = {size: self._bucket(size, *counts) for size, counts in counted.items()}
-        graphs, eager = sum(one["steps"] for one in buckets.values()), sum(one.steps for one in reasons.values())
+        found, reasons = dict[int, list[int]](), sorted(self.reasons.copy().items())
+        counted = [(size, one.steps, one.live) for size, one in self.buckets.copy().items()]
+        counted += [(one.bucket, steps := one.steps, one.rows * steps) for one in self.repeated.copy().values()]
+        for size, steps, live in sorted(counted):
+            if steps:
+                before = found.setdefault(size, [0, 0])
+                before[:] = before[0] + steps, before[1] + live
+        buckets: dict[int, BucketData] = {
+            size: {
+                "path": self.path,
+                "steps": steps,
+                "live": live,
+                "padded": size * steps,
+                "waste": (size * steps - live) / (size * steps),
+            }
+            for size, (steps, live) in found.items()
+        }
+        eager: dict[str, EagerData] = {why: {"steps": one.steps, "live": one.live} for why, one in reasons if one.steps}
+        graphs, others = (sum(one["steps"] for one in of.values()) for of in (buckets, eager))
         return {
-            "steps": {self.path: graphs, "eager": eager},
+            "steps": {self.path: graphs, "eager": others},
             "buckets": buckets,
-            "eager": {why: {"steps": one.steps, "live": one.live} for why, one in reasons.items()},
+            "eager": eager,
             "fills": {
                 "every": EVERY,
-                "buckets": {size: times[size].times.as_data() for size in counted},
-                "eager": {why: one.times.as_data() for why, one in reasons.items()},
+                "buckets": {size: self.buckets[size].times.as_data() for size in buckets},
+                "eager": {why: one.times.as_data() for why, one in reasons if why in eager},
             },
         }
-
-    def _by_bucket(self) -> dict[int, tuple[int, int]]:
-        """Steps and live rows of each bucket that had any."""
-        found = {size: (one.steps, one.live) for size, one in self.buckets.copy().items()}
-        for one in self.repeated.copy().values():
-            (steps, live), more = found.get(one.bucket, (0, 0)), one.steps
-            found[one.bucket] = steps + more, live + one.rows * more
-        return {size: counts for size, counts in sorted(found.items()) if counts[0]}
-
-    def _bucket(self, size: int, steps: int, live: int) -> BucketData:
-        """One bucket's counts; waste is the share of padded rows that were padding."""
-        padded = size * steps
-        return {"path": self.path, "steps": steps, "live": live, "padded": padded, "waste": (padded - live) / padded}

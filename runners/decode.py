@@ -14,12 +14,11 @@ from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .captured import Captured
-from .config import RunnerConfig
+from .config import DecodeOptions, RunnerConfig, config_of
 from .decision import Decision
 from .filler import Filler
 from .graph_runner import GraphRunner
 from .graphs import GraphSet
-from .options import DecodeOptions, config_of
 from .outputs import rows_each
 from .pool import Bindings, Phase
 from .ranks.group import Ranks

@@ -12,8 +12,8 @@ from ..dataflow.binding import Bound
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
 from .arguments import check_step, checked_names, checked_sizes, declaration_of
+from .config import CaptureOptions, config_of
 from .decode import RequestRunner
-from .options import CaptureOptions, config_of
 from .pool import Phase
 from .ranks.group import Ranks
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V

@@ -18,9 +18,8 @@ from ..dataflow.slots import Slot
 from ..dataflow.tails import Number, Once, Pad, resolve_value
 from ..dataflow.views import make_view
 from .arguments import checked_by_slot, checked_names, declaration_of
-from .config import RunnerConfig
+from .config import ExtendOptions, RunnerConfig, config_of
 from .decode import RequestRunner
-from .options import ExtendOptions, config_of
 from .pool import Chain, Phase
 from .ranks.group import Ranks
 from .stage import NO_BINDINGS, NO_LOANS, NO_PATTERNS, NO_SIZES, Lend, V, with_width
@@ -123,7 +122,7 @@ class _Chain(Generic[V]):
 def _later(view: V, part: Mapping[str, torch.Tensor]) -> V:
     """A later step's view: the first one's, but for the chained slots."""
     values: dict[str, Any] = {**view.__dict__, **part}
-    return make_view(type(view), values, {}, values["_slotgraph_view"])
+    return make_view(type(view), values, values["_slotgraph_view"])
 
 
 def _cut(parts: torch.Tensor, shape: torch.Size) -> torch.Tensor:

@@ -11,10 +11,10 @@ from ..dataflow.declaration import Declaration
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from ..dataflow.turns import BufferTurn
+from .config import EagerOptions, config_of
 from .coordination import Live
 from .decision import Decision
 from .eagerly import Eagerly
-from .options import EagerOptions, config_of
 from .parts import Parts
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks

@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from ..dataflow import log
-from ..dataflow.admission import Wanted, check_carried
+from ..dataflow.admission import Wanted, check_carried, unreadable
 from ..dataflow.axes import Axis, Dim, Sizes, extent
 from ..dataflow.bucket import Bucket, hand_over
 from ..dataflow.buffers import Buffers
@@ -15,7 +15,6 @@ from ..dataflow.capabilities import DEVICE, resolve_dtype
 from ..dataflow.errors import BatchError
 from ..dataflow.gradients import GRADIENTS, without_gradients
 from ..dataflow.packet import Feed, most_for_copies
-from ..dataflow.readable import unreadable
 from ..dataflow.sizing import Sizer
 from ..dataflow.slots import Slot
 from ..dataflow.sources import Side, look_up
@@ -232,7 +231,7 @@ class Eagerly(Generic[V]):
             source = look_up(batch, want.name)
             known = sized is not None or not isinstance(source, torch.Tensor) or unreadable(source)
             shape = sized or () if known else tuple(source.shape)  # of an axis that no copied slot tells, any size
-            check_carried(want, source, (want.dtype, want.device, shape))
+            check_carried(want, source, shape)
 
     def _home(self, slot: Slot) -> torch.device:
         return self.stage.backend.device if slot.placement == DEVICE else torch.device("cpu")

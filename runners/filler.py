@@ -21,8 +21,8 @@ from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from ..dataflow.specialization import Specializations
 from .capture import capture_step, warm_up
+from .config import OFF, STREAMS
 from .hostreads import HostReads
-from .modes import OFF, STREAMS
 from .stage import Stage, V
 
 

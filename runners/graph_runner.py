@@ -25,13 +25,13 @@ from .decision import Decision, Path
 from .eagerly import Eagerly
 from .filler import Filler
 from .graphs import GraphSet
-from .modes import watchers_of
 from .parts import Parts
 from .pool import Bindings, Phase, Seat
 from .ranks.agreement import coordinator_of
 from .router import Router
 from .runner import Filled, Runner
 from .stage import Stage, V
+from .watching import watchers_of
 
 
 class GraphRunner(Runner[V]):
@@ -81,7 +81,7 @@ class GraphRunner(Runner[V]):
         size = Sizer(stage.declaration, relations, self._capacity, lead)
         coordinator = coordinator_of(stage.declaration, type(self).__name__, config, self._sizes, lead)
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
-        self.seat = Seat(self, stage, self._capacity, bind, phase, sharing=config.sharing)
+        self.seat = Seat(self.name, stage, self._capacity, bind, phase, sharing=config.sharing)
         if phase is None:
             _ = self._router, self._eager  # what is wrong with them is said now
 

@@ -3,13 +3,11 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
-import attrs
 import torch
 
-from ..backends.base import Graph, Memory
 from ..dataflow.binding import overlaps, span
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Buffers, at_rest
@@ -29,35 +27,13 @@ from .capture import (
     warn_of_many,
 )
 from .captured import FORKS, Captured, Order, clock_of
+from .config import ADDRESSES, GENERATIONS
 from .filler import Filler, Filling
 from .holdings import Holdings
-from .modes import ADDRESSES, GENERATIONS
 from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .running import Running, under_way
 from .stage import Stage, V
 from .state import State, check_writes
-
-
-class WholeStep(Generic[V]):
-    """What is captured, without gradients.
-
-    First the fused kernel, where it is the first node; then the device's computed slots, and the step on the view.
-    """
-
-    def __init__(self, stage: Stage[V], filler: Filler[V], filling: Filling, ready: Ready) -> None:
-        self._stage = stage
-        self._filler = filler
-        self._filling = filling
-        self._ready = ready
-
-    def __call__(self) -> Any:
-        """Run it."""
-        with torch.no_grad():
-            self._filler.first_node(self._filling)
-            self._ready.compute_on_device()
-            view = self._stage.capture_view(self._ready)
-            return under_way(Running(view), self._stage.run, view)
-
 
 Key = tuple[int, Absent]
 Look = Callable[[Callable[[], Any]], State]
@@ -128,29 +104,41 @@ class GraphSet(Generic[V]):
         if self.report is not None:
             message = "this runner is captured already: its addresses are sealed; make a new runner to capture again"
             raise CaptureError(message)
-        start, failed = time.perf_counter(), dict[int, CaptureError]()
-        warn_of_many(
-            len(order.buckets) * len(order.patterns), self.stage.backend.capabilities.graphs_hint, order.runner
-        )
+        backend, runner = self.stage.backend, order.runner
+        warn_of_many(len(order.buckets) * len(order.patterns), backend.capabilities.graphs_hint, runner)
         order.coordinator.meet(f"captures begin, of buckets {', '.join(map(str, order.buckets)) or 'none'}", None)
-        self._order, before = order, self.stage.backend.memory()
+        self._order = order
         buckets = [] if order.lazy else sorted(order.buckets, reverse=True)
-        with frozen_garbage(), self._at_rest(always=False):
-            for rows in progress_over(buckets, self.stage.backend, show=order.progress):
+        report, failed = self._capture_buckets(order, buckets, late=False)
+        self._forks = FORKS.count
+        if failed:
+            message = f"{len(failed)} of {len(order.buckets)} buckets were not captured and run eagerly: "
+            raise CaptureError(message + "; ".join(report.reasons)) from failed[0]
+        return report
+
+    def _capture_buckets(
+        self, order: Order, buckets: Sequence[int], *, late: bool
+    ) -> tuple[CaptureReport, list[CaptureError]]:
+        """Capture some buckets; the report, and the errors of those that failed. late: a batch has come for them."""
+        start, before, known = time.perf_counter(), self.stage.backend.memory(), self.report
+        errors = list[CaptureError]()
+        reasons = {} if known is None else dict(known.failed)
+        with frozen_garbage(), self._at_rest(always=late):
+            for rows in progress_over(buckets, self.stage.backend, show=order.progress and not late):
                 try:
                     self._capture_bucket(rows, order)
                 except CaptureError as error:
-                    failed[rows] = error
-        self._forks = FORKS.count
-        if buckets:
-            self._note_holdings()
-        reasons = {rows: str(error) for rows, error in failed.items()}
-        self.report = self._reported(reasons, time.perf_counter() - start, before)
-        log_capture(self.report, order.runner)
-        if failed:
-            message = f"{len(failed)} of {len(order.buckets)} buckets were not captured and run eagerly: "
-            raise CaptureError(message + "; ".join(self.report.reasons)) from next(iter(failed.values()))
-        return self.report
+                    errors.append(error)
+                    reasons[rows] = str(error)
+        if buckets and self._holder is not None and all(one.graph.is_recorded for one in self._captured.values()):
+            self.holdings = self.holdings.joined(Holdings.of(self._holder))
+        seconds, driver = time.perf_counter() - start, driver_bytes(before, self.stage.backend.memory())
+        if known is not None:
+            seconds, driver = seconds + known.seconds, driver + known.driver
+        done = tuple(sorted({rows for rows, _ in self._captured}))
+        self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver)
+        log_capture(report, order.runner)
+        return report, errors
 
     def _is_pending(self, bucket: int | None, absent: Absent) -> bool:
         order, report = self._order, self.report
@@ -160,27 +148,11 @@ class GraphSet(Generic[V]):
 
     def _capture_late(self, rows: int, absent: Absent) -> Captured | None:
         """Capture a bucket whose first batch has come; None, and never again, where it fails."""
-        order, report, start = self._order, self.report, time.perf_counter()
-        if order is None or report is None:
+        if self._order is None:
             return None
-        before = self.stage.backend.memory()
-        reasons = dict(report.failed)
-        with frozen_garbage(), self._at_rest(always=True):
-            try:
-                self._capture_bucket(rows, order)
-            except CaptureError as error:
-                reasons[rows] = str(error)
-        self._note_holdings()
-        made = self._reported(reasons, report.seconds + time.perf_counter() - start, before)
-        self.report = attrs.evolve(made, driver=made.driver + report.driver)
-        log_capture(self.report, order.runner)
+        self._capture_buckets(self._order, [rows], late=True)
         self.filler.captured_late()
         return self._captured.get((rows, absent))
-
-    def _note_holdings(self) -> None:
-        """Remember where the tensors lie that graphs read beside slots, as far as they can be found."""
-        if self._holder is not None and all(one.graph.is_recorded for one in self._captured.values()):
-            self.holdings = self.holdings.joined(Holdings.of(self._holder))
 
     def _at_rest(self, *, always: bool) -> contextlib.AbstractContextManager[None]:
         """Initial values in the buffers, as at first, where a fill or another runner of a pool may have been since."""
@@ -216,22 +188,21 @@ class GraphSet(Generic[V]):
         stage, filler = self.stage, self.filler
         filling = filler.make(order.buckets[rows], absent)
         filler.rest()
-        with order.coordinator.over_warm_ups(stage.backend) as over:
-
-            def look(run: Callable[[], Any]) -> State:
-                return self._look(over(run), absent)
-
-            step, state = self._recipe(filling, absent, look)
-            for _ in range(order.warmups_after_look()):
-                with told_as_capture_error(), state.kept():
-                    warm_up(stage.backend, over(step))
+        as_warm_up = functools.partial(order.coordinator.warm_up, backend=stage.backend)
+        step, state = self._recipe(filling, absent, lambda run: self._look(as_warm_up(run), absent))
+        for _ in range(order.warmups_after_look()):
+            with told_as_capture_error(), state.kept():
+                warm_up(stage.backend, as_warm_up(step))
+        views = self._whole(filling, absent).views  # of an optional slot that is absent, None
+        named = ((argument, views[name]) for argument, name in self._parameters.items())
+        parameters = {argument: view for argument, view in named if view is not None}
         with told_as_capture_error(), state.kept():
             graph = capture_step(
                 stage.backend,
                 step,
                 pool=self._pool,
                 error_mode=order.error_mode,
-                parameters=self._parameters_of(filling, absent),
+                parameters=parameters,
             )
         if self.rows_each is not None:
             check_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
@@ -261,14 +232,17 @@ class GraphSet(Generic[V]):
         warm_up(stage.backend, lambda: check_writes(once, self.buffers))
         return found[0]
 
-    def _parameters_of(self, filling: Filling, absent: Absent) -> dict[str, torch.Tensor]:
-        """A bucket's host parameters, padded, where they lie; none for an optional one that is absent."""
-        views = self._whole(filling, absent).views
-        named = ((argument, views[name]) for argument, name in self._parameters.items())
-        return {argument: view for argument, view in named if view is not None}
-
     def _whole_step(self, filling: Filling, absent: Absent, look: Look) -> tuple[Callable[[], Any], State]:
-        step = WholeStep(self.stage, self.filler, filling, self._whole(filling, absent))
+        """The whole step without gradients: first the fused kernel, where it is the first node, and computed slots."""
+        stage, filler, ready = self.stage, self.filler, self._whole(filling, absent)
+
+        def step() -> Any:
+            with torch.no_grad():
+                filler.first_node(filling)
+                ready.compute_on_device()
+                view = stage.capture_view(ready)
+                return under_way(Running(view), stage.run, view)
+
         return step, look(step)
 
     def view(self, captured: Captured, absent: Absent) -> V:
@@ -281,15 +255,14 @@ class GraphSet(Generic[V]):
         bucket = filling.bucket
         return bucket.ready(tuple(bucket.sizes[axis] for axis in self.stage.declaration.varying), absent)
 
-    def _reported(self, reasons: dict[int, str], seconds: float, before: Memory) -> CaptureReport:
-        done = tuple(sorted({rows for rows, _ in self._captured}))
-        driver = driver_bytes(before, self.stage.backend.memory())
-        return CaptureReport(done, reasons, seconds, self.memory(), driver)
-
     def replay(self, captured: Captured, rows: int) -> Any:
         """Replay a filled bucket and return its outputs for `rows` live rows of the leading axis."""
         if not captured.verified or self._verifies:
-            self._verify(captured.graph)
+            captured.graph.check_addresses()
+            moved = ", ".join(map(repr, self.buffers.moved()))
+            if moved:
+                message = f"the buffers of {moved} moved since capture: a graph would read freed memory"
+                raise ReplayError(message)
             captured.verified = True
         if self._forks != FORKS.count:
             message = "this process was forked after capture: graphs belong to the process that captured them"
@@ -337,11 +310,3 @@ class GraphSet(Generic[V]):
         if isinstance(inside.slot, Output):
             return Stamped.stamp(tensor, lambda: self.clock.replays + turn.eager_runs + turn.overwritten(name))
         return Stamped.stamp(tensor, lambda: turn.fills + turn.overwritten(name))
-
-    def _verify(self, graph: Graph) -> None:
-        graph.check_addresses()
-        moved = self.buffers.moved()
-        if moved:
-            names = ", ".join(map(repr, moved))
-            message = f"the buffers of {names} moved since capture: a graph would read freed memory"
-            raise ReplayError(message)

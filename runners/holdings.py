@@ -3,6 +3,7 @@
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 import attrs
@@ -29,8 +30,31 @@ _CLOSED: Final = (
     Inputs,
 )
 """What is not looked into."""
-Way = tuple[str, Any]
-"""How one object leads to another: by a word for what it is, and a name."""
+_LOST: Final = (AttributeError, LookupError, TypeError, ValueError)
+"""What is raised where a way leads nowhere any more."""
+_MODULE: Final = ("_parameters", "_buffers", "_modules")
+
+
+@attrs.frozen(eq=False)
+class Way:
+    """How the step leads to an object: from what, and by which call. path: what a step's author calls it."""
+
+    path: str = ""
+    depth: int = 0
+    before: "Way | None" = None
+    lead: Callable[[Any], Any] = id
+
+    def reach(self, known: dict["Way", Any]) -> Any:
+        """What is there now; None where it leads nowhere any more. known: what is at the ways that were gone."""
+        if self not in known:
+            try:
+                known[self] = None if self.before is None else self.lead(self.before.reach(known))
+            except _LOST:
+                known[self] = None
+        return known[self]
+
+
+_START: Final = Way()
 
 
 @attrs.frozen(eq=False)
@@ -40,7 +64,7 @@ class Holding:
     same: the tensor's identity and address, by which most are found unchanged at once. place: of its storage.
     """
 
-    ways: tuple[Way, ...]
+    way: Way
     same: tuple[int, int]
     storage: StorageWeakRef
     place: tuple[int, int]
@@ -54,7 +78,7 @@ class Holding:
     @property
     def name(self) -> str:
         """What a step's author calls it."""
-        return "".join(_said(kind, name) for kind, name in self.ways).removeprefix(".")
+        return self.way.path.removeprefix(".")
 
 
 @attrs.frozen(eq=False)
@@ -67,11 +91,10 @@ class Change:
     @property
     def what(self) -> str:
         """What became of it."""
-        gone = self.holding.is_freed
-        return "the memory of the capture is freed" if gone else "it is other memory than at capture"
+        return "the memory of the capture is freed" if self.holding.is_freed else "it is other memory than at capture"
 
 
-@attrs.frozen(eq=False, slots=False)
+@attrs.frozen(eq=False)
 class Holdings:
     """All tensors that a step reached at one moment."""
 
@@ -85,52 +108,22 @@ class Holdings:
 
     def joined(self, later: "Holdings") -> "Holdings":
         """These, and what came later in other ways."""
-        known = {one.ways for one in self.found}
-        return Holdings(self.root, (*self.found, *(one for one in later.found if one.ways not in known)))
+        known = {one.name for one in self.found}
+        return attrs.evolve(self, found=(*self.found, *(one for one in later.found if one.name not in known)))
 
     def changed(self) -> list[Change]:
         """Tensors that are not where they were, of those that the step still reaches in the same way."""
-        reached: list[Any] = [self.root]
-        for owner, lead, name in self._paths:
-            try:
-                reached.append(lead(reached[owner], name))
-            except (
-                AttributeError,
-                LookupError,
-                StopIteration,
-                TypeError,
-                ValueError,
-            ):  # the way leads nowhere any more
-                reached.append(None)
-        pairs = ((one, reached[at]) for one, at in zip(self.found, self._ends, strict=True))
+        known: dict[Way, Any] = {_START: self.root}
+        pairs = ((one, one.way.reach(known)) for one in self.found)
         return [
-            Change(holding, now)
-            for holding, now in pairs
-            if isinstance(now, torch.Tensor) and not _same(holding, now) and _has_address(now)
+            Change(one, now)
+            for one, now in pairs
+            if isinstance(now, torch.Tensor) and not _same(one, now) and _has_address(now)
         ]
-
-    @functools.cached_property
-    def _numbers(self) -> dict[tuple[Way, ...], int]:
-        """Every part of every way, each after the one that leads to it."""
-        numbers: dict[tuple[Way, ...], int] = {(): 0}
-        for one in self.found:
-            for length in range(1, len(one.ways) + 1):
-                numbers.setdefault(one.ways[:length], len(numbers))
-        return numbers
-
-    @functools.cached_property
-    def _paths(self) -> list[tuple[int, Callable[[Any, Any], Any], Any]]:
-        """How each part is reached: the number of what leads to it, a call and a name."""
-        parts = list(self._numbers)[1:]
-        return [(self._numbers[ways[:-1]], _LEAD[ways[-1][0]], ways[-1][1]) for ways in parts]
-
-    @functools.cached_property
-    def _ends(self) -> list[int]:
-        return [self._numbers[one.ways] for one in self.found]
 
 
 def _same(holding: Holding, now: torch.Tensor) -> bool:
-    if (id(now), _address_of(now)) == holding.same:
+    if (id(now), now.data_ptr() if now.layout is torch.strided and not now.is_meta else 0) == holding.same:
         return True
     if not _has_address(now):
         return False
@@ -143,10 +136,10 @@ def _place(storage: torch.UntypedStorage) -> tuple[int, int]:
 
 
 def _holdings(root: Any) -> Iterator[Holding]:
-    seen, todo = set[int](), [(root, tuple[Way, ...]())]
+    seen, todo = set[int](), [(root, _START)]
     while todo and len(seen) < MOST:
-        one, ways = todo.pop()
-        if id(one) in seen or isinstance(one, _CLOSED):
+        one, way = todo.pop()
+        if id(one) in seen:
             continue
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
@@ -154,9 +147,10 @@ def _holdings(root: Any) -> Iterator[Holding]:
                 storage = one.untyped_storage()
                 text = f"{str(one.dtype).removeprefix('torch.')} of shape {list(one.shape)}"
                 kept_by_others = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # torch's own
-                yield Holding(ways, (id(one), one.data_ptr()), kept_by_others, _place(storage), text)
-        elif len(ways) < DEPTH:
-            todo += [(inner, (*ways, way)) for way, inner in _inside(one)]
+                yield Holding(way, (id(one), one.data_ptr()), kept_by_others, _place(storage), text)
+        elif way.depth < DEPTH:
+            inside = (step for step in _inside(one) if not isinstance(step[2], _CLOSED))
+            todo += [(inner, Way(way.path + said, way.depth + 1, way, lead)) for said, lead, inner in inside]
 
 
 def _has_address(tensor: torch.Tensor) -> bool:
@@ -164,84 +158,52 @@ def _has_address(tensor: torch.Tensor) -> bool:
     return plain and tensor.numel() > 0
 
 
-def _inside(one: Any) -> Iterator[tuple[Way, Any]]:
-    """What an object leads to, and how."""
+def _inside(one: Any) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
+    """What an object leads to: what its author calls that, and how it is reached."""
     if isinstance(one, types.FunctionType):
-        yield from _named_by(one)
+        for place, name in enumerate(one.__code__.co_freevars):
+            try:
+                yield f".{name}", functools.partial(_cell, place), _cell(place, one)
+            except ValueError:  # not bound yet
+                continue
+        named = (name for name in one.__code__.co_names if name in one.__globals__)
+        yield from (
+            (f".{name}", functools.partial(_held, "__globals__", name), one.__globals__[name]) for name in named
+        )
+        yield "", attrgetter("__wrapped__"), getattr(one, "__wrapped__", None)
     elif isinstance(one, types.MethodType):
-        yield ("self", "self"), one.__self__
-        yield ("code", ""), one.__func__
+        yield ".self", attrgetter("__self__"), one.__self__
+        yield "", attrgetter("__func__"), one.__func__
     elif isinstance(one, functools.partial):
-        yield from ((("call", name), getattr(one, name)) for name in ("func", "args", "keywords"))
-    elif isinstance(one, Mapping):
-        yield from ((("item", key), value) for key, value in list(one.items()) if isinstance(key, str | int))
-    elif isinstance(one, list | tuple):
-        yield from ((("item", at), value) for at, value in enumerate(one))
+        yield from (("", attrgetter(name), getattr(one, name)) for name in ("func", "args", "keywords"))
+    elif isinstance(one, Mapping | list | tuple):
+        items = list(one.items()) if isinstance(one, Mapping) else enumerate(one)
+        yield from ((f"[{key!r}]", itemgetter(key), value) for key, value in items if _is_looked_into(key, value))
     else:
-        yield from ((("attribute", name), value) for name, value in _attributes(one).items())
+        yield from _attributes(one)
 
 
-def _named_by(function: types.FunctionType) -> Iterator[tuple[Way, Any]]:
-    """Variables of a function that it did not make itself."""
-    code, known = function.__code__, function.__globals__
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield ("variable", name), cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
-    yield from ((("variable", name), known[name]) for name in code.co_names if name in known)
-    wrapped = getattr(function, "__wrapped__", None)
-    if wrapped is not None:
-        yield ("wrapped", ""), wrapped
+def _is_looked_into(key: Any, value: Any) -> bool:
+    return isinstance(key, str | int) and not isinstance(value, _CLOSED)
 
 
-def _attributes(one: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _attributes(one: Any) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
     for kind in type(one).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in [slots] if isinstance(slots, str) else slots:
-            value = getattr(one, name, None)
-            if value is not None:
-                found[name] = value
+            yield f".{name}", attrgetter(name), getattr(one, name, None)
     held: dict[str, Any] = getattr(one, "__dict__", {})
-    if isinstance(one, nn.Module):
-        own = {name: value for name, value in held.items() if not name.startswith("_")}
-        return found | own | one._parameters | one._buffers | one._modules  # noqa: SLF001 - as named_parameters does
-    return found | held
+    is_module = isinstance(one, nn.Module)
+    for name, value in held.items():
+        if is_module and name in _MODULE:
+            yield from ((f".{key}", functools.partial(_held, name, key), inner) for key, inner in value.items())
+        elif not (is_module and name.startswith("_")):
+            yield f".{name}", functools.partial(_held, "__dict__", name), value
 
 
-def _address_of(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
+def _cell(place: int, function: types.FunctionType) -> Any:
+    return (function.__closure__ or ())[place].cell_contents
 
 
-def _variable(function: types.FunctionType, name: str) -> Any:
-    names = function.__code__.co_freevars
-    if name in names and function.__closure__ is not None:
-        return function.__closure__[names.index(name)].cell_contents
-    return function.__globals__[name]
-
-
-def _attribute(one: Any, name: str) -> Any:
-    held = getattr(one, "__dict__", {})
-    if name in held:
-        return held[name]
-    if isinstance(one, nn.Module):  # whose own way is slow
-        return next(held[kind][name] for kind in ("_parameters", "_buffers", "_modules") if name in held[kind])
-    return getattr(one, name)
-
-
-_LEAD: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
-    "variable": _variable,
-    "self": lambda one, _: one.__self__,
-    "code": lambda one, _: one.__func__,
-    "wrapped": lambda one, _: one.__wrapped__,
-    "call": getattr,
-    "item": lambda one, name: one[name],
-    "attribute": _attribute,
-}
-
-
-def _said(kind: str, name: Any) -> str:
-    if kind in ("code", "wrapped", "call"):
-        return ""
-    return f"[{name!r}]" if kind == "item" else f".{name}"
+def _held(where: str, name: str, one: Any) -> Any:
+    return getattr(one, where)[name]

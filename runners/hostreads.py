@@ -5,7 +5,7 @@ stands behind each of its runs, and the next fill of that memory waits for it; a
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -74,7 +74,7 @@ class HostReads:
 
         No other runner's: of a pool's runners, each has its host slots for itself.
         """
-        event: Awaited | None = self._turn.reading
+        event = self._turn.reading
         if event is not None:
             event.synchronize()
             self._turn.reading = None
@@ -83,11 +83,3 @@ class HostReads:
         """A step was handed to the device."""
         if self.notes:
             self._turn.reading = self._backend.event()
-
-
-class Awaited(Protocol):
-    """A point in the device's work."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has passed it."""
-        ...

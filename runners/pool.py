@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeAlias, final
+from typing import Any, Generic, TypeAlias, final
 
 import attrs
 import torch
@@ -18,12 +18,6 @@ from ..dataflow.turns import BufferTurn, Ledger, SharedMemory
 from .arguments import check_slots, checked, checked_by_slot, checked_names
 from .exclusive import Unique
 from .stage import Stage, V
-
-
-class Named(Protocol):
-    """A runner, as far as its pool must know it."""
-
-    name: str
 
 
 @attrs.frozen(eq=False)
@@ -55,14 +49,14 @@ Bindings: TypeAlias = Mapping[str, "Bound | Chain"]
 class Seat(Generic[V]):
     """Where a runner's buffers come from: memory of its own, or its pool's.
 
-    shares: whether they may come from the pool. name: the runner's among the pool's members. layout: of the memory that
-    it shares; None where it has its own. parents: all parts of chained slots, [parts, capacity...], once there are
-    buffers; the slot is part 0.
+    runner: the runner's name. shares: whether they may come from the pool. name: the runner's among the members.
+    layout: of the memory that it shares; None where it has its own. parents: all parts of chained slots,
+    [parts, capacity...], once there are buffers; the slot is part 0.
     """
 
     def __init__(
         self,
-        runner: Named,
+        runner: str,
         stage: Stage[V],
         capacity: Sizes,
         bind: Bindings,
@@ -112,6 +106,21 @@ class Seat(Generic[V]):
             for parent in self.parents.values():
                 parent[1:].copy_(parent[0])
         return self._made
+
+    def member(self, phase: Phase) -> Member:
+        """What the layout of the pool's memory must know of the runner."""
+        return Member(
+            name=self.name,
+            phase=phase.name,
+            declaration=self.stage.declaration,
+            capacity=self.capacity,
+            capabilities=self.stage.backend.capabilities,
+            device=str(self.stage.backend.device),
+            bound=self.bind,
+            chained=self.chained,
+            kept=phase.kept,
+            shares=self.shares,
+        )
 
 
 @final
@@ -170,7 +179,7 @@ class InputPool(Unique):
     def join(self, seat: Seat[Any], phase: Phase) -> None:
         """Take a runner in, or tell it that it comes too late."""
         if self.layout is not None:
-            log.info("joined_late", runner=seat.runner.name, phase=phase.name)
+            log.info("joined_late", runner=seat.runner, phase=phase.name)
         elif seat.shares:
             self._seats.append((seat, phase))
         else:
@@ -184,7 +193,7 @@ class InputPool(Unique):
                 counted[phase.name] += 1
                 count = counted[phase.name]  # a phase's second runner is "verify 2"
                 seat.name = phase.name if count == 1 else f"{phase.name} {count}"
-                members.append(_member(seat, phase))
+                members.append(seat.member(phase))
             carries = [*self._between(members)]
             layout = lay_out(members, self.schedule, carries)
             seats = [seat for seat, _ in self._seats]
@@ -210,26 +219,10 @@ class InputPool(Unique):
                 continue
             if (seat.name, name) not in self._readers:
                 message = (
-                    f"slot {slot!r} of phase {writer!r} would never get to slot {name!r} of {seat.runner.name} in "
+                    f"slot {slot!r} of phase {writer!r} would never get to slot {name!r} of {seat.runner} in "
                     f"{reader!r}, which no batch brings: one of both has memory of its own; share, or declare it copied"
                 )
                 raise ConfigError(message)
-
-
-def _member(seat: Seat[Any], phase: Phase) -> Member:
-    stage = seat.stage
-    return Member(
-        name=seat.name,
-        phase=phase.name,
-        declaration=stage.declaration,
-        capacity=seat.capacity,
-        capabilities=stage.backend.capabilities,
-        device=str(stage.backend.device),
-        bound=seat.bind,
-        chained=seat.chained,
-        kept=phase.kept,
-        shares=seat.shares,
-    )
 
 
 def _only(phase: str, slot: str, members: Sequence[Member]) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..backends.base import Backend
 from ..dataflow.axes import TOKENS, Axis, Sizes
-from .options import StackOptions, config_of
+from .config import StackOptions, config_of
 from .pool import Phase
 from .ranks.group import Ranks
 from .stacked.capture import Boundary

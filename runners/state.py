@@ -6,6 +6,7 @@ dispatcher, and objects of Python, are not seen: give `state=` for those.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
@@ -33,33 +34,28 @@ Apart = Sequence[torch.Tensor]
 Index = tuple[Any, ...]
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class Piece:
     """Memory that a step changes."""
 
     memory: torch.Tensor
     told: str  # what messages call it
     index: Index = ()  # the elements that the step changes; all, if it is empty
-    nbytes: int = 0  # of one copy
 
-    @classmethod
-    def of(cls, memory: torch.Tensor, told: str, index: Index = ()) -> "Piece":
-        """All of a tensor, or the elements at an index."""
-        part = memory[index] if index else memory
-        return cls(memory, told, index, part.numel() * part.itemsize)
+    @functools.cached_property
+    def nbytes(self) -> int:
+        """Bytes of one copy."""
+        return self.memory[self.index].nbytes
 
     def copy(self) -> torch.Tensor:
         """What it holds now. Raises CheckError if someone has made its memory smaller."""
         self._check_size()
-        return (self.memory[self.index] if self.index else self.memory).clone()
+        return self.memory[self.index].clone()
 
     def restore(self, before: torch.Tensor) -> None:
         """Write what it held. Raises CheckError if someone has made its memory smaller."""
         self._check_size()
-        if self.index:
-            self.memory[self.index] = before
-        else:
-            self.memory.copy_(before)
+        self.memory[self.index] = before
 
     def _check_size(self) -> None:
         end = self.memory.storage_offset() * self.memory.itemsize + span(self.memory)[1] - self.memory.data_ptr()
@@ -78,7 +74,7 @@ class State:
     @classmethod
     def of(cls, backend: Backend, tensors: Iterable[torch.Tensor]) -> "State":
         """A state that is known: these tensors, or parts of them, whatever else a step may change."""
-        return cls(backend, tuple(Piece.of(_plain(one), f"the given {_text(one)}") for one in tensors if one.numel()))
+        return cls(backend, tuple(Piece(_plain(one), f"the given {_text(one)}") for one in tensors if one.numel()))
 
     @classmethod
     def found(
@@ -120,8 +116,7 @@ class State:
     def check_room(self, copies: int = 1) -> None:
         """Raise CheckError if so many copies at once would take more than a share of the memory that is free."""
         for device in {piece.memory.device for piece in self.pieces}:
-            nbytes = sum(piece.nbytes for piece in self.pieces if piece.memory.device == device)
-            _check_room(nbytes, device, _free_on(self.backend, device), copies)
+            _check_room(self.pieces, device, _free_on(self.backend, device), copies)
 
     def copy(self) -> Copies:
         """What it is now. Raises CheckError if someone has made its memory smaller."""
@@ -134,9 +129,8 @@ class State:
 
     def told(self, apart: Apart, besides: Sequence[Apart] = ()) -> list[str]:
         """What messages call the pieces with such words. Words in `besides` do not count."""
-        others = zip(*besides, strict=True) if besides else ((),) * len(self.pieces)
-        triples = zip(self.pieces, apart, others, strict=True)
-        return [piece.told for piece, words, known in triples if _left_over(words, known)]
+        found = zip(self.pieces, apart, *besides, strict=True)
+        return [piece.told for piece, *words in found if functools.reduce(lambda left, one: left & ~one, words).any()]
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -171,7 +165,7 @@ class _Finder:
             return
         with _as_it_is():
             for memory, index in self._places(tensor, operator, args):
-                piece = Piece.of(memory, f"the {_text(tensor)} that {operator} writes", index)
+                piece = Piece(memory, f"the {_text(tensor)} that {operator} writes", index)
                 self._check_room(piece)
                 self.pieces.append(piece)
                 self.before.append(piece.copy())
@@ -189,22 +183,20 @@ class _Finder:
         return [(one, ()) for one in ([_plain(tensor)] if self.exact else _without(tensor, sorted(self.slots)))]
 
     def _check_room(self, last: Piece) -> None:
-        device = last.memory.device
-        nbytes = sum(piece.nbytes for piece in (*self.pieces, last) if piece.memory.device == device)
+        device, found = last.memory.device, (*self.pieces, last)
         if device not in self.free:
             self.free[device] = _free_on(self.backend, device)
         try:
-            _check_room(nbytes, device, self.free[device], names=lambda: self._names(last))
+            _check_room(found, device, self.free[device], names=lambda: self._names(found))
         except CheckError as error:
             self.refused = self.refused or error
             raise
 
-    def _names(self, last: Piece) -> list[str]:
+    def _names(self, found: Iterable[Piece]) -> Iterable[str]:
         """What was found, by the names of the step's variables if they reach it."""
         held = [] if self.holder is None else Holdings.of(self.holder).found
         names = {one.place[0]: f"{one.name}: " for one in held}
-        found = (*self.pieces, last)
-        return list(dict.fromkeys(names.get(one.memory.untyped_storage().data_ptr(), "") + one.told for one in found))
+        return dict.fromkeys(names.get(one.memory.untyped_storage().data_ptr(), "") + one.told for one in found)
 
     def restore(self) -> None:
         """Put all of it back, the last one first: what was noted before it may lie in it, too."""
@@ -260,13 +252,6 @@ def _without(tensor: torch.Tensor, slots: Spans) -> list[torch.Tensor]:
     return [piece for piece in pieces if piece.numel()]
 
 
-def _left_over(words: torch.Tensor, known: Sequence[torch.Tensor]) -> bool:
-    """Whether one of these words is not known."""
-    for other in known:
-        words = words & ~other
-    return bool(words.any())
-
-
 def _unlike(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Which words of two pieces of memory differ. A word is as long as any element."""
     unlike = bits(one) != bits(other)
@@ -300,8 +285,13 @@ class _as_it_is:  # noqa: N801 - a context; a generator that an interrupt leaves
 
 
 def _check_room(
-    nbytes: int, device: torch.device, free: int, copies: int = 1, names: Callable[[], Sequence[str]] = list
+    pieces: Iterable[Piece],
+    device: torch.device,
+    free: int,
+    copies: int = 1,
+    names: Callable[[], Iterable[str]] = list,
 ) -> None:
+    nbytes = sum(piece.nbytes for piece in pieces if piece.memory.device == device)
     if copies * nbytes > SHARE * free:
         them = "a copy" if copies == 1 else f"{copies} copies"
         named = "; ".join(names())

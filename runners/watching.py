@@ -1,8 +1,8 @@
 """Watching a runner: what is told of each step, and may look at it, without a word of it in the hot loop."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Final, TypeVar
 
 from ..dataflow.inputs import Inputs
 from ..dataflow.sources import Side
@@ -29,6 +29,15 @@ class Watcher:
 
     def failed(self, error: BaseException) -> None:
         """The fill or the step raised; the caller gets the error."""
+
+
+WATCHERS: Final[dict[str, Callable[..., Watcher]]] = {}
+"""What makes the watcher of each debug mode that has one, in the order in which they watch; `debug` fills it."""
+
+
+def watchers_of(runner: object, modes: Collection[str], *given: object) -> list[Watcher]:
+    """New watchers of a runner's steps, one for each of these debug modes that watches steps, and what it is given."""
+    return [make(runner, *given) for mode, make in WATCHERS.items() if mode in modes]
 
 
 class Watch:

@@ -115,7 +115,7 @@ class Maker:
         tensor, shape = self.buffer.tensor, self.value.shape
         room = all(size + (dim == len(shape) - 1) <= tensor.shape[dim] for dim, size in enumerate(shape))
         if (
-            not self.buffer.slot.takes_strided()
+            not self.buffer.slot.strided
             or tensor.dtype != self.value.dtype
             or not self.value.numel()
             or not room
@@ -155,7 +155,7 @@ class Maker:
 
     def _expanded(self) -> torch.Tensor | None:
         """One column for all, where the slot takes strided sources."""
-        if not self.buffer.slot.takes_strided() or not self.value.numel():
+        if not self.buffer.slot.strided or not self.value.numel():
             return None
         return self.value[..., :1].clone().expand(self.value.shape)
 

@@ -349,7 +349,7 @@ def source_for(slot: Slot, capabilities: Capabilities, turn: Round, choice: int)
     dtypes = (resolve_dtype(slot.dtype, capabilities), *slot.converts_from())
     shape, dtype = extent(slot.shape, turn.live), dtypes[choice % len(dtypes)]
     value = noise(shape, dtype, turn.seed + choice)
-    if slot.takes_strided() and choice & 2 and shape:
+    if slot.strided and choice & 2 and shape:
         wide = noise((*shape[:-1], shape[-1] * 2 + 1), dtype, turn.seed + choice)
         return wide[..., : shape[-1] * 2 : 2] if choice & 4 else wide[..., : shape[-1]]
     return value

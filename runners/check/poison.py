@@ -100,9 +100,9 @@ class Poisoning:
         """Slots whose tails were held to their rules, though they have a tail."""
         for name, tensor in self._trial.slots.items():
             slot = self._trial.declared[name]
-            held = isinstance(slot.rule(), Pad) or (isinstance(slot.rule(), Keep) and slot.bears() is not None)
+            held = isinstance(slot.rule(), Pad) or (isinstance(slot.rule(), Keep) and slot.poison is not None)
             if held and self._poisons[name] is None and any(True for _ in tails_of(slot, tensor, self._trial.step)):
-                why = "it says poison=()" if slot.bears() == () else "it says where the step writes"
+                why = "it says poison=()" if slot.poison == () else "it says where the step writes"
                 yield f"slot {name!r} was held to its {slot.rule()}: {why}"
 
     def _rounds(self) -> Iterator[Tensors]:
@@ -110,7 +110,7 @@ class Poisoning:
         first, second = (self._poisoned(turn) for turn in (0, 1))
         yield first
         declared = self._trial.declared
-        unread = [name for name, slot in declared.items() if isinstance(slot.rule(), Keep) and slot.bears() is None]
+        unread = [name for name, slot in declared.items() if isinstance(slot.rule(), Keep) and slot.poison is None]
         apart = [name for name in unread if self._together.any(name in second and _is_whole(second[name]))]
         yield {name: tensor for name, tensor in second.items() if name not in apart}
         for name in apart:

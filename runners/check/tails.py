@@ -44,7 +44,7 @@ def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabi
     """
     if isinstance(slot, Output):
         return _free(filled.dtype, (), unread=True)
-    rule, said = slot.rule(), slot.bears()
+    rule, said = slot.rule(), slot.poison
     fixed: Sizes = {axis: size for axis, size in step.padded_sizes.items() if axis.fixed}
     if isinstance(said, tuple):
         values = tuple(resolve_value(value, capabilities, fixed) for value in said)

@@ -17,8 +17,7 @@ from ..arguments import checked
 from ..config import RunnerConfig
 from ..coordination import Coordinator, Live, RanksData, Run, Step, T
 from ..decision import Decision, Why
-from .group import Exchange, Ranks
-from .wire import AXES, EAGER, FITS, REFUSED, Message
+from .group import AXES, EAGER, FITS, REFUSED, Exchange, Message, Ranks
 
 _WHYS: Final[tuple[Why, ...]] = get_args(Why)
 """Reasons, by the numbers that messages have for them."""
@@ -202,22 +201,18 @@ class Agreement(Coordinator):
         messages = self._messages(begun, place, ranks.capture_timeout if capturing else ranks.timeout)
         return [(one.text, one.bucket) for one in messages]
 
-    def over_warm_ups(self, backend: Backend) -> contextlib.AbstractContextManager[Callable[[Step], Step]]:
-        """A block that warms up a bucket. Its value wraps steps, which then wait for the device.
+    def warm_up(self, step: Step, backend: Backend) -> Step:
+        """A step as warm-ups run it: it waits for the device, and raises RankError after the `capture_timeout`.
 
-        A wrapped step raises RankError if the device stands still for the ranks' `capture_timeout`: its collectives
-        then wait for a lost rank, and the host would wait in the driver next, where nothing can be raised.
+        A collective may wait for a lost rank. The host would wait in the driver next, where nothing can be raised.
         """
 
-        def watched(step: Step) -> Step:
-            def run() -> Any:
-                outputs = step()
-                self.ranks.wait(backend.event(), backend.device, f"{self._runner}: a warm-up before a capture")
-                return outputs
+        def run() -> Any:
+            outputs = step()
+            self.ranks.wait(backend.event(), backend.device, f"{self._runner}: a warm-up before a capture")
+            return outputs
 
-            return run
-
-        return contextlib.nullcontext(watched)
+        return run
 
     def wait(self, event: Event, device: torch.device) -> None:
         """Wait until a device is past an event, for no longer than the ranks' `timeout`."""

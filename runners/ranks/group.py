@@ -1,14 +1,16 @@
-"""Ranks: the processes that run each step together, and what they tell each other."""
+"""Ranks: the processes that run each step together, what they tell each other, and the wires that carry it."""
 
 import contextlib
 import datetime as dt
 import functools
 import itertools
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import attrs
 import torch
 import torch.distributed as dist
 
@@ -17,12 +19,12 @@ from ...dataflow.axes import Axis
 from ...dataflow.errors import ConfigError, RankError
 from ..arguments import check_seconds, checked, refuse
 from ..exclusive import Unique
-from .wire import DeviceWire, HostWire, Message
 
 if TYPE_CHECKING:
+    from torch.distributed import Work
     from torch.distributed.distributed_c10d import Store
 
-Exchange = Callable[[float], list[Message]]
+Exchange = Callable[[float], "list[Message]"]
 """An exchange under way: called with a timeout in seconds, it returns every rank's message."""
 HOST: Final = "host"
 EXCHANGE: Final = "exchange"
@@ -32,12 +34,132 @@ PATIENCE: Final = 1.0
 GRACE: Final = 2.0
 """Seconds that others have to say that they are there, once one rank knows that something is wrong."""
 _LOOK: Final = 0.02
-_BUSY: Final = 0.01
-"""Seconds for which the device is asked as often as can be: as long as most steps take."""
-_PAUSE: Final = 0.0001
 _ABORTED: Final = 20.0
 """Seconds in which collectives are gone that were aborted."""
+FITS, EAGER, REFUSED = range(3)
+"""What a rank says of its batch: a bucket takes it, none does, or the rank refuses it."""
+AXES: Final = 8
+"""Varying axes whose live sizes one message holds, at most."""
+_TEXT: Final = 256
+_LAYOUT: Final = struct.Struct(f"<{5 + AXES}q{_TEXT}s")
+_SPIN: Final = 0.01
+"""Seconds that a rank asks a device without a pause: as long as most steps take."""
+_PAUSE: Final = 0.0001
 _COUNT: Final = itertools.count()
+
+
+@attrs.frozen
+class Message:
+    """What one rank tells the others.
+
+    place: a digest of the place in the program, the same on all ranks. answer: FITS, EAGER or REFUSED. bucket: the
+    bucket that takes the batch, 0 for none, or any other number to tell. why: the reason's index among the known ones.
+    idle: whether the rank has no requests. live: the batch's live sizes by axis; zeros follow them in a message that
+    came. text: the reason, of which the first 256 bytes are sent.
+    """
+
+    place: int
+    answer: int = FITS
+    bucket: int = 0
+    why: int = 0
+    idle: bool = False
+    live: tuple[int, ...] = ()
+    text: str = ""
+
+    def pack_into(self, memory: Any) -> None:
+        """Write the message into a buffer of bytes."""
+        raw, live = self.text.encode(), self.live + (0,) * (AXES - len(self.live))
+        if len(raw) > _TEXT:
+            raw = raw[: _TEXT - 3].decode(errors="ignore").encode() + b"..."
+        _LAYOUT.pack_into(memory, 0, self.place, self.answer, self.bucket, self.why, self.idle, *live, raw)
+
+    @classmethod
+    def unpack_all(cls, memory: Any) -> "list[Message]":
+        """Read the messages that lie in a buffer, one behind the other."""
+        return [
+            cls(place, answer, bucket, why, bool(idle), tuple(live), text.rstrip(b"\0").decode())
+            for place, answer, bucket, why, idle, *live, text in _LAYOUT.iter_unpack(memory)
+        ]
+
+
+class HostWire:
+    """Carries one exchange at a time over gloo, in host memory."""
+
+    def __init__(self, group: "dist.ProcessGroup", size: int, *, pinned: bool = False) -> None:
+        with torch.inference_mode(mode=False):
+            self._own, self._all = (
+                torch.zeros(count * _LAYOUT.size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+                for count in (1, size)
+            )
+        self._group = group
+        self._work: Work | None = None
+
+    def send(self, message: Message) -> None:
+        """Begin an exchange with this rank's message."""
+        message.pack_into(self._own.numpy())
+        self._begin()
+
+    def arrives(self, seconds: float) -> bool:
+        """Wait for the messages, for so many seconds at most. RuntimeError if a connection is lost."""
+        work = self._work
+        if work is not None:
+            try:
+                work.wait(dt.timedelta(seconds=max(seconds, 0.001)))
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                return False
+        return True
+
+    def messages(self) -> list[Message]:
+        """Every rank's message, once they have arrived."""
+        return Message.unpack_all(self._all.numpy())
+
+    def _begin(self) -> None:
+        self._work = _all_gather(self._all, self._own, self._group)
+
+
+class DeviceWire(HostWire):
+    """Carries one exchange at a time over the device's own group: an upload, an all-gather and a download.
+
+    All three run on a stream of the wire's own, behind nothing but the exchange before.
+    """
+
+    def __init__(self, group: "dist.ProcessGroup", size: int, device: torch.device) -> None:
+        super().__init__(group, size, pinned=True)
+        self._module: Any = torch.get_device_module(device)
+        with torch.inference_mode(mode=False):
+            self._mine, self._every = self._own.to(device), self._all.to(device)
+        self._stream, self._event = self._module.Stream(device), self._module.Event()
+
+    def arrives(self, seconds: float) -> bool:
+        """Wait for the messages, for so many seconds at most."""
+        return _passes(self._event, seconds)
+
+    def _begin(self) -> None:
+        with self._module.stream(self._stream), torch.inference_mode(mode=False):
+            self._mine.copy_(self._own, non_blocking=True)
+            _all_gather(self._every, self._mine, self._group).wait()
+            self._all.copy_(self._every, non_blocking=True)
+            self._event.record(self._stream)
+
+
+def _passes(event: Any, seconds: float) -> bool:
+    """Wait until a device is past an event, for so many seconds at most; whether it is."""
+    begin = time.monotonic()
+    while not event.query():
+        waited = time.monotonic() - begin
+        if waited > seconds:
+            return False
+        time.sleep(0 if waited < _SPIN else _PAUSE)
+    return True
+
+
+def _all_gather(out: torch.Tensor, own: torch.Tensor, group: "dist.ProcessGroup") -> "Work":
+    """Begin to gather every rank's tensor, under the name that this torch has for it."""
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: Work = gather(out, own, group=group, async_op=True)
+    return work
 
 
 class Ranks(Unique):
@@ -75,7 +197,13 @@ class Ranks(Unique):
             refuse("shards", "a whole number, at least 1", shards)
         check_seconds("timeout", timeout)
         check_seconds("capture_timeout", capture_timeout)
-        _check_place(on)
+        kind = "'host' or the name of a device's kind, such as 'cuda'"
+        try:
+            known = checked("on", kind, on, str) == HOST or torch.device(on).index is None
+        except RuntimeError:  # torch knows no such kind
+            known = False
+        if not known:
+            refuse("on", kind, on)
         self.group = checked_group(group)
         self.rank: int = dist.get_rank(self.group)
         self.size: int = dist.get_world_size(self.group)
@@ -160,18 +288,18 @@ class Ranks(Unique):
         else:
             self._waits += 1
             told, seconds, at = "the end of a step on the device", self.timeout, (WAIT, self._waits)
-        begin, here = time.monotonic(), False
-        while not event.query():
-            waited = time.monotonic() - begin
-            if not here and waited > min(PATIENCE, seconds):
-                self._liveness.arrived(*at)
-                here = True
-            if waited > seconds:
-                lost = self._liveness.loss(*at, told, f"within {seconds:g} s")
-                self.broken = str(lost)
-                self._abort(event, device)
-                raise lost
-            time.sleep(0 if waited < _BUSY else _PAUSE)
+        if not self._came(functools.partial(_passes, event), at, seconds):
+            lost = self._liveness.loss(*at, told, f"within {seconds:g} s")
+            self.broken = str(lost)
+            self._abort(event, device)
+            raise lost
+
+    def _came(self, arrives: Callable[[float], bool], at: tuple[str, int], timeout: float) -> bool:
+        """Whether what is waited for arrives in time. at: what this rank then says that it waits for."""
+        if arrives(min(PATIENCE, timeout)):
+            return True
+        self._liveness.arrived(*at)
+        return arrives(timeout - PATIENCE)
 
     def _abort(self, event: Event, device: torch.device) -> None:
         """End the group's collectives on the device, so that nothing waits for it for ever, this process's end neither.
@@ -183,9 +311,7 @@ class Ranks(Unique):
         with contextlib.suppress(RuntimeError):  # which is how a group says that it has none on the device
             abort = self.group._get_backend(device).abort  # noqa: SLF001 - torch has no other name for it
             threading.Thread(target=abort, name="slotgraph abort", daemon=True).start()  # it does not soon return
-            deadline = time.monotonic() + _ABORTED
-            while not event.query() and time.monotonic() < deadline:
-                time.sleep(_PAUSE)
+            _passes(event, _ABORTED)
 
     def begin(self, message: Message, told: str) -> Exchange:
         """Tell all ranks a message. Call what is returned, with a timeout, for what all of them tell.
@@ -207,7 +333,7 @@ class Ranks(Unique):
         is exchanged any more.
         """
         try:
-            self._await(wire, number, told, timeout)
+            self._receive(wire, (EXCHANGE, number), told, timeout)
         except BaseException as error:  # an interrupt, too, leaves others with an answer that nobody reads
             self.broken = str(error) if isinstance(error, RankError) else f"{told} was broken off"
             raise
@@ -215,18 +341,15 @@ class Ranks(Unique):
         self._free.append(wire)
         return messages
 
-    def _await(self, wire: HostWire, number: int, told: str, timeout: float) -> None:
-        how, cause = f"within {timeout:g} s", None
+    def _receive(self, wire: HostWire, at: tuple[str, int], told: str, timeout: float) -> None:
         try:
-            if wire.arrives(min(PATIENCE, timeout)):
+            if self._came(wire.arrives, at, timeout):
                 return
-            self._liveness.arrived(EXCHANGE, number)
-            if wire.arrives(timeout - PATIENCE):
-                return
+            how, cause = f"within {timeout:g} s", None
         except RuntimeError as error:
-            self._liveness.arrived(EXCHANGE, number)
+            self._liveness.arrived(*at)
             how, cause = "before its connection was lost", error
-        raise self._liveness.loss(EXCHANGE, number, told, how) from cause
+        raise self._liveness.loss(*at, told, how) from cause
 
 
 class Liveness:
@@ -274,17 +397,6 @@ class Liveness:
     def _get(self, key: str) -> str:
         """What a rank has left there, or nothing."""
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
-
-
-def _check_place(on: Any) -> None:
-    """ConfigError where sizes cannot be exchanged there: it is neither the host nor a kind of device."""
-    kind = "'host' or the name of a device's kind, such as 'cuda'"
-    try:
-        known = checked("on", kind, on, str) == HOST or torch.device(on).index is None
-    except RuntimeError:  # torch knows no such kind
-        known = False
-    if not known:
-        refuse("on", kind, on)
 
 
 def checked_group(group: "dist.ProcessGroup | None") -> "dist.ProcessGroup":

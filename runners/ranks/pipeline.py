@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime as dt
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, final
@@ -10,22 +11,83 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from ...dataflow.errors import ConfigError, RankError
-from ...dataflow.sources import Side
+from ...dataflow.admission import Wanted, fits
+from ...dataflow.axes import extent
+from ...dataflow.capabilities import DEVICE, dtype_from_text, dtype_text, resolve_dtype
+from ...dataflow.errors import ConfigError, RankError, ReplayError
+from ...dataflow.sources import Side, SideArgument
 from ..arguments import check_seconds, checked, refuse
 from ..exclusive import Unique, opaque
 from ..runner import Runner
+from ..stage import Stage
 from .group import GRACE, checked_group
-from .proxies import Proxies, StageMessage, TensorSpec, flattened, nested
 
 if TYPE_CHECKING:
     from torch.distributed import Work
 
 _MESSAGES, _REPLIES, _TENSORS = 1, 2, 3
 """Tags of what hosts send each other."""
+_NBYTES: Final = 6144
+"""Bytes of a stage's message, which its reader must know."""
+_TEXT: Final = 1000
+"""Bytes of an error that are told, at most; in a message each may take six."""
 _SOON: Final = 0.99
 _HEADSTART: Final = 1.0
 """Seconds that a rank which learns of a loss from others waits longer than they: their errors name who is lost."""
+
+
+@attrs.frozen
+class TensorSpec:
+    """A tensor without its values: its dtype, the type of its device, its shape."""
+
+    dtype: torch.dtype
+    device: str
+    shape: tuple[int, ...]
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Memory for such a tensor, on the host or on a device."""
+        with torch.inference_mode(mode=False):
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu" if self.device == "cpu" else device)
+
+    def __str__(self) -> str:
+        """In words."""
+        return f"{dtype_text(self.dtype)} {list(self.shape)} on {self.device}"
+
+
+@attrs.frozen
+class StageMessage:
+    """What one stage tells the next, or the one before, of a step.
+
+    step: its number, from 1. specs: the tensors that follow, by key, in their order. error: why there are none; to the
+    stage before, why it was wrong to send them. Empty if all is well.
+    """
+
+    step: int
+    specs: Mapping[str, TensorSpec] = attrs.field(factory=dict)
+    error: str = ""
+
+    def packed(self) -> torch.Tensor:
+        """The message as bytes, always as many. ConfigError if they do not hold it."""
+        specs = [[key, dtype_text(one.dtype), one.device, one.shape] for key, one in self.specs.items()]
+        error = self.error.encode(errors="replace")[:_TEXT].decode(errors="ignore")
+        raw = json.dumps([self.step, specs, error], ensure_ascii=False).encode(errors="replace")
+        if len(raw) > _NBYTES:
+            message = f"{len(specs)} proxies have too many or too long keys: they are told in {_NBYTES} bytes"
+            raise ConfigError(message)
+        with torch.inference_mode(mode=False):
+            return torch.frombuffer(bytearray(raw.ljust(_NBYTES)), dtype=torch.uint8)
+
+    @classmethod
+    def unpacked(cls, raw: torch.Tensor) -> "StageMessage":
+        """The message that was packed."""
+        step, specs, error = json.loads(raw.numpy().tobytes())
+        found = {key: TensorSpec(dtype_from_text(dtype), device, tuple(shape)) for key, dtype, device, shape in specs}
+        return cls(step, found, error)
+
+    @staticmethod
+    def blank() -> torch.Tensor:
+        """Memory that a message is received into."""
+        return TensorSpec(torch.uint8, "cpu", (_NBYTES,)).empty(torch.device("cpu"))
 
 
 @attrs.define(eq=False)
@@ -188,7 +250,8 @@ class PipelineStage(Unique):
         check_seconds("timeout", timeout)
         self.runner = runner
         self.rank, self.size = _place(group)
-        self._proxies = Proxies(runner, proxies)
+        self._argument = proxies
+        self.wanted = sorted(proxies_of(runner.parts.stage, proxies), key=lambda pair: (pair[0], pair[1].name))
         self._coordinator = runner.parts.coordinator
         self._steps = 0
         self._before: Neighbour | None = None
@@ -255,18 +318,57 @@ class PipelineStage(Unique):
             before.reply(StageMessage(message.step, error=_in_words(error)), dropped)
             raise
         before.reply(StageMessage(message.step), targets.values())
-        return {**side, self._proxies.argument: nested(targets)}
+        return {**side, self._argument: nested(targets)}
 
     def _targets(self, before: Neighbour, message: StageMessage, batch: Any, side: Side) -> dict[str, torch.Tensor]:
+        """Where the tensors of a message are to be received, by key: in the slots, if a graph reads them there.
+
+        Raises RankError if they are not what the slots declare, and what `decide` raises for the batch.
+        """
         if message.step != self._steps:
             apart = f"{before.other} is at step {message.step} of the pipeline, {before.me} at step {self._steps}"
             raise RankError(apart)
-        return self._proxies.targets(message, batch, side, before.me, before.other)
+        parts, specs = self.runner.parts, message.specs
+        stage, graphs = parts.stage, parts.graphs
+        found = {key: spec.empty(stage.backend.device) for key, spec in specs.items()}
+        given = {**side, self._argument: nested(found)}
+
+        def refuse_sent(faults: Iterable[str]) -> None:
+            sent = ", ".join(f"{key} {spec}" for key, spec in sorted(specs.items())) or "nothing"
+            if told := "; ".join(faults):
+                refused = f"step {message.step}: {before.other} sends {sent}; {before.me} refuses it: {told}"
+                raise RankError(refused)
+
+        keys, required = {key for key, _ in self.wanted}, {key for key, want in self.wanted if not want.slot.optional}
+        refuse_sent(f"{key!r} is missing" for key in sorted(required - specs.keys()))
+        refuse_sent(f"{key!r} is read by no slot" for key in specs if key not in keys)
+        bucket, live = self.runner.decide(batch, **given).bucket, parts.size(batch, given)
+        sizes = {**stage.sizes, **dict(zip(stage.declaration.varying, live, strict=False))}
+        expected = [(key, want, extent(want.slot.shape, sizes)) for key, want in self.wanted if key in found]
+        refuse_sent(
+            f"{key!r} is not what slot {want.name!r} expects, {TensorSpec(want.dtype, want.device.type, shape)}"
+            for key, want, shape in expected
+            if not fits(want, found[key], shape)
+        )
+        absent = stage.absent(batch, given)
+        captured = None if graphs is None else graphs.get(bucket, absent)
+        if graphs is None or captured is None:
+            return found
+        graphs.filler.order()  # behind the last step, which read them, on whatever stream that was
+        view, placed = vars(graphs.view(captured, absent)), dict[str, torch.Tensor]()
+        for key, want in self.wanted:
+            one = found.get(key)
+            if one is not None and (want.dtype, want.slot.placement) == (one.dtype, DEVICE):
+                with torch.inference_mode(mode=False):
+                    rows = view[want.name][tuple(map(slice, one.shape))]
+                if rows.is_contiguous() and rows.device == one.device:
+                    placed.setdefault(key, rows)
+        return {**found, **placed}
 
     def _given(self, side: Side) -> Side:
         """The caller's side arguments. ConfigError if the proxies are among them."""
-        if self._proxies.argument in side:
-            message = f"{self._proxies.argument} is received from the stage before: do not give it"
+        if self._argument in side:
+            message = f"{self._argument} is received from the stage before: do not give it"
             raise ConfigError(message)
         return side
 
@@ -285,12 +387,13 @@ class PipelineStage(Unique):
 
     def _check_slots(self) -> None:
         """ConfigError if the slots are not those of a stage at this place."""
-        argument = self._proxies.argument
-        if self.first and self._proxies.required:
-            keys = ", ".join(map(repr, self._proxies.required))
+        argument = self._argument
+        required = [key for key, want in self.wanted if not want.slot.optional]
+        if self.first and required:
+            keys = ", ".join(map(repr, required))
             message = f"the first stage receives nothing, but its slots require {keys} of {argument}"
             raise ConfigError(message)
-        if not self.first and not self._proxies.wanted:
+        if not self.first and not self.wanted:
             message = (
                 f"stage {self.rank} of {self.size} has no slot that reads {argument}: declare one with "
                 f"source=side('{argument}.hidden_states'), or name another argument by proxies="
@@ -359,3 +462,46 @@ def _place(group: "dist.ProcessGroup | None") -> tuple[int, int]:
         return 0, 1
     found = checked_group(group)
     return dist.get_rank(found), dist.get_world_size(found)
+
+
+def proxies_of(stage: Stage[Any], argument: str) -> Iterator[tuple[str, Wanted]]:
+    """Keys of the side argument, and the slots that read them. ConfigError if one reads all of it."""
+    backend = stage.backend
+    for name, slot in stage.declaration.slots.items():
+        source = slot.reads(name)
+        if isinstance(source, SideArgument) and source.parts[0] == argument:
+            if len(source.parts) == 1:
+                message = (
+                    f"slot {name!r} reads {source} as a whole: proxies have keys, side('{argument}.hidden_states')"
+                )
+                raise ConfigError(message)
+            device = backend.device if slot.placement == DEVICE else torch.device("cpu")
+            dtype = resolve_dtype(slot.dtype, backend.capabilities)
+            yield ".".join(source.parts[1:]), Wanted(name, slot, dtype, device)
+
+
+def flattened(outputs: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of nested mappings by dotted path; what is None is left out. ReplayError for anything else."""
+    if isinstance(outputs, torch.Tensor) and path:
+        return {path: outputs}
+    if not isinstance(outputs, Mapping):
+        where = f"of type {type(outputs).__name__}" + f" under {path!r}" * bool(path)
+        message = (
+            f"the step of a stage that is not the last returns a mapping of tensors by key, got something {where}: "
+            'such as {"hidden_states": ...}'
+        )
+        raise ReplayError(message)
+    below = (flattened(one, f"{path}.{key}" if path else str(key)) for key, one in outputs.items() if one is not None)
+    return {key: tensor for part in below for key, tensor in part.items()}
+
+
+def nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Mappings in which each tensor stands at its dotted path."""
+    whole: dict[str, Any] = {}
+    for path, tensor in tensors.items():
+        *outer, last = path.split(".")
+        inner = whole
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = tensor
+    return whole

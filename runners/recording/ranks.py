@@ -13,8 +13,7 @@ from ...backends.base import Event
 from ...dataflow.axes import Axis
 from ...dataflow.errors import RecordingError
 from ..decision import Why
-from ..ranks.group import HOST, Exchange, Ranks
-from ..ranks.wire import EAGER, FITS, Message
+from ..ranks.group import EAGER, FITS, HOST, Exchange, Message, Ranks
 from .files import RecordedFile
 from .records import RanksRecord, StepRanks, StepRecord
 

@@ -1,24 +1,55 @@
 """The field's declarations, ready to subclass: what decode, prefill and speculative steps read in LLM engines."""
 
-from .axes import CONTEXT, DP, FILL, FRONT, HIDDEN, INDEX_TOPK, STEPS, TOPK, VOCAB
-from .decode import DecodeInputs, EagerInputs, TargetVerifyInputs
-from .draft import DraftInputs, DraftSampling
-from .dtypes import MODEL_DTYPE, model_dtype
-from .extend import DraftExtendInputs, MultiLayerDraftExtendInputs
-from .mixins import DraftMrope, EncoderDecoder, InputEmbeds, Mamba, Mrope, NgramEmbedding, SlidingWindow
-from .parallel import (
+from .axes import (
+    CONTEXT,
+    DP,
+    FILL,
+    FRONT,
+    HIDDEN,
+    INDEX_TOPK,
+    MODEL_DTYPE,
+    STEPS,
+    TOPK,
+    VOCAB,
+    model_dtype,
+)
+from .counts import Sharding
+from .mixins import (
     DataParallelAgreed,
     DataParallelAgreedExtend,
     DataParallelCarried,
     DataParallelGathered,
     DataParallelGatheredExtend,
+    DraftMrope,
+    EncoderDecoder,
     ExpertParallel,
     ExpertParallelSharded,
+    InputEmbeds,
+    Mamba,
+    Mrope,
+    NgramEmbedding,
+    PipelineIndices,
+    PipelineProxies,
+    PrefillPipelineIndices,
+    PrefillPipelineProxies,
+    SlidingWindow,
 )
-from .prefill import BreakableInputs, DraftPrefillInputs, PrefillInputs
-from .proxies import PipelineIndices, PipelineProxies, PrefillPipelineIndices, PrefillPipelineProxies
-from .requests import BoundedContext, ContextLengths, HostLengths, Requests
-from .settings import Sharding
+from .steps import (
+    BoundedContext,
+    BreakableInputs,
+    ContextLengths,
+    DecodeInputs,
+    DraftExtendInputs,
+    DraftInputs,
+    DraftPrefillInputs,
+    DraftSampling,
+    EagerInputs,
+    HostLengths,
+    MultiLayerDraftExtendInputs,
+    PrefillInputs,
+    Requests,
+    TargetVerifyInputs,
+)
 
 __all__ = [
     "CONTEXT",

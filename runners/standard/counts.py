@@ -1,12 +1,62 @@
-"""The functions of computed counts: each names what it needs, and gives every padded row."""
+"""Computed counts: how a step's tokens are spread over ranks, and the functions of the counts that follow from it."""
 
+import attrs
 import torch
 
 from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Step
 from ...dataflow.errors import ComputeError, ConfigError
+from ...dataflow.sources import look_up
 from ..ranks.group import Ranks
 from .axes import DP
-from .settings import Sharding, batches_of
+
+
+@attrs.frozen(kw_only=True)
+class Sharding:
+    """How a step's tokens are spread over the ranks of tensor-parallel attention.
+
+    attn_tp_size: ranks that share the attention of one batch. attn_tp_rank: which of them this one is, from 0.
+    scattered: whether each rank holds its part of the padded tokens alone, instead of all of them.
+    An object or a mapping of the user's own, with these names among others, serves as well. Raises ConfigError.
+    """
+
+    attn_tp_size: int = 1
+    attn_tp_rank: int = 0
+    scattered: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a rank that is none."""
+        if self.attn_tp_size < 1 or not 0 <= self.attn_tp_rank < self.attn_tp_size:
+            message = (
+                f"attn_tp_rank is {self.attn_tp_rank} of {self.attn_tp_size}: expected a rank from 0, below "
+                "attn_tp_size, which is at least 1"
+            )
+            raise ConfigError(message)
+
+    @classmethod
+    def of(cls, settings: object) -> "Sharding":
+        """What a runner's settings say. ConfigError where they lack a name, or where the rank is none."""
+        if isinstance(settings, cls):
+            return settings
+        found = {field.name: look_up(settings, field.name) for field in attrs.fields(cls)}
+        for name, value in found.items():
+            if value is None:
+                message = (
+                    f"settings have no {name!r}, which tells how tokens are sharded: give it, or standard.Sharding(...)"
+                )
+                raise ConfigError(message)
+        return cls(**found)
+
+
+def batches_of(ranks: Ranks) -> int:
+    """How many batches ranks bring. ConfigError where they do not divide so that `shards` of them share each."""
+    if not ranks.batches:
+        message = (
+            f"{ranks.size} ranks do not divide so that each {ranks.shards} of them share a batch, as Ranks(shards=) "
+            "says: make it of the group of all ranks that do, or take the slots that settings and batches give, "
+            "standard.ExpertParallel and standard.DataParallelCarried"
+        )
+        raise ConfigError(message)
+    return ranks.batches
 
 
 def num_token_non_padded(step: Step, settings: object) -> int:
@@ -22,7 +72,9 @@ def own_tokens(step: Step, ranks: Ranks) -> int:
 
     ComputeError where the padded tokens do not divide among the shards; ConfigError where the ranks do not.
     """
-    return _live_part(step, Sharding.over(ranks))
+    batches_of(ranks)
+    shards = ranks.shards
+    return _live_part(step, Sharding(attn_tp_size=shards, attn_tp_rank=ranks.rank % shards, scattered=shards > 1))
 
 
 def _live_part(step: Step, sharding: Sharding) -> int:

@@ -1,13 +1,14 @@
-"""What kinds of models add to any phase: mixins, which are plain bases and combine in any order."""
+"""What kinds of models and of parallelism add to any phase: mixins, which are plain bases and combine in any order."""
 
 import torch
 
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.inputs import Inputs
-from ...dataflow.specifiers import copied, staged
+from ...dataflow.sources import side
+from ...dataflow.specifiers import computed, copied, staged
 from ...dataflow.tails import keep, once
-from .axes import HIDDEN
-from .dtypes import MODEL_DTYPE
+from .axes import DP, HIDDEN, INDEX_TOPK, MODEL_DTYPE
+from .counts import agreed_requests, agreed_tokens, num_token_non_padded, own_tokens, padded_requests, padded_tokens
 
 
 class SlidingWindow(Inputs):
@@ -92,3 +93,133 @@ class NgramEmbedding(Inputs):
         starts=1,
         source="ngram_embedding_info.req_lens",
     )
+
+
+_KEPT = keep("a row's result is dropped with the row, whatever it was computed from")
+
+
+class PipelineProxies(Inputs):
+    """A mixin for decode: `runner(batch, pp_proxy_tensors=...)` brings what the stage before computed.
+
+    pp_hidden_states: each key is optional, since stages and models differ in what they hand on.
+    pp_residual: absent where the model adds it before it hands on.
+    """
+
+    pp_hidden_states: torch.Tensor | None = copied(
+        TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=_KEPT, source=side("pp_proxy_tensors.hidden_states"), default=None
+    )
+    pp_residual: torch.Tensor | None = copied(
+        TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=_KEPT, source=side("pp_proxy_tensors.residual"), default=None
+    )
+
+
+class PipelineIndices(Inputs):
+    """A mixin for decode: the tokens that sparse attention chose on the stage before, which later layers use again.
+
+    pp_topk_indices: a stale index names a token that a live row attended to.
+    """
+
+    pp_topk_indices: torch.Tensor | None = copied(
+        TOKENS,
+        INDEX_TOPK,
+        dtype=torch.int32,
+        pad=_KEPT,
+        poison="stale",
+        source=side("pp_proxy_tensors.topk_indices"),
+        default=None,
+    )
+
+
+class PrefillPipelineProxies(Inputs):
+    """A mixin for prefill: the same, but padded rows are zero, since they are executed among live ones.
+
+    pp_hidden_states: a stale row would enter what is computed over all rows at once, scales and routing.
+    pp_residual: likewise.
+    """
+
+    pp_hidden_states: torch.Tensor | None = copied(
+        TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, poison=(), source=side("pp_proxy_tensors.hidden_states"), default=None
+    )
+    pp_residual: torch.Tensor | None = copied(
+        TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, poison=(), source=side("pp_proxy_tensors.residual"), default=None
+    )
+
+
+class PrefillPipelineIndices(Inputs):
+    """A mixin for prefill: the tokens that sparse attention chose on the stage before.
+
+    pp_topk_indices: padded rows attend to token 0, which is always there.
+    """
+
+    pp_topk_indices: torch.Tensor | None = copied(
+        TOKENS, INDEX_TOPK, dtype=torch.int32, pad=0, source=side("pp_proxy_tensors.topk_indices"), default=None
+    )
+
+
+class ExpertParallel(Inputs):
+    """A mixin: experts and gathered data parallelism, which must not route padded rows. Needs settings: see `Sharding`.
+
+    num_token_non_padded: live tokens of this rank's part of the padded bucket; the rest is routed to no expert.
+    """
+
+    num_token_non_padded: torch.Tensor = computed(num_token_non_padded, shape=1, dtype=torch.int32)
+
+
+class ExpertParallelSharded(Inputs):
+    """A mixin: the same, where the runner's `Ranks(shards=)` says over which ranks a bucket's tokens are spread.
+
+    num_token_non_padded: live tokens of this rank's part, all of them where there is one shard; needs no settings.
+    """
+
+    num_token_non_padded: torch.Tensor = computed(own_tokens, shape=1, dtype=torch.int32)
+
+
+class DataParallelGathered(Inputs):
+    """A mixin: data-parallel attention whose ranks gather their tokens, all of them in the same bucket.
+
+    global_num_tokens: the padded count, live or not, also on an idle rank: collectives move whole buckets.
+    global_num_tokens_for_logprob: likewise, a row of logits a token.
+    """
+
+    global_num_tokens: torch.Tensor = computed(padded_tokens, shape=DP, dtype=torch.int32)
+    global_num_tokens_for_logprob: torch.Tensor = computed(padded_tokens, shape=DP, dtype=torch.int32)
+
+
+class DataParallelGatheredExtend(DataParallelGathered):
+    """A mixin for draft-extend: the same, with a row of logits a request.
+
+    global_num_tokens_for_logprob: the padded request count, since select_index leaves one row of each request.
+    """
+
+    global_num_tokens_for_logprob: torch.Tensor = computed(padded_requests, shape=DP, dtype=torch.int32)
+
+
+class DataParallelAgreed(Inputs):
+    """A mixin: data-parallel attention whose ranks do not gather, so that their counts differ and `Ranks` tells them.
+
+    global_num_tokens: live tokens of each batch, as ranks told before this step; 0 of an idle one, padding of none.
+    global_num_tokens_for_logprob: likewise, a row of logits a token.
+    """
+
+    global_num_tokens: torch.Tensor = computed(agreed_tokens, shape=DP, dtype=torch.int32)
+    global_num_tokens_for_logprob: torch.Tensor = computed(agreed_tokens, shape=DP, dtype=torch.int32)
+
+
+class DataParallelAgreedExtend(DataParallelAgreed):
+    """A mixin for draft-extend: the same, with a row of logits a request.
+
+    global_num_tokens_for_logprob: live requests of each batch, since select_index leaves one row of each.
+    """
+
+    global_num_tokens_for_logprob: torch.Tensor = computed(agreed_requests, shape=DP, dtype=torch.int32)
+
+
+class DataParallelCarried(Inputs):
+    """A mixin: data-parallel attention whose ranks do not gather, where no `Ranks` but the batch has their counts.
+
+    global_num_tokens: what the scheduler's ranks agreed on; a buffer of zeros in its place is a known bug.
+    global_num_tokens_for_logprob: likewise.
+    """
+
+    global_num_tokens: torch.Tensor = copied(DP, dtype=torch.int32)
+    global_num_tokens_for_logprob: torch.Tensor = copied(DP, dtype=torch.int32)

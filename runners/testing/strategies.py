@@ -155,7 +155,7 @@ def draw_sample(
 
 def _numbers(slot: Slot, dtype: torch.dtype, live: Sizes, count: int) -> st.SearchStrategy[list[Any]]:
     """As many numbers as one slot of small values has."""
-    most = slot.most()
+    most = slot.limit
     limit = None if most is None else most.at(live)
     if dtype.is_floating_point:
         one: st.SearchStrategy[Any] = st.floats(-_FLOATS, _FLOATS, width=16)

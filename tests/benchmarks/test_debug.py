@@ -9,7 +9,7 @@ import pytest
 
 from slotgraph import DecodeRunner, backends
 from slotgraph.runners.commands.workload import declare_decode, draw, plus_one
-from slotgraph.runners.modes import MODES, VARIABLE
+from slotgraph.runners.config import MODES, VARIABLE
 from tests.benchmarks.shown import race
 from tests.benchmarks.test_capture import LAYERS, Model, Step
 

@@ -128,7 +128,7 @@ def test_json_is_plain() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(tailz=[]), "unknown key 'tailz', did you mean 'tails'?"),
+        (lambda d: d.update(tailz=[]), "unknown key 'tailz'; did you mean 'tails'?"),
         (lambda d: d.update(zebra=1), "unknown key 'zebra' @ $"),
         (lambda d: d["copies"][0].update(dst="int64"), "unknown key 'dst'"),
         (lambda d: d.pop("tails"), "'tails' is missing"),

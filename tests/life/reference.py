@@ -100,7 +100,7 @@ class Reference:
         return alike(found, torch.full_like(found, number))
 
     def _computed(self, slot: Computed, view: Mapping[str, Any], given: Given, step: Step) -> torch.Tensor:
-        compute = slot.compute
+        compute = slot.function
         known = {**view, "step": step, "tag": given.tag}
         arguments = {name: _on_host(known[name]) for name in compute.needs}
         shape = extent(slot.shape, step.padded_sizes)

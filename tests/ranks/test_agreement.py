@@ -9,7 +9,7 @@ import torch
 
 from slotgraph import DecodeRunner, EagerRunner, computed, standard
 from slotgraph.dataflow.errors import BatchError, ConfigError, RankError
-from slotgraph.runners.ranks.wire import FITS, REFUSED, Message
+from slotgraph.runners.ranks.group import FITS, REFUSED, Message
 from slotgraph.runners.standard.axes import DP
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised

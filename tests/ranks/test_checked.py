@@ -146,14 +146,6 @@ def test_prefill(two: Processes, kind: str) -> None:
         assert steps["poison"] == steps["races"] > 4
 
 
-def test_four_ranks(four: Processes) -> None:
-    """What the third one finds, all are told."""
-    found = four.run(checked, "cpu", "mean", 2, {"only": ["poison"]})
-    for rank, ((_, slot, message), *_) in enumerate(findings for findings, _, _ in found):
-        assert slot == "weights"
-        assert message.startswith("live row 0 " if rank == 2 else "rank 2 found: live row 0 ")
-
-
 @pytest.mark.parametrize(("backend", "guilty"), [("cpu", 0), ("cpu-capture", 1)])
 def test_padding_reaches_live_rows_on_one_rank(two: Processes, backend: str, guilty: int) -> None:
     """The slot and its row are named on that rank, and on the other one which rank found it."""

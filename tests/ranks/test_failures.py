@@ -250,11 +250,10 @@ def waits(rank: int, absent: int, warm_up: bool) -> tuple[int, list[str]]:  # no
         if not warm_up:
             made.wait(backend.event(), CPU)
 
-    with runner.parts.coordinator.over_warm_ups(place) as over:
-        run = over(step) if warm_up else step
-        run()
-        run()
-        errors = [] if rank == absent else [raised(run), raised(runner.capture)]
+    run = runner.parts.coordinator.warm_up(step, place) if warm_up else step
+    run()
+    run()
+    errors = [] if rank == absent else [raised(run), raised(runner.capture)]
     return len(runs), errors
 
 

@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slotgraph import BATCH, TOKENS, BreakableRunner, DecodeRunner, EagerRunner, Inputs, PrefillRunner, copied
+from slotgraph import TOKENS, BreakableRunner, DecodeRunner, EagerRunner, PrefillRunner, copied
 from slotgraph.dataflow.admission import is_in_place
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sources import Side
 from slotgraph.extend import side
 from slotgraph.pool import InputPool
-from slotgraph.runners.ranks.pipeline import PipelineStage
-from slotgraph.runners.ranks.proxies import Proxies, flattened
+from slotgraph.runners.ranks.pipeline import PipelineStage, flattened, proxies_of
 from slotgraph.runners.watching import Watcher
 from tests.ranks.processes import Processes, raised, ranks
 from tests.ranks.staged import ALL, CHANGES, ROOM, SIZES, First, Later, Part, batch_of, eager_part, expected, weights
@@ -60,7 +59,7 @@ class Seen(Watcher):
     """Remembers which proxies of the last step came from their own slots, by key."""
 
     def __init__(self, runner: Any, argument: str = "pp_proxy_tensors") -> None:
-        self.slots = {key: want.name for key, want in Proxies(runner, argument).wanted}
+        self.slots = {key: want.name for key, want in proxies_of(runner.parts.stage, argument)}
         self.runner, self.argument = runner, argument
         self.in_place: dict[str, bool] = {}
         runner.watch.add(self)
@@ -291,14 +290,14 @@ def mismatched(rank: int) -> list[str]:
 
 
 def test_other_proxies_are_refused_on_both_sides(two: Processes) -> None:
-    """With the keys of both; the steps after go on."""
+    """With what was sent and what the slot expects; the steps after go on."""
     sender, receiver = two.run(mismatched)
     assert sender[1::2] == receiver[1::2] == [""] * len(CHANGES)
     faults = {
         "keys": "'extra' is read by no slot",
-        "shape": "'hidden_states' is not of the shape of slot 'pp_hidden_states'",
-        "rows": "'topk_indices' is not of the shape of slot 'pp_topk_indices'",
-        "dtype": "'residual' is not of the dtype of slot 'pp_residual'",
+        "shape": "'hidden_states' is not what slot 'pp_hidden_states' expects, float64 [3, 16] on cpu",
+        "rows": "'topk_indices' is not what slot 'pp_topk_indices' expects, int32 [3, 3] on cpu",
+        "dtype": "'residual' is not what slot 'pp_residual' expects, float64 [3, 16] on cpu",
     }
     for number, change in enumerate(CHANGES):
         step = 2 * number + 1
@@ -306,7 +305,6 @@ def test_other_proxies_are_refused_on_both_sides(two: Processes) -> None:
         for message in (sender[step - 1], receiver[step - 1]):
             assert faults[change] in message
             assert f"step {step}: rank 0 sends " in message
-            assert "rank 1 expects hidden_states float64 [3, 16] on cpu (optional), residual float64" in message
 
 
 def lacks(rank: int) -> list[str]:
@@ -330,12 +328,12 @@ def lacks(rank: int) -> list[str]:
 
 
 def test_a_missing_key_and_another_batch(two: Processes) -> None:
-    """Both are refused on both sides."""
-    for found in two.run(lacks):
-        assert "rank 0 sends nothing; rank 1 expects flow.hidden_states float64 [5, 16] on cpu" in found[0]
-        assert found[0].endswith("'flow.hidden_states' is missing")
-        assert "sends flow.hidden_states float64 [5, 16] on cpu; rank 1 expects flow.hidden_states float64" in found[1]
-        assert found[2] == ""
+    """The former is refused on both sides, the latter by who has that batch."""
+    sender, receiver = two.run(lacks)
+    for found in (sender, receiver):
+        assert "rank 0 sends nothing; rank 1 refuses it: 'flow.hidden_states' is missing" in found[0]
+    assert receiver[1].startswith("BatchError: slot 'hidden_states': expected a size of 6 on dim 0")
+    assert (sender[1], sender[2], receiver[2]) == ("", "", "")
 
 
 def storm(rank: int) -> list[str]:
@@ -459,22 +457,12 @@ class Whole(First):
     hidden: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0, source=side("pp_proxy_tensors"))
 
 
-class Untold(Inputs):
-    """Proxies alone tell the tokens."""
-
-    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1)
-    hidden: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0, source=side("pp_proxy_tensors.hidden"))
-
-
 def test_declarations_that_no_stage_can_have() -> None:
-    """A slot reads one key; and its rows are known without it, or follow from those that are."""
+    """A slot reads one key; and the first stage receives none."""
     with pytest.raises(ConfigError, match="slot 'hidden' reads argument pp_proxy_tensors as a whole"):
         PipelineStage(EagerRunner(Whole, print, backend="cpu"))
-    with pytest.raises(ConfigError, match="Untold: no copied slot tells the size of TOKENS"):
-        PipelineStage(EagerRunner(Untold, print, backend="cpu"))
-    runner = DecodeRunner(Untold, lambda view: view.hidden, buckets=[2], width=3, backend="cpu", progress=False)
-    with pytest.raises(ConfigError, match=r"the first stage receives nothing, but its slots require 'hidden'"):
-        PipelineStage(runner)
+    with pytest.raises(ConfigError, match=r"the first stage receives nothing, but its slots require 'flow.hidden_s"):
+        PipelineStage(EagerRunner(LaterPrefill, print, backend="cpu"), proxies="pipe")
 
 
 def returns(rank: int, outputs: Any) -> str:

@@ -156,17 +156,6 @@ def test_every_slot_has_the_same_bytes(homes: tuple[str, list[Home]]) -> None:
     assert kind not in prefilled.KINDS or buckets == {4, 16, None}
 
 
-def test_the_whole_file(homes: tuple[str, list[Home]]) -> None:
-    """`replay_file` runs all of it; what the file says is on the screen."""
-    kind, found = homes
-    report = replay_file(RecordedFile.read(found[1].file), runner_of(kind, RecordedRanks.of(found[1].file)))
-    assert report.ok
-    assert (len(report.steps), report.notes) == (STEPS, ())
-    text = typer.testing.CliRunner().invoke(app, ["replay", found[1].file]).stdout
-    assert ", rank 1 of 2" in text
-    assert "ranks brought " in text
-
-
 def replayed_together(rank: int, files: list[str]) -> tuple[list[str], list[Any]]:
     """Each rank's own file, on the same runner over the same ranks."""
     runner, found = runner_of("cpu", soon()), list[tuple[str, Any]]()

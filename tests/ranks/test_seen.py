@@ -137,13 +137,6 @@ def quiet(rank: int) -> RunnerExplanation:
     return slotgraph.explain(runner, stepping.batch_of(3, 1))
 
 
-def test_without_ranks() -> None:
-    """There is nothing to say."""
-    explanation = slotgraph.explain(plain_runner("cpu"))
-    assert explanation.ranks is None
-    assert "ranks" not in said(explanation)
-
-
 def samples(text: str, name: str) -> dict[tuple[str, ...], float]:
     """The values of one metric by all of its labels but the runner."""
     return {

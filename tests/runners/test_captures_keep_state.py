@@ -15,8 +15,6 @@ from slotgraph.dataflow.errors import CaptureError
 from tests.runners import prefilled
 
 ROWS = 8
-
-
 BUCKETS = [1, 2, 4]
 
 
@@ -60,8 +58,6 @@ def by_random(state: dict[str, torch.Tensor], _places: torch.Tensor, values: tor
 
 
 WRITES = [by_slice, by_index, by_index_copy, by_out, by_count, by_random]
-
-
 Write = Callable[[dict[str, torch.Tensor], torch.Tensor, torch.Tensor], None]
 
 

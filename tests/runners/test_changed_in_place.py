@@ -67,8 +67,6 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
     "free": lambda one: one.untyped_storage().resize_(0),
 }
 """What can be done to a tensor beside writing its elements. Torch may refuse some of it."""
-
-
 TO_OUTPUTS = [how for how in CHANGES if how not in ("free", "resize_ beyond")]
 """Of outputs: their memory is the graph's, which torch would free."""
 

@@ -11,8 +11,8 @@ from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, Inputs, copie
 from slotgraph.dataflow.errors import CaptureError, CheckError, ConfigError, ReplayError, StaleOutputError
 from slotgraph.pool import InputPool
 from slotgraph.runners.check.comparison import named
+from slotgraph.runners.config import CHEAP, MODES, VARIABLE, modes_of
 from slotgraph.runners.debug import debugged
-from slotgraph.runners.modes import CHEAP, MODES, VARIABLE, modes_of
 from slotgraph.runners.outputs import Stamped
 from slotgraph.runners.watching import Watcher
 from tests.runners import prefilled, test_draft, test_draft_extend, test_multi_layer

@@ -241,54 +241,32 @@ def test_a_field_with_a_factory(cpu: str) -> None:
 
 
 row_counts = st.lists(st.integers(1, 600), min_size=1, max_size=12, unique=True)
-
-
 largest = st.integers(1, 2000)
-
-
-@given(largest)
-def test_ladder_ascends_to_the_largest(top: int) -> None:
-    """A ladder begins at 1, ascends without repeating itself, and ends at the largest size, even one off its steps."""
-    ladder = Buckets.ladder(top)
-    assert ladder.sizes[0] == 1
-    assert ladder.sizes[-1] == ladder.largest == top
-    assert all(a < b for a, b in itertools.pairwise(ladder.sizes))
 
 
 @given(largest, st.data())
 def test_ladder_wastes_little(top: int, data: st.DataObject) -> None:
-    """A row count is padded by less than the ladder's step: to twice itself below 8, by 8, 16 and 32 rows beyond."""
-    rows = data.draw(st.integers(1, top))
-    bucket = Buckets.ladder(top).fit(rows)
+    """It ascends from 1 to the largest size; rows are padded to twice as many below 8, by 8, 16 and 32 rows beyond."""
+    rows, ladder = data.draw(st.integers(1, top)), Buckets.ladder(top)
+    assert (ladder.sizes[0], ladder.sizes[-1], ladder.largest) == (1, top, top)
+    assert all(a < b for a, b in itertools.pairwise(ladder.sizes))
+    bucket = ladder.fit(rows)
     assert bucket is not None
     step = next(step for stop, step in ((256, 8), (512, 16), (3000, 32)) if rows <= stop)
     assert 0 <= bucket - rows < (rows if rows <= 8 else step)
 
 
-@given(row_counts)
-def test_sizes_are_sorted(given_sizes: list[int]) -> None:
-    """Sizes come in any order, and are kept ascending; one that is given twice is refused."""
-    assert list(Buckets(tuple(given_sizes)).sizes) == sorted(given_sizes)
-    with pytest.raises(ConfigError, match="given once each"):
-        Buckets((*given_sizes, given_sizes[-1]))
-
-
-@given(row_counts, st.integers(0, 700))
-def test_fit_is_the_smallest_that_holds(given_sizes: list[int], rows: int) -> None:
-    """A row count goes to the smallest bucket that holds it, and to none where it is larger than all."""
-    holding = [size for size in given_sizes if size >= rows]
-    assert Buckets(tuple(given_sizes)).fit(rows) == (min(holding) if holding else None)
-
-
 @given(row_counts, st.floats(0, 1))
 def test_table_keeps_the_waste_limit(given_sizes: list[int], limit: float) -> None:
-    """The table sends each row count to its bucket, to none where too much would be padding; no rows waste nothing."""
+    """Rows go to the smallest size that holds them, to none where too much would be padding; no rows waste nothing."""
     buckets = Buckets(tuple(given_sizes), limit)
     table = buckets.table()
+    assert list(buckets.sizes) == sorted(given_sizes)
     assert len(table) == buckets.largest + 1
+    assert buckets.fit(len(table)) is None
     for rows, bucket in enumerate(table):
-        fit = buckets.fit(rows)
-        assert fit is not None
+        fit = min(size for size in given_sizes if size >= rows)
+        assert buckets.fit(rows) == fit
         assert bucket == (fit if not rows or (fit - rows) / fit <= limit else None)
 
 
@@ -305,6 +283,8 @@ def test_bad_buckets() -> None:
         with pytest.raises(ConfigError, match="whole numbers of at least 1"):
             Buckets.ladder(top)
     assert Buckets((48,)).waste(37, 48) == pytest.approx(11 / 48)
+    with pytest.raises(ConfigError, match="given once each"):
+        Buckets((4, 2, 4))
 
 
 class VerifyInputs(Inputs):

@@ -33,8 +33,6 @@ from slotgraph.speculative import MultiLayerDraftExtendRunner
 from tests.runners.prefilled import KINDS, Model, Prefill, batch_of, runner_of
 
 Handed = dict[str, Any]
-
-
 INNER: Final = ("cpu", "cpu-capture")
 
 
@@ -112,14 +110,8 @@ class HandingBackend(HostBackend):
 
 
 CONTEXT = Axis("CONTEXT", fixed=True)
-
-
 BUCKETS = (2, 5)
-
-
 Batch = dict[str, Any]
-
-
 each_inner = pytest.mark.parametrize("inner", INNER)
 
 

@@ -35,17 +35,9 @@ from slotgraph.pool import InputPool
 from slotgraph.speculative import WIDTH, MultiLayerDraftExtendRunner
 
 VOCABULARY: Final = Axis("VOCABULARY", fixed=True)
-
-
 HIDDEN: Final = Axis("HIDDEN", fixed=True)
-
-
 SIZES: Final = {VOCABULARY: 24, HIDDEN: 6}
-
-
 BUCKETS: Final = [2, 5]
-
-
 PHASES: Final = ("draft", "verify", "extend")
 
 
@@ -422,8 +414,6 @@ def test_kept_slots_share_with_nobody(backend: Backend) -> None:
 
 
 PAGES: Final = Axis("PAGES")
-
-
 COUNTED: Final[dict[str, Any]] = {}
 
 

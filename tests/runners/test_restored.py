@@ -20,11 +20,7 @@ from slotgraph.extend import once
 from tests.runners.models import bytes_of, same_batch, snapshot
 
 STEPS = 3
-
-
 LIMIT = 200
-
-
 TABLE = torch.randn(LIMIT, 4, generator=torch.Generator().manual_seed(3))
 
 
@@ -267,11 +263,7 @@ def test_what_cannot_be_restored() -> None:
 
 
 LAYERS = 5
-
-
 ROWS = 64
-
-
 WINDOW = 40
 
 

@@ -27,8 +27,6 @@ from tests.runners.kinds import EVERY_KIND, Act, Books, act, anew, counted, sche
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 
 each_kind = pytest.mark.parametrize(("kind", "lowering"), EVERY_KIND)
-
-
 MEMORY = {"inputs", "graphs", "outputs", "uploads", "shared", "eager", "total"}
 
 
@@ -231,71 +229,35 @@ def test_read_while_steps_run(cpu: str) -> None:
 
 
 ROOT = Path(__file__).parents[2]
-
-
-LOGGERS = ("log",)
-
-
-LEVELS = ("debug", "info", "warning", "error", "critical", "exception")
-
-
 _ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| .* \| (.*) \|$", re.MULTILINE)
-
-
-_KEY = re.compile(r"`(\w+)`")
 
 
 def logged() -> Iterator[tuple[str, str, frozenset[str]]]:
     """Name, level and explicit keys of each event in the code."""
-    for folder in ("dataflow", "backends", "runners"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), path)):
-                level = _level(node.func) if isinstance(node, ast.Call) else None
-                if isinstance(node, ast.Call) and level is not None:
-                    name = node.args[0]
-                    assert isinstance(name, ast.Constant), f"{path}:{node.lineno}: an event's name is a plain string"
-                    keys = frozenset(one.arg for one in node.keywords if one.arg is not None)
-                    yield str(name.value), level, keys
+    for path in [path for folder in ("dataflow", "backends", "runners") for path in (ROOT / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), path)):
+            match node:
+                case ast.Call(ast.Attribute(ast.Name("log"), level), [ast.Constant(name), *_], keywords):
+                    yield str(name), level, frozenset(one.arg for one in keywords if one.arg is not None)
 
 
-def _level(function: ast.expr) -> str | None:
-    """The level that a call logs at, if it logs."""
-    if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
-        return None
-    return function.attr if function.value.id in LOGGERS and function.attr in LEVELS else None
+def test_the_table_of_events() -> None:
+    """What is logged is told, at that level and with those keys, and what is told is logged.
 
-
-def told_events() -> dict[str, tuple[str, frozenset[str]]]:
-    """Level and keys of each event in the table."""
+    Keys become attributes of a LogRecord, which has its own and refuses them.
+    """
     page = (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8").split("## Events")[1].split("\n## ")[0]
-    return {name: (level, frozenset(_KEY.findall(keys))) for name, level, keys in _ROW.findall(page)}
-
-
-def test_the_table_has_every_event() -> None:
-    """What is logged is told, and what is told is logged, at that level."""
-    assert {name: level for name, (level, _) in told_events().items()} == {name: level for name, level, _ in logged()}
-
-
-def test_the_table_has_every_key() -> None:
-    """Keys that the code names are told."""
-    table = told_events()
-    assert {name: sorted(keys - table[name][1]) for name, _, keys in logged() if keys - table[name][1]} == {}
+    table = {name: (level, frozenset(re.findall(r"`(\w+)`", keys))) for name, level, keys in _ROW.findall(page)}
+    assert {name: level for name, (level, _) in table.items()} == {name: level for name, level, _ in logged()}
+    assert {name: keys - table[name][1] for name, _, keys in logged() if keys - table[name][1]} == {}
+    runner = EagerRunner(PlainInputs, plain_step, backend="cpu")
+    keys = {"event", *runner.stats()}.union(*(keys for _, keys in table.values()))
+    assert keys & {*vars(logging.makeLogRecord({})), "message", "asctime"} == set()
 
 
 def test_events_go_one_way() -> None:
     """One module logs: it decides between structlog and logging, and no other imports either."""
     imports = re.compile(r"^\s*(?:import|from) (?:structlog|logging)\b", re.MULTILINE)
-    found = {
-        path.relative_to(ROOT).as_posix()
-        for folder in ("dataflow", "backends", "runners", "src")
-        for path in (ROOT / folder).rglob("*.py")
-        if imports.search(path.read_text(encoding="utf-8"))
-    }
+    files = [path for folder in ("dataflow", "backends", "runners", "src") for path in (ROOT / folder).rglob("*.py")]
+    found = {path.relative_to(ROOT).as_posix() for path in files if imports.search(path.read_text(encoding="utf-8"))}
     assert found == {"dataflow/log.py"}
-
-
-def test_keys_can_be_attributes_of_a_record() -> None:
-    """Keys become attributes of a LogRecord, which has its own and refuses them."""
-    runner = EagerRunner(PlainInputs, plain_step, backend="cpu")
-    keys = {"event", *runner.stats()}.union(*(keys for _, keys in told_events().values()))
-    assert keys & {*vars(logging.makeLogRecord({})), "message", "asctime"} == set()

@@ -52,15 +52,6 @@ def test_num_token_non_padded(
     assert counts.num_token_non_padded(step, way(sharding)) == sharded(live, padded, sharding)
 
 
-@given(ranks=st.integers(1, 8), chunk=st.integers(0, 40), data=st.data())
-def test_ranks_together_count_every_live_token_once(ranks: int, chunk: int, data: st.DataObject) -> None:
-    """What the ranks of one bucket count comes to the live count."""
-    live = data.draw(st.integers(0, chunk * ranks))
-    step = Step({TOKENS: live}, {TOKENS: chunk * ranks})
-    each = [standard.Sharding(attn_tp_size=ranks, attn_tp_rank=rank, scattered=True) for rank in range(ranks)]
-    assert sum(counts.num_token_non_padded(step, one) for one in each) == live
-
-
 @given(requests=st.integers(0, 9), width=st.integers(1, 5), ranks=st.integers(1, 8), data=st.data())
 def test_gathered_counts(requests: int, width: int, ranks: int, data: st.DataObject) -> None:
     """Every rank's count is the bucket's, whatever is live, also on a rank with nothing to do."""

@@ -52,7 +52,6 @@ def test_tokens_of_each_rank(requests: list[int], shards: int, chunk: int, rest:
         for place in range(shards):
             ranks = ranked(batch * shards + place, size, shards, told(requests, 1))
             sharding = standard.Sharding(attn_tp_size=shards, attn_tp_rank=place, scattered=shards > 1)
-            assert standard.Sharding.over(ranks) == sharding
             if padded % shards:
                 said = rf"{padded} padded tokens do not divide among {shards} .* or name the slot in carry="
                 with pytest.raises(ComputeError, match=said):

@@ -26,12 +26,6 @@ def test_plan_of_a_width() -> None:
     assert {axis["name"]: axis["padded"] for axis in found["axes"]}["WIDTH"] == 3
 
 
-def test_settings() -> None:
-    """A count that asks for settings is shown with that need, with settings and without them."""
-    for given in ([], ["--set", "scattered=true"]):
-        assert "num_token_non_padded(step, settings)" in explained("slotgraph:standard.ExpertParallel", *given)
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class(name: str) -> None:
     """Each of them is found, and shown."""

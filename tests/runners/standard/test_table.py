@@ -1,9 +1,11 @@
 """The page of the standard declarations says what they say: cell by cell, and a reason for every slot."""
 
 import pytest
+import torch
 
 from slotgraph import Axis, Inputs, standard
-from tests.runners.standard.batches import CLASSES
+from slotgraph.dataflow.capabilities import CACHE_LOC, resolve_dtype
+from tests.runners.standard.batches import CLASSES, CUDA, NPU
 from tests.runners.standard.table import HEAD, PAGE, own_slots, rows_of, tables_of, whys_of
 
 each_class = pytest.mark.parametrize("inputs", CLASSES.values(), ids=lambda inputs: inputs.__name__)
@@ -36,3 +38,12 @@ def test_every_axis_is_listed() -> None:
     axes = [name for name in standard.__all__ if isinstance(getattr(standard, name), Axis)]
     assert [name for name in axes if f"| `standard.{name}` |" not in page] == []
     assert all(getattr(standard, name).name == name for name in axes)
+
+
+def test_what_an_npu_decides() -> None:
+    """Of all slots, those with the role of cache locations are int32 there, and only these differ."""
+    for inputs in CLASSES.values():
+        for name, slot in inputs.slotgraph.slots.items():
+            there, here = resolve_dtype(slot.dtype, NPU), resolve_dtype(slot.dtype, CUDA)
+            assert (there != here) == (slot.dtype is CACHE_LOC) == (name == "out_cache_loc"), name
+            assert slot.dtype is not CACHE_LOC or there == torch.int32

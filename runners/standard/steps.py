@@ -1,0 +1,240 @@
+"""What each phase reads: decode, target-verify and eager steps, prefill, draft and draft-extend."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...dataflow.axes import BATCH, TOKENS, WIDTH, Step
+from ...dataflow.capabilities import CACHE_LOC, HOST, SEQ_LEN_FILL
+from ...dataflow.inputs import Inputs
+from ...dataflow.specifiers import computed, constant, copied, host_parameter, output, staged
+from ...dataflow.tails import keep
+from .axes import CONTEXT, FILL, FRONT, HIDDEN, MODEL_DTYPE, STEPS, TOPK, VOCAB
+from .counts import even_starts, first_tokens, last_accepted, last_correct
+
+
+class Requests(Inputs):
+    """Where each request's cache is, and how long each is.
+
+    req_pool_indices: padded rows look up row 0 of the request table, which no request is given.
+    seq_lens: padded rows run attention over the fewest tokens that the backend's kernels bear.
+    seq_lens_cpu: plans of attention are made on the host; reading seq_lens back would wait for the device.
+    """
+
+    req_pool_indices: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, poison=())
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, converts=(torch.int64,))
+    seq_lens_cpu: torch.Tensor | None = copied(
+        BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, placement=HOST, converts=(torch.int64,), default=None
+    )
+
+
+class BoundedContext(Requests):
+    """A mixin: a request longer than the context is refused before anything is written.
+
+    seq_lens: lists and arrays are looked into; a tensor on the device is not, since that would wait for it.
+    seq_lens_cpu: one position too many reads past the rope table and writes past the request's pages.
+    """
+
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, converts=(torch.int64,), limit=CONTEXT)
+    seq_lens_cpu: torch.Tensor | None = copied(
+        BATCH,
+        dtype=torch.int32,
+        pad=SEQ_LEN_FILL,
+        placement=HOST,
+        converts=(torch.int64,),
+        limit=CONTEXT,
+        default=None,
+    )
+
+
+class HostLengths(Inputs):
+    """A mixin: fused attention that takes lengths as a host argument, which an NPU's graphs are handed at each replay.
+
+    actual_seq_lengths_kv: the host's own lengths, since reading seq_lens back would wait; padded rows as those of it.
+    """
+
+    actual_seq_lengths_kv: torch.Tensor = host_parameter(
+        BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, source="seq_lens_cpu", converts=(torch.int64,)
+    )
+
+
+class ContextLengths(Inputs):
+    """A mixin: paged attention that takes lengths as a host tensor, likewise.
+
+    context_lens: int32, which the operator wants; padded rows as those of seq_lens.
+    """
+
+    context_lens: torch.Tensor = host_parameter(
+        BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, source="seq_lens_cpu", converts=(torch.int64,)
+    )
+
+
+class DecodeInputs(Requests):
+    """What one decode step reads, and where it writes its logits.
+
+    input_ids: a stale id is still a row of the embedding table, and nobody reads what comes of it.
+    positions: a stale position indexes the rope table past its end, an illegal access after hours.
+    out_cache_loc: padded rows write their keys and values, too; location 0 is kept free for that.
+    next_token_logits: one allocation for all buckets, at an address that samplers and collectives know.
+    """
+
+    input_ids: torch.Tensor = copied(
+        TOKENS, dtype=torch.int64, pad=keep("any id will do, its row's result is dropped"), poison="stale"
+    )
+    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
+    next_token_logits: torch.Tensor = output(TOKENS, VOCAB, dtype=torch.float32)
+    capture_hidden_mode: str = "null"
+
+
+class TargetVerifyInputs(DecodeInputs):
+    """What the target model reads to verify a tree of WIDTH draft tokens for each request.
+
+    custom_mask: which tokens each draft token sees, written by who builds the tree; True at first and in padded rows,
+    since a softmax over nothing is NaN.
+    """
+
+    custom_mask: torch.Tensor = staged((BATCH * FILL + TOKENS) * WIDTH, dtype=torch.bool, pad=True)
+
+
+class EagerInputs(DecodeInputs):
+    """What an eager step reads: the decode set, never padded.
+
+    It has no counts of its own. Those that a mixin would compute, an eager batch has right already: name them in the
+    runner's `carry=`, so that nothing is written over them.
+    """
+
+
+class PrefillInputs(Inputs):
+    """What the captured pieces of a prefill read: tokens alone, so that no piece hangs on how many requests there are.
+
+    input_ids: padded rows are executed, by kernels that may sort or route by id: one and the same id each time.
+    positions: padded rows are executed; a stale position indexes the rope table past its end.
+    out_cache_loc: padded rows are executed, and write to location 0, which is kept free for that.
+    """
+
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
+
+
+class BreakableInputs(PrefillInputs, Requests, drop=["seq_lens_cpu"]):
+    """What breaks and eager parts of a prefill read beside: how its tokens belong to requests.
+
+    Only whole-model capture pads requests; a padded one has no tokens.
+
+    extend_seq_lens: new tokens of each request; 0 in padded rows, so that attention does nothing for them.
+    extend_prefix_lens: cached tokens before the new ones; 0 in padded rows, which have no cache.
+    extend_start_loc: where each request's tokens begin; a padded row stays inside the tokens.
+    orig_seq_lens: lengths before anything was chunked, for rope scaling that hangs on them.
+    """
+
+    extend_seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, poison=(), converts=(torch.int64,))
+    extend_prefix_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, converts=(torch.int64,))
+    extend_start_loc: torch.Tensor = computed(first_tokens, shape=BATCH, dtype=torch.int32)
+    orig_seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, converts=(torch.int64,))
+
+    @classmethod
+    def placeholder(cls, step: Step) -> Mapping[str, Any]:
+        """One request without a prefix, which owns every token of the bucket."""
+        whole, none = [step.padded(TOKENS)], [0]
+        mine = {"seq_lens": whole, "extend_seq_lens": whole, "orig_seq_lens": whole}
+        mine |= {"extend_prefix_lens": none, "req_pool_indices": none}
+        present = {name: value for name, value in mine.items() if name in cls.slotgraph.slots}
+        return {**super().placeholder(step), **present}
+
+
+class DraftPrefillInputs(PrefillInputs):
+    """What the prefill of a draft model reads beside: the target's hidden states.
+
+    hidden_states: one for each token of the target's prefill; padded rows are executed, on zeros.
+    """
+
+    hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0)
+
+
+class DraftInputs(Requests):
+    """What drafting a tree reads: TOPK tokens a request, STEPS steps of them in one graph.
+
+    input_ids: no batch brings them; each step writes the ids of the branches that it goes on with, all rows of them.
+    positions: each step advances them in place; the graph puts them back, so that no one else sees that.
+    out_cache_loc: a location for each branch of each step; padded rows write to location 0, which is kept free.
+    extend_seq_lens: each branch grows by one token a step.
+    topk_p: the probabilities of the branches to begin with; 0 in padded rows, which win nothing.
+    topk_index: the ids of these branches; 0 in padded rows, an id like any other.
+    hidden_states: the target's last one for each request; so large that it is copied by itself, not in a group.
+    """
+
+    input_ids: torch.Tensor = staged(TOKENS, dtype=torch.int64, pad=keep("written before it is read, all rows"))
+    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, restored=True)
+    out_cache_loc: torch.Tensor = copied(TOKENS * STEPS, dtype=CACHE_LOC, pad=0)
+    extend_seq_lens: torch.Tensor = constant(1, shape=BATCH, dtype=torch.int32)
+    topk_p: torch.Tensor = copied(BATCH, TOPK, dtype=torch.float32, pad=0)
+    topk_index: torch.Tensor = copied(BATCH, TOPK, dtype=torch.int64, pad=0)
+    hidden_states: torch.Tensor = copied(BATCH, HIDDEN, dtype=MODEL_DTYPE, pad=0)
+    capture_hidden_mode: str = "null"
+
+
+class DraftSampling(Inputs):
+    """A mixin: what drafting reads where drafts are sampled, not taken greedily.
+
+    draft_probs: what the first branches were drawn from, to be held against the target's probabilities.
+    sampling_seed: one a request, so that a run can be repeated.
+    temperatures: logits are divided by them; 1 in padded rows, since 0 would make NaN of them.
+    top_ks: the whole vocabulary in padded rows, which cuts nothing off.
+    """
+
+    draft_probs: torch.Tensor = copied(BATCH, VOCAB, dtype=torch.float32, pad=0)
+    sampling_seed: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    temperatures: torch.Tensor = copied(BATCH, 1, dtype=torch.float32, pad=1)
+    top_ks: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=VOCAB)
+
+
+class DraftExtendInputs(Requests):
+    """What the draft model reads after a verification: WIDTH tokens a request, as many as were drafted.
+
+    input_ids: a stale id is still a row of the embedding table, and nobody reads what comes of it.
+    positions: a stale position indexes the rope table past its end.
+    out_cache_loc: while a bucket is captured all rows write to location 1, in a step padded ones to 0, both kept free.
+    hidden_states: the target's, one for each token; padded rows are executed, on zeros.
+    extend_seq_lens: each request has WIDTH tokens, accepted or not.
+    num_correct_drafts: WIDTH in padded rows, as if all of their drafts were right.
+    num_accept_tokens: WIDTH in padded rows, whose select_index is then the last of their own rows.
+    select_index: the row of each request's last accepted token; it hangs on WIDTH, so no two widths may share it.
+    next_token_logits: one row a request, that of select_index.
+    """
+
+    input_ids: torch.Tensor = copied(
+        TOKENS, dtype=torch.int64, pad=keep("any id will do, its row's result is dropped"), poison="stale"
+    )
+    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0, starts=1)
+    hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0)
+    extend_seq_lens: torch.Tensor = constant(WIDTH, shape=BATCH, dtype=torch.int32)
+    num_correct_drafts: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=WIDTH)
+    num_accept_tokens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=WIDTH)
+    select_index: torch.Tensor = computed(last_accepted, shape=BATCH, dtype=torch.int64)
+    next_token_logits: torch.Tensor = output(BATCH, VOCAB, dtype=torch.float32)
+    capture_hidden_mode: str = "null"
+
+
+class MultiLayerDraftExtendInputs(DraftExtendInputs):
+    """What a draft of several layers reads, one step a layer: FRONT tokens and the drafts, WIDTH together a request.
+
+    One set serves all layers.
+
+    hidden_states: each layer writes them in the graph for the next one, so that no tail is known to be clean.
+    num_correct_drafts: 1 while a bucket is captured, an ordinary count; -1 in padded rows: nothing was drafted.
+    num_accept_tokens: likewise.
+    extend_start_loc: where each request's tokens begin, the same in each step.
+    front_tokens: FRONT where the device can read it, to find the drafts behind them.
+    select_index: the row of each request's last correct draft, in padded rows one of their own.
+    """
+
+    hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, rewritten=True)
+    num_correct_drafts: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-1, starts=1)
+    num_accept_tokens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-1, starts=1)
+    extend_start_loc: torch.Tensor = constant(even_starts, shape=BATCH, dtype=torch.int32)
+    front_tokens: torch.Tensor = constant(FRONT, shape=1, dtype=torch.int32)
+    select_index: torch.Tensor = computed(last_correct, shape=BATCH, dtype=torch.int64)
