@@ -45,7 +45,7 @@ class Way:
     lead: Callable[[Any], Any] = id
 
     def reach(self, known: dict["Way", Any]) -> Any:
-        """What is there now; None where it leads nowhere any more. known: what is at the ways that were gone."""
+        """What is there now; None where it leads nowhere any more. known: what was found at other ways so far."""
         if self not in known:
             try:
                 known[self] = None if self.before is None else self.lead(self.before.reach(known))

@@ -390,8 +390,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def stats(self) -> Statistics:
         """Its books as plain data: what was counted so far, and some of the times of its fills."""
-        return statistics_of(self.parts)
+        parts = self.parts
+        return statistics_of(parts.tally, parts.graphs, parts.eager.buffers, parts.coordinator)
 
     def log_stats(self) -> None:
         """One event, `statistics`, with all of them."""
-        log.info("statistics", runner=self.name, **statistics_of(self.parts))
+        log.info("statistics", runner=self.name, **self.stats())

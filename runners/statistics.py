@@ -4,10 +4,11 @@ from typing import Any, TypedDict
 
 import attrs
 
+from ..dataflow.buffers import Buffers
 from .capture import MemoryAccount
-from .coordination import RanksData
-from .decision import TallyData
-from .parts import Parts
+from .coordination import Coordinator, RanksData
+from .decision import Tally, TallyData
+from .graphs import GraphSet
 
 
 class CaptureData(TypedDict):
@@ -38,43 +39,35 @@ class Statistics(TallyData):
     ranks: RanksData
 
 
-def statistics_of(parts: Parts[Any]) -> Statistics:
-    """The books of a runner. They are read as they are, while steps may be under way in another thread."""
-    graphs, tally = parts.graphs, parts.tally
-    lowerings, detours = (graphs.filler.lowered, graphs.filler.detours) if graphs is not None else ({}, {})
-    lowered = dict(lowerings)
-    if graphs is not None and tally.by_shortcut():
-        lowering = graphs.filler.lowering
-        lowered[lowering] = lowered.get(lowering, 0) + tally.by_shortcut()
+def statistics_of(
+    tally: Tally, graphs: GraphSet[Any] | None, own: Buffers | None, coordinator: Coordinator
+) -> Statistics:
+    """The books of a runner. They are read as they are, while steps may be under way in another thread.
+
+    own: the buffers of its eager steps, which may be those of its graphs.
+    """
+    eager = 0 if own is None else own.nbytes
+    memory, report = MemoryAccount(inputs=eager, graphs=0, outputs=0), None
+    lowered, detours, captured = dict[str, int](), dict[str, int](), 0
+    if graphs is None:
+        eager = 0
+    else:
+        eager = 0 if own is graphs.buffers else eager
+        memory, report, captured = graphs.memory(), graphs.report, len(graphs.captured)
+        lowered, detours = dict[str, int](graphs.filler.lowered), dict[str, int](graphs.filler.detours)
+        if by_shortcut := tally.by_shortcut():
+            lowered[graphs.filler.lowering] = lowered.get(graphs.filler.lowering, 0) + by_shortcut
     return {
         **tally.as_data(),
         "lowerings": lowered,
-        "detours": dict(detours),
-        "memory": _memory(parts),
-        "capture": _capture(parts),
-        "ranks": parts.coordinator.as_data(),
-    }
-
-
-def _memory(parts: Parts[Any]) -> dict[str, int]:
-    graphs, own = parts.graphs, parts.eager.buffers
-    eager = own.nbytes if own is not None else 0
-    if graphs is None:
-        account, eager = MemoryAccount(inputs=eager, graphs=0, outputs=0), 0
-    else:
-        account, eager = graphs.memory(), 0 if own is graphs.buffers else eager
-    return {**attrs.asdict(account), "eager": eager, "total": account.total + eager}
-
-
-def _capture(parts: Parts[Any]) -> CaptureData:
-    graphs = parts.graphs
-    report = graphs.report if graphs is not None else None
-    if graphs is None or report is None:
-        return {"buckets": [], "failed": {}, "graphs": 0, "seconds": 0.0, "driver": 0}
-    return {
-        "buckets": list(report.captured),
-        "failed": dict(report.failed),
-        "graphs": len(graphs.captured),
-        "seconds": report.seconds,
-        "driver": report.driver,
+        "detours": detours,
+        "memory": {**attrs.asdict(memory), "eager": eager, "total": memory.total + eager},
+        "capture": {
+            "buckets": [] if report is None else list(report.captured),
+            "failed": {} if report is None else dict(report.failed),
+            "graphs": captured,
+            "seconds": 0.0 if report is None else report.seconds,
+            "driver": 0 if report is None else report.driver,
+        },
+        "ranks": coordinator.as_data(),
     }

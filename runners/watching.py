@@ -41,24 +41,18 @@ def watchers_of(runner: object, modes: Collection[str], *given: object) -> list[
 
 
 class Watch:
-    """The watchers of one runner. changed: called with whether there are any, whenever that may have changed."""
+    """The watchers of one runner."""
 
-    def __init__(self, changed: Callable[[bool], None] | None = None) -> None:
-        self._changed = changed
+    def __init__(self) -> None:
         self.watchers: tuple[Watcher, ...] = ()
 
     def add(self, watcher: Watcher) -> None:
         """From the next step on, tell this one too."""
-        self._set((*self.watchers, watcher))
+        self.watchers = (*self.watchers, watcher)
 
     def remove(self, watcher: Watcher) -> None:
         """Tell this one no more."""
-        self._set(tuple(one for one in self.watchers if one is not watcher))
-
-    def _set(self, watchers: tuple[Watcher, ...]) -> None:
-        self.watchers = watchers
-        if self._changed is not None:
-            self._changed(bool(watchers))
+        self.watchers = tuple(one for one in self.watchers if one is not watcher)
 
     def fill(self, fill: Callable[[], V], batch: Any, side: Side) -> V:
         """Fill, and tell of it."""

@@ -114,12 +114,7 @@ class Maker:
         """The slot's own columns, but for the first: rows that lie apart, where the slot takes strided sources."""
         tensor, shape = self.buffer.tensor, self.value.shape
         room = all(size + (dim == len(shape) - 1) <= tensor.shape[dim] for dim, size in enumerate(shape))
-        if (
-            not self.buffer.slot.strided
-            or tensor.dtype != self.value.dtype
-            or not self.value.numel()
-            or not room
-        ):
+        if not self.buffer.slot.strided or tensor.dtype != self.value.dtype or not self.value.numel() or not room:
             return None
         for dim, size in enumerate(shape[:-1]):
             tensor = tensor.narrow(dim, 0, size)

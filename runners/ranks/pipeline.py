@@ -11,7 +11,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from ...dataflow.admission import Wanted, fits
+from ...dataflow.admission import Wanted
 from ...dataflow.axes import extent
 from ...dataflow.capabilities import DEVICE, dtype_from_text, dtype_text, resolve_dtype
 from ...dataflow.errors import ConfigError, RankError, ReplayError
@@ -249,7 +249,9 @@ class PipelineStage(Unique):
             refuse("proxies", "the name of a side argument", proxies)
         check_seconds("timeout", timeout)
         self.runner = runner
-        self.rank, self.size = _place(group)
+        alone = group is None and not (dist.is_available() and dist.is_initialized())
+        found: Any = None if alone else checked_group(group)
+        self.rank, self.size = (0, 1) if alone else (dist.get_rank(found), dist.get_world_size(found))
         self._argument = proxies
         self.wanted = sorted(proxies_of(runner.parts.stage, proxies), key=lambda pair: (pair[0], pair[1].name))
         self._coordinator = runner.parts.coordinator
@@ -258,8 +260,8 @@ class PipelineStage(Unique):
         self._after: Neighbour | None = None
         self._check_slots()
         if self.size > 1:
-            self._check_group(group)
-            self._connect(group, timeout)
+            self._check_group(found)
+            self._connect(found, timeout)
 
     @property
     def first(self) -> bool:
@@ -332,24 +334,24 @@ class PipelineStage(Unique):
         stage, graphs = parts.stage, parts.graphs
         found = {key: spec.empty(stage.backend.device) for key, spec in specs.items()}
         given = {**side, self._argument: nested(found)}
-
-        def refuse_sent(faults: Iterable[str]) -> None:
-            sent = ", ".join(f"{key} {spec}" for key, spec in sorted(specs.items())) or "nothing"
-            if told := "; ".join(faults):
-                refused = f"step {message.step}: {before.other} sends {sent}; {before.me} refuses it: {told}"
-                raise RankError(refused)
-
         keys, required = {key for key, _ in self.wanted}, {key for key, want in self.wanted if not want.slot.optional}
-        refuse_sent(f"{key!r} is missing" for key in sorted(required - specs.keys()))
-        refuse_sent(f"{key!r} is read by no slot" for key in specs if key not in keys)
-        bucket, live = self.runner.decide(batch, **given).bucket, parts.size(batch, given)
-        sizes = {**stage.sizes, **dict(zip(stage.declaration.varying, live, strict=False))}
-        expected = [(key, want, extent(want.slot.shape, sizes)) for key, want in self.wanted if key in found]
-        refuse_sent(
-            f"{key!r} is not what slot {want.name!r} expects, {TensorSpec(want.dtype, want.device.type, shape)}"
-            for key, want, shape in expected
-            if not fits(want, found[key], shape)
-        )
+        faults = [f"{key!r} is missing" for key in sorted(required - specs.keys())]
+        faults += [f"{key!r} is read by no slot" for key in specs if key not in keys]
+        bucket = None
+        if not faults:
+            bucket, live = self.runner.decide(batch, **given).bucket, parts.size(batch, given)
+            sizes = {**stage.sizes, **dict(zip(stage.declaration.varying, live, strict=False))}
+            for key, want in self.wanted:
+                shape, spec = extent(want.slot.shape, sizes), specs.get(key)
+                if spec is not None and not (
+                    spec.shape == shape and want.takes(spec.dtype) and spec.device in ("cpu", want.device.type)
+                ):
+                    expected = TensorSpec(want.dtype, want.device.type, shape)
+                    faults.append(f"{key!r} is not what slot {want.name!r} expects, {expected}")
+        if faults:
+            sent = ", ".join(f"{key} {spec}" for key, spec in sorted(specs.items())) or "nothing"
+            told = f"step {message.step}: {before.other} sends {sent}; {before.me} refuses it: {'; '.join(faults)}"
+            raise RankError(told)
         absent = stage.absent(batch, given)
         captured = None if graphs is None else graphs.get(bucket, absent)
         if graphs is None or captured is None:
@@ -400,7 +402,7 @@ class PipelineStage(Unique):
             )
             raise ConfigError(message)
 
-    def _check_group(self, group: "dist.ProcessGroup | None") -> None:
+    def _check_group(self, group: "dist.ProcessGroup") -> None:
         """ConfigError if the group cannot move tensors of the runner's device."""
         kind = self.runner.parts.stage.backend.device.type
         ways = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
@@ -408,14 +410,13 @@ class PipelineStage(Unique):
             message = f"the group moves tensors by {ways}, not those on {kind} between two ranks: make one that does"
             raise ConfigError(message)
 
-    def _connect(self, group: "dist.ProcessGroup | None", timeout: float) -> None:
+    def _connect(self, group: "dist.ProcessGroup", timeout: float) -> None:
         """Make a group for each neighbour, since gloo gives up all of a group where one message is late.
 
         Those of stages 0 and 1, 2 and 3, ... come first, then those of 1 and 2, ...; a stage without a partner makes
         one for itself, because torch.distributed names groups by how many a rank has: all must have as many.
         """
-        found: Any = dist.group.WORLD if group is None else group
-        members, patience = dist.get_process_group_ranks(found), self._patience(timeout, self.rank)
+        members, patience = dist.get_process_group_ranks(group), self._patience(timeout, self.rank)
         me, limit = members[self.rank], dt.timedelta(seconds=2 * self._patience(timeout, self.size))
         self._coordinator.timeout = max(self._coordinator.timeout, patience + _HEADSTART)
         for turn in range(2):
@@ -430,7 +431,7 @@ class PipelineStage(Unique):
                 raise RankError(message) from error
             if other == me:
                 continue
-            neighbour = Neighbour(host, found, other, f"rank {me}", f"rank {other}", patience)
+            neighbour = Neighbour(host, group, other, f"rank {me}", f"rank {other}", patience)
             if place < self.rank:
                 self._before = neighbour
             else:
@@ -454,14 +455,6 @@ def _noting(error: BaseException, say: Callable[[], None]) -> None:
 def _in_words(error: BaseException) -> str:
     """An error for another rank: with its kind, unless it is of ranks anyway."""
     return str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"
-
-
-def _place(group: "dist.ProcessGroup | None") -> tuple[int, int]:
-    """This process' rank and the size of the group; ConfigError if it is not in it."""
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return 0, 1
-    found = checked_group(group)
-    return dist.get_rank(found), dist.get_world_size(found)
 
 
 def proxies_of(stage: Stage[Any], argument: str) -> Iterator[tuple[str, Wanted]]:

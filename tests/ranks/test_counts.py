@@ -1,7 +1,6 @@
 """Counts of all ranks in their steps: each view is held to what everybody's schedule says, in every kind of step."""
 
 import collections
-import pathlib
 import random
 from typing import Any, Final
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from slotgraph import BATCH, EagerRunner, copied, standard
 from slotgraph.ranks import Ranks
 from tests.ranks import stepping
-from tests.ranks.processes import Processes, all_gather, raised, ranks
+from tests.ranks.processes import Processes, all_gather, raised
 from tests.ranks.stepping import runner_on, soon
 from tests.strategies import noise
 
@@ -213,13 +212,6 @@ def test_ranks_that_bring_the_same(two: Processes, way: tuple[str, str, str]) ->
         assert_right(two, World(2, shards, *way, equal=True), 80)
 
 
-def test_one_rank(tmp_path: pathlib.Path) -> None:
-    """Alone, by each way."""
-    with ranks(1, tmp_path) as one:
-        for way in WAYS:
-            assert_right(one, World(1, 1, *way, equal=True), 80)
-
-
 def run_torn(rank: int, one: Rank, how: str) -> None:
     """A step of two batches of two ranks each, where rank 3 brings another size than rank 2."""
     batch = one.world.batch(rank // 2, 4 if rank == 3 else 2, 5)
@@ -346,18 +338,3 @@ def test_a_step_of_another_width(two: Processes) -> None:
     first, second = two.run(of_another_width)
     assert first == [[9, 4, 3, 2, 9], [6, 4, 3, 2, 6], [6, 6, 3, 2, 6]]
     assert second == [[9, 4, 3, 2, 4], [6, 4, 3, 2, 4], [6, 6, 3, 2, 6]]
-
-
-def halves(rank: int) -> list[list[list[int]]]:
-    """Counts of both halves of a bucket of eight tokens, six of which are live."""
-    del rank
-    runner = runner_on(soon(shards=2), lambda view: view.ids + 1, Shared, buckets=[8], sizes={DP: 1})
-    view = runner.fill(stepping.batch_of(6, 3))
-    parts = [view.narrow(BATCH, *rows) for rows in ((0, 4), (4, 8))]
-    runner.replay(view)
-    return [[getattr(part, name).tolist() for name in (COUNTS[0], COUNTS[2])] for part in parts]
-
-
-def test_micro_batches(two: Processes) -> None:
-    """They have the whole step's global counts, and this rank's part of their own tokens."""
-    assert two.run(halves) == [[[[6], [2]], [[6], [2]]], [[[6], [2]], [[6], [0]]]]

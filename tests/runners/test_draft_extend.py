@@ -117,7 +117,7 @@ def test_a_width_is_needed() -> None:
         DraftExtendRunner(ExtendInputs, step, sizes={standard.HIDDEN: WIDE}, backend="cpu")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="sizes of WIDTH is 3, and width= is 2"):
         DraftExtendRunner(ExtendInputs, step, width=2, sizes={standard.HIDDEN: WIDE, WIDTH: 3}, backend="cpu")
-    with pytest.raises(ConfigError, match="option 'width': expected between 1 and 16777216, got 0"):
+    with pytest.raises(ConfigError, match="option 'width': expected int between 1 and 16777216, got 0"):
         DraftExtendRunner(ExtendInputs, step, width=0, sizes={standard.HIDDEN: WIDE}, backend="cpu")
 
 
