@@ -249,9 +249,14 @@ class Game:
             is_apart = set(of).isdisjoint(IN_BUFFERS)
             is_apart &= not self.borrow(what, batch, plain)
             before = snapshot(batch)
-            (self.fill if what == "fill" else self.run)(batch, plain, mode)
+            (self.fill if what in ("fill", "halves") else self.run)(batch, plain, mode)
             assert not is_apart or same_batch(batch, before)
             self.last = (batch, plain) if is_apart else None  # else those sources hold something else by now
+            if what == "halves" and is_apart:  # a replay reads no sources, and the next step reads them anew
+                self.again("change", seed, batch, plain, mode)
+                self.replay(mode)
+                self.fill(batch, plain, mode)
+                self.again("again", 3 * seed + 1, batch, plain, mode)
         assert torch.is_grad_enabled()
 
     def borrow(self, what: str, batch: Batch, plain: Batch) -> bool:
