@@ -240,7 +240,8 @@ class Game:
         elif what in ("again", "change") and self.last is not None:
             self.again(what, seed, *self.last, mode)
         elif what == "refuse":
-            self.refuse(*self.pair.batches(size, seed, PLAIN, absent), seed)
+            wide = 2 if size == 1 else size  # two tokens of one request and one row more are two requests
+            self.refuse(*self.pair.batches(wide, seed, PLAIN, absent), seed)
         elif what == "raise":
             self.fail(self.pair.batches(max(1, size), seed, PLAIN, absent)[0])
         else:
