@@ -131,7 +131,8 @@ def check_carried(want: Wanted, source: Any, shape: Extent) -> None:
     if source is None:
         message = f"slot {want.name!r} is carried from the batch, which has none: compute it, or do not carry it"
         raise MissingSourceError(message)
-    faults = list(_faults(want, source, shape))
+    why = unreadable(source)
+    faults = [f", got {why}"] if why else list(_faults(want, source, shape))
     if not faults and source.device != want.device:
         faults = [f", got a tensor on {source.device}; move it there first"]
     if faults:
@@ -139,7 +140,7 @@ def check_carried(want: Wanted, source: Any, shape: Extent) -> None:
 
 
 def fits(want: Wanted, source: Any, shape: Extent) -> bool:
-    """Whether nothing is wrong with a source."""
+    """Whether nothing is wrong with a source: a stage of a pipeline asks it of what it was sent."""
     return next(_faults(want, source, shape), None) is None
 
 
@@ -157,7 +158,9 @@ def _admit(want: Wanted, source: Any, shape: Extent, buffer: Buffer) -> torch.Te
             made = tensor_of(source, want.dtype, len(shape))
         except (RuntimeError, TypeError, ValueError) as error:
             return [f"{_expected(want, shape)}, got {type(source).__name__}: {error}"]
-    elif not unreadable(source) and is_in_place(source, buffer) and tuple(source.shape) == shape:
+    elif why := unreadable(source):
+        return [f"{_expected(want, shape)}, got {why}"]
+    elif is_in_place(source, buffer) and tuple(source.shape) == shape:
         return made  # type: ignore[no-any-return] # a tensor, as was just found
     return [_expected(want, shape) + fault for fault in _faults(want, made, shape)] or made
 
@@ -183,10 +186,9 @@ def _expected(want: Wanted, shape: Extent) -> str:
 
 
 def _faults(want: Wanted, source: Any, shape: Extent) -> Iterator[str]:
-    """What is wrong with a source, each as the end of a sentence that begins with what was expected."""
-    why = unreadable(source)
-    if why or not isinstance(source, torch.Tensor):
-        yield f", got {why or f'{type(source).__name__}; make a tensor of it'}"
+    """What is wrong with a source that can be read, each as the end of a sentence that says what was expected."""
+    if not isinstance(source, torch.Tensor):
+        yield f", got {type(source).__name__}; make a tensor of it"
         return
     if not want.takes(source.dtype):
         lossy = source.dtype.is_floating_point and not want.dtype.is_floating_point

@@ -1,8 +1,10 @@
 """Axes: named dims whose sizes vary by step, sizes made of them, and the sizes of one step."""
 
+import collections
 import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import attrs
@@ -27,10 +29,11 @@ class _Arithmetic:
     """Sums and products of axes, expressions and whole numbers."""
 
     def __add__(self, other: "int | Axis | Dim") -> "Dim":
-        return Dim.of(self)._plus(Dim.of(other))
+        return _collected([*Dim.of(self).terms, *Dim.of(other).terms])
 
     def __mul__(self, other: "int | Axis | Dim") -> "Dim":
-        return Dim.of(self)._times(Dim.of(other))
+        pairs = itertools.product(Dim.of(self).terms, Dim.of(other).terms)
+        return _collected([(tuple(sorted(a + b)), m * n) for (a, m), (b, n) in pairs])
 
     __radd__ = __add__
     __rmul__ = __mul__
@@ -80,26 +83,10 @@ class Dim(_Arithmetic):
         if isinstance(value, bool) or not isinstance(value, int):
             message = f"a size is an axis, an expression over axes or a whole number, got {value!r}"
             raise TypeError(message)
-        if value < 0:
-            message = f"a size is at least 0, got {value}"
-            raise ValueError(message)
-        if value > MOST:
-            message = f"a size is at most {MOST}, got {value}"
+        if not 0 <= value <= MOST:
+            message = f"a size is {'at least 0' if value < 0 else f'at most {MOST}'}, got {value}"
             raise ValueError(message)
         return cls((((), value),) if value else ())
-
-    @classmethod
-    def _collect(cls, terms: list[tuple[tuple[Axis, ...], int]]) -> "Dim":
-        factors: dict[tuple[Axis, ...], int] = {}
-        for axes, factor in terms:
-            factors[axes] = factors.get(axes, 0) + factor
-        return cls(tuple(sorted((axes, factor) for axes, factor in factors.items() if factor)))
-
-    def _plus(self, other: "Dim") -> "Dim":
-        return self._collect([*self.terms, *other.terms])
-
-    def _times(self, other: "Dim") -> "Dim":
-        return self._collect([(tuple(sorted(a + b)), m * n) for a, m in self.terms for b, n in other.terms])
 
     @property
     def axes(self) -> frozenset[Axis]:
@@ -136,11 +123,16 @@ class Dim(_Arithmetic):
 
     def __repr__(self) -> str:
         """The expression as one would write it."""
-        parts = []
-        for axes, factor in reversed(self.terms):
-            names = [axis.name for axis in axes]
-            parts.append(" * ".join(names + [str(factor)] * (factor != 1 or not names)))
-        return " + ".join(parts) or "0"
+        terms = [(*axes, factor) if factor != 1 or not axes else axes for axes, factor in reversed(self.terms)]
+        return " + ".join(" * ".join(map(str, term)) for term in terms) or "0"
+
+
+def _collected(terms: Iterable[tuple[tuple[Axis, ...], int]]) -> Dim:
+    """The sum of some terms, each set of axes in it once."""
+    factors = collections.Counter[tuple[Axis, ...]]()
+    for axes, factor in terms:
+        factors[axes] += factor
+    return Dim(tuple(sorted((axes, factor) for axes, factor in factors.items() if factor)))
 
 
 Shape = tuple[Dim, ...]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
@@ -11,7 +12,7 @@ import torch
 
 from .axes import Sizes, extent
 from .binding import Allocate, Bound, Exclusive, check_bindings, merge, overlaps, span, tensor_in
-from .capabilities import DEVICE, HOST, Capabilities, Placement, resolve_dtype
+from .capabilities import Capabilities, Placement, resolve_dtype
 from .computation import initial_value, write_all
 from .declaration import Declaration
 from .slots import Slot
@@ -37,25 +38,16 @@ class Room:
         return max(math.ceil(math.prod(self.shape) * self.dtype.itemsize / ALIGNMENT), 1) * ALIGNMENT
 
 
-def separate(rooms: Iterable[Room], empty: Allocate) -> Mapping[str, torch.Tensor]:
-    """Every slot in an allocation of its own."""
-    return {room.name: empty(room.shape, room.dtype, room.placement) for room in rooms}
-
-
-def together(rooms: Iterable[Room], empty: Allocate) -> Mapping[str, torch.Tensor]:
+def together(rooms: Iterable[Room], empty: Allocate) -> dict[str, torch.Tensor]:
     """All slots of one placement in one allocation, the largest first."""
     tensors: dict[str, torch.Tensor] = {}
     asked = sorted(rooms, key=lambda room: (room.placement, -room.nbytes, room.name))
     with torch.inference_mode(mode=False):
-        for placement in (DEVICE, HOST):
-            mine = [room for room in asked if room.placement == placement]
-            if not mine:
-                continue
+        for placement, group in itertools.groupby(asked, key=lambda room: room.placement):
+            mine = [*group]
             arena = empty((sum(room.nbytes for room in mine),), torch.uint8, placement)
-            start = 0
-            for room in mine:
-                tensors[room.name] = carve(arena, start, room.shape, room.dtype)
-                start += room.nbytes
+            for room, stop in zip(mine, itertools.accumulate(room.nbytes for room in mine), strict=True):
+                tensors[room.name] = carve(arena, stop - room.nbytes, room.shape, room.dtype)
     return tensors
 
 
@@ -126,11 +118,6 @@ class Buffer:
         """Bytes of the whole buffer."""
         return self.tensor.nbytes
 
-    @property
-    def reachable(self) -> tuple[int, int]:
-        """Where a tensor begins that reaches into it: anywhere in its allocation before its end."""
-        return (self.tensor.untyped_storage().data_ptr(), span(self.tensor)[1])
-
 
 class Buffers:
     """The buffers of one declaration.
@@ -167,17 +154,6 @@ class Buffers:
         for buffer in self:
             buffer.distrust()
 
-    def written_beside(self, name: str) -> None:
-        """A producer has written a slot: any of its rows may hold anything, so that the next fill looks at tails."""
-        self.take_turn()
-        self._buffers[name].distrust()
-        self.ledger.stamp = self.mine = None
-
-    def take_turn(self) -> None:
-        """Forget what is known of tails where someone else's fill came between, to the same memory."""
-        if self.ledger.stamp is not self.mine:
-            self.distrust()
-
     @property
     def nbytes(self) -> int:
         """Bytes allocated here, alignment included; memory of others and of a pool belongs to these."""
@@ -204,7 +180,8 @@ class Buffers:
     @functools.cached_property
     def near(self) -> list[tuple[int, int]]:
         """Ranges of addresses outside of which no tensor begins that reaches into a buffer; a few, in order."""
-        return merge(buffer.reachable for buffer in self if buffer.nbytes)
+        tensors = [buffer.tensor for buffer in self if buffer.nbytes]
+        return merge((one.untyped_storage().data_ptr(), span(one)[1]) for one in tensors)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether some of a tensor's elements lie in a buffer."""
@@ -245,10 +222,13 @@ def allocate(
         if name not in bind and name not in pooled
     ]
     owners = {name: tensor_in(bound) for name, bound in bind.items()}
-    with torch.inference_mode(mode=False):
-        adopted = {name: owner.detach() for name, owner in owners.items()}
     foreign = {name for name, bound in bind.items() if not isinstance(bound, Exclusive)}
-    tensors = {**(together if capabilities.arenas else separate)(rooms, empty), **adopted, **pooled}
+    if capabilities.arenas:
+        own = together(rooms, empty)
+    else:
+        own = {room.name: empty(room.shape, room.dtype, room.placement) for room in rooms}
+    with torch.inference_mode(mode=False):
+        tensors = {**own, **{name: owner.detach() for name, owner in owners.items()}, **pooled}
     made = {
         name: Buffer(
             name,

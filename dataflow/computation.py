@@ -7,17 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import attrs
-import numpy as np
 import torch
 
 from .axes import Sizes, Step
 from .capabilities import Capabilities, dtype_text, resolve_dtype
-from .compute import OUT, STEP, Compute
 from .errors import ComputeError, blame
-from .hostdata import letter_of, tensor_of
+from .hostdata import HOST_KINDS, letter_of, tensor_of
 from .lanes import WORD, rounded
 from .slots import Slot
-from .sources import look_up
+from .sources import OUT, STEP, Compute, look_up
 from .tails import holds, resolve_value
 
 
@@ -30,7 +28,10 @@ def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabili
     dtype, found = resolve_dtype(slot.dtype, capabilities), []
     for value in slot.declared_values():
         if callable(value):
-            found.append(_called(name, value, Step(capacity, capacity)))
+            try:
+                found.append(value(Step(capacity, capacity)))
+            except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+                blame(name, value, error)
             continue
         number = resolve_value(value, capabilities, capacity)
         if not holds(dtype, number):
@@ -38,13 +39,6 @@ def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabili
             raise ComputeError(message)
         found.append(number)
     return found[0]
-
-
-def _called(name: str, function: Callable[[Step], Any], step: Step) -> Any:
-    try:
-        return function(step)
-    except Exception as error:  # noqa: BLE001 - a user's function may raise anything
-        blame(name, function, error)
 
 
 def write_all(target: torch.Tensor, value: Any, what: str) -> None:
@@ -58,9 +52,18 @@ def write_all(target: torch.Tensor, value: Any, what: str) -> None:
 def write(target: torch.Tensor, value: Any, what: str) -> None:
     """Write what a function returned into its slot; ComputeError, begun with `what`, before anything is written."""
     if isinstance(value, bool | int | float):
-        _write_number(target, value, what)
+        if target.numel() != 1 or not holds(target.dtype, value):
+            raise ComputeError(_misfit(what, target, f"the number {value!r}"))
+        target.fill_(float(value) if target.is_floating_point() else value)  # torch takes no int beyond 64 bits
         return
-    tensor = value if isinstance(value, torch.Tensor) else _as_tensor(value, target, what)
+    tensor = value
+    if isinstance(value, HOST_KINDS):  # an array keeps its own dtype
+        try:
+            tensor = tensor_of(value, target.dtype, target.dim())
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ComputeError(_misfit(what, target, f"{value!r}: {error}")) from error
+    if not isinstance(tensor, torch.Tensor):
+        raise ComputeError(_misfit(what, target, type(value).__name__))
     if tensor.shape != target.shape or tensor.dtype != target.dtype or tensor.layout != target.layout:
         layout = "" if tensor.layout == target.layout else f"{tensor.layout} "
         raise ComputeError(_misfit(what, target, f"{layout}{dtype_text(tensor.dtype)} of shape {list(tensor.shape)}"))
@@ -71,22 +74,6 @@ def write(target: torch.Tensor, value: Any, what: str) -> None:
         target.fill_(tensor.item())  # a copy from memory that is not pinned would wait for the device
     else:
         target.copy_(tensor)
-
-
-def _write_number(target: torch.Tensor, value: float, what: str) -> None:
-    if target.numel() != 1 or not holds(target.dtype, value):
-        raise ComputeError(_misfit(what, target, f"the number {value!r}"))
-    target.fill_(float(value) if target.is_floating_point() else value)  # torch takes no int beyond 64 bits
-
-
-def _as_tensor(value: Any, target: torch.Tensor, what: str) -> torch.Tensor:
-    """An array as a tensor of its own dtype, or lists of numbers that the target's dtype can hold."""
-    if not isinstance(value, list | tuple | np.ndarray | np.generic):
-        raise ComputeError(_misfit(what, target, f"{type(value).__name__}"))
-    try:
-        return tensor_of(value, target.dtype, target.dim())
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise ComputeError(_misfit(what, target, f"{value!r}: {error}")) from error
 
 
 def _misfit(what: str, target: torch.Tensor, got: str) -> str:

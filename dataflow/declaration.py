@@ -11,10 +11,9 @@ import torch
 
 from .axes import Axis, Dim, Sizes, Step
 from .capabilities import DEVICE, HOST, Placement
-from .compute import OUT, RANKS, SETTINGS, STEP
 from .errors import BatchError, CycleError, DeclarationError, DeclarationErrors, did_you_mean
 from .slots import Output, Slot
-from .sources import Source, look_up
+from .sources import OUT, RANKS, SETTINGS, STEP, Source, look_up
 
 Faults = Iterator[tuple[str, str]]
 """Pairs of a slot's or a field's name and what is wrong with it."""

@@ -8,13 +8,12 @@ import attrs
 
 from .axes import Axis, Sizes, extent
 from .capabilities import Capabilities, Lowering, Placement, Role, chosen_lowering, dtype_text, resolve_dtype
-from .compute import RANKS, SETTINGS, STEP
 from .declaration import Declaration
 from .errors import ConfigError
 from .plan import FillPlan
 from .planner import plan_fill, slot_bytes
 from .slots import Constant, Padded, Slot
-from .sources import SideArgument
+from .sources import RANKS, SETTINGS, STEP, SideArgument
 
 _STYLES: Final = {
     "outside": "fill:#eeeeee,stroke:#888888,color:#222222",
@@ -158,14 +157,9 @@ def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, S
 
 def check_optional(declaration: Declaration, absent: Iterable[str]) -> tuple[str, ...]:
     """Names of optional slots. ConfigError where one is none."""
-    names = tuple(absent)
-    optional = [name for name, slot in declaration.slots.items() if slot.optional]
-    for name in names:
-        if name not in optional:
-            known = f"optional are {', '.join(optional)}" if optional else "no slot is optional"
-            message = f"{declaration.name}: a batch cannot come without {name!r}: {known}"
-            raise ConfigError(message)
-    return names
+    optional = [name for name, _ in declaration.optional]
+    known = f"optional are {', '.join(optional)}" if optional else "no slot is optional"
+    return _checked(declaration, absent, optional, "a batch cannot come without {!r}: " + known)
 
 
 def check_hosted(declaration: Declaration, hosted: Iterable[str]) -> tuple[str, ...]:
@@ -177,12 +171,16 @@ def check_copied(
     declaration: Declaration, wanted: Iterable[str], fault: str = "a producer cannot write {!r} in place"
 ) -> tuple[str, ...]:
     """Names of slots that are copied. ConfigError, which says what cannot be done, where one is not."""
-    names = tuple(wanted)
-    for name in names:
-        if name not in declaration.slots or declaration.slots[name].reads(name) is None:
-            message = f"{declaration.name}: {fault.format(name)}: it is no slot that is copied"
+    return _checked(declaration, wanted, declaration.sources, fault + ": it is no slot that is copied")
+
+
+def _checked(declaration: Declaration, names: Iterable[str], known: Collection[str], fault: str) -> tuple[str, ...]:
+    found = tuple(names)
+    for name in found:
+        if name not in known:
+            message = f"{declaration.name}: {fault.format(name)}"
             raise ConfigError(message)
-    return names
+    return found
 
 
 def _facts(

@@ -4,7 +4,7 @@ import ctypes
 import itertools
 import operator
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -67,25 +67,6 @@ def tensor_of(value: Any, dtype: torch.dtype, dims: int = MOST_DIMS) -> torch.Te
         _check_even(value)
         raise
     return made if len(shape) == 1 else made.view(*shape, *made.shape[1:])
-
-
-def tensors_of(values: Sequence[Any], wanted: Sequence[tuple[torch.dtype, int] | None]) -> tuple[Any, ...] | None:
-    """The same with tensors for lists and arrays; None where there are none of these, or one is no box of numbers.
-
-    wanted: dtype and dims of each slot; None for values that stay as they are.
-    """
-    pairs = list(zip(values, wanted, strict=True))
-    if not any(want is not None and isinstance(value, HOST_KINDS) for value, want in pairs):
-        return None
-    try:
-        return tuple(
-            [
-                tensor_of(value, *want) if want is not None and isinstance(value, HOST_KINDS) else value
-                for value, want in pairs
-            ]
-        )
-    except (RuntimeError, TypeError, ValueError):  # admission says in words what is wrong
-        return None
 
 
 def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:

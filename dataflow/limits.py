@@ -37,22 +37,21 @@ class Limit:
     on_host: bool
     dims: int
 
-    def check(self, batch: Any, side: Side) -> None:
-        """BatchError that names the first row over the limit."""
-        value = self.source.read(batch, side)
-        if self.is_over(value):
-            try:
-                array = _array_of(value)
-            except _NO_NUMBERS:
-                return  # an array among numbers, which the fill refuses
-            where = np.argwhere(array > self.most)[0].tolist()
-            row = where[0] if len(where) == 1 else where
-            limit = self.text if self.text == str(self.most) else f"{self.text} = {self.most}"
-            message = (
-                f"slot {self.slot!r}: row {row} is {array[tuple(where)]}, over the limit of {limit}: split or refuse "
-                "what is that long before it is batched"
-            )
-            raise BatchError(message)
+    def fault(self, value: Any) -> str:
+        """What is wrong with host data, by its first row over the limit; nothing where it keeps to it."""
+        if not self.is_over(value):
+            return ""
+        try:
+            array = _array_of(value)
+        except _NO_NUMBERS:
+            return ""  # an array among numbers, which the fill refuses
+        where = np.argwhere(array > self.most)[0].tolist()
+        row = where[0] if len(where) == 1 else where
+        limit = self.text if self.text == str(self.most) else f"{self.text} = {self.most}"
+        return (
+            f"slot {self.slot!r}: row {row} is {array[tuple(where)]}, over the limit of {limit}: split or refuse what "
+            "is that long before it is batched"
+        )
 
     def is_over(self, value: Any) -> bool:
         """Whether host data holds more; the fill refuses what is no number."""
@@ -63,15 +62,12 @@ class Limit:
                     most = _most_of(value)  # without an array made of them
                     if most == most:  # noqa: PLR0124 - a list that begins with NaN has no other maximum
                         return bool(most > self.most)
-            if isinstance(value, HOST_KINDS) or (self.on_host and self._is_on_host(value)):
-                return bool((_array_of(value) > self.most).any())
+            elif isinstance(value, torch.Tensor) and not (self.on_host and value.is_cpu and has_memory(value)):
+                return False
+            return isinstance(value, (*HOST_KINDS, torch.Tensor)) and bool((_array_of(value) > self.most).any())
         except _NO_NUMBERS:
             return False
         return False
-
-    @staticmethod
-    def _is_on_host(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.is_cpu and has_memory(value)
 
 
 @attrs.frozen
@@ -83,12 +79,13 @@ class Limits:
     @classmethod
     def of(cls, declaration: Declaration, sizes: Sizes) -> "Limits | None":
         """The limits at the sizes of the fixed axes; None where no slot has one, so that nothing need be asked."""
-        found = tuple(
-            Limit(name, source, str(most), most.at(sizes), slot.placement == HOST, len(slot.shape))
-            for name, slot in declaration.slots.items()
-            if (most := slot.limit) is not None and (source := slot.reads(name)) is not None
-        )
-        return cls(found) if found else None
+        found = []
+        for name, source in declaration.sources.items():
+            slot = declaration.slots[name]
+            if slot.limit is not None:
+                most, on_host = slot.limit.at(sizes), slot.placement == HOST
+                found.append(Limit(name, source, str(slot.limit), most, on_host, len(slot.shape)))
+        return cls(tuple(found)) if found else None
 
     def allow(self, batch: Any, side: Side) -> bool:
         """Whether a batch keeps to them all."""
@@ -97,7 +94,9 @@ class Limits:
     def check(self, batch: Any, side: Side = NO_SIDE) -> None:
         """Refuse a batch whose host data holds more than a slot takes: BatchError. Writes nothing."""
         for limit in self.limits:
-            limit.check(batch, side)
+            fault = limit.fault(limit.source.read(batch, side))
+            if fault:
+                raise BatchError(fault)
 
 
 def _most_of(numbers: list[Any] | tuple[Any, ...]) -> float:

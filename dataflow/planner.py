@@ -8,12 +8,12 @@ import attrs
 import torch
 
 from .axes import Sizes, extent
-from .capabilities import DEVICE, Capabilities, Lowering, resolve_dtype
-from .compute import OUT
+from .capabilities import DEVICE, Capabilities, Lowering, Placement, resolve_dtype
 from .declaration import Declaration
 from .lanes import has_lane
 from .plan import FUSED, ComputeStep, CopyGroup, FillPlan, How, TailReset
 from .slots import Slot
+from .sources import OUT
 from .tails import Pad, resolve_value
 
 LARGE_BYTES: Final = 1 << 20
@@ -81,25 +81,28 @@ class _Planning:
     def plan(self) -> FillPlan:
         sizes, capabilities = self.sizes, self.capabilities
         present = {name: slot for name, slot in self.declaration.slots.items() if name not in self.absent}
-        copied = {name: slot for name, slot in present.items() if slot.reads(name) is not None}
         carried = self._carried(present)
-        copied |= {name: present[name] for name in carried}
-        written = [slot for name, slot in copied.items() if name not in self.in_place]
-        large = [name for name in carried if self._is_large(present[name])]
-        packed = tuple(name for name in carried if name not in large)
+        copied = {name: slot for name, slot in present.items() if name in self.declaration.sources or name in carried}
+        packed = tuple(name for name in carried if not self._is_large(present[name]))
         return FillPlan(
             declaration=self.declaration.name,
             sizes=tuple((axis.name, sizes[axis]) for axis in self.declaration.axes),
             absent=tuple(sorted(self.absent)),
             tails=tuple(self._tails(present)),
-            copies=self._copies(copied),
+            copies=tuple(self._copies(copied)),
             computed=tuple(self._computed(packed)),
-            nbytes=sum(slot_bytes(slot, sizes, capabilities) for slot in written),
+            nbytes=sum(self._nbytes(slot) for name, slot in copied.items() if name not in self.in_place),
             mixed=capabilities.foreach_mixed and not capabilities.foreach_chunk and not carried,
             lowering=self.lowering,
             packed=packed,
-            moved=tuple(large),
+            moved=tuple(name for name in carried if name not in packed),
         )
+
+    def _nbytes(self, slot: Slot) -> int:
+        return slot_bytes(slot, self.sizes, self.capabilities)
+
+    def _is_large(self, slot: Slot) -> bool:
+        return self._nbytes(slot) >= LARGE_BYTES
 
     def _tails(self, slots: Mapping[str, Slot]) -> Iterable[TailReset]:
         for name, slot in sorted(slots.items()):
@@ -108,7 +111,7 @@ class _Planning:
                 value = resolve_value(rule.value, self.capabilities, self.sizes)
                 written = slot.rewritten or name in self.in_place or name in self.foreign
                 always = written or self.lowering == "slot_by_slot"
-                yield TailReset(name, slot.varying, value, always, fused=self._is_fused(slot))
+                yield TailReset(name, slot.varying, value, always, fused=not self._apart(slot))
 
     def _carried(self, slots: Mapping[str, Slot]) -> list[str]:
         """Slots on the device whose values foreach copies have from the host; those of the host are filled before."""
@@ -117,11 +120,8 @@ class _Planning:
         there = self.hosted & slots.keys()
         brought = [name for name in sorted(there - self.in_place) if slots[name].placement == DEVICE]
         computed = [name for name in self.declaration.order if name in slots and self._is_value(name, slots[name])]
-        few = len(computed) <= FEW_NUMBERS and all(self._is_number(slots[name]) for name in computed)
+        few = len(computed) <= FEW_NUMBERS and all(math.prod(extent(slots[n].shape, self.sizes)) <= 1 for n in computed)
         return brought if few and not brought else brought + computed
-
-    def _is_number(self, slot: Slot) -> bool:
-        return math.prod(extent(slot.shape, self.sizes)) <= 1
 
     def _is_value(self, name: str, slot: Slot) -> bool:
         """Whether the host computes a slot on the device, and returns what it computed."""
@@ -136,23 +136,21 @@ class _Planning:
             if compute is not None:
                 needs = (*compute.needs, OUT) if compute.writes_out else compute.needs
                 on = self.declaration.side(name)
-                rides = name in packed or (on != DEVICE and not compute.writes_out and self._is_fused(slot))
+                rides = name in packed or (on != DEVICE and not compute.writes_out and not self._apart(slot))
                 yield ComputeStep(name, compute.name, needs, on, rides)
 
-    def _copies(self, slots: Mapping[str, Slot]) -> tuple[CopyGroup, ...]:
-        groups: dict[tuple[str, ...], list[CopyGroup]] = {}
+    def _copies(self, slots: Mapping[str, Slot]) -> Iterator[CopyGroup]:
+        """Groups of slots that are copied alike; of foreach copies no group is larger than the device bears."""
+        groups: dict[tuple[torch.dtype, torch.dtype, Placement, How, str], list[str]] = {}
         for name, slot in sorted(slots.items()):
             dtype = resolve_dtype(slot.dtype, self.capabilities)
-            source = self.source_dtypes.get(name, dtype)
-            how, why = self._how(name, slot)
-            single = CopyGroup((name,), dtype, source, slot.placement, how, why)
-            groups.setdefault((str(dtype), str(source), slot.placement, how, why), []).append(single)
-        chunk = self.capabilities.foreach_chunk
-        merged = [group for _, singles in sorted(groups.items()) for group in _merged(singles, chunk)]
-        return tuple(sorted(merged, key=lambda group: _ORDER.index(group.how)))
-
-    def _is_fused(self, slot: Slot) -> bool:
-        return not self._apart(slot)
+            alike = dtype, self.source_dtypes.get(name, dtype), slot.placement, *self._how(name, slot)
+            groups.setdefault(alike, []).append(name)
+        for alike in sorted(groups, key=lambda alike: (_ORDER.index(alike[3]), *map(str, alike))):
+            names = groups[alike]
+            chunk = self.capabilities.foreach_chunk if alike[3] == "foreach" else 0
+            for start in range(0, len(names), chunk or len(names)):
+                yield CopyGroup(tuple(names[start : start + (chunk or len(names))]), *alike)
 
     def _how(self, name: str, slot: Slot) -> tuple[How, str]:
         """How a slot is copied, and what sets it apart."""
@@ -171,7 +169,7 @@ class _Planning:
         if slot.placement != DEVICE:
             return "on the host"
         dtype = resolve_dtype(slot.dtype, self.capabilities)
-        if slot_bytes(slot, self.sizes, self.capabilities) >= LARGE_LANE_BYTES:
+        if self._nbytes(slot) >= LARGE_LANE_BYTES:
             return "large"
         return has_lane(dtype, extent(slot.shape, self.sizes), slot.varying)
 
@@ -184,15 +182,5 @@ class _Planning:
             return "strided"
         return "large" if self._is_large(slot) else ""
 
-    def _is_large(self, slot: Slot) -> bool:
-        return slot_bytes(slot, self.sizes, self.capabilities) >= LARGE_BYTES
-
 
 _ORDER: Final[tuple[How, ...]] = ("fused", "foreach", "single", "in place")
-
-
-def _merged(singles: list[CopyGroup], chunk: int) -> Iterator[CopyGroup]:
-    size = chunk if chunk and singles[0].how == "foreach" else len(singles)
-    for start in range(0, len(singles), size):
-        names = tuple(single.slots[0] for single in singles[start : start + size])
-        yield attrs.evolve(singles[0], slots=names)

@@ -13,13 +13,13 @@ from .axes import Sizes, Step
 from .buffers import Box, Buffer, Buffers
 from .capabilities import DEVICE, HOST
 from .computation import Computation, PackedValue
-from .compute import SETTINGS, STEP
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError
 from .lanes import WORD
 from .packet import UNIT, Lanes
 from .plan import FUSED, ComputeStep, CopyGroup, FillPlan, TailReset
 from .planner import NONE
+from .sources import SETTINGS, STEP
 from .tails import Number
 from .views import Aliases, Views
 

@@ -63,7 +63,7 @@ def sample_batch(
 
 def sampled_slots(declaration: Declaration) -> Iterator[tuple[str, Slot]]:
     """The slots that a batch is sampled for: those that a fill copies."""
-    return ((name, slot) for name, slot in declaration.slots.items() if slot.reads(name) is not None)
+    return ((name, declaration.slots[name]) for name in declaration.sources)
 
 
 def path_of(name: str, slot: Slot) -> Path | SideArgument:

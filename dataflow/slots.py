@@ -12,8 +12,7 @@ import torch
 
 from .axes import Axis, Dim, Shape, Step, shape_of
 from .capabilities import DEVICE, HOST, FillRole, Placement, Role, dtype_text
-from .compute import Compute, compute_of, one_argument
-from .sources import Path, Source, optional_source
+from .sources import Compute, Path, Source, compute_of, one_argument, optional_source
 from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, pad_value, tail_of, value_faults
 
 When = str | Callable[[Any], bool]

@@ -342,26 +342,20 @@ def _key_of(size: Sizer, names: Sequence[str], optional: Sequence[str]) -> Calla
     firsts = [(place, gauge.dim) for (place, gauge), *_ in axes]
     absent = [names.index(name) for name in optional]
 
-    def told(sources: Sources) -> Hashable:
-        present = (next(((one, sources[at]) for at, one in axis if sources[at] is not None), None) for axis in axes)
-        return (
-            *[0 if one is None else one[0].size(one[1]) for one in present],
-            *[sources[at] is None for at in absent],
-        )
-
-    def sizes(sources: Sources) -> Hashable:
+    def key(sources: Sources) -> Hashable:
         found: list[Any] = []
         try:
             for place, dim in firsts:
                 source = sources[place]
                 found.append(source.shape[dim] if dim or type(source) is not list else len(source))
-        except (*NOT_TOLD, IndexError):  # nested lists, and what the long way refuses
-            return told(sources)
+        except (*NOT_TOLD, IndexError):  # nested lists, an optional source that is absent, what the long way refuses
+            present = [[(gauge, sources[at]) for at, gauge in axis if sources[at] is not None] for axis in axes]
+            found = [gauges[0][0].size(gauges[0][1]) if gauges else 0 for gauges in present]
         if absent:
             found += [sources[place] is None for place in absent]
         return tuple(found)
 
-    return sizes if size.required else told
+    return key
 
 
 def _some(places: list[int], count: int) -> Callable[[Sources], Sources] | None:

@@ -9,11 +9,11 @@ import torch
 from .axes import BATCH, TOKENS, Axis, Dim, Step, extent
 from .capabilities import DEVICE
 from .computation import Computation, field_of
-from .compute import STEP
 from .declaration import Declaration, needs_of
 from .errors import BatchError, ReplayError
 from .guard import POINTER, Guard, own_guard
 from .slots import Constant, Slot
+from .sources import STEP
 
 T = TypeVar("T")
 Views = Mapping[str, torch.Tensor | None]

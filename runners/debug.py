@@ -14,12 +14,11 @@ from ..dataflow.sources import Side
 from ..dataflow.tails import Pad, resolve_value
 from .captured import Captured
 from .check import parity
-from .check.addresses import readers
-from .check.batches import CheckedBatch
 from .check.comparison import step_of
+from .check.fills import tails_of
 from .check.poison import Poisoning
-from .check.tails import tails_of
-from .check.trial import Together, Trial, graph_of, state_on, unwatched
+from .check.reads import readers
+from .check.trial import CheckedBatch, Together, Trial, graph_of, state_on, unwatched
 from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
 from .holdings import Change
 from .runner import Runner

@@ -1,9 +1,11 @@
 """Checking a runner: every bucket and pattern, on drawn batches or on given ones, by one check after the other."""
 
 import collections
+import functools
 import itertools
+import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import attrs
@@ -12,23 +14,39 @@ import rich.progress
 import torch
 
 from ...backends.base import Backend
+from ...dataflow.axes import BATCH, TOKENS
+from ...dataflow.bucket import Absent
 from ...dataflow.errors import ConfigError, ReplayError
-from ...dataflow.sampling import NO_VALUES, Values
+from ...dataflow.sampling import NO_VALUES, Values, sample_batch
 from ..decision import Decision
 from ..runner import Runner
+from ..stacked.runner import StackRunner
 from ..state import State
-from . import addresses, coverage, parity, poison, races
-from .batches import Batches, CheckedBatch, Makers, batches_of, by_pattern
+from . import parity, poison, races
+from .reads import check_coverage, check_moves
 from .report import CheckReport, Finding
-from .trial import Subject, state_of, unwatched
+from .trial import CheckedBatch, Subject, state_of, unwatched
 
-Check: TypeAlias = Callable[[Subject[Any], Iterable[CheckedBatch]], list[Finding]]
-CHECKS: Final[Mapping[str, Check]] = {one.NAME: one.check for one in (poison, parity, addresses, coverage, races)}
+Check: TypeAlias = Callable[[Subject[Any], Iterable[CheckedBatch]], Iterator[Finding]]
+CHECKS: Final[Mapping[str, Check]] = {
+    "poison": poison.check,
+    "parity": parity.check,
+    "addresses": check_moves,
+    "coverage": check_coverage,
+    "races": races.check,
+}
 """Every check, in the order in which they are run."""
 MOST_ROUNDS: Final = 10_000
 """Batches of random rows for each bucket and pattern: more would take days."""
 MOST_SEED: Final = 1 << 62
 """Seeds are counted up from batch to batch, and torch takes 64 bits."""
+Batches: TypeAlias = Callable[[int, torch.Generator], Any] | Iterable[Any]
+"""Batches to check with, or a function that makes one of so many rows. Each may be a pair with side arguments."""
+Makers: TypeAlias = Sequence[tuple[Absent, Callable[[], CheckedBatch]]]
+"""For each batch the optional slots that it comes without, and a function that makes it anew whenever it is needed.
+
+There may be many batches, and large ones.
+"""
 
 
 def check(
@@ -66,18 +84,101 @@ def check(
         CheckError: The state is too large to keep.
         RankError: Other ranks do not come, or check something else. The error names them.
     """
-    wanted, start, parts, graphs = _wanted(only), time.perf_counter(), runner.parts, runner.parts.graphs
-    _check_number("rounds", rounds, 1, MOST_ROUNDS)
-    _check_number("seed", seed, 0, MOST_SEED)
+    start, parts, graphs = time.perf_counter(), runner.parts, runner.parts.graphs
+    _check_options(runner, only, read_outside, {"rounds": (rounds, 1, MOST_ROUNDS), "seed": (seed, 0, MOST_SEED)})
+    wanted = [name for name in CHECKS if name in only or not only]
     if graphs is None:
         note = "it captures nothing: there are no tails, and nothing is replayed"
         return CheckReport(runner=parts.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
-    _check_ready(runner, read_outside)
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
     subject = Subject(runner, graphs, State(parts.stage.backend), seed, tuple(read_outside))
     with unwatched(runner.watch):
         report = subject.together.ranks.run(lambda: _checked(subject, wanted, makers, state, progress=progress))
     return attrs.evolve(report, seconds=time.perf_counter() - start)
+
+
+def _check_options(
+    runner: Runner[Any],
+    only: Collection[str],
+    read_outside: Collection[str],
+    numbers: Mapping[str, tuple[object, int, int]],
+) -> None:
+    """Raise ConfigError for what is no check, slot or number in its bounds, ReplayError if nothing was captured."""
+    parts, declaration = runner.parts, runner.parts.stage.declaration
+    for name in only:
+        if name not in CHECKS:
+            message = f"there is no check {name!r}: checks are {', '.join(CHECKS)}"
+            raise ConfigError(message)
+    for name, (value, least, most) in numbers.items():
+        if type(value) is not int or not least <= value <= most:
+            text = "another one" if type(value) is int else repr(value)
+            message = f"{name}= is a whole number from {least:,} to {most:,}, got {text:.100}"
+            raise ConfigError(message)
+    if parts.graphs is not None and parts.graphs.report is None:
+        message = "this runner is not captured: call capture() before check()"
+        raise ReplayError(message)
+    for name in read_outside:
+        if name not in declaration.slots and name not in declaration.disabled:
+            message = f"read_outside names {name!r}, which is no slot of {declaration.name}"
+            raise ConfigError(message)
+
+
+def batches_of(
+    runner: Runner[Any], batches: Batches | None, *, rounds: int, seed: int, values: Values = NO_VALUES
+) -> Makers:
+    """The batches that are given, made or drawn.
+
+    Made and drawn ones fill each bucket, leave the longest tail in it and the shortest, and `rounds` others.
+
+    Raises:
+        ConfigError: There are none, or the declaration does not tell how to draw them.
+    """
+    parts = runner.parts
+    if batches is not None and not callable(batches):
+        given = [_paired(one) for one in batches]
+        if not given:
+            message = "batches= has none: give some, or a function of rows and a generator, or leave it out"
+            raise ConfigError(message)
+        return [(parts.stage.absent(one.batch, one.side), functools.partial(lambda one: one, one)) for one in given]
+
+    def made(number: int, bucket: int, rows: int, absent: Absent) -> CheckedBatch:
+        generator = torch.Generator().manual_seed(seed + number)
+        if callable(batches):
+            return _paired(batches(rows, generator))
+        return _drawn(runner, bucket, rows, absent, values, generator)
+
+    patterns = [frozenset[str]()] if callable(batches) else sorted(parts.patterns, key=sorted)
+    generator, below, plans = torch.Generator().manual_seed(seed), 0, list[tuple[int, int, Absent]]()
+    for bucket in sorted(parts.sizes):  # with rows that do not fit the one below it
+        drawn = torch.randint(below + 1, bucket + 1, (rounds,), device="cpu", generator=generator).tolist()
+        every = [*dict.fromkeys([bucket, below + 1, max(bucket - 1, below + 1)]), *drawn]
+        plans[:0] = [(bucket, rows, absent) for rows in every for absent in patterns]  # the largest first
+        below = bucket
+    return [(plan[-1], functools.partial(made, at, *plan)) for at, plan in enumerate(plans)]
+
+
+def _paired(made: Any) -> CheckedBatch:
+    """A batch, or a pair of a batch and its side arguments."""
+    is_pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)  # noqa: PLR2004 - a pair
+    return CheckedBatch(*made) if is_pair else CheckedBatch(made)
+
+
+def _drawn(
+    runner: Runner[Any], bucket: int, rows: int, absent: Absent, values: Values, generator: torch.Generator
+) -> CheckedBatch:
+    """A random batch of so many rows, and of one row or more on every other axis."""
+    stage, lead = runner.parts.stage, TOKENS if isinstance(runner, StackRunner) else BATCH
+    live = {lead: rows}
+    for axis, size in runner.parts.sizes[bucket].items():
+        if axis.fixed:
+            live[axis] = size
+        elif axis != lead and axis not in stage.relations:
+            most = min(size, rows) if lead == TOKENS and axis == BATCH else size
+            live[axis] = int(torch.randint(1, most + 1, (1,), device="cpu", generator=generator)) if most else 0
+    live.update({axis: size.at(live) for axis, size in stage.relations.items()})
+    capabilities, device = stage.backend.capabilities, stage.backend.device
+    sample = sample_batch(stage.declaration, capabilities, live, generator, absent=absent, values=values, device=device)
+    return CheckedBatch(sample.batch, sample.side)
 
 
 def _checked(
@@ -91,11 +192,12 @@ def _checked(
     """Find the state, and run the checks on the batches that a graph takes."""
     runner, ranks = subject.runner, subject.together.ranks
     decisions = [runner.decide(one.batch, **one.side) for one in (make() for _, make in makers)]
-    taken = [maker for maker, one in zip(makers, decisions, strict=True) if one.bucket is not None]
+    taken = [make for (_, make), one in zip(makers, decisions, strict=True) if one.bucket is not None]
+    firsts = dict(reversed(makers))  # the first batch for each pattern of absent slots
     if ranks.size > 1:
-        found = "known" if state is not None else f"looked for on {len(by_pattern(makers))} batches"
+        found = "known" if state is not None else f"looked for on {len(firsts)} batches"
         ranks.tell(f"a check of {', '.join(wanted)}, on batches by buckets: {_buckets(decisions)}; its state {found}")
-    known = state_of(runner, (make() for _, make in by_pattern(makers)), state)
+    known = state_of(runner, (make() for make in firsts.values()), state)
     subject = attrs.evolve(subject, state=known, notes=_notes(decisions))
     if taken:
         findings = _run(subject, wanted, taken, progress=progress and ranks.rank == 0)
@@ -104,36 +206,6 @@ def _checked(
         findings = (Finding(wanted[0], None, message),)
     steps = dict.fromkeys(wanted, len(taken))
     return CheckReport(runner=subject.parts.name, findings=findings, steps=steps, notes=tuple(subject.notes))
-
-
-def _wanted(only: Collection[str]) -> list[str]:
-    """The checks to run, in their order. Raises ConfigError for one that is none."""
-    for name in only:
-        if name not in CHECKS:
-            message = f"there is no check {name!r}: checks are {', '.join(CHECKS)}"
-            raise ConfigError(message)
-    return [name for name in CHECKS if name in only or not only]
-
-
-def _check_number(name: str, value: int, least: int, most: int) -> None:
-    """Raise ConfigError if an option is no whole number in its bounds."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        text = "another one" if isinstance(value, int) else repr(value)
-        message = f"{name}= is a whole number from {least:,} to {most:,}, got {text:.100}"
-        raise ConfigError(message)
-
-
-def _check_ready(runner: Runner[Any], read_outside: Collection[str]) -> None:
-    """Raise ReplayError if nothing was captured, ConfigError if a name is no slot."""
-    parts = runner.parts
-    if parts.graphs is not None and parts.graphs.report is None:
-        message = "this runner is not captured: call capture() before check()"
-        raise ReplayError(message)
-    declaration = parts.stage.declaration
-    for name in read_outside:
-        if name not in declaration.slots and name not in declaration.disabled:
-            message = f"read_outside names {name!r}, which is no slot of {declaration.name}"
-            raise ConfigError(message)
 
 
 def _buckets(decisions: Iterable[Decision]) -> str:
@@ -149,25 +221,27 @@ def _notes(decisions: Iterable[Decision]) -> dict[str, None]:
     return {f"{them} passed over, which no graph takes: {reason}": None for reason, them in counts.items()}
 
 
-def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progress: bool) -> tuple[Finding, ...]:
-    """One check after the other, under a progress bar on a terminal, until the device answers no more."""
+def _run(
+    subject: Subject[Any], wanted: Sequence[str], makers: Sequence[Callable[[], CheckedBatch]], *, progress: bool
+) -> tuple[Finding, ...]:
+    """One check after the other, under a progress bar on a terminal, until the device answers no more.
+
+    Each slot is told once by each check, and so is each output.
+    """
     findings: list[Finding] = []
     console = rich.console.Console(stderr=True)
-    columns = (
-        rich.progress.TextColumn("checking {task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeElapsedColumn(),
-    )
     hidden = not (progress and console.is_terminal)
+    shown: dict[str, Any] = {"total": len(makers), "console": console, "transient": True, "disable": hidden}
     try:
-        with rich.progress.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-            for name in wanted:
-                batches = bar.track((make() for _, make in makers), total=len(makers), description=name)
-                findings += _with_others(subject, name, CHECKS[name](subject, batches))
-                if subject.together.any(not _answers(subject.parts.stage.backend)):
-                    subject.notes["the device has stopped for good, and what was left to check was not checked"] = None
-                    break
+        for name in wanted:
+            batches = rich.progress.track((make() for make in makers), f"checking {name}", **shown)
+            found: dict[str, Finding] = {}
+            for one in CHECKS[name](subject, batches):
+                found.setdefault(one.slot or re.split(" row |: ", one.message)[0], one)
+            findings += _with_others(subject, name, list(found.values()))
+            if subject.together.any(not _answers(subject.parts.stage.backend)):
+                subject.notes["the device has stopped for good, and what was left to check was not checked"] = None
+                break
     finally:
         subject.graphs.buffers.distrust()
     return tuple(findings)
@@ -175,9 +249,8 @@ def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progre
 
 def _with_others(subject: Subject[Any], name: str, found: list[Finding]) -> list[Finding]:
     """The findings, or, of a rank that has none, the first one of another rank."""
-    slots = [None, *subject.parts.stage.declaration.slots]
-    said = (found[0].message, slots.index(found[0].slot)) if found else ("", 0)
-    first = subject.together.first(*said)
+    slots = [None, *subject.slots]
+    first = subject.together.first(*((found[0].message, slots.index(found[0].slot)) if found else ("", 0)))
     if found or first is None:
         return found
     rank, message, slot = first

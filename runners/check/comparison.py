@@ -11,6 +11,7 @@ from torch.nn import Module
 from ...dataflow.axes import Step
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Output, Slot
+from ...dataflow.views import ViewInfo
 from ..bits import bits
 
 DEPTH: Final = 4
@@ -18,7 +19,9 @@ DEPTH: Final = 4
 Leaves: TypeAlias = Mapping[str, Any]
 """Tensors and values by where they stand in what a step returns, or by slot."""
 Tolerances: TypeAlias = Mapping[torch.dtype, tuple[float, float]]
-"""By dtype how far numbers may lie apart: by a share of the second one, and by so much. Others must be equal."""
+"""By dtype how far numbers may lie apart: by a share of the second one, and by so much. Others must be equal.
+
+Complex numbers have the tolerance of their parts."""
 BITWISE: Final[Tolerances] = {}
 """Bit for bit, but that one NaN is as good as another."""
 USUAL: Final[Tolerances] = {
@@ -26,9 +29,6 @@ USUAL: Final[Tolerances] = {
     torch.bfloat16: (1.6e-2, 1e-5),
     torch.float32: (1.3e-6, 1e-5),
     torch.float64: (1e-7, 1e-7),
-    torch.complex32: (1e-3, 1e-5),
-    torch.complex64: (1.3e-6, 1e-5),
-    torch.complex128: (1e-7, 1e-7),
 }
 """As `torch.testing.assert_close` documents its defaults."""
 GRAPH_AND_EAGER: Final = ("graph", "eager")
@@ -72,11 +72,15 @@ class Mismatch:
 
 def step_of(view: Inputs) -> Step:
     """The sizes of a view that a fill made."""
+    return _info_of(view).step
+
+
+def _info_of(view: Inputs) -> ViewInfo:
     info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
     if info is None:
         message = "only a view that a fill handed out has sizes"
         raise ValueError(message)
-    return info.step
+    return info
 
 
 def live_part(slot: Slot, tensor: torch.Tensor, step: Step) -> torch.Tensor:
@@ -88,8 +92,7 @@ def live_part(slot: Slot, tensor: torch.Tensor, step: Step) -> torch.Tensor:
 
 def seen(view: Inputs, outputs: Any) -> Seen:
     """Keep what a run saw in its slots' live rows, and what came out: what it returned, and slots for outputs."""
-    info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
-    step, declared = step_of(view), {} if info is None else info.declaration.slots
+    step, declared = step_of(view), _info_of(view).declaration.slots
     held = {name: (slot, vars(view)[name]) for name, slot in declared.items()}
     slots = {name: None if one is None else _copied(live_part(slot, one, step)) for name, (slot, one) in held.items()}
     returned: dict[str, Any] = copies(outputs, "outputs")
@@ -189,20 +192,16 @@ def mismatches(
     """The first difference of each leaf. step: sizes by which leaves may be padded otherwise, if they may at all."""
     for where in dict.fromkeys((*one, *other)):
         mine, others = one.get(where), other.get(where)
-        index, count = None, 1
-        values: tuple[Any, Any] = _told(mine), _told(others)
-        if isinstance(mine, torch.Tensor) and isinstance(others, torch.Tensor):
-            if mine.dtype == others.dtype and _may_differ(mine, others, step):
-                for dim in range(mine.dim()):
-                    size = min(mine.shape[dim], others.shape[dim])
-                    mine, others = mine.narrow(dim, 0, size), others.narrow(dim, 0, size)
-                index, count = _first(mine, others.to(mine.device), tolerance.get(mine.dtype))
-                if index is None:
-                    continue
-                values = mine[index].item(), others[index].item()
-        elif _same(mine, others):
-            continue
-        yield Mismatch(where, index, values, names, count)
+        are = isinstance(mine, torch.Tensor), isinstance(others, torch.Tensor)
+        if isinstance(mine, torch.Tensor) and isinstance(others, torch.Tensor) and _comparable(mine, others, step):
+            for dim in range(mine.dim()):
+                size = min(mine.shape[dim], others.shape[dim])
+                mine, others = mine.narrow(dim, 0, size), others.narrow(dim, 0, size)
+            index, count = _first(mine, others.to(mine.device), tolerance)
+            if count:
+                yield Mismatch(where, index, (mine[index].item(), others[index].item()), names, count)
+        elif any(are) or not _same(mine, others):
+            yield Mismatch(where, None, (_told(mine), _told(others)), names)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -214,32 +213,28 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124 - as NaN is told
 
 
-def _may_differ(one: torch.Tensor, other: torch.Tensor, step: Step | None) -> bool:
-    """Whether two shapes are one but for padding."""
-    if step is None or one.dim() != other.dim():
-        return one.shape == other.shape
+def _comparable(one: torch.Tensor, other: torch.Tensor, step: Step | None) -> bool:
+    """Whether two tensors have one dtype, and one shape but for padding."""
+    if one.dtype != other.dtype or step is None or one.dim() != other.dim():
+        return (one.dtype, one.shape) == (other.dtype, other.shape)
     pairs = [(max(pair), min(pair)) for pair in zip(one.shape[1:], other.shape[1:], strict=True)]
     varying = [(step.padded_sizes[axis], live) for axis, live in step.live_sizes.items() if axis in step.padded_sizes]
     return all(big == small or any(big * live == small * padded for padded, live in varying) for big, small in pairs)
 
 
-def _first(
-    one: torch.Tensor, other: torch.Tensor, tolerance: tuple[float, float] | None
-) -> tuple[tuple[int, ...] | None, int]:
+def _first(one: torch.Tensor, other: torch.Tensor, tolerance: Tolerances) -> tuple[tuple[int, ...], int]:
     """The index of the first element that differs, and how many do."""
     differs = (bits(one) != bits(other)).any(-1)
     if bool(differs.any()) and (one.dtype.is_floating_point or one.dtype.is_complex):
         wide = torch.complex128 if one.dtype.is_complex else torch.float64
         mine, others = one.to(wide).reshape(-1), other.to(wide).reshape(-1)
-        alike = mine.isnan() & others.isnan()
-        if tolerance is not None:
-            alike |= torch.isclose(mine, others, rtol=tolerance[0], atol=tolerance[1])
+        alike, near = mine.isnan() & others.isnan(), tolerance.get(one.dtype.to_real())
+        if near is not None:
+            alike |= torch.isclose(mine, others, rtol=near[0], atol=near[1])
         differs &= ~alike
-    count = int(differs.sum())
-    if not count:
-        return None, 0
-    first = differs.nonzero()[0].cpu()
-    return tuple(int(at) for at in torch.unravel_index(first[0], one.shape)), count
+    found = differs.nonzero()
+    first = torch.unravel_index(found[0].cpu(), one.shape) if len(found) else ()
+    return tuple(int(at) for at in first), len(found)
 
 
 def _told(value: Any) -> str:

@@ -1,7 +1,6 @@
 """Parity: a step's graph beside the step as it is written, on the same padded view and on a batch without padding."""
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -11,11 +10,10 @@ from ...dataflow.slots import Output
 from ...dataflow.tails import Keep
 from ..eagerly import Eagerly
 from ..state import Apart
-from .batches import CheckedBatch
-from .comparison import BITWISE, USUAL, Mismatch, Seen, Tolerances, computed_apart, differences, first_difference, seen
+from .comparison import BITWISE, USUAL, Seen, Tolerances, computed_apart, differences, first_difference, seen
+from .poison import other_tails
 from .report import Finding
-from .tails import poison_of, poisoned
-from .trial import Subject, Tensors, Trial, graph_of, slots_kept
+from .trial import CheckedBatch, Subject, Tensors, Trial, graph_of, slots_kept
 
 NAME: Final = "parity"
 COPIES: Final = 2
@@ -30,15 +28,13 @@ OTHER_SHAPES: Final[Tolerances] = {
 another order, layer after layer. What padded rows do to live ones is for poison to find, which asks for equal bits."""
 
 
-def check(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> list[Finding]:
-    """Hold graphs to their step. Each slot or output is told once, where it differs first."""
-    found: dict[str, Finding] = {}
+def check(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> Iterator[Finding]:
+    """Hold graphs to their step."""
     subject.state.check_room(COPIES)
     for one in batches:
         finding = _fault_on(subject, one)
         if finding is not None:
-            found.setdefault(finding.slot or re.split(" row |: ", finding.message)[0], finding)
-    return list(found.values())
+            yield finding
 
 
 def _fault_on(subject: Subject[Any], one: CheckedBatch) -> Finding | None:
@@ -115,35 +111,36 @@ def fault_of(trial: Trial[Any]) -> Finding | None:
         return _raised(again)
     besides = [again[1]]
     for turn in (0, 1) if together.any(is_left) else ():
-        other = trial.run(look, _other_tails(trial, turn), by=trial.eagerly)
+        other = trial.run(look, _bearable_tails(trial, turn), by=trial.eagerly)
         besides += [] if isinstance(other, Exception) else [other[1]]
-    if (
-        next(differences(expected, again[0], tolerance=BITWISE), None) is not None
-    ):  # so no more can be asked of its graph
+    if any(differences(expected, again[0], tolerance=BITWISE)):  # so no more can be asked of its graph
         found = next(differences(graph[0], expected, tolerance=USUAL), None)
     if found is not None:
-        return _frozen(found, trial)
-    steady = state.told(graph[1], besides)
-    return _left_otherwise(steady[0]) if steady else None
+        captured = graph_of(trial.parts, trial.view)
+        where = "" if captured is None else f" (bucket {captured.rows})"
+        why = "the step reads something that is no slot, such as a host value or an address at capture"
+        return Finding(NAME, found.slot, f"{found}{where}; all slots agree: {why}")
+    told = next(iter(state.told(graph[1], besides)), None)
+    message = (
+        f"a replay leaves other bytes than the step in {told}, though all slots and outputs agree: the step reads "
+        "something that is no slot, such as a host value at capture, to tell what it writes there or where"
+    )
+    return None if told is None else Finding(NAME, None, message)
 
 
-def _other_tails(trial: Trial[Any], turn: int) -> Tensors:
+def _bearable_tails(trial: Trial[Any], turn: int) -> Tensors:
     """Slots with other values that their tails bear. What a step then leaves otherwise belongs to padded rows.
 
     Padded rows write where their cache locations say, all of them to one reserved row. Which of them comes last is no
     one's business on a device that runs them at once, and differs from run to run.
     """
-    generator, made = torch.Generator().manual_seed(turn), dict[str, torch.Tensor]()
+    spared = set[str]()
     for name, filled in trial.filled.items():
         slot = trial.declared[name]
         is_index = isinstance(slot.rule(), Keep) and not filled.dtype.is_floating_point  # which eager steps check
         if is_index or slot.rewritten or isinstance(slot, Output):
-            continue
-        poison = poison_of(slot, filled, trial.step, trial.parts.stage.backend.capabilities)
-        tensor = poisoned(slot, filled, poison, turn, trial.step, generator)
-        if tensor is not None:
-            made[name] = tensor
-    return made
+            spared.add(name)
+    return other_tails(trial, turn, torch.Generator().manual_seed(turn), spared)
 
 
 def _raised(found: object) -> Finding | None:
@@ -151,18 +148,3 @@ def _raised(found: object) -> Finding | None:
     if not isinstance(found, Exception):
         return None
     return Finding(NAME, None, f"the step raised {type(found).__name__}: {found} where its graph is replayed")
-
-
-def _frozen(found: Mismatch, trial: Trial[Any]) -> Finding:
-    graph = graph_of(trial.parts, trial.view)
-    where = "" if graph is None else f" (bucket {graph.rows})"
-    why = "all slots agree: the step reads something that is no slot, such as a host value or an address at capture"
-    return Finding(NAME, found.slot, f"{found}{where}; {why}")
-
-
-def _left_otherwise(told: str) -> Finding:
-    message = (
-        f"a replay leaves other bytes than the step in {told}, though all slots and outputs agree: the step reads "
-        "something that is no slot, such as a host value at capture, to tell what it writes there or where"
-    )
-    return Finding(NAME, None, message)

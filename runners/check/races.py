@@ -5,6 +5,7 @@ import copy
 import itertools
 import math
 import time
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
@@ -16,11 +17,11 @@ from torch import nn
 from ...backends.base import Backend
 from ...backends.ring import ENTRIES, SEGMENT
 from ...dataflow.capabilities import HOST
-from ..stacked.watch import parts_of, tensors_within
-from .batches import CheckedBatch
+from ..stacked.watch import parts_of
 from .comparison import Mismatch, copies, live_part, mismatches, named, step_of
+from .fills import sources
 from .report import Finding
-from .trial import Subject, Tensors, slots_kept
+from .trial import CheckedBatch, Subject, Tensors, slots_kept
 
 NAME: Final = "races"
 STEPS: Final = ENTRIES + SEGMENT
@@ -33,43 +34,41 @@ _BUSY, _MOST, _SIDE = 0.03, 500, 1024
 (a queue has an end, too), and their rows."""
 
 
-def check(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> list[Finding]:
+def check(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> Iterator[Finding]:
     """Run batches one behind the other without waiting, and each by itself. A step that differs is a finding.
 
     Host sources are overwritten as soon as the call returns, device sources in stream order. Outputs are copied in
-    stream order.
+    stream order. If a step differs, all run again, and the slots of that one tell through which it came: one whose
+    values differ, or one that the device reads late.
     """
     wanted = _sequence(subject, list(batches))
     alone, flight = (_steps(subject, wanted, flight=flight) for flight in (False, True))
     apart = ((number, _apart(one, other)) for number, (one, other) in enumerate(zip(alone, flight, strict=True)))
-    first = next(((number, found) for number, found in apart if found is not None), None)
-    if not subject.together.any(first is not None):
-        return []
-    number, told = (0, None) if first is None else first
+    number, told = next((pair for pair in apart if pair[1] is not None), (0, None))
+    if not subject.together.any(told is not None):
+        return
     alone, flight = (_steps(subject, wanted, number, flight=flight) for flight in (False, True))
-    slots = _apart(alone[number], flight[number])
-    return [] if told is None else [_finding(subject, f"step {number} of {len(wanted)} in flight: {told}", slots)]
+    slot = _apart(alone[number], flight[number])
+    if told is None:
+        return
+    name, why = None, "no slot tells why: it came through an upload, an output, or other memory"
+    for late, operator in itertools.islice(subject.graphs.filler.hosts.slots.items(), 1):
+        copies_late = f"{operator} copies from slot {late!r} in host memory when the device gets there"
+        name, why = late, f"{copies_late}, and the next fill came first"
+    if slot is not None:
+        name, where = slot.where, attrs.evolve(slot, where=repr(slot.where))
+        why = f"slot {where}: the fill read its source, or what carries it to the device, after that was overwritten"
+    yield Finding(NAME, name, f"step {number} of {len(wanted)} in flight: {told}; {why}")
 
 
 def _apart(alone: Tensors, flight: Tensors) -> Mismatch | None:
     return next(mismatches(alone, flight, names=("alone", "in flight")), None)
 
 
-def _finding(subject: Subject[Any], what: str, slots: Mismatch | None) -> Finding:
-    """A difference, with the slot through which it came: one whose values differ, or one that the device reads late."""
-    if slots is not None:
-        why = "the fill read its source, or what carries it to the device, after that was overwritten"
-        return Finding(NAME, slots.where, f"{what}; slot {attrs.evolve(slots, where=repr(slots.where))}: {why}")
-    for name, operator in subject.graphs.filler.hosts.slots.items():
-        why = f"{operator} copies from slot {name!r} in host memory when the device gets there"
-        return Finding(NAME, name, f"{what}; {why}, and the next fill came first")
-    return Finding(NAME, None, f"{what}; no slot tells why: it came through an upload, an output, or other memory")
-
-
 def _sequence(subject: Subject[Any], batches: Sequence[CheckedBatch]) -> list[CheckedBatch]:
     """Batches in turn: as many as there is memory for the outputs of, but two at least."""
     with subject.state.kept():
-        nbytes = sum(t.nbytes for _, t in named(subject.runner(batches[0].batch, **batches[0].side)))
+        nbytes = sum(tensor.nbytes for _, tensor in named(subject.run(batches[0])))
     free = subject.parts.stage.backend.memory().free
     most = subject.together.least(min(STEPS, int(SHARE * free / (2 * nbytes))) if nbytes else STEPS)
     return list(itertools.islice(itertools.cycle(batches), max(2, most)))
@@ -90,7 +89,7 @@ def _steps(
         if flight:
             _keep_busy(backend)
         for number, one in enumerate(given):
-            values = _sources(subject, one)
+            values = sources(subject, one)
             runs.append(_run(subject, one, number, asked))
             if flight:
                 _overwrite(values)
@@ -102,10 +101,10 @@ def _steps(
 def _run(subject: Subject[Any], one: CheckedBatch, number: int, asked: int | None) -> Tensors:
     """Copies of what a step gave. Of the step that is asked for, copied slots on the device as the fill leaves them."""
     if asked is None:
-        return copies(subject.runner(one.batch, **one.side), "output")
+        return copies(subject.run(one), "output")
     view = subject.fill(one)
     step, held = step_of(view), dict[str, torch.Tensor]()
-    for name, slot in subject.parts.stage.declaration.slots.items() if number == asked else ():
+    for name, slot in subject.slots.items() if number == asked else ():
         tensor = vars(view)[name]
         if tensor is not None and slot.reads(name) is not None and slot.placement != HOST:
             held[name] = live_part(slot, tensor, step).clone()
@@ -114,40 +113,22 @@ def _run(subject: Subject[Any], one: CheckedBatch, number: int, asked: int | Non
 
 
 def _copied(batch: Any) -> Any:
-    """A copy of a batch in memory of its own, of the same kind. Modules in it, and what cannot be copied, stay."""
-    made: dict[int, Any] = {id(one): one for one in _uncopied(batch)}
-    for tensor in tensors_within(batch):
-        copied = tensor.detach().clone()
-        made[id(tensor)] = copied.pin_memory() if tensor.is_pinned() else copied
-    return copy.deepcopy(batch, made)
-
-
-def _uncopied(batch: Any) -> Iterator[Any]:
-    """What of a batch is no data: modules, and what no copy can be made of, such as locks."""
+    """A copy of a batch in memory of its own, of the same kind. Modules, and what is no data, such as locks, stay."""
+    made: dict[int, Any] = {}
     seen, todo = set[int](), [batch]
     while todo:
         one = todo.pop()
-        if id(one) in seen or isinstance(one, _DATA):
+        if id(one) in seen or (isinstance(one, _DATA) and not isinstance(one, torch.Tensor)):
             continue
         seen.add(id(one))
-        parts = [] if isinstance(one, nn.Module) else list(parts_of(one))
+        parts = [] if isinstance(one, nn.Module | types.ModuleType | torch.Tensor) else list(parts_of(one))
         todo += parts
-        if not parts and (isinstance(one, nn.Module) or not _can_be_copied(one)):
-            yield one
-
-
-def _can_be_copied(one: Any) -> bool:
-    try:
-        copy.deepcopy(one)
-    except Exception:  # noqa: BLE001 - each kind of object has reasons of its own
-        return False
-    return True
-
-
-def _sources(subject: Subject[Any], one: CheckedBatch) -> list[Any]:
-    """What a batch brings for slots."""
-    sources = (slot.reads(name) for name, slot in subject.parts.stage.declaration.slots.items())
-    return [source.read(one.batch, one.side) for source in sources if source is not None]
+        if isinstance(one, torch.Tensor):
+            copied = one.detach().clone()
+            made[id(one)] = copied.pin_memory() if one.is_pinned() else copied
+        elif not parts:
+            made[id(one)] = one
+    return copy.deepcopy(batch, made)
 
 
 def _overwrite(values: Iterable[Any]) -> None:

@@ -12,7 +12,8 @@ from ...dataflow.binding import span
 from ...dataflow.bucket import Absent
 from ...dataflow.errors import RankError
 from ...dataflow.inputs import Inputs
-from ...dataflow.slots import Constant
+from ...dataflow.slots import Constant, Slot
+from ...dataflow.sources import NO_SIDE, Side
 from ..captured import Captured
 from ..coordination import Coordinator
 from ..graphs import GraphSet
@@ -23,12 +24,19 @@ from ..running import Running, under_way
 from ..stage import V
 from ..state import State
 from ..watching import Watch
-from .batches import CheckedBatch
 from .comparison import step_of
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
 NOTHING: Final[Tensors] = {}
+
+
+@attrs.frozen(eq=False)
+class CheckedBatch:
+    """One batch that checks run a step on, with its side arguments."""
+
+    batch: Any
+    side: Side = NO_SIDE
 
 
 class Together:
@@ -90,10 +98,8 @@ def graph_of(parts: Parts[Any], view: Inputs) -> Captured | None:
     if info is None or info.exact or graphs is None:
         return None
     told = [axis for axis in declaration.varying if axis != BATCH or parts.tally.path == "graph"]
-    for rows, sizes in parts.sizes.items():
-        if all(sizes[axis] == info.step.padded_sizes[axis] for axis in told):
-            return graphs.captured.get((rows, _absent_in(parts, view)))
-    return None
+    fitting = (rows for rows, sizes in parts.sizes.items() if all(sizes[a] == info.step.padded_sizes[a] for a in told))
+    return graphs.captured.get((next(fitting, 0), _absent_in(parts, view)))
 
 
 def _absent_in(parts: Parts[Any], view: Inputs) -> Absent:
@@ -163,16 +169,15 @@ class Trial(Generic[V]):
         self.parts, self.together = runner.parts, Together(runner.parts)
         self.step, self.declared = step_of(view), runner.parts.stage.declaration.slots
         self.raised = self.lost = False
-        self.slots = self._present()
+        self._wait = self.parts.stage.backend.synchronize
         self._wait()
         self.filled = {name: tensor.clone() for name, tensor in self.slots.items()}
 
-    def _present(self) -> dict[str, torch.Tensor]:
-        held = ((name, vars(self.view)[name]) for name, slot in self.declared.items() if not isinstance(slot, Constant))
-        return {name: tensor for name, tensor in held if tensor is not None}
-
-    def _wait(self) -> None:
-        self.parts.stage.backend.synchronize()
+    @property
+    def slots(self) -> dict[str, torch.Tensor]:
+        """What the view has of slots that are not constant."""
+        kept = [name for name, slot in self.declared.items() if not isinstance(slot, Constant)]
+        return {name: tensor for name in kept if (tensor := vars(self.view)[name]) is not None}
 
     def eagerly(self) -> Any:
         """Run the step as it is written."""
@@ -208,16 +213,16 @@ class Trial(Generic[V]):
 
     def _write(self, values: Tensors) -> None:
         self._wait()  # a replay may still read slots in host memory
+        slots = self.slots
         with torch.no_grad():
             for name, value in values.items():
-                self.slots[name].copy_(value)
+                slots[name].copy_(value)
 
     def _fill_again(self) -> bool:
         """Have all slots as they were, and a view that the runner replays after a step that raised. Whether so."""
         try:
             if self.one is not None:
                 self.view = self.runner.fill(self.one.batch, **self.one.side)
-                self.slots = self._present()
             self._write(self.filled)
         except Exception:  # noqa: BLE001 - a device that a fault has stopped says so in words of its own
             return False
@@ -226,14 +231,14 @@ class Trial(Generic[V]):
 
 @attrs.frozen(eq=False)
 class Subject(Generic[V]):
-    """A captured runner that is checked."""
+    """A captured runner that is checked. notes: what was left out, and why."""
 
     runner: Runner[V]
     graphs: GraphSet[V]
     state: State
     seed: int
     read_outside: tuple[str, ...]
-    notes: dict[str, None] = attrs.field(factory=dict)  # what was left out, and why
+    notes: dict[str, None] = attrs.field(factory=dict)
 
     @property
     def parts(self) -> Parts[V]:
@@ -241,13 +246,26 @@ class Subject(Generic[V]):
         return self.runner.parts
 
     @property
+    def slots(self) -> Mapping[str, Slot]:
+        """The slots that its declaration has."""
+        return self.parts.stage.declaration.slots
+
+    @property
     def together(self) -> Together:
         """The runner's ranks."""
         return Together(self.parts)
 
+    def generator(self, number: int = 0) -> torch.Generator:
+        """Random numbers for the batch of that number."""
+        return torch.Generator().manual_seed(self.seed + number)
+
     def fill(self, one: CheckedBatch) -> V:
         """The view of a fill."""
         return self.runner.fill(one.batch, **one.side)
+
+    def run(self, one: CheckedBatch) -> Any:
+        """What the runner returns for a batch."""
+        return self.runner(one.batch, **one.side)
 
     def trial(self, one: CheckedBatch) -> Trial[V]:
         """Fill, to run that step again and again."""
@@ -260,11 +278,11 @@ def state_of(runner: Runner[Any], batches: Iterable[CheckedBatch], tensors: Iter
     Raises:
         CheckError: It is too large to be copied.
     """
-    parts = runner.parts
-    tensors = parts.stage.state if tensors is None else tensors
+    stage, together = runner.parts.stage, Together(runner.parts)
+    tensors = stage.state if tensors is None else tensors
     if tensors is not None:
-        return State.of(parts.stage.backend, tensors)
-    found, together = State(parts.stage.backend), Together(parts)
+        return State.of(stage.backend, tensors)
+    found = State(stage.backend)
     for one in batches:
         view = runner.fill(one.batch, **one.side)
         with together.raising("the look at what a step changes"):

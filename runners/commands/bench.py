@@ -19,7 +19,7 @@ from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS
 from ..testing.timing import THREADS, Run, measure
 from .failures import chosen, reported
 from .screen import screen, table
-from .workload import FILL, ORACLE, STEP, Batch, by_lowering, contestants, declare_decode, draw, verify
+from .workload import FILL, STEP, Batch, contestants, declare_decode, draw, verify
 
 SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))
 """Live and padded rows."""
@@ -109,14 +109,11 @@ def measured_rows(backend: Backend, counts: Sequence[int], effort: Effort) -> li
         inputs = declare_decode(count)
         found, drawn = contestants(inputs, backend, padded), functools.partial(batch_of, case, inputs, backend)
         batches = [drawn(live, number) for number in range(SETS)]
-        oracle = by_lowering(inputs, backend, padded, ORACLE)
         others = [(size, drawn(size)) for size in (padded, 1, live)]  # that grow and shrink
-        verify(case, found, oracle, [*((live, batch) for batch in batches), *others])
-        for what, one in itertools.product((FILL, STEP), found):
-            if (way := getattr(one, what)) is not None:
-                told = {"sources": case, "slots": count, "live": live, "padded": padded}
-                rows.append({"what": what, "lowering": one.name, **told})
-                runs.append(Run(way, batches))
+        verify(case, found, [*((live, batch) for batch in batches), *others])
+        told = {"sources": case, "slots": count, "live": live, "padded": padded}
+        rows += [{"what": one.what, "lowering": one.name, **told} for one in found]
+        runs += [Run(one.call, batches) for one in found]
     measure(runs, backend, *effort)
     return [{**row, **run.as_data()} for row, run in zip(rows, runs, strict=True)]
 

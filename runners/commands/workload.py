@@ -1,17 +1,18 @@
 """What `slotgraph bench` runs: decode steps of any number of slots, by hand and by this library, held to the oracle."""
 
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import attrs
 import torch
 
 from ...backends.base import Backend
-from ...dataflow.axes import BATCH, TOKENS, Step, extent
-from ...dataflow.capabilities import CACHE_LOC, DEVICE, Lowering, Role, resolve_dtype
+from ...dataflow.axes import BATCH, TOKENS, Step
+from ...dataflow.capabilities import CACHE_LOC, Lowering, Role
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
+from ...dataflow.sampling import sample_batch, sampled_slots
 from ...dataflow.sources import look_up
 from ...dataflow.specifiers import computed, copied
 from ...dataflow.tails import Number
@@ -75,106 +76,99 @@ def _live_tokens(step: Step) -> int:
 
 def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> Batch:
     """A batch with seeded values, all of them others than under another number, but for those of bools."""
-    made, seeded = Batch(rows=rows), torch.Generator().manual_seed(rows)
-    for name, slot in inputs.slotgraph.slots.items():
-        if slot.reads(name) is not None:
-            dtype = resolve_dtype(slot.dtype, backend.capabilities)
-            shape = extent(slot.shape, {BATCH: rows, TOKENS: rows})
-            low, high = (0, 2) if dtype == torch.bool else (100 * number, 100 * number + 100)
-            values = torch.randint(low, high, shape, device="cpu", generator=seeded).to(dtype)
-            setattr(made, name, values.to(backend.device) if slot.placement == DEVICE else values)
-    return made
+    declaration, seeded = inputs.slotgraph, torch.Generator().manual_seed(rows)
+    low = 100 * number
+    values = {name: (low, low + 99) for name, slot in sampled_slots(declaration) if slot.dtype != torch.bool}
+    live, capabilities = {BATCH: rows, TOKENS: rows}, backend.capabilities
+    sample = sample_batch(declaration, capabilities, live, seeded, values=values, device=backend.device)
+    return Batch(rows=rows, **sample.batch, **sample.side)
 
 
 @attrs.frozen(eq=False)
 class Contestant:
-    """One way to run a step.
+    """One way to fill, or to run a whole step.
 
     Attributes:
+        what: Which of both.
         name: A lowering's, or that of a way by hand.
-        step: Fill, view and replay.
-        fill: Fill and view alone, if that is measured.
-        slots: What its steps fill, every padded row.
-        runner: Runs the step, or captured the graph that is replayed.
+        call: Takes a batch.
+        runner: Runs the step, or captured the graph that is replayed. Its buffers are what is filled.
     """
 
+    what: str
     name: str
-    step: Way
-    fill: Way | None
-    slots: Mapping[str, torch.Tensor]
+    call: Way
     runner: DecodeRunner[Any]
 
 
 def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> list[Contestant]:
-    """Two by hand, a runner for each lowering that the backend has, and a bare replay."""
-    by_hands = [by_hand(inputs, backend, padded, name) for name in (PER_SLOT, REGROUPED)]
-    found = [by_lowering(inputs, backend, padded, lowering) for lowering in backend.capabilities.lowerings]
-    return [*by_hands, *found, by_hand(inputs, backend, padded, BARE)]
+    """Two by hand, a runner for each lowering that the backend has, and a bare replay, which fills nothing.
+
+    The graph of the ways by hand holds the step, and nothing of a fill.
+    """
+    host, declaration = captured(inputs, backend, padded, ORACLE), inputs.slotgraph
+    graph, found = host.graphs.captured[padded, frozenset()].graph, list[Contestant]()
+    sizes, slots = dict.fromkeys(declaration.varying, padded), {one.name: one.tensor for one in host.graphs.buffers}
+
+    def by_hand(name: str) -> list[Contestant]:
+        filled = FillByHand(declaration, backend, sizes, grouped=name == REGROUPED, slots=slots)
+
+        def step(batch: Any) -> Any:
+            filled.fill(batch, (batch.rows,) * len(sizes))
+            graph.replay()
+            return graph.outputs[: batch.rows]
+
+        fill = Contestant(FILL, name, lambda batch: filled(batch, (batch.rows,) * len(sizes)), host)
+        return [fill, Contestant(STEP, name, step, host)]
+
+    for lowering in backend.capabilities.lowerings:
+        runner = captured(inputs, backend, padded, lowering)
+        found += [Contestant(FILL, lowering, runner.fill, runner)] if lowering != ORACLE else []
+        found.append(Contestant(STEP, lowering, runner, runner))
+    return [*by_hand(PER_SLOT), *by_hand(REGROUPED), *found, Contestant(STEP, BARE, lambda _: graph.replay(), host)]
 
 
-def by_lowering(inputs: type[Inputs], backend: Backend, padded: int, lowering: Lowering, **options: Any) -> Contestant:
+def captured(
+    inputs: type[Inputs], backend: Backend, padded: int, lowering: Lowering, **options: Any
+) -> DecodeRunner[Any]:
     """A captured runner: the public path, with sizing, routing and checks."""
     given: dict[str, Any] = {"buckets": [padded], "lowering": lowering, "progress": False, **options}
     runner = DecodeRunner(inputs, plus_one, backend=backend, **given)
     runner.capture()
-    slots = {buffer.name: buffer.tensor for buffer in runner.graphs.buffers}
-    return Contestant(lowering, runner, None if lowering == ORACLE else runner.fill, slots, runner)
+    return runner
 
 
-def by_hand(inputs: type[Inputs], backend: Backend, padded: int, name: str) -> Contestant:
-    """A way that engines hand-write, or a bare replay: of a graph that holds the step, and nothing of a fill."""
-    host = by_lowering(inputs, backend, padded, ORACLE)
-    captured = host.runner.graphs.get(padded, frozenset())
-    if captured is None:
-        message = f"no graph was captured for {padded} rows"
-        raise RuntimeError(message)
-    graph, varying = captured.graph, inputs.slotgraph.varying
-    if name == BARE:
-        return Contestant(name, lambda _: graph.replay(), None, {}, host.runner)
-    sizes = dict.fromkeys(varying, padded)
-    filled = FillByHand(inputs.slotgraph, backend, sizes, grouped=name == REGROUPED, slots=host.slots)
-
-    def fill(batch: Any) -> Any:
-        return filled(batch, (batch.rows,) * len(varying))
-
-    def step(batch: Any) -> Any:
-        filled.fill(batch, (batch.rows,) * len(varying))
-        graph.replay()
-        return graph.outputs[: batch.rows]
-
-    return Contestant(name, step, fill, host.slots, host.runner)
-
-
-def verify(title: str, found: Sequence[Contestant], oracle: Contestant, batches: Iterable[tuple[int, Any]]) -> None:
-    """Hold what each contestant leaves in the slots, and returns, to the oracle.
+def verify(title: str, found: Sequence[Contestant], batches: Iterable[tuple[int, Any]]) -> None:
+    """Hold what each contestant leaves in the slots, and what its steps return, to the lowering slot by slot.
 
     Args:
         title: What they run.
-        found: The contestants.
-        oracle: A runner that fills slot by slot.
+        found: The contestants, that lowering among them.
         batches: With their live rows.
 
     Raises:
         WrongBytesError: One fills something else, or returns other outputs.
     """
+    oracle, *others = sorted((one for one in found if one.name != BARE), key=lambda one: one.name != ORACLE)
     stage = oracle.runner.parts.stage
-    declared, wait = stage.declaration.slots, stage.backend.synchronize
+    declared = stage.declaration.slots
     for rows, batch in batches:
-        with torch.no_grad():
-            outputs = oracle.step(batch)
         gone = {name for name, slot in declared.items() if slot.reads(name) and look_up(batch, name) is None}
-        wanted = {name: None if name in gone else tensor for name, tensor in oracle.slots.items()}
-        for one in found:
-            for what, way in ((FILL, one.fill), (STEP, one.step)):
-                if way is None or not one.slots:
-                    continue
-                with torch.no_grad():
-                    returned = way(batch)
-                wait()
-                held = {name: None if name in gone else tensor for name, tensor in one.slots.items()}
-                fault = next(differences(held, wanted, declared, {BATCH: rows, TOKENS: rows}), None)
-                if what == STEP and (returned.shape != outputs.shape or difference(returned, outputs)):
-                    fault = fault or "it returned other outputs"
-                if fault is not None:
-                    message = f"{title}, {rows} rows, the {what} of {one.name}: {fault}"
-                    raise WrongBytesError(message)
+
+        def run(one: Contestant, batch: Any = batch, gone: set[str] = gone) -> tuple[Any, Any]:
+            """What it returns, and what it leaves in each slot that the batch has."""
+            with torch.no_grad():
+                returned = one.call(batch)
+            stage.backend.synchronize()
+            buffers = one.runner.graphs.buffers
+            return returned, {name: None if name in gone else buffers[name].tensor for name in declared}
+
+        outputs, wanted = run(oracle)
+        for one in others:
+            returned, held = run(one)
+            faults = list(differences(held, wanted, declared, {BATCH: rows, TOKENS: rows}))
+            if one.what == STEP and (returned.shape != outputs.shape or difference(returned, outputs)):
+                faults.append("it returned other outputs")
+            if faults:
+                message = f"{title}, {rows} rows, the {one.what} of {one.name}: {faults[0]}"
+                raise WrongBytesError(message)

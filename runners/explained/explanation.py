@@ -8,10 +8,10 @@ import attrs
 
 from ...dataflow.axes import Sizes
 from ...dataflow.bucket import Absent
-from ...dataflow.compute import RANKS
 from ...dataflow.explain import NOT_SIZED, Explanation, explain_declaration
 from ...dataflow.planner import plan_fill, slot_bytes
 from ...dataflow.sharing import Layout
+from ...dataflow.sources import RANKS
 from ..graphs import GraphSet
 from ..outputs import nbytes_of
 from ..parts import Parts

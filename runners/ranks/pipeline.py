@@ -11,7 +11,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from ...dataflow.admission import Wanted
+from ...dataflow.admission import Wanted, fits
 from ...dataflow.axes import extent
 from ...dataflow.capabilities import DEVICE, dtype_from_text, dtype_text, resolve_dtype
 from ...dataflow.errors import ConfigError, RankError, ReplayError
@@ -341,13 +341,12 @@ class PipelineStage(Unique):
         if not faults:
             bucket, live = self.runner.decide(batch, **given).bucket, parts.size(batch, given)
             sizes = {**stage.sizes, **dict(zip(stage.declaration.varying, live, strict=False))}
-            for key, want in self.wanted:
-                shape, spec = extent(want.slot.shape, sizes), specs.get(key)
-                if spec is not None and not (
-                    spec.shape == shape and want.takes(spec.dtype) and spec.device in ("cpu", want.device.type)
-                ):
-                    expected = TensorSpec(want.dtype, want.device.type, shape)
-                    faults.append(f"{key!r} is not what slot {want.name!r} expects, {expected}")
+            expected = [(key, want, extent(want.slot.shape, sizes)) for key, want in self.wanted if key in found]
+            faults = [
+                f"{key!r} is not what slot {want.name!r} expects, {TensorSpec(want.dtype, want.device.type, shape)}"
+                for key, want, shape in expected
+                if not fits(want, found[key], shape)
+            ]
         if faults:
             sent = ", ".join(f"{key} {spec}" for key, spec in sorted(specs.items())) or "nothing"
             told = f"step {message.step}: {before.other} sends {sent}; {before.me} refuses it: {'; '.join(faults)}"

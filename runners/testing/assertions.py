@@ -11,8 +11,7 @@ from ...dataflow.capabilities import Lowering
 from ...dataflow.errors import FailedCheckError, WrongBytesError
 from ...dataflow.inputs import Inputs
 from ...dataflow.sampling import NO_VALUES, Values, sampled_slots
-from ..check.batches import Batches
-from ..check.checks import check
+from ..check.checks import Batches, check
 from ..check.report import CheckReport
 from ..runner import Runner
 from ..stage import NO_SIZES

@@ -168,15 +168,14 @@ def contest_of_steps(runner: Runner[Any], samples: Sequence[Sample]) -> Contest:
     if parts.graphs is None or parts.graphs.report is None:
         message = f"{parts.name} has captured nothing: call capture() first, and give a runner that has graphs"
         raise ConfigError(message)
-    found: dict[Any, int | None] = {}
+    kinds = set[tuple[Any, ...]]()
     for one in samples:
-        decision = runner.decide(one.batch, **one.side)
-        rows = tuple(parts.size(one.batch, one.side)[: len(stage.declaration.varying)])
-        absent = tuple(sorted(stage.absent(one.batch, one.side)))
-        found[decision.path, decision.bucket, rows, absent] = decision.bucket
-    bucket = next(iter(found.values()), None)
-    if len(found) != 1 or bucket is None:
-        took = ", ".join(sorted(map(str, found))) or "nothing"
+        decision, absent = runner.decide(one.batch, **one.side), stage.absent(one.batch, one.side)
+        live = tuple(parts.size(one.batch, one.side)[: len(stage.declaration.varying)])
+        kinds.add((decision.bucket, live, decision.path, tuple(sorted(absent))))
+    bucket, rows, *_ = next(iter(kinds), (None, ()))
+    if len(kinds) != 1 or bucket is None:
+        took = ", ".join(sorted(map(str, kinds))) or "nothing"
         message = f"batches must be of one size, without the same slots, and take one bucket's graph; they took {took}"
         raise ConfigError(message)
     by_hand = FillByHand(stage.declaration, stage.backend, parts.sizes[bucket])

@@ -13,10 +13,9 @@ from ...dataflow.axes import Sizes, Step, extent
 from ...dataflow.buffers import allocate
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.computation import field_of, write
-from ...dataflow.compute import OUT
 from ...dataflow.declaration import Declaration
 from ...dataflow.slots import Slot
-from ...dataflow.sources import NO_SIDE, Side
+from ...dataflow.sources import NO_SIDE, OUT, Side
 from ...dataflow.tails import Pad, resolve_value
 
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it

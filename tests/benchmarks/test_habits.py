@@ -21,7 +21,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends import Backend, load
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.extend import HOST, side
-from slotgraph.runners.commands.workload import ORACLE, Batch, by_lowering, declare_decode, draw, verify
+from slotgraph.runners.commands.workload import ORACLE, STEP, Batch, Contestant, captured, declare_decode, draw, verify
 from slotgraph.runners.testing.benchmarks import SETS, Way
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
@@ -71,14 +71,14 @@ def test_no_habit_leaves_its_lowering(name: str, pytestconfig: pytest.Config) ->
     backend, found = load(name)(), dict[tuple[str, str], tuple[Run, DecodeRunner[Any]]]()
     for habit in habits(backend):
         names: list[Lowering] = [ORACLE, *(one for one in backend.capabilities.lowerings if one != ORACLE)]
-        made = [by_lowering(habit.inputs, backend, habit.padded, one, absent=habit.absent) for one in names]
-        oracle, *ways = (attrs.evolve(one, step=habit.call(one.runner), fill=None) for one in made)
+        made = [captured(habit.inputs, backend, habit.padded, one, absent=habit.absent) for one in names]
+        ways = [Contestant(STEP, name, habit.call(one), one) for name, one in zip(names, made, strict=True)]
         sizes = [*habit.sizes[: 2 * SETS], habit.padded, 1, *habit.sizes[:2]]
         with habit.around():
-            verify(habit.name, ways, oracle, ((rows, habit.draw(rows, at)) for at, rows in enumerate(sizes)))
+            verify(habit.name, ways, ((rows, habit.draw(rows, at)) for at, rows in enumerate(sizes)))
         batches = [habit.draw(rows, number) for number, rows in enumerate(habit.sizes)]
-        for way in ways:
-            found[habit.name, way.name] = Run(way.step, batches, habit.around, habit.before), way.runner
+        for way in ways[1:]:
+            found[habit.name, way.name] = Run(way.call, batches, habit.around, habit.before), way.runner
     shown = pytestconfig.getoption("capture") == "no"
     measure([run for run, _ in found.values()], backend, *((50, 20, 9) if shown else (1, 2, 0)))
     for lowering in {lowering for _, lowering in found}:

@@ -12,7 +12,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.runners import bound, decision
-from slotgraph.runners.commands.workload import by_lowering, declare_decode, draw
+from slotgraph.runners.commands.workload import captured, declare_decode, draw
 from slotgraph.runners.decision import EVERY, FIRST
 from slotgraph.runners.metrics import exposition
 
@@ -26,7 +26,7 @@ TIMED = {"none timed": (1 << 20, 0), f"one in {EVERY} timed": (EVERY, FIRST), "e
 def draw_and_runner(backend: str, lowering: Lowering) -> tuple[Callable[[int, int], Any], Any]:
     """What draws batches of so many rows, and a captured runner."""
     inputs, on = declare_decode(SLOTS), load(backend)()
-    return functools.partial(draw, inputs, on), by_lowering(inputs, on, PADDED, lowering).runner
+    return functools.partial(draw, inputs, on), captured(inputs, on, PADDED, lowering)
 
 
 @pytest.mark.parametrize("row", TIMED)

@@ -69,9 +69,3 @@ def test_shapes() -> None:
     assert shape_of(BATCH) == shape_of((BATCH,))
     assert extent(shape_of([3, TOKENS * 2]), {TOKENS: 5}) == (3, 10)
     assert extent(shape_of(()), {}) == ()
-
-
-def test_names_of_axes() -> None:
-    """An axis' name is an identifier, since configuration and messages use it."""
-    with pytest.raises(ValueError, match="name"):
-        Axis("two words")

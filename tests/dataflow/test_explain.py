@@ -27,8 +27,9 @@ from slotgraph import (
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration, mermaid
+from slotgraph.dataflow.plan import FillPlan
 from slotgraph.dataflow.planner import plan_fill
-from slotgraph.extend import side
+from slotgraph.extend import host_parameter, side
 from slotgraph.runners.explained.tables import tables
 from tests.strategies import declarations
 
@@ -43,6 +44,14 @@ def _live_tokens(step: Step) -> int:
 
 def _rows(seq_lens: torch.Tensor) -> torch.Tensor:
     return torch.arange(seq_lens.shape[0])
+
+
+def _ends(kv_lens: torch.Tensor) -> torch.Tensor:
+    return kv_lens.cumsum(0)
+
+
+def _rank(settings: Any) -> int:
+    return int(settings.rank)
 
 
 def _windowed(settings: object) -> bool:
@@ -62,6 +71,14 @@ class Explained(Inputs):
     ones: torch.Tensor = constant(1, shape=BATCH, dtype=torch.int32, when="extend.on")
     hidden: torch.Tensor = staged(TOKENS, HIDDEN, dtype=torch.bfloat16, pad=0)
     logits: torch.Tensor = output(TOKENS, dtype=torch.float32)
+    counts: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-1, starts=1)
+    kv_lens: torch.Tensor = host_parameter(
+        BATCH, dtype=torch.int32, pad=1, source="lens", argument="actual_seq_lengths_kv", limit=HIDDEN
+    )
+    kv_ends: torch.Tensor = computed(
+        _ends, shape=BATCH, dtype=torch.int64, placement="host", argument="actual_seq_lengths"
+    )
+    rank: torch.Tensor = computed(_rank, shape=1, dtype=torch.int32)
     mode: str = "decode"
 
 
@@ -86,7 +103,11 @@ def test_slots_in_words() -> None:
         "count": {"function": "_live_tokens", "needs": ("step",), "runs_on": "host", "tail": None},
         "rows": {"needs": ("seq_lens",), "runs_on": "host"},
         "ones": {"value": "1", "when": "extend.on"},
-        "logits": {"kind": "output", "tail": None, "source": None},
+        "logits": {"kind": "output", "tail": None, "source": None, "limit": None, "parameter": None},
+        "counts": {"tail": "pad=-1, starts as 1"},
+        "kv_lens": {"kind": "parameter", "parameter": "actual_seq_lengths_kv", "limit": "HIDDEN"},
+        "kv_ends": {"kind": "computed", "parameter": "actual_seq_lengths", "runs_on": "host"},
+        "rank": {"needs": ("settings",)},
     }
     for name, known in expected.items():
         assert {field: getattr(facts(name), field) for field in known} == known
@@ -98,23 +119,30 @@ def test_sizes_give_bytes_and_the_plan() -> None:
     assert (facts("input_ids").padded, facts("input_ids").nbytes, facts("input_ids").copied) == ((48,), 384, 37 * 8)
     assert (facts("hidden").padded, facts("hidden").nbytes, facts("hidden").copied) == ((48, 64), 48 * 64 * 2, 0)
     assert found.nbytes == sum(slot.nbytes or 0 for slot in found.slots)
-    assert found.copied == 37 * (8 + 4 + 4 + 4 * 4 + 3 * 8)
+    assert found.copied == 37 * (8 + 4 + 4 + 4 * 4 + 3 * 8 + 4 + 4)
     assert found.plan == plan_fill(Explained.slotgraph, {axis: padded for axis, (_, padded) in SIZES.items()}, NPU)
     assert [axis.name for axis in found.axes] == ["BATCH", "HIDDEN", "TOKENS"]
 
 
+def plan_of(**options: Any) -> tuple[FillPlan, int]:
+    """The plan, and the bytes that it copies of live rows."""
+    found = explained(**options)
+    assert found.plan is not None
+    assert found.copied is not None
+    return found.plan, found.copied
+
+
 def test_absent_slots_and_slots_in_place() -> None:
     """Neither is copied; the plan leaves an absent slot out, and resets the tail of one that a producer wrote."""
-    whole, absent, in_place = explained(), explained(absent=("mrope",)), explained(in_place=("input_ids",))
-    assert whole.plan is not None
-    assert absent.plan is not None
-    assert in_place.plan is not None
-    assert absent.plan.absent == ("mrope",)
-    assert facts("mrope", absent).copied == facts("input_ids", in_place).copied == 0
-    assert [group.slots for group in in_place.plan.copies if group.how == "in place"] == [("input_ids",)]
-    assert [tail.always for tail in in_place.plan.tails if tail.slot == "input_ids"] == [True]
-    assert whole.plan.nbytes - in_place.plan.nbytes == 48 * 8
-    assert in_place.copied == (whole.copied or 0) - 37 * 8
+    (whole, copied_of_whole), (absent, _) = plan_of(), plan_of(absent=("mrope",))
+    in_place, copied_beside = plan_of(in_place=("input_ids",))
+    assert absent.absent == ("mrope",)
+    assert facts("mrope", explained(absent=("mrope",))).copied == 0
+    assert [group.slots for group in in_place.copies if group.how == "in place"] == [("input_ids",)]
+    assert [tail.always for tail in in_place.tails if tail.slot == "input_ids"] == [True]
+    assert (whole.nbytes - in_place.nbytes, copied_of_whole - copied_beside) == (48 * 8, 37 * 8)
+    by_slot, _ = plan_of(lowering="slot_by_slot")
+    assert {group.how for group in by_slot.copies} == {"single"}
 
 
 def test_host_data() -> None:
@@ -130,21 +158,12 @@ def test_host_data() -> None:
         explain_declaration(Explained.slotgraph, Capabilities(), "some", SIZES, hosted=["count"])
 
 
-@pytest.mark.parametrize("lowering", [None, "auto", "foreach", "slot_by_slot"])
-def test_plan_of_a_lowering(lowering: str | None) -> None:
-    """The plan is that of the lowering asked for, else of the device's preferred one."""
-    plan = explained(lowering=lowering).plan
-    assert plan is not None
-    assert plan.lowering == ("slot_by_slot" if lowering == "slot_by_slot" else "foreach")
-    assert all(group.how == "single" for group in plan.copies) == (lowering == "slot_by_slot")
-
-
 def test_without_sizes_the_declaration_alone() -> None:
     """No sizes, no plan and no bytes; all that is declared is there all the same."""
     found = explained({})
     assert (found.plan, found.nbytes, found.copied, found.axes) == (None, None, None, ())
     assert [slot.name for slot in found.slots] == list(Explained.slotgraph.slots)
-    assert (found.order, found.fields) == (("count", "rows"), ("mode",))
+    assert (found.order, found.fields) == (("count", "rank", "kv_ends", "rows"), ("mode",))
 
 
 @pytest.mark.parametrize(
@@ -181,16 +200,17 @@ def test_tables_show_everything() -> None:
     wanted = [slot.name for slot in explained().slots] + str(explained().plan).splitlines()
     wanted += ["int32 (cache_loc)", "keep (not read)", "_live_tokens(step)", "set once: 1", "computed on the host"]
     wanted += ["copied, optional, when _windowed", "carried from the batch as they are: mode", "[BATCH, 4]"]
-    wanted += ["computed in this order: count, rows", "BATCH=37/48, HIDDEN=64, TOKENS=37/48", "bytes of buffers"]
+    wanted += ["parameter, argument actual_seq_lengths_kv", "computed on the host, argument actual_seq_lengths"]
+    wanted += [
+        "at most HIDDEN",
+        "computed in this order: count, rank, kv_ends, rows",
+        "BATCH=37/48, HIDDEN=64, TOKENS=37/48",
+        "bytes of buffers",
+    ]
     assert [part for part in wanted if part not in text] == []
     assert "Give the size of every axis" in shown(explained({}))
-
-
-def test_slots_that_are_switched_off() -> None:
-    """Slots that the settings switch off are named, so that no one looks for them."""
-    found = explain_declaration(Explained.slotgraph.under({"extend": {"on": False}}), NPU, "npu")
-    assert "switched off by the settings: ones" in shown(found)
-    assert "ones" not in [slot.name for slot in found.slots]
+    off = explain_declaration(Explained.slotgraph.under({"extend": {"on": False}}), NPU, "npu")
+    assert "switched off by the settings: ones" in shown(off)
 
 
 def test_mermaid_draws_the_graph() -> None:
@@ -207,18 +227,12 @@ def test_mermaid_draws_the_graph() -> None:
         "producer --> slot_hidden",
         "slot_rows --> captured",
         "captured --> slot_logits",
+        'slot_kv_lens -->|"argument actual_seq_lengths_kv"| captured',
+        'slot_kv_ends -->|"argument actual_seq_lengths"| captured',
+        'batch -->|"batch.lens"| slot_kv_lens',
+        'given_settings(["settings of the runner"]):::outside',
     } <= set(lines)
-
-
-def test_mermaid_quotes_what_it_would_stumble_over() -> None:
-    """Quotes and angle brackets in a function's name are written as mermaid's entities."""
-
-    class Odd(Inputs):
-        end: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=lambda batch: batch)
-
-    text = mermaid(explain_declaration(Odd.slotgraph, NPU, "npu"))
-    assert "#lt;lambda#gt;(batch)" in text
-    assert "slot_end[" in text
+    assert any(line.startswith("classDef parameter ") for line in lines)
 
 
 _NODE = re.compile(r"(\w+)(?:\[\[|\(\[|\[)\".*\"(?:\]\]|\]\)|\])(?::::\w+)?")

@@ -10,12 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Axis, Inputs, copied
-from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.errors import BatchError, DeclarationErrors
-from slotgraph.dataflow.explain import explain_declaration
+from slotgraph.dataflow.errors import BatchError
 from slotgraph.dataflow.limits import Limits
 from slotgraph.extend import HOST, side
-from slotgraph.runners.explained.tables import tables
 
 CONTEXT = Axis("CONTEXT", fixed=True)
 MOST = 40
@@ -69,36 +66,24 @@ def test_one_dim(rows: list[int], form: str, *, there: bool) -> None:
 
 
 @given(
-    rows=st.lists(st.tuples(*[st.integers(0, 2 * MOST + 3)] * 2), max_size=6),
-    form=st.sampled_from(["list", "array", "tensor"]),
+    rows=st.lists(st.lists(st.integers(0, 2 * MOST + 3), min_size=2, max_size=2), max_size=6),
+    form=st.sampled_from(["array", "tensor", "boxes"]),
+    data=st.data(),
 )
-def test_two_dims_beside_the_batch(rows: list[tuple[int, int]], form: str) -> None:
-    """Nested lists, arrays and tensors from a side argument: the element is named by its place."""
-    nested: Any = [list(row) for row in rows]
-    if form != "list":
-        nested = np.array(nested, dtype=np.int64).reshape(-1, 2)
-    beside = {"beside": {"pairs": torch.from_numpy(nested) if form == "tensor" else nested}}
+def test_two_dims_beside_the_batch(rows: list[list[int]], form: str, data: st.DataObject) -> None:
+    """Lists of lists, tuples and arrays, arrays and tensors from a side argument: the element is named by its place."""
+    kinds: list[Any] = [np.array, tuple, list]
+    array = np.array(rows, dtype=np.int64).reshape(-1, 2)
+    boxes = [data.draw(st.sampled_from(kinds))(row) for row in rows]
+    value = {"array": array, "tensor": torch.from_numpy(array), "boxes": boxes}[form]
     over = [[i, j] for i, row in enumerate(rows) for j, one in enumerate(row) if one > 2 * MOST]
     if not over:
-        limits().check({}, beside)
+        limits().check({}, {"beside": {"pairs": value}})
         return
     i, j = over[0]
     said = rf"slot 'pairs': row \[{i}, {j}\] is {rows[i][j]}, over the limit of CONTEXT \* 2 = {2 * MOST}"
     with pytest.raises(BatchError, match=said):
-        limits().check({}, beside)
-
-
-@given(rows=st.lists(st.lists(st.integers(0, 3 * MOST), min_size=2, max_size=2), min_size=1, max_size=5), at=st.data())
-def test_boxes_in_a_list(rows: list[list[int]], at: st.DataObject) -> None:
-    """A list of arrays, of tuples or of both is looked into as a nested list is."""
-    kinds: list[Any] = [np.array, tuple, list]
-    boxes = [at.draw(st.sampled_from(kinds))(row) for row in rows]
-    over = [[i, j] for i, row in enumerate(rows) for j, one in enumerate(row) if one > 2 * MOST]
-    if not over:
-        limits().check({}, {"beside": {"pairs": boxes}})
-        return
-    with pytest.raises(BatchError, match=rf"slot 'pairs': row \[{over[0][0]}, {over[0][1]}\] is "):
-        limits().check({}, {"beside": {"pairs": boxes}})
+        limits().check({}, {"beside": {"pairs": value}})
 
 
 @pytest.mark.parametrize("form", ["list", "tuple", "float32 array", "float tensor"])
@@ -130,46 +115,10 @@ def test_what_lies_elsewhere_is_not_looked_into() -> None:
 
 
 def test_none_where_no_slot_has_one() -> None:
-    """A runner without limits has nothing to ask."""
+    """A runner without limits has nothing to ask; one with limits asks for the size of their axes."""
 
     class Free(Inputs):
         ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1)
 
     assert Limits.of(Free.slotgraph, {BATCH: 4}) is None
-
-
-def test_axis_of_a_limit_must_be_given() -> None:
-    """A limit's axis is one of the declaration, so that a runner asks for its size."""
     assert CONTEXT in Limited.slotgraph.axes
-
-
-def test_wrong_limits() -> None:
-    """A limit that varies, or on what is no whole number, is refused when it is declared."""
-    with pytest.raises(DeclarationErrors) as refused:
-
-        class Wrong(Inputs):
-            a: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, limit=TOKENS)
-            b: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0, limit=4)
-            c: torch.Tensor = copied(BATCH, dtype=torch.bool, pad=False, limit=4)
-            d: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, limit=1.5)  # type: ignore[arg-type]
-            e: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, limit=-1)
-
-    said = sorted(str(fault) for fault in refused.value.exceptions)
-    assert len(said) == 5
-    assert "slot 'a': its limit TOKENS varies by step: give a number or a fixed axis" in said[0]
-    assert "slot 'b': it has a limit, but float32 is no whole number" in said[1]
-    assert "slot 'c': it has a limit, but bool is no whole number" in said[2]
-    assert "slot 'd': limit=1.5: a size is an axis" in said[3]
-    assert "slot 'e': limit=-1: a size is at least 0" in said[4]
-
-
-def test_explained() -> None:
-    """An explanation tells the limit, in its data and in its table."""
-    found = explain_declaration(Limited.slotgraph, Capabilities(), "cpu")
-    assert {slot.name: slot.limit for slot in found.slots} == {
-        "here": "CONTEXT",
-        "there": "40",
-        "pairs": "CONTEXT * 2",
-        "free": None,
-    }
-    assert tables(found)

@@ -117,16 +117,6 @@ def expected(batch: dict[str, Any], scale: int = 2) -> dict[str, Any]:
     }
 
 
-def test_one_packet_a_step() -> None:
-    """Host data of any make, and what the host computes, go up in one piece, whatever came before."""
-    rig = Rig()
-    for seed in range(12):
-        batch = host_batch(seed, 1 + seed % 4)
-        rig.bucket.fill({**batch, "scale": seed}, (1 + seed % 4,))
-        assert rig.contents() == expected(batch, seed)
-    assert (len(rig.upload.sent), rig.upload.moved) == (12, [])
-
-
 def test_plan() -> None:
     """The plan says what rides, and copies it together with what does not; it comes back from JSON as it was."""
     plan = plan_fill(Small.slotgraph, SIZES, PACKS, hosted=["rows", "lens"])
@@ -142,18 +132,6 @@ def test_plan() -> None:
         "compute here = Small.<lambda>(lens) on the host, rides in the upload",
     ]
     assert plan_from_json(plan_to_json(plan)) == plan
-
-
-def test_plan_without_a_slot() -> None:
-    """A slot that a batch comes without brings nothing, be it said to bring host data."""
-    maybe = declaration_of(
-        {
-            "rows": copied(BATCH, dtype=torch.int64, pad=0),
-            "more": copied(BATCH, dtype=torch.int64, pad=0, default=None),
-        }
-    )
-    plan = plan_fill(maybe.slotgraph, SIZES, PACKS, absent=["more"], hosted=["rows", "more"])
-    assert (plan.absent, plan.packed, plan.moved) == (("more",), ("rows",), ())
 
 
 def test_plan_of_large_slots() -> None:
@@ -172,6 +150,10 @@ def test_plan_of_large_slots() -> None:
         plan_fill(Small.slotgraph, large, Capabilities(), hosted=["rows"]),
     ]
     assert [(other.packed, other.moved) for other in others] == [((), ())] * 3
+    more = copied(BATCH, dtype=torch.int64, pad=0, default=None)
+    maybe = declaration_of({"rows": copied(BATCH, dtype=torch.int64, pad=0), "more": more}).slotgraph
+    plan = plan_fill(maybe, SIZES, PACKS, absent=["more"], hosted=["rows", "more"])  # which a batch may come without
+    assert (plan.absent, plan.packed, plan.moved) == (("more",), ("rows",), ())
 
 
 @pytest.mark.parametrize("most", [1, 24])
@@ -208,31 +190,22 @@ def test_steady_steps_plan_nothing(monkeypatch: pytest.MonkeyPatch, kind: Callab
         assert rig.contents() == expected(batch)
 
 
-def test_patterns_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However sources change places between host and device, a bucket keeps a few plans, and each step is right."""
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However sources change places, kinds and live sizes, a few plans and specializations are kept; all are right."""
     monkeypatch.setattr(buckets, "PATTERNS", 3)
-    rig = Rig()
-    for seed in range(40):
-        batch = host_batch(seed)
-        right, mixed = expected(batch), dict(batch)
-        for bit, name in enumerate(("rows", "places", "weights")):
-            if seed >> bit & 1:
-                mixed[name] = torch.as_tensor(batch[name])
-        rig.bucket.fill(mixed, (3,))
-        assert rig.contents() == right
-    assert len(rig.bucket._plans) <= 3
-
-
-def test_live_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many live sizes there are, and kinds of sources, a bucket keeps a few, and each step is right."""
     monkeypatch.setattr(specialization, "KEPT", 2)
     monkeypatch.setattr(specialization, "KINDS", 2)
     rig = Rig()
     for seed in range(40):
-        batch = host_batch(seed, 1 + seed % 4)
+        rows = 1 + seed % 4
+        batch = host_batch(seed, rows)
         mixed = {**batch, "rows": (list, tuple, np.array, torch.tensor)[seed % 3](batch["rows"])}
-        rig.bucket.fill(mixed, (1 + seed % 4,))
+        for bit, name in enumerate(("places", "weights")):
+            if seed >> bit & 1:
+                mixed[name] = torch.as_tensor(batch[name])
+        rig.bucket.fill(mixed, (rows,))
         assert rig.contents() == expected(batch)
+    assert len(rig.bucket._plans) <= 3
     assert [len(kinds) <= 2 for kinds in rig.bucket._table._known.values()] == [True] * 2
 
 
@@ -253,7 +226,10 @@ def spoilt(batch: dict[str, Any]) -> Sequence[tuple[type[Exception], dict[str, A
 
 
 def test_a_refused_batch_changes_nothing() -> None:
-    """Buffers, packet and the caller's batch stay as they were, and the next batch is filled."""
+    """Buffers, packet and the caller's batch stay as they were, and the next batch is filled.
+
+    A host function whose result its slot cannot hold raises before anything is sent.
+    """
     rig = Rig()
     rig.bucket.fill(host_batch(2), (3,))
     before, packet = rig.contents(), rig.upload.packet.clone()
@@ -265,19 +241,10 @@ def test_a_refused_batch_changes_nothing() -> None:
         assert repr(batch) == given
         assert rig.contents() == before
         assert torch.equal(rig.upload.packet, packet)
-    assert len(rig.upload.sent) == 1
-    rig.bucket.fill(host_batch(4), (3,))
-    assert rig.contents() == expected(host_batch(4))
-
-
-def test_what_a_slot_cannot_hold_is_said_before_anything_is_sent() -> None:
-    """A host function whose result does not fit raises, the packet stays, and the next step is right."""
-    rig = Rig()
-    rig.bucket.fill(host_batch(2), (3,))
-    packet = rig.upload.packet.clone()
     with pytest.raises(ComputeError, match="slot 'steps'"):
         rig.bucket.fill({**host_batch(3), "scale": 0.5}, (3,))
     assert torch.equal(rig.upload.packet, packet)
+    assert len(rig.upload.sent) == 1
     rig.bucket.fill(host_batch(4), (3,))
     assert rig.contents() == expected(host_batch(4))
 
@@ -330,8 +297,10 @@ def test_kinds_change_from_step_to_step(rig: Rig, kinds: list[Callable[[Any], An
     made = {name: kind(values[name]) for name, kind in zip(values, kinds, strict=True)}
     if not isinstance(made["turned"], list | tuple):
         made["turned"] = np.array(values["turned"], np.int16)
+    sent = len(rig.upload.sent)
     rig.bucket.fill({**batch, **made}, (3,))
     assert rig.contents() == right
+    assert (len(rig.upload.sent), rig.upload.moved) == (sent + 1, []), "one packet a step"
 
 
 @pytest.fixture(scope="module")

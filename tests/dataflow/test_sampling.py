@@ -22,6 +22,7 @@ from tests.strategies import AXES, CAPABILITIES, HIDDEN, Round, declarations, po
 
 CONTEXT = Axis("CONTEXT", fixed=True)
 LIVE = {BATCH: 3, TOKENS: 12, HIDDEN: 4, CONTEXT: 40}
+META = torch.device("meta")
 ON_NPU = Capabilities(roles={"cache_loc": torch.int32})
 
 
@@ -87,14 +88,6 @@ def test_what_slots_bear(seed: int) -> None:
     assert set(batch["input_ids"].tolist()) <= {0, 1}
 
 
-def test_numbers_differ() -> None:
-    """Random data is no row of zeros: another seed gives other numbers in every slot that has room for them."""
-    for name in ("input_ids", "positions", "seq_lens", "locations", "on_host", "waves", "bytes"):
-        drawn = [sample(seed).batch[name] for seed in range(8)]
-        assert any(not torch.equal(drawn[0], other) for other in drawn[1:]), name
-        assert any(one.any() for one in drawn), name
-
-
 @given(data=st.data(), declaration=declarations(), capabilities=st.sampled_from(CAPABILITIES))
 def test_a_fill_admits_it(data: st.DataObject, declaration: type[Inputs], capabilities: Capabilities) -> None:
     """Whatever is declared, absent and live: a fill of what was drawn raises nothing, and shows it."""
@@ -117,34 +110,20 @@ def test_a_fill_admits_it(data: st.DataObject, declaration: type[Inputs], capabi
             assert value is None or tuple(value.shape) == extent(slot.shape, turn.live)
 
 
-def test_roles_follow_the_device() -> None:
-    """Locations have the dtype that the backend gives them."""
-    found = sample_batch(Sampled.slotgraph, ON_NPU, LIVE, seeded())
-    assert found.batch["locations"].dtype == torch.int32
-
-
-def test_placement() -> None:
-    """Slots on the device get tensors where the caller says, those in host memory on the CPU."""
-    found = sample(device=torch.device("meta"))
+def test_where_tensors_are() -> None:
+    """Slots on the device get tensors where the caller says, those in host memory on the CPU; roles, their dtypes."""
+    found = sample_batch(Sampled.slotgraph, ON_NPU, LIVE, seeded(), absent={"hidden", "flags"}, device=META)
     devices = {name: value.device.type for name, value in found.batch.items() if isinstance(value, torch.Tensor)}
     assert {name for name, device in devices.items() if device == "cpu"} == {"on_host", "lens"}
+    assert found.batch["locations"].dtype == torch.int32
+    assert (found.side, "flags" in found.batch) == ({}, False)
 
 
-def test_absent_slots_are_left_out() -> None:
-    """With all that is nested in a side argument, the argument itself is not given."""
-    found = sample(absent={"hidden", "flags"})
-    assert found.side == {}
-    assert "flags" not in found.batch
+class Twice(Inputs):
+    """Two slots that read one path, which get one tensor."""
 
-
-def test_slots_of_one_source_share_its_value() -> None:
-    """Two slots that read one path get one tensor."""
-
-    class Twice(Inputs):
-        rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-        again: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source="rows")
-
-    assert list(sample(inputs=Twice).batch) == ["rows"]
+    rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    again: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source="rows")
 
 
 def test_values_of_ones_own() -> None:
@@ -160,6 +139,7 @@ def test_values_of_ones_own() -> None:
     assert 0.5 <= batch["on_host"].min() <= batch["on_host"].max() <= 0.75
     assert set(batch["tables"]["full"].flatten().tolist()) == {7, 8}
     assert batch["mode"] == "verify"
+    assert list(sample(inputs=Twice).batch) == ["rows"]
     marked = sample(inputs=Marked, values={"mode": lambda live, _: f"{live[BATCH]} rows"})
     assert marked.batch["mode"] == "3 rows"
 

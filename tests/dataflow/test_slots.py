@@ -23,35 +23,15 @@ from slotgraph import (
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.compute import Compute, compute_of
-from slotgraph.dataflow.errors import BatchError, ComputeError, DeclarationErrors
-from slotgraph.dataflow.slots import Copied
+from slotgraph.dataflow.errors import BatchError, ComputeError
+from slotgraph.dataflow.sources import Compute, compute_of
 from slotgraph.dataflow.tails import holds
 from slotgraph.errors import SlotGraphError
 from slotgraph.extend import FillRole, Role, Slot, once, side, slot
-from tests.strategies import empty
+from tests.strategies import declaration_of, empty
 
 NPU_LIKE = Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0})
 WIDTH = Axis("WIDTH", fixed=True)
-
-
-@attrs.frozen(kw_only=True)
-class Recomputed(Copied):
-    """A kind that is copied, and computed too."""
-
-    def computes(self) -> Compute:
-        """What would be written over the copy, or under it."""
-        return compute_of(lambda out: out.add_(1))
-
-
-def test_no_kind_is_copied_and_computed() -> None:
-    """Which of the two comes last would hang on the lowering."""
-    with pytest.raises(DeclarationErrors) as told:
-
-        class Both(Inputs):
-            ids: torch.Tensor = slot(Recomputed(shape=BATCH, dtype=torch.int64, pad=0))
-
-    assert "slot 'ids': it is copied from the batch and computed" in str(told.value.exceptions[0])
 
 
 @attrs.frozen(kw_only=True)
@@ -200,13 +180,9 @@ def test_results_that_do_not_fit(value: Any, message: str) -> None:
 @pytest.mark.parametrize("value", [-1, 256, [-1], True])
 def test_no_number_wraps_around(value: Any) -> None:
     """A number that an unsigned slot cannot hold is refused, alone and in a list."""
-
-    class Unsigned(Inputs):
-        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-        byte: torch.Tensor = computed(lambda: value, shape=1, dtype=torch.uint8)
-
+    byte = declaration_of({"byte": computed(lambda: value, shape=1, dtype=torch.uint8)})
     with pytest.raises(ComputeError, match="slot 'byte'"):
-        fill(Unsigned, {"ids": torch.tensor([1, 2])}, 2)
+        fill(byte, {}, 2)
 
 
 def test_results_that_fit() -> None:

@@ -1,6 +1,5 @@
 """`starts`: what a buffer holds before its first fill, where that is not what its tail holds."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +8,6 @@ from slotgraph import BATCH, SEQ_LEN_FILL, Axis, Inputs, copied, keep
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate, at_rest
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.errors import DeclarationErrors
-from slotgraph.dataflow.explain import explain_declaration
-from slotgraph.extend import once
 from tests.strategies import empty, noise
 
 WIDTH = Axis("WIDTH", fixed=True)
@@ -62,32 +58,3 @@ def test_at_rest() -> None:
     with at_rest(buffers, Capabilities()):
         assert buffers["counts"].tensor.tolist() == [1] * 8
     assert buffers["counts"].tensor.tolist() == [33] * 8
-
-
-def test_wrong_starts() -> None:
-    """A value that does not fit, that varies, or that `once` says already; a tail is held to its dtype as ever."""
-    with pytest.raises(DeclarationErrors) as refused:
-
-        class Wrong(Inputs):
-            a: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, starts=0.5)
-            b: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, starts=BATCH)
-            c: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=once(1), starts=2)
-            d: torch.Tensor = copied(BATCH, dtype=torch.uint8, pad=-1, starts=2)
-
-    said = [str(fault) for fault in refused.value.exceptions]
-    assert len(said) == 4
-    assert "slot 'a': 0.5 does not fit int32" in said[0]
-    assert "slot 'b': its value BATCH varies by step" in said[1]
-    assert "slot 'c': starts=2 and pad=once(...) both say what it holds at first" in said[2]
-    assert "slot 'd': -1 does not fit uint8" in said[3]
-
-
-def test_explained() -> None:
-    """The tail rule is told together with what the slot starts as."""
-    tails = {slot.name: slot.tail for slot in explain_declaration(Started.slotgraph, Capabilities(), "cpu").slots}
-    assert tails == {
-        "counts": "pad=-1, starts as 1",
-        "kept": "keep (shown here), starts as 1",
-        "wide": "pad=seq_len_fill, starts as WIDTH * 2",
-        "plain": "pad=-2",
-    }

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any
 
-import attrs
 import pytest
 
 import slotgraph_pytest
@@ -99,24 +99,6 @@ def test_it_costs_nothing_where_no_one_asks(project: Path) -> None:
     assert loaded & {"torch", "slotgraph", "numpy"} == set()
 
 
-@attrs.frozen
-class Config:
-    """What pytest knows of a run."""
-
-    option: str | None = None
-    setting: tuple[str, ...] = ()
-
-    def getoption(self, name: str) -> str | None:
-        """Of the command line."""
-        assert name == "slotgraph_backends"
-        return self.option
-
-    def getini(self, name: str) -> tuple[str, ...]:
-        """Of the project."""
-        assert name == "slotgraph_backends"
-        return self.setting
-
-
 OWN = pytest.mark.slotgraph_backends("cuda", "cpu").mark
 EVERY = pytest.mark.slotgraph_backends("every").mark
 
@@ -145,7 +127,8 @@ def test_which_backends(
 ) -> None:
     """Those of the option, else of the variable, else a test's own or the project's, else each that can run here."""
     monkeypatch.setenv("SLOTGRAPH_TEST_BACKENDS", variable)
-    assert slotgraph_pytest._chosen(cast("pytest.Config", Config(option, setting)), marker) == chosen
+    config: Any = SimpleNamespace(getoption=lambda _: option, getini=lambda _: setting)
+    assert slotgraph_pytest._chosen(config, marker) == chosen
 
 
 def test_backends(project: Path) -> None:

@@ -18,17 +18,7 @@ from slotgraph.dataflow.errors import WrongBytesError
 from slotgraph.runners.commands import bench
 from slotgraph.runners.commands.app import app
 from slotgraph.runners.commands.screen import screen
-from slotgraph.runners.commands.workload import (
-    BARE,
-    ORACLE,
-    Contestant,
-    by_hand,
-    by_lowering,
-    contestants,
-    declare_decode,
-    draw,
-    verify,
-)
+from slotgraph.runners.commands.workload import Contestant, contestants, declare_decode, draw, verify
 
 FILLS = {"per_slot", "regrouped", "foreach", "in_graph", "fused"}
 STEPS = {*FILLS, "slot_by_slot", "bare"}
@@ -69,34 +59,38 @@ def test_every_contestant_leaves_the_oracles_bytes(case: str, backend: Backend) 
     """Over growing and shrinking batches, tails and outputs included; but a bare replay fills nothing."""
     inputs = declare_decode(12)
     found = contestants(inputs, backend, 48)
-    batches = [(rows, bench.batch_of(case, inputs, backend, rows)) for rows in (37, 48, 1, 37)]
-    verify(case, found, by_lowering(inputs, backend, 48, ORACLE), batches)
-    assert [one.name for one in found] == ["per_slot", "regrouped", *backend.capabilities.lowerings, BARE]
-    assert {one.name for one in found if one.fill} == {one.name for one in found} - {ORACLE, BARE}
-    found[-1].step(draw(inputs, backend, 5))
-    assert not found[-1].runner.graphs.buffers["input_ids"].tensor.any()
+    verify(case, found, [(rows, bench.batch_of(case, inputs, backend, rows)) for rows in (37, 48, 1, 37)])
+    steps = {"per_slot", "regrouped", *backend.capabilities.lowerings, "bare"}
+    assert {one.name for one in found if one.what == "step"} == steps
+    assert {one.name for one in found if one.what == "fill"} == steps - {"slot_by_slot", "bare"}
+    slots = found[-1].runner.graphs.buffers
+    slots["input_ids"].tensor.fill_(7)
+    found[-1].call(draw(inputs, backend, 5))
+    backend.synchronize()
+    assert (slots["input_ids"].tensor == 7).all()
 
 
 @pytest.mark.parametrize("changed", ["fill", "step", "outputs"])
 def test_a_wrong_fill_or_step_is_not_timed(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A contestant with one stale tail, or wrong outputs, is caught before it is measured, and the command fails."""
 
+    def wrong(one: Contestant) -> Contestant:
+        def call(batch: Any) -> Any:
+            returned = one.call(batch)
+            one.runner.graphs.buffers["seq_lens"].tensor[batch.rows :] += int(changed == one.what)
+            return returned + int(changed == "outputs") if one.what == "step" else returned
+
+        return attrs.evolve(one, call=call) if one.name == "per_slot" else one
+
     def stale(*given: Any) -> list[Contestant]:
-        right = by_hand(given[0], given[1], given[2], "per_slot")
-
-        def wrong(batch: Any, what: str) -> Any:
-            returned = (right.fill if what == "fill" else right.step)(batch)  # type: ignore[misc]
-            right.slots["seq_lens"][batch.rows :] += int(changed == what)
-            return returned + int(changed == "outputs") if what == "step" else returned
-
-        return [attrs.evolve(right, fill=lambda one: wrong(one, "fill"), step=lambda one: wrong(one, "step"))]
+        return [wrong(one) for one in contestants(*given)]
 
     inputs, cpu = declare_decode(4), choose("cpu")
     what = {"outputs": "step of per_slot: it returned other outputs"}.get(
         changed, f"{changed} of per_slot: slot 'seq_lens', row 7 (its tail)"
     )
     with pytest.raises(WrongBytesError, match=re.escape(f"device, 7 rows, the {what}")):
-        verify("device", stale(inputs, cpu, 8), by_lowering(inputs, cpu, 8, ORACLE), [(7, draw(inputs, cpu, 7))])
+        verify("device", stale(inputs, cpu, 8), [(7, draw(inputs, cpu, 7))])
     monkeypatch.setattr(bench, "contestants", stale)
     monkeypatch.setattr(bench, "measure", pytest.fail)
     result = run("--quick", "--slots", "4", "--backend", "cpu")

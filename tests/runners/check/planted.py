@@ -88,43 +88,11 @@ class Planted:
         return slotgraph.check(runner, progress=False, rounds=4, **{"only": (self.check,), **options})
 
 
-def _largest_weight(view: Any) -> Any:
-    return sound(view) * view.weights.amax()
-
-
-def _ranks(view: Any) -> Any:
-    """How many ids of the whole bucket are smaller."""
-    return sound(view) + (view.ids[None, :] < view.ids[:, None]).sum(1, keepdim=True)
-
-
-def _any_flag(view: Any) -> Any:
-    return sound(view) + view.flags.any()
-
-
-def _sum_of_kept(view: Any) -> Any:
-    return sound(view) + view.lens.sum()
-
-
-def _coldest(view: Any) -> Any:
-    return sound(view) + view.temperatures.amin()
-
-
-def _indexed_by_kept(view: Any) -> Any:
-    table, _ = tables_on(view.ids.device)
-    return sound(view) + table[view.lens.long()]
-
-
 def _advances(view: Any) -> Any:
     """Writes positions where a flag says so, which none does while it is captured."""
     outputs = sound(view)
     view.positions.add_(view.flags.any().long())
     return outputs
-
-
-def _sums_outputs(view: Any) -> Any:
-    """Adds what lay in the output before to what comes."""
-    before = view.logits.clone()
-    return sound(view) + before
 
 
 def _writes_half(view: Any) -> Any:
@@ -175,23 +143,39 @@ class ForgottenTail(Sound):
     extra: torch.Tensor = slot(Ruleless(shape=(TOKENS,), dtype=torch.int64, limit=3))
 
 
-def _reads_extra(view: Any) -> Any:
-    return sound(view) + view.extra[:, None]
-
-
-def _reads_halves(view: Any) -> Any:
-    return sound(view) + view.halves[:, None]
-
-
 OURS: list[Planted] = [
     Planted(
-        "floats of padded rows reach live ones: the largest weight of a bucket", "poison", "weights", _largest_weight
+        "floats of padded rows reach live ones: the largest weight of a bucket",
+        "poison",
+        "weights",
+        lambda view: sound(view) * view.weights.amax(),
     ),
-    Planted("whole numbers of padded rows do: ranks among all ids", "poison", "ids", _ranks),
-    Planted("truth values do: any flag of the bucket", "poison", "flags", _any_flag),
-    Planted("a tail that is kept, for nobody reads it, is read", "poison", "lens", _sum_of_kept),
-    Planted("such a tail indexes a table", "poison", "lens", _indexed_by_kept, fatal=True),
-    Planted("what earlier steps left, in a tail that is set once, is read", "poison", "temperatures", _coldest),
+    Planted(
+        "whole numbers of padded rows do: ranks among all ids",
+        "poison",
+        "ids",
+        lambda view: sound(view) + (view.ids[None, :] < view.ids[:, None]).sum(1, keepdim=True),
+    ),
+    Planted("truth values do: any flag of the bucket", "poison", "flags", lambda view: sound(view) + view.flags.any()),
+    Planted(
+        "a tail that is kept, for nobody reads it, is read",
+        "poison",
+        "lens",
+        lambda view: sound(view) + view.lens.sum(),
+    ),
+    Planted(
+        "such a tail indexes a table",
+        "poison",
+        "lens",
+        lambda view: sound(view) + tables_on(view.ids.device)[0][view.lens.long()],
+        fatal=True,
+    ),
+    Planted(
+        "what earlier steps left, in a tail that is set once, is read",
+        "poison",
+        "temperatures",
+        lambda view: sound(view) + view.temperatures.amin(),
+    ),
     Planted(
         "the step writes a slot that it was to read, where a flag says so",
         "poison",
@@ -199,10 +183,27 @@ OURS: list[Planted] = [
         _advances,
         lowering="foreach",
     ),
-    Planted("an output is added to what the step before left there", "poison", "logits", _sums_outputs),
+    Planted(
+        "an output is added to what the step before left there",
+        "poison",
+        "logits",
+        lambda view: view.logits.clone() + sound(view),
+    ),
     Planted("an output is written in part", "coverage", "half", _writes_half, HalfWritten),
-    Planted("a function with `out` leaves rows as they were", "coverage", "halves", _reads_halves, HalfComputed),
-    Planted("a kind of slot forgets its tail", "coverage", "extra", _reads_extra, ForgottenTail),
+    Planted(
+        "a function with `out` leaves rows as they were",
+        "coverage",
+        "halves",
+        lambda view: sound(view) + view.halves[:, None],
+        HalfComputed,
+    ),
+    Planted(
+        "a kind of slot forgets its tail",
+        "coverage",
+        "extra",
+        lambda view: sound(view) + view.extra[:, None],
+        ForgottenTail,
+    ),
     Planted(
         "a slot is filled in each step, and nothing reads it",
         "coverage",

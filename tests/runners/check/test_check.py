@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, errors, staged
 from slotgraph.extend import once
-from slotgraph.runners.check.batches import batches_of
+from slotgraph.runners.check.checks import batches_of
 from slotgraph.runners.check.report import CheckReport, Finding
 from slotgraph.runners.watching import Watcher
-from tests.runners.check.planted import OURS, Sound, runner_of, sound, tables_on
+from tests.runners.check.planted import OURS, runner_of, sound, tables_on
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
 
 if TYPE_CHECKING:
@@ -44,25 +44,6 @@ def test_batches_reach_every_bucket(buckets: set[int], rounds: int, seed: int) -
         assert {bucket, below + 1, max(bucket - 1, below + 1)} <= set(taken[bucket])
         assert len(taken[bucket]) == min(3, bucket - below) + rounds
         below = bucket
-
-
-def test_every_pattern(cpu: str) -> None:
-    """Each captured pattern of absent slots is checked."""
-    seen = set[bool]()
-
-    class Either(Inputs):
-        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-        pairs: torch.Tensor | None = copied(BATCH, 2, dtype=torch.float32, pad=9, default=None)
-
-    def step(view: Either) -> torch.Tensor:
-        seen.add(view.pairs is None)
-        return view.ids * 2.0 if view.pairs is None else view.ids * view.pairs[:, 0]
-
-    runner = runner_of(step, cpu, Either, absent=[{"pairs"}])
-    seen.clear()
-    report = slotgraph.check(runner, progress=False)
-    assert report.ok, str(report)
-    assert seen == {True, False}
 
 
 def test_nothing_is_left_behind(backend: "Backend") -> None:
@@ -141,12 +122,6 @@ def test_refusals(cpu: str) -> None:
         slotgraph.check(DecodeRunner(PlainInputs, plain_step, buckets=[2], backend=cpu))
 
 
-def test_state_may_be_given(cpu: str) -> None:
-    """What the caller says is the step's state is put back, and is not looked for."""
-    runner, hidden = runner_of(sound, cpu), torch.zeros(1)
-    assert slotgraph.check(runner, state=[tables_on(torch.device("cpu"))[1], hidden], only=QUICK, progress=False).ok
-
-
 def test_step_that_is_never_the_same(cpu: str) -> None:
     """A step with state that nobody is told of is said to have it, and nothing is said of its slots."""
     calls = []
@@ -179,16 +154,6 @@ def test_report(cpu: str) -> None:
         report.raise_if_failed()
     CheckReport(runner="R", findings=(), steps={}).raise_if_failed()
     assert str(Finding("parity", None, "x")) == "parity: x"
-
-
-def test_sound_is_sound() -> None:
-    """The doubles' declaration has a slot for each rule, so that all of them are poisoned."""
-    assert {type(slot.rule()).__name__ for slot in Sound.slotgraph.slots.values()} == {
-        "Pad",
-        "Keep",
-        "Once",
-        "NoneType",
-    }
 
 
 class Advanced(Inputs):

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, constant, copied, output
 from slotgraph.extend import host_parameter, once
-from slotgraph.runners.check.coverage import may_be_read
 from slotgraph.runners.check.fills import garbage
-from tests.runners.check.planted import HalfWritten, Sound, found_by, runner_of, sound
+from tests.runners.check.planted import Sound, found_by, runner_of, sound
 from tests.runners.models import bytes_of, memory_of, plain_runner, random_batch
 from tests.strategies import DTYPES
 
@@ -97,39 +96,6 @@ def test_unread_slots() -> None:
     assert list(report.notes) == [
         f"no operator of the step reads slot {name!r}: {why}" for name, why in reasons.items()
     ]
-
-
-def test_unread_on_a_device() -> None:
-    """If kernels may be launched beside operators, nobody can know that a slot is not read."""
-    slot = Shapes.slotgraph.slots["looked_at"]
-    assert may_be_read(slot, lent=False, device=torch.device("cpu")) is None
-    assert may_be_read(slot, lent=False, device=torch.device("cuda")) == "a kernel that is launched by itself may"
-
-
-def test_read_in_one_pattern_is_read(cpu: str) -> None:
-    """A slot that is read only if an optional one is absent is no finding."""
-
-    class Either(Inputs):
-        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-        other: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, default=None)
-        instead: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-
-    def step(view: Either) -> torch.Tensor:
-        return view.ids + (view.instead if view.other is None else view.other)
-
-    assert found_by("coverage", runner_of(step, cpu, Either, buckets=[2], absent=[{"other"}])) == []
-
-
-def test_rows_are_named(cpu: str) -> None:
-    """An output that is written in part is told by its rows, some of them and how many more."""
-
-    def step(view: Any) -> torch.Tensor:
-        made = sound(view)
-        view.half[:1].copy_(made[:1])
-        return made
-
-    (found,) = found_by("coverage", runner_of(step, cpu, HalfWritten, buckets=[8]))
-    assert "output slot 'half' is not written by the step: rows 1, 2, 3, 4 and 3 more still hold" in found.message
 
 
 class Lengths(Inputs):

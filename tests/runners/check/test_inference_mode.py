@@ -118,29 +118,3 @@ def test_debug_modes_and_recordings(cpu: str, context: str, tmp_path: pathlib.Pa
 
 def _replayed(path: pathlib.Path, runner: DecodeRunner[Slots]) -> list[str]:
     return [step.outcome for step in replay_file(RecordedFile.read(path), runner).steps]
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_host_slot_that_the_device_reads_late(inside: bool) -> None:  # noqa: FBT001 - a parameter
-    """A copy of a host slot that waits behind other work has the step's own values, whatever the host fills next."""
-
-    class Hosted(Inputs):
-        lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, placement="host")
-
-    busy = torch.randn(4096, 4096, device="cuda")
-
-    def step(view: Hosted) -> torch.Tensor:
-        for _ in range(20):
-            torch.mm(busy, busy)
-        return view.lens.to("cuda", non_blocking=True) * 2
-
-    with torch.inference_mode(mode=inside):
-        runner = DecodeRunner(Hosted, step, buckets=[1 << 12], backend="cuda", progress=False)
-        runner.capture()
-        for number in range(5):
-            lens = draw(1, 1 << 20, (1 << 12,), number, torch.int32)
-            result = runner({"lens": lens}).clone()
-            runner({"lens": torch.full_like(lens, -1)})
-            assert torch.equal(result.cpu(), lens * 2)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Inputs, computed, copied, output
+from slotgraph import BATCH, Inputs, computed
 from slotgraph.dataflow.errors import CheckError
 from slotgraph.runners.check.comparison import first_difference, named, seen
 from slotgraph.runners.check.report import Finding
@@ -34,18 +34,6 @@ def runner_of(step: Any, inputs: type[Inputs] = PlainInputs, backend: Any = CAPT
 def findings(runner: Any, batches: Any = BATCHES, **options: Any) -> list[Finding]:
     """What parity finds."""
     return found_by("parity", runner, batches, **options)
-
-
-def test_frozen_host_value() -> None:
-    """A number that the step reads past its view: the row and both values are told, and that all slots agree."""
-    host = {"scale": 2.0}
-    runner = runner_of(lambda view: (view.ids, plain_step(view) * host["scale"]))
-    assert findings(runner) == []
-    host["scale"] = 3.0
-    (found,) = findings(runner)
-    assert found.slot is None
-    assert found.message.startswith("outputs[1] row 0, at [0, 0]: graph ")
-    assert "(bucket 4); all slots agree: the step reads something that is no slot, such as a host" in found.message
 
 
 def test_frozen_value_that_reaches_the_state_alone() -> None:
@@ -97,23 +85,6 @@ def test_fill_that_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the fill of the padded bucket is not that of the batch" in found.message
 
 
-def test_outputs_in_slots() -> None:
-    """What a step writes into an output slot is compared, though it returns something else."""
-    host = {"bias": 1.0}
-
-    class Written(PlainInputs):
-        logits: torch.Tensor = output(TOKENS, 2, dtype=torch.float32)
-
-    def step(view: Any) -> torch.Tensor:
-        view.logits.copy_(view.pairs * host["bias"])
-        return plain_step(view)
-
-    runner = runner_of(step, Written)
-    host["bias"] = 2.0
-    (found,) = findings(runner)
-    assert found.message.startswith("slot 'logits' row 0, at [0, 0]: graph ")
-
-
 def test_step_that_raises() -> None:
     """A step that only bears sizes of buckets is told, and so is one that only its graph still runs."""
 
@@ -156,24 +127,6 @@ def test_step_that_is_not_the_same_twice() -> None:
     assert findings(runner) == []
     host["bias"] = 1.0
     assert len(findings(runner)) == 1
-
-
-def test_random_numbers_and_state(backend: "Backend") -> None:
-    """They are the same for the graph and for its step on the same view: a step goes on from the same beginning."""
-    held = torch.zeros(1, device=backend.device)
-
-    class Drawn(Inputs):
-        weights: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=1)
-
-    def step(view: Any) -> torch.Tensor:
-        held.add_(1)
-        drawn: torch.Tensor = torch.rand(view.weights.shape, device=backend.device) + view.weights + held
-        return drawn
-
-    runner = runner_of(step, Drawn, backend, output_rows=BATCH)
-    before = held.clone()
-    assert findings(runner, [{"weights": torch.rand(rows, device=backend.device)} for rows in (4, 8)]) == []
-    assert torch.equal(held, before)
 
 
 def test_no_room_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,21 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, Step, constant, copied, keep, output, staged
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationErrors
-from slotgraph.dataflow.tails import Number
 from slotgraph.extend import once
-from slotgraph.runners.bits import bits, first_unequal
 from slotgraph.runners.check.comparison import live_part
-from slotgraph.runners.check.tails import Poison, poison_of, spread, tail_rows, tails_of
+from slotgraph.runners.check.fills import tails_of
+from slotgraph.runners.check.poison import Poison, poison_of, tail_rows
 from tests.runners.check.planted import OURS, found_by, runner_of, sound
 from tests.runners.models import PlainInputs, plain_runner, random_batch
 from tests.runners.standard.batches import CLASSES
-from tests.strategies import noise
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
@@ -115,31 +111,6 @@ def test_tails_are_all_but_live_rows(shape: Any) -> None:
     assert len(also_live) == len(rows) + len(slot.varying)
 
 
-@given(seed=st.integers(0, 999), size=st.integers(1, 9), at=st.integers(0, 8))
-def test_first_unequal(seed: int, size: int, at: int) -> None:
-    """The index of the first element with another bit. NaN equals itself, and -0.0 is not 0.0."""
-    one = noise((size, 2), torch.float32, seed)
-    one[0, 1] = math.nan
-    other, row = one.clone(), at % size
-    assert first_unequal(one, other) is None
-    one[row, 0], other[row, 0] = 0.0, -0.0
-    other[size - 1, 1] = 9
-    assert first_unequal(one, other) == (row, 0)
-    assert bits(one).shape == (2 * size, 4)
-    assert first_unequal(torch.tensor(1), torch.tensor(2)) == ()
-
-
-@settings(max_examples=20)
-@given(seed=st.integers(0, 99), dtype=st.sampled_from([torch.int8, torch.float16, torch.bool, torch.float8_e4m3fn]))
-def test_spread(seed: int, dtype: torch.dtype) -> None:
-    """Values of a poison alone, the first of them first."""
-    values: tuple[Number, ...] = (True, False) if dtype == torch.bool else (3, 5)
-    drawn = spread(values, torch.empty(4, 5, dtype=dtype), torch.Generator().manual_seed(seed))
-    assert drawn.dtype == dtype
-    assert set(drawn.double().flatten().tolist()) <= {float(value) for value in values}
-    assert float(drawn[0, 0]) == float(values[0])
-
-
 def _batch(rows: int, seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     whole = {name: torch.randint(1, 4, (rows,), generator=generator) for name in ("ids", "positions", "seen")}
@@ -165,16 +136,6 @@ def test_two_bugs_in_one_step(cpu: str) -> None:
 
     found = found_by("poison", runner_of(two_bugs, cpu), [_batch(3, 7)])
     assert [finding.slot for finding in found] == ["weights", "flags"]
-
-
-def test_guilty_row_of_many(cpu: str) -> None:
-    """The row is named that makes the difference, not the first one of the tail."""
-
-    def third_of_tail(view: Any) -> torch.Tensor:
-        return sound(view) * view.weights[-1] if len(view.weights) == 8 else sound(view)
-
-    (found,) = found_by("poison", runner_of(third_of_tail, cpu))
-    assert "when row 7, in the tail of slot 'weights', held nan instead of 1.0" in found.message
 
 
 def test_spared_slots(backend: "Backend") -> None:

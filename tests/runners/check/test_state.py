@@ -13,8 +13,7 @@ from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.backends import choose
 from slotgraph.dataflow.errors import CheckError
 from slotgraph.runners import state as states
-from slotgraph.runners.check.batches import CheckedBatch
-from slotgraph.runners.check.trial import state_of
+from slotgraph.runners.check.trial import CheckedBatch, state_of
 from slotgraph.runners.state import State
 from tests.runners.models import bytes_of, plain_runner, random_batch
 
@@ -78,36 +77,6 @@ def test_every_way_to_write(backend: "Backend", way: str, mode: str) -> None:
         assert "[" in found.pieces[0].told.partition("that ")[0]
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_writes_that_no_schema_tells(mode: Any) -> None:
-    """Running statistics of a normalisation, under any mode."""
-    norm = torch.nn.BatchNorm1d(3)
-    before = [one.clone() for one in norm.buffers()]
-    with mode():
-        found = State.found(CPU, [], lambda: norm(torch.randn(5, 3)))
-        assert len(found.pieces) == 3
-        with found.kept():
-            norm(torch.randn(5, 3))
-    assert all(torch.equal(one, other) for one, other in zip(norm.buffers(), before, strict=True))
-
-
-def test_inference_tensor_is_put_back_outside_of_inference_mode(backend: "Backend") -> None:
-    """A cache that was made under inference mode cannot be written outside of it, but is put back."""
-    with torch.inference_mode():
-        kept = torch.randn(5, device=backend.device)
-
-    def write() -> None:
-        with torch.inference_mode():
-            kept.add_(1)
-
-    before = kept.clone()
-    found = State.found(backend, [], write)
-    with found.kept():
-        write()
-        assert not torch.equal(kept, before)
-    assert torch.equal(kept, before)
-
-
 def test_what_is_made_within_the_run_is_no_state() -> None:
     """Tensors of the run, views of them, numbers made tensors, and reads of others."""
     weights, numbers = torch.randn(4, 4), [1.0, 2.0, 3.0, 4.0]
@@ -134,14 +103,6 @@ def test_slots_are_no_state(backend: "Backend") -> None:
         whole.fill_(3)
     assert torch.equal(slot, torch.full_like(slot, 3))
     assert not torch.equal(left, torch.full_like(left, 3))
-
-
-def test_random_numbers_go_on_where_they_were(backend: "Backend") -> None:
-    """A run within `kept` draws what the next one will draw."""
-    found = State.found(backend, [], lambda: torch.rand(3, device=backend.device))
-    with found.kept():
-        first = torch.rand(3, device=backend.device)
-    assert torch.equal(first, torch.rand(3, device=backend.device))
 
 
 def test_too_large_is_refused_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,19 +139,6 @@ def test_what_was_made_smaller_is_told() -> None:
     kept.untyped_storage().resize_(40)
     with pytest.raises(CheckError, match="made smaller"), found.kept():
         pytest.fail("it was not kept")
-
-
-def test_states_of_several_runs_are_joined() -> None:
-    """Each piece of memory is kept once."""
-    one, other = torch.randn(4), torch.randn(6)
-    first = State.found(CPU, [], lambda: one.add_(1))
-    second = State.found(CPU, [], lambda: [one.add_(1), other.add_(1)])
-    both = first.joined(second)
-    assert [piece.memory.data_ptr() for piece in both.pieces] == [one.data_ptr(), other.data_ptr()]
-    begin = both.copy()
-    other.add_(1)
-    assert both.told(both.apart(begin)) == [second.pieces[1].told]
-    assert both.told(both.apart(begin), [both.apart(begin)]) == []
 
 
 def test_state_of_a_runner(cpu: str) -> None:
@@ -258,13 +206,3 @@ def test_any_program(program: list[tuple[str, int, int, int]], seed: int) -> Non
         changed = {one.data_ptr() for one, kept in zip(held, before, strict=True) if bytes_of(one) != kept}
     assert changed <= {piece.memory.data_ptr() for piece in found.pieces}
     assert [bytes_of(one) for one in held] == before
-
-
-def test_one_element_with_a_stride(cpu: str) -> None:
-    """A given part of a tensor, of one element and of whatever stride, is compared as any other."""
-    cache = torch.rand(3, 4)
-    state = State.of(choose(cpu), [cache[1:2, 0]])
-    before = state.copy()
-    assert state.told(state.apart(before)) == []
-    cache[1, 0] += 1
-    assert state.told(state.apart(before)) == ["the given float32 tensor of shape [1]"]

@@ -1,4 +1,4 @@
-"""`assert_fill_equals_oracle`: passes on what is right, and names the slot of each bug that is planted."""
+"""The assertions pass on what is right, and name the slot of each bug that is planted."""
 
 import itertools
 from typing import Any
@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from slotgraph import BATCH, TOKENS, Inputs, computed, copied, standard
 from slotgraph.backends import Backend
 from slotgraph.dataflow import oracle, specialization
-from slotgraph.dataflow.errors import ConfigError, WrongBytesError
+from slotgraph.dataflow.errors import CheckError, ConfigError, FailedCheckError, WrongBytesError
 from slotgraph.dataflow.ready import Ready
 from slotgraph.dataflow.specialization import Specialization
-from slotgraph.runners.testing.assertions import assert_fill_equals_oracle
+from slotgraph.runners.testing.assertions import assert_fill_equals_oracle, assert_padding_independent, assert_parity
 from tests.packing import PackingBackend
+from tests.runners.check.planted import OURS, runner_of, sound
 from tests.runners.testing.declared import HIDDEN, Mixed
 from tests.strategies import declarations
 
@@ -131,3 +132,19 @@ def test_sizes_that_do_not_fit() -> None:
         assert_fill_equals_oracle(standard.DecodeInputs, {HIDDEN: 3}, settings=standard.Sharding())
     with pytest.raises(ConfigError, match="max_sizes names TOKENS, which follows from others by relations="):
         assert_fill_equals_oracle(Mixed, {TOKENS: 3}, relations={TOKENS: BATCH * 2})
+
+
+def test_steps_that_are_right_or_wrong() -> None:
+    """A sound runner passes; padding that reaches live rows, and a frozen number of the host's, do not."""
+    host = {"scale": 2.0}
+    right, wrong, frozen = (
+        runner_of(step, "cpu-capture") for step in (sound, OURS[0].step, lambda view: sound(view) * host["scale"])
+    )
+    host["scale"] = 3.0
+    assert assert_padding_independent(right).ok
+    assert assert_parity(right, rounds=2).ok
+    with pytest.raises(FailedCheckError, match=r"poison: .*'weights'"):
+        assert_padding_independent(wrong)
+    with pytest.raises(AssertionError, match="parity: ") as caught:
+        assert_parity(frozen)
+    assert isinstance(caught.value, CheckError)
