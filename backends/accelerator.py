@@ -9,7 +9,7 @@ no pool of its own: the first graph brings one, which the later ones are given.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -17,10 +17,32 @@ import torch
 from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import BackendUnavailableError
 from .device import StreamBackend
-from .device_graph import Advice, Handle, Opened, Recorded, first_line
+from .device_graph import Advice, Handle, Opened, first_line
 
 _ERROR_MODES: Final = ("default", "global", "thread_local", "relaxed")
 _CAPABILITIES: Final = Capabilities(foreach_host=False, packed_uploads=True, capture_error_modes=_ERROR_MODES)
+
+
+def _names() -> Any:
+    """torch.accelerator's calls by the names that devices' own modules have; only a graph has a pool."""
+    accelerator: Any = torch.accelerator
+
+    def stats(device: torch.device) -> Any:
+        held = {"reserved_bytes": accelerator.memory_reserved, "allocated_bytes": accelerator.memory_allocated}
+        return {name: {"all": {"current": count(device)}} for name, count in held.items()}
+
+    return SimpleNamespace(
+        Stream=torch.Stream,
+        Event=torch.Event,
+        stream=lambda stream: stream,  # which is a context itself
+        current_stream=accelerator.current_stream,
+        is_current_stream_capturing=lambda: accelerator.current_stream().is_capturing(),
+        graph_pool_handle=lambda: None,
+        mem_get_info=accelerator.get_memory_info,
+        memory_stats_as_nested_dict=stats,
+        empty_cache=accelerator.empty_cache,
+        synchronize=accelerator.synchronize,
+    )
 
 
 @contextlib.contextmanager
@@ -51,7 +73,7 @@ class AcceleratorBackend(StreamBackend):
         if reason:
             raise BackendUnavailableError(reason)
         device = torch.device(_kind(), torch.accelerator.current_device_index())
-        super().__init__(device, torch.accelerator)
+        super().__init__(device, _names())
 
     @classmethod
     def why_not(cls) -> str:
@@ -80,41 +102,6 @@ class AcceleratorBackend(StreamBackend):
         make: Any = torch.accelerator.Graph
         graph = make(pool=handle, **options)
         return graph, _recorded(graph, self.state.stream)
-
-    def new_stream(self) -> Any:
-        """A stream of torch's own."""
-        return torch.Stream(self.device)
-
-    def on(self, stream: Any) -> AbstractContextManager[object]:
-        """The stream itself is a context."""
-        return stream  # type: ignore[no-any-return] # torch.Stream has no type here
-
-    def new_event(self) -> Any:
-        """A torch.Event."""
-        return torch.Event(self.device, enable_timing=True)
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream is."""
-        stream: Any = torch.accelerator.current_stream()
-        return bool(stream.is_capturing())
-
-    def new_handle(self) -> Handle:
-        """None: only a graph has one."""
-        return None
-
-    def handle_of(self, graph: Recorded, handle: Handle) -> Handle:
-        """The graph's own."""
-        captured: Any = graph
-        return captured.pool() if handle is None else handle
-
-    def free_and_total(self) -> tuple[int, int]:
-        """By torch.accelerator.get_memory_info."""
-        free, total = torch.accelerator.get_memory_info(self.device)
-        return int(free), int(total)
-
-    def held_and_used(self) -> tuple[int, int]:
-        """As the allocator counts them."""
-        return torch.accelerator.memory_reserved(self.device), torch.accelerator.memory_allocated(self.device)
 
     def stream_key(self) -> Callable[[], int]:
         """A call that tells the current stream's number."""

@@ -101,8 +101,8 @@ _LOCK: Final = threading.Lock()
 class StreamBackend(Backend):
     """A device with streams, and graphs that are captured off them.
 
-    device: with its index. module: what has torch's calls, such as `torch.cuda`; the names here are those of CUDA and
-    NPU. native: torch's own side of the allocator, where it has one. options: torch's own for each capture.
+    device: with its index. module: what has torch's calls by the names of `torch.cuda`. native: torch's own side of the
+    allocator, where it has one. options: torch's own for each capture.
 
     error_modes: torch's modes of capture, the default first. advice, conditions: what the device says when it refuses a
     capture, and the ways out. warns_of_empty: what a warning says where a graph has nothing in it.
@@ -121,8 +121,8 @@ class StreamBackend(Backend):
         with _LOCK, torch.inference_mode(mode=False):
             key = (self.name, device.type, device.index)
             if key not in _STATES:
-                pool, one = GraphPool(self.new_handle), torch.zeros(1, device=device)
-                _STATES[key] = CaptureState(self.new_stream(), pool, one)
+                pool, one = GraphPool(module.graph_pool_handle), torch.zeros(1, device=device)
+                _STATES[key] = CaptureState(module.Stream(device), pool, one)
             self.state = _STATES[key]
 
     @classmethod
@@ -150,41 +150,6 @@ class StreamBackend(Backend):
     def alias_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, which it does not keep; the tensor where the device has no such thing."""
         return tensor
-
-    def new_stream(self) -> Any:
-        """A stream that is not the default one."""
-        return self._module.Stream(self._device)
-
-    def current_stream(self) -> Any:
-        """The current one."""
-        return self._module.current_stream(self._device)
-
-    def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Make a stream the current one for a while."""
-        context: AbstractContextManager[object] = self._module.stream(stream)
-        return context
-
-    def new_event(self) -> Any:
-        """An event that takes the time, not recorded yet."""
-        return self._module.Event(enable_timing=True)
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream is."""
-        return bool(self._module.is_current_stream_capturing())
-
-    def new_handle(self) -> Handle:
-        """A handle for a pool that no graph has yet; None where only a graph has one."""
-        return self._module.graph_pool_handle()
-
-    def handle_of(self, graph: Recorded, handle: Handle) -> Handle:
-        """The handle of the pool that a graph was recorded into."""
-        del graph
-        return handle
-
-    def free_and_total(self) -> tuple[int, int]:
-        """Bytes that are free on the device, and all that it has, as its driver counts them."""
-        free, total = self._module.mem_get_info(self._device)
-        return int(free), int(total)
 
     def held_and_used(self) -> tuple[int, int]:
         """Bytes that torch's allocator holds, and those of them that tensors use."""
@@ -249,11 +214,11 @@ class StreamBackend(Backend):
 
         Raises CaptureError, which says what to lower, where the block runs out of the device's memory.
         """
-        state, around = self.state, self.current_stream()
+        state, around = self.state, self._module.current_stream(self._device)
         with state.lock:
             state.stream.wait_stream(around)
             try:
-                with self.on(state.stream):
+                with self._module.stream(state.stream):
                     yield state.stream
             except Exception as error:
                 if isinstance(error, CaptureError) or not ran_out_of_memory(error):
@@ -293,8 +258,8 @@ class StreamBackend(Backend):
 
     def event(self) -> Event:
         """An event recorded now on the current stream."""
-        event = self.new_event()
-        event.record(self.current_stream())
+        event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
         return StreamEvent(event, self.name)
 
     def synchronize(self) -> None:
@@ -303,8 +268,8 @@ class StreamBackend(Backend):
 
     def memory(self) -> Memory:
         """The driver's account of the device, and what torch's allocator holds of it."""
-        free, total = self.free_and_total()
-        return Memory(total=total, free=free, allocated=self.held_and_used()[0])
+        free, total = self._module.mem_get_info(self._device)
+        return Memory(total=int(total), free=int(free), allocated=self.held_and_used()[0])
 
     # a capture, and what it leaves
 
@@ -314,10 +279,10 @@ class StreamBackend(Backend):
         pool: as for `capture`. begin: makes a graph that records into a handle.
         """
         used, state = self._pool_of(pool), self.state
-        if self.is_capturing():
+        if self._module.is_current_stream_capturing():
             message = "a step that is being captured cannot capture another"
             raise CaptureError(message)
-        with state.lock, self.on(state.stream), _no_collections():
+        with state.lock, self._module.stream(state.stream), _no_collections():
             alive, recording = used.graphs(), DeviceCapture(self, used.handle(), begin)
             around, state.recording = state.recording, recording
             try:
@@ -342,7 +307,7 @@ class StreamBackend(Backend):
         if pool is not None and not (isinstance(pool, tuple) and [type(part) for part in pool] == [int, int]):
             message = f"pool is what pool() or torch's graph_pool_handle() hands out, not {pool!r}"
             raise CaptureError(message)
-        handle = self.new_handle() if pool is None else pool
+        handle = self._module.graph_pool_handle() if pool is None else pool
         return GraphPool(lambda: handle)
 
     def _cleaned_up(self, recording: "DeviceCapture", pool: GraphPool, error: Exception) -> CaptureError:
@@ -401,7 +366,7 @@ class StreamBackend(Backend):
             self._capture_nothing(pool.handle())
         except RuntimeError:
             pool.forget()
-            self._capture_nothing(self.new_handle())
+            self._capture_nothing(self._module.graph_pool_handle())
 
     def _capture_nothing(self, handle: Handle) -> None:
         graph, opened = self.begin(handle)
@@ -479,7 +444,8 @@ class DeviceCapture:
                 opened, self._open = self._open, None
                 opened.__exit__(None, None, None)
             self.parts.append((self.graph.replay, self.graph))
-            self.handle = self._backend.handle_of(self.graph, self.handle)
+            if self.handle is None:  # only a graph has one
+                self.handle = self.graph.pool()
 
     def interrupt(self, run: Interruption) -> Any:
         """End the graph and do what it records, so that `run` finds it done; call that; begin the next graph."""

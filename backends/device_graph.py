@@ -35,6 +35,10 @@ class Recorded(Protocol):
         """Let go of all that it holds."""
         ...
 
+    def pool(self) -> Handle:
+        """The handle of its memory."""
+        ...
+
 
 Opened: TypeAlias = tuple[Recorded, AbstractContextManager[object]]
 """A graph with nothing in it, and the context that records what is called inside into it."""
@@ -93,11 +97,6 @@ class DeviceGraph(Graph):
     def outputs(self) -> Any:
         """What the step returned at capture: the same tensors at each replay, with nothing in them before the first."""
         return self._outputs
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of the step is in one graph, and nothing runs between its parts."""
-        return len(self._parts) == 1
 
     @property
     def parts(self) -> int:

@@ -146,11 +146,11 @@ class _Probe(OperatorWatch):
     def __init__(self, answer: Any) -> None:
         super().__init__()
         self._answer = answer
-        self.seen: list[Any] = []
+        self.seen: list[tuple[Any, Any]] = []
 
     def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer without doing anything."""
-        self.seen.append((operator, args, kwargs))
+        self.seen.append((operator, (args, kwargs)))
         return self._answer
 
 
@@ -218,29 +218,24 @@ def _shortest(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], a
     if operator.namespace == "aten" and tensors_in((args, named)):
         if outs:
             named["out"] = answer
-        wanted, shape = pytree.tree_flatten((args, sorted(kwargs.items())))
+        wanted = pytree.tree_map(_known, (args, dict(kwargs)))
         for owner in _FUNCTIONS:
-            call = functools.partial(getattr(owner, operator._opname, _no_function), *args, **named)  # noqa: SLF001
-            probe = _Probe(answer)
+            function = getattr(owner, operator._opname, None)  # noqa: SLF001 - likewise
+            if function is None:
+                continue
+            call, probe = functools.partial(function, *args, **named), _Probe(answer)
             try:
                 run_under(probe, call)
             except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
                 continue  # it takes other arguments
-            for found, given, options in probe.seen[:1]:
-                leaves, found_shape = pytree.tree_flatten((given, sorted(options.items())))
-                if found is operator and shape == found_shape and all(map(_same, leaves, wanted)):
-                    return call
+            if [(found, pytree.tree_map(_known, given)) for found, given in probe.seen] == [(operator, wanted)]:
+                return call
     return functools.partial(operator._op, *args, **kwargs)  # noqa: SLF001 - without the python layer around it
 
 
-def _no_function() -> None:
-    raise AttributeError
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other or isinstance(one, torch.Tensor):
-        return one is other
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # noqa: PLR0124 - NaN
+def _known(leaf: Any) -> object:
+    """What tells an argument from others: NaN is itself."""
+    return id(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf))
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

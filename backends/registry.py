@@ -23,14 +23,19 @@ _OWN: Final = {
 
 def names() -> tuple[str, ...]:
     """Every backend that can be named: this package's own, then those found through entry points."""
-    return (*_OWN, *sorted(point.name for point in _plugins() if point.name not in _OWN))
+    return tuple(_points())
 
 
 def load(name: str) -> type[Backend]:
     """A backend's class, imported on first use. BackendUnavailableError where there is none of that name."""
-    point = _point(name)
+    points = _points()
+    if name not in points:
+        near = difflib.get_close_matches(name, points, n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        message = f"there is no backend {name!r}{hint}; known here: {', '.join(points)}"
+        raise BackendUnavailableError(message)
     try:
-        found = point.load()
+        found = points[name].load()
     except Exception as error:  # whatever a package raises that has no place here
         message = f"backend {name!r} cannot be loaded: {type(error).__name__}: {error}"
         raise BackendUnavailableError(message) from error
@@ -38,6 +43,13 @@ def load(name: str) -> type[Backend]:
         message = f"backend {name!r}: {found!r} is no subclass of slotgraph.backends.Backend"
         raise BackendUnavailableError(message)
     return found
+
+
+def _points() -> dict[str, importlib.metadata.EntryPoint]:
+    """Entry points by name; those of this package first, whose names no other takes."""
+    own = [importlib.metadata.EntryPoint(name, f"{__package__}.{value}", GROUP) for name, value in _OWN.items()]
+    others = sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: point.name)
+    return {point.name: point for point in (*own, *(other for other in others if other.name not in _OWN))}
 
 
 def name_of(backend: str | Backend | type[Backend]) -> str:
@@ -90,19 +102,3 @@ def _loaded() -> Iterator[type[Backend]]:
             yield load(name)
         except BackendUnavailableError as error:
             log.warning("backend_broken", backend=name, reason=str(error))
-
-
-def _plugins() -> importlib.metadata.EntryPoints:
-    return importlib.metadata.entry_points(group=GROUP)
-
-
-def _point(name: str) -> importlib.metadata.EntryPoint:
-    if name in _OWN:
-        return importlib.metadata.EntryPoint(name, f"{__package__}.{_OWN[name]}", GROUP)
-    for point in _plugins():
-        if point.name == name:
-            return point
-    near = difflib.get_close_matches(name, names(), n=1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    message = f"there is no backend {name!r}{hint}; known here: {', '.join(names())}"
-    raise BackendUnavailableError(message)

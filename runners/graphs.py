@@ -106,7 +106,7 @@ class GraphSet(Generic[V]):
             raise CaptureError(message)
         backend, runner = self.stage.backend, order.runner
         warn_of_many(len(order.buckets) * len(order.patterns), backend.capabilities.graphs_hint, runner)
-        order.coordinator.meet(f"captures begin, of buckets {', '.join(map(str, order.buckets)) or 'none'}", None)
+        order.coordinator.meet(f"captures begin, of buckets {', '.join(map(str, order.buckets)) or 'none'}")
         self._order = order
         buckets = [] if order.lazy else sorted(order.buckets, reverse=True)
         report, failed = self._capture_buckets(order, buckets, late=False)
@@ -167,7 +167,7 @@ class GraphSet(Generic[V]):
         try:
             for absent in sorted(order.patterns, key=sorted):
                 self._captured[rows, absent] = self._capture(rows, absent, order)
-            failed = order.coordinator.meet(f"captured bucket {rows}", None)
+            failed = order.coordinator.meet(f"captured bucket {rows}")
         except CaptureError as error:
             order.coordinator.meet(f"captured bucket {rows}", error)
             self._drop(rows)

@@ -24,7 +24,6 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 CLOCKS = {
     "backends/test_contract.py",  # what events measure lies within what the host's clock measures
-    "npu/test_standin_streams.py",  # as above
     "packing.py",  # a backend's own events
     "plugin/fake_device/slotgraph_fake_device.py",  # as above
     "soak.py",  # a program

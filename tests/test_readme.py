@@ -23,6 +23,7 @@ def test_the_example_passes_its_own_check(
     file = tmp_path / "read_me_example.py"
     file.write_text(code.replace('backend="cpu"', f'backend="{backend}"'), encoding="utf-8")
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "read_me_example", raising=False)
     done = typer.testing.CliRunner().invoke(app, ["check", f"{file}:runner", "--seed", "0"])
     assert done.exit_code == 0, done.output
     assert "no findings" in done.stdout

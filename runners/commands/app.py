@@ -12,8 +12,8 @@ from .backends import backends
 from .bench import bench
 from .check import check
 from .explain import explain
-from .failures import FAILED
 from .replay import replay
+from .screen import FAILED
 
 app = typer.Typer(
     name="slotgraph",

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from ...backends.base import Backend
 from ...dataflow.inputs import Inputs
+from ..explained.tables import Table
 from ..recording.records import versions
 from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS
 from ..testing.timing import THREADS, Run, measure
-from .failures import chosen, reported
-from .screen import screen, table
+from .screen import chosen, reported, screen
 from .workload import FILL, STEP, Batch, contestants, declare_decode, draw, verify
 
 SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))
@@ -124,17 +124,15 @@ def show_rows(rows: Sequence[Row], ours: str, console: Console) -> None:
         timed = [row for row in rows if row["what"] == what and row[time] is not None]
         names = dict.fromkeys(row["lowering"] for row in timed)
         ratios = [name for name in (PER_SLOT, REGROUPED) if name in names and ours in names]
-        titles = ["slots", "rows", "sources", *names, *(f"{name}_/ ours" for name in ratios)]
-        titles = [title.replace("_", "\n") for title in titles]
-        made = table(*titles, right=tuple(titles))
+        shown = list[Row]()
         for key, group in itertools.groupby(
             timed, lambda row: (row["slots"], row["live"], row["padded"], row["sources"])
         ):
             times = {row["lowering"]: row[time] for row in group}
             base = times.get(ours, math.nan)
-            cells = [f"{times[name]:.1f}" if name in times else "-" for name in names]
-            more = [f"{times.get(name, math.nan) / base:.1f} x" for name in ratios]
-            made.add_row(str(key[0]), f"{key[1]}/{key[2]}", key[3], *cells, *more)
-        if timed:
-            console.print(f"\n[bold]{where} microseconds, {title}[/]", made)
+            more = {f"{name}_/ ours".replace("_", "\n"): f"{times.get(name, math.nan) / base:.1f} x" for name in ratios}
+            case = {"slots": key[0], "rows": f"{key[1]}/{key[2]}", "sources": key[3]}
+            shown.append({**case, **{name.replace("_", "\n"): times.get(name) for name in names}, **more})
+        if shown:
+            console.print(Table(f"{where} microseconds, {title}", shown))
     console.print(f"ours: {ours}, which this backend prefers. lists: three slots come as lists, the others as arrays")

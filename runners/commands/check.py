@@ -6,9 +6,8 @@ import typer
 
 from ..check.checks import CHECKS, MOST_ROUNDS, MOST_SEED
 from ..check.checks import check as check_runner
-from .failures import FAILED, reported
 from .lookup import captured, find_batches, find_runner
-from .screen import Form, FormOption, show
+from .screen import FAILED, Form, FormOption, parted, reported, show
 
 _Target = Annotated[
     str,
@@ -61,13 +60,8 @@ def check(
     """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
     with reported():
         runner, given = captured(find_runner(target)), None if batches is None else find_batches(target, batches)
-        named: dict[str, Any] = {"only": _names(only), "read_outside": _names(read_outside)}
+        named: dict[str, Any] = {"only": parted(only), "read_outside": parted(read_outside)}
         report = check_runner(runner, given, rounds=rounds, seed=seed, **named)
     show(form, report.as_data(), report.table())
     if not report.ok:
         raise typer.Exit(FAILED)
-
-
-def _names(texts: list[str] | None) -> list[str]:
-    """Names with commas between them, or in several options, or both."""
-    return [name for text in texts or () for part in text.split(",") if (name := part.strip())]

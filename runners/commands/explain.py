@@ -1,30 +1,27 @@
 """`slotgraph explain`: what a declaration's slots are, what they follow from, and what a step would do; or a runner."""
 
-import io
 import json
 import pathlib
+import re
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Final
+from types import SimpleNamespace
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
-from rich.console import Console
 
+from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis
 from ...dataflow.capabilities import AUTO, LADDER, chosen_lowering
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CaptureError
-from ...dataflow.explain import Explanation, explain_declaration
-from ...dataflow.inputs import Inputs
-from ...dataflow.serial import to_data
+from ...dataflow.explain import Explanation, Extents, explain_declaration
+from ..explained.explanation import RunnerExplanation
 from ..explained.explanation import explain as explain_runner
 from ..explained.html import html
-from ..explained.records import RunnerExplanation
-from ..explained.tables import diagram, tables
+from ..explained.tables import diagram, printed, tables
 from ..runner import Runner
-from .failures import chosen, fail, reported
 from .lookup import captured, find_explained
-from .screen import WIDE, screen
-from .sizes import extents_of, settings_of
+from .screen import as_json, chosen, fail, nearest, parted, reported, screen
 
 
 class Format(StrEnum):
@@ -73,7 +70,8 @@ _Output = Annotated[
     pathlib.Path | None, typer.Option("--output", metavar="FILE", help="Write it there, and say so, not to the screen.")
 ]
 _Explained = Explanation | RunnerExplanation
-_OF_A_DECLARATION: Final = "is for a declaration; a runner has its own: leave it out"
+_OF_A_RUNNER: Final = ("target", "capture", "form", "output")
+_SIZE: Final = re.compile(r"(\w+)=(\d+)(?:/(\d+))?")
 
 
 def explain(
@@ -106,29 +104,38 @@ def explain(
     with reported():
         named = find_explained(target)
         if isinstance(named, Runner):
-            _check_options(context)
-            found: _Explained = _runner(named, capture=capture)
+            found: _Explained = _runner(named, context, capture=capture)
         else:
-            declared = _declaration(named, setting or ())
-            extents, on = extents_of(size or (), width, declared), chosen(backend)
-            how, written, brought = chosen_lowering(on.capabilities, lowering), _names(in_place), _names(hosted)
+            declared, on = named.slotgraph, chosen(backend)
+            declared = declared.under(_settings_of(setting)) if setting else declared
             found = explain_declaration(
-                declared, on.capabilities, on.name, extents, absent or (), written, how, hosted=brought
+                declared,
+                on.capabilities,
+                on.name,
+                _extents_of(size or (), width, declared),
+                absent or (),
+                parted(in_place),
+                chosen_lowering(on.capabilities, lowering),
+                hosted=parted(hosted),
             )
-    _show(found, form, output)
+    if output is not None:
+        try:
+            output.write_text(_text(found, form), encoding="utf-8")
+        except OSError as error:
+            fail(f"{output}: cannot be written: {error.strerror or error}")
+        typer.echo(f"written to {output}")
+    elif form == Format.TABLE:
+        screen().print(tables(found))
+    else:
+        typer.echo(_text(found, form), nl=False)
 
 
-def _check_options(context: typer.Context) -> None:
-    """Refuse options that say what a runner says itself."""
-    for option in ("size", "width", "setting", "absent", "in_place", "hosted", "backend", "lowering"):
-        source = context.get_parameter_source(option)
-        if source is not None and source.name == "COMMANDLINE":
-            name = "--set" if option == "setting" else f"--{option.replace('_', '-')}"
-            raise typer.BadParameter(_OF_A_DECLARATION, param_hint=name)
-
-
-def _runner(runner: Runner[Any], *, capture: bool) -> RunnerExplanation:
-    """A runner explained, captured before where that is asked for; what was not captured says why."""
+def _runner(runner: Runner[Any], context: typer.Context, *, capture: bool) -> RunnerExplanation:
+    """A runner explained, captured before if that is asked for. What was not captured says why."""
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name not in _OF_A_RUNNER and source is not None and source.name == "COMMANDLINE":
+            _refuse(option.opts[0], "is for a declaration; a runner has its own: leave it out")
     if capture:
         try:
             captured(runner)
@@ -137,42 +144,65 @@ def _runner(runner: Runner[Any], *, capture: bool) -> RunnerExplanation:
     return explain_runner(runner)
 
 
-def _declaration(inputs: type[Inputs], setting: Sequence[str]) -> Declaration:
-    """A class' declaration, under settings where some were given."""
-    declaration, settings = inputs.slotgraph, settings_of(setting)
-    return declaration if settings is None else declaration.under(settings)
+def _extents_of(texts: Sequence[str], width: int, declaration: Declaration) -> Extents:
+    """Live and padded sizes from texts such as `batch=37/48` and `hidden=64`.
+
+    width: tokens a request, which sizes WIDTH, and TOKENS if only BATCH is given.
+    """
+    extents: dict[Axis, tuple[int, int]] = {}
+    beside = [BATCH] if TOKENS in declaration.axes else []  # which TOKENS can follow from
+    axes = {axis.name.lower(): axis for axis in (*declaration.axes, *beside)}
+    for text in texts:
+        match = _SIZE.fullmatch(text)
+        if match is None:
+            _refuse("--size", f"expected AXIS=LIVE/PADDED or AXIS=SIZE, as in batch=37/48, got {text!r}")
+        name, live, padded = match.groups()
+        axis = axes.get(name.lower())
+        if axis is None:
+            near = nearest(name, (one.name for one in axes.values()))
+            _refuse("--size", f"{declaration.name} has no axis {name!r}{near}")
+        if axis in extents:
+            _refuse("--size", f"{axis.name} is given twice")
+        extents[axis] = (int(live), int(padded or live))
+    if BATCH in extents and TOKENS in declaration.axes:
+        live, padded = extents[BATCH]
+        extents.setdefault(TOKENS, (live * width, padded * width))
+    if extents and WIDTH in declaration.axes:
+        extents.setdefault(WIDTH, (width, width))
+    return extents
 
 
-def _names(texts: Sequence[str] | None) -> list[str]:
-    """Names with commas between them, or in several options, or both."""
-    return [name for text in texts or () for part in text.split(",") if (name := part.strip())]
-
-
-def _show(explanation: _Explained, form: Format, output: pathlib.Path | None) -> None:
-    if output is None:
-        if form == Format.TABLE:
-            screen().print(tables(explanation))
-        else:
-            typer.echo(_text(explanation, form), nl=False)
-        return
-    try:
-        output.write_text(_text(explanation, form), encoding="utf-8")
-    except OSError as error:
-        fail(f"{output}: cannot be written: {error.strerror or error}")
-    typer.echo(f"written to {output}")
+def _settings_of(texts: Sequence[str]) -> object:
+    """Settings from texts such as `swa`, `swa=false` and `attention.window=128`."""
+    settings = SimpleNamespace()
+    for text in texts:
+        path, _, value = text.partition("=")
+        *outer, last = path.split(".")
+        if not all(part.isidentifier() for part in (*outer, last)):
+            _refuse("--set", f"expected NAME or NAME=VALUE, as in attention.window=128, got {text!r}")
+        holder = settings
+        for part in outer:
+            holder = vars(holder).setdefault(part, SimpleNamespace())
+        try:  # a number, true or false if it reads as one, else the text
+            read = json.loads(value.lower() if value.lower() in ("true", "false") else value or "true")
+        except ValueError:
+            read = value
+        setattr(holder, last, read)
+    return settings
 
 
 def _text(explanation: _Explained, form: Format) -> str:
     """The explanation in one form."""
     if form == Format.JSON:
-        return json.dumps(to_data(explanation), indent=2, allow_nan=False) + "\n"
+        return as_json(explanation)
     if form == Format.MERMAID:
         return diagram(explanation)
     if form == Format.TABLE:
-        paper = io.StringIO()
-        Console(file=paper, width=WIDE, highlight=False).print(tables(explanation))
-        return paper.getvalue()
-    if isinstance(explanation, RunnerExplanation):
-        return html(explanation)
-    message = "a page is made of a runner: name one, or take --format table, mermaid or json"
-    raise typer.BadParameter(message, param_hint="--format")
+        return printed(tables(explanation))
+    if not isinstance(explanation, RunnerExplanation):
+        _refuse("--format", "a page is made of a runner: name one, or take --format table, mermaid or json")
+    return html(explanation)
+
+
+def _refuse(option: str, message: str) -> NoReturn:
+    raise typer.BadParameter(message, param_hint=option)

@@ -2,20 +2,18 @@
 
 import pathlib
 from collections.abc import Iterator
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
-from rich.console import Group, RenderableType
-from rich.text import Text
 
 from ...dataflow.errors import RecordingError
+from ..explained.tables import Table, printable
 from ..recording.files import RecordedFile
 from ..recording.ranks import RecordedRanks
 from ..recording.records import Header, StepRecord
 from ..recording.replaying import ReplayReport, replay_file
-from .failures import FAILED, reported
 from .lookup import captured, find_runner
-from .screen import Form, FormOption, show, table
+from .screen import FAILED, Form, FormOption, reported, show
 
 _File = Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="A file that `slotgraph.record` wrote.")]
 _Target = Annotated[
@@ -23,7 +21,6 @@ _Target = Annotated[
     typer.Argument(metavar="MODULE:RUNNER", help="A module or a .py file, and a runner or a function that makes one."),
 ]
 _Step = Annotated[int | None, typer.Option("--step", metavar="K", help="Run this step alone, by its number.")]
-_NUMBERS: Final = ("step", "bytes", "replays")
 
 
 def replay(file: _File, target: _Target = None, *, step: _Step = None, form: FormOption = Form.TABLE) -> None:
@@ -44,12 +41,12 @@ def replay(file: _File, target: _Target = None, *, step: _Step = None, form: For
         try:
             read = RecordedFile.read(file)
             if target is None:
-                found = read.header if step is None else _only(read, step)
+                found = read.header if step is None else read.steps(step)[0]
             else:
                 found = replay_file(read, captured(find_runner(target, **_given(read))), step)
         except RecordingError as error:
             raise typer.BadParameter(printable(str(error))) from error
-    show(form, found, _shown(found, file))
+    show(form, found, *_shown(found, file))
     if isinstance(found, ReplayReport) and not found.ok:
         raise typer.Exit(FAILED)
 
@@ -60,78 +57,55 @@ def _given(read: RecordedFile) -> dict[str, Any]:
     return {} if ranks is None else {"ranks": RecordedRanks(ranks)}
 
 
-def printable(text: str) -> str:
-    """Text of a file that may hold anything, without what would command a terminal or cannot be printed."""
-    return "".join(one if one.isprintable() or one == "\n" else ascii(one)[1:-1] for one in text)
-
-
-def _only(read: RecordedFile, number: int) -> StepRecord:
-    for step in read.header.steps:
-        if step.number == number:
-            return step
-    known = ", ".join(str(step.number) for step in read.header.steps) or "none"
-    message = f"{read.path.name} has no step {number}: it has {known}"
-    raise RecordingError(message)
-
-
-def _shown(found: Header | StepRecord | ReplayReport, file: pathlib.Path) -> RenderableType:
+def _shown(found: Header | StepRecord | ReplayReport, file: pathlib.Path) -> Iterator[Table]:
     """Tables of what a file holds, of one step, or of steps that were run again."""
     if isinstance(found, Header):
-        return Group(*_holds(found, file))
-    if isinstance(found, ReplayReport):
-        return Group(*_replayed(found))
-    return Group(*_step(found), *([_text(found.raised.traceback)] if found.raised is not None else []))
+        yield from _holds(found, file)
+    elif isinstance(found, ReplayReport):
+        lines = [f"note: {note}" for note in found.notes]
+        lines += [f"step {step.number}: {line}" for step in found.steps for line in step.lines]
+        rows = [
+            {"step": one.number, "path": one.path, "bucket": one.bucket, "result": one.outcome, "why": one.reason}
+            for one in found.steps
+        ]
+        yield Table(f"{found.file} on {found.runner}", rows, "\n".join(lines))
+    else:
+        yield _step(found, traceback=True)
 
 
-def _text(*parts: Any, style: str = "") -> Text:
-    return Text(printable("".join(map(str, parts))), style=style)
-
-
-def _holds(header: Header, file: pathlib.Path) -> Iterator[RenderableType]:
+def _holds(header: Header, file: pathlib.Path) -> Iterator[Table]:
     runner = header.runner
     rank = "" if runner.ranks is None else f", rank {runner.ranks.rank} of {runner.ranks.size}"
-    yield _text(f"{file.name}: {runner.kind} over {runner.inputs} on {runner.backend}{rank}", style="bold")
-    yield _text("recorded with ", ", ".join(f"{name} {version}" for name, version in header.versions))
-    yield from (_text(note) for note in header.notes)
-    made = table("step", "path", "bucket", "live", "absent", "values", "outputs", "replays", "raised", right=_NUMBERS)
-    for step in header.steps:
-        missing, live = len(step.missing()), ", ".join(f"{axis}={rows}" for axis, rows in step.live)
-        values = f"{len(step.slots)}, {missing} without data" if missing else len(step.slots)
-        kept = None if step.outputs is None else len(step.outputs)
-        raised = None if step.raised is None else step.raised.kind
-        cells = (step.path, step.bucket, live, ", ".join(step.absent), values, kept, step.replays, raised)
-        made.add_row(_text(step.number), *(_text("-" if cell in (None, "") else cell) for cell in cells))
-    yield made
+    recorded = ", ".join(f"{name} {version}" for name, version in header.versions)
+    rows = [
+        {
+            "step": step.number,
+            "path": step.path,
+            "bucket": step.bucket,
+            "live": dict(step.live),
+            "absent": step.absent,
+            "values": f"{len(step.slots) - len(step.missing())} of {len(step.slots)}",
+            "outputs": None if step.outputs is None else len(step.outputs),
+            "replays": step.replays,
+            "raised": step.raised and step.raised.kind,
+        }
+        for step in header.steps
+    ]
+    kind, inputs, backend = (runner.facts.get(name) for name in ("kind", "inputs", "backend"))
+    title = f"{file.name}: {kind} over {inputs} on {backend}{rank}"
+    yield Table(title, rows, "\n".join((f"recorded with {recorded}", *header.notes)))
     if header.steps:
-        last = header.steps[-1]
-        yield from _step(last)
-        if last.raised is not None and last.raised.traceback:
-            yield _text(f"where it was raised: --step {last.number}")
+        yield _step(header.steps[-1])
 
 
-def _step(step: StepRecord) -> Iterator[RenderableType]:
+def _step(step: StepRecord, *, traceback: bool = False) -> Table:
     """One step: what the batch brought."""
-    yield _text(f"step {step.number}: {step.reason or 'no decision'}", style="bold")
-    made = table("slot or field", "what it brought")
-    for kind, values in (("", step.slots), ("field ", step.fields)):
-        for value in values:
-            made.add_row(_text(kind, value.name), _text(value))
-    yield made
+    rows = [{"slot or field": one.name, "what it brought": str(one)} for one in (*step.slots, *step.fields)]
+    lines = list(step.notes)
     if step.ranks is not None:
         brought = "; ".join(f"{axis} {', '.join(map(str, rows))}" for axis, rows in step.ranks.live)
-        yield _text(f"ranks brought {brought}; alone, this one: {step.ranks.alone}")
-    yield from (_text(note) for note in step.notes)
+        lines.append(f"ranks brought {brought}; alone, this one: {step.ranks.alone}")
     if step.raised is not None:
-        yield _text(f"it raised {step.raised.kind}: {step.raised.message}")
-
-
-def _replayed(report: ReplayReport) -> Iterator[RenderableType]:
-    yield _text(f"{report.file} on {report.runner}", style="bold")
-    yield from (_text("note: ", note) for note in report.notes)
-    made = table("step", "path", "bucket", "result", "why this path", right=_NUMBERS)
-    for step in report.steps:
-        bucket = "-" if step.bucket is None else step.bucket
-        made.add_row(*map(_text, (step.number, step.path or "-", bucket, step.outcome, step.reason or "-")))
-    yield made
-    for step in report.steps:
-        yield from (_text(f"step {step.number}: {line}") for line in step.lines)
+        lines.append(f"it raised {step.raised.kind}: {step.raised.message}")
+        lines.append(step.raised.traceback if traceback else f"where it was raised: --step {step.number}")
+    return Table(f"step {step.number}: {step.reason or 'no decision'}", rows, "\n".join(lines))

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ...dataflow.capabilities import dtype_from_text
 from ...dataflow.errors import ConfigError, RecordingError
 from ...dataflow.serial import from_data, json_data, to_data
-from .records import FORMAT, Header, Value, plain_from_data
+from .records import FORMAT, Header, StepRecord, plain_from_text
 
 _KEY: Final = "slotgraph"
 MOST_HEADER: Final = 1 << 25
@@ -35,9 +35,9 @@ def check_place(path: str | os.PathLike[str]) -> pathlib.Path:
     """The path of a file that can be written, as far as can be known now. ConfigError says why it cannot."""
     try:
         file = pathlib.Path(path)
-        fault = (
-            "it is a folder" if file.is_dir() else "" if file.suffix == ".safetensors" else "it is no .safetensors file"
-        )
+        fault = "" if file.suffix == ".safetensors" else "it is no .safetensors file"
+        if file.is_dir():
+            fault = "it is a folder"
         if not fault:
             with contextlib.suppress(FileNotFoundError):
                 file.lstat()  # fails if the name is too long
@@ -62,24 +62,20 @@ def write(path: pathlib.Path, header: Header) -> None:
         message = f"{path.name}: {len(text):,} letters of plain data are more than a header takes: keep fewer steps"
         raise RecordingError(message)
     found = {key: one.elements for step in header.steps for key, one in step.values()}
-    tensors = {key: _storable(elements) for key, elements in found.items() if elements is not None}
+    tensors = {
+        key: one if one.dtype in _NATIVE else one.reshape(-1).view(torch.uint8)
+        for key, one in found.items()
+        if one is not None
+    }
     try:
-        handle, name = tempfile.mkstemp(prefix=".slotgraph.", suffix=".part", dir=path.parent)
-        os.close(handle)
-        try:
-            save_file(tensors, name, metadata={_KEY: text})
-            pathlib.Path(name).replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                pathlib.Path(name).unlink()
-            raise
+        with tempfile.TemporaryDirectory(prefix=".slotgraph.", dir=path.parent) as folder:
+            part = pathlib.Path(folder, path.name)
+            part.touch(0o600)
+            save_file(tensors, part, metadata={_KEY: text})
+            part.replace(path)
     except (OSError, SafetensorError) as error:
         message = f"{path.name} cannot be written: {getattr(error, 'strerror', None) or error}"
         raise RecordingError(message) from error
-
-
-def _storable(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype in _NATIVE else tensor.reshape(-1).view(torch.uint8)
 
 
 @attrs.frozen(eq=False)
@@ -95,78 +91,69 @@ class RecordedFile:
 
         A file takes no more memory than its own size and a share of it, whatever it claims to hold.
         """
+        file = pathlib.Path(path)
         try:
-            file = pathlib.Path(path)
-        except TypeError as error:
-            message = f"a recording is read from a path, got {path!r:.100}"
-            raise RecordingError(message) from error
-        try:
-            _check_kind(file)
+            _need(file.is_file() or not file.exists(), "it is no file")  # to open a pipe would wait for its writer
             with safe_open(file, framework="pt", device="cpu") as opened:
                 return cls(file, _header(opened))
         except Exception as error:  # each layer has its own errors for a file that it cannot read
             message = f"{file.name}: it is no recording that can be read: {str(error)[:_LONGEST]}"
             raise RecordingError(message) from error
 
+    def steps(self, only: int | None = None) -> tuple[StepRecord, ...]:
+        """All steps, or the one of a number. RecordingError if there is none."""
+        found = tuple(step for step in self.header.steps if only in (None, step.number))
+        if found:
+            return found
+        known = ", ".join(str(step.number) for step in self.header.steps) or "none"
+        none = "no steps: none was run while it was recorded" if only is None else f"no step {only}: it has {known}"
+        message = f"{self.path.name} has {none}"
+        raise RecordingError(message)
 
-def _check_kind(file: pathlib.Path) -> None:
-    if file.exists() and not file.is_file():  # to open a pipe would wait for its writer
-        message = "it is no file"
-        raise ValueError(message)
+
+def _need(holds: object, fault: str) -> None:
+    """ValueError, unless something holds of a file."""
+    if not holds:
+        raise ValueError(fault)
 
 
 def _header(opened: Any) -> Header:
     """The header with the elements of its values. ValueError, or an error of a library, says what is wrong."""
-    text = (opened.metadata() or {}).get(_KEY)
-    if text is None:
-        message = "it has no steps of slotgraph"
-        raise ValueError(message)
-    if len(text) > MOST_HEADER or text.count("{") > MOST_RECORDS:
-        message = f"its header has more than {MOST_HEADER:,} letters, or more than {MOST_RECORDS:,} records"
-        raise ValueError(message)
+    text = (opened.metadata() or {}).get(_KEY, "")
+    _need(text, "it has no steps of slotgraph")
+    fits = len(text) <= MOST_HEADER and text.count("{") <= MOST_RECORDS
+    _need(fits, f"its header has more than {MOST_HEADER:,} letters, or more than {MOST_RECORDS:,} records")
     data = json_data(text)
     number = data.get("format") if isinstance(data, dict) else None
-    if number != FORMAT:
-        message = f"it has format {number!r:.50}, and this version reads {FORMAT}"
-        raise ValueError(message)
+    _need(number == FORMAT, f"it has format {number!r:.50}, and this version reads {FORMAT}")
     header = from_data(data, Header)
     _check_ranks(header)
     values = [row for step in header.steps for row in step.values()]
-    if len({key for key, _ in values}) < len(values) or len({one.number for one in header.steps}) < len(header.steps):
-        message = "two of its steps, or two values of a step, have the same name"
-        raise ValueError(message)
-    if unlike := {key for key, value in values if value.has_elements} ^ set(opened.keys()):
-        message = f"its steps and its tensors do not both have {min(unlike)!r}"
-        raise ValueError(message)
+    single = len({key for key, _ in values}) == len(values)
+    single &= len({step.number for step in header.steps}) == len(header.steps)
+    _need(single, "two of its steps, or two values of a step, have the same name")
+    unlike = {key for key, value in values if value.has_elements} ^ set(opened.keys())
+    _need(not unlike, f"its steps and its tensors do not both have {min(unlike, default='')!r}")
     for key, value in values:
-        plain_from_data(value.value)
+        if value.kind == "plain" and not value.why:
+            plain_from_text(value.data)
         if value.has_elements:
-            value.elements = _elements(opened.get_tensor(key), key, value)
+            stored, dtype = opened.get_tensor(key), dtype_from_text(value.dtype)
+            is_native = dtype in _NATIVE
+            value.elements = stored if is_native else stored.clone().view(dtype).view(value.shape)
+            fits = stored.dtype == (dtype if is_native else torch.uint8) and value.elements.shape == value.shape
+            _need(fits, f"{key!r} holds {stored.dtype} {list(stored.shape)}, and its header says {value}")
     return header
-
-
-def _elements(stored: torch.Tensor, key: str, value: Value) -> torch.Tensor:
-    """A tensor of the file, of the dtype and shape that the header says."""
-    dtype = dtype_from_text(value.dtype)
-    is_native = dtype in _NATIVE
-    found = stored if is_native else stored.clone().view(dtype).view(value.shape)
-    if stored.dtype != (dtype if is_native else torch.uint8) or found.shape != value.shape:
-        message = f"{key!r} holds {stored.dtype} {list(stored.shape)}, and its header says {value}"
-        raise ValueError(message)
-    return found
 
 
 def _check_ranks(header: Header) -> None:
     ranks = header.runner.ranks
     size = 0 if ranks is None else ranks.size
-    if ranks is not None and not (0 <= ranks.rank < size <= MOST_RANKS and ranks.shards > 0):
-        message = f"there is no rank {ranks.rank} of {size} with {ranks.shards} shards"
-        raise ValueError(message)
+    if ranks is not None:
+        known = 0 <= ranks.rank < size <= MOST_RANKS and ranks.shards > 0
+        _need(known, f"there is no rank {ranks.rank} of {size} with {ranks.shards} shards")
     for step in header.steps:
-        told = step.ranks
-        rows = [] if told is None else [one for _, one in told.live]
-        forced = None if told is None else told.forced
-        fits = all(len(one) == size and min(one) >= 0 for one in rows) and (forced is None or 0 <= forced < size)
-        if told is not None and not (size and fits):
-            message = f"step {step.number}: its ranks are not the {size} that its runner had"
-            raise ValueError(message)
+        if step.ranks is not None:
+            forced = 0 if step.ranks.forced is None else step.ranks.forced
+            fits = all(len(rows) == size and min(rows) >= 0 for _, rows in step.ranks.live) and 0 <= forced < size
+            _need(fits, f"step {step.number}: its ranks are not the {size} that its runner had")

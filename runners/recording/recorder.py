@@ -1,251 +1,121 @@
 """Recordings: the last steps of a runner are kept as they come, and written to a file when one of them fails."""
 
 import collections
-import math
 import os
 import pathlib
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any, Final, Self, final
 
-import numpy as np
+import attrs
 import torch
 
-from ...backends.base import HOST, Backend
-from ...dataflow.capabilities import dtype_text
+from ...backends.base import HOST
 from ...dataflow.errors import ConfigError
-from ...dataflow.hostdata import array_dtype
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Slot, Staged
 from ...dataflow.sources import Side, look_up
-from ..check.comparison import live_part
-from ..outputs import map_tensors
+from ..arguments import checked, refuse
+from ..check.comparison import live_part, named
 from ..parts import Parts
 from ..runner import Runner
 from ..watching import Watcher
 from .files import check_place, write
-from .records import (
-    DEPTH,
-    FORMAT,
-    LIST_DIMS,
-    Header,
-    NotPlainError,
-    Raised,
-    RunnerRecord,
-    StepRanks,
-    StepRecord,
-    Value,
-    ValueKind,
-    plain_to_data,
-    versions,
-)
+from .records import Header, Raised, RunnerRecord, StepRanks, StepRecord, Value, versions
 
 _LONGEST: Final = 4000
 """The letters of an error that are kept."""
-_WORD: Final = 8
-"""The bytes of a number in a list."""
-_NUMBERS: Final = {int: torch.int64, float: torch.float64, bool: torch.bool}
-Named = Iterable[tuple[str, Any]]
 
 
-class Window:
-    """The last steps, within a number of bytes. The oldest steps go first.
+@final
+class Recording(Watcher):
+    """The recording of a runner's steps, from the moment `record` makes it until `close` or the end of its `with`.
 
     Values on the device are copied in the order of the stream, into pinned memory, and nobody waits for them. So a copy
     is what the step found, and copies that were made before a device failed can be read after it did.
     """
 
-    def __init__(self, backend: Backend, last: int, most: int) -> None:
-        self._backend = backend
-        self._most = most
-        self._one: torch.Tensor | None = None
-        self.steps: collections.deque[StepRecord] = collections.deque(maxlen=last)
-        self.fault = ""  # why the device makes no more copies
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that are kept now."""
-        return sum(step.nbytes for step in self.steps)
-
-    def take(self, step: StepRecord, named: Named) -> tuple[Value, ...]:
-        """Values for the step that came last, copied where there is room for them. Without room, only their sizes."""
-        values = tuple(self.find(name, source) for name, source in named)
-        needed = step.nbytes + sum(value.nbytes for value in values)
-        if needed > self._most:
-            why = f"{needed:,} bytes are more than the {self._most:,} that max_bytes allows"
-            _note(step, f"only sizes are kept: {why}")
-            return _lost(values, why)
-        while self.nbytes - step.nbytes + needed > self._most:
-            self.steps.popleft()
-        try:
-            with torch.no_grad(), torch.inference_mode(mode=False):
-                self._copy(values)
-        except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
-            self._fail(error)
-            return _lost(values, f"the device failed: {self.fault}")
-        return values
-
-    def find(self, name: str, source: Any) -> Value:
-        """What a source is. A tensor is not copied yet. Never raises."""
-        try:
-            if isinstance(source, torch.Tensor):
-                return self._described(name, "tensor", source)
-            if isinstance(source, np.ndarray):
-                return self._described(name, "array", _array(source))
-            numbers = _numbers_in(source, self._most) if isinstance(source, list | tuple) else None
-            if numbers is not None:
-                return self._described(name, "list" if isinstance(source, list) else "tuple", numbers)
-            value = Value(name=name, kind="plain", value=plain_to_data(source))
-            value.nbytes = len(repr(value.value))
-        except NotPlainError as error:
-            return Value(name=name, kind="other", why=str(error))
-        except Exception as error:  # noqa: BLE001 - a source may be anything, and a recording must not end a step
-            return Value(name=name, kind="other", why=f"{type(error).__name__}: {error}"[:300])
-        return value
-
-    def _described(self, name: str, kind: ValueKind, tensor: torch.Tensor) -> Value:
-        if kind == "tensor" and (tensor.is_meta or tensor.layout != torch.strided):
-            message = f"a {'meta' if tensor.is_meta else tensor.layout} tensor of shape {list(tensor.shape)}"
-            raise NotPlainError(message)
-        value = Value(name=name, kind=kind, dtype=dtype_text(tensor.dtype), shape=tuple(tensor.shape))
-        value.where = "device" if kind == "tensor" and tensor.device.type == self._backend.device.type else "host"
-        value.dense = tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-        value.elements, value.nbytes = tensor, tensor.numel() * tensor.element_size()
-        return value
-
-    def _copy(self, values: Iterable[Value]) -> None:
-        flag: torch.Tensor | None = None
-        sources = [(value, value.elements) for value in values if value.kind == "tensor"]
-        for value, source in sources:
-            value.elements = None if source is None else self._copied(source)
-        for value in (value for value, source in sources if source is not None and not source.is_cpu):
-            if self._one is None:
-                self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
-            if flag is None:
-                flag = self._backend.empty((1,), torch.uint8, HOST).zero_().copy_(self._one, non_blocking=True)
-            value.arrived = flag
-
-    def _copied(self, source: torch.Tensor) -> torch.Tensor:
-        if source.is_cpu:
-            return source.clone(memory_format=torch.contiguous_format).resolve_neg().resolve_conj()
-        return self._backend.empty(tuple(source.shape), source.dtype, HOST).copy_(source, non_blocking=True)
-
-    def settle(self) -> None:
-        """Wait for the device. If it has failed, give up the copies that it did not make before."""
-        waiting = [value for step in self.steps for _, value in step.values() if value.arrived is not None]
-        if waiting:
-            try:
-                self._backend.synchronize()
-            except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
-                self._fail(error)
-        for value in waiting:
-            if not value.arrived:
-                value.lose(f"the device failed before it was copied: {self.fault}")
-            value.arrived = None
-
-    def _fail(self, error: Exception) -> None:
-        self.fault = f"{type(error).__name__}: {error}"[:_LONGEST]
-
-
-def _note(step: StepRecord, text: str) -> None:
-    step.notes = (*step.notes, text[:_LONGEST])
-
-
-def _lost(values: tuple[Value, ...], why: str) -> tuple[Value, ...]:
-    for value in values:
-        if value.kind != "other":
-            value.lose(why)
-    return values
-
-
-def _array(source: "np.ndarray[Any, Any]") -> torch.Tensor:
-    """A copy of an array."""
-    if array_dtype(source) is None:
-        message = f"an array of {source.dtype}, which torch has no dtype for"
-        raise NotPlainError(message)
-    return torch.from_numpy(np.array(source, order="C"))
-
-
-def _numbers_in(source: Sequence[Any], most: int) -> torch.Tensor | None:
-    """A tensor of nested lists of one kind of number and one shape. None of all else, which may be plain data.
-
-    Lists that would take more bytes than are kept are not looked through: they give a tensor without memory.
-    """
-    row: Any = source
-    lengths: list[int] = []
-    while isinstance(row, list | tuple) and row and len(lengths) <= DEPTH:
-        lengths.append(len(row))
-        row = row[0]
-    if _WORD * math.prod(lengths) > most:
-        return torch.empty(lengths, dtype=torch.int64, device="meta")
-    shape, flat = [len(source)], list(source)
-    while flat and all(type(one) is list for one in flat) and len({len(one) for one in flat}) == 1:
-        shape.append(len(flat[0]))
-        flat = [one for row in flat for one in row]
-    kinds = set(map(type, flat))
-    if len(kinds) != 1 or len(shape) > LIST_DIMS or (dtype := _NUMBERS.get(kinds.pop())) is None:
-        return None
-    try:
-        return torch.tensor(flat, dtype=dtype, device="cpu").view(shape)
-    except (OverflowError, RuntimeError):  # a number beyond int64, which plain data holds
-        return None
-
-
-@final
-class Recording(Watcher):
-    """The recording of a runner's steps, from the moment `record` makes it until `close` or the end of its `with`."""
-
     def __init__(
-        self, runner: Runner[Any], path: pathlib.Path, window: Window, *, outputs: bool, staged: dict[str, Slot]
+        self, runner: Runner[Any], path: pathlib.Path, last: int, most: int, *, outputs: bool, staged: dict[str, Slot]
     ) -> None:
         self.path = path
+        self.steps: collections.deque[StepRecord] = collections.deque(maxlen=last)
         self._runner = runner
-        self._window = window
+        self._backend = runner.parts.stage.backend
+        self._most = most
         self._outputs = outputs
         self._staged = staged
-        declaration = runner.parts.stage.declaration
-        found = ((name, slot.reads(name)) for name, slot in declaration.slots.items())
-        self._sources = [(name, source) for name, source in found if source is not None]
-        self._fields = _fields_of(runner.parts)
-        self._axes = [axis.name for axis in declaration.varying]
-        self._ranks, self._agreed = declaration.ranks, runner.agreed
+        self._declaration = runner.parts.stage.declaration
+        self._agreed = runner.agreed
         self._count = 0
+        self._one: torch.Tensor | None = None
+        self._fault = ""  # why the device makes no more copies
         self._is_last_word = False  # the device has failed, and the file says so
         runner.watch.add(self)
 
     @property
     def nbytes(self) -> int:
         """The bytes of values that are kept now."""
-        return self._window.nbytes
+        return sum(step.nbytes for step in self.steps)
 
     @property
     def _step(self) -> StepRecord | None:
         """The step that came last, while the device makes copies."""
-        return self._window.steps[-1] if self._window.steps and not self._window.fault else None
+        return self.steps[-1] if self.steps and not self._fault else None
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """Copy what the batch brings, on the stream that the step will run on."""
-        if not self._window.fault:
-            step = StepRecord(number=self._count)
-            self._count += 1
-            self._agreed = self._runner.agreed
-            self._window.steps.append(step)
-            self._decide(step, batch, side)
-            self._look(step, batch, side)
+        """Keep what the batch brings, copied on the stream that the step will run on, and the runner's decision.
+
+        The step itself says what is wrong with a batch.
+        """
+        if self._fault:
+            return
+        step, parts = StepRecord(number=self._count), self._runner.parts
+        self._count += 1
+        self._agreed = self._runner.agreed
+        self.steps.append(step)
+        try:
+            axes = [axis.name for axis in self._declaration.varying]
+            step.live = tuple(zip(axes, parts.size(batch, side), strict=False))  # the leading axis once more at the end
+            decision = self._runner.decide(batch, **side)
+            step.path, step.bucket, step.reason = decision.path, decision.bucket, decision.reason
+        except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
+            step.reason = f"{type(error).__name__}: {error}"[:_LONGEST]
+        try:
+            sources = ((name, slot.reads(name)) for name, slot in self._declaration.slots.items())
+            slots = [(name, source.read(batch, side)) for name, source in sources if source is not None]
+            fields = [(name, look_up(batch, name)) for name in _fields_of(parts)]
+        except Exception as error:  # noqa: BLE001 - as above
+            step.note(f"the batch could not be read: {type(error).__name__}: {error}"[:_LONGEST])
+            return
+        step.absent = tuple(name for name, value in slots if value is None)
+        step.slots = self._take(step, slots)
+        step.fields = self._take(step, fields)
 
     def filled(self, view: Inputs) -> None:
         """Keep what the ranks agreed on."""
         del view
         self._note_ranks()
 
+    def _note_ranks(self) -> None:
+        """Keep what the ranks told each other, and what they agreed on as the step's decision."""
+        ranks, step = self._declaration.ranks, self._step
+        if ranks is None or step is None or step.ranks is not None:
+            return
+        live = tuple((axis.name, ranks.live(axis)) for axis in dict.fromkeys(self._runner.parts.coordinator.axes))
+        agreed = None if ranks.quiet else self._runner.agreed
+        step.ranks = StepRanks(live=live, alone=step.reason)
+        if agreed is not None:
+            step.ranks = attrs.evolve(step.ranks, forced=agreed.rank, why=agreed.why)
+            step.path, step.bucket, step.reason = agreed.path, agreed.bucket, agreed.reason
+
     def before_replay(self, view: Inputs) -> None:
         """Copy what producers have written."""
         info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
         if self._staged and info is not None and (step := self._step) is not None:
             step.staged = ()  # of the run before
-            values = vars(view)
-            rows = ((name, live_part(slot, values[name], info.step)) for name, slot in self._staged.items())
-            step.staged = self._window.take(step, rows)
+            rows = ((name, live_part(slot, vars(view)[name], info.step)) for name, slot in self._staged.items())
+            step.staged = self._take(step, rows)
 
     def replayed(self, view: Inputs, outputs: Any) -> Any:
         """Count the run, and copy what it returned if that was asked for."""
@@ -254,14 +124,14 @@ class Recording(Watcher):
             step.replays += 1
             if self._outputs:
                 step.outputs = None  # of the run before
-                step.outputs = self._window.take(step, _leaves_of(outputs))
+                step.outputs = self._take(step, ((f"outputs{place}", one) for place, one in named(outputs)))
         return outputs
 
     def failed(self, error: BaseException) -> None:
         """Write the file, and say so in a note of the error."""
-        if not self._window.steps or self._is_last_word:
+        if not self.steps or self._is_last_word:
             return
-        step = self._window.steps[-1]
+        step = self.steps[-1]
         if self._runner.agreed is not self._agreed:  # the ranks agreed before it failed
             self._note_ranks()
         lines = "".join(traceback.format_tb(error.__traceback__))
@@ -281,13 +151,11 @@ class Recording(Watcher):
         Raises:
             RecordingError: The file cannot be written, or would hold too much.
         """
-        window = self._window
-        window.settle()
-        notes = (f"the device failed: {window.fault}",) if window.fault else ()
-        runner = RunnerRecord.of(self._runner.parts)
-        header = Header(format=FORMAT, versions=versions(), runner=runner, steps=tuple(window.steps), notes=notes)
-        write(self.path, header)
-        self._is_last_word = bool(window.fault)
+        self._settle()
+        runner, notes = RunnerRecord.of(self._runner.parts), (f"the device failed: {self._fault}",)
+        known = notes if self._fault else ()
+        write(self.path, Header(versions=versions(), runner=runner, steps=tuple(self.steps), notes=known))
+        self._is_last_word = bool(self._fault)
         return self.path
 
     def close(self) -> None:
@@ -310,60 +178,69 @@ class Recording(Watcher):
                 raise
             error.add_note(f"slotgraph: the last steps could not be recorded: {fault}")
 
-    def _decide(self, step: StepRecord, batch: Any, side: Side) -> None:
-        """Keep a batch's sizes and the runner's decision. The step itself says what is wrong with a batch."""
-        try:
-            sizes = self._runner.parts.size(batch, side)
-            step.live = tuple(zip(self._axes, sizes, strict=False))  # the leading axis comes once more at the end
-            decision = self._runner.decide(batch, **side)
-        except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
-            step.reason = f"{type(error).__name__}: {error}"[:_LONGEST]
+    def _take(self, step: StepRecord, sources: Iterable[tuple[str, Any]]) -> tuple[Value, ...]:
+        """Values for the step that came last, copied if there is room for them. Without room, only their sizes.
+
+        The oldest steps make room.
+        """
+        device = self._backend.device
+        values = tuple(Value.of(name, source, device) for name, source in sources if source is not None)
+        needed, why = step.nbytes + sum(value.nbytes for value in values), ""
+        if needed > self._most:
+            why = f"{needed:,} bytes are more than the {self._most:,} that max_bytes allows"
+            step.note(f"only sizes are kept: {why}")
         else:
-            step.path, step.bucket, step.reason = decision.path, decision.bucket, decision.reason
+            while self.nbytes - step.nbytes + needed > self._most:
+                self.steps.popleft()
+            try:
+                with torch.no_grad(), torch.inference_mode(mode=False):
+                    self._copy([value for value in values if value.kind == "tensor"])
+            except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
+                self._fault = f"{type(error).__name__}: {error}"[:_LONGEST]
+                why = f"the device failed: {self._fault}"
+        if why:
+            for value in values:
+                value.lose(why)
+        return values
 
-    def _look(self, step: StepRecord, batch: Any, side: Side) -> None:
-        """Keep what a batch brings."""
-        try:
-            found = [(name, source.read(batch, side)) for name, source in self._sources]
-            fields = [(name, look_up(batch, name)) for name in self._fields]
-        except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
-            _note(step, f"the batch could not be read: {type(error).__name__}: {error}")
-            return
-        step.absent = tuple(name for name, value in found if value is None)
-        step.slots = self._window.take(step, [row for row in found if row[1] is not None])
-        step.fields = self._window.take(step, [row for row in fields if row[1] is not None])
+    def _copy(self, values: Iterable[Value]) -> None:
+        """Copy tensors. Behind all of those on the device a flag is copied, which tells whether it got to them."""
+        flag: torch.Tensor | None = None
+        for value in values:
+            if (source := value.elements) is None:
+                continue
+            value.elements = self._copied(source)
+            if not source.is_cpu:
+                flag = self._backend.empty((1,), torch.uint8, HOST).zero_() if flag is None else flag
+                value.arrived = flag
+        if flag is not None:
+            if self._one is None:
+                self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
+            flag.copy_(self._one, non_blocking=True)
 
-    def _note_ranks(self) -> None:
-        """Keep what the ranks told each other, and what they agreed on as the step's decision."""
-        ranks, step = self._ranks, self._step
-        if ranks is None or step is None or step.ranks is not None:
-            return
-        live = tuple((axis.name, ranks.live(axis)) for axis in dict.fromkeys(self._runner.parts.coordinator.axes))
-        agreed = None if ranks.quiet else self._runner.agreed
-        if agreed is None:
-            step.ranks = StepRanks(live=live, alone=step.reason)
-            return
-        step.ranks = StepRanks(live=live, forced=agreed.rank, why=agreed.why, alone=step.reason)
-        step.path, step.bucket, step.reason = agreed.path, agreed.bucket, agreed.reason
+    def _copied(self, source: torch.Tensor) -> torch.Tensor:
+        if source.is_cpu:
+            return source.clone(memory_format=torch.contiguous_format).resolve_neg().resolve_conj()
+        return self._backend.empty(tuple(source.shape), source.dtype, HOST).copy_(source, non_blocking=True)
+
+    def _settle(self) -> None:
+        """Wait for the device. If it has failed, give up the copies that it did not make before."""
+        waiting = [value for step in self.steps for _, value in step.values() if value.arrived is not None]
+        if waiting:
+            try:
+                self._backend.synchronize()
+            except Exception as error:  # noqa: BLE001 - a device that has failed says so in many ways
+                self._fault = f"{type(error).__name__}: {error}"[:_LONGEST]
+        for value in waiting:
+            if not value.arrived:
+                value.lose(f"the device failed before it was copied: {self._fault}")
+            value.arrived = None
 
 
 def _fields_of(parts: Parts[Any]) -> list[str]:
     """Fields, and slots that a batch may carry to an eager step."""
-    own = parts.stage.declaration
-    carried = [name for name in parts.eager.stage.declaration.fields if name not in own.fields]
-    return [*own.fields, *(name for name in carried if own.slots[name].reads(name) is None)]
-
-
-def _leaves_of(outputs: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of what a step returned, by number, in the order in which `map_tensors` finds them."""
-    found: list[tuple[str, torch.Tensor]] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:  # an outputs class may refuse anything but a tensor
-        found.append((str(len(found)), tensor))
-        return tensor
-
-    map_tensors(outputs, note)
-    return found
+    own, carried = parts.stage.declaration, parts.eager.stage.declaration.fields
+    return [*own.fields, *(name for name in carried if name in own.slots and own.slots[name].reads(name) is None)]
 
 
 def record(
@@ -393,14 +270,13 @@ def record(
     """
     place = check_place(path)
     for name, value in (("last", last), ("max_bytes", max_bytes)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            message = f"{name}= is a whole number of at least 1, got {value!r}"
-            raise ConfigError(message)
+        if checked(name, "a whole number, at least 1", value, int) < 1:
+            refuse(name, "a whole number, at least 1", value)
     stage = runner.parts.stage
     slots = stage.declaration.slots
     for name in staged:
         if not isinstance(slots.get(name), Staged):
             message = f"staged= names {name!r}, which is no staged slot of {stage.declaration.name}"
             raise ConfigError(message)
-    window = Window(stage.backend, last, max_bytes)
-    return Recording(runner, place, window, outputs=outputs, staged={name: slots[name] for name in staged})
+    kept = {name: slots[name] for name in staged}
+    return Recording(runner, place, last, max_bytes, outputs=outputs, staged=kept)

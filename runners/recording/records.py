@@ -1,73 +1,105 @@
 """What a recorded file says: its steps and their values, the runner and its declaration, as records and plain data."""
 
 import importlib.metadata
-import math
+import json
 import platform
 import reprlib
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import attrs
 import numpy as np
 import torch
 
-from ...dataflow.capabilities import Role, dtype_text
+from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
+from ...dataflow.explain import explain_declaration
+from ...dataflow.hostdata import array_dtype
 from ..decision import Why
 from ..parts import Parts
 from ..ranks.group import Ranks
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """The number of this format. A file of another number is refused."""
-MOST: Final = 1 << 16
+MOST: Final = 1 << 20
 """The values, and the letters of their text, that one piece of plain data may have."""
 DEPTH: Final = 32
 """How deep plain data may be nested."""
 _BITS: Final = 1 << 13
 """The bits of an integer that is kept: Python does not read longer ones from text."""
-LIST_DIMS: Final = 4
-"""The dims of nested lists that are kept as a tensor: more would hold far more lists than numbers."""
-
-ValueKind: TypeAlias = Literal["tensor", "array", "list", "tuple", "plain", "other"]
-Part: TypeAlias = Literal["slots", "fields", "staged", "outputs"]
-PARTS: Final[tuple[Part, ...]] = ("slots", "fields", "staged", "outputs")
+_WHY: Final = 300
+"""The letters of why a value is not kept."""
+_FACTS: Final = ("tail", "source", "function", "optional")
+_PARTS: Final = ("slots", "fields", "staged", "outputs")
 
 
 @attrs.define(kw_only=True)
 class Value:
-    """One value of a step. A tensor, an array, and nested lists of numbers have their elements in a tensor of the file.
+    """One value of a step. A tensor or an array has its elements in a tensor of the file.
 
     Fields without an `init` are not in the file's header.
     """
 
     name: str
-    kind: ValueKind  # "plain" has its data in `value`, "other" cannot be kept
+    kind: Literal["tensor", "array", "plain", "other"]  # "other" cannot be kept
     dtype: str = ""
     shape: tuple[int, ...] = ()
     where: Literal["device", "host"] = "host"  # of a tensor
     dense: bool = True  # whether a tensor was contiguous
-    value: Any = None
+    data: str = ""  # of plain data
     why: str = ""  # why the file does not have the value
     elements: torch.Tensor | None = attrs.field(default=None, init=False, eq=False, repr=False)
     nbytes: int = attrs.field(default=0, init=False, eq=False)  # of memory, while it is kept
     arrived: torch.Tensor | None = attrs.field(default=None, init=False, eq=False)  # set once the device has copied it
 
+    @classmethod
+    def of(cls, name: str, source: Any, device: torch.device) -> "Value":
+        """What a source is, for a recording on a device. A tensor is not copied yet. Never raises."""
+        try:
+            return cls._found(name, source, device)
+        except NotPlainError as error:
+            why = str(error)
+        except Exception as error:  # noqa: BLE001 - a source may be anything, and a recording must not end a step
+            why = f"{type(error).__name__}: {error}"
+        return cls(name=name, kind="other", why=why[:_WHY])
+
+    @classmethod
+    def _found(cls, name: str, source: Any, device: torch.device) -> "Value":
+        if isinstance(source, torch.Tensor):
+            if source.is_meta or source.layout != torch.strided:
+                message = f"a {'meta' if source.is_meta else source.layout} tensor of shape {list(source.shape)}"
+                raise NotPlainError(message)
+            found, tensor = cls(name=name, kind="tensor"), source
+            found.where = "device" if source.device.type == device.type else "host"
+            found.dense = source.is_contiguous() and not source.is_neg() and not source.is_conj()
+        elif isinstance(source, np.ndarray):
+            if array_dtype(source) is None:
+                message = f"an array of {source.dtype}, which torch has no dtype for"
+                raise NotPlainError(message)
+            found, tensor = cls(name=name, kind="array"), torch.from_numpy(np.array(source, order="C"))
+        else:
+            found = cls(name=name, kind="plain", data=plain_to_text(source))
+            found.nbytes = len(found.data)
+            return found
+        found.dtype, found.shape, found.elements = dtype_text(tensor.dtype), tuple(tensor.shape), tensor
+        found.nbytes = tensor.numel() * tensor.element_size()
+        return found
+
     @property
     def has_elements(self) -> bool:
         """Whether its elements are a tensor of the file."""
-        return not self.why and self.kind not in ("plain", "other")
+        return not self.why and self.kind in ("tensor", "array")
 
     def lose(self, why: str) -> None:
         """Keep nothing of it but what it was."""
-        self.value, self.elements, self.nbytes, self.why = None, None, 0, why
+        if self.kind != "other":
+            self.data, self.elements, self.nbytes, self.why = "", None, 0, why
 
     def __str__(self) -> str:
         """What it is, in a word or two."""
         if self.kind == "other":
             return self.why
-        what = (
-            "plain data" if self.kind == "plain" else f"{self.dtype} [{', '.join(map(str, self.shape))}], {self.kind}"
-        )
+        what = "plain data" if self.kind == "plain" else f"{self.dtype} {[*self.shape]}, {self.kind}"
         place = " on the device" if self.where == "device" else ""
         return f"{what}{place}; not kept: {self.why}" if self.why else what + place
 
@@ -89,13 +121,6 @@ class RanksRecord:
     size: int
     equal: bool
     shards: int
-
-    @classmethod
-    def of(cls, ranks: Ranks | None) -> "RanksRecord | None":
-        """A runner's ranks, if it has any."""
-        if ranks is None:
-            return None
-        return cls(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
 
     def __str__(self) -> str:
         """The ranks in a sentence."""
@@ -134,12 +159,16 @@ class StepRecord:
 
     def values(self) -> Iterator[tuple[str, Value]]:
         """All values, each with the name of its elements in the file."""
-        return ((f"{self.number}.{part}.{one.name}", one) for part in PARTS for one in getattr(self, part) or ())
+        return ((f"{self.number}.{part}.{one.name}", one) for part in _PARTS for one in getattr(self, part) or ())
 
     @property
     def nbytes(self) -> int:
         """How much memory its values take."""
         return sum(value.nbytes for _, value in self.values())
+
+    def note(self, text: str) -> None:
+        """Say what is missing from the file."""
+        self.notes = (*self.notes, text)
 
     def missing(self) -> list[str]:
         """The inputs that the file does not have, a line each. Without them the step cannot run."""
@@ -148,65 +177,52 @@ class StepRecord:
 
 @attrs.frozen(kw_only=True)
 class RunnerRecord:
-    """The runner that was recorded: its name, its declaration's, its backend's, and more facts in text, by subject."""
+    """The runner that was recorded: facts in text, by subject."""
 
-    kind: str
-    inputs: str
-    backend: str
     facts: dict[str, str]
     ranks: RanksRecord | None = None
 
     @classmethod
     def of(cls, parts: Parts[Any]) -> "RunnerRecord":
         """A runner as it is now."""
-        stage, graphs = parts.stage, parts.graphs
-        declaration = stage.declaration
-        ranks = RanksRecord.of(declaration.ranks)
+        stage, declaration, config = parts.stage, parts.stage.declaration, parts.config.as_data()
+        ranks: Ranks | None = declaration.ranks
+        record = None
+        if ranks is not None:
+            record = RanksRecord(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
         facts = {
-            "lowering": "" if graphs is None else graphs.filler.lowering,
+            "kind": parts.name,
+            "inputs": declaration.name,
+            "backend": stage.backend.name,
+            "lowering": "" if parts.graphs is None else parts.graphs.filler.lowering,
             "buckets": ", ".join(map(str, sorted(parts.sizes))),
             "disabled": ", ".join(declaration.disabled),
             "fields": ", ".join(declaration.fields),
-            "ranks": str(ranks or ""),
+            "ranks": str(record or ""),
         }
-        facts |= {f"config {name!r}": _text_of(value) for name, value in parts.config.as_data().items()}
-        facts |= {f"settings {name!r}": _text_of(value) for name, value in _named_in(declaration.settings).items()}
+        for what, given in (("config", config), ("settings", _named_in(declaration.settings))):
+            found = (Value.of(name, value, stage.backend.device) for name, value in given.items())
+            facts |= {f"{what} {one.name!r}": one.why or one.data for one in found}
         facts |= {f"size of {axis}": str(size) for axis, size in stage.sizes.items() if axis.fixed}
-        for name, slot in declaration.slots.items():
-            source, rule, compute = slot.reads(name), slot.rule(), slot.computes()
-            dtype = f"{slot.dtype.name} (role)" if isinstance(slot.dtype, Role) else dtype_text(slot.dtype)
-            facts |= {
-                f"slot {name!r}": f"{slot.kind} {dtype} [{', '.join(map(str, slot.shape))}] on {slot.placement}",
-                f"slot {name!r}: tail": str(rule or ""),
-                f"slot {name!r}: source": str(source or (compute.name if compute is not None else "")),
-                f"slot {name!r}: optional": str(slot.optional),
-            }
-        return cls(kind=parts.name, inputs=declaration.name, backend=stage.backend.name, facts=facts, ranks=ranks)
+        for slot in explain_declaration(declaration, stage.backend.capabilities, stage.backend.name).slots:
+            dtype, shape = slot.role or slot.dtype, ", ".join(slot.shape)
+            facts[f"slot {slot.name!r}"] = f"{slot.kind} {dtype} [{shape}] on {slot.placement}"
+            facts |= {f"slot {slot.name!r}: {fact}": str(getattr(slot, fact) or "") for fact in _FACTS}
+        return cls(facts=facts, ranks=record)
 
 
 def _named_in(settings: Any) -> Mapping[str, Any]:
     """Settings by name: those of a mapping, or of an object's fields or attributes."""
     if isinstance(settings, Mapping):
         return settings
-    if attrs.has(type(settings)):
-        return attrs.asdict(settings, recurse=False)
-    return getattr(settings, "__dict__", {})
-
-
-def _text_of(value: Any) -> str:
-    """Plain data as Python writes it. Of anything else only the type: its text may hold an address."""
-    try:
-        plain_to_data(value)
-    except NotPlainError as error:
-        return f"left out: {error}"
-    return repr(value)
+    return attrs.asdict(settings, recurse=False) if attrs.has(type(settings)) else getattr(settings, "__dict__", {})
 
 
 @attrs.frozen(kw_only=True)
 class Header:
     """All that a file says beside the elements of its values."""
 
-    format: int
+    format: int = FORMAT
     versions: tuple[tuple[str, str], ...]
     runner: RunnerRecord
     steps: tuple[StepRecord, ...]
@@ -232,18 +248,17 @@ class NotPlainError(TypeError):
     """A value is not plain data. The message says what it is."""
 
 
-def plain_to_data(value: Any, room: list[int] | None = None, depth: int = DEPTH) -> Any:
-    """None, bools, numbers, text, and lists, tuples and dicts of them, in JSON's words.
-
-    Args:
-        value: Anything.
-        room: The number of values and letters that it may still have.
-        depth: How deep it may still be nested.
+def plain_to_text(value: Any) -> str:
+    """None, bools, numbers, text, and lists, tuples and dicts of them, as JSON, in which NaN and infinity stand.
 
     Raises:
         NotPlainError: It is anything else, or too large or too deep.
     """
-    room = [MOST] if room is None else room
+    return json.dumps(_tagged(value, [MOST], DEPTH))
+
+
+def _tagged(value: Any, room: list[int], depth: int) -> Any:
+    """Plain data in JSON's words. room: the number of values and letters, and depth: the levels, that it may have."""
     if isinstance(value, np.generic):
         value = value.item()
     kind = type(value)
@@ -252,32 +267,33 @@ def plain_to_data(value: Any, room: list[int] | None = None, depth: int = DEPTH)
         message = f"more than {MOST:,} values and letters" if depth else f"more than {DEPTH} levels deep"
         raise NotPlainError(message)
     if kind in (list, tuple):
-        inner = [plain_to_data(one, room, depth - 1) for one in value]
+        if len(value) < room[0] and set(map(type, value)) == {int} and max(map(int.bit_length, value)) < _BITS:
+            room[0] -= len(value)  # at once, since batches have long lists of integers
+            inner = list(value)
+        else:
+            inner = [_tagged(one, room, depth - 1) for one in value]
         return inner if kind is list else {"tuple": inner}
-    if kind is dict and all(type(name) is str for name in value):
-        room[0] -= sum(map(len, value))
-        return {"dict": {name: plain_to_data(one, room, depth - 1) for name, one in value.items()}}
-    if kind is float and not math.isfinite(value):
-        return {"float": str(value)}
+    if kind is dict:
+        return {"dict": [[_tagged(one, room, depth - 1) for one in item] for item in value.items()]}
     if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() < _BITS):
         return value
-    what = {int: "an integer with too many digits", dict: "a dict with keys that are no text"}
-    message = what.get(kind, f"{kind.__module__}.{kind.__qualname__}")
+    message = "an integer with too many digits" if kind is int else f"{kind.__module__}.{kind.__qualname__}"
     raise NotPlainError(message)
 
 
-def plain_from_data(data: Any, depth: int = DEPTH) -> Any:
-    """What `plain_to_data` was given. RecordingError if it never writes such data."""
+def plain_from_text(text: str) -> Any:
+    """What `plain_to_text` was given. RecordingError if it never writes such text."""
+    try:
+        return json.loads(text, object_hook=_untagged)
+    except (ValueError, TypeError, RecursionError) as error:
+        message = f"plain data is nested too deeply, or has words that no recording has: {error!s:.200}"
+        raise RecordingError(message) from error
+
+
+def _untagged(data: dict[str, Any]) -> Any:
     match data:
-        case list() if depth:
-            return [plain_from_data(one, depth - 1) for one in data]
-        case {"tuple": list(inner), **rest} if depth and not rest:
-            return tuple(plain_from_data(one, depth - 1) for one in inner)
-        case {"dict": dict(inner), **rest} if depth and not rest:
-            return {name: plain_from_data(one, depth - 1) for name, one in inner.items()}
-        case {"float": "inf" | "-inf" | "nan" as text, **rest} if not rest:
-            return float(text)
-        case None | bool() | int() | float() | str():
-            return data
-    message = f"plain data is more than {DEPTH} levels deep, or has words that no recording has: {reprlib.repr(data)}"
-    raise RecordingError(message)
+        case {"tuple": list(inner), **rest} if not rest:
+            return tuple(inner)
+        case {"dict": list(items), **rest} if not rest:
+            return dict(items)
+    raise ValueError(reprlib.repr(data))

@@ -1,9 +1,10 @@
 """Replaying: recorded steps run again, by the graph and eagerly, and the first places where their results differ."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 import attrs
 import torch
@@ -15,17 +16,17 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.sources import Answering, Call, Path, Side, SideArgument, Source
 from ..check.comparison import (
     BITWISE,
-    GRAPH_AND_EAGER,
     USUAL,
     Mismatch,
     Seen,
     computed_apart,
+    differences,
     first_difference,
     live_part,
+    mismatches,
     seen,
     step_of,
 )
-from ..check.comparison import differences as differences_of
 from ..check.trial import graph_of, ran_eagerly, slots_kept, state_on
 from ..decision import Decision
 from ..parts import Parts
@@ -33,25 +34,11 @@ from ..runner import Runner
 from ..stage import Stage
 from .files import RecordedFile
 from .ranks import RecordedRanks
-from .records import LIST_DIMS, RunnerRecord, StepRecord, Value, plain_from_data
+from .records import RunnerRecord, StepRecord, Value, plain_from_text
 
-Outcome: TypeAlias = Literal["equal", "different", "raised", "left out"]
-Values: TypeAlias = Mapping[str, Any]
+Values = Mapping[str, Any]
 UNPADDED: Final = ("graph", "eager without padding")
 HOME: Final = ("here", "recorded")
-_SLOT: Final = "slot "
-
-
-@attrs.frozen(kw_only=True)
-class Difference:
-    """Where two runs of a step first differ."""
-
-    between: tuple[str, str]
-    where: str  # the slot or the output
-    row: int | None  # None if it has no rows, or shapes differ
-    index: tuple[int, ...]
-    values: tuple[Any, Any]
-    text: str  # all of that, and further differences
 
 
 @attrs.frozen(kw_only=True)
@@ -59,11 +46,11 @@ class Replayed:
     """The result of one recorded step."""
 
     number: int
-    outcome: Outcome
+    outcome: Literal["equal", "different", "raised", "left out"]
     path: str = ""  # the decision of this runner, or of all ranks
     bucket: int | None = None
     reason: str = ""
-    differences: tuple[Difference, ...] = ()
+    differences: tuple[Mismatch, ...] = ()  # between two runs of the step, slots before outputs
     lines: tuple[str, ...] = ()  # all that there is to say
 
 
@@ -89,28 +76,22 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
         RecordingError: The file does not fit the runner, has no such step, or has none that can run.
     """
     name = file.path.name
-    refused, noted = differences(file.header.runner, runner.parts)
+    refused, noted = unlike(file.header.runner, runner.parts)
     if refused:
         message = f"{name} does not fit the runner: {'; '.join(refused)}"
         raise RecordingError(message)
-    steps = [step for step in file.header.steps if only is None or step.number == only]
-    if not steps:
-        known = ", ".join(str(step.number) for step in file.header.steps) or "none"
-        none = f"{name} has no steps: none was run while it was recorded"
-        message = none if only is None else f"{name} has no step {only}: it has {known}"
-        raise RecordingError(message)
-    done = tuple(replay_step(step, runner) for step in steps)
+    done = tuple(replay_step(step, runner) for step in file.steps(only))
     if all(step.outcome == "left out" for step in done):
         message = f"{name} has no step that can be run: {done[-1].lines[0]}"
         raise RecordingError(message)
     return ReplayReport(file=name, runner=runner.parts.name, notes=tuple(noted), steps=done)
 
 
-def differences(theirs: RunnerRecord, parts: Parts[Any]) -> tuple[list[str], list[str]]:
+def unlike(theirs: RunnerRecord, parts: Parts[Any]) -> tuple[list[str], list[str]]:
     """Where a runner differs from the recorded one: what keeps its steps from running, and what is worth a note."""
     ours, slots = RunnerRecord.of(parts), parts.stage.declaration.slots
     needed = {f"slot {name!r}": slot.optional for name, slot in slots.items() if slot.reads(name) is not None}
-    old, new = ({"kind": one.kind, "inputs": one.inputs, "backend": one.backend, **one.facts} for one in (theirs, ours))
+    old, new = theirs.facts, ours.facts
     refused: list[str] = []
     noted: list[str] = []
     for name in dict.fromkeys([*old, *new]):
@@ -131,13 +112,13 @@ def differences(theirs: RunnerRecord, parts: Parts[Any]) -> tuple[list[str], lis
 class RecordedBatch(dict[str, Any], Answering):
     """A batch made of what was recorded. It answers for functions of the batch, which are not called."""
 
-    def __init__(self, names: Values, answers: Mapping[int, Any]) -> None:
-        super().__init__(names)
-        self._answers = answers
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: dict[int, Any] = {}
 
     def answer(self, source: Source) -> Any:
         """What the source found when it was recorded. None if it found nothing."""
-        return self._answers.get(id(source))
+        return self.answers.get(id(source))
 
 
 def batch_of(step: StepRecord, stage: Stage[Any]) -> tuple[RecordedBatch, Side]:
@@ -157,72 +138,50 @@ def rebuilt(declaration: Declaration, slots: Values, fields: Values) -> tuple[Re
     Raises:
         RecordingError: A slot's source is of a class of its own, or the sources of two slots exclude one another.
     """
-    names: dict[str, Any] = dict(fields)
-    side: dict[str, Any] = {}
-    answers: dict[int, Any] = {}
+    batch, side = RecordedBatch(), dict[str, Any]()
+    batch.update(fields)
     for name, value in slots.items():
         slot = declaration.slots.get(name)
-        match None if slot is None else slot.reads(name):
-            case None:
-                continue
-            case Path(parts):
-                _put(names, parts, value, name)
-            case SideArgument(parts):
-                _put(side, parts, value, name)
-            case Call() as source:
-                answers[id(source)] = value
-            case source:
-                message = (
-                    f"slot {name!r}: its source is a {type(source).__name__}, which a recorded batch cannot stand in "
-                    "for: declare a path, side(...) or a function of the batch"
-                )
-                raise RecordingError(message)
-    return RecordedBatch(names, answers), side
-
-
-class _Made(dict[str, Any]):
-    """A mapping that was made to hold what dotted paths lead to."""
-
-
-def _put(names: dict[str, Any], parts: tuple[str, ...], value: Any, slot: str) -> None:
-    """Put a value at a dotted path of nested mappings."""
-    *outer, last = parts
-    for part in outer:
-        inner = names.get(part, {})
-        if not isinstance(inner, dict):
-            raise RecordingError(_TWICE.format(slot, part))
-        names[part] = inner if isinstance(inner, _Made) else _Made(inner)
-        names = names[part]
-    if isinstance(names.get(last), _Made):
-        raise RecordingError(_TWICE.format(slot, last))
-    names[last] = value
-
-
-_TWICE: Final = (
-    "slot {!r}: {!r} holds another source, and what is inside of it another still: give it a path of its own"
-)
+        source = None if slot is None else slot.reads(name)
+        if isinstance(source, Call):
+            batch.answers[id(source)] = value
+        elif isinstance(source, Path | SideArgument):
+            holder: dict[str, Any] = batch if isinstance(source, Path) else side
+            *outer, last = source.parts
+            for part in outer:
+                inner = holder.get(part, {})
+                if not isinstance(inner, dict):
+                    break
+                holder[part] = holder = {**inner}
+            else:
+                if not isinstance(holder.get(last), dict):
+                    holder[last] = value
+                    continue
+            message = f"slot {name!r}: its source {source} holds another source, or is inside of one: give it its own"
+            raise RecordingError(message)
+        elif source is not None:
+            message = (
+                f"slot {name!r}: its source is a {type(source).__name__}, which a recorded batch cannot stand in for: "
+                "declare a path, side(...) or a function of the batch"
+            )
+            raise RecordingError(message)
+    return batch, side
 
 
 def _value_of(value: Value, device: torch.device) -> Any:
     """What the batch brought. device: where a tensor goes that was on the device."""
     if value.kind == "plain":
-        return plain_from_data(value.value)
+        return plain_from_text(value.data)
     if value.elements is None:
         return None
     try:
         if value.kind == "array":
             return value.elements.clone().numpy()
-        if value.kind == "tensor":
-            there = value.elements.to(device if value.where == DEVICE else "cpu", copy=True)
-            return there if value.dense else torch.stack([there, there], -1)[..., 0]
+        there = value.elements.to(device if value.where == DEVICE else "cpu", copy=True)
+        return there if value.dense else torch.stack([there, there], -1)[..., 0]
     except (TypeError, ValueError, RuntimeError) as error:
         message = f"{value.name!r} is no {value.kind}: {error}"
         raise RecordingError(message) from error
-    if 0 in value.shape or not 0 < len(value.shape) <= LIST_DIMS:  # lists that could take far more than their numbers
-        message = f"{value.name!r} is no {value.kind} of numbers: its shape is {list(value.shape)}"
-        raise RecordingError(message)
-    rows = value.elements.tolist()
-    return rows if value.kind == "list" else tuple(rows)
 
 
 def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
@@ -247,8 +206,9 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
     except Exception as error:  # noqa: BLE001 - what a step raises is a result
         lines.append(f"it raises {type(error).__name__}: {error}")
     else:
-        lines += [one.text for one in found]
-        done = attrs.evolve(done, outcome="different" if found else "equal", differences=tuple(found))
+        lines += ["; ".join(map(str, apart)) for apart in found]
+        apart = tuple(itertools.chain.from_iterable(found))
+        done = attrs.evolve(done, outcome="different" if found else "equal", differences=apart)
     if runner.agreed is not None and runner.agreed is not before:
         done = _decided(done, runner.agreed)
     return attrs.evolve(done, lines=tuple(lines))
@@ -268,12 +228,11 @@ def _others_of(step: StepRecord, parts: Parts[Any], lines: list[str]) -> Abstrac
     return ranks.telling(step, parts.coordinator.axes)
 
 
-def _compared(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[Difference]:
-    """Run it in every way, and compare. Raises what the step raises."""
+def _compared(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[list[Mismatch]]:
+    """Where its runs differ here, and from the recorded one. Raises what the step raises."""
     parts = runner.parts
     batch, side = batch_of(step, parts.stage)  # once more: a step may write what it is given
-    view = _staged(step, runner.fill(batch, **side))
-    found = None
+    view, found = _staged(step, runner.fill(batch, **side)), list[Mismatch]()
     if graph_of(parts, view) is None:
         here = seen(view, runner.replay(view))
     else:
@@ -285,10 +244,30 @@ def _compared(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[D
         with kept(), slots_kept(parts):
             eager = seen(view, ran_eagerly(parts, view))
         here = seen(view, runner.replay(view))
-        found = _first(here, eager, plain)
-    recorded = _recorded(step, here)
-    apart = [] if recorded is None else list(differences_of(here, recorded, tolerance=USUAL, names=HOME))
-    return [one for one in (found, _difference(apart)) if one is not None]
+        found = _apart(here, eager, plain)
+    recorded = [] if step.outputs is None else list(mismatches(*_returned(here, step.outputs), USUAL, HOME, here.step))
+    every = (sorted(apart, key=lambda one: not one.where.startswith("slot ")) for apart in (found, recorded))
+    return [apart for apart in every if apart]
+
+
+def _returned(here: Seen, outputs: Sequence[Value]) -> tuple[Values, Values]:
+    """The tensors that the step returned, here and when it was recorded, but for those that the file does not have."""
+    lost = {one.name for one in outputs if one.elements is None}
+    mine = {name: one for name, one in here.outputs.items() if isinstance(one, torch.Tensor) and name not in lost}
+    known = {one.name: one.elements for one in outputs if one.elements is not None}
+    return {name: one for name, one in mine.items() if name.startswith("outputs")}, known
+
+
+def _apart(graph: Seen, eager: Seen, plain: Seen) -> list[Mismatch]:
+    """Where a graph differs from the step on the same padded slots, or else from the step without padding."""
+    found = list(differences(graph, eager, tolerance=BITWISE))
+    first = None if found else first_difference(graph, plain, tolerance=USUAL, names=UNPADDED)
+    if first is not None and first.slot is not None:  # a slot that the batch brought, from which all else follows
+        return [first]
+    if first is not None:
+        outputs = differences(graph, plain, tolerance=USUAL, names=UNPADDED)
+        return [*outputs, *computed_apart(graph, plain, UNPADDED)]
+    return found
 
 
 def _staged(step: StepRecord, view: Inputs) -> Any:
@@ -312,39 +291,3 @@ def _keeping(runner: Runner[Any], view: Inputs, lines: list[str]) -> Callable[[]
     except CheckError as error:
         lines.append(f"its state is not put back between its runs, which may differ by that: {error}")
         return contextlib.nullcontext
-
-
-def _recorded(step: StepRecord, here: Seen) -> Seen | None:
-    """What the step returned when it was recorded, named as what it returns here. None if the file does not say."""
-    if step.outputs is None:
-        return None
-    slots = {f"{_SLOT}{name!r}" for name in here.declared}
-    names = [name for name, one in here.outputs.items() if isinstance(one, torch.Tensor) and name not in slots]
-    if len(names) != len(step.outputs):
-        return attrs.evolve(here, outputs={"outputs": f"{len(step.outputs)} tensors"})
-    pairs = zip(names, step.outputs, strict=True)
-    known = {name: one.elements for name, one in pairs if one.elements is not None}
-    return attrs.evolve(here, outputs={**here.outputs, **known})
-
-
-def _first(graph: Seen, eager: Seen, plain: Seen) -> Difference | None:
-    """Where a graph differs from the step on the same padded slots, or else from the step without padding."""
-    found = _difference(list(differences_of(graph, eager, tolerance=BITWISE, names=GRAPH_AND_EAGER)))
-    first = first_difference(graph, plain, tolerance=USUAL, names=UNPADDED)
-    if found is not None or first is None:
-        return found
-    if first.slot is not None:  # a slot that the batch brought, from which all else follows
-        return _difference([first])
-    apart = list(differences_of(graph, plain, tolerance=USUAL, names=UNPADDED))
-    return _difference(apart, computed_apart(graph, plain, UNPADDED))
-
-
-def _difference(apart: Sequence[Mismatch], more: Sequence[Mismatch] = ()) -> Difference | None:
-    """What a comparison found, slots before outputs. None if that is nothing."""
-    if not apart:
-        return None
-    every = sorted(apart, key=lambda one: not one.where.startswith(_SLOT))
-    first, text = every[0], "; ".join(map(str, [*every, *more]))
-    return Difference(
-        between=first.names, where=first.where, row=first.row, index=first.index or (), values=first.values, text=text
-    )

@@ -156,19 +156,6 @@ def test_step_that_writes_its_state(backend: Backend) -> None:
         torch.testing.assert_close(graph.outputs, source.sum(0) + before + replay)
 
 
-def test_several_graphs_in_any_order(backend: Backend) -> None:
-    """Graphs over the same inputs, captured largest first into one pool, may be replayed in any order."""
-    source, pool = random_on(backend, 8, 1), backend.pool()
-    graphs = {}
-    for rows in (8, 4, 2):
-        graphs[rows] = captured(backend, lambda rows=rows: source[:rows].cumsum(0) * rows, pool=pool)
-    for seed, rows in enumerate((2, 8, 4, 4, 2, 8), start=2):
-        source.copy_(random_on(backend, 8, seed))
-        graphs[rows].replay()
-        backend.synchronize()
-        torch.testing.assert_close(graphs[rows].outputs, source[:rows].cumsum(0) * rows)
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_inference_mode(backend: Backend, *, inside: bool) -> None:
     """What was captured inside inference mode is replayed outside it, and the other way round."""

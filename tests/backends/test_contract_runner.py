@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, computed, copied
+from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, DecodeRunner, Inputs, Step, computed, copied
 from slotgraph.backends import Backend
 
 pytestmark = pytest.mark.slotgraph_backends("every")
@@ -88,22 +88,6 @@ def test_same_answers_everywhere(backend: Backend, places: torch.dtype) -> None:
         assert runner.stats()["lowerings"] == {lowering: 9}
 
 
-def test_host_data(backend: Backend) -> None:
-    """Lists, arrays and host tensors go to slots on the device, wherever that is, by every lowering."""
-    table = device_table(backend)
-    for lowering in backend.capabilities.lowerings:
-        runner = DecodeRunner(ContractInputs, contract_step(table), buckets=[2, 8], backend=backend, lowering=lowering)
-        runner.capture()
-        for seed, requests in enumerate((8, 1, 5, 2, 5, 20, 5)):
-            batch = batch_on(backend, requests, seed, torch.int64)
-            host: dict[str, Any] = {name: value.cpu() for name, value in batch.items()}
-            host |= {"ids": host["ids"].tolist(), "first": tuple(host["first"].tolist()), "lens": host["lens"].numpy()}
-            outputs = runner(host)
-            backend.synchronize()
-            assert torch.equal(outputs.cpu(), answer(table, batch))
-        assert runner.stats()["detours"] == {}
-
-
 def test_record_decides(backend: Backend) -> None:
     """Roles take the record's dtypes and values, and slots lie in one allocation or each in its own, as it says."""
     record, table = backend.capabilities, device_table(backend)
@@ -121,35 +105,3 @@ def test_record_decides(backend: Backend) -> None:
     storages = {tensor.untyped_storage().data_ptr() for tensor in on_device}
     assert len(storages) == (1 if record.arenas else len(on_device))
     assert record.arenas or all(tensor.storage_offset() == 0 for tensor in on_device)
-
-
-def test_plan_keeps_to_the_record(backend: Backend) -> None:
-    """No grouped call has more tensors than the record allows, or is made where it says that there are none."""
-    record, table = backend.capabilities, device_table(backend)
-    runner = EagerRunner(ContractInputs, contract_step(table), backend=backend)
-    batch = batch_on(backend, 5, 2, torch.int64)
-    outputs = runner(batch)
-    backend.synchronize()
-    assert torch.equal(outputs.cpu(), answer(table, batch))
-    held = runner.parts.eager.held
-    assert held is not None
-    groups = held.planned().plan.copies
-    assert sorted(name for group in groups for name in group.slots) == sorted(batch)
-    for group in groups:
-        allowed = record.foreach_device if group.placement == "device" else record.foreach_host
-        assert allowed or group.how == "single"
-        assert group.how != "foreach" or not record.foreach_chunk or len(group.slots) <= record.foreach_chunk
-
-
-def test_results_are_apart(backend: Backend) -> None:
-    """Two runners of one declaration on one backend do not share buffers."""
-    table = device_table(backend)
-    runners = [DecodeRunner(ContractInputs, contract_step(table), buckets=[4], backend=backend) for _ in range(2)]
-    for runner in runners:
-        runner.capture()
-    batches = [batch_on(backend, 3, seed, torch.int64) for seed in (3, 4)]
-    views = [runner.fill(batch) for runner, batch in zip(runners, batches, strict=True)]
-    for runner, view, batch in zip(runners, views, batches, strict=True):
-        outputs = runner.replay(view)
-        backend.synchronize()
-        assert torch.equal(outputs.cpu(), answer(table, batch))

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from slotgraph.dataflow.errors import CaptureError, ReplayError
 from tests.backends.test_cpu_capture import capture
-from tests.backends.test_cpu_capture_refusals import Tensors
+from tests.backends.test_cpu_capture_refusals import Tensors, cases, value_of
 
 HIDDEN: Any = torch  # what is not exported, or typed more narrowly than it is
 ROWS, COLUMNS = 4, 6
@@ -59,101 +59,49 @@ def through_data(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return one.sum(0)
 
 
-STEPS: dict[str, Callable[[Tensors], Any]] = {
-    "views": lambda t: (
-        t.x.t()[1:3].reshape(-1),
-        cast("Any", t.x).unflatten(1, (2, 2)).movedim(0, 2),
-        t.y.as_strided((2, 2), (3, 1)),
-    ),
-    "views written": lambda t: (t.x.view(2, 8)[0].add_(t.y.flatten()[:8]), t.x.diagonal().fill_(2.5), t.x.sum()),
-    "shape in place": lambda t: squeezed(t.x, t.y),
-    "through .data": lambda t: through_data(t.x, t.y),
-    "out=": lambda t: torch.add(t.x, t.y, out=torch.empty(4, 4)) + torch.mm(t.x, t.y, out=t.y.new_empty(4, 4)),
-    "out= of an input": lambda t: torch.mul(t.x, 3, out=t.y),
-    "several results": lambda t: (t.x.topk(2), t.x.max(0), t.x.sort(1, descending=True), torch.linalg.slogdet(t.x)),
-    "one of several results": lambda t: t.x.max(1).indices,
-    "lists of views": lambda t: [p * 2 for p in (*torch.split(t.x, [1, 3]), *t.y.unbind(1), *t.x.chunk(2, 1))],
-    "lists in place": lambda t: (HIDDEN._foreach_mul_([t.x, t.y], 2.0), HIDDEN._foreach_copy_([t.x], [t.y]), t.x + t.y)[
-        2
-    ],
-    "unsafe splits": lambda t: [part.exp() for part in t.x.unsafe_chunk(2)],
-    "factories": lambda t: (
-        t.x.new_zeros(3),
-        torch.ones_like(t.x),
-        torch.eye(3),
-        torch.linspace(0, 1, 5),
-        torch.arange(9),
-    ),
-    "numbers as factories": lambda t: (torch.full((2,), 3), t.x.new_full((2,), 0.1), torch.full_like(t.x, True)),  # noqa: FBT003
-    "factories of other dtypes": lambda t: (
-        torch.arange(0, 2, 0.25),
-        torch.arange(3, dtype=torch.int16).to(t.x.dtype),
-        torch.scalar_tensor(2.0, device=t.x.device) + t.x,
-    ),
-    "a factory that is written": lambda t: torch.zeros(4, 4).index_add_(0, torch.arange(4), t.x).addmm_(t.x, t.y),
-    "copies": lambda t: (t.x.t().clone(), t.y.double(), t.x.bool(), t.x.t().contiguous(), t.x.to(torch.bfloat16)),
-    "holes": lambda t: padded(t.x) * t.y + padded(t.y).t(),
-    "expanded": lambda t: (t.x[:1].expand(4, 4) + t.y, torch.empty_like(t.x[:, :1].expand(4, 4)).copy_(t.y)),
-    "optional tensors": lambda t: (
-        functional.layer_norm(t.x, (4,)),
-        functional.layer_norm(t.x, (4,), t.y[0], t.y[1]),
-        t.x.clamp(t.y),
-    ),
-    "optional indices": lambda t: t.x.reshape(2, 2, 4)[:, torch.arange(1, -1, -1), torch.arange(2)],
-    "complex numbers": lambda t: (
-        torch.complex(t.x, t.y).conj() @ torch.complex(t.y, t.x),
-        torch.fft.fft(t.x),
-        torch.view_as_real(torch.complex(t.x, t.y)),
-    ),
-    "normalisation": lambda t: with_batch_norm(t.x, t.y),
-    "multi-head attention": lambda t: multi_head(t.x, t.y),
-    "convolution": lambda t: functional.conv2d(t.x[None, None], t.y[None, None, :2, :2], padding=1),
-    "the input itself": lambda t: (t.x, t.y[1:], t.x.view(-1)),
-    "nothing": lambda _: None,
-    "structure": lambda t: {"x": [t.x + t.y, (t.x - t.y, None, 7)], "y": torch.return_types.max((t.x[0], t.y[0]))},
-    # What CUDA captures as well (torch 2.11, H200), beside what it refuses.
-    "a number by a mask": lambda t: t.x.__setitem__(t.mask, 7.0),
-    "a number by a row mask": lambda t: t.x.__setitem__(t.mask[0], 7.0),
-    "a number to a slice": lambda t: t.x.__setitem__(slice(0, 2), 7.0),
-    "a tensor by indices": lambda t: t.x.__setitem__(t.index, t.y),
-    "masked_fill_": lambda t: t.x.masked_fill_(t.mask, -1.0),
-    "masked_fill_ with a constant": lambda t: t.x.masked_fill_(t.mask, torch.tensor(-1.0)),
-    "index_fill_": lambda t: t.x.index_fill_(0, t.index[:2], 3.0),
-    "fill_ with a tensor": lambda t: t.x.fill_(t.scalar),
-    "a constant factor": lambda t: t.x * torch.tensor(2.0),
-    "accumulating indices": lambda t: t.x.index_put_((t.index,), t.y, accumulate=True),
-    "one_hot with classes": lambda t: functional.one_hot(t.index, 5),
-    "aten.one_hot": lambda t: torch.ops.aten.one_hot(t.index, 5),
-    "equal to itself": lambda t: t.x + float(torch.equal(t.x, t.x)),
-    "nonzero_static": lambda t: torch.nonzero_static(t.mask, size=5),
-    "repeat_interleave with a size": lambda t: torch.repeat_interleave(t.x, t.count, dim=0, output_size=8),
-    "repeat_interleave by a number": lambda t: torch.repeat_interleave(t.x, 2, dim=0),
-    "histc with a range": lambda t: torch.histc(t.x, 4, -2.0, 2.0),
-    "isin with few": lambda t: torch.isin(t.index, t.index[:2]),
-    "embedding with a norm": lambda t: functional.embedding(t.index, t.x, max_norm=1.0),
-    "embedding_bag": lambda t: functional.embedding_bag(t.index[None], t.x),
-    "attention": lambda t: functional.scaled_dot_product_attention(t.heads, t.heads, t.heads, is_causal=True),
-    "masked attention": lambda t: functional.scaled_dot_product_attention(t.heads, t.heads, t.heads, t.mask),
-    "cross_entropy": lambda t: functional.cross_entropy(t.x, t.index),
-    "searchsorted": lambda t: torch.searchsorted(t.row.sort().values, t.x),
-    "masked_scatter_": lambda t: t.x.masked_scatter_(t.mask, t.y),
-    "inv_ex": lambda t: torch.linalg.inv_ex(t.square),
-    "cholesky_ex": lambda t: torch.linalg.cholesky_ex(t.square @ t.square.T),
-    "qr": lambda t: torch.linalg.qr(t.square),
-    "to another device of its own": lambda t: t.x.to(t.x.device) + 1,
-    "to the host without waiting": lambda t: t.x.to("cpu", non_blocking=True),
-    "iteration": lambda t: [row + 1 for row in t.x],
-    "a new module": lambda t: torch.nn.Linear(4, 2, device=t.x.device)(t.x),
-    "an assertion": lambda t: HIDDEN._assert_async(t.p.min() > 0),
-    "vmap": lambda t: torch.func.vmap(lambda one, other: (one * other).sum())(t.x, t.y),
-}
+STEPS = """
+(x.t()[1:3].reshape(-1), x.unflatten(1, (2, 2)).movedim(0, 2), y.as_strided((2, 2), (3, 1)))
+(x.view(2, 8)[0].add_(y.flatten()[:8]), x.diagonal().fill_(2.5), x.sum()); squeezed(x, y); through_data(x, y)
+torch.add(x, y, out=torch.empty(4, 4)) + torch.mm(x, y, out=y.new_empty(4, 4)); torch.mul(x, 3, out=y)
+(x.topk(2), x.max(0), x.sort(1, descending=True), torch.linalg.slogdet(x)); x.max(1).indices
+[p * 2 for p in (*torch.split(x, [1, 3]), *y.unbind(1), *x.chunk(2, 1))]
+(torch._foreach_mul_([x, y], 2.0), torch._foreach_copy_([x], [y]), x + y)[2]
+[part.exp() for part in x.unsafe_chunk(2)]
+(x.new_zeros(3), torch.ones_like(x), torch.eye(3), torch.linspace(0, 1, 5), torch.arange(9))
+(torch.full((2,), 3), x.new_full((2,), 0.1), torch.full_like(x, True))
+(torch.arange(0, 2, 0.25), torch.arange(3, dtype=torch.int16).to(x.dtype), x + torch.scalar_tensor(2.0))
+torch.zeros(4, 4).index_add_(0, torch.arange(4), x).addmm_(x, y)
+(x.t().clone(), y.double(), x.bool(), x.t().contiguous(), x.to(torch.bfloat16)); padded(x) * y + padded(y).t()
+(x[:1].expand(4, 4) + y, torch.empty_like(x[:, :1].expand(4, 4)).copy_(y))
+(functional.layer_norm(x, (4,)), functional.layer_norm(x, (4,), y[0], y[1]), x.clamp(y))
+x.reshape(2, 2, 4)[:, torch.arange(1, -1, -1), torch.arange(2)]
+(torch.complex(x, y).conj() @ torch.complex(y, x), torch.fft.fft(x), torch.view_as_real(torch.complex(x, y)))
+with_batch_norm(x, y); multi_head(x, y); functional.conv2d(x[None, None], y[None, None, :2, :2], padding=1)
+(x, y[1:], x.view(-1)); None; {"x": [x + y, (x - y, None, 7)], "y": torch.return_types.max((x[0], y[0]))}
+"""
+CAPTURED = """
+x.__setitem__(mask, 7.0); x.__setitem__(mask[0], 7.0); x.__setitem__(slice(0, 2), 7.0); x.__setitem__(index, y)
+x.masked_fill_(mask, -1.0); x.masked_fill_(mask, torch.tensor(-1.0)); x.index_fill_(0, index[:2], 3.0)
+x.fill_(scalar); x * torch.tensor(2.0); x.index_put_((index,), y, accumulate=True); functional.one_hot(index, 5)
+torch.ops.aten.one_hot(index, 5); x + float(torch.equal(x, x)); torch.nonzero_static(mask, size=5)
+torch.repeat_interleave(x, count, dim=0, output_size=8); torch.repeat_interleave(x, 2, dim=0)
+torch.histc(x, 4, -2.0, 2.0); torch.isin(index, index[:2]); functional.embedding(index, x, max_norm=1.0)
+functional.embedding_bag(index[None], x); functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+functional.scaled_dot_product_attention(heads, heads, heads, mask); functional.cross_entropy(x, index)
+torch.searchsorted(row.sort().values, x); x.masked_scatter_(mask, y); torch.linalg.inv_ex(square)
+torch.linalg.cholesky_ex(square @ square.T); torch.linalg.qr(square); x.to(x.device) + 1
+x.to("cpu", non_blocking=True); [row + 1 for row in x]; torch.nn.Linear(4, 2, device=x.device)(x)
+torch._assert_async(p.min() > 0); torch.func.vmap(lambda one, other: (one * other).sum())(x, y)
+"""
+"""What CUDA captures as well (torch 2.11, H200), beside what it refuses."""
+HELPERS = {one.__name__: one for one in (padded, with_batch_norm, multi_head, squeezed, through_data)}
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_replays_as_eager_runs_it(name: str) -> None:
+@pytest.mark.parametrize("expression", cases(STEPS) + cases(CAPTURED))
+def test_a_step_replays_as_eager_runs_it(expression: str) -> None:
     """Three replays on other data, each continuing from what the last wrote, match eager in result and in place."""
     captured, eager = Tensors(), Tensors()
-    graph = capture(lambda: STEPS[name](captured))
+    graph = capture(lambda: value_of(expression, captured, **HELPERS))
     addresses = [leaf.data_ptr() for leaf in pytree.tree_leaves(graph.outputs) if isinstance(leaf, torch.Tensor)]
     for seed in range(3):
         for tensors in (captured, eager):  # at first, both as they were
@@ -166,7 +114,7 @@ def test_a_step_replays_as_eager_runs_it(name: str) -> None:
         graph.replay()
         torch.manual_seed(29)
         with torch.inference_mode():
-            expected = STEPS[name](eager)
+            expected = value_of(expression, eager, **HELPERS)
         torch.testing.assert_close(graph.outputs, expected, rtol=0, atol=0, equal_nan=True, check_stride=True)
         for key, value in vars(eager).items():
             torch.testing.assert_close(getattr(captured, key), value, rtol=0, atol=0, equal_nan=True)

@@ -348,16 +348,6 @@ def test_debugging_orders_foreign_streams(place: Place, lowering: str) -> None:
         assert runner.stats()["detours"].get("foreign_stream", 0) == (has_memory if place.has_streams else 0)
 
 
-def test_debugging_leaves_its_own_stream_alone(place: Place, lowering: str) -> None:
-    """With debug, sources of the issuing stream go the runner's own way, and are counted as nothing else."""
-    runner, pool = place.captured(Flow, lowering, debug="streams"), place.pool(Flow, 12, 7)
-    with place.on(place.stream()):
-        got = [torch.as_tensor(runner(drawn.fresh())).clone() for drawn in pool]
-    place.assert_answers(got, pool)
-    assert runner.stats()["detours"] == {}
-    assert runner.stats()["lowerings"] == {lowering: len(pool)}
-
-
 @pytest.mark.parametrize("kind", [Flow, Wide])
 def test_many_steps_behind_a_slow_kernel(place: Place, lowering: str, kind: type[Flow]) -> None:
     """Far more steps than the ring has entries, each with fresh sources that go at once, wait for one slow kernel.

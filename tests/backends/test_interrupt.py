@@ -276,18 +276,6 @@ def test_backend_that_cannot() -> None:
     assert plain.borrow(tensor) is tensor
 
 
-@pytest.mark.parametrize("where", ["capture", "replay"])
-def test_inference_mode(interrupting: Backend, where: str) -> None:
-    """A capture inside of inference mode is replayed outside of it, and the other way round."""
-    x = random_on(interrupting, 2, seed=22)
-    with torch.inference_mode(where == "capture"):
-        graph = captured(interrupting, lambda: between(interrupting, lambda: x * float(x[0, 0])) + 1)
-    x.copy_(random_on(interrupting, 2, seed=23))
-    with torch.inference_mode(where == "replay"):
-        graph.replay()
-    torch.testing.assert_close(graph.outputs, x * x[0, 0] + 1)
-
-
 class Functions(TorchFunctionMode):
     """Counts torch's functions."""
 

@@ -92,13 +92,6 @@ def test_unknown_name(name: str, hint: str) -> None:
             use(name)
 
 
-def test_instance_as_it_is() -> None:
-    """An instance is used as it is, and a class or a name makes one."""
-    backend = CpuBackend()
-    assert choose(backend) is backend
-    assert type(choose("cpu")) is type(choose(CpuBackend)) is CpuBackend
-
-
 def test_auto(installed: Any) -> None:
     """Of those that can run here, auto takes the one of highest priority; one that cannot run is passed over."""
     before = choose("auto")

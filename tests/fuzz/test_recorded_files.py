@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from slotgraph.dataflow.errors import RecordingError, SlotGraphError
 from slotgraph.runners.commands.app import app
 from slotgraph.runners.recording.files import MOST_HEADER, RecordedFile
 from slotgraph.runners.recording.replaying import batch_of, replay_file
-from tests.fuzz.hostile import NASTY_TEXTS, shapes, spoilt, values
+from tests.fuzz.hostile import NASTY_TEXTS, shapes, spoilt
 from tests.runners.recording.steps import Mixed, Scored, mixed_batch, mixed_side
 
 LENGTH = struct.Struct("<Q")
@@ -110,24 +109,13 @@ def refused(file: pathlib.Path, content: bytes) -> str:
     pytest.fail("it was read")
 
 
-def test_the_file_itself(file: pathlib.Path) -> None:
-    """The file that all others are made of is one, and so is what is put together of its parts."""
-    assert check(file, recorded())
-    assert check(file, put_together(*taken_apart()))
-
-
-@given(st.data())
-def test_truncated(file: pathlib.Path, data: st.DataObject) -> None:
-    """Cut off anywhere, or with something behind it."""
-    assert not check(file, recorded()[: data.draw(st.integers(0, len(recorded()) - 1))])
-    assert not check(file, recorded() + data.draw(st.binary(min_size=1)))
-
-
 @settings(max_examples=MANY)
 @given(st.data())
 def test_corrupted(file: pathlib.Path, data: st.DataObject) -> None:
-    """One byte anywhere is another, also in the length, in the header and in the elements."""
+    """Cut off anywhere, or with something behind it; or one byte anywhere is another, in the length and header too."""
     content = bytearray(recorded())
+    assert not check(file, bytes(content)[: data.draw(st.integers(0, len(content) - 1))])
+    assert not check(file, bytes(content) + data.draw(st.binary(min_size=1)))
     (length,) = LENGTH.unpack(content[:8])
     place = data.draw(st.one_of(st.integers(0, 7), st.integers(8, 7 + length), st.integers(0, len(content) - 1)))
     content[place] = data.draw(st.integers(0, 255))
@@ -195,7 +183,7 @@ def test_claims_of_much(file: pathlib.Path, data: st.DataObject) -> None:
     """Values that say that they are huge, and need no bytes for it, are refused before anything of them is built."""
     dtype = data.draw(st.sampled_from(sorted(_STORED)))
     claim = {
-        "kind": data.draw(st.sampled_from(["list", "tuple", "tensor", "array"])),
+        "kind": data.draw(st.sampled_from(["tensor", "array"])),
         "dtype": dtype,
         "shape": data.draw(shapes),
         "dense": data.draw(st.booleans()),
@@ -205,22 +193,6 @@ def test_claims_of_much(file: pathlib.Path, data: st.DataObject) -> None:
     content = claiming(part, data.draw(st.integers(0, 1)) if part == "slots" else 0, _STORED[dtype], claim)
     with in_little_memory():
         check(file, content)
-
-
-def test_empty_beyond_counting(file: pathlib.Path) -> None:
-    """A value without numbers, whose other dims are too large to be counted in bytes."""
-    for kind, dense in itertools.product(("tensor", "array"), (True, False)):
-        claim = {"kind": kind, "dtype": "float64", "shape": [0, 1 << 62], "dense": dense, "where": "host"}
-        check(file, claiming("slots", 0, "F64", claim))
-
-
-def test_lists_that_would_be_large(file: pathlib.Path) -> None:
-    """Lists of lists take memory without a number in them: no recording writes such, and none is read."""
-    large = ([20_000_000, 0], [1 << 62, 0], [SMALL, *[1] * 60], [0], [1000, 1000, 0])
-    for kind, shape in itertools.product(("list", "tuple"), large):
-        content = claiming("slots", 0, "BOOL", {"kind": kind, "dtype": "bool", "shape": shape})
-        with in_little_memory():
-            assert f"is no {kind} of numbers" in refused(file, content)
 
 
 @pytest.mark.parametrize("many", [{"number": 1}, {"number": 1, "slots": [{"name": "a", "kind": "plain"}] * 4}])
@@ -248,12 +220,6 @@ def test_what_is_written_is_read(tmp_path: pathlib.Path, source: Any) -> None:
     assert tag.kind != "other"
 
 
-@given(st.binary(max_size=200) | st.binary(max_size=64).map(lambda some: LENGTH.pack(len(some)) + some))
-def test_any_bytes(file: pathlib.Path, content: bytes) -> None:
-    """Random bytes, some behind their own length."""
-    assert not check(file, content)
-
-
 @settings(max_examples=MANY // 4)
 @given(st.data())
 def test_commands(file: pathlib.Path, data: st.DataObject) -> None:
@@ -273,7 +239,7 @@ def test_texts_of_a_file_command_no_terminal(file: pathlib.Path) -> None:
     evil = "\x1b[2J\x07\ud800"
     raised = {"kind": evil, "message": evil, "traceback": evil}
     steps["steps"][1].update(reason=evil, notes=[evil], raised=raised)
-    steps["notes"], steps["runner"]["inputs"] = [evil], evil
+    steps["notes"], steps["runner"]["facts"]["inputs"] = [evil], evil
     file.write_bytes(put_together(header, steps, elements))
     for options in ([], ["--step", "1"]):
         done = typer.testing.CliRunner().invoke(app, ["replay", str(file), *options])
@@ -299,20 +265,15 @@ def first(steps: dict[str, Any], part: str = "slots") -> dict[str, Any]:
     return found
 
 
-def nested(depth: int) -> Any:
-    """Lists in lists."""
-    return [nested(depth - 1)] if depth else 1
-
-
 NASTY: list[tuple[Callable[[Any], object], str]] = [
-    (lambda f: f.s.update(format=1), "format 1, and this version reads 2"),
+    (lambda f: f.s.update(format=1), "format 1, and this version reads 3"),
     (lambda f: f.s.pop("runner"), "'runner' is missing"),
     (lambda f: f.s.update(extra=1), "unknown key 'extra'"),
     (lambda f: f.s.update(steps={"0": {}}), "expected a list"),
     (lambda f: f.s["steps"].append(f.s["steps"][0]), "two of its steps, or two values of a step"),
     (lambda f: f.s["steps"][0]["slots"].append(first(f.s)), "two of its steps, or two values of a step"),
-    (lambda f: f.s["steps"][0].update(number=1 << 80), "do not both have '0.outputs.0'"),
-    (lambda f: f.s["steps"].pop(), "do not both have '1.outputs.0'"),
+    (lambda f: f.s["steps"][0].update(number=1 << 80), "do not both have '0.outputs.outputs'"),
+    (lambda f: f.s["steps"].pop(), "do not both have '1.outputs.outputs'"),
     (lambda f: first(f.s).update(name="\ud800"), "do not both have '0.slots.ids'"),
     (lambda f: first(f.s).update(dtype="float32"), r"holds torch.int64 \[2\], and its header says float32 \[2\]"),
     (lambda f: first(f.s).update(dtype="complex64"), "its header says complex64"),
@@ -323,14 +284,14 @@ NASTY: list[tuple[Callable[[Any], object], str]] = [
     (lambda f: first(f.s).update(shape=[1 << 62, 1 << 62]), r"its header says int64 \[4611686018427387904, "),
     (lambda f: first(f.s).update(shape=[10**2000]), "its header says int64"),
     (lambda f: first(f.s).update(shape=[-2]), "its header says int64"),
-    (lambda f: first(f.s).update(kind="list", shape=[]), r"its header says int64 \[\]"),
-    (lambda f: first(f.s, "fields").update(value=nested(200)), "plain data is more than 32 levels deep"),
+    (lambda f: first(f.s).update(kind="list"), "list"),
+    (lambda f: first(f.s, "fields").update(data="[" * 99999), "plain data is nested too deeply"),
     (
-        lambda f: first(f.s, "fields").update(value={"__reduce__": ["os.system", "false"]}),
+        lambda f: first(f.s, "fields").update(data='{"__reduce__": ["os.system", "false"]}'),
         "words that no recording has: .*__reduce__",
     ),
     (lambda f: f.s["runner"].update(facts=[1]), "facts"),
-    (lambda f: f.s["runner"].update(facts={"a": nested(200)}), "expected str"),
+    (lambda f: f.s["runner"].update(facts={"a": [[1]]}), "expected str"),
     (lambda f: f.h.pop("0.slots.ids"), "no recording that can be read"),
     (lambda f: f.h["0.slots.ids"].update(shape=[1 << 60]), "no recording that can be read"),
     (lambda f: f.h["0.slots.ids"].update(data_offsets=[0, 1 << 60]), "no recording that can be read"),
@@ -387,11 +348,3 @@ def test_values_that_a_step_cannot_bear(file: pathlib.Path) -> None:
     done = replay_file(RecordedFile.read(file), eager()).steps
     assert [step.outcome for step in done] == ["raised", "equal"]
     assert "IndexError" in done[0].lines[0]
-
-
-@given(values)
-def test_plain_fields(file: pathlib.Path, value: Any) -> None:
-    """A field of any JSON is handed to the step, or refused."""
-    header, steps, elements = taken_apart()
-    first(steps, "fields")["value"] = value
-    check(file, put_together(header, steps, elements))

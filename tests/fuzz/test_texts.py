@@ -12,14 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph.config import RunnerConfig
-from slotgraph.dataflow.capabilities import Capabilities, dtype_from_text
+from slotgraph.dataflow.capabilities import dtype_from_text
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.explain import Explanation, explain_declaration
 from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, TailReset
 from slotgraph.dataflow.serial import from_data, plan_from_json, plan_to_json, to_data
 from slotgraph.runners.config import MOST
 from tests.fuzz.hostile import DEEP, NASTY_TEXTS, leaves, spoilt, values
-from tests.runners.models import PlainInputs
 
 PLAN = FillPlan(
     declaration="Decode",
@@ -30,9 +28,6 @@ PLAN = FillPlan(
     computed=(ComputeStep("count", "live_tokens", ("step",), "host"),),
     nbytes=4096,
 )
-
-
-EXPLAINED = explain_declaration(PlainInputs.slotgraph, Capabilities(), "cpu", {})
 
 
 def check(text: str) -> None:
@@ -51,16 +46,6 @@ def check(text: str) -> None:
 def test_spoilt_plans(data: st.DataObject) -> None:
     """A plan of which some places hold something else."""
     check(json.dumps(data.draw(spoilt(copy.deepcopy(to_data(PLAN))))))
-
-
-@given(st.data())
-def test_spoilt_explanations(data: st.DataObject) -> None:
-    """An explanation likewise."""
-    found = data.draw(spoilt(copy.deepcopy(to_data(EXPLAINED))))
-    try:
-        assert isinstance(from_data(found, Explanation), Explanation)
-    except ConfigError as error:
-        assert str(error).startswith("no Explanation: ")  # noqa: PT017 - as above
 
 
 def test_dtypes_run_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,14 +129,6 @@ def test_any_file(tmp_path_factory: pytest.TempPathFactory, text: str | bytes, s
     """Random bytes in a file."""
     file = tmp_path_factory.getbasetemp() / f"any{suffix}"
     file.write_bytes(text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass"))
-    load(file)
-
-
-@given(options=st.dictionaries(st.sampled_from(KEYS), values, max_size=3))
-def test_any_json(tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]) -> None:
-    """JSON files with known keys and random values."""
-    file = tmp_path_factory.getbasetemp() / "any.json"
-    file.write_text(json.dumps(options), encoding="utf-8")
     load(file)
 
 

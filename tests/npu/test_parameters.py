@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
-from slotgraph.backends.npu import NpuBackend
-from slotgraph.backends.npu_graph import Fence
+from slotgraph.backends.npu import Fence, NpuBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
 from slotgraph.extend import host_parameter
 from tests.npu.programs import run
@@ -87,7 +86,7 @@ def in_flight(runner: DecodeRunner[Attending], model: Model) -> bool:
 def test_without_the_fence() -> None:
     """Where no one waits for the launch before, one launch takes two updates and the next has none left."""
     said = program(
-        "from slotgraph.backends.npu_graph import UpdatedGraph\n"
+        "from slotgraph.backends.npu import UpdatedGraph\n"
         "from tests.npu.test_parameters import in_flight, runner_on\n"
         "runner, model = runner_on('host')\n"
         "print(in_flight(runner, model))\n"

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, DecodeRunner, computed, copied
-from slotgraph.backends.npu import NpuBackend
-from slotgraph.backends.npu_graph import FENCES, Fence
+from slotgraph.backends.npu import FENCES, Fence, NpuBackend
 from tests.npu.test_parameters import BUCKETS, LENGTH, Attending, Model
 
 pytestmark = pytest.mark.modes("eager", "lazy")

