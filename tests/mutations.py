@@ -94,22 +94,8 @@ class Mutation:
 
 
 @attrs.frozen
-class Run:
-    """One run of pytest. code: its exit code; None where it took too long. failed: the first test that failed."""
-
-    code: int | None
-    failed: str
-    seconds: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether all tests passed."""
-        return self.code == 0
-
-
-@attrs.frozen
 class Verdict:
-    """What became of a mutation. by: the test that caught it. seconds: that tests took."""
+    """What became of a mutation. by: the test that caught it, or why there was none. seconds: that tests took."""
 
     mutation: Mutation
     outcome: Outcome
@@ -136,52 +122,46 @@ class Copy:
         before, seen = path.read_text(encoding="utf-8"), path.stat()
         path.write_text(mutation.planted(before), encoding="utf-8")
         try:
-            seconds = 0.0
-            for tests in (mutation.tests, suite):
-                run = self.run(tests, limit) if tests else Run(0, "", 0.0)
-                seconds += run.seconds
-                if not run.passed:
-                    return self._verdict(mutation, run, seconds)
-            return Verdict(mutation, "survived", "", seconds)
+            total = 0.0
+            for tests in filter(None, (mutation.tests, suite)):
+                code, failed, seconds = self.run(tests, limit)
+                total += seconds
+                if code != 0:
+                    return Verdict(mutation, *self._outcome(code, failed), total)
+            return Verdict(mutation, "survived", "", total)
         finally:
             path.write_text(before, encoding="utf-8")
             os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))  # what was compiled of it holds again
 
-    def _verdict(self, mutation: Mutation, run: Run, seconds: float) -> Verdict:
-        if run.code is None:
-            return Verdict(mutation, "caught", f"the time limit, in {' '.join(mutation.tests)}", seconds)
-        if run.code < 0:
-            return Verdict(mutation, "caught", f"a crash, in {' '.join(mutation.tests)}", seconds)
-        if run.code == _INTERRUPTED and run.failed and self._imports():  # a bug that ends a test's own import
-            return Verdict(mutation, "caught", run.failed, seconds)
-        if run.code != _TESTS_FAILED:
-            nothing = "no test ran" if run.code == _NOTHING_RAN else f"pytest ended with {run.code}"
-            return Verdict(mutation, "broken", nothing, seconds)
-        return Verdict(mutation, "caught", run.failed, seconds)
+    def _outcome(self, code: int | None, failed: str) -> tuple[Outcome, str]:
+        """What a run of pytest says that did not pass."""
+        if code is None or code < 0:
+            return "caught", "the time limit" if code is None else "a crash"
+        if code == _TESTS_FAILED or (
+            code == _INTERRUPTED and failed and self._imports()
+        ):  # it ends a test's own import
+            return "caught", failed
+        return "broken", "no test ran" if code == _NOTHING_RAN else f"pytest ended with {code}"
 
-    def run(self, tests: Iterable[str], limit: int) -> Run:
-        """Run pytest until the first test fails."""
+    def run(self, tests: Iterable[str], limit: int) -> tuple[int | None, str, float]:
+        """Run pytest until the first test fails: its exit code, None where it took too long, that test, and seconds."""
         shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # what other bugs failed on
-        options = ("-x", "-q", "-ra", "--tb=no", "-p", "no:cacheprovider")
-        code, said = self._pytest([*options, *tests], limit)
-        failed, seconds = _FAILED.search(said), _IN.findall(said)
-        return Run(code, failed[1] if failed else "", float(seconds[-1]) if seconds else 0.0)
-
-    def _imports(self) -> bool:
-        words = [sys.executable, "-c", _IMPORTS]
-        return subprocess.run(words, cwd=self.root, env=self._environment, check=False).returncode == 0  # noqa: S603 - ours
-
-    def _pytest(self, words: Sequence[str], limit: int) -> tuple[int | None, str]:
-        """Run pytest in the copy; its exit code, None where it took too long, and what it printed."""
-        said = self.root / "said.txt"
-        process = _SERVER.Process(target=_pytest, args=(self.root, words, said))
+        words = ["-x", "-q", "-ra", "--tb=no", "-p", "no:cacheprovider", *tests]
+        file = self.root / "said.txt"
+        process = _SERVER.Process(target=_pytest, args=(self.root, words, file))
         process.start()
         process.join(limit)
         code = process.exitcode
         if code is None:
             os.killpg(process.pid or 0, signal.SIGKILL)  # tests have processes of their own
             process.join()
-        return code, said.read_text(encoding="utf-8", errors="replace")
+        said = file.read_text(encoding="utf-8", errors="replace")
+        failed, seconds = _FAILED.search(said), _IN.findall(said)
+        return code, failed[1] if failed else "", float(seconds[-1]) if seconds else 0.0
+
+    def _imports(self) -> bool:
+        words = [sys.executable, "-c", _IMPORTS]
+        return subprocess.run(words, cwd=self.root, env=self._environment, check=False).returncode == 0  # noqa: S603 - ours
 
 
 def _pytest(root: Path, words: Sequence[str], said: Path) -> None:
@@ -200,7 +180,12 @@ def _pytest(root: Path, words: Sequence[str], said: Path) -> None:
 
 
 def _environment_of(root: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)]), "OMP_NUM_THREADS": "1"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)]),
+        "OMP_NUM_THREADS": "1",
+        "HYPOTHESIS_PROFILE": "unshrunk",
+    }
 
 
 def mutations() -> list[Mutation]:
@@ -233,10 +218,10 @@ def judged(found: Sequence[Mutation], options: argparse.Namespace, console: Cons
         if options.baseline:
             named = dict.fromkeys(test for one in found for test in one.tests)
             copy = copies.get()
-            run = copy.run(named, LIMIT * 10)
+            code, failed, _ = copy.run(named, LIMIT * 10)
             copies.put(copy)
-            if not run.passed:
-                console.print(f"without any bug, {run.failed or 'pytest'} fails: mend that first")
+            if code != 0:
+                console.print(f"without any bug, {failed or 'pytest'} fails: mend that first")
                 raise SystemExit(2)
         waiting = [threads.submit(judge, one) for one in found]
         for done in as_completed(waiting):
@@ -248,15 +233,6 @@ def write(path: Path, verdicts: Iterable[Verdict]) -> None:
     known: Mapping[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     found = {one.mutation.name: one.by if one.outcome == "caught" else one.outcome for one in verdicts}
     path.write_text(json.dumps({**known, **found}, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def table_of(verdicts: Iterable[Verdict]) -> Table:
-    """All of them, those first that no test caught."""
-    table = Table("mutation", "file", "outcome", "by", "seconds")
-    for one in sorted(verdicts, key=lambda one: (one.outcome == "caught", one.mutation.name)):
-        told = escape(one.by or one.mutation.survives)
-        table.add_row(one.mutation.name, one.mutation.file, one.outcome, told, f"{one.seconds:.1f}")
-    return table
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -288,10 +264,15 @@ def main(words: Sequence[str] | None = None) -> int:
         console.print(f"{verdict.outcome:9}{verdict.mutation.name}  {verdict.by}", markup=False, soft_wrap=True)
         if options.json is not None:
             write(options.json, verdicts)
-    console.print(table_of(verdicts))
-    caught = sum(one.outcome == "caught" for one in verdicts)
-    console.print(f"{len(verdicts)} planted, {caught} caught, {sum(one.seconds for one in verdicts):.0f} s of tests")
-    return 0 if all(one.is_expected for one in verdicts) else 1
+    table = Table("mutation", "file", "outcome", "by", "seconds")
+    for verdict in sorted(verdicts, key=lambda one: (one.outcome == "caught", one.mutation.name)):
+        mutation, told = verdict.mutation, escape(verdict.by or verdict.mutation.survives)
+        table.add_row(mutation.name, mutation.file, verdict.outcome, told, f"{verdict.seconds:.1f}")
+    console.print(table)
+    caught = sum(verdict.outcome == "caught" for verdict in verdicts)
+    seconds = sum(verdict.seconds for verdict in verdicts)
+    console.print(f"{len(verdicts)} planted, {caught} caught, {seconds:.0f} s of tests")
+    return 0 if all(verdict.is_expected for verdict in verdicts) else 1
 
 
 if __name__ == "__main__":

@@ -84,16 +84,9 @@ def printed(setup: str, *rows: int) -> tuple[Any, str]:
 
 
 def test_a_program_that_prints_json() -> None:
-    """Captures, late ones too, pools, grown buffers and statistics write nothing to either stream."""
-    outputs, errors = printed("", 1, 2)
-    assert outputs == [[15], [15, 18]] * 5
-    assert errors == ""
-
-
-def test_warnings_reach_standard_error() -> None:
-    """Where nothing is configured, warnings are written there, one line each, and nothing else is."""
-    outputs, errors = printed("", 5)
-    assert outputs == [[15, 18, 21, 24, 27]] * 5
+    """Captures, pools, grown buffers and statistics write nothing; warnings go to standard error, a line each."""
+    outputs, errors = printed("", 1, 2, 5)
+    assert outputs == [[15], [15, 18], [15, 18, 21, 24, 27]] * 5
     lines = errors.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["fallback"] * 4
     assert "runner='DecodeRunner' why='too_large'" in lines[0]

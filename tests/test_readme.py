@@ -24,7 +24,6 @@ def test_the_example_passes_its_own_check(
     file.write_text(code.replace('backend="cpu"', f'backend="{backend}"'), encoding="utf-8")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "read_me_example", raising=False)
-    for seed in ("0", "1", "2"):
-        done = typer.testing.CliRunner().invoke(app, ["check", f"{file}:runner", "--seed", seed])
-        assert done.exit_code == 0, done.output
-        assert "no findings" in done.stdout
+    done = typer.testing.CliRunner().invoke(app, ["check", f"{file}:runner", "--seed", "0"])
+    assert done.exit_code == 0, done.output
+    assert "no findings" in done.stdout

@@ -1,10 +1,8 @@
 """The demo, run in this process."""
 
 import contextlib
-import importlib
 import io
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.examples.demo import FOLDER, PROMPTS, Generate, Module, Result
+from tests.examples.demo import PROMPTS, Generate, Result, module
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,22 +23,14 @@ def _one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def serving() -> Iterator[Module]:
-    """The demo's modules by name, as they are found when the folder is run."""
-    sys.path.insert(0, str(FOLDER))
-    yield lambda name: importlib.import_module(f"serving.{name}")
-    sys.path.remove(str(FOLDER))
-
-
-@pytest.fixture(scope="session")
-def generate(serving: Module, tmp_path_factory: pytest.TempPathFactory) -> Generate:
+def generate(tmp_path_factory: pytest.TempPathFactory) -> Generate:
     """Run the demo without timing steps: its exit status, its JSON and what it printed."""
 
     def run(*argv: str, **seams: Any) -> Result:
         file = tmp_path_factory.mktemp("report") / "report.json"
-        options = serving("options").parse(["--rounds", "0", *argv, "--json", str(file)])
+        options = module("serving.options").parse(["--rounds", "0", *argv, "--json", str(file)])
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            status = serving("program").generate(options, **seams)
+            status = module("serving.program").generate(options, **seams)
         return status, json.loads(file.read_text(encoding="utf-8")), out.getvalue()
 
     return run

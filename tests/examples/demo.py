@@ -1,15 +1,23 @@
-"""What the demo's tests share: where it is, how to run it quickly, and what a run comes to."""
+"""What tests of the example programs share: where they are, their modules, and runs of the demo."""
 
+import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-FOLDER = Path(__file__).parents[2] / "docs" / "examples" / "generate"
-DTYPES = ("float32", "bfloat16")
-QUICK = ("--max-new-tokens", "12", "--arrival-gap", "0", "--prefill", "eager")
-PROMPTS = ("Hi!", "a sentence of some length, so that it takes more than one page of the cache", "Grüße")
-NEEDS = "the demo's models: pip install 'slotgraph[models]'"
-
-Module = Callable[[str], Any]
+EXAMPLES: Final = Path(__file__).parents[2] / "docs" / "examples"
+FOLDER: Final = EXAMPLES / "generate"
+QUICK: Final = ("--max-new-tokens", "12", "--arrival-gap", "0", "--prefill", "eager")
+PROMPTS: Final = ("Hi!", "a sentence of some length, so that it takes more than one page of the cache", "Grüße")
+NEEDS: Final = "the demo's models: pip install 'slotgraph[models]'"
 Result = tuple[int, dict[str, Any], str]
 Generate = Callable[..., Result]
+
+
+def module(name: str) -> Any:
+    """A module of an example's own package, found as when its folder is run: each package has a name of its own."""
+    for folder in EXAMPLES.iterdir():
+        if (folder / name.partition(".")[0]).is_dir() and str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    return importlib.import_module(name)

@@ -1,39 +1,36 @@
-"""The demo passes on every way to run it, and says what it did."""
+"""The demo passes on every way to run it, says what it did, and finds each bug that graph inputs are known for."""
 
 import importlib
 import io
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import attrs
 import pytest
 import torch
 
-from tests.examples.demo import FOLDER, NEEDS, PROMPTS, Generate, Module, Result
+from slotgraph import CACHE_LOC, TOKENS, Step, computed, copied, keep
+from tests.examples.demo import FOLDER, NEEDS, PROMPTS, QUICK, Generate, Result, module
 
 pytest.importorskip("transformers", reason=NEEDS)
+
+LENGTHS = (40, 17, 8, 3, 70, 30, 2, 5)
+FEW = ("--arrival-gap", "0", "--max-new-tokens", "6", "--max-prefill-tokens", "64")
+SHORT = ("--max-new-tokens", "6", "--max-batch", "3", "--prefill", "eager", "--rounds", "2")
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """A folder that save_pretrained() wrote: not the demo's own shape, with tied weights and two ends of text."""
     transformers = importlib.import_module("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=32,
-        attention_bias=True,
-        tie_word_embeddings=True,
-        max_position_embeddings=256,
-        bos_token_id=256,
-        eos_token_id=[257, 258],
-    )
-    model = transformers.LlamaForCausalLM(config)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"bos_token_id": 256, "eos_token_id": [257, 258], "max_position_embeddings": 256}
+    odd = {"vocab_size": 300, "num_key_value_heads": 1, "head_dim": 32, "attention_bias": True}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **ends, **odd, tie_word_embeddings=True))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -43,54 +40,92 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file of prompts of many lengths; one is longer than any bucket."""
+    file: Path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    text = "In a hole in the ground there lived a graph, and it remembered all its addresses, every one of them"
+    file.write_text("\n".join(text[number:][:length] for number, length in enumerate(LENGTHS)), encoding="utf-8")
+    return str(file)
+
+
 def test_every_token_equals_generate(default: Result) -> None:
     """The default run, under true capture rules, is equal to transformers' own generate() and says what it did."""
     status, report, out = default
     assert (status, report["passed"], report["backend"]) == (0, True, "cpu-capture")
     assert report["comparison"]["difference"] is None
     assert 0 < report["comparison"]["largest"] < report["comparison"]["bounds"]["logits"] == 1e-3
-    assert (report["comparison"]["ties"], report["comparison"]["bounds"]["tie"]) == (0, 0)
     assert report["comparison"]["tokens"] == report["tokens"] == sum(len(text["tokens"]) for text in report["texts"])
     assert report["counted"] == report["decoded"] == sum(bucket["live"] for bucket in report["buckets"])
     assert f"equal to generate(): all {report['tokens']} tokens of 16 requests" in out
 
 
-def test_backends_make_the_same_tokens(generate: Generate, default: Result) -> None:
-    """Without capture, the same texts come out."""
-    status, report, _ = generate("--backend", "cpu")
-    assert (status, report["backend"]) == (0, "cpu")
-    assert report["texts"] == default[1]["texts"]
-
-
-def test_batches_vary_and_are_padded(default: Result) -> None:
-    """Requests come and go, so that every bucket is used, most with a tail, and prompts share steps."""
+def test_the_default_run_is_worth_something(default: Result) -> None:
+    """Every bucket is used, most with a tail; requests wait and share prefills; texts differ and do not go round."""
     report = default[1]
     assert [bucket["bucket"] for bucket in report["buckets"]] == [1, 2, 4, 8]
     assert sum(bucket["padded"] > bucket["live"] for bucket in report["buckets"]) >= 2
-    assert 0 < report["padding_waste"] < 0.5
+    assert report["prefill"]["paths"] == {"breakable": report["prefill"]["steps"]}
     assert report["prefill"]["steps"] < report["requests"] == 16
-    assert report["decode_steps"] == sum(bucket["steps"] for bucket in report["buckets"])
     assert any(text["began"] > text["arrived"] for text in report["texts"]), "no request ever waited for a row"
-
-
-def test_texts_vary(default: Result) -> None:
-    """A constant output would prove nothing: texts differ, have many distinct tokens and do not go round in circles."""
-    texts = [text["tokens"] for text in default[1]["texts"]]
+    texts = [text["tokens"] for text in report["texts"]]
     assert len({tuple(text) for text in texts}) == len(texts)
-    assert len({len(text) for text in texts}) > 5, "all requests leave at the same length"
-    for text in (text for text in texts if len(text) > 16):
-        assert len(set(text)) > len(text) / 2
-        assert not any(text[-2 * period : -period] == text[-period:] for period in range(2, 9))
+    assert all(len(set(text)) > len(text) / 2 for text in texts if len(text) > 16)
 
 
-def test_report_accounts_for_time_and_memory(default: Result) -> None:
-    """Fill times, throughput and bytes are in the JSON as they are in the table."""
+def test_times_and_memory_are_told(default: Result) -> None:
+    """Fills, whole steps, throughput and bytes are in the JSON, and a sentence says what comes of them."""
     _, report, out = default
     assert report["fill"]["fills"] == report["decode_steps"]
     assert 0 < report["fill"]["median_us"] <= report["fill"]["p99_us"]
     assert all(report["memory"][part] > 0 for part in ("inputs", "graphs", "outputs", "kv_cache"))
-    assert min(report["tokens_per_second"], report["reference_tokens_per_second"], report["capture_seconds"]) > 0
-    assert "host time per fill" in out
+    [times] = report["measured"]["times"]
+    assert (times["live"], times["bucket"], report["measured"]["rounds"]) == (7, 8, 3)
+    assert all(0 < times[way]["p10"] <= times[way]["median"] for way in ("replay", "whole", "eager"))
+    flat = " ".join(out.split())
+    assert "host time per fill" in flat
+    assert "a decode step of 7 requests" in flat
+    assert f"A prefill step of {report['prefill_times']['requests']} requests" in flat
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--backend", "cpu"),
+        ("--dtype", "bfloat16"),
+        ("--dtype", "float16"),
+        ("--buckets", "1,3", "--max-new-tokens", "16"),
+        ("--page-size", "3", "--max-batch", "3", "--arrival-gap", "0", "--max-new-tokens", "16"),
+        ("--max-new-tokens", "1"),
+    ],
+    ids=" ".join,
+)
+def test_other_ways_are_equal_too(generate: Generate, default: Result, argv: tuple[str, ...]) -> None:
+    """Without capture, in low precision by its bounds, beyond the largest bucket, and with the smallest pages."""
+    status, report, _ = generate(*argv)
+    comparison = report["comparison"]
+    assert (status, comparison["difference"], comparison["apart"]) == (0, None, 0)
+    assert comparison["largest"] <= comparison["bounds"]["logits"]
+    assert (report["eager_steps"] > 0) == ("--buckets" in argv)
+    if "cpu" in argv:
+        assert report["texts"] == default[1]["texts"]
+
+
+@pytest.mark.parametrize("path", ["breakable", "piecewise", "eager"])
+def test_each_prefill_path_is_equal(generate: Generate, lines: str, backend_name: str, path: str) -> None:
+    """Requests share prefill steps by each path; what is too long for the graphs runs eagerly; all tokens are equal."""
+    status, report, out = generate("--backend", backend_name, "--prefill", path, "--prompts", lines, *FEW)
+    prefill = report["prefill"]
+    assert (status, report["comparison"]["difference"], prefill["asked"]) == (0, None, path)
+    assert (prefill["most"], prefill["tokens"]) == (3, sum(LENGTHS) + len(LENGTHS))
+    assert prefill["steps"] == sum(prefill["paths"].values()) < len(LENGTHS)
+    if path == "eager":
+        assert (prefill["buckets"], list(prefill["reasons"])) == ([], ["always_eager"])
+    else:
+        assert prefill["paths"] == {path: prefill["steps"] - 1, "eager": 1}
+        assert prefill["reasons"] == {"too_large": "71 tokens are more than the largest bucket, 64"}
+        assert all(use["path"] == path and use["live"] <= use["padded"] for use in prefill["buckets"])
+        assert "eager 1, too_large" in " ".join(out.split())
 
 
 def test_command_reads_standard_input() -> None:
@@ -104,58 +139,126 @@ def test_command_reads_standard_input() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "of 2 requests" in done.stdout
-    assert "whole step" in done.stdout
-    assert "Grüße" in done.stdout
+    assert all(words in done.stdout for words in ("of 2 requests", "whole step", "Grüße"))
 
 
-def test_checkpoint_without_a_tokenizer(generate: Generate, checkpoint: Path, prompts: str) -> None:
-    """`--model` takes a folder of save_pretrained(); without a tokenizer, bytes are tokens."""
-    status, report, _ = generate("--model", str(checkpoint), "--prompts", prompts, "--max-new-tokens", "24")
+def test_checkpoints(generate: Generate, checkpoint: Path, prompts: str) -> None:
+    """`--model` takes a folder of save_pretrained(), with its own tokenizer, or without one: bytes are tokens then."""
+    argv = ("--model", str(checkpoint), "--prompts", prompts, "--max-new-tokens", "24")
+    status, report, _ = generate(*argv)
     assert (status, report["model"]) == (0, "checkpoint")
     assert [text["prompt_tokens"] for text in report["texts"]] == [1 + len(prompt.encode()) for prompt in PROMPTS]
-
-
-def test_checkpoint_with_its_tokenizer(generate: Generate, checkpoint: Path, prompts: str) -> None:
-    """A checkpoint's own tokenizer is used where it has one."""
     tokenizers, transformers = map(importlib.import_module, ("tokenizers", "transformers"))
     words = {word: number for number, word in enumerate(["?", "a", "sentence", "of", "some", "length", "Hi", "cache"])}
     unknown = {"unk_token": "?"}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, **unknown))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **unknown).save_pretrained(checkpoint)
-    status, report, _ = generate("--model", str(checkpoint), "--prompts", prompts, "--max-new-tokens", "24")
+    status, report, _ = generate(*argv)
+    assert (status, report["texts"][0]["prompt_tokens"]) == (0, 2)  # "Hi", "!"
+
+
+def test_given_tolerance_decides(generate: Generate, prompts: str) -> None:
+    """`--tolerance` stands for what would have been measured, in every precision."""
+    argv = ("--prompts", prompts, "--max-new-tokens", "4", "--tolerance")
+    status, report, _ = generate("--dtype", "bfloat16", *argv, "1.5")
+    assert (status, report["comparison"]["bounds"]["logits"], report["comparison"]["bounds"]["tie"]) == (0, 1.5, 3.0)
+    status, report, out = generate("--dtype", "bfloat16", *argv, "0.00001")
+    assert (status, report["comparison"]["difference"]["near_tie"]) == (1, False)
+    assert "by other logits" in out
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
+def test_as_on_a_device(generate: Generate, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device every bucket is timed, with the host waiting for each step and without, and torch.compile too."""
+    measuring = module("serving.measuring")
+    monkeypatch.setattr(measuring, "ON_A_CPU", attrs.evolve(measuring.ON_A_DEVICE, rounds=2, turn=0.0))
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)
+    status, report, out = generate("--backend", backend, *SHORT)
+    times = report["measured"]["times"]
     assert status == 0
-    assert report["texts"][0]["prompt_tokens"] == 2  # "Hi", "!"
+    assert [(one["live"], one["bucket"], one["each"]) for one in times] == [
+        (live, bucket, each) for live, bucket in ((1, 1), (2, 2), (3, 3)) for each in (False, True)
+    ]
+    assert [one["compiled"] is not None for one in times] == [False] * 4 + [True] * 2
+    assert 'torch.compile(mode="reduce-overhead")' in " ".join(out.split())
 
 
-def test_batches_beyond_the_largest_bucket_run_eagerly(generate: Generate) -> None:
-    """Steps that no bucket takes are equal too, and counted."""
-    status, report, _ = generate("--buckets", "1,3", "--max-new-tokens", "16")
-    assert status == 0
-    assert 0 < report["eager_steps"] < report["decode_steps"]
+def test_failure_to_compile_is_told(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch cannot compile, one line says why, and the demo passes."""
+
+    def refuse(*_: Any, **__: Any) -> Callable[..., Any]:
+        message = "\n  no compiler was found\nand more lines"
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    status, report, out = generate(*SHORT, "--compare")
+    assert (status, report["measured"]["times"][0]["compiled"]) == (0, None)
+    assert report["measured"]["note"] == "torch.compile was not timed: RuntimeError: no compiler was found"
+    assert "no compiler was found." in " ".join(out.split())
 
 
-def test_pages_are_shared_out_again(generate: Generate) -> None:
-    """The smallest pages and batches that wait for rows change nothing."""
-    status, report, _ = generate("--page-size", "3", "--max-batch", "3", "--arrival-gap", "0", "--max-new-tokens", "16")
-    assert (status, report["buckets"][-1]["bucket"]) == (0, 3)
+def shifted(batch: Any) -> Any:
+    """Every decode position is one too far."""
+    return attrs.evolve(batch, positions=batch.positions + 1)
 
 
-def test_requests_wait_for_pages(serving: Module) -> None:
-    """A request is admitted only when all pages that it may need are free; no page has two owners; all come back."""
-    allocator = serving("cache").PageAllocator(6)
-    ends = {"prompt": "", "prompt_ids": [1] * 8, "limit": 1}
-    requests = [serving("request").Request(number=number, arrival=0, **ends) for number in range(4)]
-    scheduler = serving("scheduler").Scheduler(requests, allocator, 4, 8)
-    assert [request.number for request in scheduler.admit(0)] == [0, 1]
-    assert sorted(requests[0].pages + requests[1].pages) == sorted({*requests[0].pages, *requests[1].pages})
-    assert 0 not in requests[0].pages + requests[1].pages
-    assert scheduler.admit(1) == []
-    requests[0].add(7, torch.zeros(1), 1)
-    assert scheduler.retire(frozenset()) == [requests[0]]
-    assert [request.number for request in scheduler.admit(2)] == [2]
-    assert allocator.free == 1
+def swapped(batch: Any) -> Any:
+    """Each request's keys and values go to where another one's belong."""
+    return attrs.evolve(batch, out_cache_loc=batch.out_cache_loc.roll(1))
+
+
+def late(batch: Any) -> Any:
+    """Keys and values go one row beyond their place, and attention reads an empty one."""
+    return attrs.evolve(batch, out_cache_loc=batch.out_cache_loc + 1)
+
+
+def stale(kind: str) -> type[Any]:
+    """Padded rows whose cache locations are those of an earlier step."""
+
+    class Stale(getattr(module("serving.inputs"), kind)):  # type: ignore[misc] # no package that a checker finds
+        """A declaration that someone wrote in good faith."""
+
+        out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=keep("no one reads what padded rows write"))
+
+    return Stale
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("plant", [shifted, swapped, late, "tail", "prompts"])
+def test_what_is_planted_is_found(generate: Generate, lines: str, backend_name: str, plant: Any, dtype: str) -> None:
+    """Wrong batches and stale tails: exit status 1, with request, token, step and logits of the first difference."""
+    argv: tuple[str, ...] = ("--backend", backend_name, "--dtype", dtype)
+    if plant == "tail":
+        status, report, out = generate(*argv, declaration=stale("DecodeInputs"))
+    elif plant == "prompts":
+        status, report, out = generate(*argv, "--prompts", lines, *FEW, prompts=stale("PrefillInputs"))
+    else:
+        status, report, out = generate(*argv, *QUICK, prepare=plant)
+    difference = report["comparison"]["difference"]
+    assert (status, report["passed"]) == (1, False)
+    assert report["comparison"]["apart"] > 0
+    assert difference["logits"] > report["comparison"]["bounds"]["logits"]
+    where = f"request {difference['request']}, generated token {difference['token']}, engine step {difference['step']}"
+    assert f"DIFFERENT from generate(): {where}:" in " ".join(out.split())
+
+
+def padded_tokens(step: Step) -> int:
+    """A count of padded rows as live ones."""
+    return step.padded(TOKENS)
+
+
+def test_wrong_count_is_found(generate: Generate) -> None:
+    """A computed slot that counts padded rows fails the run, although every token is right."""
+
+    class Miscounted(module("serving.inputs").DecodeInputs):  # type: ignore[misc] # as above
+        """Counts the bucket's rows."""
+
+        num_token_non_padded: torch.Tensor = computed(padded_tokens, shape=1, dtype=torch.int32)
+
+    status, report, out = generate(*QUICK, "--max-batch", "3", "--buckets", "2,4", declaration=Miscounted)
+    assert (status, report["comparison"]["difference"]) == (1, None)
+    assert "WRONG COUNT" in out
 
 
 @pytest.mark.parametrize(
@@ -166,66 +269,35 @@ def test_requests_wait_for_pages(serving: Module) -> None:
         (["--prompts", "no-such-file"], "no such file"),
         (["--json", "no-such-folder/report.json"], "no folder"),
         (["--max-new-tokens", "1000"], "lower --max-new-tokens"),
+        (["--prompts", "-"], "no prompts"),
     ],
 )
 def test_bad_options_say_what_to_change(
-    serving: Module, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, argv: list[str], message: str
 ) -> None:
     """What cannot be run exits with 2 and a sentence, without a traceback."""
-    assert serving("program").main(argv) == 2
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n  \n"))
+    assert module("serving.program").main(argv) == 2
     assert message in capsys.readouterr().err
 
 
-def test_no_prompts(serving: Module, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty standard input is refused."""
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n  \n"))
-    assert serving("program").main(["--prompts", "-"]) == 2
-    assert "no prompts" in capsys.readouterr().err
+def test_misspelt_options_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command line refuses what it cannot read with the usual status, and explains itself."""
+    wrong = ("--buckets 0", "--max-batch -1", "--dtype int8", "--rounds -1", "--prefill sideways", "--unheard-of")
+    for text in (*wrong, "--help"):
+        with pytest.raises(SystemExit) as leave:
+            module("serving.options").parse(text.split())
+        assert leave.value.code == 2 * (text != "--help")
+    out = capsys.readouterr().out
+    assert all(words in out for words in ("exit status", "--model FOLDER", "--no-compare", "--rounds N"))
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--buckets", "0"],
-        ["--max-batch", "-1"],
-        ["--dtype", "int8"],
-        ["--rounds", "-1"],
-        ["--prefill", "sideways"],
-        ["--max-prefill-tokens", "0"],
-        ["--unheard-of"],
-    ],
-)
-def test_misspelt_options(serving: Module, argv: list[str]) -> None:
-    """The command line refuses what it cannot read with the usual status."""
-    with pytest.raises(SystemExit) as refusal:
-        serving("options").parse(argv)
-    assert refusal.value.code == 2
-
-
-def test_other_families_are_refused(serving: Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_families_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model whose attention or positions the engine does not know is refused before anything is built."""
     transformers = importlib.import_module("transformers")
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     configs = [transformers.MistralConfig(sliding_window=64), transformers.LlamaConfig(rope_parameters=rope)]
     for config, word in zip(configs, ("sliding_window", "dynamic"), strict=True):
         config.save_pretrained(tmp_path)
-        assert serving("program").main(["--model", str(tmp_path)]) == 2
+        assert module("serving.program").main(["--model", str(tmp_path)]) == 2
         assert word in capsys.readouterr().err
-
-
-def test_help_tells_the_exit_status(serving: Module, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--help` explains itself to someone who has never seen the program."""
-    with pytest.raises(SystemExit) as leave:
-        serving("options").parse(["--help"])
-    out = capsys.readouterr().out
-    assert leave.value.code == 0
-    words = (
-        "exit status",
-        "--model FOLDER",
-        "--prefill {breakable,piecewise,eager}",
-        "standard input",
-        "generate()",
-        "--no-compare",
-        "--rounds N",
-    )
-    assert all(word in out for word in words)

@@ -7,12 +7,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.examples.demo import FOLDER, NEEDS, PROMPTS, Generate, Module, Result
+from tests.examples.demo import FOLDER, NEEDS, PROMPTS, Generate, Result, module
 
 pytest.importorskip("transformers", reason=NEEDS)
 
@@ -121,147 +120,56 @@ def reported(file: Path, *arguments: str) -> tuple[Any, str]:
     return json.loads(file.read_text(encoding="utf-8")), done.stdout
 
 
-@pytest.mark.slow
-def test_tensor_parallel(tmp_path: Path, lines: str, single: Result) -> None:
-    """`torchrun docs/examples/generate --tp 2` makes one process's tokens, under capture rules, and says so once."""
-    report, printed = reported(tmp_path / "report.json", "--tp", "2", "--prompts", lines, *SHORT)
-    ranks, alone = report["ranks"], report["ranks"]["alone"]
-    assert texts_of(report) == texts_of(single[1])
-    assert (report["backend"], report["comparison"]["difference"], report["comparison"]["ties"]) == (
-        "cpu-capture",
-        None,
-        0,
-    )
-    assert (ranks["way"], ranks["size"], ranks["requests"], ranks["differing"]) == ("tp", 2, [5, 5], [])
-    assert (alone["difference"], alone["apart"], 0 < alone["largest"] < 1e-3) == (None, 0, True)
-    assert report["prefill"]["paths"]["breakable"] > 0
-    assert report["parameters"] == single[1]["parameters"]
-    assert 2 * report["memory"]["kv_cache"] == single[1]["memory"]["kv_cache"], "a rank has half of the heads"
-    said = " ".join(printed.split())
-    assert said.count("decode steps by bucket") == 1
-    assert said.count("2, tensor parallel") == 1
-    assert "beside the same ranks, eagerly: equal to generate(): all" in said
-    assert "beside one process: equal" in said
-
-
-@pytest.mark.slow
-def test_data_parallel(tmp_path: Path, lines: str, single: Result) -> None:
-    """`--dp 2` shares out the prompts, and the first rank prints all texts in their order."""
-    report, printed = reported(tmp_path / "report.json", "--dp", "2", "--prompts", lines, *SHORT)
-    assert [text["request"] for text in report["texts"]] == list(range(5))
-    assert texts_of(report) == texts_of(single[1])
-    assert [text["prompt"] for text in report["texts"]] == [text["prompt"] for text in single[1]["texts"]]
-    forced = report["ranks"].pop("forced")
-    assert report["ranks"] == {
-        "way": "dp",
-        "size": 2,
-        "requests": [3, 2],
-        "differing": [],
-        "alone": None,
-        "counted": [report["decoded"]] * 2,
-    }
-    replayed = sum(one["steps"] for one in report["prefill"]["buckets"] + report["buckets"])
-    eager = sum(forced.values()) - replayed / 2
-    assert 0 < eager <= report["prefill"]["paths"]["eager"], "both run each step in one way, whoever has prompts in it"
-    assert set(forced) == {"0", "1"}
-    assert report["comparison"]["tokens"] == report["tokens"] == single[1]["tokens"]
-    assert report["counted"] == report["decoded"] == single[1]["decoded"]
-    assert report["prefill"]["tokens"] == single[1]["prefill"]["tokens"]
-    said = " ".join(printed.split())
-    assert said.count("2, data parallel") == said.count("of 5 requests") == 1
-
-
-@pytest.mark.slow
-def test_pipeline_parallel(tmp_path: Path, lines: str, single: Result) -> None:
-    """`--pp 2`: each rank has half of the layers, and the same tokens and logits come out at the end."""
-    report, printed = reported(tmp_path / "report.json", "--pp", "2", "--prompts", lines, *SHORT)
-    alone = single[1]
+@pytest.mark.parametrize("way", ["tp", "dp", "pp"])
+def test_two_ranks_make_the_tokens_of_one(tmp_path: Path, lines: str, single: Result, way: str) -> None:
+    """`torchrun docs/examples/generate`: each rank has half of the heads, the prompts or the layers; said once."""
+    report, printed = reported(tmp_path / "report.json", f"--{way}", "2", "--prompts", lines, *SHORT)
+    ranks, alone, said = report["ranks"], single[1], " ".join(printed.split())
+    assert [text["prompt"] for text in report["texts"]] == [text["prompt"] for text in alone["texts"]]
     assert texts_of(report) == texts_of(alone)
-    assert report["comparison"] == alone["comparison"], "the same sums in the same order"
-    assert (report["ranks"]["way"], report["ranks"]["requests"], report["ranks"]["differing"]) == ("pp", [5, 5], [])
-    assert (report["decode_steps"], report["prefill"]["paths"]) == (alone["decode_steps"], alone["prefill"]["paths"])
-    assert (report["buckets"], report["counted"]) == (alone["buckets"], alone["counted"])
-    assert 2 * report["memory"]["kv_cache"] == alone["memory"]["kv_cache"], "a rank has half of the layers"
-    assert " ".join(printed.split()).count("2, pipeline parallel") == 1
+    assert (report["backend"], report["comparison"]["difference"]) == ("cpu-capture", None)
+    shares = [3, 2] if way == "dp" else [5, 5]
+    assert (ranks["way"], ranks["size"], ranks["requests"], ranks["differing"]) == (way, 2, shares, [])
+    assert report["counted"] == report["decoded"] == alone["decoded"]
+    assert report["prefill"]["tokens"] == alone["prefill"]["tokens"]
+    name = {"tp": "tensor", "dp": "data", "pp": "pipeline"}[way]
+    assert said.count(f"2, {name} parallel") == said.count("decode steps by bucket") == 1
+    if way == "dp":
+        replayed = sum(one["steps"] for one in report["prefill"]["buckets"] + report["buckets"])
+        eager = sum(ranks["forced"].values()) - replayed / 2
+        assert 0 < eager <= report["prefill"]["paths"]["eager"], "both run each step in one way, whoever has prompts"
+        return
+    assert 2 * report["memory"]["kv_cache"] == alone["memory"]["kv_cache"]
+    if way == "tp":
+        assert (ranks["alone"]["difference"], ranks["alone"]["apart"]) == (None, 0)
+        assert "beside the same ranks, eagerly: equal to generate(): all" in said
+        assert "beside one process: equal" in said
+    else:
+        assert report["comparison"] == alone["comparison"], "the same sums in the same order"
+        assert (report["buckets"], report["prefill"]["paths"]) == (alone["buckets"], alone["prefill"]["paths"])
 
 
-@pytest.mark.slow
-def test_steps_that_are_run_again(several: dict[str, Any], single: Result) -> None:
-    """A backend whose graph is the step itself makes the same tokens."""
-    report = several["replayed"]
-    longer = texts_of(single[1])[:2]
-    assert (report["passed"], report["backend"]) == (True, "cpu")
-    assert texts_of(report) == [text[:6] for text in longer]
-
-
-@pytest.mark.slow
-def test_checkpoint_of_an_odd_vocabulary(
-    several: dict[str, Any], generate: Generate, checkpoint: str, two: str
-) -> None:
-    """Biases are added once, tied embeddings stay whole, and so does a head that cannot be shared out."""
-    report = several["checkpoint"]
-    alone = generate("--model", checkpoint, "--prompts", two, *FEW)[1]
-    assert (report["passed"], texts_of(report)) == (True, texts_of(alone))
-
-
-@pytest.mark.slow
-def test_timed_together(several: dict[str, Any]) -> None:
-    """How many steps are timed is a clock's decision, and the same in all ranks: they meet in each of them."""
-    report = several["checkpoint"]
-    [times] = report["measured"]["times"]
-    assert (times["live"], times["bucket"], times["compiled"]) == (2, 2, None)
-    assert all(times[way]["median"] > 0 for way in ("replay", "whole", "eager"))
-    assert report["prefill_times"]["path"] == "breakable"
-
-
-@pytest.mark.slow
-def test_low_precision(several: dict[str, Any]) -> None:
-    """Shares round once more each: the bounds beside one process are those of both models together."""
-    report = several["bfloat16"]
-    bounds, alone = report["comparison"]["bounds"], report["ranks"]["alone"]
-    assert report["passed"]
-    assert alone["largest"] <= alone["bounds"]["logits"]
-    assert bounds["logits"] < alone["bounds"]["logits"] < 3 * bounds["logits"]
-
-
-@pytest.mark.slow
-def test_bugs_are_found(several: dict[str, Any]) -> None:
-    """A wrong position differs from the same ranks without it; a forgotten sum only from one process."""
-    shifted, forgotten = several["shifted"], several["forgotten"]
-    assert (shifted["passed"], forgotten["passed"]) == (False, False)
-    assert shifted["comparison"]["difference"] is not None
-    assert forgotten["comparison"]["difference"] is None
-    assert forgotten["ranks"]["alone"]["difference"] is not None
-
-
-@pytest.mark.slow
-def test_bugs_of_any_rank_are_found(several: dict[str, Any]) -> None:
-    """With data parallelism the first rank tells of requests that others served."""
-    report = several["apart"]
-    assert (report["passed"], report["comparison"]["apart"], report["ranks"]["requests"]) == (False, 2, [1, 1])
-    assert report["comparison"]["difference"]["token"] > 0
-
-
-@pytest.mark.slow
-def test_pipelines(several: dict[str, Any], single: Result) -> None:
-    """Traced layers of a part of the model make the same tokens; a wrong position on any rank is found at the end."""
+def test_other_runs(several: dict[str, Any], generate: Generate, single: Result, checkpoint: str, two: str) -> None:
+    """Steps that run again, an odd vocabulary with tied embeddings, traced layers and low precision are right, too."""
+    longer = [text[:6] for text in texts_of(single[1])[:2]]
+    assert all(several[name]["passed"] for name in ("replayed", "checkpoint", "traced", "bfloat16"))
+    assert texts_of(several["replayed"]) == texts_of(several["traced"]) == longer
     assert several["traced"]["prefill"]["paths"] == {"piecewise": 1}
-    assert (several["traced"]["passed"], several["wrong rows"]["passed"]) == (True, False)
-    assert texts_of(several["traced"]) == [text[:6] for text in texts_of(single[1])[:2]]
+    alone = generate("--model", checkpoint, "--prompts", two, *FEW)[1]
+    assert texts_of(several["checkpoint"]) == texts_of(alone)
+    [times] = several["checkpoint"]["measured"]["times"]  # how many steps are timed is the same in all ranks
+    assert (times["live"], times["bucket"], times["compiled"]) == (2, 2, None)
+    ranks = several["bfloat16"]["ranks"]["alone"]
+    assert ranks["largest"] <= ranks["bounds"]["logits"]
 
 
-def test_ranks_that_part_ways(serving: Module) -> None:
-    """With tensor parallelism all ranks must have made the same texts; it is told which did not."""
-    parts, ranks = serving("parts"), serving("ranks")
-    ends = {"number": 0, "prompt": "", "prompt_ids": [1], "arrival": 0, "limit": 2}
-    requests = [serving("request").Request(**ends, generated=[5, last]) for last in (6, 6, 7)]
-    idle = SimpleNamespace(prompts={"ranks": None}, decode={"ranks": None}, counted_all=0)
-    nothing = {"served": idle, "comparison": None, "alone": None, "reference_seconds": 0.0}
-    made = [parts.Part(requests=[request], **nothing) for request in requests]
-    use = parts._ranks(ranks.World("tp", 0, 3), made)
-    assert (use.differing, use.passed) == ([2], False)
-    assert "DIFFERENT texts in rank 2" in serving("tables")._verdict(SimpleNamespace(ranks=use)).plain
-    assert parts._ranks(ranks.World("dp", 0, 3), made).passed
+def test_bugs_are_found(several: dict[str, Any]) -> None:
+    """A wrong position on any rank differs from the same ranks without it; a forgotten sum only from one process."""
+    assert not any(several[name]["passed"] for name in ("shifted", "forgotten", "apart", "wrong rows"))
+    assert several["shifted"]["comparison"]["difference"] is not None
+    assert several["forgotten"]["comparison"]["difference"] is None
+    assert several["forgotten"]["ranks"]["alone"]["difference"] is not None
+    assert (several["apart"]["comparison"]["apart"], several["apart"]["ranks"]["requests"]) == (2, [1, 1])
 
 
 @pytest.mark.parametrize(
@@ -280,7 +188,6 @@ def test_ranks_that_part_ways(serving: Module) -> None:
     ],
 )
 def test_what_cannot_be_shared_out(
-    serving: Module,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     argv: Sequence[str],
@@ -292,25 +199,25 @@ def test_what_cannot_be_shared_out(
         monkeypatch.delenv(name, raising=False)
         if present is not None:
             monkeypatch.setenv(name, value)
-    assert serving("program").main(argv) == 2
+    assert module("serving.program").main(argv) == 2
     assert message in capsys.readouterr().err
 
 
-def test_models_that_cannot_be_shared_out(serving: Module, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_models_that_cannot_be_shared_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A model with another plan is refused by its configuration alone: there are no weights to load."""
     transformers = importlib.import_module("transformers")
     transformers.Phi3Config(pad_token_id=0).save_pretrained(tmp_path)
-    assert serving("program").main(["--model", str(tmp_path), "--tp", "2"]) == 2
+    assert module("serving.program").main(["--model", str(tmp_path), "--tp", "2"]) == 2
     said = capsys.readouterr().err
     assert "Phi3Config has no plan that this program knows" in said
     assert "layers.*.self_attn.qkv_proj" in said
 
 
-def test_ranks_without_work(serving: Module) -> None:
+def test_ranks_without_work() -> None:
     """Each rank needs a prompt at least; the first ones take one more where they do not come out even."""
-    ranks = serving("ranks")
+    ranks = module("serving.ranks")
     worlds = [ranks.World("dp", rank, 3) for rank in range(3)]
     assert [world.share("abcd") for world in worlds] == [["a", "d"], ["b"], ["c"]]
     assert ranks.World("tp", 1, 3).share("ab") == ["a", "b"]
-    with pytest.raises(serving("options").OptionsError, match="give at least 3"):
+    with pytest.raises(module("serving.options").OptionsError, match="give at least 3"):
         worlds[0].share("ab")

@@ -53,12 +53,7 @@ class Reference:
         return "fits" if given.tag == 3 else "field_differs"
 
     def faults(
-        self,
-        view: Mapping[str, Any],
-        given: Given,
-        padded: Sizes,
-        capacity: Sizes | None,
-        unseen: Collection[str] = (),
+        self, view: Mapping[str, Any], given: Given, padded: Sizes, capacity: Sizes | None, unseen: Collection[str] = ()
     ) -> Iterator[str]:
         """Every slot that does not hold what it must. capacity: of the buffers, where it is known. unseen: left out."""
         step = Step(given.live, padded)

@@ -19,9 +19,8 @@ from tests.life.worlds import WORLDS, World, steps_of
 from tests.runners import prefilled, test_draft
 from tests.runners.models import Batch, same_batch, snapshot
 
-EVERY: Final = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
-"""Whether each point is tried, or some eight of each act."""
-FEW: Final = 8
+FEW: Final = 40 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 5
+"""How many points of each act are tried."""
 MORE: Final = tuple(str(module.__file__) for module in (worlds, prefilled, test_draft))
 Act = Callable[[Runner[Any], Batch, Any], object]
 ACTS: Final[dict[str, Act]] = {
@@ -33,7 +32,7 @@ ACTS: Final[dict[str, Act]] = {
 
 def points(total: int) -> Iterator[tuple[int, type[BaseException]]]:
     """Points out of so many, and what is raised there."""
-    stride = 1 if EVERY else max(1, total // FEW) | 1  # odd, so that both kinds of errors come
+    stride = max(1, total // FEW) | 1  # odd, so that both kinds of errors come
     for at in range(1, total + 1, stride):
         yield at, KeyboardInterrupt if at % 2 else InjectedError
 
@@ -76,7 +75,7 @@ def interrupt_everywhere(world: World, act: Act, size: int, step: int = 0) -> No
     seen = set()
     for number, (at, error) in enumerate(points(total_of(world, act, size))):
         seen.add(interrupt(world, act, size + number * step, at, error))
-    assert len(seen) >= FEW // 2  # a later step may be shorter than the one that was counted
+    assert len(seen) > 1  # a later step may be shorter than the one that was counted
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -133,4 +132,4 @@ def test_capture_broken_off(backend: Backend, *, lazy: bool) -> None:
         if graphs is not None and graphs.report is None:
             world.runner.capture()  # type: ignore[attr-defined] # as above
         world.assert_well()
-    assert reached >= FEW // 2  # a later capture may be shorter than the one that was counted
+    assert reached > 1  # a later capture may be shorter than the one that was counted

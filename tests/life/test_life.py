@@ -25,7 +25,7 @@ from tests.strategies import AXES, HIDDEN, PAGES, Round, Sizes, batch_of, declar
 
 PAGES_MOST: Final = 3
 BUCKETS: Final = ((2, 6), (1, 4), (5,))
-EXAMPLES: Final = 200 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 6
+EXAMPLES: Final = 40 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 6
 Batch = tuple[Any, dict[str, Any]]
 
 

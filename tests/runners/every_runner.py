@@ -6,17 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slotgraph import (
-    BATCH,
-    TOKENS,
-    BreakableRunner,
-    DecodeRunner,
-    EagerRunner,
-    Inputs,
-    PrefillRunner,
-    copied,
-    standard,
-)
+from slotgraph import BATCH, TOKENS, BreakableRunner, DecodeRunner, EagerRunner, Inputs, PrefillRunner, copied, standard
 from slotgraph.extend import side
 from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
 

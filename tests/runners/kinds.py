@@ -1,39 +1,34 @@
-"""Each runner over its standard declaration, with batches for it."""
+"""A runner of every kind, batches of any size for it, and what random schedules of steps must add to its books."""
 
-from collections.abc import Callable, Iterator
+import collections
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import attrs
 import torch
+from hypothesis import strategies as st
 from torch import nn
 
 from slotgraph import BATCH, TOKENS, BreakableRunner, DecodeRunner, EagerRunner, Inputs, standard
-from slotgraph.backends import Backend
+from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.axes import WIDTH, Axis, Sizes, extent
-from slotgraph.dataflow.capabilities import HOST, resolve_dtype
+from slotgraph.dataflow.capabilities import HOST, LADDER, resolve_dtype
 from slotgraph.dataflow.declaration import Declaration
+from slotgraph.dataflow.errors import BatchError
 from slotgraph.runners.draft import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
+from slotgraph.runners.runner import Runner
+from slotgraph.runners.statistics import Statistics
+from slotgraph.runners.watching import Watcher
+from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
+from tests.runners import prefilled
+from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 
-TOPK: Final = 4
-STEPS: Final = 3
-FRONT: Final = 2
-DRAFTS: Final = 8
 SETTINGS: Final = standard.Sharding()
-
-
-@attrs.frozen(kw_only=True)
-class Scale:
-    """How large steps are: live and padded requests of a decode, live and padded tokens of a prefill, of `prompts`.
-
-    most_prompts: requests that a prefill has room for. hidden: elements of one token's hidden state.
-    """
-
-    requests: tuple[int, int]
-    tokens: tuple[int, int]
-    prompts: int
-    most_prompts: int
-    hidden: int
+TREE: Final = {standard.TOPK: 4, standard.STEPS: 3, standard.FRONT: 2, standard.VOCAB: 4, standard.FILL: 1}
+MOST: Final = 20
+Act = Literal["call", "fill", "replay", "replay twice", "refused", "watch"]
 
 
 class DecodeCounted(standard.DecodeInputs, standard.ExpertParallel):
@@ -50,46 +45,40 @@ class PrefillCounted(standard.BreakableInputs, standard.ExpertParallel):
 
 @attrs.frozen(kw_only=True, eq=False)
 class Kind:
-    """One kind of step: its declaration, and the runner that engines would run it with.
+    """One kind of step: its standard declaration, and the runner that engines would run it with.
 
-    runner: the class's name. make: a captured runner. leading: the axis that `live` and `padded` count, and `width`
-    the tokens of a request where that is BATCH. requests: live ones of a prefill, and how many it has room for.
+    make: what gives that runner, captured. live, padded: rows on the axis `leading`. width: the tokens of a request.
     """
 
     phase: str
-    runner: str
+    runner: type[Any]
     inputs: type[Inputs]
-    make: Callable[["Kind", Backend], Any]
-    live: int
-    padded: int
-    hidden: int
+    make: Callable[["Kind", dict[str, Any]], Any]
+    live: int = 3
+    padded: int = 4
     width: int = 1
     leading: Axis = BATCH
-    requests: tuple[int, int] = (0, 0)
 
     @property
     def declaration(self) -> Declaration:
         """Its slots."""
         return self.inputs.slotgraph.under(SETTINGS)
 
-    @property
-    def fixed(self) -> dict[Axis, int]:
-        """Sizes of all fixed axes; VOCAB is one of outputs, which no fill writes, and so as small as a draft bears."""
-        own = {standard.HIDDEN: self.hidden, standard.VOCAB: TOPK, standard.FILL: 1, WIDTH: self.width}
-        return {**own, standard.TOPK: TOPK, standard.STEPS: STEPS, standard.FRONT: FRONT}
-
     def sizes(self, live: int) -> Sizes:
-        """All sizes of a batch."""
+        """All sizes of a batch; a prefill has one request."""
+        fixed = {standard.HIDDEN: 5, WIDTH: self.width, **TREE}
         if self.leading == TOKENS:
-            return {BATCH: min(self.requests[0], live), TOKENS: live, **self.fixed}
-        return {BATCH: live, TOKENS: live * self.width, **self.fixed}
+            return {BATCH: 1, TOKENS: live, **fixed}
+        return {BATCH: live, TOKENS: live * self.width, **fixed}
 
-    def options(self, backend: Backend) -> dict[str, Any]:
-        """What each runner is given."""
-        axes = self.inputs.slotgraph.axes
-        sizes = {axis: size for axis, size in self.fixed.items() if axis in axes and axis != WIDTH}
-        shown = {} if self.runner == "EagerRunner" else {"progress": False}
-        return {"sizes": sizes, "settings": SETTINGS, "backend": backend, **shown}
+    def captured(self, backend: Backend, **options: Any) -> Any:
+        """A runner that is ready for batches."""
+        known = {*self.inputs.slotgraph.axes} - {WIDTH, BATCH, TOKENS}
+        sizes = {axis: size for axis, size in self.sizes(1).items() if axis in known}
+        runner = self.make(self, {"sizes": sizes, "settings": SETTINGS, "backend": backend, **options})
+        if self.phase != "eager":
+            runner.capture()
+        return runner
 
     def batch(self, backend: Backend, live: int, number: int = 0) -> Any:
         """A batch with seeded values, all of them others than under another number."""
@@ -99,89 +88,207 @@ class Kind:
                 shape, dtype = extent(slot.shape, sizes), resolve_dtype(slot.dtype, backend.capabilities)
                 values = torch.randint(100 * number + 2, 100 * number + 102, shape, device="cpu", generator=seeded)
                 if name == "extend_seq_lens":
-                    values = _lengths(sizes[BATCH], sizes[TOKENS], seeded)
+                    values = torch.tensor([sizes[TOKENS]], device="cpu")
                 setattr(made, name, values.to(dtype).to("cpu" if slot.placement == HOST else backend.device))
         return made
 
 
-def _lengths(requests: int, tokens: int, seeded: torch.Generator) -> torch.Tensor:
-    """How the tokens of a prefill belong to its requests: at least one each."""
-    cuts = 1 + torch.randperm(tokens - 1, device="cpu", generator=seeded)[: requests - 1].sort().values
-    return torch.diff(torch.tensor([0, *cuts.tolist(), tokens], device="cpu"))
-
-
-def kinds(scale: Scale) -> Iterator[Kind]:
-    """One for each."""
-    sized: dict[str, Any] = {"live": scale.requests[0], "padded": scale.requests[1], "hidden": scale.hidden}
-    for phase, runner, inputs, make, width in (
-        ("decode", "DecodeRunner", DecodeCounted, _decode, 1),
-        ("verify", "DecodeRunner", VerifyCounted, _decode, DRAFTS),
-        ("eager", "EagerRunner", standard.EagerInputs, _eager, 1),
-        ("prefill", "BreakableRunner", PrefillCounted, _prefill, 1),
-        ("draft", "DraftRunner", standard.DraftInputs, _draft, TOPK),
-        ("extend", "DraftExtendRunner", standard.DraftExtendInputs, _extend, DRAFTS),
-        ("multi-layer", "MultiLayerDraftExtendRunner", standard.MultiLayerDraftExtendInputs, _layers, FRONT + DRAFTS),
-    ):
-        told = {**sized, "phase": phase, "runner": runner, "inputs": inputs, "make": make, "width": width}
-        if phase == "prefill":
-            told |= {"leading": TOKENS, "requests": (scale.prompts, scale.most_prompts)}
-            told |= {"live": scale.tokens[0], "padded": scale.tokens[1]}
-        yield Kind(**told)
-
-
-def _captured(runner: Any) -> Any:
-    runner.capture()
-    return runner
-
-
-def _decode(kind: Kind, backend: Backend) -> Any:
-    options = {**kind.options(backend), "width": kind.width, "output_rows": BATCH}
-    return _captured(DecodeRunner(kind.inputs, _next, buckets=[kind.padded], **options))
-
-
-def _eager(kind: Kind, backend: Backend) -> Any:
-    return EagerRunner(kind.inputs, _next, no_copy=False, **kind.options(backend))
-
-
-def _prefill(kind: Kind, backend: Backend) -> Any:
-    stack, options = _Stack(), {**kind.options(backend), "max_batch": kind.requests[1], "output_rows": TOKENS}
-    step: Callable[[Any], Any] = lambda view: stack(view.positions)  # noqa: E731 - as small as one can be
-    return _captured(BreakableRunner(kind.inputs, step, stack=stack, buckets=[kind.padded], **options))
-
-
-def _draft(kind: Kind, backend: Backend) -> Any:
-    options = {"topk": TOPK, "steps": STEPS, "buckets": [kind.padded], **kind.options(backend)}
-    return _captured(DraftRunner(kind.inputs, _forward, **options))
-
-
-def _extend(kind: Kind, backend: Backend) -> Any:
-    options = {"width": kind.width, "buckets": [kind.padded], **kind.options(backend)}
-    return _captured(DraftExtendRunner(kind.inputs, _next, **options))
-
-
-def _layers(kind: Kind, backend: Backend) -> Any:
-    steps, options = [_layer] * STEPS, {"width": kind.width, "buckets": [kind.padded], **kind.options(backend)}
-    return _captured(MultiLayerDraftExtendRunner(kind.inputs, steps, **options))
-
-
-def _next(view: Any) -> Any:
-    """The step: as small as one can be."""
-    return view.seq_lens + 1
-
-
-def _layer(view: Any, after: Any) -> Any:
-    del after
-    return _next(view)
-
-
-def _forward(view: Any, step: object) -> tuple[torch.Tensor, None]:
-    del step
-    return view.positions[:, None].expand(-1, TOPK).float(), None
-
-
-class _Stack(nn.Module):
+class Stack(nn.Module):
     """What is captured of a prefill."""
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """As small as one can be."""
         return positions + 1
+
+
+def next_of(view: Any, _: Any = None) -> Any:
+    """The step: as small as one can be."""
+    return view.seq_lens + 1
+
+
+def drafted(view: Any, _: Any) -> tuple[torch.Tensor, None]:
+    """A draft model."""
+    return view.positions[:, None].expand(-1, TREE[standard.TOPK]).float(), None
+
+
+def _decoding(kind: Kind, options: dict[str, Any]) -> Any:
+    options |= {"width": kind.width, "output_rows": BATCH, "buckets": [kind.padded], "progress": False}
+    return DecodeRunner(kind.inputs, next_of, **options)
+
+
+def _running_eagerly(kind: Kind, options: dict[str, Any]) -> Any:
+    return EagerRunner(kind.inputs, next_of, no_copy=False, **{n: one for n, one in options.items() if n != "lowering"})
+
+
+def _prefilling(kind: Kind, options: dict[str, Any]) -> Any:
+    stack, step = Stack(), lambda view: stack(view.positions)
+    options |= {"max_batch": 3, "output_rows": TOKENS, "buckets": [kind.padded], "progress": False}
+    return BreakableRunner(kind.inputs, step, stack=stack, **options)
+
+
+def _drafting(kind: Kind, options: dict[str, Any]) -> Any:
+    options |= {"topk": TREE[standard.TOPK], "steps": TREE[standard.STEPS], "buckets": [kind.padded], "progress": False}
+    return DraftRunner(kind.inputs, drafted, **options)
+
+
+def _extending(kind: Kind, options: dict[str, Any]) -> Any:
+    step: Any = next_of if kind.runner is DraftExtendRunner else [next_of] * TREE[standard.STEPS]
+    return kind.runner(kind.inputs, step, width=kind.width, buckets=[kind.padded], progress=False, **options)
+
+
+STANDARD: Final = {
+    phase: Kind(phase=phase, runner=runner, inputs=inputs, make=make, **more)
+    for phase, runner, inputs, make, more in (
+        ("decode", DecodeRunner, DecodeCounted, _decoding, {}),
+        ("verify", DecodeRunner, VerifyCounted, _decoding, {"width": 8}),
+        ("eager", EagerRunner, standard.EagerInputs, _running_eagerly, {}),
+        ("prefill", BreakableRunner, PrefillCounted, _prefilling, {"live": 11, "padded": 16, "leading": TOKENS}),
+        ("draft", DraftRunner, standard.DraftInputs, _drafting, {"width": TREE[standard.TOPK]}),
+        ("extend", DraftExtendRunner, standard.DraftExtendInputs, _extending, {"width": 8}),
+        (
+            *("multi-layer", MultiLayerDraftExtendRunner, standard.MultiLayerDraftExtendInputs, _extending),
+            {"width": TREE[standard.FRONT] + 8},
+        ),
+    )
+}
+"""By the name of its phase."""
+
+
+@attrs.frozen(eq=False)
+class Counted:
+    """A runner, batches of any number of rows for it, its buckets, and why what fits none of them runs eagerly.
+
+    most: rows that it takes at all.
+    """
+
+    runner: Runner[Any]
+    make: Callable[[int], Any]
+    buckets: tuple[int, ...]
+    why: str = "too_large"
+    most: int = MOST
+
+    def batch(self, rows: int) -> Any:
+        """A batch of so many rows, or of the most that are taken."""
+        return self.make(min(rows, self.most))
+
+    def bucket(self, rows: int) -> int | None:
+        """The one that such a batch goes to."""
+        rows = min(rows, self.most)
+        return next((size for size in self.buckets if size >= rows), None)
+
+
+def _plain(backend: Backend, lowering: str, **options: Any) -> Counted:
+    runner = plain_runner(backend, lowering=lowering, **options)
+    buckets, why = ((), "disabled") if "graphs" in options else ((4, 8), "too_large")
+    return Counted(runner, lambda rows: random_batch(rows, rows), buckets, why)
+
+
+def _eager(backend: Backend, lowering: str, *, no_copy: bool = False) -> Counted:
+    del lowering
+    runner = EagerRunner(PlainInputs, plain_step, backend=backend, no_copy=no_copy)
+    return Counted(runner, lambda rows: random_batch(rows, rows), (), "always_eager")
+
+
+def _prefill(backend: Backend, lowering: str, *, kind: str) -> Counted:
+    model = prefilled.Model(named=kind == "piecewise").to(backend.device)
+    runner = prefilled.runner_of(kind, model, backend, lowering=lowering)
+    runner.capture()
+    return Counted(runner, lambda rows: prefilled.batch_of([rows], rows, backend.device), (4, 16))
+
+
+def _standard(backend: Backend, lowering: str, *, phase: str) -> Counted:
+    kind = STANDARD[phase]
+    most = kind.padded if phase == "multi-layer" else MOST  # its chained slots are bound, and cannot grow
+    runner = kind.captured(backend, lowering=lowering)
+    return Counted(runner, lambda rows: kind.batch(backend, rows, rows), (kind.padded,), most=most)
+
+
+_MAKERS: Mapping[str, Callable[..., Counted]] = {
+    "decode": _plain,
+    "lazy": functools.partial(_plain, lazy=True),
+    "graphs off": functools.partial(_plain, graphs=False),
+    "eager": _eager,
+    "no copy": functools.partial(_eager, no_copy=True),
+    "breakable": functools.partial(_prefill, kind="breakable"),
+    "piecewise": functools.partial(_prefill, kind="piecewise"),
+    **{phase: functools.partial(_standard, phase=phase) for phase in ("verify", "draft", "extend", "multi-layer")},
+}
+_LOWERINGS: Mapping[str, Sequence[str]] = {"decode": LADDER, "lazy": LADDER[:1], "piecewise": ("auto",)}
+EVERY_KIND = [(kind, lowering) for kind in _MAKERS for lowering in _LOWERINGS.get(kind, ("auto",))]
+
+
+@functools.cache
+def counted(kind: str, backend: str, lowering: str) -> Counted:
+    """One of each, which tests share: its books go on from test to test."""
+    return _MAKERS[kind](choose(backend), lowering)
+
+
+def anew(kind: str, backend: str, lowering: str) -> Counted:
+    """One that no test had before."""
+    return _MAKERS[kind](choose(backend), lowering)
+
+
+schedules: st.SearchStrategy[list[tuple[Act, int]]] = st.lists(
+    st.tuples(
+        st.sampled_from(("call", "call", "call", "fill", "replay", "replay twice", "refused", "watch")),
+        st.integers(1, MOST) | st.integers(1, 3),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+def act(one: Counted, schedule: Sequence[tuple[Act, int]]) -> None:
+    """Do it all."""
+    runner, watcher = one.runner, Watcher()
+    for what, rows in schedule:
+        if what == "watch":
+            (runner.watch.remove if watcher in runner.watch.watchers else runner.watch.add)(watcher)
+        elif what == "refused":
+            for use in (runner, runner.fill):
+                try:
+                    use(object())
+                except BatchError:
+                    continue
+                message = "a batch that brings nothing was taken"
+                raise AssertionError(message)
+        elif what == "call":
+            runner(one.batch(rows))
+        else:
+            view = runner.fill(one.batch(rows))
+            for _ in range(("fill", "replay", "replay twice").index(what)):
+                runner.replay(view)
+    runner.watch.remove(watcher)
+
+
+@attrs.define
+class Books:
+    """Steps and live rows by bucket, and by reason; and fills of buckets."""
+
+    buckets: "collections.Counter[tuple[str, int]]" = attrs.field(factory=collections.Counter)
+    eager: "collections.Counter[tuple[str, str]]" = attrs.field(factory=collections.Counter)
+    fills: int = 0
+
+    @classmethod
+    def of(cls, stats: Statistics) -> "Books":
+        """As a runner says."""
+        books = cls(fills=sum(stats["lowerings"].values()))
+        for size, bucket in stats["buckets"].items():
+            assert bucket["padded"] == size * bucket["steps"]
+            assert bucket["waste"] == (bucket["padded"] - bucket["live"]) / bucket["padded"]
+            books.buckets += collections.Counter({("steps", size): bucket["steps"], ("live", size): bucket["live"]})
+        for why, eager in stats["eager"].items():
+            books.eager += collections.Counter({("steps", why): eager["steps"], ("live", why): eager["live"]})
+        return books
+
+    def expect(self, one: Counted, schedule: Sequence[tuple[Act, int]]) -> None:
+        """Add what a schedule must add."""
+        times: dict[Act, tuple[int, int]] = {"call": (1, 1), "fill": (0, 1), "replay": (1, 1), "replay twice": (2, 1)}
+        for what, wanted in schedule:
+            steps, fills = times.get(what, (0, 0))
+            bucket, rows = one.bucket(wanted), min(wanted, one.most)
+            if bucket is None:
+                self.eager += collections.Counter({("steps", one.why): steps, ("live", one.why): steps * rows})
+            else:
+                self.buckets += collections.Counter({("steps", bucket): steps, ("live", bucket): steps * rows})
+                self.fills += fills

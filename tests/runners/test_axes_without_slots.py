@@ -1,5 +1,6 @@
 """Sizes of axes that no slot has: told by a relation or refused, never the bucket's in place of the batch's."""
 
+import functools
 import itertools
 from typing import Any
 
@@ -25,23 +26,17 @@ from slotgraph import (
     standard,
 )
 from slotgraph.backends import Backend
-from slotgraph.dataflow.sizing import Sizer
 from slotgraph.extend import DEVICE, HOST
-from slotgraph.runners.eagerly import Eagerly
-from slotgraph.runners.stage import Stage
 from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
-from slotgraph.testing import assert_fill_equals_oracle, batches
+from slotgraph.testing import assert_fill_equals_oracle
 from tests.packing import NAME, backend_of
 from tests.strategies import asked, declaration_of, one_sided
 
 BUCKETS = [2, 5]
 
-
 PAGES = Axis("PAGES")
 
-
 LOWERINGS = ("foreach", "slot_by_slot", "in_graph", "fused")
-
 
 Sizes = dict[Axis, int]
 
@@ -75,11 +70,6 @@ def told(inputs: type[Inputs], live: Sizes, padded: Sizes) -> dict[str, list[int
         for name, slot in inputs.slotgraph.slots.items()
         if name[:5] == "asked"
     }
-
-
-def padded_of(requests: int, width: int) -> Sizes:
-    """The sizes of the smallest bucket that so many requests fit; their own where they run eagerly."""
-    return sizes_of(next((bucket for bucket in BUCKETS if requests <= bucket), requests), width)
 
 
 def made(kind: str, inputs: type[Inputs], **options: Any) -> Any:
@@ -121,7 +111,8 @@ def test_live_sizes_are_the_batchs(
     lowering = data.draw(st.sampled_from(backend.capabilities.lowerings))
     runner = made(kind, inputs, backend=backend, width=width, progress=False, lowering=lowering, buckets=BUCKETS)
     for requests in data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=6)):
-        live, padded = sizes_of(requests, width), padded_of(requests, width)
+        rows = next((bucket for bucket in BUCKETS if requests <= bucket), requests)  # their own where they run eagerly
+        live, padded = sizes_of(requests, width), sizes_of(rows, width)
         batch = batch_of(inputs, live, requests, backend.device)
         assert seen(runner.fill(batch)) == told(inputs, live, padded)
         if not is_draft:
@@ -158,43 +149,11 @@ def assert_parts(view: Any, live: Sizes, padded: Sizes, width: int, data: st.Dat
         view.narrow(BATCH, 0, padded[BATCH] + 1)
 
 
-def eager_steps(inputs: type[Inputs], relations: dict[Axis, Any], *, no_copy: bool = False) -> Eagerly[Any]:
-    """The eager steps of a runner whose axes follow from one another."""
-    stage = Stage.of(inputs, all_asked, "cpu", relations=relations)
-    return Eagerly(stage, "eager", Sizer(stage.declaration, stage.relations, stage.sizes), no_copy=no_copy)
-
-
-@settings(max_examples=settings().max_examples // 2)
-@given(data=st.data(), width=st.integers(1, 3), no_copy=st.booleans())
-def test_an_eager_runner_knows_what_a_relation_tells(data: st.DataObject, width: int, *, no_copy: bool) -> None:
-    """Live and padded sizes are the batch's; a relation may be written from either side."""
-    inputs = data.draw(one_sided())
-    over_tokens = TOKENS in {
-        axis for name, slot in inputs.slotgraph.slots.items() if slot.reads(name) for axis in slot.axes
-    }
-    relation = {TOKENS: BATCH * width} if over_tokens or width > 1 or data.draw(st.booleans()) else {BATCH: TOKENS * 1}
-    runner = eager_steps(inputs, relation, no_copy=no_copy)
-    for requests in data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=5)):
-        live = sizes_of(requests, width)
-        view = runner.fill(batch_of(inputs, live, requests))
-        assert seen(view) == told(inputs, live, live)
-        assert runner(batch_of(inputs, live, requests)).tolist() == outputs_of(inputs, live, live)
-
-
-@settings(max_examples=settings().max_examples // 5, suppress_health_check=[HealthCheck.nested_given])
-@given(data=st.data(), width=st.integers(1, 3))
-def test_batches_and_the_oracle_of_the_testing_module(data: st.DataObject, width: int) -> None:
-    """`batches` draws for such declarations, and each lowering is told what the oracle is told: the batch's sizes."""
-    inputs, relations = data.draw(one_sided()), {TOKENS: BATCH * width}
-    sample = data.draw(batches(inputs, relations=relations))
-    runner = eager_steps(inputs, relations)
-    first = next(iter(sample.batch.values()))
-    over = next(
-        slot.shape[0] for name, slot in inputs.slotgraph.slots.items() if slot.reads(name) and name in sample.batch
-    )
-    requests = len(first) // over.replace(relations).at({BATCH: 1}) if first is not None else 0
-    assert seen(runner.fill(sample.batch)) == told(inputs, sizes_of(requests, width), sizes_of(requests, width))
-    assert_fill_equals_oracle(inputs, backend="cpu", relations=relations, max_examples=3)
+@settings(max_examples=settings().max_examples // 10, suppress_health_check=[HealthCheck.nested_given])
+@given(inputs=one_sided(), width=st.integers(1, 3))
+def test_the_oracle_of_the_testing_module(inputs: type[Inputs], width: int) -> None:
+    """Each lowering is told what the oracle is told, where a relation tells one axis by another."""
+    assert_fill_equals_oracle(inputs, backend="cpu", relations={TOKENS: BATCH * width}, max_examples=3)
 
 
 def of_issue(axis: Axis, other: Axis, *, live: bool, placement: Any = "device") -> type[Inputs]:
@@ -257,43 +216,37 @@ def _(hidden: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(hidden)
 
 
+class Inner(nn.Module):
+    """Two pieces around a sine, where it is cut."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """One row a token."""
+        return torch.add(sine(hidden * 3), 1)
+
+
 class Around(nn.Module):
-    """A step around a stack that is cut or broken nowhere."""
+    """A step around a stack."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = Inner()
 
-    def forward(self, view: Any) -> torch.Tensor:
+    def forward(self, view: Any) -> Any:
         """One row a token."""
-        hidden: torch.Tensor = self.inner(view.ids.double()[:, None])
-        return hidden
+        return self.inner(view.ids.double()[:, None])
 
 
-class Inner(nn.Module):
-    """Two pieces around a sine."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Cut at the sine, where it is cut."""
-        return torch.add(sine(hidden * 3), 1)
-
-
-def breakable(inputs: type[Inputs], **options: Any) -> BreakableRunner[Any]:
-    """Its whole stack is one graph."""
-    return BreakableRunner(inputs, Around(), stack="inner", output_rows=TOKENS, **options)
-
-
-def piecewise(inputs: type[Inputs], **options: Any) -> PrefillRunner[Any]:
-    """Two pieces."""
-    return PrefillRunner(
-        inputs, Around(), stack="inner", splits=["slotgraph_tests::sine"], output_rows=TOKENS, **options
-    )
+PREFILLS: dict[str, Any] = {
+    "breakable": functools.partial(BreakableRunner, stack="inner"),
+    "piecewise": functools.partial(PrefillRunner, stack="inner", splits=["slotgraph_tests::sine"]),
+}
 
 
 def test_prefill_refuses_requests_that_nothing_tells(cpu: str) -> None:
     """Tokens tell no number of requests: refused at capture, and on the eager path that such a runner then takes."""
-    for make, live in itertools.product((breakable, piecewise), (True, False)):
-        runner: Any = make(of_issue(TOKENS, BATCH, live=live), buckets=[4, 8], max_batch=3, backend=cpu)
+    for make, live in itertools.product(PREFILLS.values(), (True, False)):
+        options = {"output_rows": TOKENS, "buckets": [4, 8], "max_batch": 3, "backend": cpu}
+        runner = make(of_issue(TOKENS, BATCH, live=live), Around(), **options)
         with pytest.raises(errors.CaptureError, match=SAID.format("BATCH", "TOKENS")):
             runner.capture()
         for tokens in (3, 9):
@@ -301,10 +254,10 @@ def test_prefill_refuses_requests_that_nothing_tells(cpu: str) -> None:
                 runner({"ids": torch.arange(1, tokens + 1)})
 
 
-@pytest.mark.parametrize("make", [breakable, piecewise])
-@settings(max_examples=settings().max_examples // 8)
+@pytest.mark.parametrize("kind", PREFILLS)
+@settings(max_examples=settings().max_examples // 16)
 @given(data=st.data())
-def test_prefill_tells_what_slots_tell(make: Any, data: st.DataObject) -> None:
+def test_prefill_tells_what_slots_tell(kind: str, data: st.DataObject) -> None:
     """Tokens are the batch's; so are requests where a slot is over them; else nobody may cut a view along them."""
     requested = data.draw(st.booleans())
     lens = {"lens": copied(BATCH, dtype=torch.int64, pad=0)} if requested else {}
@@ -317,7 +270,8 @@ def test_prefill_tells_what_slots_tell(make: Any, data: st.DataObject) -> None:
         }
     )
     lowering = data.draw(st.sampled_from(LOWERINGS))
-    runner = make(inputs, buckets=[4, 8], max_batch=3, backend="cpu-capture", lowering=lowering)
+    options = {"output_rows": TOKENS, "buckets": [4, 8], "max_batch": 3, "backend": "cpu-capture", "lowering": lowering}
+    runner = PREFILLS[kind](inputs, Around(), **options)
     runner.capture()
     for tokens in data.draw(st.lists(st.integers(1, 10), min_size=1, max_size=4)):
         bucket, requests = (4 if tokens <= 4 else max(8, tokens)), min(tokens, 1 + tokens % 3)

@@ -1,6 +1,7 @@
 """Declarations that are wrong: all faults at once, each with the slot and the way out; no class loses a slot."""
 
 import dataclasses
+import re
 import textwrap
 import types
 from collections.abc import Callable, Iterator
@@ -19,85 +20,73 @@ from slotgraph.extend import FillRole, Role, Slot, host_parameter, once
 from tests.runners.models import PlainInputs, assert_right, plain_step, random_batch
 
 
-def unknown_need() -> None:
-    """A function names a slot that is not there, but nearly."""
-
-    class Wrong(PlainInputs):
-        total: torch.Tensor = computed(lambda weigths: weigths, shape=BATCH, dtype=torch.float32)
+def ids_slot(pad: int = 0) -> Any:
+    """A slot over tokens."""
+    return copied(TOKENS, dtype=torch.int64, pad=pad)
 
 
-def cycle() -> None:
-    """Three slots need each other."""
-
-    class Wrong(PlainInputs):
-        first: torch.Tensor = computed(lambda third, ids: third + ids, shape=TOKENS, dtype=torch.int64)
-        second: torch.Tensor = computed(lambda first: first, shape=TOKENS, dtype=torch.int64)
-        third: torch.Tensor = computed(lambda second: second, shape=TOKENS, dtype=torch.int64)
+def of(function: Any) -> Any:
+    """A slot over tokens that is computed."""
+    return computed(function, shape=TOKENS, dtype=torch.int64)
 
 
-def cycle_of_one() -> None:
-    """A slot needs itself."""
+def declared(base: type[Inputs] | None = None, /, **fields: Any) -> Any:
+    """A declaration with these fields beside those of another one."""
 
-    class Wrong(PlainInputs):
-        again: torch.Tensor = computed(lambda again: again, shape=TOKENS, dtype=torch.int64)
+    def body(space: dict[str, Any]) -> None:
+        space.update(fields, __annotations__=dict.fromkeys(fields, torch.Tensor))
 
-
-def twice_in_one_body() -> None:
-    """The second would silently win."""
-
-    class Wrong(Inputs):
-        ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-        ids: torch.Tensor = copied(TOKENS, dtype=torch.int32, pad=1)  # type: ignore[no-redef]  # noqa: PIE794 - the point
+    return types.new_class("Made", (base or Base,), {}, body)
 
 
-def no_tail_rule() -> None:
-    """What would the padded rows hold?"""
-
-    class Wrong(PlainInputs):
-        bare: torch.Tensor = copied(TOKENS, dtype=torch.int64)
-
-
-def needs_an_output() -> None:
-    """The step writes it later."""
-
-    class Wrong(PlainInputs):
-        logits: torch.Tensor = output(TOKENS, dtype=torch.float32)
-        best: torch.Tensor = computed(lambda logits: logits, shape=TOKENS, dtype=torch.float32)
-
-
-def frozen_host_value() -> None:
-    """A function in the graph would see the step of the capture for ever."""
-
-    class Wrong(PlainInputs):
-        shifted: torch.Tensor = computed(lambda ids, step: ids + step.live(BATCH), shape=TOKENS, dtype=torch.int64)
-
-
-WRONG: list[Any] = [
-    (unknown_need, r"slot 'total': it needs 'weigths', which is neither .*; did you mean 'weights'\?"),
-    (cycle, r"slots need each other in a circle: .*(first -> third|third -> second|second -> first).*break it"),
-    (cycle_of_one, r"circle: again -> again"),
-    (twice_in_one_body, r"slot 'ids': the class declares it twice: rename one"),
-    (no_tail_rule, r"slot 'bare': no tail rule: say pad=value, pad=keep\(.*\) or pad=once\(value\)"),
-    (needs_an_output, r"slot 'best': it needs 'logits', an output"),
-    (
-        frozen_host_value,
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown need": (
+        {"total": of(lambda weigths: weigths)},
+        r"slot 'total': it needs 'weigths', which is neither .*; did you mean 'weights'\?",
+    ),
+    "cycle": (
+        {"first": of(lambda third: third), "second": of(lambda first: first), "third": of(lambda second: second)},
+        r"slots need each other in a circle: .*(first -> third|third -> second|second -> first).*break it",
+    ),
+    "cycle of one": ({"again": of(lambda again: again)}, r"circle: again -> again"),
+    "no tail rule": (
+        {"bare": copied(TOKENS, dtype=torch.int64)},
+        r"slot 'bare': no tail rule: say pad=value, pad=keep\(.*\) or pad=once\(value\)",
+    ),
+    "needs an output": (
+        {"logits": output(TOKENS, dtype=torch.int64), "best": of(lambda logits: logits)},
+        r"slot 'best': it needs 'logits', an output",
+    ),
+    "frozen host value": (  # a function in the graph would see the step of the capture for ever
+        {"shifted": of(lambda ids, step: ids + step.live(BATCH))},
         r"slot 'shifted': .*'step' would be frozen at capture: put what it takes from 'step' into a slot",
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("declare", "says"), WRONG, ids=[declare.__name__ for declare, _ in WRONG])
-def test_wrong_declaration(declare: Any, says: str) -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_declaration(name: str) -> None:
     """A wrong declaration is refused where it stands, by the slot's name and with the way out; its base goes on."""
-    with pytest.raises((DeclarationErrors, DeclarationError)) as refused:
-        declare()
-    faults = refused.value.exceptions if isinstance(refused.value, DeclarationErrors) else (refused.value,)
-    assert len(faults) == 1
-    assert pytest.raises(type(faults[0]), match=says).matches(faults[0])
-    if declare in (cycle, cycle_of_one):
-        assert isinstance(faults[0], CycleError)
+    fields, says = WRONG[name]
+    with pytest.raises(DeclarationErrors) as refused:
+        declared(PlainInputs, **fields)
+    [fault] = refused.value.exceptions
+    assert re.search(says, str(fault))
+    assert isinstance(fault, CycleError) == name.startswith("cycle")
     batch = random_batch(3, seed=1)
     assert_right(EagerRunner(PlainInputs, plain_step, backend="cpu")(batch), batch)
+
+
+def test_a_name_twice_in_one_body() -> None:
+    """The second would silently win."""
+    with pytest.raises((DeclarationErrors, DeclarationError)) as refused:
+
+        class Wrong(Inputs):
+            ids: torch.Tensor = ids_slot()
+            ids: torch.Tensor = ids_slot(1)  # type: ignore[no-redef]  # noqa: PIE794 - the point
+
+    found = getattr(refused.value, "exceptions", (refused.value,))
+    assert "slot 'ids': the class declares it twice: rename one" in str(found[0])
 
 
 def test_tail_that_the_dtype_cannot_hold() -> None:
@@ -376,22 +365,18 @@ def test_slots_that_are_not_written_as_fields() -> None:
         assert any(f"Made.{name}: " in fault for fault in faults)
 
 
-WRONG_NAMES = [
-    "a.b",
-    "two words",
-    "",
-    "1st",
-    "class",
-    "None",
-    "_ids",
-    "__ids",
-    "__init__",
-    "__class__",
+WRONG_NAMES = ["a.b", "two words", "", "1st", "class", "None", "_ids", "__ids", "__init__", "__class__", "_", "self"]
+WRONG_NAMES += [
     "_slotgraph_view",
+    "slotgraph",
+    "narrow",
+    "placeholder",
+    "step",
+    "settings",
+    "out",
+    "attr_dict",
+    "NOTHING",
 ]
-
-
-WRONG_NAMES += ["self", "slotgraph", "narrow", "placeholder", "step", "settings", "out", "attr_dict", "NOTHING", "_"]
 
 
 def test_names() -> None:
@@ -466,15 +451,6 @@ def test_values_that_only_a_runner_knows() -> None:
             DecodeRunner(declared(lens=field), lambda view: view.ids, backend="cpu", max_batch=4, settings={})
 
 
-def declared(**fields: Any) -> Any:
-    """A declaration with these fields beside those of Base."""
-
-    def body(space: dict[str, Any]) -> None:
-        space.update(fields, __annotations__=dict.fromkeys(fields, torch.Tensor))
-
-    return types.new_class("Made", (Base,), {}, body)
-
-
 def test_axes() -> None:
     """A name that is no identifier, and a flag that is none, are refused where the axis is made."""
     for name in ("two words", "", "1st", None, 3, torch.tensor(1)):
@@ -483,12 +459,6 @@ def test_axes() -> None:
     for fixed in ("no", 1, None):
         with pytest.raises(TypeError, match="axis 'PAGES': fixed is True or False"):
             Axis("PAGES", fixed=fixed)  # type: ignore[arg-type] # pyright: ignore - what is refused
-
-
-HIDDEN, CONTEXT = Axis("HIDDEN", fixed=True), Axis("CONTEXT", fixed=True)
-
-
-int64: Any = np.int64
 
 
 copy_each: Any = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - what fills call
@@ -500,11 +470,7 @@ def named(*names: str) -> list[torch.dtype]:
 
 
 WHOLE = named("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
-
-
 FLOATS = named("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")
-
-
 NO_DTYPES: list[Any] = [
     *named("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "bits8", "bits16", "bits4x2", "complex32"),
     *named("float4_e2m1fn_x2", "uint1", "uint4", "uint7", "int1", "int4"),
@@ -530,32 +496,12 @@ def function(of: str) -> Any:
 
 
 NO_FUNCTIONS: list[Any] = [function(""), function("one, two"), function("*, one"), coroutine, generator]
-
-
 NO_VALUES: list[Any] = [
     *("zero", b"0", 1j, torch.tensor(0), [0], (0,), {}, object(), np.array(0), np.datetime64(0, "s"), torch.int64),
     *(FillRole("mine", "0"), FillRole("mine", None), FillRole(3, 0)),  # type: ignore[arg-type]
 ]
-
-
 NO_FLAGS: list[Any] = ["no", "yes", "", 0, 1, None, np.True_, [], torch.tensor(True)]  # noqa: FBT003 - the point
-
-
-NO_SIZES: list[Any] = [
-    -1,
-    1.5,
-    True,
-    None,
-    "BATCH",
-    [BATCH],
-    (BATCH,),
-    2**63,
-    np.float64(2),
-    torch.tensor(2),
-    np.int8(-2),
-]
-
-
+NO_SIZES: list[Any] = [-1, 1.5, True, None, "BATCH", [BATCH], (BATCH,), 2**63, np.float64(2), torch.tensor(2)]
 BAD: dict[str, list[Any]] = {
     "dtype": NO_DTYPES,
     "shape": NO_SIZES,

@@ -1,9 +1,11 @@
 """Runners of every lowering, on every backend that is here, against a runner that fills slot by slot."""
 
+import functools
 import itertools
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, ClassVar, Final, final
 
 import attrs
@@ -15,32 +17,20 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output, staged
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, copied, keep, output, staged
 from slotgraph.backends import Backend, Graph, load
-from slotgraph.backends.cpu import CpuBackend, HostBackend
+from slotgraph.backends.cpu import HostBackend
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
-from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError
+from slotgraph.dataflow.axes import Sizes, extent
+from slotgraph.dataflow.capabilities import LADDER, resolve_dtype
+from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, ReplayError
 from slotgraph.dataflow.explain import explain_declaration
+from slotgraph.dataflow.slots import Slot
+from slotgraph.extend import HOST, once, side
 from tests.packing import NAME, backend_of
-from tests.runners.lowered import (
-    ABSENT,
-    BUCKETS,
-    HIDDEN,
-    PAGES,
-    WIDTH,
-    Batch,
-    Pair,
-    Quick,
-    Rich,
-    arguments,
-    assert_same_outputs,
-    assert_same_views,
-    digest_step,
-    runner_of,
-)
 from tests.runners.models import PlainInputs, assert_right, memory_of, plain_step, random_batch, same_batch, snapshot
-from tests.sources import HOST_DATA, IN_BUFFERS, KINDS
+from tests.sources import FLAT, HOST_DATA, IN_BUFFERS, KINDS, Maker
+from tests.strategies import same_bytes
 
 LOWERINGS: Final = ("in_graph", "fused", "foreach")
 PLAIN: Final = ("plain",)
@@ -51,35 +41,184 @@ MODES: Final[Mapping[str, Callable[[], AbstractContextManager[Any]]]] = {
     "meta": lambda: torch.device("meta"),
 }
 each_lowering = pytest.mark.parametrize("lowering", LADDER)
+PAGES = Axis("PAGES")
+HIDDEN = Axis("HIDDEN", fixed=True)
+SIZES: dict[type[Inputs], Sizes] = {}
+WIDTH = 2
+BUCKETS = (2, 4, 8)
+ABSENT = frozenset({"extra", "beside"})
+FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WHOLE: Final = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
+EXTREMES: Final = (math.inf, -math.inf, math.nan, 1e300, -1e-310, 65519.99, 65520.0, 3.5e38, -0.0, 1.0004882812500002)
+Batch = dict[str, Any]
 
 
-@pytest.fixture(scope="module", params=["cpu", "cpu-capture", NAME, pytest.param("cuda", marks=pytest.mark.cuda)])
-def backend(request: pytest.FixtureRequest) -> str:
-    """The name of a backend."""
-    available = request.param == NAME or load(request.param).is_available()
-    if not available:
-        pytest.skip(f"{request.param}: {available.reason}")
-    return str(request.param)
+class Quick(Inputs):
+    """All that a whole step needs is in the graph: tensors on the device, and a number that the host computes."""
+
+    bias: int
+    mode: str = "usual"
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-3)
+    places: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
+    pairs: torch.Tensor = copied(BATCH, 2, dtype=torch.bfloat16, pad=9, converts=(torch.float32,))
+    count: torch.Tensor = computed(lambda step, bias: step.live(BATCH) + bias, shape=1, dtype=torch.int8)
 
 
-@pytest.fixture(scope="module", params=LOWERINGS)
-def lowering(backend: str, request: pytest.FixtureRequest) -> str:
-    """A lowering that the backend has."""
-    if request.param not in backend_of(backend).capabilities.lowerings:
-        pytest.skip(f"{backend} has no lowering {request.param!r} here")
-    return str(request.param)
+def twice(step: Step) -> list[int]:
+    """Computed on the host, many numbers."""
+    return [2 * row + step.live(TOKENS) for row in range(step.padded(BATCH))]
 
 
-@pytest.fixture(scope="module", params=[Quick, Rich], ids=["quick", "rich"])
-def pair(backend: str, lowering: str, request: pytest.FixtureRequest) -> Pair:
-    """A runner of each lowering, and the oracle."""
-    return Pair.of(request.param, backend, lowering)
+class Rich(Quick):
+    """Slots of every kind that take much, some of which no kernel writes."""
+
+    tables: torch.Tensor = copied(
+        BATCH, PAGES, dtype=torch.int32, pad=-1, source="nested.tables", strided=True, converts=(torch.int64,)
+    )
+    mask: torch.Tensor = copied(3, TOKENS, dtype=torch.bool, pad=True, strided=True)
+    mrope: torch.Tensor = copied(
+        3, TOKENS, dtype=torch.int64, pad=7, strided=True, converts=(torch.int32, torch.float32)
+    )
+    halves: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float16, pad=keep("shown as it was"), converts=FLOATS)
+    heat: torch.Tensor = copied(BATCH, 1, dtype=torch.float32, pad=once(1.5), rewritten=True)
+    heats: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=2.5, converts=(*FLOATS, *WHOLE))
+    flags: torch.Tensor = copied(BATCH, dtype=torch.bool, pad=True, converts=(*WHOLE, *FLOATS))
+    doubles: torch.Tensor = copied(BATCH + 1, dtype=torch.float64, pad=2.5, converts=(torch.float32,))
+    here: torch.Tensor = copied(
+        BATCH, dtype=torch.int32, pad=-9, placement=HOST, strided=True, converts=(*WHOLE, *FLOATS)
+    )
+    wide: torch.Tensor = copied(2, BATCH, dtype=torch.float64, pad=0.5, placement=HOST, converts=(torch.float32,))
+    extra: torch.Tensor | None = copied(TOKENS, dtype=torch.bfloat16, pad=4, default=None, converts=(torch.float64,))
+    beside: torch.Tensor | None = copied(BATCH, dtype=torch.uint8, pad=7, default=None, source=side("proxy.beside"))
+    twice: torch.Tensor = computed(twice, shape=BATCH, dtype=torch.int64)
+    sums: torch.Tensor = computed(lambda ids: ids.cumsum(0), shape=TOKENS, dtype=torch.int64)
+    there: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int64, placement=HOST)
+    scratch: torch.Tensor = staged(TOKENS, dtype=torch.float32, pad=-0.5)
+
+
+SIZES |= {Quick: {}, Rich: {PAGES: 5, HIDDEN: 3}}
+_OF_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """One whole number of every bit of a tensor and of where it stands."""
+    bits = tensor.contiguous().view(_OF_BYTES[tensor.itemsize]).flatten().long()
+    return ((torch.arange(bits.numel(), device=bits.device) + 1) * 2654435761 * (bits + 77)).sum()
+
+
+def digest_step(view: Any) -> dict[str, torch.Tensor]:
+    """A row for each token: its own number, and a digest of every slot with its padded rows; writes what is staged."""
+    assert not torch.is_grad_enabled()
+    slots, ids = type(view).slotgraph.slots, view.ids
+    shown = [(n, getattr(view, n)) for n in sorted(slots)]
+    moved = [(n, one.to(ids.device, non_blocking=True)) for n, one in shown if one is not None]
+    all_of_them = torch.stack([digest(one) for _, one in moved])
+    if "scratch" in slots:
+        view.scratch.copy_(ids.float() + 0.125)
+        view.heat.mul_(-1)
+    each = {name: all_of_them[index].expand(len(ids)) * 1 for index, (name, _) in enumerate(moved)}
+    return {"rows": ids * 3 + 1, **each}
+
+
+def runner_of(kind: type[Inputs], backend: str | Backend, **options: Any) -> DecodeRunner[Any]:
+    """A captured runner."""
+    given: dict[str, Any] = {"buckets": BUCKETS, "width": WIDTH, "sizes": SIZES[kind], "progress": False, **options}
+    given["backend"] = backend_of(backend) if isinstance(backend, str) else backend
+    runner = DecodeRunner(kind, digest_step, absent=[ABSENT] if kind is Rich else [], **given)
+    runner.capture()
+    return runner
+
+
+def values(slot: Slot, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Random numbers of all sizes, those on the verge of other dtypes among them, where a conversion is defined."""
+    draw, own = torch.Generator().manual_seed(seed), slot.dtype
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=draw).bool()
+    if not dtype.is_floating_point:
+        bits = torch.randint(-(1 << 62), 1 << 62, shape, generator=draw)
+        return (bits >> torch.randint(0, 62, shape, generator=draw)).to(dtype)
+    made = torch.randn(shape, generator=draw, dtype=torch.float64) * 100
+    if isinstance(own, torch.dtype) and (own.is_floating_point or own == torch.bool):
+        odd = torch.tensor(EXTREMES, dtype=torch.float64)[torch.randint(0, len(EXTREMES), shape, generator=draw)]
+        made = torch.where(torch.rand(shape, generator=draw) < 0.5, made, odd)
+        if own.is_floating_point and (dtype != own or own == torch.bfloat16):
+            made = made.nan_to_num(1.0, math.inf, -math.inf)  # no conversion promises the bits of NaN
+    return made.to(dtype)
+
+
+@attrs.frozen
+class Pair:
+    """A runner of one lowering, and another that fills slot by slot: the oracle."""
+
+    mine: DecodeRunner[Any]
+    right: DecodeRunner[Any]
+
+    @classmethod
+    def of(cls, kind: type[Inputs], backend: str | Backend, lowering: str, **options: Any) -> "Pair":
+        """Both, captured."""
+        right = backend if isinstance(backend, str) else "cpu"
+        mine = runner_of(kind, backend, lowering=lowering, **options)
+        return cls(mine, runner_of(kind, right, lowering="slot_by_slot"))
+
+    def batches(
+        self, rows: int, seed: int, kinds: Sequence[str], absent: frozenset[str] = ABSENT
+    ) -> tuple[Batch, Batch]:
+        """A batch whose sources are of some kinds, in turn, and the same as tensors of their own."""
+        live = {BATCH: rows, TOKENS: rows * WIDTH, PAGES: seed % 6, HIDDEN: 3}
+        brought = Batch(bias=seed % 9) if seed % 5 else Batch(bias=seed % 9, mode="rare")  # which no graph has seen
+        plain = Batch(brought)
+        stage, buffers = self.mine.stage, self.mine.graphs.buffers
+        present = [(n, s) for n, s in stage.declaration.slots.items() if s.reads(n) and n not in absent]
+        turns = [(kinds[index % len(kinds)], seed + index, name, slot) for index, (name, slot) in enumerate(present)]
+        for wanted, number, name, slot in sorted(turns, key=lambda turn: turn[0] != "in place"):  # producers come first
+            dtype = resolve_dtype(slot.dtype, stage.backend.capabilities)
+            dtypes = (dtype, dtype, *slot.converts_from())
+            value = values(slot, dtypes[number // 5 % len(dtypes)], extent(slot.shape, live), number)
+            value = value if slot.placement == HOST else value.to(stage.backend.device)
+            is_eager = absent not in (ABSENT, frozenset()) or "mode" in plain  # such a run may have other buffers
+            as_plain = (is_eager and wanted == "in place") or (wanted in FLAT and not value.isfinite().all())
+            given = Maker(buffers[name], dtype, value, buffers, live).make("plain" if as_plain else wanted)
+            brought[name], plain[name] = given.value, given.plain
+        for batch in (brought, plain):
+            batch["nested"] = {"tables": batch.pop("tables", None)}
+        return brought, plain
+
+
+def arguments(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What a batch brings beside it."""
+    return {"proxy": {"beside": batch["beside"]}} if "beside" in batch else {}
+
+
+def assert_same_views(mine: Inputs, right: Inputs) -> None:
+    """Both show the same bytes in every slot, but for what is computed in the graph."""
+    declaration = type(mine).slotgraph
+    for name, slot in declaration.slots.items():
+        if slot.computes() is not None and declaration.side(name) == "device":
+            continue
+        one, other = getattr(mine, name), getattr(right, name)
+        assert (one is None) == (other is None), name
+        assert one is None or same_bytes(one.cpu(), other.cpu()), f"{name}: {one} is not {other}"
+
+
+def assert_same_outputs(mine: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Both gave the same."""
+    assert mine.keys() == right.keys()
+    for name, one in mine.items():
+        assert torch.equal(one, right[name]), f"{name}: {one} is not {right[name]}"
+
+
+@functools.cache
+def pair_of(kind: type[Inputs], backend: str, lowering: str) -> Pair:
+    """One that all examples share, which go on where others ended."""
+    return Pair.of(kind, backend, lowering)
 
 
 rows = st.sampled_from([3, 3, 3, 3, 8, 8, 0, 1, 2, 4, 5, 7, 9, 10])  # the same ones often, with other batches
 kinds = st.one_of(st.just(PLAIN), *(st.lists(st.sampled_from(of), min_size=1) for of in (KINDS, HOST_DATA, IN_BUFFERS)))
 absents = st.sampled_from([ABSENT, ABSENT, frozenset[str](), frozenset({"extra"})])
-ops = st.sampled_from(["run", "run", "again", "again", "fill", "fill", "replay", "produce", "refuse"])
+ops = st.sampled_from(
+    ["run", "again", "fill"] * 2 + ["replay", "produce", "refuse", "raise", "change", "loop", "twice"]
+)
 steps = st.tuples(ops, rows, st.integers(0, 9999), kinds, absents, st.sampled_from([*MODES, "plain"]))
 Op = tuple[str, int, int, Sequence[str], frozenset[str], str]
 
@@ -91,35 +230,56 @@ class Game:
         self.pair = pair
         self.views: tuple[Inputs, Inputs] | None = None
         self.last: tuple[Batch, Batch] | None = None
+        self.outputs: torch.Tensor | None = None
 
     def play(self, op: Op) -> None:
         """One step of both; only the first is in the mode."""
         what, size, seed, of, absent, mode = op
         if what == "replay":
             self.replay(mode)
-            return
-        if what == "again" and self.last is not None:
-            self.again(seed, *self.last, mode)
-            return
-        if what == "refuse":
-            self.refuse(size, seed, absent)
-            return
-        if what == "produce":
-            of = self.produce(size, absent)
-        batch, plain = self.pair.batches(size, seed, of, absent)
-        is_apart = set(of).isdisjoint(IN_BUFFERS)
-        given = snapshot(batch)
-        (self.fill if what == "fill" else self.run)(batch, plain, mode)
-        assert not is_apart or same_batch(batch, given)
-        self.last = (batch, plain) if is_apart else None  # else those sources hold something else by now
+        elif what in ("again", "change") and self.last is not None:
+            self.again(what, seed, *self.last, mode)
+        elif what == "refuse":
+            wide = 2 if size == 1 else size  # two tokens of one request and one row more are two requests
+            self.refuse(*self.pair.batches(wide, seed, PLAIN, absent), seed)
+        elif what == "raise":
+            self.fail(self.pair.batches(max(1, size), seed, PLAIN, absent)[0])
+        else:
+            of = self.produce(size, absent) if what == "produce" else of
+            batch, plain = self.pair.batches(size, seed, of, absent)
+            is_apart = set(of).isdisjoint(IN_BUFFERS)
+            is_apart &= not self.borrow(what, batch, plain)
+            before = snapshot(batch)
+            (self.fill if what in ("fill", "halves") else self.run)(batch, plain, mode)
+            assert not is_apart or same_batch(batch, before)
+            self.last = (batch, plain) if is_apart else None  # else those sources hold something else by now
+            if what == "halves" and is_apart:  # a replay reads no sources, and the next step reads them anew
+                self.again("change", seed, batch, plain, mode)
+                self.replay(mode)
+                self.fill(batch, plain, mode)
+                self.again("again", 3 * seed + 1, batch, plain, mode)
+        assert torch.is_grad_enabled()
 
-    def again(self, seed: int, batch: Batch, plain: Batch, mode: str) -> None:
-        """The same batch, with other numbers where the last had its own."""
+    def borrow(self, what: str, batch: Batch, plain: Batch) -> bool:
+        """Take the last step's outputs, as a decode loop does, or one tensor for two slots; whether it was done."""
+        if what == "loop" and self.outputs is not None and len(self.outputs) == len(plain["ids"]):
+            batch["ids"], plain["ids"] = self.outputs, self.outputs.clone()
+            return True
+        if what == "twice" and not isinstance(batch["ids"], np.ndarray):  # which may be over a slot's own memory
+            batch["places"], plain["places"] = batch["ids"], plain["ids"].clone()
+            return True
+        return False
+
+    def again(self, what: str, seed: int, batch: Batch, plain: Batch, mode: str) -> None:
+        """The same batch, with other numbers where the last had its own; where they only change, it was read before."""
         ids = batch["ids"]
         if isinstance(ids, torch.Tensor) and not ids.is_inference():
             for same in (ids, plain["ids"]):
                 same.add_(seed)
-        (self.fill if seed % 3 == 0 else self.run)(batch, plain, mode)
+        if what == "change":
+            self.replay(mode)
+        else:
+            (self.fill if seed % 3 == 0 else self.run)(batch, plain, mode)
 
     def run(self, batch: Batch, plain: Batch, mode: str) -> None:
         """Whole steps."""
@@ -129,6 +289,7 @@ class Game:
             outputs = self.pair.mine(brought, **arguments(batch))
         assert_same_outputs(outputs, self.pair.right(plain, **arguments(plain)))
         assert not any(one.requires_grad for one in outputs.values())
+        self.outputs = outputs["rows"]
 
     def fill(self, batch: Batch, plain: Batch, mode: str) -> None:
         """Fills, whose views are compared."""
@@ -156,31 +317,67 @@ class Game:
                 getattr(view, name).fill_(5)
         return ("in place", "in place", "in place", "plain")
 
-    def refuse(self, size: int, seed: int, absent: frozenset[str]) -> None:
+    def refuse(self, batch: Batch, plain: Batch, seed: int) -> None:
         """A batch that does not fit leaves every byte, the view and later steps as they were."""
-        batch, _ = self.pair.batches(size, seed, PLAIN, absent)
-        slot = ("ids", "places", "pairs")[seed % 3]
-        batch[slot] = SPOILS[seed % len(SPOILS)](batch[slot])
-        before = memory_of(self.pair.mine)
-        with pytest.raises(BatchError):
-            self.pair.mine(batch, **arguments(batch))
-        assert memory_of(self.pair.mine) == before
+        spoils = [one for one in SPOILS if one[0] in batch]
+        name, spoil = spoils[seed % len(spoils)]
+        mine, before = self.pair.mine, memory_of(self.pair.mine)
+        for use in (mine, mine.fill):
+            with pytest.raises(BatchError):
+                use({**batch, name: spoil(batch[name])}, **arguments(batch))
+            with pytest.raises(BatchError, match="side argument 'proxies'"):
+                use(batch, proxies=plain["ids"])
+        assert memory_of(mine) == before
+        self.replay("plain")
+
+    def fail(self, batch: Batch) -> None:
+        """A function whose number its slot cannot hold; the view before it stands or is refused, and is never wrong."""
+        if "halves" in batch:  # whose tail keeps what a fill wrote that broke off
+            return
+        for method in (self.pair.mine, self.pair.mine.fill):
+            with pytest.raises(ComputeError, match="slot 'count'"):
+                method({**batch, "bias": 127}, **arguments(batch))
+        with suppress(ReplayError):
+            self.replay("plain")
+        self.views = None
 
 
-SPOILS: Final = (
-    lambda tensor: None,  # noqa: ARG005 - as the others
-    lambda tensor: torch.cat([tensor, tensor[:1] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:])]),
-    lambda tensor: tensor.to(torch.complex64),
-    lambda tensor: tensor.unsqueeze(0),
-    lambda tensor: ["word"] * (1 + len(tensor)),
-    lambda tensor: "word",  # noqa: ARG005 - likewise
-)
+def longer(tensor: torch.Tensor) -> torch.Tensor:
+    """One row too many."""
+    return torch.cat([tensor, tensor[:1] if len(tensor) else tensor.new_zeros(1, *tensor.shape[1:])])
 
 
-@given(played=st.lists(steps, min_size=2, max_size=12))
-@settings(max_examples=min(200, settings().max_examples * 3 // 5))  # for each declaration, backend and lowering
-def test_any_sequence(pair: Pair, played: list[Op]) -> None:
+SPOILS: Final[list[tuple[str, Callable[[Any], Any]]]] = [
+    *(
+        (name, spoil)
+        for name in ("ids", "places", "pairs")
+        for spoil in (
+            lambda _: None,
+            longer,
+            lambda one: one.to(torch.complex64),
+            lambda one: one.unsqueeze(0),
+            lambda one: ["word"] * (1 + len(one)),
+            lambda _: "word",
+        )
+    ),
+    *((name, longer) for name in ("heats", "here", "flags", "halves")),
+    *((name, lambda one: ["a"] * (len(one) or 1)) for name in ("here", "flags")),
+    ("halves", lambda one: [[1e9] * 3] * len(one) or [[1e9]]),
+]
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("place", ["host", pytest.param("cuda", marks=pytest.mark.cuda)])
+@settings(max_examples=2 * settings().max_examples)  # over three backends and two declarations
+@given(data=st.data(), played=st.lists(steps, min_size=2, max_size=12))
+def test_any_sequence(place: str, lowering: str, data: st.DataObject, played: list[Op]) -> None:
     """Whatever came before, each step gives what the oracle gives, by its own lowering; a refusal changes nothing."""
+    backends = [place] if place == "cuda" else ["cpu", "cpu-capture", NAME]
+    able = [one for one in backends if place == "host" or load(one).is_available()]
+    able = [one for one in able if lowering in backend_of(one).capabilities.lowerings]
+    if not able:
+        pytest.skip(f"{place} has no lowering {lowering!r} here")
+    pair = pair_of(data.draw(st.sampled_from([Quick, Rich])), data.draw(st.sampled_from(able)), lowering)
     game, mine = Game(pair), pair.mine
     for op in played:
         game.play(op)
@@ -202,20 +399,6 @@ def test_a_list_after_an_array_in_pieces(cpu: str) -> None:
             assert runner({"ids": source}).tolist() == list(source), lowering
 
 
-def test_compute_error(backend: str, lowering: str) -> None:
-    """A host function whose number its slot cannot hold raises from calls and fills; the next steps are right."""
-    pair = Pair.of(Quick, backend, lowering)
-    for seed, size in enumerate((3, 4, 9, 8)):
-        batch, plain = pair.batches(size, seed, PLAIN)
-        for method in (pair.mine, pair.mine.fill):
-            with pytest.raises(ComputeError, match="slot 'count'"):
-                method({**batch, "bias": 127})
-        with pytest.raises(BatchError):
-            pair.mine({**batch, "ids": None})
-        for _ in range(2):
-            assert_same_outputs(pair.mine(batch), pair.right(plain))
-
-
 class Stateful(Inputs):
     """Slots that the step itself writes."""
 
@@ -232,11 +415,12 @@ def stateful_step(view: Stateful) -> torch.Tensor:
     return view.logits
 
 
-@each_lowering
-def test_every_mix_of_inference_mode(cpu: str, lowering: str) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
+def test_every_mix_of_inference_mode(backend: str) -> None:
     """A runner made, captured, filled and replayed inside or outside of it is right, through growth, and in place."""
-    options: dict[str, Any] = {"backend": cpu, "lowering": lowering, "progress": False}
-    for made, captured, filled, replayed in itertools.product((False, True), repeat=4):
+    mixes = itertools.product((False, True), repeat=4)
+    for (made, captured, filled, replayed), lowering in zip(mixes, itertools.cycle(LADDER[::-1]), strict=False):
+        options: dict[str, Any] = {"backend": backend, "lowering": lowering, "progress": False}
         with torch.inference_mode(made):
             runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], **options)
             stateful = DecodeRunner(Stateful, stateful_step, buckets=[8], **options)
@@ -244,36 +428,15 @@ def test_every_mix_of_inference_mode(cpu: str, lowering: str) -> None:
             runner.capture()
             stateful.capture()
         for requests in (3, 9, 8, 40, 5):
-            batch = random_batch(requests, seed=requests)
+            batch, ids = random_batch(requests, seed=requests), torch.rand(min(requests, 8)) + 1
             with torch.inference_mode(filled):
-                view = runner.fill(batch)
+                view, seen = runner.fill(batch), stateful.fill({"ids": ids})
+            assert seen.ids[len(ids) :].tolist() == [0] * (8 - len(ids))
+            assert seen.made[len(ids) :].tolist() == [5] * (8 - len(ids))
             with torch.inference_mode(replayed):
-                outputs = runner.replay(view)
+                outputs, others = runner.replay(view), stateful.replay(seen).clone()
             assert_right(outputs, batch)
-        for requests in (8, 3, 5):
-            ids = torch.rand(requests) + 1
-            with torch.inference_mode(filled):
-                seen = stateful.fill({"ids": ids})
-            assert seen.ids[requests:].tolist() == [0] * (8 - requests)
-            assert seen.made[requests:].tolist() == [5] * (8 - requests)
-            with torch.inference_mode(replayed):
-                torch.testing.assert_close(stateful.replay(seen).clone(), ids * 3 + 1)
-
-
-def test_no_grad_is_left_as_it_was(cpu: str) -> None:
-    """A step runs without gradients, and the caller's gradient mode is what it was."""
-    modes: list[bool] = []
-
-    def step(view: PlainInputs) -> torch.Tensor:
-        modes.append(torch.is_grad_enabled())
-        return plain_step(view)
-
-    runner = DecodeRunner(PlainInputs, step, buckets=[4], backend=cpu)
-    runner.capture()
-    for requests in (3, 9):
-        runner(random_batch(requests, seed=3))
-        assert torch.is_grad_enabled()
-    assert not any(modes)
+            torch.testing.assert_close(others, ids * 3 + 1)
 
 
 class Adopting(Inputs):
@@ -341,52 +504,6 @@ def test_wherever_a_source_begins(cpu: str, lowering: str) -> None:
             assert torch.equal(runner({**first, name: source, "b": none, "c": none}), wanted), (begin, name)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cpu-capture", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_one_tensor_for_two_slots(device: str) -> None:
-    """It is copied to both as two would be, by the lowering that was asked for."""
-    if not load(device).is_available():
-        pytest.skip(f"{device} is not here")
-    for lowering in load(device)().capabilities.lowerings:
-        runner = adopting(device, lowering)
-        for seed in range(24):
-            draw, rows = torch.Generator().manual_seed(seed), 1 + seed % 4
-            first, second = (torch.randint(1, 999, (rows,), generator=draw).to(device[:4].strip("-")) for _ in range(2))
-            ids, others = ((first, first), (first, second), (second, second))[seed // 3 % 3]
-            assert torch.equal(runner({"ids": ids, "others": others}).cpu(), answer(ids.cpu(), others.cpu())), seed
-        assert set(runner.stats()["lowerings"]) == {runner.lowering}
-
-
-@each_lowering
-def test_a_fill_and_then_the_same_sources_changed(cpu: str, lowering: str) -> None:
-    """Whatever a fill has left in the packet, a whole step after it reads its sources anew, and the other way round."""
-    pair = Pair.of(Quick, cpu, lowering)
-    batch, plain = pair.batches(3, 1, PLAIN)
-    for seed in range(6):
-        for name in ("ids", "places"):
-            batch[name].add_(seed)
-            plain[name].add_(seed)
-        if seed % 2:
-            outputs = pair.mine(batch)
-        else:
-            view = pair.mine.fill(batch)
-            batch["ids"].add_(7)  # the fill has read them
-            outputs = pair.mine.replay(view)
-            batch["ids"].sub_(7)
-        assert_same_outputs(outputs, pair.right(plain))
-        pair.mine.fill(batch)
-
-
-@each_lowering
-def test_outputs_as_sources(cpu: str, lowering: str) -> None:
-    """A step's outputs are the next one's sources, as tokens are in a decode loop, with and without a copy."""
-    runner = adopting(cpu, lowering)
-    outputs, others = torch.randint(1, 99, (2, 3))
-    for turn in range(12):
-        right = answer(outputs.clone() % 1000, others)
-        outputs = runner({"ids": outputs % 1000 if turn % 2 else outputs.remainder_(1000), "others": others})
-        assert torch.equal(outputs, right)
-
-
 def test_a_view_as_the_next_batch(cpu: str) -> None:
     """A view that is handed back is in place: the step sees what it saw, and then nothing is left of it."""
     for lowering in LADDER:
@@ -401,57 +518,9 @@ def test_a_view_as_the_next_batch(cpu: str) -> None:
             assert_right(runner(small), small)
 
 
-def test_slots_that_a_producer_writes(cpu: str) -> None:
-    """Rows written where a bucket reads them need no copy; tails are reset, whatever the producer wrote there since."""
-    for lowering, asks in itertools.product(LADDER, (True, False)):
-        runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu, lowering=lowering)
-        runner.capture()
-        view = runner.inputs(8) if asks else runner.fill(random_batch(8, seed=1))
-        for number, requests in enumerate((8, 5, 3, 7, 2, 5)):
-            batch = random_batch(requests, seed=60 + number)
-            given = snapshot(batch)
-            for name in ("ids", "weights", "pairs"):
-                place = getattr(view, name)
-                place.fill_(3)  # beyond the live rows, too
-                place[:requests] = batch[name]
-                batch[name] = place[:requests]
-            others = [random_batch(rows, seed=80 + number) for rows in (requests, 7)]
-            for brought, right in ((batch, given), *((other, other) for other in others)):
-                filled, rows = runner.fill(brought), len(right["ids"])
-                assert filled.ids[rows:].tolist() == [49] * (len(filled.ids) - rows)
-                assert filled.pairs[rows:].tolist() == [[9, 9]] * (len(filled.ids) - rows)
-                assert_right(runner.replay(filled), right)
-
-
-class Turned(Inputs):
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-    places: torch.Tensor = copied(3, BATCH, dtype=torch.int64, pad=-1)
-
-
-@each_lowering
-def test_producer_of_a_slot_whose_rows_come_second(cpu: str, lowering: str) -> None:
-    """Live columns that a producer wrote are in place, strided as they are; what lies so elsewhere is refused."""
-    step: Any = lambda view: view.places.t() + view.ids[:, None]  # noqa: E731 - as small as one can be
-    runner: Any = DecodeRunner(Turned, step, buckets=[4, 8], backend=cpu, lowering=lowering)
-    runner.capture()
-    places = runner.inputs(4).places
-    for rows in (3, 2, 4, 1):
-        values, ids = torch.randint(1, 99, (3, rows)), torch.randint(1, 99, (rows,))
-        places[:, :rows] = values
-        batch = {"ids": ids, "places": places[:, :rows]}
-        assert runner(batch).tolist() == (values.t() + ids[:, None]).tolist()
-        assert runner.fill(batch).places[:, rows:].eq(-1).all()
-        elsewhere = torch.randint(1, 99, (3, 5))[:, :rows]
-        if rows > 1:
-            with pytest.raises(BatchError, match=r"slot 'places': expected .* contiguous"):
-                runner({"ids": ids, "places": elsewhere})
-        places[:, rows:] = 77
-    assert runner.stats()["detours"] == {}
-
-
-@pytest.mark.parametrize("kind", [CpuBackend, CpuCaptureBackend])
-def test_backend_without_the_lowering(kind: type[Backend], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_without_the_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that lacks a lowering refuses it; one that names it but has no fusion is told so."""
+    kind = CpuCaptureBackend
     few = attrs.evolve(kind().capabilities, lowerings=("foreach", "slot_by_slot"))
     with monkeypatch.context() as patch:
         patch.setattr(kind, "capabilities", few)
@@ -462,10 +531,10 @@ def test_backend_without_the_lowering(kind: type[Backend], monkeypatch: pytest.M
         DecodeRunner(Quick, digest_step, backend=kind(), lowering="fused")
 
 
-@each_lowering
-def test_lazy(cpu: str, lowering: str) -> None:
+@pytest.mark.parametrize(("backend", "lowering"), [*zip(["cpu-capture", "cpu"] * 2, LADDER, strict=True)])
+def test_lazy(backend: str, lowering: str) -> None:
     """A bucket is captured, with all its patterns, when the first batch comes or a producer asks for it."""
-    pair = Pair.of(Rich, cpu, lowering, lazy=True)
+    pair = Pair.of(Rich, backend, lowering, lazy=True)
     captured = set[int]()
     for seed, (size, absent) in enumerate(
         [(3, ABSENT), (1, frozenset[str]()), (3, frozenset()), (8, ABSENT), (7, ABSENT)]
@@ -495,7 +564,7 @@ class Large(Inputs):
     here: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1, placement="host")
 
 
-@each_lowering
+@pytest.mark.parametrize("lowering", LOWERINGS)
 def test_nothing_for_the_kernel(cpu: str, lowering: str) -> None:
     """Where every slot is large or on the host, the kernel has nothing to do, and steps are right."""
     runner = DecodeRunner(Large, lambda v: v.rows.sum(1) * v.here, buckets=[1, 4], backend=cpu, lowering=lowering)
@@ -522,23 +591,6 @@ def test_uploads_are_accounted_for(cpu: str) -> None:
         assert 0 < accounts[0] < accounts[1] < accounts[2]
 
 
-def test_a_refused_batch_leaves_the_view(cpu: str) -> None:
-    """After a refused batch the view filled before it is still good for a replay, by every lowering."""
-    for lowering in LADDER:
-        pair = Pair.of(Quick, cpu, lowering)
-        for seed, size in enumerate((3, 8, 1)):
-            batch, plain = pair.batches(size, seed, PLAIN)
-            pair.mine(pair.batches(8, 50 + seed, PLAIN)[0])  # a step whose packet may still be armed
-            view = pair.mine.fill(batch)
-            before = memory_of(pair.mine)
-            for spoilt in ({**batch, "ids": batch["ids"].double()}, {**batch, "pairs": None}):
-                for use in (pair.mine, pair.mine.fill):
-                    with pytest.raises(BatchError):
-                        use(spoilt)
-            assert memory_of(pair.mine) == before
-            assert_same_outputs(pair.mine.replay(view), pair.right(plain))
-
-
 TEXTS: Final[dict[str, list[str]]] = {
     "in_graph": ["1 copy call, ", "upload  one packet, then one kernel for 4 slots, the graph's first node", "fused)"],
     "fused": ["1 copy call, ", "upload  one packet, then one kernel for 4 slots, before the graph", "fused)"],
@@ -548,9 +600,9 @@ TEXTS: Final[dict[str, list[str]]] = {
 
 
 @each_lowering
-def test_plan_says_how(cpu: str, lowering: str) -> None:
+def test_plan_says_how(lowering: str) -> None:
     """The plan's text tells the lowering, the upload, and what goes which way; `explain` makes the same plan."""
-    runner, rich = (runner_of(kind, cpu, lowering=lowering) for kind in (Quick, Rich))
+    runner, rich = (runner_of(kind, "cpu", lowering=lowering, buckets=[4]) for kind in (Quick, Rich))
     plan = runner.plan(4)
     assert plan.lowering == lowering
     assert [part for part in TEXTS[lowering] if part not in str(plan)] == []
@@ -562,33 +614,10 @@ def test_plan_says_how(cpu: str, lowering: str) -> None:
     declaration, capabilities = rich.stage.declaration, rich.stage.backend.capabilities
     sizes = {BATCH: (4, 4), TOKENS: (8, 8), PAGES: (5, 5), HIDDEN: (3, 3)}
     for absent, at in (((), ()), (("extra", "beside"), ("ids", "tables", "here"))):
-        made = explain_declaration(declaration, capabilities, cpu, sizes, absent, at, lowering=rich.lowering)
+        made = explain_declaration(declaration, capabilities, "cpu", sizes, absent, at, lowering=rich.lowering)
         assert made.plan == rich.plan(4, absent, at)
     with pytest.raises(ConfigError, match="cannot write 'scratch' in place"):
-        explain_declaration(declaration, capabilities, cpu, sizes, in_place=["scratch"])
-
-
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_a_bad_batch_among_habits(lowering: str) -> None:
-    """A source that does not fit is refused by name whatever came before, and the next step is right."""
-    pair = Pair.of(Rich, "cpu", lowering)
-    bad: Mapping[str, Any] = {
-        "ids": torch.ones(6),
-        "heats": torch.ones(2),
-        "here": ["a", "b", "c"],
-        "wide": torch.ones(3, 2, dtype=torch.float64).T,
-        "flags": [1, 2.5, "x"],
-        "halves": [[1e9] * 3] * 6,
-    }
-    for number, (name, source) in enumerate(bad.items()):
-        for seed in range(2):
-            batch, plain = pair.batches(3, number + seed, KINDS)
-            assert_same_outputs(pair.mine(batch, **arguments(batch)), pair.right(plain, **arguments(plain)))
-            with pytest.raises(BatchError, match=f"slot '{name}'"):
-                pair.mine({**batch, name: source}, **arguments(batch))
-            with pytest.raises(BatchError, match="side argument 'proxies'"):
-                pair.mine(batch, proxies=plain["ids"])
-    assert pair.mine.stats()["detours"] == {}
+        explain_declaration(declaration, capabilities, "cpu", sizes, in_place=["scratch"])
 
 
 @final
@@ -626,14 +655,14 @@ def test_two_streams_in_turn(lowering: str) -> None:
     backend = TwoStreams()
     pair = Pair.of(Rich, backend, lowering)
     draw = torch.Generator().manual_seed(3)
-    for number in range(40):
+    for number in range(16):
         before, backend.current = backend.current, int(torch.randint(0, 3, (1,), generator=draw))
         backend.ordered.clear()
-        batch, plain = pair.batches(3, number % 5, KINDS)
+        batch, plain = pair.batches(3, 1 + number % 4, KINDS)
         assert_same_outputs(pair.mine(batch, **arguments(batch)), pair.right(plain, **arguments(plain)))
         assert set(backend.ordered) == ({(before, backend.current)} if before != backend.current else set())
     assert pair.mine.stats()["detours"] == {}
-    assert pair.mine.stats()["lowerings"] == {lowering: 40}
+    assert pair.mine.stats()["lowerings"] == {lowering: 16}
 
 
 class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
@@ -712,39 +741,11 @@ def test_modes_are_not_told_of_each_source(lowering: str) -> None:
     assert told[0] == told[1]
 
 
-class LargeTails(Inputs):
-    """Slots with small tails and with large ones, of one dim that varies and of two."""
+class SmallTails(Inputs):
+    """Slots with small tails alone."""
 
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
     lengths: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=3)
-    hidden: torch.Tensor = copied(TOKENS, 1024, dtype=torch.float32, pad=0.0)
-    tables: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=-1)
-    heats: torch.Tensor = copied(BATCH, PAGES, 700, dtype=torch.float32, pad=0.0)
-
-
-def test_sizes_in_any_order() -> None:
-    """Whatever live size comes after whatever other, over several buckets, tails are as the reference leaves them."""
-    mine, right = (
-        DecodeRunner(LargeTails, digest_step, buckets=[2, 16, 32], sizes={PAGES: 4}, backend="cpu", lowering=lowering)
-        for lowering in ("foreach", "slot_by_slot")
-    )
-    mine.capture()
-    right.capture()
-    draw = torch.Generator().manual_seed(1)
-    for _ in range(120):
-        rows, pages = (int(torch.randint(0, most, (1,), generator=draw)) for most in (33, 5))
-        batch = {
-            "ids": torch.randint(1, 99, (rows,), generator=draw),
-            "lengths": torch.randint(1, 99, (rows,), generator=draw).int(),
-            "hidden": torch.rand(rows, 1024, generator=draw),
-            "tables": torch.randint(1, 99, (rows, pages), generator=draw).int(),
-            "heats": torch.rand(rows, pages, 700, generator=draw),
-        }
-        assert_same_outputs(mine(batch), right(batch))
-
-
-class SmallTails(LargeTails, drop=("hidden", "tables", "heats")):
-    """Slots with small tails alone."""
 
 
 def test_sizes_that_were_seen_once_cut_no_more_views() -> None:

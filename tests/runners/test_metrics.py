@@ -16,7 +16,7 @@ from slotgraph.dataflow.errors import ConfigError
 from slotgraph.runners.decision import BOUNDS, Why
 from slotgraph.runners.metrics import EDGES, Collector, exposition
 from slotgraph.runners.statistics import Statistics
-from tests.runners.counted import EVERY_KIND, Act, act, counted, schedules
+from tests.runners.kinds import EVERY_KIND, Act, act, counted, schedules
 from tests.runners.models import plain_runner, random_batch
 
 Parsed = dict[str, dict[tuple[str, ...], float]]

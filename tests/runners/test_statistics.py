@@ -23,7 +23,7 @@ from slotgraph.runners.decision import BOUNDS, EVERY, FIRST, BucketData, EagerDa
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.runner import Runner
 from slotgraph.runners.statistics import CaptureData, Statistics
-from tests.runners.counted import EVERY_KIND, Act, Books, act, anew, counted, schedules
+from tests.runners.kinds import EVERY_KIND, Act, Books, act, anew, counted, schedules
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 
 each_kind = pytest.mark.parametrize(("kind", "lowering"), EVERY_KIND)

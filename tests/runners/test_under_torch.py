@@ -1,11 +1,10 @@
 """What torch does around runners: the compiler, autocast, and default devices and dtypes change no step."""
 
-import contextlib
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -13,15 +12,14 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-import slotgraph
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, constant, copied
-from slotgraph.backends import Backend, choose
+from slotgraph.backends import choose
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.errors import ComputeError, ConfigError
+from slotgraph.errors import ComputeError
 from slotgraph.extend import HOST
 from tests.regressions.engines import draw
 from tests.runners import prefilled
-from tests.runners.counted import STANDARD, Lowered
+from tests.runners.kinds import EVERY_KIND, anew
 from tests.runners.models import PlainInputs, plain_step, random_batch
 from tests.strategies import declaration_of
 
@@ -49,11 +47,6 @@ def filled(runner: Any, batch: Any) -> Any:
     return runner.replay(view) * 2
 
 
-def capture(runner: Any) -> None:
-    """A capture."""
-    runner.capture()
-
-
 def called_plainly(runner: Any, batch: Any) -> Any:
     """A step of any declaration."""
     return runner(batch) * 2
@@ -65,22 +58,22 @@ def decided(runner: Any, batch: Any) -> Any:
     return batch["ids"] * 2 + (decision.bucket or 0) * int(bool(stats))
 
 
-@pytest.mark.parametrize("lowering", LADDER)
-def test_every_step_is_right(lowering: str) -> None:
+@pytest.mark.parametrize(("lowering", "lazy"), [*zip(LADDER, itertools.cycle((False, True)), strict=False)])
+def test_every_step_is_right(lowering: str, *, lazy: bool) -> None:
     """Captured, eager and late captured steps, by every use, give what they give without the compiler."""
-    for lazy, use in itertools.product((False, True), (called, filled, decided)):
-        options: dict[str, Any] = {"backend": "cpu-capture", "lowering": lowering, "lazy": lazy, "progress": False}
+    options: dict[str, Any] = {"backend": "cpu-capture", "lowering": lowering, "lazy": lazy, "progress": False}
+    one, other = (DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], **options) for _ in range(2))
+    one.capture()
+    other.capture()
+    for use in (called, filled, decided):
         compiled: Any = torch.compile(use, backend="eager")
-        one, other = (DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], **options) for _ in range(2))
-        one.capture()
-        other.capture()
         for rows, seed in BATCHES:
             batch = random_batch(rows, seed)
             assert torch.equal(compiled(one, batch), use(other, batch))
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_other_runners(*, inside: bool) -> None:
+@pytest.mark.parametrize(("kind", "inside"), [*zip(prefilled.KINDS, (False, True), strict=True)])
+def test_other_runners(kind: str, *, inside: bool) -> None:
     """Eager runners and those of a stack, also in inference mode, and a capture inside of a compiled function."""
     compiled = torch.compile(called_plainly, backend="eager")
     with torch.inference_mode(mode=inside):
@@ -88,14 +81,13 @@ def test_other_runners(*, inside: bool) -> None:
         for rows, seed in BATCHES[:3]:
             batch = random_batch(rows, seed)
             assert torch.equal(compiled(eager, batch), called_plainly(eager, batch))
-        for kind in prefilled.KINDS:
-            models = [prefilled.Model(named=kind == "piecewise") for _ in range(2)]
-            one, other = (prefilled.runner_of(kind, model, "cpu-capture") for model in models)
-            torch.compile(capture, backend="eager")(one)
-            other.capture()
-            for lengths in ([2, 1], [5, 4], [1]):
-                batch = prefilled.batch_of(lengths, sum(lengths))
-                assert torch.equal(compiled(one, batch), called_plainly(other, batch))
+        models = [prefilled.Model(named=kind == "piecewise") for _ in range(2)]
+        one, other = (prefilled.runner_of(kind, model, "cpu-capture") for model in models)
+        torch.compile(lambda runner: runner.capture(), backend="eager")(one)
+        other.capture()
+        for lengths in ([2, 1], [5, 4], [1]):
+            batch = prefilled.batch_of(lengths, sum(lengths))
+            assert torch.equal(compiled(one, batch), called_plainly(other, batch))
 
 
 def test_a_compiled_step_stays_compiled() -> None:
@@ -187,52 +179,18 @@ def test_graphs_cast_weights_themselves(device_backend: str, where: str, *, lazy
             assert torch.equal(runner({"ids": ids}), expected)
 
 
-WAYS = ("construction", "steps", "both", "process")
-
-
 @contextmanager
-def default_device(device: str, *, process: bool = False) -> Iterator[None]:
-    """A default device, by a context or by `torch.set_default_device`."""
-    if not process:
-        with torch.device(device):
+def default_device(which: str | None) -> Iterator[None]:
+    """None, or meta: by a context, or by `torch.set_default_device`."""
+    if which != "process":
+        with nullcontext() if which is None else torch.device(which):
             yield
         return
-    torch.set_default_device(device)
+    torch.set_default_device("meta")
     try:
         yield
     finally:
         torch.set_default_device(None)
-
-
-def contexts(way: str, device: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What a runner is made in, and what its steps run in."""
-    made, run = (
-        default_device(device, process=way == "process") if way != left_out else contextlib.nullcontext()
-        for left_out in ("steps", "construction")
-    )
-    return made, run
-
-
-def _prefill(kind: str, backend: Backend) -> tuple[Callable[[], Any], list[Any]]:
-    """How a prefill runner is made, of a model that is there before, and batches for it."""
-    model = prefilled.Model(named=kind == "piecewise").to(backend.device)
-
-    def make() -> Any:
-        runner = prefilled.runner_of(kind, model, backend, lowering="auto")
-        runner.capture()
-        return runner
-
-    return make, [prefilled.batch_of(lengths, 7, backend.device) for lengths in ([3], [1, 2, 1], [9, 4], [30])]
-
-
-def _standard(phase: str, backend: Backend) -> tuple[Callable[[], Any], list[Any]]:
-    """The same of a runner of the standard declarations."""
-    kind = STANDARD[phase]
-    given = {field.name: getattr(kind, field.name) for field in attrs.fields(type(kind))}
-    if phase == "eager":  # which has no lowering to choose
-        return lambda: kind.make(kind, backend), [kind.batch(backend, rows, rows) for rows in (2, 1, 3, 2)]
-    lowered = Lowered(**given, lowering=backend.capabilities.lowerings[-1])
-    return lambda: lowered.make(lowered, backend), [lowered.batch(backend, rows, rows) for rows in (2, 1, 3, 2)]
 
 
 def _plain(outputs: Any) -> list[Any]:
@@ -250,18 +208,6 @@ def on_default(*needs: str, placement: Any = "device") -> type[Inputs]:
 
 
 OnDefault: Any = on_default()
-
-
-def test_a_maker_of_values_obeys_the_callers_default() -> None:
-    """A function that makes values for a check is asked for others where they have no data."""
-    runner = DecodeRunner(
-        OnDefault, lambda view: view.ids + view.counts[0], buckets=[2], backend="cpu-capture", progress=False
-    )
-    runner.capture()
-    values = {"ids": lambda shape, dtype, _: torch.ones(shape, dtype=dtype)}
-    assert not slotgraph.check(runner, rounds=1, values=values).findings
-    with torch.device("meta"), pytest.raises(ConfigError, match=r"slot 'ids': values' function .* on meta"):
-        slotgraph.check(runner, rounds=1, values=values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -320,17 +266,17 @@ def test_a_function_obeys_the_callers_default(cpu: str) -> None:
             assert runner(batch).tolist() == right
 
 
-@pytest.mark.parametrize("kind", [*prefilled.KINDS, *STANDARD])
-def test_every_runner_under_a_default_device(backend: Backend, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "lowering"), EVERY_KIND)
+def test_every_runner_under_a_default_device(backend_name: str, kind: str, lowering: str) -> None:
     """Made, captured and run under a default device, and run on after it has ended, a runner does as without one."""
-    make, batches = _prefill(kind, backend) if kind in prefilled.KINDS else _standard(kind, backend)
-    runner = make()
-    right = [_plain(runner(batch)) for batch in batches]
-    for way in WAYS:
-        made, run = contexts(way, "meta")
-        with made:
-            runner = make()
-        with run:
-            during = [_plain(runner(batch)) for batch in batches]
-        assert during == right, way
-        assert [_plain(runner(batch)) for batch in batches] == right, way
+    is_free = kind not in prefilled.KINDS  # else its model would be made there, too
+    right: list[Any] = []
+    for made, run in ((None, None), ("meta", "meta"), ("meta", None), (None, "process")):
+        with default_device(made if is_free else None):
+            one = anew(kind, backend_name, lowering)
+        batches = [one.batch(rows) for rows in (2, 1, 3, 20, 2)]
+        with default_device(run):
+            during = [_plain(one.runner(batch)) for batch in batches]
+        right = right or during
+        assert during == right, (made, run)
+        assert [_plain(one.runner(batch)) for batch in batches] == right, (made, run)

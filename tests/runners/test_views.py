@@ -12,17 +12,6 @@ from slotgraph.dataflow.errors import CaptureError, DeclarationError, ReplayErro
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
 
 
-def test_view_is_an_instance_of_the_declaration(runner: DecodeRunner[PlainInputs]) -> None:
-    """A view is of the declaration's class, holds the bucket's padded rows, and knows its live and padded sizes."""
-    batch = random_batch(3, seed=1)
-    view = runner.fill(batch)
-    assert isinstance(view, PlainInputs)
-    assert view.ids.tolist() == [*batch["ids"].tolist(), 49]
-    assert view.weights.tolist() == [*batch["weights"].tolist(), -7.5]
-    assert view.pairs.tolist() == [*batch["pairs"].tolist(), [9, 9]]
-    assert view.live.tolist() == [3]
-
-
 def test_view_of_another_runner(cpu: str, runner: DecodeRunner[PlainInputs]) -> None:
     """A view of another runner, one that was narrowed, and a batch are not what was filled last."""
     batch = random_batch(4, seed=7)

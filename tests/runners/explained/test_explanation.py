@@ -18,12 +18,11 @@ from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.pool import InputPool
 from slotgraph.speculative import MultiLayerDraftExtendRunner
 from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_runner, full_step, places, proxy, steps
-from tests.runners.kinds import Kind, Scale, kinds
+from tests.runners.kinds import STANDARD, Kind
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 from tests.runners.prefilled import KINDS, Model, runner_of
 
 NOTHING = Axis("NOTHING", fixed=True)
-SMALL = Scale(requests=(3, 4), tokens=(10, 16), prompts=2, most_prompts=4, hidden=8)
 
 
 def read_back(explanation: RunnerExplanation) -> RunnerExplanation:
@@ -31,14 +30,14 @@ def read_back(explanation: RunnerExplanation) -> RunnerExplanation:
     return from_data(json.loads(json.dumps(to_data(explanation), allow_nan=False)), RunnerExplanation)
 
 
-@pytest.mark.parametrize("kind", [*kinds(SMALL)], ids=lambda kind: kind.phase)
+@pytest.mark.parametrize("kind", STANDARD.values(), ids=STANDARD)
 def test_every_kind_of_runner(kind: Kind) -> None:
     """Each runner is explained over its standard declaration, before and after steps, and comes back from JSON."""
     backend = choose("cpu-capture")
-    runner: Any = kind.make(kind, backend)
+    runner: Any = kind.captured(backend)
     before = slotgraph.explain(runner)
     assert read_back(before) == before
-    assert (before.kind, before.declaration.declaration) == (kind.runner, kind.inputs.__name__)
+    assert (before.kind, before.declaration.declaration) == (kind.runner.__name__, kind.inputs.__name__)
     runner(kind.batch(backend, kind.live))
     after = slotgraph.explain(runner)
     assert read_back(after) == after

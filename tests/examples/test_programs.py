@@ -1,0 +1,324 @@
+"""The example programs: each says that all is equal where it is, and finds every bug that is planted in it."""
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+import torch
+
+from slotgraph import BATCH, CACHE_LOC, TOKENS, computed, copied, keep
+from slotgraph.backends import load
+from slotgraph.dataflow.capabilities import Capabilities
+from slotgraph.dataflow.ready import Ready
+from slotgraph.speculative import WIDTH
+from tests.examples.demo import EXAMPLES, NEEDS, module
+
+MODELS = ("windows", "speculating", "states")
+"""Packages that take transformers."""
+SHORT = {
+    "twins": ["--sequences", "8", "--max-new-tokens", "20"],
+    "engine": ["--requests", "40", "--tokens", "30"],
+    "windows": ["--requests", "4", "--max-new-tokens", "16", "--buckets", "1,4"],
+    "speculating": ["--requests", "8", "--max-new-tokens", "24"],
+    "states": ["--requests", "8", "--max-new-tokens", "16"],
+    "cycles": [],
+    "spans": ["--layers", "1", "--hidden", "8"],
+}
+TREE = ["--requests", "4", "--max-new-tokens", "12", "--buckets", "2,3", "--topk"]
+GENERATED = "every token is the one that generate() chose"
+EQUAL: list[tuple[str, list[str], list[str]]] = [
+    ("twins", [], ["equal: all tokens, and all bytes", "\nright: logits differ", "\n  bucket 8: "]),
+    ("twins", ["--buckets", "2,3", "--max-batch", "6"], ["\n  eagerly (too_large): ", "equal: all tokens"]),
+    ("engine", [], ["all equal to those without graphs"]),
+    ("windows", [], [GENERATED, "look-ups         0 of a layer's places"]),
+    ("windows", ["--window", "7", "--buckets", "3"], [GENERATED]),
+    ("windows", ["--window", "2", "--seed", "5"], [GENERATED]),
+    ("windows", ["--translate"], [GENERATED]),
+    ("speculating", ["--time"], [GENERATED, "tree             3 wide, 4 deep; 10 nodes are verified", "\ninputs  "]),
+    *(
+        ("speculating", [*TREE, str(wide), "--steps", str(deep), "--draft-tokens", str(nodes)], [GENERATED])
+        for wide, deep, nodes in ((1, 3, 4), (2, 1, 3), (2, 2, 1), (4, 3, 37))
+    ),
+    *(
+        ("states", ["--model", family, "--buckets", "1,2,5"], [GENERATED, ", 3 buckets captured", ", 0 eagerly\n"])
+        for family in ("bamba", "jamba", "falcon-h1")
+    ),
+]
+
+
+def needs(package: str) -> None:
+    """Skip a test of a program whose libraries are not here."""
+    if package in MODELS:
+        pytest.importorskip("transformers", reason=NEEDS)
+    if package == "states":
+        pytest.importorskip("transformers", minversion="5.23", reason="its caches hand out states from there on")
+    if package == "spans":
+        pytest.importorskip("matplotlib", reason="drawings: pip install 'slotgraph[plot]'")
+
+
+def run(capsys: pytest.CaptureFixture[str], package: str, *argv: str) -> tuple[int, str]:
+    """Run a program as on a command line: its exit status, and what it printed."""
+    needs(package)
+    status = module(f"{package}.program").main([*SHORT[package], *argv])
+    return status, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("package", "argv", "says"), EQUAL, ids=[" ".join([one, *argv]) for one, argv, _ in EQUAL])
+def test_all_is_equal(
+    package: str, argv: list[str], says: list[str], backend_name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Captured steps give what the model gives without them, on each backend, and the program says so."""
+    status, out = run(capsys, package, "--backend", backend_name, *argv)
+    assert status == 0
+    assert [words for words in says if words not in out] == []
+
+
+@pytest.mark.parametrize("package", sorted({*SHORT} - {"engine"}))
+def test_what_cannot_run_is_told(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A backend, or a cycle, that is not there ends the program with a sentence and status 2; so do odd options."""
+    needs(package)
+    wrong = ["--layout", "none"] if package == "cycles" else ["--backend", "no-such"]
+    main = module(f"{package}.program").main
+    assert main(wrong) == 2
+    assert re.search(r"\bno (backend|cycle) '(no-such|none)'", capsys.readouterr().err)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--unheard-of"])
+    assert stopped.value.code == 2
+
+
+def kept(base: Any, dtype: Any, *names: str, axis: Any = TOKENS) -> Any:
+    """A declaration that someone wrote in good faith: nobody reads what the padded rows of these slots hold."""
+    fields = {name: copied(axis, dtype=dtype, pad=keep("no one reads what padded rows write")) for name in names}
+    return type("Stale", (base,), {"__annotations__": dict.fromkeys(names, torch.Tensor), **fields})
+
+
+def rolled(batch: dict[str, Any]) -> dict[str, Any]:
+    """Each request's keys and values go to where another one's belong."""
+    places = batch["out_cache_loc_swa"]
+    return {**batch, "out_cache_loc_swa": [*places[1:], places[0]]}
+
+
+def unmasked(base: Any) -> Any:
+    """A mask that hides nothing of a tree."""
+
+    class Unmasked(base):  # type: ignore[misc] # no package that a checker finds
+        tree_mask: torch.Tensor = computed(
+            lambda parents: (parents[:, :, None] > -2).expand(-1, -1, parents.shape[1]),
+            shape=(BATCH, WIDTH, WIDTH),
+            dtype=torch.bool,
+        )
+
+    return Unmasked
+
+
+def forgetful(base: Any) -> Any:
+    """A runner by hand that leaves out one line of its fill."""
+
+    class Forgetful(base):  # type: ignore[misc] # as above
+        def fill(self, batch: Any, rows: int, size: int) -> None:
+            tail = self.buffers["slot_mapping"][rows:size]
+            stale = tail.clone()
+            super().fill(batch, rows, size)
+            tail.copy_(stale)
+
+    return Forgetful
+
+
+def after(declaration: Any) -> Any:
+    """The other runner of that example, over another declaration."""
+    return functools.partial(module("twins.after").Slotgraph, declaration=declaration)
+
+
+PLANTED: dict[str, tuple[str, str, list[str], str, Callable[[], Any]]] = {
+    "a stale tail, beside a runner by hand": (
+        *("twins", "show", ["--buckets", "1,8"], "after"),
+        lambda: after(kept(module("twins.after").DecodeInputs, CACHE_LOC, "slot_mapping")),
+    ),
+    "a forgotten line by hand": (
+        *("twins", "show", ["--buckets", "1,8"], "before"),
+        lambda: forgetful(module("twins.before").HandWritten),
+    ),
+    "wrong places": ("windows", "serve", [], "prepare", lambda: rolled),
+    "stale places": (
+        *("windows", "serve", ["--buckets", "8"], "declaration"),
+        lambda: kept(module("windows.inputs").DecodeInputs, torch.int32, "out_cache_loc_swa"),
+    ),
+    "no mask": (
+        *("speculating", "serve", ["--buckets", "6"], "verify"),
+        lambda: unmasked(module("speculating.inputs").VerifyInputs),
+    ),
+    "stale rows of a tree": (
+        *("speculating", "serve", ["--buckets", "6"], "verify"),
+        lambda: kept(module("speculating.inputs").VerifyInputs, torch.int64, "out_cache_loc", "positions"),
+    ),
+    **{
+        f"stale rows of {family}": (
+            *("states", "serve", ["--model", family, "--buckets", "8"], "declaration"),
+            lambda: kept(module("states.inputs").DecodeInputs, torch.int64, "req_pool_indices", axis=BATCH),
+        )
+        for family in ("bamba", "jamba", "falcon-h1")
+    },
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_planted_is_found(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit status 1, and the first difference is named."""
+    package, act, argv, seam, plant = PLANTED[name]
+    needs(package)
+    options = module(f"{package}.options").parse([*SHORT[package], *argv])
+    assert getattr(module(f"{package}.program"), act)(options, **{seam: plant()}) == 1
+    assert "\nDIFFERENT" in "\n" + capsys.readouterr().out
+
+
+def test_a_mistake_that_both_runners_share(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are equal and both wrong where the batches are: the model alone tells."""
+    numbers = module("twins.sequences").decode_numbers
+
+    def shifted(*args: Any) -> Any:
+        made = numbers(*args)
+        return {**made, "positions": [position + 1 for position in made["positions"]]}
+
+    for name in ("before", "after"):
+        monkeypatch.setattr(module(f"twins.{name}"), "decode_numbers", shifted)
+    status, out = run(capsys, "twins")
+    assert status == 1
+    assert "\nequal: all tokens" in out
+    assert "\nWRONG: logits differ" in out
+
+
+def test_count_in_the_readme() -> None:
+    """The page of two runners shows the lines of code that the program counts today."""
+    *table, _ = module("twins.report").lines()
+    text = "\n".join(line.rstrip() for line in table)
+    assert text in (EXAMPLES / "before_after" / "README.md").read_text(encoding="utf-8")
+
+
+def test_stale_padding_of_an_engines_own_graphs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without resets, padded rows write pages of requests that are running: the comparison notices."""
+    monkeypatch.setattr(Ready, "reset", lambda *_: None)
+    status, out = run(capsys, "engine", "--backend", "cpu-capture", "--requests", "24", "--tokens", "64")
+    assert status == 1
+    assert "NOT equal" in out
+
+
+def test_a_table_that_no_one_keeps_up(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It spoils the slow path of a sliding window, and leaves the lent one alone."""
+    needs("windows")
+    monkeypatch.setattr(module("windows.pools").WindowPool, "place", lambda *_: None)
+    assert run(capsys, "windows")[0] == 0
+    assert run(capsys, "windows", "--translate")[0] == 1
+
+
+def accepted(out: str) -> Iterator[int]:
+    """How many tokens each verify accepted, as a histogram says."""
+    for length, count in re.findall(r"^  length (\d+) +(\d+)", out, re.MULTILINE):
+        yield from [int(length)] * int(count)
+
+
+def test_trees_win_more_than_chains(capsys: pytest.CaptureFixture[str]) -> None:
+    """With more branches a verify accepts more, and never more than the tree is deep."""
+    sizes = (["1", "--draft-tokens", "5"], ["3", "--draft-tokens", "16"])
+    chain, tree = ([*accepted(run(capsys, "speculating", *TREE, *size)[1])] for size in sizes)
+    assert 1 < sum(chain) / len(chain) < sum(tree) / len(tree)
+    assert max(chain + tree) <= 5
+
+
+@pytest.mark.parametrize("arenas", [True, False])
+@pytest.mark.parametrize("batch", [8, 512])
+def test_shared_memory_is_little_more_than_must_hold_at_once(batch: int, arenas: bool) -> None:  # noqa: FBT001
+    """Within a tenth of the peak of live bytes, and hardly more than one memory for each name, right or not."""
+    scale = module("cycles.members").Scale(batch=batch)
+    found = {one.cycle: one for one in module("cycles.program").figures(scale, Capabilities(arenas=arenas))}
+    assert len(found) == 6
+    for one in found.values():
+        assert one.peak <= one.shared <= 1.1 * one.peak, one.cycle
+        assert one.shared <= min(one.by_name, 1.001 * one.blindly), one.cycle
+    if arenas and batch == 512:  # what the page says
+        one = found["prefills, draft, verify, extend"]
+        assert [(most - one.shared) // 10**6 for most in (one.apart, one.by_name)] == [833, 445]
+
+
+def test_shared_memory_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All cycles as a table and as JSON, and one layout."""
+    monkeypatch.setenv("COLUMNS", "160")
+    assert "prefills, draft, verify, extend" in run(capsys, "cycles")[1]
+    status, out = run(capsys, "cycles", "--json", "--batch", "8")
+    assert (status, [one["runners"] for one in json.loads(out)]) == (0, [2, 3, 3, 5, 5, 3])
+    assert "shares with" in run(capsys, "cycles", "--layout", "prefill, decode")[1]
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_a_steps_time_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each way has a host row and a device row, each call its number, and the axis its unit; the file is small."""
+    file = tmp_path / "pictures" / "timeline.svg"
+    status, out = run(capsys, "spans", "--out", str(file), "--backend", "cpu-capture")
+    assert status == 0
+    words = ["".join(text.itertext()) for text in ET.parse(file).iter(f"{SVG}text")]  # noqa: S314 - our own file
+    for way in ("one copy a slot, then the replay", "slotgraph, foreach", "slotgraph, in_graph"):
+        assert words.count(way) == 1
+        assert f"{way}: a step took host " in out
+    assert [words.count(row) for row in ("host", "device", "the host is the device")] == [3, 3, 3]
+    assert any(one.startswith("microseconds since the first call") for one in words)
+    assert file.stat().st_size < 100_000
+
+
+def test_trace_of_a_device() -> None:
+    """What a graph brings is the step, but for the fused kernel; what came before the first call is left out."""
+    record = module("spans.record")
+    trace = [
+        {"ph": "X", "cat": cat, "name": name, "ts": 1000.0 + start, "dur": took, "args": {"correlation": number}}
+        for cat, name, start, took, number in (
+            ("kernel", "an earlier pass", -50.0, 5.0, 1),
+            ("user_annotation", record.STEP, 0.0, 17.0, 0),
+            ("cpu_op", "aten::copy_", 1.0, 3.0, 0),
+            ("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 4.0, 1.0, 2),
+            ("cuda_runtime", "cudaGraphLaunch", 6.0, 8.0, 3),
+            ("kernel", record.FILL, 9.0, 2.0, 3),
+            ("kernel", "ampere_gemm", 12.0, 5.0, 3),
+        )
+    ]
+    bars = [(bar.kind, bar.start, bar.stop) for bar in record.bars_of(trace)]
+    assert bars == [("call", 0.0, 17.0), ("inputs", 4.0, 5.0), ("inputs", 9.0, 11.0), ("step", 12.0, 17.0)]
+    kernel = Path(sys.modules[load("cuda").__module__].__file__ or "").with_name("cuda_kernel.py")
+    assert f"def {record.FILL}(" in kernel.read_text(encoding="utf-8")
+
+
+MASK = " * pages[:, :, None]"
+
+
+def suite(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a suite of one's own in a folder, on the CPU alone, in a process of its own."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("SLOTGRAPH_", "PYTEST_"))}
+    command = [sys.executable, "-m", "pytest", str(folder), "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(  # noqa: S603 - ours
+        command, env={**own, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+
+
+def test_a_suite_of_ones_own(tmp_path: Path) -> None:
+    """It passes as it stands; without its mask the step reads what padded rows wrote, and the slot is named."""
+    done = suite(EXAMPLES / "own_suite", "--slotgraph-backends=cpu,cpu-capture", "--benchmark-disable")
+    assert done.returncode == 0, done.stdout
+    shutil.copytree(EXAMPLES / "own_suite", tmp_path / "suite", ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    model = tmp_path / "suite" / "model.py"
+    text = model.read_text(encoding="utf-8")
+    assert text.count(MASK) == 1
+    model.write_text(text.replace(MASK, ""), encoding="utf-8")
+    done = suite(tmp_path / "suite", "--slotgraph-backends=cpu-capture", "-k", "padding or parity")
+    assert done.returncode == 1
+    assert "2 failed" in done.stdout
+    assert "in the tail of slot 'positions'" in done.stdout
