@@ -204,7 +204,7 @@ def _into(
     if out is None:
         return None
     named = {**kwargs, **dict(zip(out[1], targets, strict=True))}
-    return _shortest(out[0], args, named, targets if len(targets) > 1 else targets[0])
+    return _shortest(out[0], args, named, targets[0] if len(targets) == 1 else targets)
 
 
 def _shortest(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> Callable[[], object]:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
@@ -43,7 +44,7 @@ def together(rooms: Iterable[Room], empty: Allocate) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     asked = sorted(rooms, key=lambda room: (room.placement, -room.nbytes, room.name))
     with torch.inference_mode(mode=False):
-        for placement, group in itertools.groupby(asked, key=lambda room: room.placement):
+        for placement, group in itertools.groupby(asked, key=operator.attrgetter("placement")):
             mine = [*group]
             arena = empty((sum(room.nbytes for room in mine),), torch.uint8, placement)
             for room, stop in zip(mine, itertools.accumulate(room.nbytes for room in mine), strict=True):

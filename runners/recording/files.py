@@ -140,8 +140,9 @@ def _header(opened: Any) -> Header:
         if value.has_elements:
             stored, dtype = opened.get_tensor(key), dtype_from_text(value.dtype)
             is_native = dtype in _NATIVE
-            value.elements = stored if is_native else stored.clone().view(dtype).view(value.shape)
-            fits = stored.dtype == (dtype if is_native else torch.uint8) and value.elements.shape == value.shape
+            elements = stored if is_native else stored.clone().view(dtype).view(value.shape)
+            fits = stored.dtype == (dtype if is_native else torch.uint8) and elements.shape == value.shape
+            value.elements = elements
             _need(fits, f"{key!r} holds {stored.dtype} {list(stored.shape)}, and its header says {value}")
     return header
 

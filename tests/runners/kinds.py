@@ -17,7 +17,6 @@ from slotgraph.dataflow.axes import WIDTH, Axis, Sizes, extent
 from slotgraph.dataflow.capabilities import HOST, LADDER, resolve_dtype
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.errors import BatchError
-from slotgraph.runners.draft import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
 from slotgraph.runners.runner import Runner
 from slotgraph.runners.statistics import Statistics
 from slotgraph.runners.watching import Watcher
@@ -43,7 +42,7 @@ class PrefillCounted(standard.BreakableInputs, standard.ExpertParallel):
     """A prefill with the count that its experts need."""
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(eq=False)
 class Kind:
     """One kind of step: its standard declaration, and the runner that engines would run it with.
 
@@ -137,17 +136,20 @@ def _extending(kind: Kind, options: dict[str, Any]) -> Any:
 
 
 STANDARD: Final = {
-    phase: Kind(phase=phase, runner=runner, inputs=inputs, make=make, **more)
-    for phase, runner, inputs, make, more in (
-        ("decode", DecodeRunner, DecodeCounted, _decoding, {}),
-        ("verify", DecodeRunner, VerifyCounted, _decoding, {"width": 8}),
-        ("eager", EagerRunner, standard.EagerInputs, _running_eagerly, {}),
-        ("prefill", BreakableRunner, PrefillCounted, _prefilling, {"live": 11, "padded": 16, "leading": TOKENS}),
-        ("draft", DraftRunner, standard.DraftInputs, _drafting, {"width": TREE[standard.TOPK]}),
-        ("extend", DraftExtendRunner, standard.DraftExtendInputs, _extending, {"width": 8}),
-        (
-            *("multi-layer", MultiLayerDraftExtendRunner, standard.MultiLayerDraftExtendInputs, _extending),
-            {"width": TREE[standard.FRONT] + 8},
+    kind.phase: kind
+    for kind in (
+        Kind("decode", DecodeRunner, DecodeCounted, _decoding),
+        Kind("verify", DecodeRunner, VerifyCounted, _decoding, width=8),
+        Kind("eager", EagerRunner, standard.EagerInputs, _running_eagerly),
+        Kind("prefill", BreakableRunner, PrefillCounted, _prefilling, live=11, padded=16, leading=TOKENS),
+        Kind("draft", DraftRunner, standard.DraftInputs, _drafting, width=TREE[standard.TOPK]),
+        Kind("extend", DraftExtendRunner, standard.DraftExtendInputs, _extending, width=8),
+        Kind(
+            "multi-layer",
+            MultiLayerDraftExtendRunner,
+            standard.MultiLayerDraftExtendInputs,
+            _extending,
+            width=TREE[standard.FRONT] + 8,
         ),
     )
 }
