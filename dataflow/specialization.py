@@ -262,6 +262,12 @@ class Specialization:
         return write
 
 
+def _put_first(known: list["Specialization"], place: int) -> None:
+    """Move one to the front, in one assignment: an interrupt finds the list as it was or as it will be."""
+    if place:
+        known[:] = [known[place], *known[:place], *known[place + 1 :]]
+
+
 class Specializations:
     """The one table of specializations: those of one runner's buckets, by what sources tell of sizes and absent slots.
 
@@ -300,7 +306,7 @@ class Specializations:
         for place in range(1, len(known)):
             outputs = known[place].bound[whole](batch, side, sources)
             if outputs is not MISS:
-                known.insert(0, known.pop(place))
+                _put_first(known, place)
                 return outputs
         return MISS
 
@@ -310,7 +316,7 @@ class Specializations:
         for place, one in enumerate(known):
             taken = below_modes(one.take, sources) if one.made_for == made_for else None
             if taken is not None:
-                known.insert(0, known.pop(place))
+                _put_first(known, place)
                 return one, taken
         return None
 

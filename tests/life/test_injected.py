@@ -1,6 +1,7 @@
 """Exceptions at each point of a step: the batch is as it was, and what comes next is right, and counted right."""
 
 import contextlib
+import functools
 import gc
 import os
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ import attrs
 import pytest
 import torch
 
-from slotgraph.backends import Backend
+from slotgraph.backends import Backend, load
 from slotgraph.dataflow.errors import CaptureError, ReplayError
 from slotgraph.runners.runner import Runner
 from tests.life import worlds
@@ -104,6 +105,28 @@ def test_broken_off_with_host_data(backend: Backend) -> None:
     world = worlds.decoding(backend)
     lists = attrs.evolve(world, batch=lambda size, seed: {n: v.tolist() for n, v in world.batch(size, seed).items()})
     interrupt_everywhere(lists.warm(), ACTS["call"], 7)
+
+
+def test_broken_off_after_a_fill() -> None:
+    """At each point of the first step of a size that was only filled before: the next step finds what that fill left."""
+    world = worlds.decoding(load("cpu")(), buckets=(4, 2000))
+
+    def steps() -> Iterator[Callable[[], object]]:
+        for size in range(5, 2000):
+            batch = world.batch(size, size)
+            world.runner.fill(batch)
+            yield functools.partial(world.runner, batch)
+
+    some = steps()
+    with Injection(more=MORE) as counting:
+        next(some)()
+    assert counting.seen > 10
+    for at, step in zip(range(1, counting.seen + 1), some, strict=False):
+        with Injection(at, KeyboardInterrupt, MORE):
+            step()
+        step()
+        step()
+    world.assert_well()
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["at once", "late"])
