@@ -108,7 +108,7 @@ def test_broken_off_with_host_data(backend: Backend) -> None:
 
 
 def test_broken_off_after_a_fill() -> None:
-    """At each point of the first step of a size that was only filled before: the next step finds what that fill left."""
+    """At each point of the first step of a size that was only filled before, whose specialization is there already."""
     world = worlds.decoding(load("cpu")(), buckets=(4, 2000))
 
     def steps() -> Iterator[Callable[[], object]]:
