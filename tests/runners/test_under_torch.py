@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, constant, copied
-from slotgraph.backends import choose
+from slotgraph.backends import choose, load
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import ComputeError
 from slotgraph.extend import HOST
