@@ -265,8 +265,10 @@ class Game:
         if what == "loop" and self.outputs is not None and len(self.outputs) == len(plain["ids"]):
             batch["ids"], plain["ids"] = self.outputs, self.outputs.clone()
             return True
-        if what == "twice" and not isinstance(batch["ids"], np.ndarray):  # which may be over a slot's own memory
-            batch["places"], plain["places"] = batch["ids"], plain["ids"].clone()
+        slots, ids = self.pair.mine.graphs.buffers, batch["ids"]
+        is_alike = slots["ids"].tensor.dtype == slots["places"].tensor.dtype
+        if what == "twice" and is_alike and not isinstance(ids, np.ndarray):  # which may be over a slot's own memory
+            batch["places"], plain["places"] = ids, plain["ids"].clone()
             return True
         return False
 
