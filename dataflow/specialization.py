@@ -332,11 +332,13 @@ class Specializations:
         return known[0] if known else None
 
     def _key_or(self, sources: Sources, otherwise: Hashable) -> Hashable:
-        """The key, or another where sources do not tell one, as where live sizes are given."""
+        """The key, or another where sources do not tell one, as where live sizes are given or are no plain numbers."""
         try:
-            return otherwise if self._key is None else self._key(sources)
+            key = otherwise if self._key is None else self._key(sources)
+            hash(key)
         except (BatchError, TypeError):
             return otherwise
+        return key
 
 
 def _key_of(size: Sizer, names: Sequence[str], optional: Sequence[str]) -> Callable[[Sources], Hashable]:

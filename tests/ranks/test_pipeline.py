@@ -476,7 +476,7 @@ def returns(rank: int, outputs: Any) -> str:
     [
         (torch.ones(2, 3), "got something of type Tensor"),
         ({"hidden_states": 5}, "got something of type int under 'hidden_states'"),
-        ({f"{'long' * 30}{key}": torch.ones(2) for key in range(30)}, "30 proxies have too many or too long keys"),
+        ({f"{'long' * 30}{key}": torch.ones(2) for key in range(90)}, "90 proxies have too many or too long keys"),
     ],
     ids=["tensor", "number", "keys"],
 )
