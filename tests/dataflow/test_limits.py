@@ -65,6 +65,12 @@ def test_one_dim(rows: list[int], form: str, *, there: bool) -> None:
         limits().check({slot: value})
 
 
+def test_the_limit_itself() -> None:
+    """Exactly the limit is no more than it, in a list, a tuple and an array."""
+    for form in (list, tuple, np.array):
+        limits().check({"there": form([1, MOST]), "here": form([MOST, 1])})
+
+
 @given(
     rows=st.lists(st.lists(st.integers(0, 2 * MOST + 3), min_size=2, max_size=2), max_size=6),
     form=st.sampled_from(["array", "tensor", "boxes"]),
