@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from slotgraph import TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends import Backend, load
@@ -57,7 +58,13 @@ def by_random(state: dict[str, torch.Tensor], _places: torch.Tensor, values: tor
     state["noise"][: values.shape[0]].copy_(torch.rand(values.shape, device=values.device))
 
 
-WRITES = [by_slice, by_index, by_index_copy, by_out, by_count, by_random]
+def by_batch_norm(state: dict[str, torch.Tensor], _places: torch.Tensor, values: torch.Tensor) -> None:
+    """Move a running mean, which the operator's schema does not say."""
+    channels = values.double().reshape(-1, 1, 1).expand(-1, ROWS, 2).to(torch.float32)
+    functional.batch_norm(channels, state["noise"], torch.ones(ROWS, device=values.device), training=True)
+
+
+WRITES = [by_slice, by_index, by_index_copy, by_out, by_count, by_random, by_batch_norm]
 Write = Callable[[dict[str, torch.Tensor], torch.Tensor, torch.Tensor], None]
 
 

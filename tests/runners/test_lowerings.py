@@ -401,6 +401,21 @@ def test_a_list_after_an_array_in_pieces(cpu: str) -> None:
             assert runner({"ids": source}).tolist() == list(source), lowering
 
 
+@each_lowering
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_step_after_a_fill_of_the_same_batch(backend: str, lowering: str) -> None:
+    """A fill by itself leaves the graph's own fill to be done: the step reads sources as they are by then."""
+    if not load(backend).is_available() or lowering not in load(backend)().capabilities.lowerings:
+        pytest.skip(f"{backend} is not here, or has no {lowering}")
+    runner = DecodeRunner(Converting, lambda view: view.ids + 0, buckets=[4], backend=backend, lowering=lowering)
+    runner.capture()
+    ids = torch.arange(3, device=runner.stage.backend.device)
+    for number in range(6):
+        runner.fill({"ids": ids})
+        ids.add_(number)
+        assert torch.equal(runner({"ids": ids}), ids)
+
+
 class Stateful(Inputs):
     """Slots that the step itself writes."""
 
