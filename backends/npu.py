@@ -6,10 +6,9 @@ How it behaves, where that is not obvious:
 - Host data goes up in one packet, cast on the host; then come grouped copies on the device. Nothing is copied by a
   foreach from host memory, and nothing asynchronously from memory that is not pinned.
 - All captures on a device share one stream and one pool, as on CUDA; input buffers are never shared.
-- Host parameters: torch_npu records each operator that takes host arguments behind an event that only an update of the
-  graph records. So a launch without an update would wait for ever, and an update before the launch before it has run
-  would be seen by that one. Here each launch brings its own update, before it, and no update starts until the launch
-  before has ended.
+- Host parameters: torch_npu records each operator that takes host arguments behind an event. Only an update of the
+  graph records this event, so a launch without an update never ends. An update that starts too early changes what the
+  previous launch reads. Each launch here makes its own update first, after the previous launch has ended.
 """
 
 import contextlib
@@ -389,13 +388,14 @@ class NpuBackend(StreamBackend):
 
     def order(self, first: int, then: int) -> None:
         """Have one stream wait for another, by number; the host waits for all where torch_npu does not know one."""
+        known = min(first, then) >= 0
         try:
-            if min(first, then) >= 0:
+            if known:
                 self._stream_of(then).wait_stream(self._stream_of(first))
-                return
         except RuntimeError:  # another library's: torch_npu takes no events on it
-            pass
-        self.synchronize()
+            known = False
+        if not known:
+            self.synchronize()
 
     def _stream_of(self, number: int) -> Any:
         default = npu().default_stream(self.device)

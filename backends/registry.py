@@ -1,13 +1,12 @@
 """Finding backends: those of this package by name, those of others by entry point, each loaded on first use."""
 
-import difflib
 import importlib.metadata
 import inspect
 from collections.abc import Iterator
 from typing import Final
 
 from ..dataflow import log
-from ..dataflow.errors import BackendUnavailableError, ConfigError
+from ..dataflow.errors import BackendUnavailableError, ConfigError, hint
 from .base import Backend
 
 GROUP: Final = "slotgraph.backends"
@@ -30,9 +29,8 @@ def load(name: str) -> type[Backend]:
     """A backend's class, imported on first use. BackendUnavailableError where there is none of that name."""
     points = _points()
     if name not in points:
-        near = difflib.get_close_matches(name, points, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        message = f"there is no backend {name!r}{hint}; known here: {', '.join(points)}"
+        near = hint(name, points)
+        message = f"there is no backend {name!r}{f' ({near})' if near else ''}; known here: {', '.join(points)}"
         raise BackendUnavailableError(message)
     try:
         found = points[name].load()

@@ -18,7 +18,7 @@ from .lanes import converts, row_stride
 from .slots import Slot
 
 NOT_TOLD: Final = (AttributeError, TypeError, ValueError, RuntimeError)
-"""What is raised by something that is no tensor, or by a tensor that does not tell its shape, strides or address."""
+"""Errors of reading the shape, strides or address of a source that is no tensor, or of a tensor that hides them."""
 _PLAIN: Final = vars(torch.Tensor)["__torch_dispatch__"]
 _HAS_STORAGE: Final = torch._C._has_storage  # noqa: SLF001 - no public name
 Extent = tuple[int, ...]

@@ -11,7 +11,7 @@ import torch
 
 from .axes import Axis, Dim, Sizes, Step
 from .capabilities import DEVICE, HOST, Placement
-from .errors import BatchError, CycleError, DeclarationError, DeclarationErrors, did_you_mean
+from .errors import BatchError, CycleError, DeclarationError, DeclarationErrors, did_you_mean, hint
 from .slots import Output, Slot
 from .sources import OUT, RANKS, SETTINGS, STEP, Source, look_up
 
@@ -84,11 +84,8 @@ class Declaration:
             return
         unknown = min(set(side) - self.arguments)
         known = ", ".join(map(repr, sorted(self.arguments))) or "none"
-        hint = (
-            did_you_mean(unknown, self.arguments).removeprefix("; ")
-            or f"the side arguments that its slots read are: {known}"
-        )
-        message = f"{self.name}: no slot reads the side argument {unknown!r}: {hint}"
+        instead = hint(unknown, self.arguments, f"the side arguments that its slots read are: {known}")
+        message = f"{self.name}: no slot reads the side argument {unknown!r}: {instead}"
         raise BatchError(message)
 
     def given(self, step: Step) -> dict[str, Any]:

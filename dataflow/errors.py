@@ -116,10 +116,16 @@ def place_of(error: BaseException) -> str:
     return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}{source}"
 
 
+def hint(name: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.6) -> str:
+    """Ask for the known name that is nearest to an unknown one, or say something else where none is near."""
+    near = difflib.get_close_matches(name, [*known], n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else otherwise
+
+
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """The end of a sentence that names what is nearest to an unknown name; nothing where nothing is near."""
-    near = difflib.get_close_matches(str(name), [*known], n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """The same as the end of a sentence."""
+    near = hint(str(name), known)
+    return f"; {near}" if near else ""
 
 
 def blame(slot: str, function: Callable[..., Any], error: Exception) -> NoReturn:

@@ -1,15 +1,14 @@
 """Checks of what a runner is constructed with: each error names the argument, what was expected, and what came."""
 
-import difflib
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 import torch
 
 from ..dataflow.axes import Axis, Dim
 from ..dataflow.declaration import Declaration
-from ..dataflow.errors import ConfigError
+from ..dataflow.errors import ConfigError, hint
 from ..dataflow.inputs import Inputs
 
 
@@ -18,12 +17,6 @@ def refuse(argument: str, expected: str, value: object) -> NoReturn:
     got = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.80} of type {type(value).__name__}"
     message = f"{argument}: expected {expected}, got {got}"
     raise ConfigError(message)
-
-
-def hint(name: str, known: Iterable[str], otherwise: str, *, cutoff: float = 0.6) -> str:
-    """The nearest known name to one that is none, as a question, or something else to say."""
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
-    return f"did you mean {near[0]!r}?" if near else otherwise
 
 
 def checked(argument: str, expected: str, value: Any, kind: type | tuple[type, ...]) -> Any:

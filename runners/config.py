@@ -13,9 +13,9 @@ import attrs
 
 from ..backends.registry import name_of
 from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
-from ..dataflow.errors import ConfigError
+from ..dataflow.errors import ConfigError, hint
 from ..dataflow.serial import json_data
-from .arguments import hint, refuse
+from .arguments import refuse
 from .buckets import Buckets
 from .exclusive import Unique
 

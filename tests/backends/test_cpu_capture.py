@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from slotgraph.backends.cpu_capture import CapturedGraph, CpuCaptureBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
+from tests.strategies import same_bytes
 
 HIDDEN: Any = torch  # the foreach functions are not exported
 Modes = Callable[[], AbstractContextManager[object]]
@@ -18,14 +19,6 @@ Modes = Callable[[], AbstractContextManager[object]]
 def capture(step: Callable[[], Any]) -> CapturedGraph:
     """Capture a step and say that the graph is this backend's."""
     return cast("CapturedGraph", CpuCaptureBackend().capture(step))
-
-
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bytes, NaN included."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    flat = [value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (one, other)]
-    return torch.equal(*flat)
 
 
 def test_a_capture_leaves_state_and_random_numbers_alone() -> None:
