@@ -7,7 +7,9 @@ ARGS ?=
 BIN := .venv/bin
 NPU := .venv-npu
 NPU_LACKS := $(shell tests/npu/run lacks)
-PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+# A test that hangs ends the tests, with where it waits.
+HANGS := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
+PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile $(HANGS)
 PIP := python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help

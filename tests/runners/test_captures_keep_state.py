@@ -149,8 +149,9 @@ def test_early_and_late(writes: Sequence[Write], seeds: list[int], name: str) ->
 
 @pytest.mark.parametrize("compiler", [False, True])
 def test_all_writes(backend: Backend, *, compiler: bool) -> None:
-    """All of them in one step, on each device."""
-    check_every_capture(backend, WRITES, [3, 5, 8, 1, 6], compiler=compiler)
+    """All of them in one step, on each device that has them: the stand-in for an NPU has no batch_norm."""
+    writes = [one for one in WRITES if one is not by_batch_norm or backend.device.type != "npu"]
+    check_every_capture(backend, writes, [3, 5, 8, 1, 6], compiler=compiler)
 
 
 @pytest.mark.parametrize("kind", ["breakable", "piecewise"])
