@@ -46,8 +46,7 @@ def mode_of(error_mode: str | None, modes: Sequence[str]) -> str:
     """A mode of capture, by default the first. CaptureError where there is no such mode."""
     mode = modes[0] if error_mode is None else error_mode
     if mode not in modes:
-        message = f"error_mode is one of {', '.join(map(repr, modes))}, not {error_mode!r}"
-        raise CaptureError(message)
+        raise CaptureError(f"error_mode is one of {', '.join(map(repr, modes))}, not {error_mode!r}")
     return mode
 
 
@@ -189,8 +188,7 @@ class Backend(abc.ABC):
         of a capture `run(None)` is called once. Raises CaptureError where the device cannot do that.
         """
         del run
-        message = f"backend {self.name!r} cannot interrupt a capture, which a break in a step needs"
-        raise CaptureError(message)
+        raise CaptureError(f"backend {self.name!r} cannot interrupt a capture, which a break in a step needs")
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         """In `run` of an interruption: the same memory, for as long as the graph lives, but free for its later parts.

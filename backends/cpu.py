@@ -57,8 +57,7 @@ class HostEvent(Event):
     def microseconds_since(self, earlier: Event) -> float:
         """Host time between two moments, in microseconds."""
         if not isinstance(earlier, HostEvent):
-            message = f"expected an event of a CPU backend, got {type(earlier).__name__}"
-            raise TypeError(message)
+            raise TypeError(f"expected an event of a CPU backend, got {type(earlier).__name__}")
         return (self._nanoseconds - earlier._nanoseconds) / 1e3  # noqa: SLF001 - of the same class
 
 
@@ -247,8 +246,7 @@ class CallableGraph(Graph):
         except SlotGraphError:
             raise
         except Exception as error:
-            message = f"the step raised {type(error).__name__}: {error}"
-            raise ReplayError(message) from error
+            raise ReplayError(f"the step raised {type(error).__name__}: {error}") from error
 
 
 @final

@@ -89,8 +89,7 @@ class CapturedGraph(Graph):
             self.check_addresses()
             self._is_checked = True
         if active_recorder() is not None:
-            message = "a graph cannot be replayed while this thread is capturing"
-            raise ReplayError(message)
+            raise ReplayError("a graph cannot be replayed while this thread is capturing")
         for calls, run in self._parts:
             if FUNCTION_MODES():
                 below_modes(_run_all, calls)
@@ -106,8 +105,7 @@ def _run_all(calls: list[Call]) -> None:
             for call in calls:
                 call()
     except Exception as error:
-        message = f"an operator of the captured step raised: {type(error).__name__}: {error}"
-        raise ReplayError(message) from error
+        raise ReplayError(f"an operator of the captured step raised: {type(error).__name__}: {error}") from error
 
 
 @final
@@ -144,8 +142,7 @@ class CpuCaptureBackend(HostBackend):
         except Exception as error:
             raise raised_by_step(error, "while it was captured") from error
         if recorder.refused is not None:
-            message = f"the step went on after a refusal: {recorder.refused}"
-            raise CaptureError(message) from recorder.refused
+            raise CaptureError(f"the step went on after a refusal: {recorder.refused}") from recorder.refused
         return plainly(CapturedGraph, recorder, outputs)
 
     def interrupt(self, run: Interruption) -> Any:

@@ -176,8 +176,9 @@ def _stream_of(handle: int, device: torch.device) -> tuple[torch.cuda.Stream, to
 
 def _liveness() -> dict[str, Any]:
     if "check_input_liveness" not in inspect.signature(torch.cuda.graph).parameters:
-        message = f"torch {torch.__version__} cannot check whether inputs are alive: torch 2.13 can"
-        raise BackendUnavailableError(message)
+        raise BackendUnavailableError(
+            f"torch {torch.__version__} cannot check whether inputs are alive: torch 2.13 can"
+        )
     return {"check_input_liveness": True}
 
 

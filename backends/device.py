@@ -69,8 +69,7 @@ class StreamEvent(Event):
     def microseconds_since(self, earlier: Event) -> float:
         """Device time between two events that have passed, in microseconds; a clock may tick about twice in one."""
         if not isinstance(earlier, StreamEvent) or earlier._backend != self._backend:  # noqa: SLF001 - of the same class
-            message = f"expected an event of the backend {self._backend!r}, got {type(earlier).__name__}"
-            raise TypeError(message)
+            raise TypeError(f"expected an event of the backend {self._backend!r}, got {type(earlier).__name__}")
         return float(earlier._event.elapsed_time(self._event)) * 1e3  # noqa: SLF001 - likewise
 
 
@@ -280,8 +279,7 @@ class StreamBackend(Backend):
         """
         used, state = self._pool_of(pool), self.state
         if self._module.is_current_stream_capturing():
-            message = "a step that is being captured cannot capture another"
-            raise CaptureError(message)
+            raise CaptureError("a step that is being captured cannot capture another")
         with state.lock, self._module.stream(state.stream), _no_collections():
             alive, recording = used.graphs(), DeviceCapture(self, used.handle(), begin)
             around, state.recording = state.recording, recording
@@ -305,8 +303,7 @@ class StreamBackend(Backend):
         if isinstance(pool, GraphPool):
             return pool
         if pool is not None and not (isinstance(pool, tuple) and [type(part) for part in pool] == [int, int]):
-            message = f"pool is what pool() or torch's graph_pool_handle() hands out, not {pool!r}"
-            raise CaptureError(message)
+            raise CaptureError(f"pool is what pool() or torch's graph_pool_handle() hands out, not {pool!r}")
         handle = self._module.graph_pool_handle() if pool is None else pool
         return GraphPool(lambda: handle)
 
@@ -357,8 +354,7 @@ class StreamBackend(Backend):
         state = self.state
         state.checks += 1
         if int(state.one.fill_(state.checks).item()) != state.checks:
-            message = "it takes on work and does not do it"
-            raise RuntimeError(message)
+            raise RuntimeError("it takes on work and does not do it")
 
     def _mend(self, pool: GraphPool) -> None:
         """Run one good capture, which brings the generator back; into another handle if this one cannot be mended."""

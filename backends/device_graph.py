@@ -121,8 +121,7 @@ class DeviceGraph(Graph):
         except SlotGraphError:
             raise
         except RuntimeError as error:
-            message = f"the graph could not be replayed: {first_line(error)}"
-            raise ReplayError(message) from error
+            raise ReplayError(f"the graph could not be replayed: {first_line(error)}") from error
 
     def _launch_all(self) -> None:
         for call in self._calls:

@@ -185,8 +185,7 @@ class UpdatedGraph:
             self.native.replay()
             return
         if self._broken:
-            message = f"an update of this graph's host parameters broke off ({self._broken}): capture it anew"
-            raise ReplayError(message)
+            raise ReplayError(f"an update of this graph's host parameters broke off ({self._broken}): capture it anew")
         self._wait()
         self._broken = "it was interrupted"
         try:
@@ -219,12 +218,11 @@ def check_taken(graphs: Sequence[UpdatedGraph], parameters: Collection[str]) -> 
     taken = frozenset(name for graph in graphs for name in graph.taken)
     missing = sorted(set(parameters) - taken)
     if missing:
-        message = (
+        raise CaptureError(
             f"no operator of the captured step takes the host parameter {missing[0]!r} (what is taken: "
             f"{', '.join(sorted(map(repr, taken))) or 'nothing'}): hand the slot to one under that name, set argument= "
             "to the operator's own name for it, or leave the slot out"
         )
-        raise CaptureError(message)
 
 
 @functools.cache
@@ -315,8 +313,7 @@ class NpuBackend(StreamBackend):
         if reason:
             raise BackendUnavailableError(reason)
         if fence not in FENCES:
-            message = f"fence is one of {', '.join(map(repr, FENCES))}, not {fence!r}"
-            raise ConfigError(message)
+            raise ConfigError(f"fence is one of {', '.join(map(repr, FENCES))}, not {fence!r}")
         super().__init__(torch.device("npu", npu().current_device()), npu(), npu_c())
         self._fence: Fence = fence
 

@@ -71,17 +71,15 @@ class Found:
     def check(self) -> None:
         """Raise ReplayError if the storage, or a tensor over it that still lives, is not where it was at capture."""
         if self.has_moved:
-            message = (
+            raise ReplayError(
                 f"a storage of {self.nbytes} bytes that {self.operator} takes in the graph was resized or moved: "
                 "capture again"
             )
-            raise ReplayError(message)
         for reference, address in self.tensors:
             tensor = reference()
             if tensor is not None and tensor.data_ptr() != address:
                 what = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}, that {self.operator} takes"
-                message = f"{what} has moved from {address:#x} to {tensor.data_ptr():#x}: capture again"
-                raise ReplayError(message)
+                raise ReplayError(f"{what} has moved from {address:#x} to {tensor.data_ptr():#x}: capture again")
 
 
 class Storages:
@@ -197,8 +195,7 @@ class Recorder(OperatorWatch):
         Raises CaptureError inside another capture.
         """
         if active_recorder() is not None:
-            message = "this thread is capturing already: a capture cannot contain another one"
-            raise CaptureError(message)
+            raise CaptureError("this thread is capturing already: a capture cannot contain another one")
         _drop_left_over()
         before = torch.get_rng_state(), torch.is_grad_enabled()
         try:

@@ -151,8 +151,7 @@ _MAKERS: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 
 def refuse(what: str, advice: str) -> NoReturn:
     """Raise CaptureError, which says what cannot be captured and what to do instead."""
-    message = f"a captured step cannot use {what}: {advice}"
-    raise CaptureError(message)
+    raise CaptureError(f"a captured step cannot use {what}: {advice}")
 
 
 def fixed_key(tensor: torch.Tensor) -> int:

@@ -30,16 +30,15 @@ def load(name: str) -> type[Backend]:
     points = _points()
     if name not in points:
         near = hint(name, points)
-        message = f"there is no backend {name!r}{f' ({near})' if near else ''}; known here: {', '.join(points)}"
-        raise BackendUnavailableError(message)
+        raise BackendUnavailableError(
+            f"there is no backend {name!r}{f' ({near})' if near else ''}; known here: {', '.join(points)}"
+        )
     try:
         found = points[name].load()
     except Exception as error:  # whatever a package raises that has no place here
-        message = f"backend {name!r} cannot be loaded: {type(error).__name__}: {error}"
-        raise BackendUnavailableError(message) from error
+        raise BackendUnavailableError(f"backend {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
-        message = f"backend {name!r}: {found!r} is no subclass of slotgraph.backends.Backend"
-        raise BackendUnavailableError(message)
+        raise BackendUnavailableError(f"backend {name!r}: {found!r} is no subclass of slotgraph.backends.Backend")
     return found
 
 
@@ -56,8 +55,7 @@ def name_of(backend: str | Backend | type[Backend]) -> str:
         return backend
     kind = backend if isinstance(backend, type) else type(backend)
     if not issubclass(kind, Backend) or inspect.isabstract(kind):
-        message = f"backend: expected a backend's name, a Backend or a class of them, got {backend!r:.80}"
-        raise ConfigError(message)
+        raise ConfigError(f"backend: expected a backend's name, a Backend or a class of them, got {backend!r:.80}")
     return backend.name
 
 
@@ -74,8 +72,7 @@ def choose(backend: str | Backend | type[Backend]) -> Backend:
     kind = load(backend) if isinstance(backend, str) else backend
     available = kind.is_available()
     if not available:
-        message = f"backend {kind.name!r} cannot run here: {available.reason}"
-        raise BackendUnavailableError(message)
+        raise BackendUnavailableError(f"backend {kind.name!r} cannot run here: {available.reason}")
     return kind()
 
 

@@ -129,8 +129,9 @@ def admit(
 def check_carried(want: Wanted, source: Any, shape: Extent) -> None:
     """Hold one source that no fill copies to what its slot declares: MissingSourceError or BatchError."""
     if source is None:
-        message = f"slot {want.name!r} is carried from the batch, which has none: compute it, or do not carry it"
-        raise MissingSourceError(message)
+        raise MissingSourceError(
+            f"slot {want.name!r} is carried from the batch, which has none: compute it, or do not carry it"
+        )
     why = unreadable(source)
     faults = [f", got {why}"] if why else list(_faults(want, source, shape))
     if not faults and source.device != want.device:
@@ -264,8 +265,7 @@ def _of_any(want: Wanted, shape: Extent, buffers: Buffers, *, carries: bool, mov
 
     def dense(brought: Any) -> torch.Tensor:
         if not want.is_hosted(brought):
-            message = "no host data"
-            raise ValueError(message)
+            raise ValueError("no host data")
         return _dense(admitted(brought), want.dtype, buffers)
 
     if carries:
@@ -308,8 +308,7 @@ def _plain(dtype: torch.dtype) -> Kind:
 def _live(source: torch.Tensor) -> torch.Tensor:
     """A tensor that can be read; ValueError where its memory was freed since one like it was looked at."""
     if not has_memory(source):
-        message = "its memory was freed"
-        raise ValueError(message)
+        raise ValueError("its memory was freed")
     return source
 
 

@@ -41,14 +41,12 @@ class _Arithmetic:
 
 def _is_identifier(_: Any, __: Any, name: str) -> None:
     if not isinstance(name, str) or not name.isidentifier():
-        message = f"the name of an axis is an identifier, such as 'PAGES', got {name!r}"
-        raise ValueError(message)
+        raise ValueError(f"the name of an axis is an identifier, such as 'PAGES', got {name!r}")
 
 
 def _is_flag(axis: "Axis", _: Any, fixed: bool) -> None:  # noqa: FBT001 - as attrs calls it
     if not isinstance(fixed, bool):
-        message = f"axis {axis.name!r}: fixed is True or False, got {fixed!r}"
-        raise TypeError(message)
+        raise TypeError(f"axis {axis.name!r}: fixed is True or False, got {fixed!r}")
 
 
 @attrs.frozen(order=True, repr=False, cache_hash=True)
@@ -81,11 +79,9 @@ class Dim(_Arithmetic):
             return cls((((value,), 1),))
         value = python_number(value)
         if isinstance(value, bool) or not isinstance(value, int):
-            message = f"a size is an axis, an expression over axes or a whole number, got {value!r}"
-            raise TypeError(message)
+            raise TypeError(f"a size is an axis, an expression over axes or a whole number, got {value!r}")
         if not 0 <= value <= MOST:
-            message = f"a size is {'at least 0' if value < 0 else f'at most {MOST}'}, got {value}"
-            raise ValueError(message)
+            raise ValueError(f"a size is {'at least 0' if value < 0 else f'at most {MOST}'}, got {value}")
         return cls((((), value),) if value else ())
 
     @property

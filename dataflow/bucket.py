@@ -89,8 +89,7 @@ class Bucket:
     def feed(self) -> Feed:
         """The packet. ValueError where the bucket was made without."""
         if self._feed is None:
-            message = "this bucket has no feed, which a device that packs uploads needs"
-            raise ValueError(message)
+            raise ValueError("this bucket has no feed, which a device that packs uploads needs")
         return self._feed
 
     def fill(self, batch: Any, live: tuple[int, ...], absent: Absent = NONE, side: Side = NO_SIDE) -> Ready:
@@ -151,8 +150,7 @@ class Bucket:
         found = Specialization(made_for, planned, names, kinds, sources, self.buffers, feed)
         taken = below_modes(found.take, sources)
         if taken is None:
-            message = "sources changed while they were looked at"
-            raise BatchError(message)
+            raise BatchError("sources changed while they were looked at")
         self._table.keep(sources, found)
         return found, taken
 

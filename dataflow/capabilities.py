@@ -67,8 +67,7 @@ def chosen_lowering(capabilities: Capabilities, wanted: str | None) -> Lowering:
     for lowering in capabilities.lowerings:
         if lowering == wanted:
             return lowering
-    message = f"lowering {wanted!r}: this backend has {', '.join(capabilities.lowerings)}; or say 'auto'"
-    raise ConfigError(message)
+    raise ConfigError(f"lowering {wanted!r}: this backend has {', '.join(capabilities.lowerings)}; or say 'auto'")
 
 
 @attrs.frozen
@@ -115,8 +114,7 @@ def dtype_from_text(text: str) -> torch.dtype:
     """The dtype of a short name; ValueError where torch has none."""
     dtype = vars(torch).get(text)  # getattr would load modules of torch by their names
     if not isinstance(dtype, torch.dtype):
-        message = f"torch has no dtype {text!r}"
-        raise ValueError(message)  # noqa: TRY004 - the text's value is wrong, not its type
+        raise ValueError(f"torch has no dtype {text!r}")  # noqa: TRY004 - the text's value is wrong, not its type
     return dtype
 
 

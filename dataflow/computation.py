@@ -39,8 +39,7 @@ def initial_value(name: str, slot: Slot, capacity: Sizes, capabilities: Capabili
             continue
         number = resolve_value(value, capabilities, capacity)
         if not holds(dtype, number):
-            message = f"slot {name!r}: {number!r} does not fit {dtype_text(dtype)} on this backend"
-            raise ComputeError(message)
+            raise ComputeError(f"slot {name!r}: {number!r} does not fit {dtype_text(dtype)} on this backend")
         found.append(number)
     return found[0]
 
@@ -72,8 +71,9 @@ def write(target: torch.Tensor, value: Any, what: str) -> None:
         layout = "" if tensor.layout == target.layout else f"{tensor.layout} "
         raise ComputeError(_misfit(what, target, f"{layout}{dtype_text(tensor.dtype)} of shape {list(tensor.shape)}"))
     if tensor.is_meta:
-        message = f"{_misfit(what, target, 'a tensor on meta')}, which has no data: name the device in the function"
-        raise ComputeError(message)
+        raise ComputeError(
+            f"{_misfit(what, target, 'a tensor on meta')}, which has no data: name the device in the function"
+        )
     if tensor.numel() == 1 and tensor.is_cpu and not target.is_cpu:
         target.fill_(tensor.item())  # a copy from memory that is not pinned would wait for the device
     else:
@@ -175,11 +175,10 @@ class Computation:
             alias.data = slot  # its shape again
         written = [name for name, before, after in zip(self.read, self.versions, now, strict=True) if before != after]
         self.versions[:] = now
-        message = (
+        raise ComputeError(
             f"slot {self.slot!r}: its function changes {', '.join(map(repr, written))}, which it is given to read: "
             "let it make a tensor of its own, or return what it computes"
         )
-        raise ComputeError(message)
 
     def store(self, value: Any) -> None:
         """Write what the function returned. ComputeError where the slot cannot hold it."""
@@ -188,8 +187,7 @@ class Computation:
             try:
                 self.target.fill_(value)  # type: ignore[call-overload] # its very type was just compared
             except (RuntimeError, OverflowError) as error:
-                message = f"{what}: {error}"
-                raise ComputeError(message) from error
+                raise ComputeError(f"{what}: {error}") from error
         elif not self.compute.writes_out:
             write(self.target, value, what)
 

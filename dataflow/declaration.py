@@ -85,8 +85,7 @@ class Declaration:
         unknown = min(set(side) - self.arguments)
         known = ", ".join(map(repr, sorted(self.arguments))) or "none"
         instead = hint(unknown, self.arguments, f"the side arguments that its slots read are: {known}")
-        message = f"{self.name}: no slot reads the side argument {unknown!r}: {instead}"
-        raise BatchError(message)
+        raise BatchError(f"{self.name}: no slot reads the side argument {unknown!r}: {instead}")
 
     def given(self, step: Step) -> dict[str, Any]:
         """What functions of computed slots are given by name, beside slots and fields."""
@@ -125,8 +124,9 @@ class Declaration:
             compute = slot.computes()
             for need in compute.needs if compute else ():
                 if compute and need not in made.slots and need in given and given[need] is None:
-                    message = f"slot {name!r}: its function {compute.name} asks for `{need}`: give the runner {need}="
-                    raise DeclarationError(message)
+                    raise DeclarationError(
+                        f"slot {name!r}: its function {compute.name} asks for `{need}`: give the runner {need}="
+                    )
         return made
 
     def carrying(self, names: Sequence[str]) -> "Declaration":
@@ -144,8 +144,7 @@ class Declaration:
                 fault = "the step writes: the batch is the caller's, so let the slot be copied from it"
             else:
                 continue
-            message = f"carry names {name!r}, which {fault}"
-            raise DeclarationError(message)
+            raise DeclarationError(f"carry names {name!r}, which {fault}")
         slots = {name: slot for name, slot in self.slots.items() if name not in names}
         fields = {**self.fields, **dict.fromkeys(names, attrs.NOTHING)}
         return attrs.evolve(self, slots=MappingProxyType(slots), fields=fields) if names else self
@@ -269,12 +268,12 @@ def _enabled(name: str, slot: Slot, settings: object) -> bool:
         try:
             return bool(slot.when(settings))
         except Exception as error:
-            message = f"slot {name!r}: its function when= raised {type(error).__name__}: {error}"
-            raise DeclarationError(message) from error
+            raise DeclarationError(
+                f"slot {name!r}: its function when= raised {type(error).__name__}: {error}"
+            ) from error
     value = functools.reduce(look_up, slot.when.split("."), settings)
     if value is None or isinstance(value, str | torch.Tensor):  # 'false' would be true; many numbers are neither
         way_out = "give settings with that name, true or false"
         expected = way_out if value is None else f"expected true or false, got {value!r:.80}"
-        message = f"slot {name!r} exists when {slot.when!r} is set: {expected}"
-        raise DeclarationError(message)
+        raise DeclarationError(f"slot {name!r} exists when {slot.when!r} is set: {expected}")
     return bool(value)

@@ -136,9 +136,7 @@ def blame(slot: str, function: Callable[..., Any], error: Exception) -> NoReturn
     """
     name, place = getattr(function, "__qualname__", repr(function)), place_of(error)
     if isinstance(error, CaptureError):
-        message = f"slot {slot!r}, in its function {name}{place}: {error}"
-        raise CaptureError(message) from error
+        raise CaptureError(f"slot {slot!r}, in its function {name}{place}: {error}") from error
     if isinstance(error, SlotGraphError | torch.OutOfMemoryError):
         raise error
-    message = f"slot {slot!r}: its function {name} raised {type(error).__name__}{place}: {error}"
-    raise ComputeError(message) from error
+    raise ComputeError(f"slot {slot!r}: its function {name} raised {type(error).__name__}{place}: {error}") from error

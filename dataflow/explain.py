@@ -144,13 +144,13 @@ def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, S
     """Live and padded sizes by axis, in order of their names. ConfigError where they do not fit the declaration."""
     missing = [axis.name for axis in declaration.axes if axis not in extents]
     if extents and missing:
-        message = f"{declaration.name}: no size for {', '.join(missing)}; give one for every axis, or none at all"
-        raise ConfigError(message)
+        raise ConfigError(
+            f"{declaration.name}: no size for {', '.join(missing)}; give one for every axis, or none at all"
+        )
     for axis, (live, padded) in extents.items():
         if not 0 <= live <= padded or (axis.fixed and live != padded):
             wanted = "one size, at least 0" if axis.fixed else "at most as many live rows as padded ones"
-            message = f"{axis.name}={live}/{padded}: expected {wanted}"
-            raise ConfigError(message)
+            raise ConfigError(f"{axis.name}={live}/{padded}: expected {wanted}")
     known = sorted(extents)
     return {axis: extents[axis][0] for axis in known}, {axis: extents[axis][1] for axis in known}
 
@@ -178,8 +178,7 @@ def _checked(declaration: Declaration, names: Iterable[str], known: Collection[s
     found = tuple(names)
     for name in found:
         if name not in known:
-            message = f"{declaration.name}: {fault.format(name)}"
-            raise ConfigError(message)
+            raise ConfigError(f"{declaration.name}: {fault.format(name)}")
     return found
 
 

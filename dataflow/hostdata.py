@@ -52,8 +52,7 @@ def tensor_of(value: Any, dtype: torch.dtype, dims: int = MOST_DIMS) -> torch.Te
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         if array.dtype == object:
-            message = f"an array of objects, which NumPy makes of ragged rows: {_PAD_THEM}"
-            raise TypeError(message)
+            raise TypeError(f"an array of objects, which NumPy makes of ragged rows: {_PAD_THEM}")
         flags = array.flags
         is_plain = flags.writeable and flags.c_contiguous and min(array.strides, default=0) >= 0  # of one row any
         return torch.from_numpy(array if is_plain else array.copy())
@@ -77,8 +76,7 @@ def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:
     shape = [len(value)]
     while value and isinstance(value[0], list | tuple):
         if len(shape) > dims:
-            message = f"lists nested {len(shape) + 1} deep or deeper, for {dims} dims"
-            raise ValueError(message)
+            raise ValueError(f"lists nested {len(shape) + 1} deep or deeper, for {dims} dims")
         lengths = {len(row) if isinstance(row, list | tuple) else None for row in value}
         if len(lengths) > 1:  # which torch refuses in words
             break
@@ -95,15 +93,14 @@ def _check_even(value: Any) -> None:
         if all(size is None for size in sizes):
             return
         if None in sizes:
-            message = f"some of its entries along dim {dim - 1} are rows and some are not: bring rows of one length"
-            raise ValueError(message)
+            raise ValueError(
+                f"some of its entries along dim {dim - 1} are rows and some are not: bring rows of one length"
+            )
         if len(set(sizes)) > 1:
             first, other = [*dict.fromkeys(sizes)][:2]
-            message = f"its rows are ragged, of {first} and of {other} numbers along dim {dim}: {_PAD_THEM}"
-            raise ValueError(message)
+            raise ValueError(f"its rows are ragged, of {first} and of {other} numbers along dim {dim}: {_PAD_THEM}")
         if isinstance(rows[0], torch.Tensor):
-            message = "a list of tensors: bring one tensor, such as torch.stack makes of them"
-            raise ValueError(message)  # noqa: TRY004 - one type of error for all bad data
+            raise ValueError("a list of tensors: bring one tensor, such as torch.stack makes of them")  # noqa: TRY004 - one type of error for all bad data
         rows, dim = [one for row in rows for one in row], dim + 1
 
 
@@ -134,8 +131,7 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     if loose.dtype == torch.bool:
         return loose
     if not _BOOLS.isdisjoint(map(type, numbers)):
-        message = "bools and numbers together"
-        raise TypeError(message)
+        raise TypeError("bools and numbers together")
     if dtype.is_floating_point or loose.is_floating_point():
         own = torch.float32 if loose.dtype == torch.get_default_dtype() else loose.dtype  # whatever the default is
         return _floats(numbers, dtype if dtype.is_floating_point else own)
@@ -151,8 +147,7 @@ def _floats(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     made = exact.to(dtype)
     lost = exact.isfinite() & ~made.double().isfinite()
     if lost.any():
-        message = f"{dtype_text(dtype)} cannot hold {exact[lost][0].item()}"
-        raise ValueError(message)
+        raise ValueError(f"{dtype_text(dtype)} cannot hold {exact[lost][0].item()}")
     return made
 
 
@@ -180,8 +175,7 @@ def array_carrier(like: np.ndarray[Any, Any]) -> Carrier:
 
     def carry(source: Any) -> Any:
         if type(source) is not np.ndarray or _ARRAY_FACTS(source) != facts:
-            message = "another kind of array"
-            raise ValueError(message)
+            raise ValueError("another kind of array")
         return source
 
     return carry
@@ -193,8 +187,7 @@ def tensor_carrier(nbytes: int) -> Carrier:
     def carry(source: torch.Tensor) -> bytes:
         address = source.data_ptr()
         if nbytes and not address:
-            message = "its memory was freed"
-            raise ValueError(message)
+            raise ValueError("its memory was freed")
         return ctypes.string_at(address, nbytes)
 
     return carry
@@ -213,17 +206,14 @@ def list_carrier(rows: int, dtype: torch.dtype) -> Carrier | None:
 
 def _only(source: Any, kind: type) -> Any:
     if type(source) not in _LISTS or any(type(value) is not kind for value in source):
-        message = f"expected {kind.__name__} alone"
-        raise ValueError(message)
+        raise ValueError(f"expected {kind.__name__} alone")
     return source
 
 
 def _no_bools(source: Any) -> Any:
     """A list, if there is no bool in it, which is no number."""
     if type(source) not in _LISTS:
-        message = "expected a list or tuple"
-        raise ValueError(message)
+        raise ValueError("expected a list or tuple")
     if not _BITS.isdisjoint(source) and not _BOOLS.isdisjoint(map(type, source)):
-        message = "expected numbers, got bools"
-        raise ValueError(message)
+        raise ValueError("expected numbers, got bools")
     return source

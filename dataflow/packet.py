@@ -81,8 +81,9 @@ class Feed:
         """The packet, and what sends to it. ConfigError where the backend has none."""
         upload = self._make(self.room)
         if upload is None:
-            message = "the backend's record says packed_uploads, or names fused lowerings, but upload() gives None"
-            raise ConfigError(message)
+            raise ConfigError(
+                "the backend's record says packed_uploads, or names fused lowerings, but upload() gives None"
+            )
         return upload
 
     @property

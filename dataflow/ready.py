@@ -166,8 +166,9 @@ class Planned:
         """Everything for these live sizes, one for each varying axis. BatchError where they exceed the bucket."""
         for axis, rows in zip(self._declaration.varying, live, strict=True):
             if rows > self._padded[axis]:
-                message = f"the batch has {rows} rows on {axis}, more than the {self._padded[axis]} of this bucket"
-                raise BatchError(message)
+                raise BatchError(
+                    f"the batch has {rows} rows on {axis}, more than the {self._padded[axis]} of this bucket"
+                )
         step = self._declaration.step(live, self._padded, exact=self._exact)
         if not self._asked:
             self._ask(step)

@@ -71,11 +71,10 @@ def path_of(name: str, slot: Slot) -> Path | SideArgument:
     source = slot.reads(name)
     if isinstance(source, Path | SideArgument):
         return source
-    message = (
+    raise ConfigError(
         f"slot {name!r} reads {source}: a batch that suits a function cannot be drawn; give batches of your own, with "
         "batches=, or declare a dotted path as its source"
     )
-    raise ConfigError(message)
 
 
 def _check_names(declaration: Declaration, absent: Collection[str], values: Values) -> None:
@@ -87,8 +86,7 @@ def _check_names(declaration: Declaration, absent: Collection[str], values: Valu
     ):
         for name in names:
             if name not in known:
-                message = f"{option} {name!r}, which is {expected}{did_you_mean(name, known)}"
-                raise ConfigError(message)
+                raise ConfigError(f"{option} {name!r}, which is {expected}{did_you_mean(name, known)}")
 
 
 def _draw(
@@ -97,8 +95,9 @@ def _draw(
     """Random data for one slot, by its rule in `values`, if it has one. ConfigError where that makes none."""
     missing = [axis.name for axis in sorted(slot.axes) if axis not in live]
     if missing:
-        message = f"slot {name!r}: live lacks a size for {', '.join(missing)}: give one for each axis, fixed ones too"
-        raise ConfigError(message)
+        raise ConfigError(
+            f"slot {name!r}: live lacks a size for {', '.join(missing)}: give one for each axis, fixed ones too"
+        )
     shape, dtype = extent(slot.shape, live), resolve_dtype(slot.dtype, capabilities)
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
     limit = None if slot.limit is None else slot.limit.at(live)
@@ -115,11 +114,10 @@ def _draw(
         case _ if callable(rule):
             return _made(name, rule(shape, dtype, generator), shape)
         case _:
-            message = (
+            raise ConfigError(
                 f"slot {name!r}: values has {rule!r} for it: give the lowest and the highest number, or a function of "
                 "shape, dtype and generator that makes a tensor"
             )
-            raise ConfigError(message)
     if is_whole:
         return torch.randint(int(low), int(high) + 1, shape, device=CPU, generator=generator).to(dtype)
     share = torch.rand(shape, dtype=torch.float64, device=CPU, generator=generator)
@@ -142,8 +140,7 @@ def _distinct(name: str, highest: int | None, shape: tuple[int, ...], generator:
     """Locations of which no two are the same: two rows that write one would race."""
     count = math.prod(shape)
     if highest is not None and highest < count:
-        message = f"slot {name!r}: {count} rows need as many locations beside 0, over its limit of {highest}"
-        raise ConfigError(message)
+        raise ConfigError(f"slot {name!r}: {count} rows need as many locations beside 0, over its limit of {highest}")
     return torch.randperm(count, device=CPU, generator=generator).add(1).reshape(shape)
 
 
@@ -152,8 +149,7 @@ def _made(name: str, made: Any, shape: tuple[int, ...]) -> torch.Tensor:
     if isinstance(made, torch.Tensor) and tuple(made.shape) == shape and not made.is_meta:
         return made
     got = f"shape {list(made.shape)} on {made.device}" if isinstance(made, torch.Tensor) else type(made).__name__
-    message = f"slot {name!r}: values' function must make a tensor of shape {list(shape)}, got {got}"
-    raise ConfigError(message)
+    raise ConfigError(f"slot {name!r}: values' function must make a tensor of shape {list(shape)}, got {got}")
 
 
 def _place(sample: Sample, path: Path | SideArgument, value: torch.Tensor, name: str) -> None:
@@ -165,8 +161,9 @@ def _place(sample: Sample, path: Path | SideArgument, value: torch.Tensor, name:
         if not isinstance(holder, dict):
             break
     if not isinstance(holder, dict) or last in holder:
-        message = f"slot {name!r} reads {path}, where another slot's tensor stands: give batches of your own, batches="
-        raise ConfigError(message)
+        raise ConfigError(
+            f"slot {name!r} reads {path}, where another slot's tensor stands: give batches of your own, batches="
+        )
     holder[last] = value
 
 
@@ -179,5 +176,6 @@ def _fields(
             value = values[name]
             yield name, value(live, generator) if callable(value) else value
         elif default is attrs.NOTHING:
-            message = f"field {name!r} of {declaration.name} has no default: give its value, values={{{name!r}: ...}}"
-            raise ConfigError(message)
+            raise ConfigError(
+                f"field {name!r} of {declaration.name} has no default: give its value, values={{{name!r}: ...}}"
+            )

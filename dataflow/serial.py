@@ -34,8 +34,9 @@ def from_data(data: Any, kind: type[T]) -> T:
     try:
         return _CONVERTER.structure(data, kind)
     except (BaseValidationError, TypeError, ValueError) as error:
-        message = f"no {kind.__name__}: {'; '.join(cattrs.transform_error(error, format_exception=_fault))}"
-        raise ConfigError(message) from error
+        raise ConfigError(
+            f"no {kind.__name__}: {'; '.join(cattrs.transform_error(error, format_exception=_fault))}"
+        ) from error
 
 
 def plan_to_json(plan: FillPlan, indent: int | None = None) -> str:
@@ -48,8 +49,7 @@ def plan_from_json(text: str) -> FillPlan:
     try:
         data = json_data(text)
     except ValueError as error:
-        message = f"no FillPlan: {error}"
-        raise ConfigError(message) from error
+        raise ConfigError(f"no FillPlan: {error}") from error
     return from_data(data, FillPlan)
 
 
@@ -58,20 +58,17 @@ def json_data(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError as error:
-        message = "it is nested too deeply"
-        raise ValueError(message) from error
+        raise ValueError("it is nested too deeply") from error
 
 
 def _refuse(constant: str) -> float:
-    message = f"{constant} is no number in JSON"
-    raise ValueError(message)
+    raise ValueError(f"{constant} is no number in JSON")
 
 
 def _expect(value: Any, kind: Any, expected: str = "") -> Any:
     """A structure hook that takes a kind of value as it is and converts nothing."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind in (int, str)):
-        message = f"expected {expected or kind.__name__}, got {value!r}"
-        raise TypeError(message)
+        raise TypeError(f"expected {expected or kind.__name__}, got {value!r}")
     return value
 
 
@@ -90,8 +87,7 @@ def _tuple_hook(kind: Any, converter: cattrs.Converter) -> Callable[[Any, Any], 
         if inner[-1] is Ellipsis:
             return tuple(converter.structure(value, list[inner[0]]))  # type: ignore[valid-type]
         if len(value) != len(inner):
-            message = f"expected {len(inner)} values, got {value!r}"
-            raise TypeError(message)
+            raise TypeError(f"expected {len(inner)} values, got {value!r}")
         return tuple(map(converter.structure, value, inner))
 
     return hook

@@ -112,8 +112,7 @@ def _told(size: Dim) -> Axis:
     """The axis that another follows from, or the axis itself."""
     lead = size.reveals()
     if lead is None:
-        message = f"an axis follows from one other that varies, to the first power, got {size}"
-        raise DeclarationError(message)
+        raise DeclarationError(f"an axis follows from one other that varies, to the first power, got {size}")
     return lead
 
 
@@ -133,8 +132,9 @@ def _tellers(declaration: Declaration, axis: Axis, relations: Relations, fixed: 
             if size.reveals() == axis:
                 found.append(Gauge(axis, name, source, dim, *_line(size, axis, fixed), not slot.optional))
     if not found:
-        message = f"{declaration.name}: no copied slot tells the size of {axis}: declare one with a dim of {axis}"
-        raise DeclarationError(message)
+        raise DeclarationError(
+            f"{declaration.name}: no copied slot tells the size of {axis}: declare one with a dim of {axis}"
+        )
     return tuple(sorted(found, key=lambda one: (not one.required, one.base + one.slope, one.slot, one.dim)))
 
 

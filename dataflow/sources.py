@@ -146,8 +146,7 @@ class Call(Source):
 def _parts(path: str) -> tuple[str, ...]:
     parts = tuple(path.split(".")) if isinstance(path, str) else ("",)
     if not all(part.isidentifier() for part in parts):
-        message = f"a source path is made of names and dots, got {path!r}"
-        raise ValueError(message)
+        raise ValueError(f"a source path is made of names and dots, got {path!r}")
     return parts
 
 
@@ -236,17 +235,16 @@ def compute_of(function: Callable[..., Any]) -> Compute:
     if isinstance(function, Compute):
         return function
     if not callable(function):
-        message = f"a computed slot needs a function, got {function!r}"
-        raise TypeError(message)
+        raise TypeError(f"a computed slot needs a function, got {function!r}")
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:  # a function in C, or what only looks like one
-        message = f"its parameters cannot be read ({error}): write a function that calls it, with names of slots"
-        raise TypeError(message) from error
+        raise TypeError(
+            f"its parameters cannot be read ({error}): write a function that calls it, with names of slots"
+        ) from error
     for parameter in parameters:
         if parameter.kind not in _NAMED:
-            message = f"{parameter} cannot name a slot: use plain parameters, one for each slot needed"
-            raise TypeError(message)
+            raise TypeError(f"{parameter} cannot name a slot: use plain parameters, one for each slot needed")
     names = [p.name for p in parameters if p.default is inspect.Parameter.empty]
     return Compute(_no_coroutine(function), tuple(name for name in names if name != OUT), OUT in names)
 
@@ -254,20 +252,19 @@ def compute_of(function: Callable[..., Any]) -> Compute:
 def one_argument(function: Callable[..., Any], expected: str) -> Callable[..., Any]:
     """A function that can be called with one argument. TypeError, which tells what was `expected`, where it is none."""
     if not callable(function):
-        message = f"expected {expected}"
-        raise TypeError(message)
+        raise TypeError(f"expected {expected}")
     try:
         inspect.signature(function).bind(None)
     except ValueError:  # a function in C that does not tell its parameters
         return function
     except TypeError as error:
-        message = f"expected {expected}: it is called with one argument, which it does not take ({error})"
-        raise TypeError(message) from error
+        raise TypeError(
+            f"expected {expected}: it is called with one argument, which it does not take ({error})"
+        ) from error
     return _no_coroutine(function)
 
 
 def _no_coroutine(function: Callable[..., Any]) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        message = "a function that returns its value is called here, no coroutine and no generator"
-        raise TypeError(message)
+        raise TypeError("a function that returns its value is called here, no coroutine and no generator")
     return function

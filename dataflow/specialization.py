@@ -126,8 +126,7 @@ class Specialization:
             starts[name] = at
             at += nbytes
         if at > feed.room:
-            message = f"the packet has {feed.room} bytes, too few for a bucket that it was not made for"
-            raise ValueError(message)
+            raise ValueError(f"the packet has {feed.room} bytes, too few for a bucket that it was not made for")
         if lanes is None:
             self._read_from_packet(starts, feed, count)
             return lambda _: UNARMED

@@ -56,8 +56,7 @@ STALE: Final = "stale"
 def keep(reason: str) -> Keep:
     """A tail that is left as it was: say why nothing reads it."""
     if not isinstance(reason, str) or not reason.strip():
-        message = "keep() needs a reason: say why no one reads this tail"
-        raise ValueError(message)
+        raise ValueError("keep() needs a reason: say why no one reads this tail")
     return Keep(reason)
 
 
@@ -77,11 +76,9 @@ def pad_value(value: PadValue) -> PadValue:
     """A value as a declaration gives it, NumPy's numbers as Python's own. TypeError for anything else."""
     number = python_number(value)
     if isinstance(number, FillRole) and not (isinstance(number.name, str) and isinstance(number.default, Number)):
-        message = f"a fill role has a text for its name and a number for its default, got {number}"
-        raise TypeError(message)
+        raise TypeError(f"a fill role has a text for its name and a number for its default, got {number}")
     if not isinstance(number, PadValue):
-        message = "a value is a number, a fill role, a fixed axis, or an expression over fixed axes"
-        raise TypeError(message)
+        raise TypeError("a value is a number, a fill role, a fixed axis, or an expression over fixed axes")
     return number
 
 

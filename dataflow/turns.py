@@ -58,11 +58,10 @@ class BufferTurn:
     def check_others(self, seen: int) -> None:
         """ReplayError where another's fill came since that number was seen."""
         if self.others != seen:
-            message = (
+            raise ReplayError(
                 "another runner of this one's pool was filled since, in memory that both use: replay a view before the "
                 "next phase begins, or declare that the phases overlap"
             )
-            raise ReplayError(message)
 
     def overwritten(self, slot: str) -> int:
         """A number that grows whenever another's fill may have written a slot's memory."""

@@ -53,11 +53,10 @@ class Aliases:
         now = {name: one.data_ptr() for name, one in present.items()}
         moved = [name for name, address in self._addresses.items() if now[name] != address]
         if moved:
-            message = (
+            raise ReplayError(
                 f"the memory of {', '.join(map(repr, moved))} was resized in place, and graphs go on reading what it "
                 "was: do not resize tensors of a view, and make a new runner"
             )
-            raise ReplayError(message)
         self._made = {**self._tensors, **{name: alias(one) for name, one in present.items()}}
         self._addresses = now
         self._own = tuple(one for one in self._made.values() if one is not None)
@@ -131,19 +130,18 @@ def narrowed(view: T, declared: Mapping[str, Slot], info: ViewInfo | None, range
     declared: the slots of the view's class, of which a runner may have switched some off, or carry them as fields.
     """
     if info is None:
-        message = "only a view, which a fill handed out, can be narrowed: slice a batch of your own yourself"
-        raise BatchError(message)
+        raise BatchError("only a view, which a fill handed out, can be narrowed: slice a batch of your own yourself")
     sizes, every = info.step.padded_sizes, _all_ranges(info, ranges)
     for name in info.whole:
         if not declared[name].axes.isdisjoint(every):
-            message = (
+            raise BatchError(
                 f"slot {name!r} is a host parameter, and a replay hands all of it to each operator of its graph, so "
                 "that none can be captured on a part of it: cut the batch instead, or have them read a device slot"
             )
-            raise BatchError(message)
     if BATCH in every and TOKENS in info.declaration.axes and TOKENS not in every:
-        message = "requests differ in length here: say which tokens these rows have, narrow(BATCH, a, b, tokens=(c, d))"
-        raise BatchError(message)
+        raise BatchError(
+            "requests differ in length here: say which tokens these rows have, narrow(BATCH, a, b, tokens=(c, d))"
+        )
     live = {axis: min(max(info.step.live_sizes[axis] - a, 0), b - a) for axis, (a, b) in every.items()}
     padded = {axis: stop - start for axis, (start, stop) in every.items()}
     step = Step({**info.step.live_sizes, **live}, {**sizes, **padded})
@@ -155,14 +153,15 @@ def _all_ranges(info: ViewInfo, ranges: Ranges) -> dict[Axis, tuple[int, int]]:
     sizes, every = info.step.padded_sizes, dict(ranges)
     for axis, (start, stop) in ranges.items():
         if axis not in sizes:
-            message = f"this view has no rows on {axis}, which no slot of {info.declaration.name} tells: narrow another"
-            raise BatchError(message)
+            raise BatchError(
+                f"this view has no rows on {axis}, which no slot of {info.declaration.name} tells: narrow another"
+            )
         if not 0 <= start <= stop <= sizes[axis]:
-            message = f"rows {start} to {stop} do not lie within the {sizes[axis]} rows of {axis}"
-            raise BatchError(message)
+            raise BatchError(f"rows {start} to {stop} do not lie within the {sizes[axis]} rows of {axis}")
         if axis in info.relations and not set(ranges) & info.relations[axis].axes:
-            message = f"{axis} follows from {info.relations[axis]} here: narrow that axis, and {axis} goes with it"
-            raise BatchError(message)
+            raise BatchError(
+                f"{axis} follows from {info.relations[axis]} here: narrow that axis, and {axis} goes with it"
+            )
         for other, size in info.relations.items():
             if axis in size.axes:
                 every.setdefault(other, (size.at({**sizes, axis: start}), size.at({**sizes, axis: stop})))
@@ -197,8 +196,9 @@ def _slice(name: str, slot: Slot, tensor: torch.Tensor, info: ViewInfo, ranges: 
         if size.axes.isdisjoint(ranges):
             continue
         if any(sum(axis in ranges for axis in axes) != 1 for axes, _ in size.terms):
-            message = f"slot {name!r}: dim {dim} is {size}, whose rows belong to no one range; compute it instead"
-            raise BatchError(message)
+            raise BatchError(
+                f"slot {name!r}: dim {dim} is {size}, whose rows belong to no one range; compute it instead"
+            )
         start = size.at(first)
         tensor = tensor.narrow(dim, 0 if isinstance(slot, Constant) else start, size.at(last) - start)
     return tensor

@@ -15,8 +15,7 @@ from ..dataflow.inputs import Inputs
 def refuse(argument: str, expected: str, value: object) -> NoReturn:
     """Raise ConfigError for an argument of the wrong kind."""
     got = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.80} of type {type(value).__name__}"
-    message = f"{argument}: expected {expected}, got {got}"
-    raise ConfigError(message)
+    raise ConfigError(f"{argument}: expected {expected}, got {got}")
 
 
 def checked(argument: str, expected: str, value: Any, kind: type | tuple[type, ...]) -> Any:
@@ -83,8 +82,7 @@ def check_slots(argument: str, declaration: Declaration, names: Collection[str])
     """ConfigError where a name is no slot's, of those that settings switch off neither."""
     for name in names:
         if name not in declaration.slots and name not in declaration.disabled:
-            message = f"{argument} names {name!r}, which is no slot of {declaration.name}"
-            raise ConfigError(message)
+            raise ConfigError(f"{argument} names {name!r}, which is no slot of {declaration.name}")
 
 
 def checked_by_slot(argument: str, given: Any, what: str) -> Mapping[str, Any]:
@@ -108,6 +106,5 @@ def patterns_of(declaration: Declaration, absent: Any) -> set[frozenset[str]]:
     optional = [name for name, _ in declaration.optional]
     for name in sorted(frozenset().union(*patterns).difference(optional)):
         instead = hint(name, optional, f"optional are {', '.join(optional) or 'none'}")
-        message = f"absent names {name!r}, which is no optional slot of {declaration.name}: {instead}"
-        raise ConfigError(message)
+        raise ConfigError(f"absent names {name!r}, which is no optional slot of {declaration.name}: {instead}")
     return {frozenset(), *patterns}

@@ -24,18 +24,15 @@ def _ascending(sizes: Any) -> tuple[int, ...]:
     """The sizes in order. ConfigError where one is no whole number of at least 1, or given twice."""
     found = list(sizes) if isinstance(sizes, Iterable) else []
     if not found or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in found):
-        message = f"buckets are whole numbers of at least 1, at least one of them, got {found or sizes!r}"
-        raise ConfigError(message)
+        raise ConfigError(f"buckets are whole numbers of at least 1, at least one of them, got {found or sizes!r}")
     if len(set(found)) < len(found):
-        message = f"buckets are given once each, got {found}"
-        raise ConfigError(message)
+        raise ConfigError(f"buckets are given once each, got {found}")
     return tuple(sorted(found))
 
 
 def _check_waste(_: object, __: object, waste: object) -> None:
     if isinstance(waste, bool) or not isinstance(waste, int | float) or not 0 <= waste <= 1:
-        message = f"max_waste is a share of the padded rows between 0 and 1, got {waste!r}"
-        raise ConfigError(message)
+        raise ConfigError(f"max_waste is a share of the padded rows between 0 and 1, got {waste!r}")
 
 
 @attrs.frozen
@@ -137,8 +134,7 @@ class Router:
         """Why no graph takes the batch."""
         report = self._report()
         if report is None:
-            message = "nothing is captured yet: call capture() first"
-            raise ReplayError(message)
+            raise ReplayError("nothing is captured yet: call capture() first")
         if not self._enabled:
             return _eager("disabled", "graphs are switched off, by graphs=False")
         rows = live[-1]

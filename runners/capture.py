@@ -136,8 +136,7 @@ def told_as_capture_error() -> Iterator[None]:
     except (CheckError, ComputeError) as error:  # its state is too large to be kept, or a slot's function raised
         raise CaptureError(str(error)) from error
     except Exception as error:
-        message = f"the step raised {type(error).__name__}: {error}"
-        raise CaptureError(message) from error
+        raise CaptureError(f"the step raised {type(error).__name__}: {error}") from error
 
 
 def progress_over(buckets: Sequence[int], backend: Backend, *, show: bool) -> Iterator[int]:

@@ -55,8 +55,7 @@ def modes_of(wanted: Wanted) -> frozenset[str]:
     for name in filter(None, names):
         if name not in MODES:
             instead = hint(name, MODES, f"modes are {', '.join(MODES)}")
-            message = f"{said}: unknown debug mode {name!r}: {instead}"
-            raise ConfigError(message)
+            raise ConfigError(f"{said}: unknown debug mode {name!r}: {instead}")
     return frozenset(filter(None, names))
 
 
@@ -141,8 +140,7 @@ class RunnerConfig:
         known, faults = cls.options(), list[str]()
         for key, value in options.items():
             if key not in known:
-                message = f"unknown option {key!r}: {hint(str(key), known, 'known are ' + ', '.join(known))}"
-                raise ConfigError(message)
+                raise ConfigError(f"unknown option {key!r}: {hint(str(key), known, 'known are ' + ', '.join(known))}")
             alone: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value}  # of none, an error
             try:
                 cls(**alone)
@@ -164,16 +162,15 @@ class RunnerConfig:
         readers: dict[str, Callable[[str], Any]] = {".toml": tomllib.loads, ".json": json_data}
         read = readers.get(file.suffix)
         if read is None:
-            message = f"{file.name}: configuration is a .toml or .json file"
-            raise ConfigError(message)
+            raise ConfigError(f"{file.name}: configuration is a .toml or .json file")
         try:
             data = read(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            message = f"{file.name}: {'it is nested too deeply' if isinstance(error, RecursionError) else error}"
-            raise ConfigError(message) from error
+            raise ConfigError(
+                f"{file.name}: {'it is nested too deeply' if isinstance(error, RecursionError) else error}"
+            ) from error
         if not isinstance(data, dict):
-            message = f"{file.name}: expected keys and values, got {type(data).__name__}"
-            raise ConfigError(message)
+            raise ConfigError(f"{file.name}: expected keys and values, got {type(data).__name__}")
         return cls.of(data)
 
     def as_data(self) -> dict[str, Any]:
@@ -192,8 +189,7 @@ class RunnerConfig:
         known = capabilities.capture_error_modes
         if self.error_mode is not None and self.error_mode not in known:
             modes = f"this backend has {', '.join(known)}" if known else "this backend has none: leave it out"
-            message = f"error_mode {self.error_mode!r}: {modes}"
-            raise ConfigError(message)
+            raise ConfigError(f"error_mode {self.error_mode!r}: {modes}")
         _ = self.modes
 
     @property

@@ -106,8 +106,7 @@ class Prover(Watcher, abc.ABC):
             return
         if self.runner.parts.graphs is not None:
             self.runner.parts.graphs.buffers.distrust()
-        told = f"debug mode {self.mode}: {message or f'rank {first[0]} found: {first[1]}'}"
-        raise CheckError(told)
+        raise CheckError(f"debug mode {self.mode}: {message or f'rank {first[0]} found: {first[1]}'}")
 
 
 class AddressProver(Prover):
@@ -197,8 +196,7 @@ def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] 
     modes = modes_of(wanted)
     others = sorted(modes - WATCHERS.keys())
     if others:
-        message = f"debug mode {others[0]!r} is part of how a runner is made: give it debug={others[0]!r}"
-        raise ConfigError(message)
+        raise ConfigError(f"debug mode {others[0]!r} is part of how a runner is made: give it debug={others[0]!r}")
     given = None if state is None else State.of(runner.parts.stage.backend, state)
     made = watchers_of(runner, modes, given)
     for watcher in made:

@@ -55,12 +55,12 @@ class Widths:
         """Eager, for a batch of this width. BatchError where the step, or slots, would be of another than the batch."""
         said = f"requests have {_tokens(width)} each, and graphs were captured for {_tokens(self._width)}"
         if self._only:
-            message = f"{said}, the only width of this runner's step: bring {_tokens(self._width)} a request"
-            raise BatchError(message)
+            raise BatchError(f"{said}, the only width of this runner's step: bring {_tokens(self._width)} a request")
         if self._bound:
             names = ", ".join(map(repr, self._bound))
-            message = f"{said}; slots {names} of {self._name} follow from WIDTH: make a runner with width={width}"
-            raise BatchError(message)
+            raise BatchError(
+                f"{said}; slots {names} of {self._name} follow from WIDTH: make a runner with width={width}"
+            )
         return Decision("eager", None, "width_differs", said)
 
 
@@ -166,10 +166,9 @@ class RequestRunner(GraphRunner[V]):
                 captured = self.graphs.get(bucket, pattern)
         if captured is None:
             without = f" without {', '.join(map(repr, sorted(pattern)))}" if pattern else ""
-            message = (
+            raise ConfigError(
                 f"there is no graph of bucket {bucket}{without}: buckets are {self.buckets.sizes}, after capture()"
             )
-            raise ConfigError(message)
         return self.graphs.view(captured, pattern)
 
     def _fill_otherwise(self, refused: BatchError, batch: Any, side: Side) -> Filled[V]:

@@ -134,15 +134,14 @@ def _checked(returned: Any, step: DraftStep, topk: int) -> tuple[torch.Tensor, t
     tokens = step.input_ids.shape[0]
     where = f"forward, in draft step {step.index}, must return (logits, hidden states or None)"
     if not isinstance(returned, tuple) or len(returned) != 2:  # noqa: PLR2004 - a pair
-        message = f"{where}, got {type(returned).__name__}"
-        raise CaptureError(message)
+        raise CaptureError(f"{where}, got {type(returned).__name__}")
     logits, hidden = returned
     if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or logits.shape[0] != tokens or logits.shape[1] < topk:  # noqa: PLR2004 - rows and words
-        message = f"{where}: expected logits of [{tokens}, words] with at least {topk} words, got {_said(logits)}"
-        raise CaptureError(message)
+        raise CaptureError(
+            f"{where}: expected logits of [{tokens}, words] with at least {topk} words, got {_said(logits)}"
+        )
     if hidden is not None and (not isinstance(hidden, torch.Tensor) or hidden.shape[:1] != (tokens,)):
-        message = f"{where}: expected hidden states with {tokens} rows, one a token, got {_said(hidden)}"
-        raise CaptureError(message)
+        raise CaptureError(f"{where}: expected hidden states with {tokens} rows, one a token, got {_said(hidden)}")
     return logits, hidden
 
 
@@ -153,8 +152,7 @@ def _said(value: Any) -> str:
 def _check_counts(topk: int, steps: int) -> None:
     for name, count in (("topk", topk), ("steps", steps)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            message = f"a draft needs {name}= of at least 1, got {count!r}"
-            raise ConfigError(message)
+            raise ConfigError(f"a draft needs {name}= of at least 1, got {count!r}")
 
 
 def _checked_advances(declaration: Declaration, wanted: Sequence[str] | None) -> Sequence[str]:
@@ -163,19 +161,16 @@ def _checked_advances(declaration: Declaration, wanted: Sequence[str] | None) ->
     advances = [name for name in POSITIONS if name in slots] if wanted is None else checked_names("advances", wanted)
     for name in _FIRST:
         if name not in slots or slots[name].shape != (Dim.of(BATCH), Dim.of(TOPK)):
-            message = (
+            raise ConfigError(
                 f"{declaration.name} needs a slot {name!r} of shape [BATCH, TOPK]: the draft's tree begins with it"
             )
-            raise ConfigError(message)
     if _IDS in slots and not slots[_IDS].rewritten:
-        message = f"slot {_IDS!r}: the draft writes it in each step: declare it with staged(), or leave it out"
-        raise ConfigError(message)
+        raise ConfigError(f"slot {_IDS!r}: the draft writes it in each step: declare it with staged(), or leave it out")
     for name in advances:
         if name not in slots or not slots[name].restored:
-            message = (
+            raise ConfigError(
                 f"{declaration.name} needs a slot {name!r} with restored=True: each draft step advances it (advances=)"
             )
-            raise ConfigError(message)
     return advances
 
 
@@ -294,32 +289,30 @@ def _check_chained(
 ) -> None:
     """ConfigError where there is nothing to run, or a slot cannot be chained."""
     if not isinstance(steps, Sequence) or not steps or not all(map(callable, steps)):
-        message = f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}"
-        raise ConfigError(message)
+        raise ConfigError(f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}")
     for name in chained:
         slot = declaration.slots.get(name)
         if slot is None or slot.reads(name) is None:
-            message = f"chained names {name!r}, which is no slot that {declaration.name} copies from the batch"
-            raise ConfigError(message)
+            raise ConfigError(f"chained names {name!r}, which is no slot that {declaration.name} copies from the batch")
         if name in bind:
-            message = f"slot {name!r} is chained, so that it is part 0 of parents[{name!r}]: it cannot be bound too"
-            raise ConfigError(message)
+            raise ConfigError(
+                f"slot {name!r} is chained, so that it is part 0 of parents[{name!r}]: it cannot be bound too"
+            )
         if slot.is_parameter:
-            message = f"slot {name!r} is a host parameter, one for the graph of all steps: it cannot be chained"
-            raise ConfigError(message)
+            raise ConfigError(
+                f"slot {name!r} is a host parameter, one for the graph of all steps: it cannot be chained"
+            )
     for name, slot in declaration.slots.items():
         compute = slot.computes()
         stale = sorted(set(chained) & set(compute.needs)) if compute is not None else []
         if stale:
-            message = (
+            raise ConfigError(
                 f"slot {name!r} is computed once, from {stale[0]!r}, of which each step has its own: compute it in the "
                 "steps"
             )
-            raise ConfigError(message)
 
 
 def _check_width(kind: type, options: Mapping[str, Any]) -> None:
     """ConfigError where there is no width."""
     if "width" not in options:
-        message = f"{kind.__name__} needs width=: how many tokens each request has in a step"
-        raise ConfigError(message)
+        raise ConfigError(f"{kind.__name__} needs width=: how many tokens each request has in a step")

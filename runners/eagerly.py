@@ -206,8 +206,9 @@ class Eagerly(Generic[V]):
         bound = [buffer.name for buffer in held.buffers if buffer.adopted] if held is not None else []
         if bound:
             most = ", ".join(f"{axis} {rows}" for axis, rows in before.items() if axis in more)
-            message = f"slot {bound[0]!r} is bound to memory that cannot grow, and the batch has more rows than {most}"
-            raise BatchError(message)
+            raise BatchError(
+                f"slot {bound[0]!r} is bound to memory that cannot grow, and the batch has more rows than {most}"
+            )
         capacity = {**before, **more}
         buffers = stage.allocate(capacity)
         sizes = {axis.name: size for axis, size in capacity.items()}

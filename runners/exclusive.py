@@ -40,11 +40,10 @@ class Unique:
         """Raise ReplayError."""
         del protocol
         name = type(self).__name__
-        message = (
+        raise ReplayError(
             f"a {name} cannot be copied or pickled: the copy would share its memory, and each would overwrite what the "
             f"other has filled; make another {name}"
         )
-        raise ReplayError(message)
 
 
 class Gate:

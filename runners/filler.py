@@ -67,8 +67,7 @@ class Filler(Generic[V]):
     def _fusion_of(stage: Stage[V]) -> Fusion:
         fusion = stage.backend.fusion()
         if fusion is None:
-            message = f"backend {stage.backend.name!r} names fused lowerings, but fusion() gives none"
-            raise ConfigError(message)
+            raise ConfigError(f"backend {stage.backend.name!r} names fused lowerings, but fusion() gives none")
         return fusion
 
     def _most(self, sizes: Sizes) -> int:

@@ -270,8 +270,7 @@ class GraphRunner(Runner[V]):
         if coordinator.quiet:  # a late capture that failed is decided anew
             return self._router.decide(live, absent, batch)
         missing = ", ".join(map(repr, sorted(absent)))
-        message = f"ranks agreed on bucket {decision.bucket}, of which this one has no graph without {missing}"
-        raise RankError(message)
+        raise RankError(f"ranks agreed on bucket {decision.bucket}, of which this one has no graph without {missing}")
 
     def _fill_by(
         self, route: Captured | Decision, batch: Any, side: Side, live: Live, absent: Absent, *, whole: bool

@@ -147,8 +147,9 @@ class GraphSet(Generic[V]):
         A bucket that fails is left out and the others stay usable. A lazy order captures nothing yet.
         """
         if self.report is not None:
-            message = "this runner is captured already: its addresses are sealed; make a new runner to capture again"
-            raise CaptureError(message)
+            raise CaptureError(
+                "this runner is captured already: its addresses are sealed; make a new runner to capture again"
+            )
         backend, runner = self.stage.backend, order.runner
         warn_of_many(len(order.buckets) * len(order.patterns), backend.capabilities.graphs_hint, runner)
         order.coordinator.meet(f"captures begin, of buckets {', '.join(map(str, order.buckets)) or 'none'}")
@@ -221,8 +222,7 @@ class GraphSet(Generic[V]):
             torch.set_grad_enabled(gradients)  # an interrupt may come while a `no_grad` block ends
         if failed is not None:
             self._drop(rows)
-            message = f"rank {failed[0]}: {failed[1]}"
-            raise CaptureError(message)
+            raise CaptureError(f"rank {failed[0]}: {failed[1]}")
 
     def _drop(self, rows: int) -> None:
         """Keep nothing of a bucket."""
@@ -306,12 +306,10 @@ class GraphSet(Generic[V]):
             captured.graph.check_addresses()
             moved = ", ".join(map(repr, self.buffers.moved()))
             if moved:
-                message = f"the buffers of {moved} moved since capture: a graph would read freed memory"
-                raise ReplayError(message)
+                raise ReplayError(f"the buffers of {moved} moved since capture: a graph would read freed memory")
             captured.verified = True
         if self._forks != FORKS.count:
-            message = "this process was forked after capture: graphs belong to the process that captured them"
-            raise ReplayError(message)
+            raise ReplayError("this process was forked after capture: graphs belong to the process that captured them")
         self.clock.stream = self.filler.follow(self.clock.stream)  # of whichever runner: the graphs share memory
         try:
             captured.graph.replay()

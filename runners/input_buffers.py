@@ -67,8 +67,9 @@ class InputBuffers(Generic[V]):
         declaration = stage.declaration
         missing = sorted(axis.name for axis in declaration.axes if axis not in sizes)
         if missing:
-            message = f"{declaration.name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings"
-            raise ConfigError(message)
+            raise ConfigError(
+                f"{declaration.name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings"
+            )
         self.capacity = {axis: sizes[axis] for axis in declaration.axes}
         bound = checked_by_slot("bind", bind, "tensors")
         self._buffers = stage.allocate(self.capacity, bound, keep_bound=keep_bound)
@@ -163,8 +164,7 @@ class InputBuffers(Generic[V]):
             key = self._key(padded, absent)
             filling = self._fillings.get(key)
             if filling is None:
-                message = f"{self._said(key)} are new: call fill() or prepare() with them before the capture"
-                raise CaptureError(message)
+                raise CaptureError(f"{self._said(key)} are new: call fill() or prepare() with them before the capture")
             self._filler.first_node(filling)
             self._ready(filling, key).compute_on_device()
             self._in_graph.add(key)
@@ -215,11 +215,11 @@ class InputBuffers(Generic[V]):
         for axis, size in checked_sizes(padded).items():
             most = self.capacity.get(axis)
             if most is None or (axis.fixed and size != most):
-                message = f"padded names {axis}: it takes the axes of slots that vary, and these are {self._axes()}"
-                raise ConfigError(message)
+                raise ConfigError(
+                    f"padded names {axis}: it takes the axes of slots that vary, and these are {self._axes()}"
+                )
             if size > most:
-                message = f"padded size {size} of {axis} is more than its capacity, {most}"
-                raise ConfigError(message)
+                raise ConfigError(f"padded size {size} of {axis} is more than its capacity, {most}")
         return tuple(padded.get(axis, self.capacity[axis]) for axis in self._stage.declaration.varying), pattern
 
     def _axes(self) -> str:
@@ -238,8 +238,7 @@ class InputBuffers(Generic[V]):
             self._stage.declaration.check_side(side)
             return tuple(given[axis] for axis in varying)
         if self._sizer is None:
-            message = f"{self._untold}, or give live="
-            raise DeclarationError(message)
+            raise DeclarationError(f"{self._untold}, or give live=")
         told = self._sizer(batch, side)
         return tuple(given.get(axis, rows) for axis, rows in zip(varying, told, strict=True))
 

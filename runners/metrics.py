@@ -45,8 +45,7 @@ class Collector:
             numbered = (kind if number == 1 else f"{kind}-{number}" for number in range(1, len(self._runners) + 2))
             label = next(name for name in numbered if name not in self._runners)
         elif self._living().get(label, runner) is not runner:
-            message = f"label {label!r} is that of another runner: give each its own"
-            raise ConfigError(message)
+            raise ConfigError(f"label {label!r} is that of another runner: give each its own")
         self._runners[label] = weakref.ref(runner)
         return label
 
@@ -76,8 +75,7 @@ def _client() -> Any:
     try:
         import prometheus_client.core  # noqa: PLC0415 - optional
     except ModuleNotFoundError as error:
-        message = f"metrics need prometheus-client: {INSTALL}"
-        raise ModuleNotFoundError(message, name=error.name) from error
+        raise ModuleNotFoundError(f"metrics need prometheus-client: {INSTALL}", name=error.name) from error
     return prometheus_client
 
 

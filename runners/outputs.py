@@ -57,8 +57,7 @@ def rows_each(output_rows: Axis | None, width: int) -> int | None:
     if output_rows is None:
         return None
     if output_rows not in (TOKENS, BATCH):
-        message = f"output_rows is TOKENS, BATCH or None, got {output_rows!r}"
-        raise ConfigError(message)
+        raise ConfigError(f"output_rows is TOKENS, BATCH or None, got {output_rows!r}")
     return width if output_rows == TOKENS else 1
 
 
@@ -67,11 +66,10 @@ def check_rows(outputs: Any, rows: int, what: str) -> None:
 
     def check(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != rows:
-            message = (
+            raise CaptureError(
                 f"the step returned a tensor of shape {list(tensor.shape)}, expected {rows} rows, one for each {what}: "
                 f"pass output_rows= with the axis that its rows follow, or None to get it whole"
             )
-            raise CaptureError(message)
         return tensor
 
     map_tensors(outputs, check, _check_leaf)
@@ -81,11 +79,10 @@ def _check_leaf(leaf: Any) -> Any:
     """Something that holds tensors where no one looks would hand out padded rows."""
     if leaf is None or isinstance(leaf, bool | int | float | complex | str | torch.Size | enum.Enum):
         return leaf
-    message = (
+    raise CaptureError(
         f"the step returned {type(leaf).__name__}, of which rows cannot be cut: return tensors, or tuples, lists, "
         "mappings, attrs or data classes of them; or pass output_rows=None to get it whole"
     )
-    raise CaptureError(message)
 
 
 def live_rows(outputs: Any, rows: int) -> Any:
@@ -148,11 +145,10 @@ class Stamped(torch.Tensor):
     def _check(self) -> None:
         made, now = self._made, self._now()
         if made != now:
-            message = (
+            raise StaleOutputError(
                 f"this output is of generation {made} and overwritten since (the runner is at {now}): "
                 "use it before the next step, or keep a clone"
             )
-            raise StaleOutputError(message)
 
 
 def _inherit(tensor: torch.Tensor, stamps: Sequence[Stamped]) -> torch.Tensor:

@@ -152,8 +152,9 @@ class InputPool(Unique):
     def __getitem__(self, phase: str) -> Phase:
         """One of its phases, to be given to a runner. ConfigError for an unknown one."""
         if phase not in self.schedule.phases:
-            message = f"this pool has no phase {phase!r}: its phases are {', '.join(map(repr, self.schedule.phases))}"
-            raise ConfigError(message)
+            raise ConfigError(
+                f"this pool has no phase {phase!r}: its phases are {', '.join(map(repr, self.schedule.phases))}"
+            )
         return Phase(self, phase)
 
     def carry(self, slot: str, writer: str, reader: str, *, into: str | None = None) -> None:
@@ -172,8 +173,7 @@ class InputPool(Unique):
             ConfigError: A phase is unknown, or the memory is laid out already.
         """
         if self.layout is not None:
-            message = f"slot {slot!r} cannot be carried any more: the pool's memory is laid out; say so before"
-            raise ConfigError(message)
+            raise ConfigError(f"slot {slot!r} cannot be carried any more: the pool's memory is laid out; say so before")
         self._carries.append((slot, self[writer].name, self[reader].name, into))
 
     def join(self, seat: Seat[Any], phase: Phase) -> None:
@@ -218,11 +218,10 @@ class InputPool(Unique):
             if phase.name != reader or name not in slots or slots[name].reads(name):
                 continue
             if (seat.name, name) not in self._readers:
-                message = (
+                raise ConfigError(
                     f"slot {slot!r} of phase {writer!r} would never get to slot {name!r} of {seat.runner} in "
                     f"{reader!r}, which no batch brings: one of both has memory of its own; share, or declare it copied"
                 )
-                raise ConfigError(message)
 
 
 def _only(phase: str, slot: str, members: Sequence[Member]) -> str:
@@ -230,8 +229,7 @@ def _only(phase: str, slot: str, members: Sequence[Member]) -> str:
     found = [one.name for one in members if one.phase == phase and slot in one.declaration.slots]
     if len(found) != 1:
         what = "none of its runners has that slot" if not found else f"{', '.join(found)} have that slot"
-        message = f"carry of slot {slot!r}: expected one runner of phase {phase!r} with that slot, but {what}"
-        raise ConfigError(message)
+        raise ConfigError(f"carry of slot {slot!r}: expected one runner of phase {phase!r} with that slot, but {what}")
     return found[0]
 
 

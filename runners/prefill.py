@@ -53,8 +53,7 @@ class StackRunner(GraphRunner[V]):
         if output_rows == "auto":
             output_rows = BATCH if BATCH in axes else TOKENS
         if output_rows not in (TOKENS, BATCH, None):
-            message = f"output_rows is TOKENS, BATCH or None, got {output_rows!r}"
-            raise ConfigError(message)
+            raise ConfigError(f"output_rows is TOKENS, BATCH or None, got {output_rows!r}")
         self._boundary = boundary
         self.output_rows = output_rows
         varying = stage.declaration.varying
@@ -72,10 +71,9 @@ class StackRunner(GraphRunner[V]):
         )
         self.cuts = output_rows is not None
         if output_rows not in (*axes, None):
-            message = (
+            raise ConfigError(
                 f"output_rows is {output_rows}, which no slot of {stage.declaration.name} has: pass another, or None"
             )
-            raise ConfigError(message)
 
     @property
     def _lowering(self) -> str:
@@ -143,11 +141,10 @@ def _checked(outputs: Any, rows: int, what: str, otherwise: str) -> Any:
 
     def check(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != rows:
-            message = (
+            raise ReplayError(
                 f"the step returned a tensor of shape {list(tensor.shape)}, expected {rows} rows, the {what}: pass "
                 f"output_rows={otherwise}, or None to get it whole"
             )
-            raise ReplayError(message)
         return tensor
 
     map_tensors(outputs, check)
@@ -214,12 +211,11 @@ class BreakableRunner(StackRunner[V]):
         found = find_stack(step, stack)
         if found is None:
             kind = getattr(step, "__qualname__", type(step).__name__)
-            message = (
+            raise ConfigError(
                 f"there is no stack to capture: stack= is not given, neither a module nor a dotted path to one, and "
                 f"{kind} offers no method {OFFER}(); name the model's inner layers, as in stack='model' or "
                 "stack=model.layers"
             )
-            raise ConfigError(message)
         super().__init__(inputs, step, Boundary(found, "breakable"), options, output_rows)
 
 
@@ -234,15 +230,13 @@ def find_stack(step: Callable[..., Any], stack: nn.Module | str | None) -> Stack
     if isinstance(stack, str):
         return Stack(_followed(step, stack), stack)
     if stack is not None:
-        message = f"stack is a module, or a dotted path to one under the step, not {type(stack).__name__}"
-        raise ConfigError(message)
+        raise ConfigError(f"stack is a module, or a dotted path to one under the step, not {type(stack).__name__}")
     offer = getattr(step, OFFER, None)
     if offer is None:
         return None
     offered, name = offer(), f"{type(step).__name__}.{OFFER}()"
     if not isinstance(offered, nn.Module):
-        message = f"{name} returned {type(offered).__name__}, no module"
-        raise ConfigError(message)
+        raise ConfigError(f"{name} returned {type(offered).__name__}, no module")
     return Stack(offered, name)
 
 
@@ -253,12 +247,12 @@ def _followed(step: Callable[..., Any], path: str) -> nn.Module:
         inner = getattr(holder, part, None)
         if inner is None:
             where = ".".join(walked[:place]) or getattr(step, "__qualname__", type(step).__name__)
-            message = f"stack={path!r} leads nowhere: {where} has no {part!r}; modules there: {_modules_of(holder)}"
-            raise ConfigError(message)
+            raise ConfigError(
+                f"stack={path!r} leads nowhere: {where} has no {part!r}; modules there: {_modules_of(holder)}"
+            )
         holder = inner
     if not isinstance(holder, nn.Module):
-        message = f"stack={path!r} leads to {type(holder).__name__}, which is no module"
-        raise ConfigError(message)
+        raise ConfigError(f"stack={path!r} leads to {type(holder).__name__}, which is no module")
     return holder
 
 

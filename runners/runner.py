@@ -41,8 +41,7 @@ def empty_batch(parts: Parts[V], batch: Any, side: Side) -> tuple[Any, Side]:
     if batch is not None:
         rows = max(parts.size(batch, side), default=0)
         if rows:
-            message = f"an idle rank's batch has no rows, and this one has {rows}: call the runner with it"
-            raise BatchError(message)
+            raise BatchError(f"an idle rank's batch has no rows, and this one has {rows}: call the runner with it")
         return batch, side
     coordinator = parts.coordinator
     if coordinator.empty is None:
@@ -52,8 +51,9 @@ def empty_batch(parts: Parts[V], batch: Any, side: Side) -> tuple[Any, Side]:
         try:
             coordinator.empty = sample_batch(stage.declaration, capabilities, live, torch.Generator(), device=device)
         except ConfigError as error:
-            message = f"idle() cannot make a batch without rows, so give it one, idle(batch): {error}"
-            raise ConfigError(message) from error
+            raise ConfigError(
+                f"idle() cannot make a batch without rows, so give it one, idle(batch): {error}"
+            ) from error
     return coordinator.empty.batch, {**coordinator.empty.side, **side}
 
 

@@ -60,8 +60,7 @@ def joined(inputs: type[Inputs], sizes: Sizes, known: Sizes) -> Sizes:
     for axis, size in known.items():
         if sizes.get(axis, size) != size:
             option = axis.name.lower()
-            message = f"sizes of {axis} is {sizes[axis]}, and {option}= is {size}: give {option}= alone"
-            raise ConfigError(message)
+            raise ConfigError(f"sizes of {axis} is {sizes[axis]}, and {option}= is {size}: give {option}= alone")
     return {**sizes, **{axis: size for axis, size in known.items() if axis in axes}}
 
 
@@ -111,12 +110,10 @@ class Stage(Generic[V]):
         known = {axis for name in carry for axis in whole.slots[name].axes}.union(declaration.axes)
         unknown = sorted(axis.name for axis in set(sizes) - known)
         if unknown:
-            message = f"sizes names {unknown[0]!r}, an axis that no slot of {declaration.name} has"
-            raise ConfigError(message)
+            raise ConfigError(f"sizes names {unknown[0]!r}, an axis that no slot of {declaration.name} has")
         unsized = [axis.name for axis in declaration.axes if axis.fixed and axis not in sizes]
         if unsized:
-            message = f"{declaration.name} needs sizes= for its fixed axes {', '.join(unsized)}"
-            raise ConfigError(message)
+            raise ConfigError(f"{declaration.name} needs sizes= for its fixed axes {', '.join(unsized)}")
         lend = _checked_loans(declaration, lend)
         slots = declaration.slots
         optional = any(slot.optional for slot in slots.values())
@@ -143,14 +140,12 @@ class Stage(Generic[V]):
         ConfigError where sizes= has one of these, or lacks that of another varying axis.
         """
         if BATCH in self.sizes or TOKENS in self.sizes:
-            message = f"sizes of BATCH and TOKENS follow from {said}: give those"
-            raise ConfigError(message)
+            raise ConfigError(f"sizes of BATCH and TOKENS follow from {said}: give those")
         padded = {**counts, **self.sizes}
         missing = [axis.name for axis in self.declaration.axes if axis not in padded]
         if missing:
             name = self.declaration.name
-            message = f"{name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings"
-            raise ConfigError(message)
+            raise ConfigError(f"{name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings")
         return padded
 
     def plan(
@@ -169,8 +164,7 @@ class Stage(Generic[V]):
         brought = check_hosted(declaration, hosted)
         sizes = buckets.get(bucket)
         if sizes is None:
-            message = f"there is no bucket {bucket}: buckets are {', '.join(map(str, sorted(buckets)))}"
-            raise ConfigError(message)
+            raise ConfigError(f"there is no bucket {bucket}: buckets are {', '.join(map(str, sorted(buckets)))}")
         capabilities = self.backend.capabilities
         return plan_fill(
             declaration,
@@ -253,8 +247,9 @@ def _checked_state(state: Iterable[torch.Tensor] | None) -> tuple[torch.Tensor, 
         strange = [one for one in tensors if not isinstance(one, torch.Tensor)]
         if not strange:
             return tensors
-    message = f"state= is a list of the tensors that the step changes beside its slots, got {type(strange[0]).__name__}"
-    raise ConfigError(message)
+    raise ConfigError(
+        f"state= is a list of the tensors that the step changes beside its slots, got {type(strange[0]).__name__}"
+    )
 
 
 def _checked_loans(declaration: Declaration, lend: Any) -> dict[str, Lend]:

@@ -60,8 +60,9 @@ class Piece:
     def _check_size(self) -> None:
         end = self.memory.storage_offset() * self.memory.itemsize + span(self.memory)[1] - self.memory.data_ptr()
         if self.memory.untyped_storage().nbytes() < end:
-            message = f"{self.told} has been made smaller since it was looked at: it cannot be kept while a check runs"
-            raise CheckError(message)
+            raise CheckError(
+                f"{self.told} has been made smaller since it was looked at: it cannot be kept while a check runs"
+            )
 
 
 @attrs.frozen(eq=False)
@@ -217,8 +218,9 @@ def check_writes(step: Callable[[], Any], buffers: Buffers) -> None:
         buffers[name].tensor.copy_(before[name])
     if changed:
         names = ", ".join(map(repr, changed))
-        message = f"the step writes {names}: declare what it writes with rewritten=True, or as staged() or output()"
-        raise CaptureError(message)
+        raise CaptureError(
+            f"the step writes {names}: declare what it writes with rewritten=True, or as staged() or output()"
+        )
 
 
 def _restore(pieces: Sequence[Piece], copies: Copies) -> None:
@@ -295,12 +297,11 @@ def _check_room(
     if copies * nbytes > SHARE * free:
         them = "a copy" if copies == 1 else f"{copies} copies"
         named = "; ".join(names())
-        message = (
+        raise CheckError(
             f"the step changes {human_bytes(nbytes)} on {device} beside its slots{f' ({named})' if named else ''}, of "
             f"which {them} would take more than {SHARE:.0%} of the {human_bytes(free)} that are free: give state= with "
             "those tensors, or parts of them, that must be put back after runs that nobody asked for"
         )
-        raise CheckError(message)
 
 
 def _free_on(backend: Backend, device: torch.device) -> int:

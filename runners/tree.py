@@ -121,8 +121,7 @@ def best_tree(drafts: Drafts, roots: torch.Tensor, nodes: int) -> Tree:
     """
     most = 1 + drafts.tokens.shape[1]
     if not 1 <= nodes <= most:
-        message = f"a tree of {nodes} nodes was asked for: this draft has 1 to {most}, the root among them"
-        raise ValueError(message)
+        raise ValueError(f"a tree of {nodes} nodes was asked for: this draft has 1 to {most}, the root among them")
     scores = drafts.scores.masked_fill(drafts.scores.isnan(), -torch.inf)  # NaN would come before its parent
     order = scores.sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
     chosen = order.sort(dim=1).values

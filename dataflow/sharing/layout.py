@@ -92,8 +92,9 @@ class Layout:
         """Where a slot lies. ConfigError where it has no place here."""
         place = self._found.get((member, slot))
         if place is None:
-            message = f"the layout has no place for slot {slot!r} of member {member!r}: it is bound, or of no member"
-            raise ConfigError(message)
+            raise ConfigError(
+                f"the layout has no place for slot {slot!r} of member {member!r}: it is bound, or of no member"
+            )
         return place
 
     def shared_with(self, member: str, slot: str) -> tuple[Place, ...]:
@@ -231,8 +232,7 @@ def check_layout(layout: Layout, members: Sequence[Member], carries: Sequence[Ca
     separate = {member.device for member in members if not member.capabilities.arenas}
     faults = [*_misplaced(layout, slots, separate)] or [*_meeting(layout)]
     if faults:
-        message = f"the layout is not safe: {'; '.join(faults)}"
-        raise LayoutError(message)
+        raise LayoutError(f"the layout is not safe: {'; '.join(faults)}")
 
 
 def _misplaced(layout: Layout, slots: Mapping[Key, LiveSlot], separate: set[str]) -> Iterator[str]:

@@ -27,8 +27,7 @@ Key = tuple[str, str]
 def _listed(value: Any, expected: str = "phases: expected names") -> tuple[Any, ...]:
     """The items of a list; a text alone would be a list of letters."""
     if isinstance(value, str) or not isinstance(value, Iterable):
-        message = f"{expected} in a list or tuple, got {value!r}"
-        raise ConfigError(message)
+        raise ConfigError(f"{expected} in a list or tuple, got {value!r}")
     return tuple(value)
 
 
@@ -67,8 +66,7 @@ class Schedule:
             if len(pair) != 2 or pair[0] == pair[1] or not all(name in phases for name in pair):  # noqa: PLR2004 - two
                 faults.append(f"overlaps: expected pairs of two of its phases, which are {known}, got {pair!r}")
         if faults:
-            message = f"no schedule: {'; '.join(dict.fromkeys(faults))}"
-            raise ConfigError(message)
+            raise ConfigError(f"no schedule: {'; '.join(dict.fromkeys(faults))}")
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -182,8 +180,7 @@ class Member:
         """A slot by itself. A value that carries over makes it live longer. ConfigError for an unknown phase."""
         if self.phase not in schedule.phases:
             known = ", ".join(map(repr, schedule.phases)) or "none"
-            message = f"member {self.name!r}: phase {self.phase!r} is not in the schedule: phases are {known}"
-            raise ConfigError(message)
+            raise ConfigError(f"member {self.name!r}: phase {self.phase!r} is not in the schedule: phases are {known}")
         slot, parts = self.declaration.slots[name], self.chained.get(name)
         part, dtype = extent(slot.shape, self.capacity), resolve_dtype(slot.dtype, self.capabilities)
         shape = part if parts is None else (parts, *part)
@@ -273,8 +270,9 @@ def live_slots(members: Sequence[Member], schedule: Schedule, carries: Sequence[
     """
     named = {member.name: member for member in members}
     if len(named) < len(members):
-        message = f"two members have one name, of {', '.join(one.name for one in members)}: give one another name"
-        raise ConfigError(message)
+        raise ConfigError(
+            f"two members have one name, of {', '.join(one.name for one in members)}: give one another name"
+        )
     keys = [(member.name, slot) for member in members for slot in member.declaration.slots if slot not in member.bound]
     found = {key: named[key[0]].live_slot(key[1], schedule, number) for number, key in enumerate(keys)}
     for carry in carries:
@@ -283,8 +281,7 @@ def live_slots(members: Sequence[Member], schedule: Schedule, carries: Sequence[
             writer, reader = (found[end] for end in carry.ends)
             faults = [*_misfits(writer, reader, named, schedule)]
         if faults:
-            message = f"{carry} cannot carry over: {'; '.join(faults)}"
-            raise ConfigError(message)
+            raise ConfigError(f"{carry} cannot carry over: {'; '.join(faults)}")
     joined = [carry for carry in carries if named[carry.writer].pooled and named[carry.reader].pooled]
     for carry in joined:
         first, second = (found[end].allocation for end in carry.ends)
@@ -303,11 +300,10 @@ def _carried(group: Mapping[Key, LiveSlot], carries: Sequence[Carry], schedule: 
         alive |= {*waiting}
         for one in (one for key, one in group.items() if key not in carry.ends):
             if any(schedule.meet(one.phase, phase) for phase in waiting):
-                message = (
+                raise ConfigError(
                     f"{carry} cannot carry over: {one}, which other carries make the same memory, is in use in "
                     f"{one.phase!r}, before {waiting[-1]!r} is over; carry the value through, from a phase to the next"
                 )
-                raise ConfigError(message)
     lasting = [one.why for one in group.values() if one.always]
     why = "; ".join([*(f"its value carries over from {carry}" for carry in carries), *lasting[:1]])
     phases = tuple(phase for phase in schedule.phases if lasting or phase in alive)

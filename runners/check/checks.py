@@ -106,20 +106,16 @@ def _check_options(
     parts, declaration = runner.parts, runner.parts.stage.declaration
     for name in only:
         if name not in CHECKS:
-            message = f"there is no check {name!r}: checks are {', '.join(CHECKS)}"
-            raise ConfigError(message)
+            raise ConfigError(f"there is no check {name!r}: checks are {', '.join(CHECKS)}")
     for name, (value, least, most) in numbers.items():
         if type(value) is not int or not least <= value <= most:
             text = "another one" if type(value) is int else repr(value)
-            message = f"{name}= is a whole number from {least:,} to {most:,}, got {text:.100}"
-            raise ConfigError(message)
+            raise ConfigError(f"{name}= is a whole number from {least:,} to {most:,}, got {text:.100}")
     if parts.graphs is not None and parts.graphs.report is None:
-        message = "this runner is not captured: call capture() before check()"
-        raise ReplayError(message)
+        raise ReplayError("this runner is not captured: call capture() before check()")
     for name in read_outside:
         if name not in declaration.slots and name not in declaration.disabled:
-            message = f"read_outside names {name!r}, which is no slot of {declaration.name}"
-            raise ConfigError(message)
+            raise ConfigError(f"read_outside names {name!r}, which is no slot of {declaration.name}")
 
 
 def batches_of(
@@ -136,8 +132,7 @@ def batches_of(
     if batches is not None and not callable(batches):
         given = [_paired(one) for one in batches]
         if not given:
-            message = "batches= has none: give some, or a function of rows and a generator, or leave it out"
-            raise ConfigError(message)
+            raise ConfigError("batches= has none: give some, or a function of rows and a generator, or leave it out")
         return [(parts.stage.absent(one.batch, one.side), functools.partial(lambda one: one, one)) for one in given]
 
     def made(number: int, bucket: int, rows: int, absent: Absent) -> CheckedBatch:

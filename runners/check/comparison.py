@@ -78,8 +78,7 @@ def step_of(view: Inputs) -> Step:
 def _info_of(view: Inputs) -> ViewInfo:
     info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
     if info is None:
-        message = "only a view that a fill handed out has sizes"
-        raise ValueError(message)
+        raise ValueError("only a view that a fill handed out has sizes")
     return info
 
 

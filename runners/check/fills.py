@@ -69,8 +69,7 @@ def _step_of(subject: Subject[Any], one: CheckedBatch) -> Step:
     """The sizes of a batch in the bucket that takes it."""
     parts, bucket = subject.parts, subject.runner.decide(one.batch, **one.side).bucket
     if bucket is None:
-        message = "no bucket takes this batch"
-        raise ValueError(message)
+        raise ValueError("no bucket takes this batch")
     return parts.stage.declaration.step(parts.size(one.batch, one.side)[:-1], parts.sizes[bucket])
 
 

@@ -75,8 +75,7 @@ class Together:
         if raised is not None:
             raise raised
         if first is not None:
-            message = f"{what} raised on rank {first[0]}: {first[1]}"
-            raise RankError(message)
+            raise RankError(f"{what} raised on rank {first[0]}: {first[1]}")
 
 
 @contextlib.contextmanager

@@ -74,11 +74,12 @@ def bench(
     """  # noqa: D301 - \b is what keeps the next paragraph's lines apart in the help
     parts = [part.strip() for part in slots.split(",")]
     if not all(re.fullmatch("[0-9]{1,4}", part) and 2 <= int(part) <= _MOST_SLOTS for part in parts):  # noqa: PLR2004 - one, and a count
-        message = f"expected numbers from 2 to {_MOST_SLOTS} with commas between them, as in 4,12,48, got {slots!r}"
-        raise typer.BadParameter(message, param_hint="--slots")
+        raise typer.BadParameter(
+            f"expected numbers from 2 to {_MOST_SLOTS} with commas between them, as in 4,12,48, got {slots!r}",
+            param_hint="--slots",
+        )
     if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        message = f"{str(json_file)!r} is no file in a folder that exists"
-        raise typer.BadParameter(message, param_hint="--json")
+        raise typer.BadParameter(f"{str(json_file)!r} is no file in a folder that exists", param_hint="--json")
     with reported():
         on = chosen(backend)
         with Console(stderr=True).status("measuring"):

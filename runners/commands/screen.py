@@ -90,8 +90,7 @@ def chosen(name: str) -> Backend:
     """The backend of a name, in a block that is `reported`. Exits with 2 if there is none."""
     known = (AUTO, *names())
     if name not in known:
-        message = f"there is no backend {name!r}{nearest(name, known)}"
-        raise typer.BadParameter(message, param_hint="--backend")
+        raise typer.BadParameter(f"there is no backend {name!r}{nearest(name, known)}", param_hint="--backend")
     return choose(name)
 
 

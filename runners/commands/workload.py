@@ -170,5 +170,4 @@ def verify(title: str, found: Sequence[Contestant], batches: Iterable[tuple[int,
             if one.what == STEP and (returned.shape != outputs.shape or difference(returned, outputs)):
                 faults.append("it returned other outputs")
             if faults:
-                message = f"{title}, {rows} rows, the {one.what} of {one.name}: {faults[0]}"
-                raise WrongBytesError(message)
+                raise WrongBytesError(f"{title}, {rows} rows, the {one.what} of {one.name}: {faults[0]}")

@@ -32,8 +32,9 @@ class Agreement(Coordinator):
 
     def __init__(self, ranks: Ranks, runner: str, buckets: Sequence[int], axes: Sequence[Axis]) -> None:
         if len(axes) > AXES:
-            message = f"ranks tell each other the sizes of {AXES} axes at most, and batches vary on {len(axes)}"
-            raise ConfigError(message)
+            raise ConfigError(
+                f"ranks tell each other the sizes of {AXES} axes at most, and batches vary on {len(axes)}"
+            )
         self.ranks = ranks
         self.rank, self.size, self.quiet, self.timeout = ranks.rank, ranks.size, ranks.quiet, ranks.timeout
         self.axes = tuple(axes)
@@ -64,8 +65,9 @@ class Agreement(Coordinator):
         messages = self._messages(begun, self._step, self.timeout)
         refused = _first(messages, REFUSED)
         if refused is not None:
-            message = f"rank {refused} refused its batch, so that no rank runs the step: {messages[refused].text}"
-            raise RankError(message)
+            raise RankError(
+                f"rank {refused} refused its batch, so that no rank runs the step: {messages[refused].text}"
+            )
         self._check_shared(messages)
         self.ranks.brought({axis: tuple(one.live[i] for one in messages) for i, axis in enumerate(self.axes)})
         self._joined = True
@@ -113,8 +115,7 @@ class Agreement(Coordinator):
             return messages
         named = self.ranks.begin(Message(0, text=place), place)(timeout)
         where = "; ".join(f"rank {rank} is at {one.text}" for rank, one in enumerate(named))
-        message = f"ranks do not run the same steps: {where}"
-        raise RankError(message)
+        raise RankError(f"ranks do not run the same steps: {where}")
 
     def _check_shared(self, messages: Sequence[Message]) -> None:
         """RankError, on all ranks alike, if ranks that share a batch bring different sizes of it."""
@@ -127,8 +128,7 @@ class Agreement(Coordinator):
             sizes = (zip(messages[rank].live, self.axes, strict=False) for rank in torn)
             each = (", ".join(dict.fromkeys(f"{rows} {axis.name}" for rows, axis in one)) for one in sizes)
             told = "; ".join(f"rank {rank} brings {one}" for rank, one in zip(torn, each, strict=True))
-            message = f"each {shards} ranks in a row share a batch, so that no rank runs the step: {told}"
-            raise RankError(message)
+            raise RankError(f"each {shards} ranks in a row share a batch, so that no rank runs the step: {told}")
 
     def bring(self, live: Live) -> None:
         """A step of quiet ranks begins: all of them bring these sizes."""
@@ -174,8 +174,7 @@ class Agreement(Coordinator):
         RankError if the step that was agreed on ahead is still to be run.
         """
         if self._ahead is not None:
-            message = "the step that was agreed on ahead has not been run: one at a time"
-            raise RankError(message)
+            raise RankError("the step that was agreed on ahead has not been run: one at a time")
         self.begin()
         try:
             yield
@@ -264,12 +263,12 @@ def coordinator_of(
     for bucket, padded in sizes.items():
         tokens = padded.get(TOKENS, bucket)
         if tokens % ranks.shards:
-            message = (
+            raise ConfigError(
                 f"bucket {bucket} has {tokens} tokens, which do not divide among {ranks.shards} shards: choose buckets "
                 f"whose tokens are multiples of {ranks.shards}"
             )
-            raise ConfigError(message)
     if config.lazy and ranks.size > 1:
-        message = "lazy=True puts captures off to each rank's own first batch: ranks capture together, so leave it out"
-        raise ConfigError(message)
+        raise ConfigError(
+            "lazy=True puts captures off to each rank's own first batch: ranks capture together, so leave it out"
+        )
     return Agreement(ranks, runner, tuple(sizes), (*declaration.varying, *leading))

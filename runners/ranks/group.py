@@ -259,10 +259,9 @@ class Ranks(Unique):
         ConfigError of an axis that batches do not vary on, whose rows no rank tells.
         """
         if self._live and axis not in self._live:
-            message = (
+            raise ConfigError(
                 f"ranks do not tell each other their live rows on {axis}: declare a copied slot that has this axis"
             )
-            raise ConfigError(message)
         return self._live.get(axis, (0,) * self.size)
 
     def brought(self, live: Mapping[Axis, tuple[int, ...]]) -> None:
@@ -319,8 +318,7 @@ class Ranks(Unique):
         told: the place in the program, for errors. RankError if an exchange before failed.
         """
         if self.broken:
-            lost = f"{told}: these ranks are lost to each other: {self.broken}"
-            raise RankError(lost)
+            raise RankError(f"{told}: these ranks are lost to each other: {self.broken}")
         self.exchanges += 1
         wire = self._free.pop() if self._free else self._wire()
         wire.send(message)
@@ -402,10 +400,10 @@ class Liveness:
 def checked_group(group: "dist.ProcessGroup | None") -> "dist.ProcessGroup":
     """The group, or the default one. ConfigError where this process is not in it."""
     if not dist.is_available() or not dist.is_initialized():
-        message = "ranks need a process group: call torch.distributed.init_process_group first, as under torchrun"
-        raise ConfigError(message)
+        raise ConfigError(
+            "ranks need a process group: call torch.distributed.init_process_group first, as under torchrun"
+        )
     found: Any = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
-        message = f"group: expected a process group that this process is in, got {found!r}"
-        raise ConfigError(message)
+        raise ConfigError(f"group: expected a process group that this process is in, got {found!r}")
     return found

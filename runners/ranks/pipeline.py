@@ -72,8 +72,7 @@ class StageMessage:
         error = self.error.encode(errors="replace")[:_TEXT].decode(errors="ignore")
         raw = json.dumps([self.step, specs, error], ensure_ascii=False).encode(errors="replace")
         if len(raw) > _NBYTES:
-            message = f"{len(specs)} proxies have too many or too long keys: they are told in {_NBYTES} bytes"
-            raise ConfigError(message)
+            raise ConfigError(f"{len(specs)} proxies have too many or too long keys: they are told in {_NBYTES} bytes")
         with torch.inference_mode(mode=False):
             return torch.frombuffer(bytearray(raw.ljust(_NBYTES)), dtype=torch.uint8)
 
@@ -148,8 +147,7 @@ class Neighbour:
                     self._wait(*post)
             reply = StageMessage.unpacked(sent[0][1])
             if reply.error:
-                message = f"{self.other} refused what {self.me} sent in step {reply.step}: {reply.error}"
-                raise RankError(message)
+                raise RankError(f"{self.other} refused what {self.me} sent in step {reply.step}: {reply.error}")
 
     def _check_unbroken(self) -> None:
         """RankError if there is nothing to say any more."""
@@ -176,8 +174,7 @@ class Neighbour:
         except RuntimeError as error:
             if time.monotonic() - start < self.patience * _SOON:
                 raise self._lost() from error
-            late = f"said nothing for {self.patience:g} s: it is dead, stuck, or does other steps"
-            raise self._lost(late) from error
+            raise self._lost(f"said nothing for {self.patience:g} s: it is dead, stuck, or does other steps") from error
 
     def _lost(self, how: str = "is gone: its connection was lost") -> RankError:
         self.broken = f"{self.me}: {self.other} {how}"
@@ -310,8 +307,7 @@ class PipelineStage(Unique):
         message = before.take()
         if message.error:
             before.reply(StageMessage(message.step))
-            nothing = f"step {message.step}: {before.other} has nothing for {before.me}: {message.error}"
-            raise RankError(nothing)
+            raise RankError(f"step {message.step}: {before.other} has nothing for {before.me}: {message.error}")
         try:
             targets = self._targets(before, message, batch, self._given(side))
         except BaseException as error:
@@ -328,8 +324,9 @@ class PipelineStage(Unique):
         Raises RankError if they are not what the slots declare, and what `decide` raises for the batch.
         """
         if message.step != self._steps:
-            apart = f"{before.other} is at step {message.step} of the pipeline, {before.me} at step {self._steps}"
-            raise RankError(apart)
+            raise RankError(
+                f"{before.other} is at step {message.step} of the pipeline, {before.me} at step {self._steps}"
+            )
         parts, specs = self.runner.parts, message.specs
         stage, graphs = parts.stage, parts.graphs
         found = {key: spec.empty(stage.backend.device) for key, spec in specs.items()}
@@ -349,8 +346,9 @@ class PipelineStage(Unique):
             ]
         if faults:
             sent = ", ".join(f"{key} {spec}" for key, spec in sorted(specs.items())) or "nothing"
-            told = f"step {message.step}: {before.other} sends {sent}; {before.me} refuses it: {'; '.join(faults)}"
-            raise RankError(told)
+            raise RankError(
+                f"step {message.step}: {before.other} sends {sent}; {before.me} refuses it: {'; '.join(faults)}"
+            )
         absent = stage.absent(batch, given)
         captured = None if graphs is None else graphs.get(bucket, absent)
         if graphs is None or captured is None:
@@ -369,8 +367,7 @@ class PipelineStage(Unique):
     def _given(self, side: Side) -> Side:
         """The caller's side arguments. ConfigError if the proxies are among them."""
         if self._argument in side:
-            message = f"{self._argument} is received from the stage before: do not give it"
-            raise ConfigError(message)
+            raise ConfigError(f"{self._argument} is received from the stage before: do not give it")
         return side
 
     def _fail(self, error: BaseException) -> None:
@@ -392,22 +389,21 @@ class PipelineStage(Unique):
         required = [key for key, want in self.wanted if not want.slot.optional]
         if self.first and required:
             keys = ", ".join(map(repr, required))
-            message = f"the first stage receives nothing, but its slots require {keys} of {argument}"
-            raise ConfigError(message)
+            raise ConfigError(f"the first stage receives nothing, but its slots require {keys} of {argument}")
         if not self.first and not self.wanted:
-            message = (
+            raise ConfigError(
                 f"stage {self.rank} of {self.size} has no slot that reads {argument}: declare one with "
                 f"source=side('{argument}.hidden_states'), or name another argument by proxies="
             )
-            raise ConfigError(message)
 
     def _check_group(self, group: "dist.ProcessGroup") -> None:
         """ConfigError if the group cannot move tensors of the runner's device."""
         kind = self.runner.parts.stage.backend.device.type
         ways = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
         if kind != "cpu" and ways.get(kind, "gloo") == "gloo":  # which sends from host memory alone
-            message = f"the group moves tensors by {ways}, not those on {kind} between two ranks: make one that does"
-            raise ConfigError(message)
+            raise ConfigError(
+                f"the group moves tensors by {ways}, not those on {kind} between two ranks: make one that does"
+            )
 
     def _connect(self, group: "dist.ProcessGroup", timeout: float) -> None:
         """Make a group for each neighbour, since gloo gives up all of a group where one message is late.
@@ -426,8 +422,7 @@ class PipelineStage(Unique):
                     sorted({me, other}), limit, "gloo", use_local_synchronization=True, group_desc="slotgraph pipeline"
                 )
             except RuntimeError as error:
-                message = f"rank {me}: rank {other} did not come to make its stage of the pipeline"
-                raise RankError(message) from error
+                raise RankError(f"rank {me}: rank {other} did not come to make its stage of the pipeline") from error
             if other == me:
                 continue
             neighbour = Neighbour(host, group, other, f"rank {me}", f"rank {other}", patience)
@@ -463,10 +458,9 @@ def proxies_of(stage: Stage[Any], argument: str) -> Iterator[tuple[str, Wanted]]
         source = slot.reads(name)
         if isinstance(source, SideArgument) and source.parts[0] == argument:
             if len(source.parts) == 1:
-                message = (
+                raise ConfigError(
                     f"slot {name!r} reads {source} as a whole: proxies have keys, side('{argument}.hidden_states')"
                 )
-                raise ConfigError(message)
             device = backend.device if slot.placement == DEVICE else torch.device("cpu")
             dtype = resolve_dtype(slot.dtype, backend.capabilities)
             yield ".".join(source.parts[1:]), Wanted(name, slot, dtype, device)
@@ -478,11 +472,10 @@ def flattened(outputs: Any, path: str = "") -> dict[str, torch.Tensor]:
         return {path: outputs}
     if not isinstance(outputs, Mapping):
         where = f"of type {type(outputs).__name__}" + f" under {path!r}" * bool(path)
-        message = (
+        raise ReplayError(
             f"the step of a stage that is not the last returns a mapping of tensors by key, got something {where}: "
             'such as {"hidden_states": ...}'
         )
-        raise ReplayError(message)
     below = (flattened(one, f"{path}.{key}" if path else str(key)) for key, one in outputs.items() if one is not None)
     return {key: tensor for part in below for key, tensor in part.items()}
 

@@ -45,10 +45,9 @@ def check_place(path: str | os.PathLike[str]) -> pathlib.Path:
                 return file
     except (OSError, TypeError, ValueError) as error:
         fault = getattr(error, "strerror", None) or str(error)
-    message = (
+    raise ConfigError(
         f"{path!r:.300} cannot be recorded to: {fault}: name a .safetensors file in a folder that you may write to"
     )
-    raise ConfigError(message)
 
 
 def write(path: pathlib.Path, header: Header) -> None:
@@ -59,8 +58,9 @@ def write(path: pathlib.Path, header: Header) -> None:
     """
     text = json.dumps(to_data(header), allow_nan=False)
     if len(text) > MOST_HEADER or text.count("{") > MOST_RECORDS:
-        message = f"{path.name}: {len(text):,} letters of plain data are more than a header takes: keep fewer steps"
-        raise RecordingError(message)
+        raise RecordingError(
+            f"{path.name}: {len(text):,} letters of plain data are more than a header takes: keep fewer steps"
+        )
     found = {key: one.elements for step in header.steps for key, one in step.values()}
     tensors = {
         key: one if one.dtype in _NATIVE else one.reshape(-1).view(torch.uint8)
@@ -74,8 +74,7 @@ def write(path: pathlib.Path, header: Header) -> None:
             save_file(tensors, part, metadata={_KEY: text})
             part.replace(path)
     except (OSError, SafetensorError) as error:
-        message = f"{path.name} cannot be written: {getattr(error, 'strerror', None) or error}"
-        raise RecordingError(message) from error
+        raise RecordingError(f"{path.name} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 @attrs.frozen(eq=False)
@@ -97,8 +96,9 @@ class RecordedFile:
             with safe_open(file, framework="pt", device="cpu") as opened:
                 return cls(file, _header(opened))
         except Exception as error:  # each layer has its own errors for a file that it cannot read
-            message = f"{file.name}: it is no recording that can be read: {str(error)[:_LONGEST]}"
-            raise RecordingError(message) from error
+            raise RecordingError(
+                f"{file.name}: it is no recording that can be read: {str(error)[:_LONGEST]}"
+            ) from error
 
     def steps(self, only: int | None = None) -> tuple[StepRecord, ...]:
         """All steps, or the one of a number. RecordingError if there is none."""
@@ -107,8 +107,7 @@ class RecordedFile:
             return found
         known = ", ".join(str(step.number) for step in self.header.steps) or "none"
         none = "no steps: none was run while it was recorded" if only is None else f"no step {only}: it has {known}"
-        message = f"{self.path.name} has {none}"
-        raise RecordingError(message)
+        raise RecordingError(f"{self.path.name} has {none}")
 
 
 def _need(holds: object, fault: str) -> None:

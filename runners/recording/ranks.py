@@ -42,8 +42,7 @@ class RecordedRanks(Ranks):
         """Those of a file's runner. RecordingError where it is none that can be read, or its runner had no ranks."""
         file = RecordedFile.read(path)
         if file.header.runner.ranks is None:
-            message = f"{file.path.name}: its runner had no ranks"
-            raise RecordingError(message)
+            raise RecordingError(f"{file.path.name}: its runner had no ranks")
         return cls(file.header.runner.ranks)
 
     @contextlib.contextmanager
@@ -78,8 +77,7 @@ def _messages(step: StepRecord, told: StepRanks, axes: Sequence[Axis], size: int
     rows: Mapping[str, Sequence[int]] = dict(told.live)
     missing = [axis.name for axis in axes if axis.name not in rows]
     if missing:
-        message = f"step {step.number}: the file does not have what ranks brought on {missing[0]}"
-        raise RecordingError(message)
+        raise RecordingError(f"step {step.number}: the file does not have what ranks brought on {missing[0]}")
     found = [Message(0, FITS, live=tuple(rows[axis.name][rank] for axis in axes)) for rank in range(size)]
     forced = told.forced
     if forced is not None and step.bucket is not None:

@@ -276,7 +276,6 @@ def record(
     slots = stage.declaration.slots
     for name in staged:
         if not isinstance(slots.get(name), Staged):
-            message = f"staged= names {name!r}, which is no staged slot of {stage.declaration.name}"
-            raise ConfigError(message)
+            raise ConfigError(f"staged= names {name!r}, which is no staged slot of {stage.declaration.name}")
     kept = {name: slots[name] for name in staged}
     return Recording(runner, place, last, max_bytes, outputs=outputs, staged=kept)

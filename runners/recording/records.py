@@ -67,15 +67,15 @@ class Value:
     def _found(cls, name: str, source: Any, device: torch.device) -> "Value":
         if isinstance(source, torch.Tensor):
             if source.is_meta or source.layout != torch.strided:
-                message = f"a {'meta' if source.is_meta else source.layout} tensor of shape {list(source.shape)}"
-                raise NotPlainError(message)
+                raise NotPlainError(
+                    f"a {'meta' if source.is_meta else source.layout} tensor of shape {list(source.shape)}"
+                )
             found, tensor = cls(name=name, kind="tensor"), source
             found.where = "device" if source.device.type == device.type else "host"
             found.dense = source.is_contiguous() and not source.is_neg() and not source.is_conj()
         elif isinstance(source, np.ndarray):
             if array_dtype(source) is None:
-                message = f"an array of {source.dtype}, which torch has no dtype for"
-                raise NotPlainError(message)
+                raise NotPlainError(f"an array of {source.dtype}, which torch has no dtype for")
             found, tensor = cls(name=name, kind="array"), torch.from_numpy(np.array(source, order="C"))
         else:
             found = cls(name=name, kind="plain", data=plain_to_text(source))
@@ -264,8 +264,7 @@ def _tagged(value: Any, room: list[int], depth: int) -> Any:
     kind = type(value)
     room[0] -= 1 + len(value) if kind is str else 1
     if room[0] < 0 or depth == 0:
-        message = f"more than {MOST:,} values and letters" if depth else f"more than {DEPTH} levels deep"
-        raise NotPlainError(message)
+        raise NotPlainError(f"more than {MOST:,} values and letters" if depth else f"more than {DEPTH} levels deep")
     if kind in (list, tuple):
         if len(value) < room[0] and set(map(type, value)) == {int} and max(map(int.bit_length, value)) < _BITS:
             room[0] -= len(value)  # at once, since batches have long lists of integers
@@ -277,8 +276,7 @@ def _tagged(value: Any, room: list[int], depth: int) -> Any:
         return {"dict": [[_tagged(one, room, depth - 1) for one in item] for item in value.items()]}
     if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() < _BITS):
         return value
-    message = "an integer with too many digits" if kind is int else f"{kind.__module__}.{kind.__qualname__}"
-    raise NotPlainError(message)
+    raise NotPlainError("an integer with too many digits" if kind is int else f"{kind.__module__}.{kind.__qualname__}")
 
 
 def plain_from_text(text: str) -> Any:
@@ -286,8 +284,9 @@ def plain_from_text(text: str) -> Any:
     try:
         return json.loads(text, object_hook=_untagged)
     except (ValueError, TypeError, RecursionError) as error:
-        message = f"plain data is nested too deeply, or has words that no recording has: {error!s:.200}"
-        raise RecordingError(message) from error
+        raise RecordingError(
+            f"plain data is nested too deeply, or has words that no recording has: {error!s:.200}"
+        ) from error
 
 
 def _untagged(data: dict[str, Any]) -> Any:

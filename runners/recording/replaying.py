@@ -78,12 +78,10 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
     name = file.path.name
     refused, noted = unlike(file.header.runner, runner.parts)
     if refused:
-        message = f"{name} does not fit the runner: {'; '.join(refused)}"
-        raise RecordingError(message)
+        raise RecordingError(f"{name} does not fit the runner: {'; '.join(refused)}")
     done = tuple(replay_step(step, runner) for step in file.steps(only))
     if all(step.outcome == "left out" for step in done):
-        message = f"{name} has no step that can be run: {done[-1].lines[0]}"
-        raise RecordingError(message)
+        raise RecordingError(f"{name} has no step that can be run: {done[-1].lines[0]}")
     return ReplayReport(file=name, runner=runner.parts.name, notes=tuple(noted), steps=done)
 
 
@@ -157,14 +155,14 @@ def rebuilt(declaration: Declaration, slots: Values, fields: Values) -> tuple[Re
                 if not isinstance(holder.get(last), dict):
                     holder[last] = value
                     continue
-            message = f"slot {name!r}: its source {source} holds another source, or is inside of one: give it its own"
-            raise RecordingError(message)
+            raise RecordingError(
+                f"slot {name!r}: its source {source} holds another source, or is inside of one: give it its own"
+            )
         elif source is not None:
-            message = (
+            raise RecordingError(
                 f"slot {name!r}: its source is a {type(source).__name__}, which a recorded batch cannot stand in for: "
                 "declare a path, side(...) or a function of the batch"
             )
-            raise RecordingError(message)
     return batch, side
 
 
@@ -180,8 +178,7 @@ def _value_of(value: Value, device: torch.device) -> Any:
         there = value.elements.to(device if value.where == DEVICE else "cpu", copy=True)
         return there if value.dense else torch.stack([there, there], -1)[..., 0]
     except (TypeError, ValueError, RuntimeError) as error:
-        message = f"{value.name!r} is no {value.kind}: {error}"
-        raise RecordingError(message) from error
+        raise RecordingError(f"{value.name!r} is no {value.kind}: {error}") from error
 
 
 def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
@@ -277,8 +274,7 @@ def _staged(step: StepRecord, view: Inputs) -> Any:
     for one in step.staged:
         place = live_part(slots[one.name], vars(view)[one.name], step_of(view)) if one.name in slots else None
         if place is None or one.elements is None or place.shape != one.elements.shape:
-            message = f"slot {one.name!r}: the file has {one}, which cannot be staged on this runner"
-            raise RecordingError(message)
+            raise RecordingError(f"slot {one.name!r}: the file has {one}, which cannot be staged on this runner")
         with torch.no_grad():
             place.copy_(one.elements)
     return view

@@ -46,8 +46,9 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
     known = {*copied, *declaration.fields, *declaration.disabled}
     unknown = [name for name in values if name not in known]
     if unknown:
-        message = f"{declaration.name}.placeholder() names {unknown[0]!r}, which is no copied slot and no field"
-        raise CaptureError(message)
+        raise CaptureError(
+            f"{declaration.name}.placeholder() names {unknown[0]!r}, which is no copied slot and no field"
+        )
     given = {name: _value(name, values, buffers, stage, step.live_sizes) for name in copied if name not in absent}
     fields = carried(declaration.fields, values)
     buffers.distrust()
@@ -63,8 +64,7 @@ def _value(name: str, values: Mapping[str, Any], buffers: Buffers, stage: Stage[
     else:
         value = initial_value(name, buffer.slot, buffers.capacity, stage.backend.capabilities)
     if isinstance(value, bool | int | float) and not holds(target.dtype, value):
-        message = f"slot {name!r}: its placeholder: {value!r} does not fit {dtype_text(target.dtype)}"
-        raise CaptureError(message)
+        raise CaptureError(f"slot {name!r}: its placeholder: {value!r} does not fit {dtype_text(target.dtype)}")
     try:
         write_all(target, value, f"slot {name!r}: its placeholder")
     except ComputeError as error:
@@ -163,8 +163,9 @@ class StackCapture(Generic[V]):
 
         outputs = under_way(Running(view, "capture"), stack.answered, self._stage.run, view, noted)
         if len(calls) != 1:
-            message = f"the step called the stack, {stack.name}, {len(calls)} times: it is captured for one call a step"
-            raise CaptureError(message)
+            raise CaptureError(
+                f"the step called the stack, {stack.name}, {len(calls)} times: it is captured for one call a step"
+            )
         return calls[0], outputs
 
     def _cut(self, call: StackCall, view: V) -> None:
@@ -181,8 +182,7 @@ class StackCapture(Generic[V]):
         try:
             self._watch(call, view, names)
         except CaptureError as error:
-            message = f"{error} (splits names {', '.join(sorted(names))})"
-            raise CaptureError(message) from error
+            raise CaptureError(f"{error} (splits names {', '.join(sorted(names))})") from error
 
     def _watch(self, call: StackCall, view: V, breaks: frozenset[str] = frozenset()) -> Any:
         """Run it under watch: what its graphs do with the arguments, and that none reads a slot over requests.

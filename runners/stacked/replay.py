@@ -46,19 +46,16 @@ def current_view(inputs: type[V]) -> V:
     reference = RUNNING.get()
     step = None if reference is None else reference()
     if step is None:
-        message = "no step is running: current_view() is for what a runner's step calls"
-        raise ReplayError(message)
+        raise ReplayError("no step is running: current_view() is for what a runner's step calls")
     if not isinstance(step.view, inputs):
-        message = f"the running step's view is of {type(step.view).__name__}, not of {inputs.__name__}"
-        raise ReplayError(message)
+        raise ReplayError(f"the running step's view is of {type(step.view).__name__}, not of {inputs.__name__}")
     if step.inside is not None:
         return step.view
     if step.operator is not None:
-        message = (
+        raise CaptureError(
             f"operator {step.operator} asks for the step's view inside of a graph, which would keep what it finds: run "
             "it between graphs, by splits= or graph_break, or hand it the slots that it reads"
         )
-        raise CaptureError(message)
     return step.view if step.shown is None else step.shown  # type: ignore[return-value] # of the same declaration
 
 
@@ -134,8 +131,9 @@ class Break:
         except Exception as error:
             if step.phase == "eager" or isinstance(error, SlotGraphError):
                 raise
-            message = f"break {self._name!r} raised {type(error).__name__}: {error}"
-            raise (CaptureError if step.phase == "capture" else ReplayError)(message) from error
+            raise (CaptureError if step.phase == "capture" else ReplayError)(
+                f"break {self._name!r} raised {type(error).__name__}: {error}"
+            ) from error
         finally:
             step.inside = None
         if places is None:
@@ -149,24 +147,21 @@ class Break:
 
     def _refuse(self, step: Running | None) -> NoReturn:
         if step is None:
-            message = f"break {self._name!r} needs a step: replay through the runner, not the graph"
-            raise ReplayError(message)
-        message = (
+            raise ReplayError(f"break {self._name!r} needs a step: replay through the runner, not the graph")
+        raise CaptureError(
             f"break {self._name!r} is called inside break {step.inside!r}, which runs eagerly as a whole already: "
             "leave out the inner mark"
         )
-        raise CaptureError(message)
 
     def _structure_of(self, answer: Any) -> Any:
         """The structure of an answer. CaptureError where it holds what no graph can be handed."""
         leaves, structure = pytree.tree_flatten(answer)
         for leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *VALUES)):
-                message = (
+                raise CaptureError(
                     f"break {self._name!r} returned {type(leaf).__name__}, of which graphs cannot be handed each "
                     "step's own: return tensors, or tuples, lists and dicts of them"
                 )
-                raise CaptureError(message)
         return structure
 
     def _borrow(self, step: Running) -> None:
@@ -180,20 +175,17 @@ class Break:
         """Copy tensors to where later graphs read them; anything else must be what it was."""
         leaves, structure = pytree.tree_flatten(answer)
         if structure != self._answered:
-            message = f"break {self._name!r} returned another structure than at capture"
-            raise ReplayError(message)
+            raise ReplayError(f"break {self._name!r} returned another structure than at capture")
         for number, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
             found = f"break {self._name!r}: result {number} is {_text(leaf)}"
             if isinstance(place, torch.Tensor):
                 if not isinstance(leaf, torch.Tensor) or leaf.shape != place.shape or leaf.dtype != place.dtype:
-                    message = f"{found}, and was {_text(place)} at capture"
-                    raise ReplayError(message)
+                    raise ReplayError(f"{found}, and was {_text(place)} at capture")
                 place.copy_(leaf)
             elif isinstance(leaf, torch.Tensor) or (leaf is not place and bool(leaf != place)):
-                message = (
+                raise ReplayError(
                     f"{found}, and the graphs after it were captured with {place!r}: return what changes as a tensor"
                 )
-                raise ReplayError(message)
 
 
 def _text(value: Any) -> str:
@@ -308,16 +300,16 @@ class StackCall:
         if (*map(type, leaves), *kwargs) != self._kinds:  # what follows takes ten times as long
             leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
             if structure != self._structure:
-                message = "the stack was called with other arguments than at capture"
-                raise ReplayError(message)
+                raise ReplayError("the stack was called with other arguments than at capture")
         values, now = view.__dict__, dict[int, Any]()
         now[id(self.view)] = view
         for key, name in self._slots:
             now[key] = values[name]
         for place in self._views:
             if leaves[place] is not view:
-                message = f"argument {place} of the stack was the step's own view at capture, and is another one now"
-                raise ReplayError(message)
+                raise ReplayError(
+                    f"argument {place} of the stack was the step's own view at capture, and is another one now"
+                )
         for place, kept, is_slot in self._read:
             leaf = leaves[place]
             if leaf is kept:
@@ -452,8 +444,7 @@ class StackStep:
             RUNNING.reset(token)
         if self._calls != 1:
             name = "" if stack is None else stack.name
-            message = f"the step called the stack, {name}, {self._calls} times, and once at capture"
-            raise ReplayError(message)
+            raise ReplayError(f"the step called the stack, {name}, {self._calls} times, and once at capture")
         if note is not None:
             note()
         rows, live = self.rows.padded, self.rows.live
@@ -489,11 +480,10 @@ class StackStep:
         finally:
             step.shown = None
         if clock.replays != before + 1:
-            message = (
+            raise ReplayError(
                 "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
                 "later graphs read: run that runner before or after this one's step, or eagerly within the break"
             )
-            raise ReplayError(message)
         if call.use.written:
             call.give_back(leaves)
         return outputs

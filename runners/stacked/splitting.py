@@ -86,11 +86,9 @@ class Splitter:
             inner = getattr(error, "inner_exception", None)  # what the tracer makes of a refusal by `_cut`
             if isinstance(inner, CaptureError):
                 raise inner from None
-            message = f"the step could not be traced whole: {_told(error)}"
-            raise CaptureError(message) from error
+            raise CaptureError(f"the step could not be traced whole: {_told(error)}") from error
         if self._last is None:
-            message = "the step could not be traced: it calls no operator of torch"
-            raise CaptureError(message)
+            raise CaptureError("the step could not be traced: it calls no operator of torch")
         return _call_of(self._last, outputs)
 
     def _compile(self, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,8 +125,9 @@ class Splitter:
             else:
                 parts[node] = at
         if not breaks:
-            message = f"splits names {_listed(self.names)}, and the step calls none of them, but {_listed(seen)}"
-            raise CaptureError(message)
+            raise CaptureError(
+                f"splits names {_listed(self.names)}, and the step calls none of them, but {_listed(seen)}"
+            )
         from torch.fx.passes.split_module import split_module  # noqa: PLC0415 - a tenth of the package's own import
 
         cut = split_module(module, None, parts.__getitem__, keep_original_order=True)  # type: ignore[arg-type]

@@ -123,8 +123,7 @@ def _inside(step: Running, name: str) -> Iterator[None]:
     except SlotGraphError:
         raise
     except Exception as error:
-        message = f"break {name!r} raised {type(error).__name__}: {error}"
-        raise CaptureError(message) from error
+        raise CaptureError(f"break {name!r} raised {type(error).__name__}: {error}") from error
     finally:
         step.inside = None
 

@@ -45,8 +45,9 @@ def model_dtype(dtype: torch.dtype) -> Callable[[type[V]], type[V]]:
     def settle(inputs: type[V]) -> type[V]:
         fields = {name: field for name, field in _model_slots(inputs).items() if name in inputs.slotgraph.slots}
         if not fields:
-            message = f"{inputs.__name__}: no slot has the model's dtype: leave out model_dtype({dtype_text(dtype)})"
-            raise DeclarationError(message)
+            raise DeclarationError(
+                f"{inputs.__name__}: no slot has the model's dtype: leave out model_dtype({dtype_text(dtype)})"
+            )
 
         def body(namespace: MutableMapping[str, Any]) -> None:
             namespace["__annotations__"] = {name: field.type for name, field in fields.items()}

@@ -26,11 +26,10 @@ class Sharding:
     def __attrs_post_init__(self) -> None:
         """Refuse a rank that is none."""
         if self.attn_tp_size < 1 or not 0 <= self.attn_tp_rank < self.attn_tp_size:
-            message = (
+            raise ConfigError(
                 f"attn_tp_rank is {self.attn_tp_rank} of {self.attn_tp_size}: expected a rank from 0, below "
                 "attn_tp_size, which is at least 1"
             )
-            raise ConfigError(message)
 
     @classmethod
     def of(cls, settings: object) -> "Sharding":
@@ -40,22 +39,20 @@ class Sharding:
         found = {field.name: look_up(settings, field.name) for field in attrs.fields(cls)}
         for name, value in found.items():
             if value is None:
-                message = (
+                raise ConfigError(
                     f"settings have no {name!r}, which tells how tokens are sharded: give it, or standard.Sharding(...)"
                 )
-                raise ConfigError(message)
         return cls(**found)
 
 
 def batches_of(ranks: Ranks) -> int:
     """How many batches ranks bring. ConfigError where they do not divide so that `shards` of them share each."""
     if not ranks.batches:
-        message = (
+        raise ConfigError(
             f"{ranks.size} ranks do not divide so that each {ranks.shards} of them share a batch, as Ranks(shards=) "
             "says: make it of the group of all ranks that do, or take the slots that settings and batches give, "
             "standard.ExpertParallel and standard.DataParallelCarried"
         )
-        raise ConfigError(message)
     return ranks.batches
 
 
@@ -87,12 +84,11 @@ def _live_part(step: Step, sharding: Sharding) -> int:
         return live
     chunk, rest = divmod(padded, size)
     if rest:
-        message = (
+        raise ComputeError(
             f"slot 'num_token_non_padded': {padded} padded tokens do not divide among {size} attention-TP ranks, over "
             f"which they are scattered: choose buckets whose tokens are a multiple of {size}; for steps that run "
             "eagerly pad the batch, or name the slot in carry= and bring its count"
         )
-        raise ComputeError(message)
     return min(max(live - chunk * sharding.attn_tp_rank, 0), chunk)
 
 
@@ -114,11 +110,10 @@ def _of_batches(axis: Axis, step: Step, ranks: Ranks) -> list[int]:
     """
     batches, asked = batches_of(ranks), step.padded(DP)
     if asked != batches:
-        message = (
+        raise ConfigError(
             f"sizes has {DP} = {asked}, and {ranks.size} ranks, of which each {ranks.shards} in a row share a batch, "
             f"bring {batches}: give DP the size {batches}, or Ranks(shards=) the number of ranks that share one"
         )
-        raise ConfigError(message)
     return list(ranks.live(axis)[:: ranks.shards])
 
 

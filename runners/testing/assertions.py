@@ -103,8 +103,7 @@ def _play(ground: Ground, lowering: Lowering, schedule: list[Turn], seed: int) -
                 scribble(buffers, turn.padded, torch.Generator().manual_seed(seed))
         if faults:
             step = f"step {number} of {len(schedule)}, {turn!r}"
-            message = f"{declaration.name} filled by {lowering!r}, {step}: {faults[0]}"
-            raise WrongBytesError(message)
+            raise WrongBytesError(f"{declaration.name} filled by {lowering!r}, {step}: {faults[0]}")
 
 
 def assert_padding_independent(

@@ -139,8 +139,7 @@ def _verify(ways: Mapping[str, Way], samples: Sequence[Sample], ground: Ground, 
             ground.backend.synchronize()
             got = {slot: None if held is None else getattr(view, slot) for slot, held in wanted.items()}
             for fault in differences(got, wanted, slots, live):
-                message = f"{ground.declaration.name} filled by {name!r}: {fault}"
-                raise WrongBytesError(message)
+                raise WrongBytesError(f"{ground.declaration.name} filled by {name!r}: {fault}")
 
 
 def _is_loose(slot: Slot) -> bool:
@@ -166,8 +165,7 @@ def contest_of_steps(runner: Runner[Any], samples: Sequence[Sample]) -> Contest:
     parts = runner.parts
     stage = parts.stage
     if parts.graphs is None or parts.graphs.report is None:
-        message = f"{parts.name} has captured nothing: call capture() first, and give a runner that has graphs"
-        raise ConfigError(message)
+        raise ConfigError(f"{parts.name} has captured nothing: call capture() first, and give a runner that has graphs")
     kinds = set[tuple[Any, ...]]()
     for one in samples:
         decision, absent = runner.decide(one.batch, **one.side), stage.absent(one.batch, one.side)
@@ -176,8 +174,9 @@ def contest_of_steps(runner: Runner[Any], samples: Sequence[Sample]) -> Contest:
     bucket, rows, *_ = next(iter(kinds), (None, ()))
     if len(kinds) != 1 or bucket is None:
         took = ", ".join(sorted(map(str, kinds))) or "nothing"
-        message = f"batches must be of one size, without the same slots, and take one bucket's graph; they took {took}"
-        raise ConfigError(message)
+        raise ConfigError(
+            f"batches must be of one size, without the same slots, and take one bucket's graph; they took {took}"
+        )
     by_hand = FillByHand(stage.declaration, stage.backend, parts.sizes[bucket])
     view: Any = None
 
@@ -267,8 +266,9 @@ class Timer:
         full = ground.most
         part = ground.sizes({axis: live.get(axis, max(1, int(full[axis] * LIVE))) for axis in ground.leads})
         if set(live) - set(ground.leads) or any(part[axis] > full[axis] for axis in ground.leads):
-            message = f"live: sizes of the axes {list(ground.leads)}, at most the padded ones, got {dict(live)}"
-            raise ConfigError(message)
+            raise ConfigError(
+                f"live: sizes of the axes {list(ground.leads)}, at most the padded ones, got {dict(live)}"
+            )
         return self.contest(contest_of_fills(ground, part, values, absent, lowerings), **options)
 
     def runner(
@@ -322,10 +322,9 @@ class Timer:
             RegressionError: The ratio is too high.
         """
         if len(ways) < 2 or not batches:  # noqa: PLR2004 - a ratio is of two
-            message = (
+            raise ConfigError(
                 f"ways to time: at least two, the one that others are held to first, and batches; got {list(ways)}"
             )
-            raise ConfigError(message)
         base, ours, *_ = ways
         return self.contest(Contest(title, ways, batches, ours, backend, base), **options)
 
@@ -356,8 +355,7 @@ class Timer:
         with torch.no_grad():
             benchmark.pedantic(lambda: way(next(turns)), rounds=rounds, iterations=steps, warmup_rounds=1)
         if faults:
-            message = f"{title}: {'; '.join(faults)} (measured {ATTEMPTS} times)"
-            raise RegressionError(message)
+            raise RegressionError(f"{title}: {'; '.join(faults)} (measured {ATTEMPTS} times)")
         return figures
 
     def _measured(self, contest: Contest, rounds: int, steps: int, most: float | None) -> tuple[Figures, list[str]]:

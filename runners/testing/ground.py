@@ -37,8 +37,7 @@ Slots = Mapping[str, torch.Tensor | None]
 
 def no_step(view: Any) -> NoReturn:
     """The step of a declaration that is only filled."""
-    message = f"nothing runs on a {type(view).__name__} here"
-    raise RuntimeError(message)
+    raise RuntimeError(f"nothing runs on a {type(view).__name__} here")
 
 
 @attrs.frozen(eq=False)
@@ -82,8 +81,7 @@ class Ground:
         for axis in max_sizes:
             if axis not in known or axis in relations:
                 why = "which follows from others by relations=" if axis in known else "an axis that no slot has"
-                message = f"max_sizes names {axis!r}, {why}: leave it out"
-                raise ConfigError(message)
+                raise ConfigError(f"max_sizes names {axis!r}, {why}: leave it out")
         most = {axis: FIXED if axis.fixed else VARYING for axis in known} | dict(max_sizes)
         fixed = {axis: size for axis, size in most.items() if axis.fixed}
         stage = Stage.of(inputs, no_step, backend, fixed, settings, relations)
@@ -196,8 +194,7 @@ def _row(where: tuple[int, ...]) -> str:
 def _lead(size: Dim, axis: Axis) -> Axis:
     lead = size.reveals()
     if lead is None:
-        message = f"relations: {axis!r} follows from one other axis that varies, got {size}"
-        raise ConfigError(message)
+        raise ConfigError(f"relations: {axis!r} follows from one other axis that varies, got {size}")
     return lead
 
 

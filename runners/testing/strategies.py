@@ -7,8 +7,10 @@ try:
     import hypothesis
     from hypothesis import strategies as st
 except ModuleNotFoundError as error:
-    _message = "slotgraph.testing needs hypothesis, which is not installed: pip install 'slotgraph[testing]'"
-    raise ModuleNotFoundError(_message, name="hypothesis") from error
+    raise ModuleNotFoundError(
+        "slotgraph.testing needs hypothesis, which is not installed: pip install 'slotgraph[testing]'",
+        name="hypothesis",
+    ) from error
 
 import attrs
 import torch

@@ -176,8 +176,7 @@ def test_step_that_raises_in_capture(backend: Backend) -> None:
 
     def bad() -> torch.Tensor:
         source.mul(2)
-        message = "out of workspace"
-        raise LookupError(message)
+        raise LookupError("out of workspace")
 
     for _ in range(2):
         with pytest.raises(CaptureError, match=r"LookupError.*out of workspace") as refused, backend.stream():

@@ -45,8 +45,7 @@ def test_a_step_that_raises_leaves_nothing_behind() -> None:
 
     def step() -> None:
         state.mul_(2)
-        message = "in the middle"
-        raise KeyError(message)
+        raise KeyError("in the middle")
 
     with pytest.raises(CaptureError, match="in the middle") as caught:
         capture(step)

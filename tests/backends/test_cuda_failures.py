@@ -128,8 +128,7 @@ def test_pool_that_cannot_be_mended(cuda: CudaBackend, monkeypatch: pytest.Monke
     def refusing(device: StreamBackend, handle: object) -> None:
         tries.append(handle)
         if len(tries) == 1:
-            message = "beginAllocateToPool: already recording to mempool_id"
-            raise RuntimeError(message)
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         mend(device, handle)
 
     monkeypatch.setattr(StreamBackend, "_capture_nothing", refusing)

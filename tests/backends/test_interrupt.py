@@ -115,8 +115,7 @@ def test_raises_at_capture(interrupting: Backend) -> None:
     older = captured(interrupting, lambda: between(interrupting, lambda: x * 2) + 1)
 
     def raising() -> Any:
-        message = "no kernel for this"
-        raise OSError(message)
+        raise OSError("no kernel for this")
 
     with pytest.raises(CaptureError, match="no kernel for this"):
         interrupting.capture(lambda: between(interrupting, raising) + 1)

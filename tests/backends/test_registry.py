@@ -43,8 +43,7 @@ class BrokenBackend(PreferredBackend):  # type: ignore[misc]  # likewise
     @classmethod
     def is_available(cls) -> Availability:
         """Raises."""
-        message = "the driver said something unheard of"
-        raise ValueError(message)
+        raise ValueError("the driver said something unheard of")
 
 
 @pytest.fixture

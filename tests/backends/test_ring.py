@@ -233,8 +233,7 @@ def test_a_copy_that_fails() -> None:
 
     def start(memory: torch.Tensor, at: int, nbytes: int) -> None:
         if refusing[0]:
-            message = "refused"
-            raise RuntimeError(message)
+            raise RuntimeError("refused")
         device.start(memory, at, nbytes)
 
     ring = Ring(device.packet, device.pinned, start, device.mark, device.drain, device.inline, SMALL)

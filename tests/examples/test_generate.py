@@ -188,8 +188,7 @@ def test_failure_to_compile_is_told(generate: Generate, monkeypatch: pytest.Monk
     """Where torch cannot compile, one line says why, and the demo passes."""
 
     def refuse(*_: Any, **__: Any) -> Callable[..., Any]:
-        message = "\n  no compiler was found\nand more lines"
-        raise RuntimeError(message)
+        raise RuntimeError("\n  no compiler was found\nand more lines")
 
     monkeypatch.setattr(torch, "compile", refuse)
     status, report, out = generate(*SHORT, "--compare")

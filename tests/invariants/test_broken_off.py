@@ -105,8 +105,7 @@ def test_planted_refusal_that_comes_too_late() -> None:
 
     def hasty() -> None:
         runner(batch)
-        message = "planted"
-        raise BatchError(message)
+        raise BatchError("planted")
 
     assert left_behind(device, runner, batch, hasty) == ["buffers", "counters", "view"]
 

@@ -132,8 +132,7 @@ def test_update_that_breaks_off(monkeypatch: pytest.MonkeyPatch, npu: Any) -> No
 
     def refuse(graph: Any, cpu_update_input: Any) -> None:
         del graph, cpu_update_input
-        message = "the workspace is too small"
-        raise RuntimeError(message)
+        raise RuntimeError("the workspace is too small")
 
     batch = {"input_ids": [1, 2], "seq_lens_cpu": [3, 4]}
     with monkeypatch.context() as patched:

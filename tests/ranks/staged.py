@@ -115,8 +115,7 @@ class Part:
         for place in range(self.stage * each, (self.stage + 1) * each):
             flow = layer(place, view, flow, mine, self._reduce)
         if self.fault == "raises":
-            message = f"shard {self.shard} of stage {self.stage} lost a page"
-            raise ValueError(message)
+            raise ValueError(f"shard {self.shard} of stage {self.stage} lost a page")
         return end(flow) if self.stage == self.stages - 1 else CHANGES.get(self.fault, dict)(flow)
 
     def _reduce(self, part: torch.Tensor) -> None:

@@ -53,8 +53,7 @@ class Unreadable(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         """Not at all."""
-        message = f"lost {name}"
-        raise OSError(message)
+        raise OSError(f"lost {name}")
 
 
 def runner_of(kind: str, ranks: Ranks) -> Any:
@@ -62,8 +61,7 @@ def runner_of(kind: str, ranks: Ranks) -> Any:
 
     def step(view: Any) -> torch.Tensor:
         if ranks.rank == 1 and view.ids.shape[0] == 9:
-            message = "lost a page"
-            raise ValueError(message)
+            raise ValueError("lost a page")
         out: torch.Tensor = view.ids * view.number
         return out
 
@@ -141,8 +139,7 @@ def fails_in_capture(rank: int) -> tuple[str, dict[int, str], tuple[int, ...]]:
 
     def step(view: Counted) -> torch.Tensor:
         if rank == 1 and view.ids.shape[0] == 4:
-            message = "no room for this one"
-            raise ValueError(message)
+            raise ValueError("no room for this one")
         return view.ids * 2
 
     runner = DecodeRunner(Counted, step, ranks=soon(), buckets=stepping.BUCKETS, backend="cpu", progress=False)

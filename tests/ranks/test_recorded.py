@@ -172,8 +172,7 @@ def raising(rank: int, folder: str) -> str:
 
     def counted(ranks: Ranks) -> list[int]:
         if ranks.rank == 1 and ranks.live(BATCH)[0] == 7:
-            message = "too many for me"
-            raise ValueError(message)
+            raise ValueError("too many for me")
         return list(ranks.live(TOKENS))
 
     class Raising(Counted):

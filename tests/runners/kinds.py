@@ -252,8 +252,7 @@ def act(one: Counted, schedule: Sequence[tuple[Act, int]]) -> None:
                     use(object())
                 except BatchError:
                     continue
-                message = "a batch that brings nothing was taken"
-                raise AssertionError(message)
+                raise AssertionError("a batch that brings nothing was taken")
         elif what == "call":
             runner(one.batch(rows))
         else:

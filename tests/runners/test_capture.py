@@ -181,8 +181,7 @@ def test_lazy_capture_that_fails(cpu: str) -> None:
     def step(view: PlainInputs) -> torch.Tensor:
         if view.weights.shape[0] == 4 and len(tries) < 1:
             tries.append(1)
-            message = "out of workspace"
-            raise RuntimeError(message)
+            raise RuntimeError("out of workspace")
         return plain_step(view)
 
     runner = DecodeRunner(PlainInputs, step, buckets=[4, 8], backend=cpu, lazy=True)
@@ -267,8 +266,7 @@ def test_step_that_raises_in_capture(cpu: str, warmups: int) -> None:
 
         def step(view: PlainInputs, failing: int = failing, bad: list[bool] = bad) -> torch.Tensor:
             if bad[0] and view.ids.shape[0] == failing:
-                message = "out of workspace"
-                raise RuntimeError(message)
+                raise RuntimeError("out of workspace")
             return plain_step(view)
 
         runner = DecodeRunner(PlainInputs, step, buckets=[2, 4, 8], backend=cpu, warmups=warmups)

@@ -326,8 +326,7 @@ def test_backends_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load(name: str) -> type[CpuBackend]:
         if name == "cpu":
-            message = "libdevice.so is missing"
-            raise ImportError(message)
+            raise ImportError("libdevice.so is missing")
         return CpuBackend
 
     unavailable = classmethod(lambda _: Availability(available=False, reason="no [device] here"))

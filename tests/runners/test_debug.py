@@ -309,8 +309,7 @@ def test_step_that_cannot_be_watched() -> None:
 
     def step(view: Any) -> torch.Tensor:
         if wrong["now"]:
-            message = "not like this"
-            raise RuntimeError(message)
+            raise RuntimeError("not like this")
         return plain_step(view)
 
     runner = runner_of(step, debug="parity")
@@ -328,8 +327,7 @@ def test_step_that_raises(cpu: str) -> None:
 
     def step(view: Any) -> torch.Tensor:
         if wrong["now"]:
-            message = "broken"
-            raise RuntimeError(message)
+            raise RuntimeError("broken")
         return plain_step(view)
 
     runner = runner_of(step, backend=cpu, debug="parity")

@@ -62,8 +62,7 @@ def varied_runner(cpu: str) -> DecodeRunner[VariedInputs]:
 
     def step(view: VariedInputs) -> torch.Tensor:
         if view.ids.shape[0] == 16:
-            message = "no room for 16"
-            raise ValueError(message)
+            raise ValueError("no room for 16")
         return varied_step(view)
 
     runner = DecodeRunner(VariedInputs, step, buckets=[4, 8, 16], sizes={PAGES: 3}, backend=cpu, max_waste=0.5)

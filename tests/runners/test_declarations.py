@@ -431,7 +431,7 @@ def test_values_that_only_a_runner_knows() -> None:
     width = Axis("WIDE", fixed=True)
 
     def fail(_: Any) -> Any:
-        raise KeyError("nothing")  # noqa: EM101 - as a look-up raises it
+        raise KeyError("nothing")
 
     wide: list[dict[str, Any]] = [
         {"pad": width},

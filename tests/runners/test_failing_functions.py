@@ -42,8 +42,7 @@ def of_field(field: Any) -> int:
 
 def helper(_: Any) -> NoReturn:
     """What fails is further down."""
-    message = "the table has no such row"
-    raise KnownError(message)
+    raise KnownError("the table has no such row")
 
 
 class WithField(Inputs):
@@ -90,7 +89,7 @@ def runners(inputs: Any, backend: str, lowering: str) -> list[Any]:
 def test_a_function_that_raises(cpu: str, function: Any, shape: Any, placement: str) -> None:
     """At capture, in a fill and in a replay alike; what it raised is the cause."""
     name = function.__name__
-    words = rf"slot 'mine': its function {name} raised KnownError {PLACE}raise KnownError\(message\)`: the table has"
+    words = rf"slot 'mine': its function {name} raised KnownError {PLACE}raise KnownError\(.*\)`: the table has"
     batch = {"ids": torch.tensor([5, 6, 7]), "lens": torch.tensor([1, 2, 3]), "field": 3}
     inputs = declared(function, shape, placement)
     for runner in [one for lowering in LADDER for one in runners(inputs, cpu, lowering)]:
@@ -165,8 +164,7 @@ def test_memory_that_runs_out_is_no_fault_of_the_function() -> None:
     """Engines catch torch's own error and free something, so it is raised as it is."""
 
     def hungry(ids: torch.Tensor) -> torch.Tensor:
-        message = f"tried to allocate {ids.numel()} bytes"
-        raise torch.OutOfMemoryError(message)
+        raise torch.OutOfMemoryError(f"tried to allocate {ids.numel()} bytes")
 
     runner = runners(declared(hungry, BATCH, "device"), "cpu", "foreach")[0]
     with pytest.raises(torch.OutOfMemoryError):

@@ -55,8 +55,7 @@ class Draft:
                 view.mrope.mul_(2)
                 total = total + view.mrope.sum(0)[:, None]
             if self.fails():
-                message = "no kernel"
-                raise RuntimeError(message)
+                raise RuntimeError("no kernel")
             total = total + self.table[view.positions]
         return total
 
@@ -404,8 +403,7 @@ class Broken(Model):
         """Nothing."""
         assert self.pool.lent is not None
         super().__call__(view)
-        message = "no kernel"
-        raise RuntimeError(message)
+        raise RuntimeError("no kernel")
 
 
 def test_taken_back_where_the_step_raises(cpu: str) -> None:

@@ -90,8 +90,7 @@ def test_a_step_that_raises_is_none(cpu: str) -> None:
 
     def step(view: PlainInputs) -> torch.Tensor:
         if view.live.item() == 3 and raises:
-            message = "planted"
-            raise ValueError(message)
+            raise ValueError("planted")
         return plain_step(view)
 
     raises = False

@@ -120,8 +120,7 @@ def test_a_view_whose_step_raised() -> None:
     def step(view: MovedInputs) -> torch.Tensor:
         view.places.add_(1)
         if fails[0]:
-            message = "no"
-            raise OSError(message)
+            raise OSError("no")
         return view.places * 10
 
     runner = DecodeRunner(MovedInputs, step, buckets=[2], backend="cpu", progress=False)

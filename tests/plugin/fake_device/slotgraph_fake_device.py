@@ -41,8 +41,7 @@ class FakeEvent(Event):
     def microseconds_since(self, earlier: Event) -> float:
         """Host time, in microseconds."""
         if not isinstance(earlier, FakeEvent):
-            message = f"expected an event of this device, got {type(earlier).__name__}"
-            raise TypeError(message)
+            raise TypeError(f"expected an event of this device, got {type(earlier).__name__}")
         return (self._seconds - earlier._seconds) * 1e6
 
 
@@ -122,13 +121,11 @@ class _Fake(Backend):
         """Call the step once, on the stream alone."""
         del pool, error_mode, parameters
         if not self._on_stream:
-            message = "this device captures on its own stream only"
-            raise CaptureError(message)
+            raise CaptureError("this device captures on its own stream only")
         try:
             return FakeGraph(step)
         except Exception as error:
-            message = f"the step raised {type(error).__name__}: {error}"
-            raise CaptureError(message) from error
+            raise CaptureError(f"the step raised {type(error).__name__}: {error}") from error
 
     def event(self) -> Event:
         """Now."""

@@ -37,8 +37,7 @@ def test_garbage_is_taken_back(cpu: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def refused(self: Any, *_: Any, **__: Any) -> None:
         during.append(memory_of(self))
-        message = "refused"
-        raise ValueError(message)
+        raise ValueError("refused")
 
     monkeypatch.setattr(type(runner), "fill", refused)
     with pytest.raises(ValueError, match="refused"):

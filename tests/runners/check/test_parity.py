@@ -90,8 +90,7 @@ def test_step_that_raises() -> None:
 
     def step(view: Any) -> torch.Tensor:
         if view.weights.shape[0] not in allowed:
-            message = "of another size"
-            raise ValueError(message)
+            raise ValueError("of another size")
         return plain_step(view)
 
     allowed = [4, 8]

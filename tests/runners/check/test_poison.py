@@ -159,8 +159,7 @@ def test_device_that_stops(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def stopped(self: Any, batch: Any, **side: Any) -> Any:
         if raised:
-            message = "CUDA error: device-side assert triggered"
-            raise RuntimeError(message)
+            raise RuntimeError("CUDA error: device-side assert triggered")
         return fill(self, batch, **side)
 
     monkeypatch.setattr(type(runner), "replay", stopping)

@@ -233,8 +233,7 @@ def test_why_there_is_no_graph() -> None:
 
     def too_much(view: PlainInputs) -> torch.Tensor:
         if view.ids.shape[0] > 4:
-            message = "no more than four"
-            raise ValueError(message)
+            raise ValueError("no more than four")
         return plain_step(view)
 
     failing = DecodeRunner(PlainInputs, too_much, backend="cpu", buckets=[4, 8], progress=False)

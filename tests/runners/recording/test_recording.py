@@ -192,8 +192,7 @@ def test_file_is_written_whole_or_not(tmp_path: pathlib.Path, monkeypatch: pytes
     before = file.read_bytes()
 
     def fails(*_: Any, **__: Any) -> None:
-        message = "no space left"
-        raise OSError(message)
+        raise OSError("no space left")
 
     monkeypatch.setattr("slotgraph.runners.recording.files.save_file", fails)
     with pytest.raises(BatchError) as caught:
@@ -238,8 +237,7 @@ def test_what_a_failed_device_did_not_copy(tmp_path: pathlib.Path, monkeypatch: 
         recording.steps[-1].slots[0].arrived = torch.tensor([1 - number], dtype=torch.uint8)
 
     def dead(_: Any) -> None:
-        message = "illegal memory access"
-        raise RuntimeError(message)
+        raise RuntimeError("illegal memory access")
 
     monkeypatch.setattr(type(choose("cpu")), "synchronize", dead)
     recording.save()
@@ -255,8 +253,7 @@ def test_failed_device(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) 
         runner(rows(2, 5))
 
         def dead(_: Any) -> None:
-            message = "device-side assert"
-            raise RuntimeError(message)
+            raise RuntimeError("device-side assert")
 
         monkeypatch.setattr(recording, "_copied", dead)
         for _ in range(3):

@@ -157,8 +157,7 @@ def test_break_that_raises_in_a_bucket(backend: Backend) -> None:
     @graph_break
     def picky(hidden: torch.Tensor) -> torch.Tensor:
         if len(hidden) == 8:
-            message = "no kernel for eight rows"
-            raise NotImplementedError(message)
+            raise NotImplementedError("no kernel for eight rows")
         return hidden * 2
 
     runner, eager = around(lambda hidden, _: picky(hidden) + 1, backend, lazy=True)

@@ -115,8 +115,7 @@ def test_placeholder_that_raises() -> None:
         def placeholder(cls, step: Step) -> Mapping[str, Any]:
             """Nothing for two tokens."""
             if step.live(TOKENS) == 2:
-                message = "too few tokens"
-                raise ValueError(message)
+                raise ValueError("too few tokens")
             return Prefill.placeholder(step)
 
     with pytest.raises(errors.CaptureError, match=r"1 of 2 .*: bucket 2: the step raised ValueError: too few tokens"):

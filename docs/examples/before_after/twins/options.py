@@ -24,18 +24,16 @@ EPILOGUE = "exit status: 0 all is equal, 1 something differs, 2 it cannot be run
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        message = f"expected a whole number of at least 1, got {text}"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
     return number
 
 
 def _new_tokens(text: str) -> int:
     number, most = _count(text), LONGEST - LONGEST_PROMPT
     if number > most:
-        message = (
+        raise argparse.ArgumentTypeError(
             f"the model knows {LONGEST} positions, {LONGEST_PROMPT} of them for a prompt: at most {most}, got {text}"
         )
-        raise argparse.ArgumentTypeError(message)
     return number
 
 

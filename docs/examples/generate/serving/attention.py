@@ -127,8 +127,9 @@ def paged_attention(
     """
     for name in UNSUPPORTED:
         if settings.get(name) is not None:
-            message = f"this model's attention uses {name!r}, which this demo's paged attention does not know"
-            raise NotImplementedError(message)
+            raise NotImplementedError(
+                f"this model's attention uses {name!r}, which this demo's paged attention does not know"
+            )
     rows = Rows(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)))
     layer: Any = module.layer_idx
     return step_attention(layer, rows, scaling, step_view)[None], None

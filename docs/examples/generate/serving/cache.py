@@ -23,8 +23,7 @@ class PageAllocator:
     def take(self, count: int) -> list[int]:
         """That many pages; RuntimeError where fewer are free."""
         if count > self.free:
-            message = f"{count} pages wanted, {self.free} free"
-            raise RuntimeError(message)
+            raise RuntimeError(f"{count} pages wanted, {self.free} free")
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, pages: Sequence[int]) -> None:

@@ -61,8 +61,7 @@ class Crew:
     def tokens(self, logits: Outputs, count: int) -> list[int]:
         """The next token of each of so many requests; greedy: the largest logit is the token."""
         if logits is None:
-            message = f"there are no logits for {count} requests"
-            raise RuntimeError(message)
+            raise RuntimeError(f"there are no logits for {count} requests")
         return logits.argmax(dim=-1).tolist()
 
     def decision(self, runner: Runner[Any], batch: PrefillInputs) -> Decision:

@@ -105,8 +105,7 @@ def _deviation(name: str, fan_in: int) -> float:
 
 def _checkpoint_config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
-        message = f"--model {folder}: there is no config.json: give a folder that save_pretrained() wrote"
-        raise OptionsError(message)
+        raise OptionsError(f"--model {folder}: there is no config.json: give a folder that save_pretrained() wrote")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     _refuse_what_is_no_llama(config)
     return config
@@ -125,13 +124,13 @@ def _refuse_what_is_no_llama(config: Any) -> None:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if missing or special:
         names = ", ".join([*(f"no {name}" for name in missing), *special])
-        message = f"{type(config).__name__} has {names}: take a Llama-family model with plain causal attention"
-        raise OptionsError(message)
+        raise OptionsError(
+            f"{type(config).__name__} has {names}: take a Llama-family model with plain causal attention"
+        )
     if rope in ROPES_READ_BY_THE_HOST:
-        message = (
+        raise OptionsError(
             f"the host reads positions in each step for rope type {rope!r}, which no graph can: take another model"
         )
-        raise OptionsError(message)
 
 
 def _ends(model: PreTrainedModel) -> frozenset[int]:

@@ -33,8 +33,7 @@ class OptionsError(ValueError):
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        message = f"expected a whole number of at least 1, got {text}"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
     return number
 
 
@@ -45,8 +44,7 @@ def _counts(text: str) -> tuple[int, ...]:
 def _amount(text: str) -> float:
     number = float(text)
     if not number >= 0:
-        message = f"expected a number of at least 0, got {text}"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
     return number
 
 

@@ -65,8 +65,7 @@ def generate(
     declaration, prompts, prepare: see Engine. Over several ranks each does its part, and the first one prints.
     """
     if options.json is not None and not options.json.parent.is_dir():
-        message = f"--json {options.json}: there is no folder {options.json.parent}"
-        raise OptionsError(message)
+        raise OptionsError(f"--json {options.json}: there is no folder {options.json.parent}")
     if options.tp > 1:
         check_even(config_of(options), options.tp)
     if options.pp > 1:

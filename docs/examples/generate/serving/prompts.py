@@ -12,8 +12,7 @@ def read_requests(options: Options, language: Language) -> list[Request]:
     """A request a line that is not blank; OptionsError where there is none, or one that the model cannot hold."""
     prompts = [line.rstrip("\r") for line in _lines(options.prompts) if line.strip()]
     if not prompts:
-        message = "no prompts: give at least one line that is not blank"
-        raise OptionsError(message)
+        raise OptionsError("no prompts: give at least one line that is not blank")
     steps = arrivals(len(prompts), options.arrival_gap, options.seed)
     requests = [
         Request(
@@ -34,22 +33,20 @@ def _lines(source: str) -> list[str]:
         return sys.stdin.read().split("\n")
     path = Path(source) if source else PROMPTS
     if not path.is_file():
-        message = f"--prompts {path}: no such file; give one, or - for standard input"
-        raise OptionsError(message)
+        raise OptionsError(f"--prompts {path}: no such file; give one, or - for standard input")
     try:
         return path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        message = f"--prompts {path}: this is no UTF-8 text: {error}"
-        raise OptionsError(message) from error
+        raise OptionsError(f"--prompts {path}: this is no UTF-8 text: {error}") from error
 
 
 def _check_lengths(requests: list[Request], language: Language) -> None:
     room = language.model.config.max_position_embeddings
     for request in requests:
         if not request.prompt_ids:
-            message = f"prompt {request.number}: the model's tokenizer makes no token of {request.prompt!r}"
-            raise OptionsError(message)
+            raise OptionsError(f"prompt {request.number}: the model's tokenizer makes no token of {request.prompt!r}")
         if request.longest > room:
             tokens = f"{len(request.prompt_ids)} tokens and {request.limit} new ones"
-            message = f"prompt {request.number}: {tokens} exceed the model's {room} positions: lower --max-new-tokens"
-            raise OptionsError(message)
+            raise OptionsError(
+                f"prompt {request.number}: {tokens} exceed the model's {room} positions: lower --max-new-tokens"
+            )

@@ -66,8 +66,9 @@ class World:
         if not self.data_parallel:
             return list(items)
         if len(items) < self.size:
-            message = f"--dp {self.size}: {len(items)} prompts leave ranks without work: give at least {self.size}"
-            raise OptionsError(message)
+            raise OptionsError(
+                f"--dp {self.size}: {len(items)} prompts leave ranks without work: give at least {self.size}"
+            )
         return list(items[self.rank :: self.size])
 
     def gathered(self, mine: T) -> list[T]:
@@ -117,22 +118,18 @@ def world_of(options: Options) -> World:
     present = int(os.environ.get("WORLD_SIZE", "1"))
     asked = " ".join(f"--{way} {size}" for way, size in sizes.items())
     if len(sizes) > 1:
-        message = f"{asked}: one at a time"
-        raise OptionsError(message)
+        raise OptionsError(f"{asked}: one at a time")
     if not sizes and present > 1:
         ways = " or ".join(f"--{way} {present}" for way in WAYS)
-        message = f"{present} processes would all do the same: say {ways}"
-        raise OptionsError(message)
+        raise OptionsError(f"{present} processes would all do the same: say {ways}")
     if not sizes:
         return World()
     [(way, size)] = sizes.items()
     if present != size or "RANK" not in os.environ:
         run = f"torchrun --nproc-per-node {size} docs/examples/generate {asked}"
-        message = f"{asked} is for {size} processes, and here {_are(present)}: {run}"
-        raise OptionsError(message)
+        raise OptionsError(f"{asked} is for {size} processes, and here {_are(present)}: {run}")
     if options.prompts == "-":
-        message = f"{asked}: {size} processes cannot share standard input: give a file, --prompts FILE"
-        raise OptionsError(message)
+        raise OptionsError(f"{asked}: {size} processes cannot share standard input: give a file, --prompts FILE")
     return World(way, int(os.environ["RANK"]), size)
 
 
@@ -144,8 +141,7 @@ def _device(options: Options) -> torch.device:
         torch.accelerator.set_device_index(local)
     device = backends.choose(options.backend).device
     if device.type != "cpu" and local >= there:
-        message = f"local rank {local} has no device: this machine has {there}; run fewer processes on it"
-        raise OptionsError(message)
+        raise OptionsError(f"local rank {local} has no device: this machine has {there}; run fewer processes on it")
     return device
 
 

@@ -80,12 +80,12 @@ def check_even(config: Any, ranks: int) -> None:
     other = sorted({f"{name} is {word}" for name, word in plan.items() if word not in {COLUMNS, ROWS, *WHOLE}})
     if other or not plan:
         why = f", where {', '.join(other)}" if other else ""
-        message = f"--tp {ranks}: {type(config).__name__} has no plan that this program knows{why}: take a Llama"
-        raise OptionsError(message)
+        raise OptionsError(
+            f"--tp {ranks}: {type(config).__name__} has no plan that this program knows{why}: take a Llama"
+        )
     uneven = [f"{name} {getattr(config, name)}" for name in EVEN if getattr(config, name) % ranks]
     if uneven:
-        message = f"--tp {ranks} cannot share out the model's {', '.join(uneven)} evenly: take a divisor"
-        raise OptionsError(message)
+        raise OptionsError(f"--tp {ranks} cannot share out the model's {', '.join(uneven)} evenly: take a divisor")
 
 
 def sharded(language: Language, world: World) -> Language:

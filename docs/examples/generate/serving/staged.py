@@ -18,11 +18,11 @@ def check_layers(config: Any, ranks: int) -> None:
     """OptionsError for a model that cannot be cut into so many parts."""
     plan = getattr(config, "base_model_pp_plan", None) or {}
     if set(plan) != KNOWN:
-        message = f"--pp {ranks}: {type(config).__name__} has no plan that this program knows: take a Llama"
-        raise OptionsError(message)
+        raise OptionsError(f"--pp {ranks}: {type(config).__name__} has no plan that this program knows: take a Llama")
     if config.num_hidden_layers < ranks:
-        message = f"--pp {ranks}: the model has {config.num_hidden_layers} layers, and each rank needs one: take fewer"
-        raise OptionsError(message)
+        raise OptionsError(
+            f"--pp {ranks}: the model has {config.num_hidden_layers} layers, and each rank needs one: take fewer"
+        )
 
 
 def staged(language: Language, world: World) -> Language:

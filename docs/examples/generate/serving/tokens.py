@@ -64,9 +64,8 @@ def checkpoint_tokens(folder: Path, config: Any) -> Tokens:
     if any((folder / name).exists() for name in TOKENIZER_FILES):
         return CheckpointTokens(AutoTokenizer.from_pretrained(folder, local_files_only=True))
     if config.vocab_size < BYTES:
-        message = (
+        raise OptionsError(
             f"--model {folder}: no tokenizer, and {config.vocab_size} tokens are too few for bytes: add a tokenizer"
         )
-        raise OptionsError(message)
     bos = config.bos_token_id
     return ByteTokens(bos=bos if bos is not None and BYTES <= bos < config.vocab_size else None)

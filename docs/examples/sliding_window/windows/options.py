@@ -59,8 +59,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        message = f"expected a whole number of at least 1, got {text}"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
     return number
 
 
@@ -68,8 +67,7 @@ def _window(text: str) -> int:
     """At least 2: transformers' own cache keeps everything for a window of 1, and generate() would see too much."""
     number = int(text)
     if number < 2:  # noqa: PLR2004 - see above
-        message = f"expected a whole number of at least 2, got {text}"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 2, got {text}")
     return number
 
 

@@ -25,8 +25,7 @@ class RowAllocator:
     def take(self, count: int) -> list[int]:
         """That many rows; RuntimeError where fewer are free."""
         if count > self.free:
-            message = f"{count} rows wanted, {self.free} free"
-            raise RuntimeError(message)
+            raise RuntimeError(f"{count} rows wanted, {self.free} free")
         return [self._free.pop() for _ in range(count)]
 
     def give_back(self, rows: Sequence[int]) -> None:

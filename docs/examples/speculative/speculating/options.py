@@ -25,8 +25,7 @@ class OptionsError(ValueError):
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        message = f"expected a whole number of at least 1, got {text}"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
     return number
 
 
@@ -73,10 +72,9 @@ class Options:
         """Refuse a tree that no draft fills."""
         most = 1 + self.topk + (self.steps - 1) * self.topk**2
         if self.draft_tokens > most:
-            message = (
+            raise OptionsError(
                 f"--draft-tokens {self.draft_tokens}: --topk {self.topk} and --steps {self.steps} draft {most} nodes"
             )
-            raise OptionsError(message)
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:

@@ -25,8 +25,7 @@ EPILOGUE = "exit status: 0 all is equal, 1 a token or a logit differs, 2 it cann
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        message = f"expected a whole number of at least 1, got {text}"
-        raise argparse.ArgumentTypeError(message)
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
     return number
 
 
