@@ -1,6 +1,7 @@
 """Functions of a declaration that fail, or that a capture refuses: the error names the slot, the function, the line."""
 
 import functools
+import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Final, NoReturn
@@ -219,6 +220,7 @@ def test_a_function_that_a_capture_refuses() -> None:
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_higher_order_operators() -> None:
     """A capture on the CPU names the operator and says what to do; torch's own words help nobody."""
+    importlib.import_module("torch._dynamo")  # a first cond loads it in the middle of the look; torch's words come then
     for name, (advice, call) in HIGHER_ORDER.items():
         step: Any = lambda view, call=call: call(view.x)  # noqa: E731 - as small as one can be
         runner: Any = DecodeRunner(Rows, step, buckets=[4], backend="cpu-capture", progress=False)
