@@ -63,7 +63,8 @@ def table(found: Sequence[Figures]) -> Table:
     for name in ("slots", "own memory", "by name, blindly", "shared", "needed", "saved"):
         made.add_column(name, justify="right")
     for one in found:
-        sizes = [f"{nbytes / MB:,.1f}" for nbytes in (one.apart, one.blindly, one.shared, one.peak, one.apart - one.shared)]
+        nbytes_of_all = one.apart, one.blindly, one.shared, one.peak, one.apart - one.shared
+        sizes = [f"{nbytes / MB:,.1f}" for nbytes in nbytes_of_all]
         made.add_row(*map(Text, (one.cycle, str(one.slots), *sizes)))
     return made
 
