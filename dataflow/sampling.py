@@ -12,7 +12,7 @@ from .capabilities import CACHE_LOC, DEVICE, SEQ_LEN_FILL, Capabilities, Role, r
 from .declaration import Declaration
 from .errors import ConfigError, did_you_mean
 from .slots import Slot
-from .sources import Path, SideArgument
+from .sources import Path
 from .tails import Once, Pad
 
 CPU: Final = torch.device("cpu")
@@ -49,7 +49,7 @@ def sample_batch(
     """
     _check_names(declaration, absent, values)
     sample = Sample({}, {})
-    drawn: dict[Path | SideArgument, torch.Tensor] = {}
+    drawn: dict[Path, torch.Tensor] = {}
     left_out = {path_of(name, declaration.slots[name]) for name in absent}
     for name, slot in sampled_slots(declaration):
         path = path_of(name, slot)
@@ -66,10 +66,10 @@ def sampled_slots(declaration: Declaration) -> Iterator[tuple[str, Slot]]:
     return ((name, declaration.slots[name]) for name in declaration.sources)
 
 
-def path_of(name: str, slot: Slot) -> Path | SideArgument:
+def path_of(name: str, slot: Slot) -> Path:
     """Where a slot's value stands in a batch. ConfigError where only a function of the batch knows."""
     source = slot.reads(name)
-    if isinstance(source, Path | SideArgument):
+    if isinstance(source, Path):
         return source
     raise ConfigError(
         f"slot {name!r} reads {source}: a batch that suits a function cannot be drawn; give batches of your own, with "
@@ -152,9 +152,9 @@ def _made(name: str, made: Any, shape: tuple[int, ...]) -> torch.Tensor:
     raise ConfigError(f"slot {name!r}: values' function must make a tensor of shape {list(shape)}, got {got}")
 
 
-def _place(sample: Sample, path: Path | SideArgument, value: torch.Tensor, name: str) -> None:
+def _place(sample: Sample, path: Path, value: torch.Tensor, name: str) -> None:
     """Put a value where its source is looked for, in mappings along the path."""
-    holder = sample.side if isinstance(path, SideArgument) else sample.batch
+    holder = sample.side if path.beside else sample.batch
     *outer, last = path.parts
     for part in outer:
         holder = holder.setdefault(part, {})
