@@ -11,9 +11,6 @@ from typing import Any
 
 import attrs
 import torch
-from rich import box
-from rich.table import Column, Table
-from rich.text import Text
 
 from .axes import Sizes, extent
 from .buffers import ALIGNMENT, aligned
@@ -375,7 +372,7 @@ class Block:
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """Where every slot of every member lies. It prints as a table on a rich console.
+    """Where every slot of every member lies.
 
     Args:
         schedule: The phases, and which of them may overlap.
@@ -427,24 +424,18 @@ class Layout:
         mine, shared = self.place(member, slot), self.shared_with(member, slot)
         return f"{mine.why}; shares with {', '.join(map(str, shared)) or 'none'}"
 
-    def __rich__(self) -> Table:
-        """Each block with the slots in it, and why they lie there."""
-        saved = f"{self.nbytes:,} bytes, {self.saved:,} fewer than {self.apart:,} without sharing"
-        heads = "block: from", "bytes", "slot", "needed in", "and why it lies there"
-        columns = [Column(head, overflow="fold") for head in heads]
-        table = Table(
-            *columns,
-            title=f"phases: {self.schedule}",
-            caption=f"{saved}; {self.peak:,} must hold at once",
-            box=box.SIMPLE_HEAD,
-        )
+    def __str__(self) -> str:
+        """Each block with the slots in it, a line each, and why they lie there."""
+        lines = [f"phases: {self.schedule}"]
         for place in sorted(self.places, key=lambda one: (one.block, one.offset, -one.nbytes, str(one))):
-            needed = "always" if place.always else ", ".join(place.phases)
-            told = self.why(place.member, place.slot)
-            table.add_row(
-                *map(Text, (f"{place.block}: {place.offset:,}", f"{place.nbytes:,}", str(place), needed, told))
+            where, needed = (
+                f"block {place.block}, byte {place.offset:,}",
+                "always" if place.always else f"in {', '.join(place.phases)}",
             )
-        return table
+            told = self.why(place.member, place.slot)
+            lines.append(f"{where}: {place}, {place.nbytes:,} bytes, needed {needed}: {told}")
+        saved = f"{self.nbytes:,} bytes, {self.saved:,} fewer than {self.apart:,} without sharing"
+        return "\n".join([*lines, f"{saved}; {self.peak:,} must hold at once"])
 
 
 def lay_out(members: Sequence[Member], schedule: Schedule, carries: Sequence[Carry] = ()) -> Layout:
