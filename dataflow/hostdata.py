@@ -115,9 +115,9 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
         if lost.any():
             raise ValueError(f"{dtype_text(made.dtype)} cannot hold {exact[lost][0].item()}")
     elif dtype != torch.bool:
-        lost = (array < torch.iinfo(dtype).min) | (array > torch.iinfo(dtype).max)
-        if lost.any():
-            raise ValueError(f"{dtype_text(dtype)} cannot hold {array[lost][0]}")
+        out = (array < torch.iinfo(dtype).min) | (array > torch.iinfo(dtype).max)
+        if out.any():
+            raise ValueError(f"{dtype_text(dtype)} cannot hold {array[out][0]}")
         made = made.to(dtype)
     return made
 
