@@ -3,22 +3,23 @@
 import functools
 import math
 import operator
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
 import torch
 
+from .admission import Kind
 from .axes import Sizes, Step
 from .buffers import Box, Buffer, Buffers
-from .capabilities import DEVICE, HOST
+from .capabilities import DEVICE, HOST, Capabilities
 from .computation import Computation, PackedValue
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError
-from .lanes import WORD
-from .packet import UNIT, Lanes
-from .plan import FUSED, ComputeStep, CopyGroup, FillPlan, TailReset
-from .planner import NONE
+from .packet import UNIT, WORD, Lane, head_bytes, meta, rounded
+from .plan import FUSED, LARGE_BYTES, NONE, ComputeStep, CopyGroup, FillPlan, TailReset, slot_bytes
+from .slots import Slot
 from .sources import SETTINGS, STEP
 from .tails import Number
 from .views import Aliases, Views
@@ -159,6 +160,64 @@ def boxes(live: tuple[int, ...], reach: tuple[int, ...]) -> Iterator[Box]:
         if start < stop:
             before = tuple((0, min(a, b)) for a, b in zip(live[:dim], reach[:dim], strict=True))
             yield (*before, (start, stop), *((0, size) for size in reach[dim + 1 :]))
+
+
+@attrs.frozen(eq=False)
+class Lanes:
+    """What one kernel writes: the lanes of a plan, in the order of `plan.fused`. owner: the number of their table."""
+
+    lanes: tuple[Lane, ...]
+    slots: tuple[Slot, ...]
+    owner: int
+
+    @classmethod
+    def of(cls, plan: FillPlan, declaration: Declaration, buffers: Buffers, owner: int = 0) -> "Lanes":
+        """The lanes of a plan over the buffers of its slots."""
+        padded = {axis: size for axis in declaration.axes for name, size in plan.sizes if axis.name == name}
+        pads = {tail.slot: tail.value for tail in plan.tails}
+        slots = tuple(declaration.slots[name] for name in plan.fused)
+        lanes = [
+            Lane.of(name, buffers[name].view(padded), slot.varying, pads.get(name))
+            for name, slot in zip(plan.fused, slots, strict=True)
+        ]
+        return cls(tuple(lanes), slots, owner)
+
+    @property
+    def most(self) -> int:
+        """Bytes that a packet for them may have: their words, and all slots but large ones as host data."""
+        return head_bytes(len(self.lanes)) + sum(body for body in self._bodies.values() if body <= LARGE_BYTES)
+
+    @property
+    def carried(self) -> frozenset[str]:
+        """Slots whose host data a packet has room for."""
+        return frozenset(name for name, body in self._bodies.items() if body <= LARGE_BYTES)
+
+    @property
+    def _bodies(self) -> dict[str, int]:
+        """Bytes of each lane's padded rows, in the widest dtype that its sources may have."""
+        pairs = [(one, (one.target.dtype, *slot.converts_from())) for one, slot in self._pairs]
+        return {one.slot: rounded(one.outer * one.row * max(d.itemsize for d in dtypes)) for one, dtypes in pairs}
+
+    @property
+    def _pairs(self) -> Iterator[tuple[Lane, Slot]]:
+        return zip(self.lanes, self.slots, strict=True)
+
+    def words(self, kinds: Mapping[str, Kind], values: frozenset[str], live: Sizes) -> bytes:
+        """A packet's words but for the addresses. values: slots that the host computes, of which every row is live."""
+        metas, paces = [], []
+        for lane, slot in self._pairs:
+            kind, whole = kinds.get(lane.slot), lane.slot in values or not slot.varying
+            rows = lane.row if whole else slot.shape[slot.varying[0]].at(live) * lane.inner
+            metas.append(meta(rows, lane.target.dtype if kind is None else kind.dtype, lane.target.dtype))
+            paces.append(rows if kind is None or kind.pace is None else kind.pace)
+        return struct.pack(f"<{1 + 2 * len(metas)}q", self.owner, *metas, *paces)
+
+
+def most_for_copies(declaration: Declaration, sizes: Sizes, capabilities: Capabilities) -> int:
+    """Bytes that a packet for copies may have in a bucket: every slot on the device but large ones."""
+    slots = [slot for slot in declaration.slots.values() if slot.placement == DEVICE]
+    bodies = [slot_bytes(slot, sizes, capabilities) for slot in slots]
+    return UNIT + sum(rounded(body, UNIT) for body in bodies if body < LARGE_BYTES)
 
 
 class Planned:

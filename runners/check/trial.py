@@ -8,8 +8,8 @@ import attrs
 import torch
 
 from ...dataflow.axes import BATCH
-from ...dataflow.binding import span
 from ...dataflow.bucket import Absent
+from ...dataflow.buffers import span
 from ...dataflow.errors import RankError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Constant, Slot
