@@ -35,7 +35,11 @@ Targets = Mapping[str, torch.Tensor]
 """Slots that are copied together, and where their live rows go; one alone is copied by a plain copy."""
 
 
-@attrs.define(eq=False)
+ByValue = tuple[list[torch.Tensor], list[tuple[torch.Tensor, Number]]]
+"""Tails that are zeroed together, and others with the number of each."""
+
+
+@attrs.define(eq=False, slots=False)
 class Ready:
     """All that one live size needs of a plan, sliced and grouped.
 
@@ -43,7 +47,8 @@ class Ready:
     tail is kept clean. host, device: computed slots. packed: computed slots whose values ride in the upload, and
     `moved` those that are taken up by themselves. views: what the step sees, by slot; the fill's own tensors, of which
     `shown` gives aliases to steps and callers. exact: whether the step sees live rows only, so that tails are dirtied
-    and none is reset. notes: what a runner keeps beside them.
+    and none is reset. live: its sizes. plan: the plan that it is of, where the whole tails of its marks are small.
+    notes: what a runner keeps beside them.
     """
 
     fused: bool
@@ -59,6 +64,8 @@ class Ready:
     views: Views
     shown: Callable[[], Views]
     exact: bool
+    live: tuple[int, ...]
+    plan: object | None
     notes: dict[str, Any] = attrs.field(factory=dict)
 
     def compute_on_device(self, batch: Any = None) -> None:
@@ -72,7 +79,20 @@ class Ready:
         """Reset tails that may be dirty, and note how far this fill dirties them.
 
         Once producers were given some of the memory, every tail of the bucket is reset: nobody tells what they write.
+        Where another size of the same plan came last, what is dirty depends on both sizes alone.
         """
+        last, ledger = buffers.mine, buffers.ledger
+        is_known = last is ledger.stamp and not (buffers.unmarked or ledger.handed_out)
+        if is_known and isinstance(last, Ready) and last.plan is self.plan is not None:
+            if any(map(operator.gt, last.live, self.live)):
+                _clean(self._whole)
+            for mark in self.marks:
+                mark.buffer.mark = mark.live
+        else:
+            self._reset_each(buffers)
+        ledger.stamp = buffers.mine = self
+
+    def _reset_each(self, buffers: Buffers) -> None:
         if buffers.ledger.stamp is not buffers.mine or (buffers.unmarked and not self.fused):
             buffers.distrust()  # someone else's fill came between, to the same memory, or a kernel's
         elif buffers.unmarked:  # a slot that is apart here may be a lane of another bucket's kernel
@@ -86,13 +106,24 @@ class Ready:
             dirty = [(mark, mark.tails) for mark in self.marks]
         else:
             dirty = [(mark, mark.settled()) for mark in self.marks if mark.buffer.mark != mark.live]
-        zeros = [tail for mark, tails in dirty if mark.is_zero for tail in tails]
-        if zeros:
-            _FOREACH_ZERO(zeros)
-        for mark, tails in dirty:
-            for tail in () if mark.is_zero else tails:
-                tail.fill_(mark.value)
-        buffers.ledger.stamp = buffers.mine = self
+        _clean(_by_value(dirty))
+
+    @functools.cached_property
+    def _whole(self) -> "ByValue":
+        return _by_value([(mark, mark.tails) for mark in self.marks])
+
+
+def _by_value(dirty: "list[tuple[Mark, list[torch.Tensor]]]") -> ByValue:
+    zeros = [tail for mark, tails in dirty if mark.is_zero for tail in tails]
+    return zeros, [(tail, mark.value) for mark, tails in dirty if not mark.is_zero for tail in tails]
+
+
+def _clean(tails: ByValue) -> None:
+    zeros, others = tails
+    if zeros:
+        _FOREACH_ZERO(zeros)
+    for tail, number in others:
+        tail.fill_(number)
 
 
 @attrs.define(eq=False, slots=False)
@@ -240,13 +271,16 @@ class Planned:
         def bound(wanted: Callable[[ComputeStep], bool]) -> list[Computation]:
             return [self._computation(one, step, views) for one in plan.computed if wanted(one)]
 
+        marks = [self._mark(tail, sizes) for tail in plan.tails if not (tail.always or tail.fused)]
         return Ready(
             fused=is_fused,
             step=step,
+            live=live,
+            plan=None if self._exact or not all(mark.small for mark in marks) else plan,
             always=[] if self._exact else [*self._always(sizes)],
             early=self._copies(early, sizes),
             late=self._copies(late, sizes),
-            marks=[self._mark(tail, sizes) for tail in plan.tails if not (tail.always or tail.fused)],
+            marks=marks,
             host=bound(lambda one: one.on == HOST and not one.packed and one.slot not in plan.moved),
             device=bound(lambda one: one.on == DEVICE),
             packed=[PackedValue.of(one, unit) for one in bound(lambda one: one.packed)],
