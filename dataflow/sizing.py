@@ -270,4 +270,4 @@ def _array_of(value: Any) -> "npt.NDArray[Any]":
         plain = value.detach().double() if value.is_floating_point() else value
         return plain.resolve_neg().numpy()
     array = np.asarray(value)
-    return np.frompyfunc(operator.index, 1, 1)(array) if array.dtype == object else array
+    return np.vectorize(operator.index, [object])(array) if array.dtype == object else array

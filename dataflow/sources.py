@@ -84,7 +84,7 @@ class Path(Source):
     @property
     def plain_name(self) -> str | None:
         """The name, for a path of one part."""
-        return None if self.beside or len(self.parts) > 1 else self.parts[0]
+        return self.parts[0] if len(self.parts) == 1 and not self.beside else None
 
     @property
     def arguments(self) -> frozenset[str]:

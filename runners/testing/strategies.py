@@ -21,7 +21,6 @@ from ...dataflow.capabilities import resolve_dtype
 from ...dataflow.inputs import Inputs
 from ...dataflow.sampling import NO_VALUES, Sample, Values, bounds, is_location, path_of, sample_batch, sampled_slots
 from ...dataflow.slots import Slot
-from ...dataflow.sources import Path
 from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Relations
 
@@ -198,7 +197,7 @@ def _as_lists(ground: Ground, sample: Sample, names: Collection[str]) -> None:
     """Bring some slots as lists: host data, which a fill takes as well."""
     for name in names:
         path = path_of(name, ground.declaration.slots[name])
-        value, holder = path.read(sample.batch, sample.side), sample.batch if isinstance(path, Path) else sample.side
+        value, holder = path.read(sample.batch, sample.side), sample.side if path.beside else sample.batch
         if isinstance(value, torch.Tensor):
             for part in path.parts[:-1]:
                 holder = holder[part]

@@ -13,6 +13,7 @@ from slotgraph.dataflow import oracle, specialization
 from slotgraph.dataflow.errors import CheckError, ConfigError, FailedCheckError, WrongBytesError
 from slotgraph.dataflow.ready import Ready
 from slotgraph.dataflow.specialization import Specialization
+from slotgraph.runners.testing import ground
 from slotgraph.runners.testing.assertions import assert_fill_equals_oracle, assert_padding_independent, assert_parity
 from tests.packing import PackingBackend
 from tests.runners.check.planted import OURS, runner_of, sound
@@ -106,8 +107,8 @@ def test_it_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     plain = oracle._reset_tail
 
-    def wrong(slot: Any, view: torch.Tensor, step: Any, *rest: Any, absent: bool) -> None:
-        plain(slot, view, step, *rest, absent=absent)
+    def wrong(slot: Any, view: torch.Tensor, step: Any, number: Any) -> None:
+        plain(slot, view, step, number)
         if step.padded(TOKENS) >= 5 and slot is Small.slotgraph.slots["ids"] and step.live(TOKENS) < 5:
             view[4] = 99
 
@@ -119,11 +120,9 @@ def test_it_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot whose view is there where it ought to be absent."""
-    monkeypatch.setattr(oracle, "_value", lambda name, *rest: None if name == "flags" else VALUE(name, *rest))
+    fill = oracle.fill_slot_by_slot
+    monkeypatch.setattr(ground, "fill_slot_by_slot", lambda *given, **more: {**fill(*given, **more), "flags": None})
     assert "slot 'flags' is there, and the oracle's is not" in found(lowerings=("foreach",))
-
-
-VALUE = oracle._value
 
 
 def test_sizes_that_do_not_fit() -> None:
