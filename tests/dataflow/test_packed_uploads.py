@@ -324,17 +324,6 @@ def test_devices_without_a_packet() -> None:
             bucket.fill(batch, (3,))
 
 
-def test_a_packet_is_made_when_the_host_brings_something() -> None:
-    """Who brings tensors on the device, and computes nothing on the host, never has a packet."""
-    plain = declaration_of({"rows": copied(BATCH, dtype=torch.int64, pad=0)})
-    rig = Rig(plain)
-    rig.bucket.fill({"rows": torch.tensor([1, 2, 3])}, (3,))
-    assert rig.feed.nbytes == 0
-    rig.bucket.fill({"rows": [4, 5]}, (2,))
-    assert rig.contents() == {"rows": [4, 5, 0, 0]}
-    assert rig.feed.nbytes == rig.upload.packet.nbytes == 64
-
-
 def counts(number: int) -> dict[str, Any]:
     """So many numbers that the host computes."""
     count = computed(lambda step: [step.live(BATCH)], shape=1, dtype=torch.int32)
