@@ -12,27 +12,28 @@ import attrs
 import rich.console
 import rich.progress
 import torch
+from rich.table import Table
+from rich.text import Text
 
 from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.bucket import Absent
-from ...dataflow.errors import ConfigError, ReplayError
+from ...dataflow.errors import CheckError, ConfigError, ReplayError
 from ...dataflow.sampling import NO_VALUES, Values, sample_batch
 from ..decision import Decision
 from ..runner import Runner
 from ..state import State
-from . import parity, poison, races
-from .reads import check_coverage, check_moves
-from .report import CheckReport, Finding
-from .trial import CheckedBatch, Subject, state_of, unwatched
+from ..trial import CheckedBatch, Finding, Subject, state_of, unwatched
+from .memory import check_coverage, check_moves, check_races
+from .replays import check_parity, check_poison
 
 Check: TypeAlias = Callable[[Subject[Any], Iterable[CheckedBatch]], Iterator[Finding]]
 CHECKS: Final[Mapping[str, Check]] = {
-    "poison": poison.check,
-    "parity": parity.check,
+    "poison": check_poison,
+    "parity": check_parity,
     "addresses": check_moves,
     "coverage": check_coverage,
-    "races": races.check,
+    "races": check_races,
 }
 """Every check, in the order in which they are run."""
 MOST_ROUNDS: Final = 10_000
@@ -46,6 +47,60 @@ Makers: TypeAlias = Sequence[tuple[Absent, Callable[[], CheckedBatch]]]
 
 There may be many batches, and large ones.
 """
+
+
+@attrs.frozen(kw_only=True)
+class CheckReport:
+    """The results of checks of one runner."""
+
+    runner: str
+    findings: tuple[Finding, ...]
+    steps: Mapping[str, int]  # how many batches each check looked at
+    notes: tuple[str, ...] = ()  # what was left out, and why
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def of(self, check: str) -> tuple[Finding, ...]:
+        """What one check found."""
+        return tuple(finding for finding in self.findings if finding.check == check)
+
+    def raise_if_failed(self) -> None:
+        """Raise CheckError with every finding, if there is one."""
+        if self.findings:
+            raise CheckError(str(self))
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {**attrs.asdict(self), "ok": self.ok}
+
+    @property
+    def _lines(self) -> list[str]:
+        return [*map(str, self.findings), *(f"note: {note}" for note in self.notes)]
+
+    @property
+    def _count(self) -> str:
+        return f"{len(self.findings) or 'no'} finding{'' if len(self.findings) == 1 else 's'}"
+
+    def __str__(self) -> str:
+        """A line for the whole, then one a finding and one a note."""
+        total = ", ".join(f"{name} on {count} steps" for name, count in self.steps.items())
+        return "\n".join([f"{self.runner}: {self._count} ({total}; {self.seconds:.1f} s)", *self._lines])
+
+    def table(self) -> rich.console.RenderableType:
+        """What `rich` prints: a row a check, then what was found and noted."""
+        table = Table("check", title=f"{self.runner}: {self._count} in {self.seconds:.1f} s", title_justify="left")
+        for heading in ("steps", "findings"):
+            table.add_column(heading, justify="right")
+        table.add_column("slots")
+        for name, steps in self.steps.items():
+            found = self.of(name)
+            slots = dict.fromkeys(finding.slot for finding in found if finding.slot is not None)
+            table.add_row(name, str(steps), str(len(found)), ", ".join(slots))
+        return rich.console.Group(table, *map(Text, self._lines))
 
 
 def check(

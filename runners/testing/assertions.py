@@ -11,8 +11,7 @@ from ...dataflow.capabilities import Lowering
 from ...dataflow.errors import FailedCheckError, WrongBytesError
 from ...dataflow.inputs import Inputs
 from ...dataflow.sampling import NO_VALUES, Values, sampled_slots
-from ..check.checks import Batches, check
-from ..check.report import CheckReport
+from ..check.checks import Batches, CheckReport, check
 from ..runner import Runner
 from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences, scribble, spoilt, untouched

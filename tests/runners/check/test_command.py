@@ -78,7 +78,7 @@ def test_finding() -> None:
     assert cells["poison"] == ["8", "1", "weights"]
     assert cells["races"][1] == "0"
     assert "poison: live row 0 of the output changed" in found.stdout
-    assert "in the tail of slot 'weights', held nan instead of 1.0" in found.stdout
+    assert "when the tail of slot 'weights' held nan instead of 1.0" in found.stdout
 
 
 def test_json() -> None:

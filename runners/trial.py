@@ -7,24 +7,24 @@ from typing import Any, Final, Generic, TypeVar
 import attrs
 import torch
 
-from ...dataflow.axes import BATCH
-from ...dataflow.binding import span
-from ...dataflow.bucket import Absent
-from ...dataflow.errors import RankError
-from ...dataflow.inputs import Inputs
-from ...dataflow.slots import Constant, Slot
-from ...dataflow.sources import NO_SIDE, Side
-from ..captured import Captured
-from ..coordination import Coordinator
-from ..graphs import GraphSet
-from ..parts import Parts
-from ..recording.ranks import RecordedRanks
-from ..runner import Runner
-from ..running import Running, under_way
-from ..stage import V
-from ..state import State
-from ..watching import Watch
-from .comparison import step_of
+from ..dataflow.axes import BATCH
+from ..dataflow.binding import span
+from ..dataflow.bucket import Absent
+from ..dataflow.capabilities import DEVICE
+from ..dataflow.errors import RankError
+from ..dataflow.inputs import Inputs
+from ..dataflow.slots import Constant, Output, Slot
+from ..dataflow.sources import NO_SIDE, Side
+from .captured import Captured
+from .comparison import info_of
+from .coordination import Coordinator
+from .graphs import GraphSet
+from .parts import Parts
+from .runner import Runner
+from .running import Running, under_way
+from .stage import V
+from .state import State
+from .watching import Watch
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
@@ -39,6 +39,7 @@ class CheckedBatch:
     side: Side = NO_SIDE
 
 
+@attrs.frozen
 class Together:
     """What the ranks of one runner tell each other, so that all of them run the same.
 
@@ -46,9 +47,7 @@ class Together:
     Raises RankError, which names them, if ranks do something else, or do not come.
     """
 
-    def __init__(self, parts: Parts[Any]) -> None:
-        recorded = isinstance(parts.stage.declaration.ranks, RecordedRanks)
-        self.ranks = Coordinator() if recorded else parts.coordinator
+    ranks: Coordinator
 
     def any(self, one: bool) -> bool:  # noqa: FBT001 - a vote
         """Whether it is so on some rank."""
@@ -165,8 +164,8 @@ class Trial(Generic[V]):
 
     def __init__(self, runner: Runner[V], view: V, state: State, one: CheckedBatch | None = None) -> None:
         self.runner, self.view, self.state, self.one = runner, view, state, one
-        self.parts, self.together = runner.parts, Together(runner.parts)
-        self.step, self.declared = step_of(view), runner.parts.stage.declaration.slots
+        self.parts, self.together = runner.parts, Together(runner.parts.coordinator)
+        self.step, self.declared = info_of(view).step, runner.parts.stage.declaration.slots
         self.raised = self.lost = False
         self._wait = self.parts.stage.backend.synchronize
         self._wait()
@@ -228,6 +227,19 @@ class Trial(Generic[V]):
         return self.one is not None
 
 
+@attrs.frozen
+class Finding:
+    """Something wrong."""
+
+    check: str  # the check that found it
+    slot: str | None  # the slot through which it came, if one is to blame
+    message: str
+
+    def __str__(self) -> str:
+        """On one line."""
+        return f"{self.check}: {self.message}"
+
+
 @attrs.frozen(eq=False)
 class Subject(Generic[V]):
     """A captured runner that is checked. notes: what was left out, and why."""
@@ -252,11 +264,12 @@ class Subject(Generic[V]):
     @property
     def together(self) -> Together:
         """The runner's ranks."""
-        return Together(self.parts)
+        return Together(self.parts.coordinator)
 
-    def generator(self, number: int = 0) -> torch.Generator:
-        """Random numbers for the batch of that number."""
-        return torch.Generator().manual_seed(self.seed + number)
+    def sources(self, one: CheckedBatch) -> list[Any]:
+        """What a batch brings for slots."""
+        read = (slot.reads(name) for name, slot in self.slots.items())
+        return [source.read(one.batch, one.side) for source in read if source is not None]
 
     def fill(self, one: CheckedBatch) -> V:
         """The view of a fill."""
@@ -270,6 +283,12 @@ class Subject(Generic[V]):
         """Fill, to run that step again and again."""
         return Trial(self.runner, self.fill(one), self.state, one)
 
+    def is_filled(self, name: str) -> bool:
+        """Whether a fill writes all of a slot. Else the step does, or its graph by a function on the device."""
+        slot, declaration = self.slots[name], self.parts.stage.declaration
+        late = slot.computes() is not None and declaration.side(name) == DEVICE and self.runner.is_whole
+        return not (late or isinstance(slot, Output))
+
 
 def state_of(runner: Runner[Any], batches: Iterable[CheckedBatch], tensors: Iterable[torch.Tensor] | None) -> State:
     """The state of a runner's step: the one given here or to the runner, or what its operators write on some batches.
@@ -277,7 +296,7 @@ def state_of(runner: Runner[Any], batches: Iterable[CheckedBatch], tensors: Iter
     Raises:
         CheckError: It is too large to be copied.
     """
-    stage, together = runner.parts.stage, Together(runner.parts)
+    stage, together = runner.parts.stage, Together(runner.parts.coordinator)
     tensors = stage.state if tensors is None else tensors
     if tensors is not None:
         return State.of(stage.backend, tensors)
