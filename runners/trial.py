@@ -7,7 +7,7 @@ from typing import Any, Final, Generic, TypeVar
 import attrs
 import torch
 
-from ..dataflow.axes import BATCH
+from ..dataflow.axes import BATCH, Step
 from ..dataflow.binding import span
 from ..dataflow.bucket import Absent
 from ..dataflow.capabilities import DEVICE
@@ -270,6 +270,13 @@ class Subject(Generic[V]):
         """What a batch brings for slots."""
         read = (slot.reads(name) for name, slot in self.slots.items())
         return [source.read(one.batch, one.side) for source in read if source is not None]
+
+    def step_of(self, one: CheckedBatch) -> Step:
+        """The sizes of a batch in the bucket that takes it."""
+        parts, bucket = self.parts, self.runner.decide(one.batch, **one.side).bucket
+        if bucket is None:
+            raise ValueError("no bucket takes this batch")
+        return parts.stage.declaration.step(parts.size(one.batch, one.side)[:-1], parts.sizes[bucket])
 
     def fill(self, one: CheckedBatch) -> V:
         """The view of a fill."""

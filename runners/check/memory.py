@@ -12,7 +12,6 @@ import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import attrs
 import numpy as np
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Once
 from ..bits import garbage, unequal_rows
-from ..comparison import Mismatch, copies, info_of, live_part, mismatches, named
+from ..comparison import copies, live_part, mismatches, named
 from ..holdings import Change
 from ..parts import Parts
 from ..running import running
@@ -206,60 +205,51 @@ def _read_slots(parts: Parts[Any], view: Inputs) -> set[str]:
 def check_races(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> Iterator[Finding]:
     """Run batches one behind the other without waiting, and each by itself. A step that differs is a finding.
 
-    Host sources are overwritten as soon as the call returns, device sources in stream order. Outputs are copied in
-    stream order. If a step differs, all run again, and the slots of that one tell through which it came: one whose
+    Host sources are overwritten as soon as the call returns, device sources in stream order. Outputs and slots are
+    copied in stream order. The slots of the first step whose outputs differ tell through which it came: one whose
     values differ, or one that the device reads late.
     """
     wanted = _sequence(subject, list(batches))
     alone, flight = (_steps(subject, wanted, flight=flight) for flight in (False, True))
-    apart = ((number, _apart(one, other)) for number, (one, other) in enumerate(zip(alone, flight, strict=True)))
-    number, told = next((pair for pair in apart if pair[1] is not None), (0, None))
-    if not subject.together.any(told is not None):
+    for number, (one, other) in enumerate(zip(alone, flight, strict=True)):
+        told, slot = (
+            next(mismatches(*both, names=("alone", "in flight")), None) for both in zip(one, other, strict=True)
+        )
+        if told is None:
+            continue
+        name, why = None, "no slot tells why: it came through an upload, an output, or other memory"
+        for late, operator in itertools.islice(subject.graphs.filler.hosts.slots.items(), 1):
+            copies_late = f"{operator} copies from slot {late!r} in host memory when the device gets there"
+            name, why = late, f"{copies_late}, and the next fill came first"
+        if slot is not None:
+            name = slot.slot
+            why = f"{slot}: the fill read its source, or what carries it to the device, after that was overwritten"
+        yield Finding("races", name, f"step {number} of {len(wanted)} in flight: {told}; {why}")
         return
-    alone, flight = (_steps(subject, wanted, number, flight=flight) for flight in (False, True))
-    slot = _apart(alone[number], flight[number])
-    if told is None:
-        return
-    name, why = None, "no slot tells why: it came through an upload, an output, or other memory"
-    for late, operator in itertools.islice(subject.graphs.filler.hosts.slots.items(), 1):
-        copies_late = f"{operator} copies from slot {late!r} in host memory when the device gets there"
-        name, why = late, f"{copies_late}, and the next fill came first"
-    if slot is not None:
-        name, where = slot.where, attrs.evolve(slot, where=repr(slot.where))
-        why = f"slot {where}: the fill read its source, or what carries it to the device, after that was overwritten"
-    yield Finding("races", name, f"step {number} of {len(wanted)} in flight: {told}; {why}")
-
-
-def _apart(alone: Tensors, flight: Tensors) -> Mismatch | None:
-    return next(mismatches(alone, flight, names=("alone", "in flight")), None)
 
 
 def _sequence(subject: Subject[Any], batches: Sequence[CheckedBatch]) -> list[CheckedBatch]:
-    """Batches in turn: as many as there is memory for the outputs of, but two at least."""
+    """Batches in turn: as many as there is memory for what is copied of them, but two at least."""
     with subject.state.kept():
-        nbytes = sum(tensor.nbytes for _, tensor in named(subject.run(batches[0])))
+        nbytes = sum(tensor.nbytes for part in _run(subject, batches[0]) for tensor in part.values())
     free = subject.parts.stage.backend.memory().free
     most = subject.together.least(min(STEPS, int(SHARE * free / (2 * nbytes))) if nbytes else STEPS)
     return list(itertools.islice(itertools.cycle(batches), max(2, most)))
 
 
-def _steps(
-    subject: Subject[Any], batches: Sequence[CheckedBatch], asked: int | None = None, *, flight: bool
-) -> list[Tensors]:
-    """Run each step by itself, or all in flight one behind the other, and return what each gave.
+def _steps(subject: Subject[Any], batches: Sequence[CheckedBatch], *, flight: bool) -> list[tuple[Tensors, Tensors]]:
+    """Run each step by itself, or all in flight one behind the other, and return what each gave and its slots.
 
     Alone, the device has done a step before the next begins. In flight, sources are overwritten right after the call.
-
-    asked: the step of which slots are returned, not outputs. All are then filled by themselves.
     """
     backend, runs = subject.parts.stage.backend, []
     given = [CheckedBatch(_copied(one.batch), _copied(one.side)) for one in batches] if flight else batches
     with subject.state.kept(), slots_kept(subject.parts):
         if flight:
             _keep_busy(backend)
-        for number, one in enumerate(given):
+        for one in given:
             values = subject.sources(one)
-            runs.append(_run(subject, one, number, asked))
+            runs.append(_run(subject, one))
             if flight:
                 _overwrite(values)
             else:
@@ -267,18 +257,15 @@ def _steps(
     return runs
 
 
-def _run(subject: Subject[Any], one: CheckedBatch, number: int, asked: int | None) -> Tensors:
-    """Copies of what a step gave. Of the step that is asked for, copied slots on the device as the fill leaves them."""
-    if asked is None:
-        return copies(subject.run(one), "output")
-    view = subject.fill(one)
-    step, held = info_of(view).step, dict[str, torch.Tensor]()
-    for name, slot in subject.slots.items() if number == asked else ():
-        tensor = vars(view)[name]
-        if tensor is not None and slot.reads(name) is not None and slot.placement != HOST:
-            held[name] = live_part(slot, tensor, step).clone()
-    subject.runner.replay(view)
-    return held
+def _run(subject: Subject[Any], one: CheckedBatch) -> tuple[Tensors, Tensors]:
+    """Copies of what a step gave, and of what it leaves in copied slots on the device."""
+    sizes, held = subject.step_of(one).live_sizes, dict[str, torch.Tensor]()
+    outputs = copies(subject.run(one), "output")
+    for name, slot in subject.slots.items():
+        source = slot.reads(name)
+        if source is not None and slot.placement != HOST and source.read(one.batch, one.side) is not None:
+            held[f"slot {name!r}"] = subject.graphs.buffers[name].view(sizes).clone()
+    return outputs, held
 
 
 def _copied(batch: Any) -> Any:

@@ -88,19 +88,11 @@ def _unlike_oracle(subject: Subject[Any], one: CheckedBatch, number: int) -> lis
     with slots_kept(subject.parts):
         with torch.no_grad():
             own = [(source, source.clone()) for source in in_place if buffers.holds(source)]
-            _spoil(buffers, _step_of(subject, one), seed)
+            _spoil(buffers, subject.step_of(one), seed)
             for source, held in own:
                 source.copy_(held)
         buffers.distrust()
         return _compared(subject, one, seed)
-
-
-def _step_of(subject: Subject[Any], one: CheckedBatch) -> Step:
-    """The sizes of a batch in the bucket that takes it."""
-    parts, bucket = subject.parts, subject.runner.decide(one.batch, **one.side).bucket
-    if bucket is None:
-        raise ValueError("no bucket takes this batch")
-    return parts.stage.declaration.step(parts.size(one.batch, one.side)[:-1], parts.sizes[bucket])
 
 
 def _spoil(buffers: Buffers, step: Step, seed: int, *, flipped: bool = False) -> None:
@@ -126,7 +118,7 @@ def _compared(subject: Subject[Any], one: CheckedBatch, seed: int | None) -> lis
 
     seed: of the garbage there. The oracle then fills over its opposite, too, which shows what is not written at all.
     """
-    step, found = _step_of(subject, one), list[Finding]()
+    step, found = subject.step_of(one), list[Finding]()
     rights = [_oracle(subject, one, step, flipped) for flipped in ((None,) if seed is None else (None, seed))]
     view = subject.fill(one)
     step = info_of(view).step
