@@ -18,8 +18,7 @@ from .declaration import Declaration
 from .errors import BatchError
 from .guard import IS_NESTED, POINTER, below_modes, own_guard
 from .hostdata import NOT_CARRIED
-from .lanes import WORD, head_bytes, rest, rounded
-from .packet import UNARMED, UNIT, Feed
+from .packet import UNARMED, UNIT, WORD, Feed, head_bytes, rest, rounded
 from .ready import Planned, Targets
 from .sizing import Sizer
 from .sources import Gather, Side, Sources, chosen

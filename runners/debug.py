@@ -15,12 +15,12 @@ from ..dataflow.tails import Pad, resolve_value
 from .captured import Captured
 from .check.memory import readers
 from .check.replays import COPIES, Poisoning, parity_fault
-from .comparison import info_of, tails_of
+from .check.trial import CheckedBatch, Together, Trial, unwatched
+from .comparison import graph_of, info_of, state_on, tails_of
 from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
 from .holdings import Change
 from .runner import Runner
 from .state import State
-from .trial import CheckedBatch, Together, Trial, graph_of, state_on, unwatched
 from .watching import WATCHERS, Watcher, watchers_of
 
 
@@ -83,7 +83,7 @@ class Prover(Watcher, abc.ABC):
         is_sought = self.together.any(state is None)
         try:
             if is_sought:
-                found = state_on(self.runner, view)
+                found = state_on(self.runner.parts, view)
                 state = self._found[id(graph)] = state or found
             if state is not None:
                 state.check_room(self.copies)

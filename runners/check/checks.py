@@ -21,9 +21,9 @@ from ...dataflow.sampling import NO_VALUES, Values, sample_batch
 from ..decision import Decision
 from ..runner import Runner
 from ..state import State
-from ..trial import CheckedBatch, Finding, Subject, state_of, unwatched
 from .memory import check_coverage, check_moves, check_races
 from .replays import check_parity, check_poison
+from .trial import CheckedBatch, Finding, Subject, state_of, unwatched
 
 Check: TypeAlias = Callable[[Subject[Any], Iterable[CheckedBatch]], Iterator[Finding]]
 CHECKS: Final[Mapping[str, Check]] = {

@@ -20,20 +20,20 @@ from torch.overrides import TorchFunctionMode
 from ...backends.base import Backend
 from ...backends.operators import run_under
 from ...backends.ring import ENTRIES, SEGMENT
-from ...dataflow.binding import overlaps, span
+from ...dataflow.buffers import overlaps, span
 from ...dataflow.capabilities import HOST
 from ...dataflow.errors import ReplayError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Once
 from ..bits import garbage, unequal_rows
-from ..comparison import copies, live_part, mismatches, named
+from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slots_kept
 from ..holdings import Change
 from ..parts import Parts
 from ..running import running
 from ..stacked.watch import parts_of
 from ..traffic import Traffic, run_seen
-from ..trial import CheckedBatch, Finding, Subject, Tensors, Trial, ran_eagerly, slots_kept
+from .trial import CheckedBatch, Finding, Subject, Tensors, Trial
 
 STEPS: Final = ENTRIES + SEGMENT
 """Steps in flight: more than a ring has entries."""

@@ -30,14 +30,16 @@ from ..comparison import (
     computed_apart,
     copies,
     differences,
+    graph_of,
     info_of,
     live_part,
     mismatches,
     seen,
+    slots_kept,
     tails_of,
 )
 from ..eagerly import Eagerly
-from ..trial import NOTHING, CheckedBatch, Finding, Subject, Tensors, Trial, graph_of, slots_kept
+from .trial import NOTHING, CheckedBatch, Finding, Subject, Tensors, Trial
 
 POISON: Final = "poison"
 PARITY: Final = "parity"

@@ -20,16 +20,19 @@ from ..comparison import (
     Seen,
     computed_apart,
     differences,
+    graph_of,
     info_of,
     live_part,
     mismatches,
+    ran_eagerly,
     seen,
+    slots_kept,
+    state_on,
 )
 from ..decision import Decision
 from ..parts import Parts
 from ..runner import Runner
 from ..stage import Stage
-from ..trial import graph_of, ran_eagerly, slots_kept, state_on
 from .files import RecordedFile
 from .ranks import RecordedRanks
 from .records import RunnerRecord, StepRecord, Value, plain_from_text
@@ -280,7 +283,7 @@ def _staged(step: StepRecord, view: Inputs) -> Any:
 def _keeping(runner: Runner[Any], view: Inputs, lines: list[str]) -> Callable[[], AbstractContextManager[None]]:
     """What puts the step's state back after a block."""
     try:
-        return state_on(runner, view).kept
+        return state_on(runner.parts, view).kept
     except CheckError as error:
         lines.append(f"its state is not put back between its runs, which may differ by that: {error}")
         return contextlib.nullcontext

@@ -11,7 +11,7 @@ from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, Inputs, computed, 
 from slotgraph.dataflow.slots import Copied
 from slotgraph.extend import once, slot
 from slotgraph.runners.check.checks import CheckReport
-from slotgraph.runners.trial import Finding
+from slotgraph.runners.check.trial import Finding
 from tests.runners.models import TABLE, WORDS
 
 ROOM = 64

@@ -13,7 +13,7 @@ import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, errors, staged
 from slotgraph.extend import once
 from slotgraph.runners.check.checks import CheckReport, batches_of
-from slotgraph.runners.trial import Finding
+from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.watching import Watcher
 from tests.runners.check.planted import OURS, runner_of, sound, tables_on
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch

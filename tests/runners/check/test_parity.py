@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, Inputs, computed
 from slotgraph.dataflow.errors import CheckError
+from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.comparison import USUAL, differences, named, seen
-from slotgraph.runners.trial import Finding
 from tests.runners.check.planted import found_by
 from tests.runners.check.planted import runner_of as captured
 from tests.runners.check.sound import breakable

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied
-from slotgraph.dataflow.binding import span
+from slotgraph.dataflow.buffers import span
+from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.pool import InputPool
-from slotgraph.runners.trial import Finding
 from tests.invariants.device import Device
 from tests.runners.check.planted import found_by, runner_of
 from tests.runners.check.sound import breakable

@@ -13,8 +13,8 @@ from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.backends import choose
 from slotgraph.dataflow.errors import CheckError
 from slotgraph.runners import state as states
+from slotgraph.runners.check.trial import CheckedBatch, state_of
 from slotgraph.runners.state import State
-from slotgraph.runners.trial import CheckedBatch, state_of
 from tests.runners.models import bytes_of, plain_runner, random_batch
 
 if TYPE_CHECKING:
