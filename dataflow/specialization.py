@@ -203,7 +203,7 @@ class Specialization:
                     return None
             elif pointer % WORD or low <= pointer < high or not pointer:  # else there is nothing to look at
                 source = sources[place]
-                if not has_memory(source) or is_in_place(source, buffers[name]):
+                if not has_memory(source) or (kind.prepare is None and is_in_place(source, buffers[name])):
                     return None
                 if pointer % source.itemsize or buffers.holds(source):
                     copies[place] = _copy(source, apart=kind.pace is not None)
