@@ -30,7 +30,7 @@ from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_
 from slotgraph.dataflow.plan import FillPlan
 from slotgraph.dataflow.planner import plan_fill
 from slotgraph.extend import host_parameter, side
-from slotgraph.runners.explained.tables import tables
+from slotgraph.runners.explained.pages import tables
 from tests.strategies import declarations
 
 HIDDEN = Axis("HIDDEN", fixed=True)
