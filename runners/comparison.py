@@ -10,8 +10,8 @@ import torch
 from torch.nn import Module
 
 from ..dataflow.axes import BATCH, Step
-from ..dataflow.binding import span
 from ..dataflow.bucket import Absent
+from ..dataflow.buffers import span
 from ..dataflow.inputs import Inputs
 from ..dataflow.slots import Constant, Output, Slot
 from ..dataflow.views import ViewInfo

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...backends.operators import run_under
-from ...dataflow.binding import overlaps, span
+from ...dataflow.buffers import overlaps, span
 from ...dataflow.capabilities import HOST
 from ...dataflow.errors import ReplayError
 from ...dataflow.inputs import Inputs

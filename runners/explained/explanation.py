@@ -14,10 +14,8 @@ from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import DEVICE, HOST, Capabilities, dtype_text
 from ...dataflow.declaration import Declaration
 from ...dataflow.explain import NOT_SIZED, Explanation, explain_declaration
-from ...dataflow.plan import FUSED, CopyGroup, FillPlan
-from ...dataflow.planner import plan_fill, slot_bytes
-from ...dataflow.sharing import Layout
-from ...dataflow.sharing.lifetimes import lasting
+from ...dataflow.plan import FUSED, CopyGroup, FillPlan, plan_fill, slot_bytes
+from ...dataflow.sharing import Layout, lasting
 from ...dataflow.slots import Output
 from ...dataflow.sources import RANKS
 from ..decision import Decision
