@@ -31,14 +31,14 @@ class Tensors:
 REFUSED = """
 x[0, 0].item(); x.tolist(); x.numpy(); np.asarray(x); x.cpu(); x.to("cpu"); x.to(device="cpu", dtype=torch.float64)
 1 if scalar else 2; int(one); float(scalar); complex(scalar); range(one); f"{x}"; repr(x); 3 in x; torch.zeros(one)
-x[:one]; x[one]; torch.full((3,), scalar); torch.is_nonzero(scalar); torch.allclose(x, y); torch.equal(x, y)
+x[:one]; x[one]; torch.full((3,), scalar); torch.is_nonzero(scalar); torch.allclose(x, y); torch.equal(x, x)
 mask.nonzero(); torch.argwhere(mask); torch.where(mask); x.masked_select(mask); x[mask]; x[mask[0]]
 torch.unique(index); torch.unique_consecutive(index); torch.bincount(index, minlength=6); torch.histc(x, 4)
 torch.repeat_interleave(x, count, dim=0); functional.one_hot(index); torch.tensor(2.0, device=x.device)
 torch.tensor([1.0, 2.0]); torch.as_tensor(2.0, device=x.device); x.new_tensor([1.0]); torch.from_numpy(np.ones(3)) + 1
 x[[0, 2]]; x.__setitem__((0, 0), 1.0); x.__setitem__(index, 1.0); x.__setitem__(mask, scalar)
-x.__setitem__(mask[0], row); x.masked_fill_(mask, scalar); x.index_fill_(0, index, scalar); torch.normal(x, p)
-torch.isin(index, torch.arange(100)); torch.linalg.cholesky(square @ square.T); torch.linalg.inv(square)
+x.__setitem__(mask[0], row); x.masked_fill_(mask, scalar); x.index_fill_(0, index, scalar)
+torch.linalg.cholesky(square @ square.T); torch.linalg.inv(square)
 torch.linalg.solve(square, x); torch.linalg.svd(square); torch.linalg.eigh(square); torch.linalg.eig(square)
 torch.linalg.lstsq(square, x); torch.linalg.pinv(square); torch.linalg.matrix_exp(square)
 torch.rand(3, generator=torch.Generator()); x.to_sparse()
