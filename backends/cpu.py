@@ -17,21 +17,19 @@ from typing import Any, ClassVar, Final, final
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ..dataflow.capabilities import Lowering
+from ..dataflow.capabilities import Capabilities, Lowering, Placement
 from ..dataflow.errors import CaptureError, ComputeError, ReplayError, SlotGraphError
 from ..dataflow.lanes import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD
+from ..dataflow.packet import Upload
 from .base import (
     NO_PARAMETERS,
     Availability,
     Backend,
-    Capabilities,
     Event,
     Fusion,
     Graph,
     Interruption,
     Memory,
-    Placement,
-    Upload,
 )
 
 LOWERINGS: Final[tuple[Lowering, ...]] = ("foreach", "slot_by_slot", "in_graph", "fused")

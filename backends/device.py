@@ -16,9 +16,10 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
+from ..dataflow.capabilities import DEVICE, Placement
 from ..dataflow.errors import CaptureError
+from ..dataflow.packet import Upload
 from .base import (
-    DEVICE,
     NO_PARAMETERS,
     Availability,
     Backend,
@@ -26,8 +27,6 @@ from .base import (
     Graph,
     Interruption,
     Memory,
-    Placement,
-    Upload,
     mode_of,
 )
 from .device_graph import (

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, final
 
 import torch
 
-from .base import Upload
+from ..dataflow.packet import Upload
 
 SEGMENT: Final = 8
 """Entries that one event guards."""

@@ -13,8 +13,8 @@ from typing import Any, Final
 import attrs
 import torch
 
+from ..backends import choose
 from ..backends.base import Backend
-from ..backends.registry import choose
 from ..dataflow.binding import span
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import CaptureError, CheckError

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...backends.registry import load, names
+from ...backends import load, names
 from ...dataflow.serial import to_data
 from ..explained.tables import Table
 from .screen import Form, FormOption, show

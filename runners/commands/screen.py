@@ -11,8 +11,8 @@ from typing import Annotated, Any, Final, NoReturn
 import typer
 from rich.console import Console, RenderableType
 
-from ...backends.base import Backend
-from ...backends.registry import AUTO, choose, names
+from ...backends import Backend, choose, names
+from ...dataflow.capabilities import AUTO
 from ...dataflow.errors import ConfigError, DeclarationErrors, SlotGraphError, place_of
 from ...dataflow.serial import to_data
 from ..explained.tables import WIDE
