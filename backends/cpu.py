@@ -19,8 +19,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ..dataflow.capabilities import Capabilities, Lowering, Placement
 from ..dataflow.errors import CaptureError, ComputeError, ReplayError, SlotGraphError
-from ..dataflow.lanes import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD
-from ..dataflow.packet import Upload
+from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD, Upload
 from .base import (
     NO_PARAMETERS,
     Availability,

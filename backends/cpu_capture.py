@@ -26,8 +26,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import CaptureError, ReplayError
-from ..dataflow.gradients import without_gradients
-from ..dataflow.guard import FUNCTION_MODES, below_modes
+from ..dataflow.guard import FUNCTION_MODES, below_modes, without_gradients
 from .base import NO_PARAMETERS, Graph, Interruption, mode_of
 from .cpu import LOWERINGS, HostBackend, raised_by_step
 from .operators import OperatorWatch, call_again, compiled_eagerly, is_composite, run_under, tensors_in, written

@@ -227,15 +227,16 @@ def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
         value = given.get(name)
         if value is None:
             continue
-        is_tensor, held = isinstance(value, torch.Tensor), parameter.tolist()
-        there = value.tolist() if is_tensor else list(value) if isinstance(value, tuple) else value
-        if there != held or (is_tensor and not (value.is_cpu and value.dtype == parameter.dtype)):
+        held, there, is_apart = parameter.tolist(), list(value) if isinstance(value, tuple) else value, False
+        if isinstance(value, torch.Tensor):
+            there, is_apart = value.tolist(), not value.is_cpu or value.dtype != parameter.dtype
+        if is_apart or there != held:
             raise CaptureError(
                 f"operator {operator} was given {there!s:.60} for {name}, and the host parameter holds {held!s:.60} "
                 f"({parameter.dtype}): each replay hands over what the slot holds, all of it, as it is. Derive what "
                 "the operator takes in a slot of its own: computed(..., placement='host', argument=...)"
             )
-        update[name] = _CLONE if is_tensor else _LIST
+        update[name] = _CLONE if isinstance(value, torch.Tensor) else _LIST
     if not update and any(given.get(name) is not None for _, _, name in specs):
         raise CaptureError(
             f"operator {operator} takes its host arguments at each replay ({', '.join(name for _, _, name in specs)}), "

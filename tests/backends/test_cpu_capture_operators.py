@@ -300,9 +300,13 @@ def test_sources_stay_alive_at_their_addresses() -> None:
 @pytest.mark.parametrize("mode", [True, False])
 def test_gradients_are_off_while_it_records(*, mode: bool) -> None:
     """Whatever the caller has on, and afterwards the caller has that again; operators may choose kernels by it."""
-    seen = []
+    seen: list[Any] = []
+
+    def step() -> None:
+        seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
     with torch.inference_mode(mode):
-        capture(lambda: (seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled())), torch.ones(2))[1])
+        capture(step)
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (not mode, mode)
     assert seen == [(False, False)]
 
