@@ -417,69 +417,59 @@ def test_stages_out_of_step(two: Processes) -> None:
     assert second == [f"RankError: step 1: rank 0 has nothing for rank 1: {first[0]}", "", f"RankError: {apart}"]
 
 
-def refusals(rank: int) -> list[str]:
-    """What makes no sense: of the constructor, and proxies that are given to a call."""
-    runner = eager_part(rank, 2)
-    with pytest.raises(ConfigError, match=r"proxies: expected the name"):
-        PipelineStage(runner, proxies="a b")
-    with pytest.raises(ConfigError, match=r"timeout: expected seconds"):
-        PipelineStage(runner, timeout=0)
-    if rank:
-        with pytest.raises(ConfigError, match="stage 1 of 2 has no slot that reads pp_proxy_tensors"):
-            PipelineStage(eager_part(0, 2))
-    else:
-        with pytest.raises(ConfigError, match=r"its slots require 'hidden_states' of pipe"):
-            PipelineStage(EagerRunner(LaterPrefill, print, backend="cpu"), proxies="pipe")
-    stage, given = PipelineStage(runner), {"pp_proxy_tensors": {"hidden_states": torch.ones(1, HIDDEN)}}
-    found = [
-        raised(stage, batch_of(1, number), **(given if rank == number else {})) or raised(stage.flush)
-        for number in range(2)
-    ]
-    check(stage, batch_of(1, 3))
-    stage.flush()
-    return found
-
-
-def test_what_makes_no_sense_is_refused(two: Processes) -> None:
-    """By the constructor, where it can be."""
-    first, second = two.run(refusals)
-    given = "ConfigError: pp_proxy_tensors is received from the stage before: do not give it"
-    assert first == [given, ""]
-    assert second == [f"RankError: step 1: rank 0 has nothing for rank 1: {given}", given]
-
-
 class Whole(First):
     """A slot that takes all of the argument."""
 
     hidden: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0, source=side("pp_proxy_tensors"))
 
 
-def test_declarations_that_no_stage_can_have() -> None:
-    """A slot reads one key; and the first stage receives none."""
-    with pytest.raises(ConfigError, match="slot 'hidden' reads argument pp_proxy_tensors: proxies are tensors by key"):
-        PipelineStage(EagerRunner(Whole, print, backend="cpu"))
+NO_PROXIES: tuple[tuple[Any, str], ...] = (
+    (torch.ones(2, 3), "got something of type Tensor"),
+    ({"hidden_states": 5}, "got something of type int under 'hidden_states'"),
+    ({f"{'long' * 30}{key}": torch.ones(2) for key in range(90)}, "90 proxies have too many or too long keys"),
+)
+
+
+def refusals(rank: int) -> list[str]:
+    """What makes no sense: of the constructor, proxies that are given to a call, and steps that return none."""
+    runner, later = eager_part(rank, 2), EagerRunner(LaterPrefill, print, backend="cpu")
+    for made, options, said in (
+        (runner, {"proxies": "a b"}, r"proxies: expected the name"),
+        (runner, {"timeout": 0}, r"timeout: expected seconds"),
+        (EagerRunner(Whole, print, backend="cpu"), {}, "slot 'hidden' reads argument pp_proxy_tensors: proxies are"),
+        (eager_part(0, 2), {}, "stage 1 of 2 has no slot that reads pp_proxy_tensors")
+        if rank
+        else (later, {"proxies": "pipe"}, "its slots require 'hidden_states' of pipe"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            PipelineStage(made, **options)
+    outputs, answers = list[Any](), Part(0, 2)
+    if not rank:
+        runner = EagerRunner(First, lambda view: outputs[0] if outputs else answers(view), backend="cpu")
+    stage, given = PipelineStage(runner), {"pp_proxy_tensors": {"hidden_states": torch.ones(1, HIDDEN)}}
+    found = [
+        raised(stage, batch_of(1, number), **(given if rank == number else {})) or raised(stage.flush)
+        for number in range(2)
+    ]
+    for wrong, _ in NO_PROXIES:
+        outputs[:] = [wrong]
+        found.append(raised(stage, batch_of(2, 1)))
+    outputs.clear()
+    check(stage, batch_of(1, 3))
+    stage.flush()
+    return found
+
+
+def test_what_makes_no_sense_is_refused(two: Processes) -> None:
+    """By the constructor, where it can be; by the stage that has it, whose followers are told."""
+    first, second = two.run(refusals)
+    given = "ConfigError: pp_proxy_tensors is received from the stage before: do not give it"
+    assert first[:2] == [given, ""]
+    assert second[:2] == [f"RankError: step 1: rank 0 has nothing for rank 1: {given}", given]
+    for (_, message), *said in zip(NO_PROXIES, first[2:], second[2:], strict=True):
+        assert [message in one for one in said] == [True, True]
     with pytest.raises(ConfigError, match=r"the first stage receives nothing, but its slots require 'hidden_s"):
         PipelineStage(EagerRunner(LaterPrefill, print, backend="cpu"), proxies="pipe")
-
-
-def returns(rank: int, outputs: Any) -> str:
-    """The first stage returns something else than proxies."""
-    stage = PipelineStage(eager_part(1, 2) if rank else EagerRunner(First, lambda _: outputs, backend="cpu"))
-    return raised(stage, batch_of(2, 1))
-
-
-@pytest.mark.parametrize(
-    ("outputs", "message"),
-    [
-        (torch.ones(2, 3), "got something of type Tensor"),
-        ({"hidden_states": 5}, "got something of type int under 'hidden_states'"),
-        ({f"{'long' * 30}{key}": torch.ones(2) for key in range(90)}, "90 proxies have too many or too long keys"),
-    ],
-    ids=["tensor", "number", "keys"],
-)
-def test_what_is_no_proxies(two: Processes, outputs: Any, message: str) -> None:
-    """The stage that has it raises, and the next one is told."""
-    assert [message in error for error in two.run(returns, outputs)] == [True, True]
 
 
 def comes_alone(rank: int) -> str:
