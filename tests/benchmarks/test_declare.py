@@ -9,7 +9,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from slotgraph import BATCH, TOKENS
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.plan import plan_fill
-from slotgraph.runners.commands.workload import declare_decode
+from slotgraph.runners.commands.bench import declare_decode
 
 SLOTS = 50
 SIZES = {BATCH: 256, TOKENS: 256}
