@@ -12,7 +12,7 @@ from ..dataflow.errors import CheckError, ConfigError
 from ..dataflow.inputs import Inputs
 from ..dataflow.sources import Side
 from ..dataflow.tails import Pad, resolve_value
-from .captured import Captured
+from .capture import Captured
 from .check import parity
 from .check.comparison import step_of
 from .check.fills import tails_of
@@ -21,9 +21,9 @@ from .check.reads import readers
 from .check.trial import CheckedBatch, Together, Trial, graph_of, state_on, unwatched
 from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
 from .holdings import Change
+from .hooks import WATCHERS, Watcher, watchers_of
 from .runner import Runner
 from .state import State
-from .watching import WATCHERS, Watcher, watchers_of
 
 
 class Prover(Watcher, abc.ABC):

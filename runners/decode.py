@@ -13,13 +13,13 @@ from ..dataflow.guard import own_guard
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from .captured import Captured
+from .capture import Captured
 from .config import config_of
-from .decision import Decision
 from .graph_runner import DecodeArguments, Finish, GraphRunner
 from .outputs import rows_each
 from .runner import Filled
 from .stage import NO_SIZES, Stage, V, joined, staged
+from .statistics import Decision
 
 
 class Widths:

@@ -11,14 +11,13 @@ from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from ..dataflow.turns import BufferTurn
 from .config import EagerOptions, config_of
-from .coordination import Live
-from .decision import Decision
 from .eagerly import Eagerly
-from .parts import Parts
+from .hooks import Live
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
-from .runner import Runner
+from .runner import Parts, Runner
 from .stage import Lend, Stage, V, staged
+from .statistics import Decision
 
 NO_COPY_VARIABLE: Final = "SLOTGRAPH_EAGER_NO_COPY"
 _ALWAYS: Final = Decision("eager", None, "always_eager", "an eager runner captures nothing")

@@ -2,41 +2,154 @@
 
 import abc
 import functools
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 
 from ..backends.base import Backend
-from ..dataflow.axes import Axis, Dim, Sizes
+from ..dataflow.axes import BATCH, Axis, Dim, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering
-from ..dataflow.errors import RankError
+from ..dataflow.computation import field_of
+from ..dataflow.declaration import Declaration
+from ..dataflow.errors import RankError, ReplayError
 from ..dataflow.plan import FillPlan
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
-from ..dataflow.sources import Side
+from ..dataflow.sources import Side, look_up
 from ..dataflow.specialization import Run, Specialization, Specializations
 from ..dataflow.turns import BufferTurn
-from .arguments import checked_names, patterns_of
-from .bound import Holds, bind
-from .buckets import Buckets, Router
-from .capture import CaptureReport
-from .captured import Captured
-from .config import CaptureOptions, DecodeOptions, ExtendOptions, RunnerConfig, StackOptions
-from .coordination import Live
-from .decision import Decision, Path
+from .capture import Captured
+from .config import (
+    Buckets,
+    CaptureOptions,
+    DecodeOptions,
+    ExtendOptions,
+    RunnerConfig,
+    StackOptions,
+    checked_names,
+    patterns_of,
+)
 from .eagerly import Eagerly
-from .filler import Filler
-from .graphs import GraphSet, Order
-from .parts import Parts
+from .graphs import Filler, GraphSet, Order
+from .hooks import Live, watchers_of
 from .pool import Bindings, Phase, Seat
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
-from .runner import Filled, Runner
+from .runner import Filled, Holds, Parts, Runner, bind
 from .stage import Lend, Stage, V
-from .watching import watchers_of
+from .statistics import CaptureReport, Decision, Path, Why
+
+
+class Router:
+    """Decides for one runner which bucket a batch goes to, or why it runs eagerly, by a table over row counts.
+
+    has: whether there is a graph of a bucket and a pattern. report: what captures came to. enabled: whether anything is
+    captured at all; without, every decision is eager. leading: axes that the bucket decides. path: what a batch takes
+    that fits one.
+    """
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        buckets: Buckets,
+        capacity: Sizes,
+        has: Callable[[int | None, Absent], bool],
+        report: Callable[[], CaptureReport | None],
+        *,
+        enabled: bool,
+        leading: Collection[Axis],
+        path: Path,
+    ) -> None:
+        self._enabled, self._buckets, self._has, self._report = enabled, buckets, has, report
+        self._table = buckets.table()
+        self._fits = {rows: Decision(path, rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
+        self._counted = "rows" if BATCH in leading else "tokens"
+        own = [(i, axis) for i, axis in enumerate(declaration.varying) if axis not in leading]
+        self._limits = [(i, axis, capacity[axis]) for i, axis in own]
+        self._fixed_fields = {
+            name: field_of(None, name, default)
+            for name, default in declaration.fields.items()
+            if default is not attrs.NOTHING
+        }
+
+    def decide(self, live: tuple[int, ...], absent: Absent, batch: Any) -> Decision:
+        """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""
+        rows = live[-1]
+        bucket = self._table[rows] if rows < len(self._table) else None
+        if bucket is not None and self._has(bucket, absent):
+            for index, _, most in self._limits:
+                if live[index] > most:
+                    return self._refusal(live, absent, batch)
+            if self._fixed_fields and self._differing(batch):
+                return self._refusal(live, absent, batch)
+            return self._fits[bucket]
+        return self._refusal(live, absent, batch)
+
+    def _refusal(self, live: tuple[int, ...], absent: Absent, batch: Any) -> Decision:
+        """Why no graph takes the batch."""
+        report = self._report()
+        if report is None:
+            raise ReplayError("nothing is captured yet: call capture() first")
+        if not self._enabled:
+            return _eager("disabled", "graphs are switched off, by graphs=False")
+        rows = live[-1]
+        bucket = self._buckets.fit(rows)
+        if bucket is None or any(live[index] > most for index, _, most in self._limits):
+            return _eager("too_large", self._too_large(live))
+        if self._table[rows] is None:
+            share, most_waste = self._buckets.waste(rows, bucket), self._buckets.max_waste
+            return _eager("waste", f"bucket {bucket} would be {share:.0%} padding, over the limit of {most_waste:.0%}")
+        if bucket in report.failed:
+            return _eager("not_captured", report.failed[bucket])
+        if not self._has(bucket, absent):
+            names = ", ".join(map(repr, sorted(absent)))
+            return _eager("absent", f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one")
+        name = self._differing(batch)
+        came, seen = _brief(look_up(batch, name)), self._fixed_fields[name]
+        return _eager("field_differs", f"field {name!r} is {came}, not {seen!r}, with which graphs were captured")
+
+    def _too_large(self, live: tuple[int, ...]) -> str:
+        for index, axis, most in self._limits:
+            if live[index] > most:
+                return f"{live[index]} rows on {axis} are more than the {most} of every bucket"
+        return f"{live[-1]} {self._counted} are more than the largest bucket, {self._buckets.largest}"
+
+    @property
+    def decides_by_fields(self) -> bool:
+        """Whether some fields must have the values that graphs saw."""
+        return bool(self._fixed_fields)
+
+    def same_fields(self, batch: Any) -> bool:
+        """Whether all of them do."""
+        return not self._differing(batch)
+
+    def _differing(self, batch: Any) -> str:
+        """The first field whose value in the batch is not the one that graphs saw, or nothing."""
+        for name, captured in self._fixed_fields.items():
+            value = look_up(batch, name)
+            if value is not None and not _same(value, captured):
+                return name
+        return ""
+
+
+def _same(value: Any, captured: Any) -> bool:
+    """Whether two field values are one; a tensor or an array, of which `==` makes another, is never the same."""
+    return value is captured or (not hasattr(value, "shape") and bool(value == captured))
+
+
+def _brief(value: Any) -> str:
+    """A field's value in a sentence; of a tensor or an array its kind alone, which asks no device."""
+    return type(value).__name__ if hasattr(value, "shape") else reprlib.repr(value)
+
+
+def _eager(why: Why, reason: str) -> Decision:
+    return Decision("eager", None, why, reason)
+
 
 Finish = Callable[[Any], Any]
 """What follows the writes of a short way's fill: the rest of the step, given the batch; its outputs."""

@@ -11,12 +11,10 @@ from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import chosen_lowering
 from ..dataflow.errors import ConfigError, ReplayError
 from ..dataflow.ready import Ready
-from .arguments import check_step
-from .captured import Captured
-from .config import config_of
-from .filler import Filler
+from .capture import Captured
+from .config import check_step, config_of
 from .graph_runner import Finish, GraphRunner, StackArguments
-from .graphs import GraphSet
+from .graphs import Filler, GraphSet
 from .outputs import live_rows, map_tensors
 from .runner import Filled
 from .stacked.capture import Boundary, Part, StackCapture, live_viewer

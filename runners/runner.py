@@ -2,8 +2,8 @@
 
 import abc
 import time
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Final, Generic
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Final, Generic, TypeAlias
 
 import attrs
 import torch
@@ -11,26 +11,157 @@ import torch
 from ..dataflow import log
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent
+from ..dataflow.buffers import Buffers
+from ..dataflow.computation import Computation
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
+from ..dataflow.gradients import GRADIENTS, without_gradients
+from ..dataflow.guard import FUNCTION_MODES, below_modes
 from ..dataflow.limits import Limits
 from ..dataflow.sampling import sample_batch
 from ..dataflow.sizing import Sizer
-from ..dataflow.sources import Side
+from ..dataflow.sources import Side, Sources
 from ..dataflow.specialization import MISS, Run, Specialization, Specializations
 from ..dataflow.turns import BufferTurn
-from .bound import Holds, bind
-from .captured import Captured
-from .config import RunnerConfig
-from .coordination import Coordinator, Live
-from .decision import Decision, Path, Tally
+from .capture import FORKS, Captured
+from .config import KINDS, RunnerConfig
 from .eagerly import Eagerly
-from .exclusive import Gate, Unique, opaque
 from .graphs import GraphSet
-from .parts import Parts
+from .hooks import Coordinator, Live, Watch
 from .pool import Seat
+from .running import Gate, Unique, opaque
 from .stage import Stage, V
-from .statistics import Statistics, statistics_of
-from .watching import Watch
+from .statistics import EVERY, FIRST, Decision, FillTimes, MemoryAccount, Path, Statistics, Tally
+from .traffic import HostReads
+
+
+@attrs.frozen(eq=False)
+class Parts(Generic[V]):
+    """The parts of one runner.
+
+    name: in events. sizes: each bucket's padded sizes, by its rows; none of a runner that captures nothing.
+    patterns: of absent slots, that graphs are captured for. graphs: the captured ones, with buffers and filler; None
+    of a runner that captures nothing. eager: what runs the batches that no graph takes. size: tells a batch's live
+    sizes, one for each varying axis, and at last those of the leading axis. tally: its books. watch: its watchers.
+    seat: where its buffers come from, which tells the layout of memory that it shares; None where they grow.
+    coordinator: of the same runner on all ranks.
+    """
+
+    name: str
+    config: RunnerConfig
+    stage: Stage[V]
+    sizes: Mapping[int, Sizes]
+    patterns: Collection[Absent]
+    graphs: GraphSet[V] | None
+    eager: Eagerly[V]
+    coordinator: Coordinator
+    size: Sizer
+    tally: Tally
+    watch: Watch
+    seat: Seat[V] | None = None
+
+
+Holds: TypeAlias = Callable[[Any, Side], bool]
+
+
+def bind(
+    found: Specialization,
+    finish: Callable[[Any], Any],
+    *,
+    turn: BufferTurn,
+    times: FillTimes,
+    graphs: GraphSet[Any] | None = None,
+    hosts: HostReads | None = None,
+    launch: Callable[[], object] | None = None,
+    device: Sequence[Computation] = (),
+    holds: Sequence[Holds] = (),
+) -> Run:
+    """Make a bound step, with everything that it needs in local names.
+
+    Args:
+        found: The specialization that fills the slots.
+        finish: Does the rest with the batch, once the slots are filled.
+        turn: Of the memory that is filled.
+        times: Takes the time of some fills.
+        graphs: The runner's graphs, whose streams a fill waits for.
+        hosts: What device work reads of host slots; None where there are none.
+        launch: What a fill does after it has written, such as a launch of the kernel.
+        device: What the device computes from slots and the batch, where the graph does not do it.
+        holds: What must be true of a batch beside its sources.
+
+    """
+    take, write, forks, also = found.take, found.write, FORKS.count, _all_of(holds)
+    stream = None if graphs is None else graphs.filler.stream
+    clock, order, neighbours = (turn, None, ()) if graphs is None else (graphs.clock, graphs.order, turn.neighbours)
+    now, note, modes, gradients, left, start = time.perf_counter_ns, times.add, FUNCTION_MODES, GRADIENTS, FIRST, 0
+
+    def run(batch: Any, side: Side, sources: Sources) -> Any:
+        nonlocal left, start
+        left -= 1
+        if left <= 0:
+            start = now()
+        if forks != FORKS.count or (also is not None and not also(batch, side)):
+            return MISS
+        if stream is not None and (
+            not (here := stream()) == turn.stream == clock.stream or (neighbours and not turn.follows(here))
+        ):
+            order()  # type: ignore[misc] # before sources are read, which may lie in slots
+        if (taken := below_modes(take, sources) if modes() else take(sources)) is None:
+            return MISS
+        turn.fills += 1  # before the first write: what follows may raise in the middle
+        if hosts is not None:
+            hosts.wait()
+        without_gradients(write, taken, batch) if gradients() else write(taken, batch)
+        if launch is not None:
+            launch()
+        for one in device:
+            without_gradients(one.run, batch) if gradients() else one.run(batch)
+        if left <= 0:
+            note(now() - start)
+            left = EVERY
+        return finish(batch)
+
+    return run
+
+
+def _all_of(holds: Sequence[Holds]) -> Holds | None:
+    """What is asked of a batch beside its sources: None where there is nothing, which is the fastest."""
+    if len(holds) > 1:
+        return lambda batch, side: all(one(batch, side) for one in holds)
+    return holds[0] if holds else None
+
+
+def statistics_of(
+    tally: Tally, graphs: GraphSet[Any] | None, own: Buffers | None, coordinator: Coordinator
+) -> Statistics:
+    """The books of a runner. They are read as they are, while steps may be under way in another thread.
+
+    own: the buffers of its eager steps, which may be those of its graphs.
+    """
+    eager = 0 if own is None else own.nbytes
+    memory, report = MemoryAccount(inputs=eager, graphs=0, outputs=0), None
+    lowered, detours, captured = dict[str, int](), dict[str, int](), 0
+    if graphs is None:
+        eager = 0
+    else:
+        eager = 0 if own is graphs.buffers else eager
+        memory, report, captured = graphs.memory(), graphs.report, len(graphs.captured)
+        lowered, detours = dict[str, int](graphs.filler.lowered), dict[str, int](graphs.filler.detours)
+        if by_shortcut := tally.by_shortcut():
+            lowered[graphs.filler.lowering] = lowered.get(graphs.filler.lowering, 0) + by_shortcut
+    return {
+        **tally.as_data(),
+        "lowerings": lowered,
+        "detours": detours,
+        "memory": {**attrs.asdict(memory), "eager": eager, "total": memory.total + eager},
+        "capture": {
+            "buckets": [] if report is None else list(report.captured),
+            "failed": {} if report is None else dict(report.failed),
+            "graphs": captured,
+            "seconds": 0.0 if report is None else report.seconds,
+            "driver": 0 if report is None else report.driver,
+        },
+        "ranks": coordinator.as_data(),
+    }
 
 
 def empty_batch(parts: Parts[V], batch: Any, side: Side) -> tuple[Any, Side]:
@@ -131,8 +262,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self._others = 0
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Keep the compiler out of a subclass' own methods, too."""
+        """Note the class, and keep the compiler out of its own methods, too."""
         super().__init_subclass__(**options)
+        KINDS.append(cls)
         opaque(cls)
 
     @property

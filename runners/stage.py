@@ -24,15 +24,7 @@ from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from ..dataflow.turns import SharedMemory
 from ..dataflow.views import ViewInfo, viewer
-from .arguments import (
-    check_slots,
-    check_step,
-    checked,
-    checked_names,
-    checked_relations,
-    checked_sizes,
-    declaration_of,
-)
+from .config import check_slots, check_step, checked, checked_names, checked_relations, checked_sizes, declaration_of
 from .outputs import map_tensors
 
 V = TypeVar("V", bound=Inputs)

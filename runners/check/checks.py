@@ -18,9 +18,9 @@ from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.bucket import Absent
 from ...dataflow.errors import ConfigError, ReplayError
 from ...dataflow.sampling import NO_VALUES, Values, sample_batch
-from ..decision import Decision
 from ..runner import Runner
 from ..state import State
+from ..statistics import Decision
 from . import parity, poison, races
 from .reads import check_coverage, check_moves
 from .report import CheckReport, Finding

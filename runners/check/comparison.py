@@ -12,7 +12,7 @@ from ...dataflow.axes import Step
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Output, Slot
 from ...dataflow.views import ViewInfo
-from ..bits import bits
+from ..state import bits
 
 DEPTH: Final = 4
 """Objects within objects in which outputs are looked for."""

@@ -13,7 +13,7 @@ from ...dataflow.capabilities import DEVICE
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Keep, Once, Pad
-from ..bits import bits, first_unequal
+from ..state import bits, first_unequal
 from .comparison import live_part, step_of
 from .report import Finding
 from .trial import CheckedBatch, Subject, slots_kept

@@ -14,7 +14,7 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Once
 from ..holdings import Change
-from ..parts import Parts
+from ..runner import Parts
 from ..running import running
 from ..traffic import Traffic, run_seen
 from .comparison import named

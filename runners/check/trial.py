@@ -14,16 +14,14 @@ from ...dataflow.errors import RankError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Constant, Slot
 from ...dataflow.sources import NO_SIDE, Side
-from ..captured import Captured
-from ..coordination import Coordinator
+from ..capture import Captured
 from ..graphs import GraphSet
-from ..parts import Parts
+from ..hooks import Coordinator, Watch
 from ..recording.ranks import RecordedRanks
-from ..runner import Runner
+from ..runner import Parts, Runner
 from ..running import Running, under_way
 from ..stage import V
 from ..state import State
-from ..watching import Watch
 from .comparison import step_of
 
 T = TypeVar("T")

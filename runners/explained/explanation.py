@@ -12,12 +12,11 @@ from ...dataflow.explain import NOT_SIZED, Explanation, explain_declaration
 from ...dataflow.planner import plan_fill
 from ...dataflow.sharing import Layout
 from ...dataflow.sources import RANKS
-from ..decision import Decision
 from ..graphs import GraphSet
 from ..outputs import nbytes_of
-from ..parts import Parts
 from ..ranks.group import Ranks
-from ..runner import Runner
+from ..runner import Parts, Runner
+from ..statistics import Decision
 from .memory import MemoryFacts, memory_of
 from .steps import Fill, FillStep, fill_of
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import attrs
 from rich.text import Text
 
-from ..capture import human_bytes
+from ..statistics import human_bytes
 from .explanation import RunnerExplanation
 from .tables import cell, printable, printed, tables
 

@@ -11,7 +11,7 @@ from ...dataflow.plan import FillPlan
 from ...dataflow.sharing import Layout
 from ...dataflow.sharing.lifetimes import lasting
 from ...dataflow.slots import Output
-from ..parts import Parts
+from ..runner import Parts
 
 Phase = Literal["fill", "kernel", "replay", "outputs"]
 

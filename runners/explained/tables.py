@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ...dataflow.explain import Explanation, SlotFacts, mermaid
-from ..decision import Decision
+from ..statistics import Decision
 from .explanation import RunnerExplanation
 
 WIDE: Final = 200

@@ -12,8 +12,8 @@ import torch
 from ...backends.base import Event
 from ...dataflow.axes import Axis
 from ...dataflow.errors import RecordingError
-from ..decision import Why
 from ..ranks.group import EAGER, FITS, HOST, Exchange, Message, Ranks
+from ..statistics import Why
 from .files import RecordedFile
 from .records import RanksRecord, StepRanks, StepRecord
 

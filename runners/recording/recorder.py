@@ -15,11 +15,10 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Slot, Staged
 from ...dataflow.sources import Side, look_up
-from ..arguments import checked, refuse
 from ..check.comparison import live_part, named
-from ..parts import Parts
-from ..runner import Runner
-from ..watching import Watcher
+from ..config import checked, refuse
+from ..hooks import Watcher
+from ..runner import Parts, Runner
 from .files import check_place, write
 from .records import Header, Raised, RunnerRecord, StepRanks, StepRecord, Value, versions
 

@@ -15,9 +15,9 @@ from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
 from ...dataflow.explain import explain_declaration
 from ...dataflow.hostdata import array_dtype
-from ..decision import Why
-from ..parts import Parts
 from ..ranks.group import Ranks
+from ..runner import Parts
+from ..statistics import Why
 
 FORMAT: Final = 3
 """The number of this format. A file of another number is refused."""

@@ -28,10 +28,9 @@ from ..check.comparison import (
     step_of,
 )
 from ..check.trial import graph_of, ran_eagerly, slots_kept, state_on
-from ..decision import Decision
-from ..parts import Parts
-from ..runner import Runner
+from ..runner import Parts, Runner
 from ..stage import Stage
+from ..statistics import Decision
 from .files import RecordedFile
 from .ranks import RecordedRanks
 from .records import RunnerRecord, StepRecord, Value, plain_from_text

@@ -16,10 +16,10 @@ from ...dataflow.buffers import Buffers
 from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ...dataflow.gradients import GRADIENTS, without_gradients
 from ...dataflow.inputs import Inputs
-from ..captured import Captured, Clock
-from ..decision import Repeated
+from ..capture import Captured, Clock
 from ..running import RUNNING, Running, running
 from ..stage import Stage
+from ..statistics import Repeated
 from .watch import Use, tensors_within
 
 VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)

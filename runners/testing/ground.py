@@ -20,11 +20,11 @@ from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
 from ...dataflow.views import Views
-from ..bits import first_unequal
-from ..captured import Filling
+from ..capture import Filling
 from ..check.fills import garbage
-from ..filler import Filler
+from ..graphs import Filler
 from ..stage import NO_SIZES, Stage
+from ..state import first_unequal
 
 VARYING: Final = 8
 """The size of a varying axis by default."""

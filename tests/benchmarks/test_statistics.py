@@ -13,8 +13,8 @@ from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.runners import bound, decision
 from slotgraph.runners.commands.workload import captured, declare_decode, draw
-from slotgraph.runners.decision import EVERY, FIRST
 from slotgraph.runners.metrics import exposition
+from slotgraph.runners.statistics import EVERY, FIRST
 
 pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
 SLOTS = 12

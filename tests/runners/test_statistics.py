@@ -19,10 +19,20 @@ from structlog.testing import capture_logs
 from slotgraph import DecodeRunner, EagerRunner
 from slotgraph.dataflow.errors import ReplayError
 from slotgraph.pool import InputPool
-from slotgraph.runners.decision import BOUNDS, EVERY, FIRST, BucketData, EagerData, FillsData, FillTimes, FillTimesData
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.runner import Runner
-from slotgraph.runners.statistics import CaptureData, Statistics
+from slotgraph.runners.statistics import (
+    BOUNDS,
+    EVERY,
+    FIRST,
+    BucketData,
+    CaptureData,
+    EagerData,
+    FillsData,
+    FillTimes,
+    FillTimesData,
+    Statistics,
+)
 from tests.runners.kinds import EVERY_KIND, Act, Books, act, anew, counted, schedules
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 
