@@ -13,12 +13,11 @@ import rich.progress
 import torch
 
 from ..backends.base import NO_PARAMETERS, Backend, Graph
-from ..dataflow import log
 from ..dataflow.bucket import Bucket
 from ..dataflow.errors import CaptureError, CheckError, ComputeError
 from ..dataflow.views import alias
 from .outputs import live_rows, map_tensors
-from .statistics import CaptureReport, human_bytes
+from .statistics import human_bytes
 
 
 @attrs.define(eq=False)
@@ -182,18 +181,3 @@ def progress_over(buckets: Sequence[int], backend: Backend, *, show: bool) -> It
             progress.update(task, bucket=bucket, free=human_bytes(backend.memory().free))
             yield bucket
             progress.advance(task)
-
-
-def warn_of_many(wanted: int, hint: int | None, runner: str) -> None:
-    """One event where more graphs are wanted than the device is said to bear, before minutes are spent on them."""
-    if hint is not None and wanted > hint:
-        log.warning("many_graphs", runner=runner, wanted=wanted, borne=hint)
-
-
-def log_capture(report: CaptureReport, runner: str) -> None:
-    """One event for the whole capture, and one for each reason for which buckets failed."""
-    for reason in report.reasons:
-        log.warning("capture_failed", runner=runner, reason=reason)
-    memory = attrs.asdict(report.memory)
-    done, seconds = list(report.captured), round(report.seconds, 3)
-    log.info("captured", runner=runner, buckets=done, seconds=seconds, **memory, driver=report.driver)

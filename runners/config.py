@@ -8,8 +8,8 @@ import os
 import pathlib
 import threading
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Final, NoReturn, Required, TypeAlias, TypedDict, get_args
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, NoReturn, TypeAlias, get_args
 
 import attrs
 import torch
@@ -121,75 +121,6 @@ def patterns_of(declaration: Declaration, absent: Any) -> set[frozenset[str]]:
     return {frozenset(), *patterns}
 
 
-_STEPS: Final = ((8, 1), (256, 8), (512, 16))
-"""Default ladder: powers of two to 8, then by 8 to 256, by 16 to 512, by 32 beyond: little waste, few graphs."""
-
-
-def _ascending(sizes: Any) -> tuple[int, ...]:
-    """The sizes in order. ConfigError where one is no whole number of at least 1, or given twice."""
-    found = list(sizes) if isinstance(sizes, Iterable) else []
-    if not found or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in found):
-        raise ConfigError(f"buckets are whole numbers of at least 1, at least one of them, got {found or sizes!r}")
-    if len(set(found)) < len(found):
-        raise ConfigError(f"buckets are given once each, got {found}")
-    return tuple(sorted(found))
-
-
-def _check_waste(_: object, __: object, waste: object) -> None:
-    if isinstance(waste, bool) or not isinstance(waste, int | float) or not 0 <= waste <= 1:
-        raise ConfigError(f"max_waste is a share of the padded rows between 0 and 1, got {waste!r}")
-
-
-@attrs.frozen
-class Buckets:
-    """Padded row counts in ascending order, and the largest share of padding that is worth a replay.
-
-    max_waste: a batch of which more than this share of the padded rows would be padding is refused.
-    """
-
-    sizes: tuple[int, ...] = attrs.field(converter=_ascending)
-    max_waste: float = attrs.field(default=1.0, validator=_check_waste)
-
-    @classmethod
-    def ladder(cls, largest: int, max_waste: float = 1.0) -> "Buckets":
-        """A default ladder up to `largest` rows."""
-        sizes = {1 << power for power in range(largest.bit_length()) if 1 << power <= min(largest, 8)} | {largest}
-        start = 8
-        for stop, step in (*_STEPS[1:], (largest, 32)):
-            sizes |= set(range(start, min(stop, largest) + 1, step))
-            start = max(start, stop)
-        return cls(sizes, max_waste)
-
-    @classmethod
-    def doubling(cls, largest: int, max_waste: float = 1.0) -> "Buckets":
-        """Buckets for tokens: 16, 32, then two for each power of two (48 and 64, 96 and 128, ...) up to `largest`.
-
-        At most a third of a batch of more than 16 tokens is padding; a graph of many tokens is dear to keep.
-        """
-        powers = [1 << power for power in range(4, max(largest - 1, 1).bit_length() + 1)]
-        sizes = {size for power in powers for size in (power, power * 3 // 2 if power > 16 else power)}  # noqa: PLR2004
-        return cls({size for size in sizes if size < largest} | {largest}, max_waste)
-
-    @property
-    def largest(self) -> int:
-        """The largest bucket."""
-        return self.sizes[-1]
-
-    def fit(self, rows: int) -> int | None:
-        """The smallest bucket that holds `rows`, or None where none does; no rows go to the smallest."""
-        index = bisect.bisect_left(self.sizes, rows)
-        return self.sizes[index] if index < len(self.sizes) else None
-
-    def waste(self, rows: int, bucket: int) -> float:
-        """The share of a bucket's rows that would be padding; none for the batch of an idle rank, which has no rows."""
-        return (bucket - rows) / bucket if rows else 0.0
-
-    def table(self) -> list[int | None]:
-        """The bucket for each row count up to the largest, None where padding would exceed the limit."""
-        fits = [(rows, self.fit(rows) or self.largest) for rows in range(self.largest + 1)]
-        return [bucket if self.waste(rows, bucket) <= self.max_waste else None for rows, bucket in fits]
-
-
 MOST: Final = 1 << 24
 """Rows that a configuration may ask for: a runner has a table over as many, which a slip of the keyboard would fill."""
 VARIABLE: Final = "SLOTGRAPH_DEBUG"
@@ -250,14 +181,58 @@ def _is(kind: type, value: object) -> bool:
 
 
 def _rows(value: Any) -> tuple[int, ...]:
-    """Buckets; the empty tuple where none are given."""
-    if isinstance(value, tuple) and not value:
-        return value
+    """Buckets in ascending order."""
     several = isinstance(value, list | tuple | set | frozenset | range) and len(value) > 0
     if not several or not all(_is(int, one) and 1 <= one <= MOST for one in value) or len({*value}) < len(value):
         expected = f"a list or tuple of at least one int between 1 and {MOST}, each once"
         refuse("option 'buckets'", expected, value)
-    return tuple(value)
+    return tuple(sorted(value))
+
+
+def _rows_or_none(value: Any) -> tuple[int, ...]:
+    """Buckets; the empty tuple where none are given."""
+    return () if isinstance(value, tuple) and not value else _rows(value)
+
+
+@attrs.frozen
+class Buckets:
+    """Padded row counts in ascending order, and the largest share of padding that is worth a replay.
+
+    max_waste: a batch of which more than this share of the padded rows would be padding is refused.
+    """
+
+    sizes: tuple[int, ...] = attrs.field(converter=_rows)
+    max_waste: float = _option(float, 1.0, 0, 1)
+
+    @classmethod
+    def ladder(cls, largest: int, max_waste: float = 1.0) -> "Buckets":
+        """A default ladder up to `largest` rows: powers of two to 8, then by 8 to 256, by 16 to 512, by 32 beyond."""
+        steps = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, largest, 32))
+        return cls({largest, *(size for size in steps if size < largest)}, max_waste)
+
+    @classmethod
+    def doubling(cls, largest: int, max_waste: float = 1.0) -> "Buckets":
+        """Buckets for tokens: 16, 32, then two for each power of two (48 and 64, 96 and 128, ...) up to `largest`.
+
+        At most a third of a batch of more than 16 tokens is padding; a graph of many tokens is dear to keep.
+        """
+        powers = [1 << power for power in range(5, max(largest, 1).bit_length())]
+        steps = {16, *powers, *(power * 3 // 2 for power in powers)}
+        return cls({largest, *(size for size in steps if size < largest)}, max_waste)
+
+    @property
+    def largest(self) -> int:
+        """The largest bucket."""
+        return self.sizes[-1]
+
+    def fit(self, rows: int) -> int | None:
+        """The smallest bucket that holds `rows`, or None where none does; no rows go to the smallest."""
+        index = bisect.bisect_left(self.sizes, rows)
+        return self.sizes[index] if index < len(self.sizes) else None
+
+    def waste(self, rows: int, bucket: int) -> float:
+        """The share of a bucket's rows that would be padding; none for the batch of an idle rank, which has no rows."""
+        return (bucket - rows) / bucket if rows else 0.0
 
 
 def _debug(value: Any) -> Any:
@@ -291,7 +266,7 @@ class RunnerConfig:
     """
 
     backend: str = _option(str, AUTO)
-    buckets: tuple[int, ...] = attrs.field(default=(), converter=_rows)
+    buckets: tuple[int, ...] = attrs.field(default=(), converter=_rows_or_none)
     max_batch: int = _option(int, 32, 1, MOST)
     max_tokens: int = _option(int, 2048, 1, MOST)
     max_waste: float = _option(float, 1.0, 0, 1)
@@ -370,55 +345,15 @@ class RunnerConfig:
         """The modes of debugging that are on. ConfigError where the environment names an unknown one."""
         return modes_of(self.debug)
 
-    def ladder(self) -> Buckets:
-        """The buckets that were given, or the default ladder."""
-        given = Buckets(self.buckets, self.max_waste) if self.buckets else None
-        return given or Buckets.ladder(self.max_batch, self.max_waste)
-
-    def token_ladder(self) -> Buckets:
-        """The buckets that were given, or the default ones for tokens."""
-        given = Buckets(self.buckets, self.max_waste) if self.buckets else None
-        return given or Buckets.doubling(self.max_tokens, self.max_waste)
-
-
-class EagerOptions(TypedDict, total=False):
-    """Of a runner that captures nothing."""
-
-    no_copy: bool | None
-
-
-class CaptureOptions(TypedDict, total=False):
-    """Of every runner that captures."""
-
-    buckets: tuple[int, ...] | list[int]
-    max_batch: int
-    max_waste: float
-    warmups: int
-    progress: bool
-    debug: Wanted
-    sharing: bool | None
-    graphs: bool
-    lowering: str
-    lazy: bool
-    error_mode: str | None
-
-
-class DecodeOptions(CaptureOptions, total=False):
-    """Of a runner whose buckets are requests of `width` tokens."""
-
-    width: int
-
-
-class StackOptions(CaptureOptions, total=False):
-    """Of a runner whose buckets are tokens, up to `max_tokens`."""
-
-    max_tokens: int
-
-
-class ExtendOptions(CaptureOptions, total=False):
-    """Of a runner over the `width` tokens that each request brings after a verify."""
-
-    width: Required[int]
+    def ladder(self, *, of_tokens: bool = False) -> Buckets:
+        """The buckets that were given, or the default ones."""
+        if self.buckets:
+            return Buckets(self.buckets, self.max_waste)
+        return (
+            Buckets.doubling(self.max_tokens, self.max_waste)
+            if of_tokens
+            else Buckets.ladder(self.max_batch, self.max_waste)
+        )
 
 
 def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:

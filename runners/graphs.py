@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from ..backends.base import Fusion
+from ..dataflow import log
 from ..dataflow.axes import Sizes
 from ..dataflow.binding import overlaps, span
 from ..dataflow.bucket import Absent, Bucket
@@ -33,11 +34,9 @@ from .capture import (
     capture_step,
     clock_of,
     frozen_garbage,
-    log_capture,
     progress_over,
     told_as_capture_error,
     warm_up,
-    warn_of_many,
 )
 from .config import ADDRESSES, GENERATIONS, OFF, STREAMS, RunnerConfig
 from .holdings import Holdings
@@ -46,7 +45,7 @@ from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .running import Running, under_way
 from .stage import Stage, V
 from .state import State, check_writes
-from .statistics import CaptureReport, MemoryAccount, driver_bytes
+from .statistics import CaptureReport, MemoryAccount
 from .traffic import HostReads
 
 
@@ -215,44 +214,15 @@ class Filler(Generic[V]):
         return frozenset(self.stage.backend.streams_of(tensors))
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class Order:
-    """What is to be captured: buckets and their sizes, patterns of absent slots, and how.
+    """What is to be captured of the runner of that name: buckets and their sizes, and patterns of absent slots."""
 
-    warmups: runs before each capture, of which the look at the step's state may be the first.
-    """
-
+    config: RunnerConfig
     buckets: Mapping[int, Sizes]
     patterns: Collection[Absent]
-    warmups: int
-    error_mode: str | None
-    progress: bool
-    lazy: bool
     runner: str
     coordinator: Coordinator
-
-    @classmethod
-    def of(
-        cls,
-        config: RunnerConfig,
-        buckets: Mapping[int, Sizes],
-        patterns: Collection[Absent],
-        runner: str,
-        coordinator: Coordinator,
-    ) -> "Order":
-        """What a configuration asks for: none where its graphs are off. Of several ranks one shows a bar."""
-        wanted = buckets if config.graphs else {}
-        shown = config.progress and coordinator.rank == 0
-        return cls(wanted, patterns, config.warmups, config.error_mode, shown, config.lazy, runner, coordinator)
-
-    def warmups_after_look(self) -> int:
-        """Runs between the look and the capture.
-
-        The look is a warm-up where nothing can be compiled: compiled functions run as they were written under it. Of
-        several ranks all run a step equally often, whatever each has imported.
-        """
-        looked = self.coordinator.size == 1 and "torch._dynamo" not in sys.modules
-        return max(0, self.warmups - 1) if looked else self.warmups
 
 
 Key = tuple[int, Absent]
@@ -265,11 +235,10 @@ Recipe = Callable[[Filling, Absent, Look], tuple[Callable[[], Any], State]]
 class GraphSet(Generic[V]):
     """The graphs of one runner over one set of buffers.
 
-    rows_each: output rows for each row of the leading axis, or None where outputs are handed out whole.
-    modes: of debugging: stamp outputs, and check addresses at each replay instead of the first only. recipe: makes what
-    is captured of a bucket; the whole step, where it is not given. holder: what reaches the tensors that graphs read
-    beside slots; the step, where no recipe is given. parameters: slots whose values each replay hands to its graph,
-    by the operator's argument; all that are declared, where it is not given.
+    rows_each: output rows for each row of the leading axis, or None where outputs are handed out whole. recipe: makes
+    what is captured of a bucket; the whole step, where it is not given. holder: what reaches the tensors that graphs
+    read beside slots; the step, where no recipe is given. parameters: slots whose values each replay hands to its
+    graph, by the operator's argument; all that are declared, where it is not given.
     """
 
     def __init__(
@@ -277,9 +246,9 @@ class GraphSet(Generic[V]):
         stage: Stage[V],
         buffers: Buffers,
         filler: Filler[V],
+        order: Order,
         *,
         rows_each: int | None,
-        modes: frozenset[str],
         recipe: "Recipe | None" = None,
         holder: Callable[..., Any] | None = None,
         parameters: Mapping[str, str] | None = None,
@@ -291,13 +260,14 @@ class GraphSet(Generic[V]):
         self._pool = stage.backend.pool()
         self.clock = clock_of(self._pool)
         self.rows_each = rows_each
+        modes = order.config.modes
         self._stamps, self._verifies = GENERATIONS in modes, ADDRESSES in modes
         self._holder = stage.step if recipe is None else holder
         self.holdings = Holdings(self._holder)
         self._recipe = self._whole_step if recipe is None else recipe
         self._parameters = stage.declaration.parameters if parameters is None else parameters
         self._captured: dict[Key, Captured] = {}
-        self._order: Order | None = None
+        self._order = order
         self._forks = FORKS.count
 
     @property
@@ -311,26 +281,28 @@ class GraphSet(Generic[V]):
 
     def get(self, bucket: int | None, absent: Absent) -> Captured | None:
         """The graph of one bucket and pattern, captured now if that was put off; None where there is none."""
-        captured = self._captured.get((bucket, absent)) if bucket is not None else None
-        if captured is None and bucket is not None and self._is_pending(bucket, absent):
-            return self._capture_late(bucket, absent)
-        return captured
+        if bucket is None:
+            return None
+        if (bucket, absent) not in self._captured and self._is_pending(bucket, absent):
+            self._capture_buckets([bucket], late=True)
+            self.filler.captured_late()
+        return self._captured.get((bucket, absent))
 
-    def capture(self, order: Order) -> CaptureReport:
+    def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first, for every pattern. CaptureError at the end if some failed.
 
-        A bucket that fails is left out and the others stay usable. A lazy order captures nothing yet.
+        A bucket that fails is left out and the others stay usable. With the option `lazy` nothing is captured yet.
         """
         if self.report is not None:
             raise CaptureError(
                 "this runner is captured already: its addresses are sealed; make a new runner to capture again"
             )
-        backend, runner = self.stage.backend, order.runner
-        warn_of_many(len(order.buckets) * len(order.patterns), backend.capabilities.graphs_hint, runner)
+        order, borne = self._order, self.stage.backend.capabilities.graphs_hint
+        wanted = len(order.buckets) * len(order.patterns)
+        if borne is not None and wanted > borne:  # which is said before minutes are spent on them
+            log.warning("many_graphs", runner=order.runner, wanted=wanted, borne=borne)
         order.coordinator.meet(f"captures begin, of buckets {', '.join(map(str, order.buckets)) or 'none'}")
-        self._order = order
-        buckets = [] if order.lazy else sorted(order.buckets, reverse=True)
-        report, failed = self._capture_buckets(order, buckets, late=False)
+        report, failed = self._capture_buckets(() if order.config.lazy else sorted(order.buckets, reverse=True))
         self._forks = FORKS.count
         if failed:
             message = f"{len(failed)} of {len(order.buckets)} buckets were not captured and run eagerly: "
@@ -338,42 +310,35 @@ class GraphSet(Generic[V]):
         return report
 
     def _capture_buckets(
-        self, order: Order, buckets: Sequence[int], *, late: bool
+        self, buckets: Sequence[int], *, late: bool = False
     ) -> tuple[CaptureReport, list[CaptureError]]:
         """Capture some buckets; the report, and the errors of those that failed. late: a batch has come for them."""
-        start, before, known = time.perf_counter(), self.stage.backend.memory(), self.report
-        errors = list[CaptureError]()
-        reasons = {} if known is None else dict(known.failed)
+        backend, order, errors = self.stage.backend, self._order, list[CaptureError]()
+        start, before = time.perf_counter(), backend.memory()
+        known = self.report or CaptureReport((), {}, 0.0, self.memory())
+        reasons, shows = dict(known.failed), order.config.progress and order.coordinator.rank == 0 and not late
         with frozen_garbage(), self._at_rest(always=late):
-            for rows in progress_over(buckets, self.stage.backend, show=order.progress and not late):
+            for rows in progress_over(buckets, backend, show=shows):
                 try:
-                    self._capture_bucket(rows, order)
+                    self._capture_bucket(rows)
                 except CaptureError as error:
                     errors.append(error)
                     reasons[rows] = str(error)
         if buckets and self._holder is not None and all(one.graph.is_recorded for one in self._captured.values()):
             self.holdings = self.holdings.joined(Holdings.of(self._holder))
-        seconds, driver = time.perf_counter() - start, driver_bytes(before, self.stage.backend.memory())
-        if known is not None:
-            seconds, driver = seconds + known.seconds, driver + known.driver
+        seconds, after = known.seconds + time.perf_counter() - start, backend.memory()
+        driver = max(0, (before.free - after.free) - (after.allocated - before.allocated)) + known.driver
         done = tuple(sorted({rows for rows, _ in self._captured}))
         self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver)
-        log_capture(report, order.runner)
+        report.log(order.runner)
         return report, errors
 
     def _is_pending(self, bucket: int | None, absent: Absent) -> bool:
+        """Whether a bucket is captured once the first batch comes for it; never again where that failed."""
         order, report = self._order, self.report
-        if order is None or report is None or not order.lazy or bucket in report.failed:
+        if report is None or not order.config.lazy or bucket in report.failed:
             return False
         return bucket in order.buckets and absent in order.patterns
-
-    def _capture_late(self, rows: int, absent: Absent) -> Captured | None:
-        """Capture a bucket whose first batch has come; None, and never again, where it fails."""
-        if self._order is None:
-            return None
-        self._capture_buckets(self._order, [rows], late=True)
-        self.filler.captured_late()
-        return self._captured.get((rows, absent))
 
     def _at_rest(self, *, always: bool) -> contextlib.AbstractContextManager[None]:
         """Initial values in the buffers, as at first, where a fill or another runner of a pool may have been since."""
@@ -382,12 +347,12 @@ class GraphSet(Generic[V]):
         wanted = always or any(buffer.pooled for buffer in self.buffers)
         return at_rest(self.buffers, self.stage.backend.capabilities) if wanted else contextlib.nullcontext()
 
-    def _capture_bucket(self, rows: int, order: Order) -> None:
+    def _capture_bucket(self, rows: int) -> None:
         """Capture one bucket for every pattern. CaptureError, with nothing of it kept, also of another rank."""
-        gradients = torch.is_grad_enabled()
+        order, gradients = self._order, torch.is_grad_enabled()
         try:
             for absent in sorted(order.patterns, key=sorted):
-                self._captured[rows, absent] = self._capture(rows, absent, order)
+                self._captured[rows, absent] = self._capture(rows, absent)
             failed = order.coordinator.meet(f"captured bucket {rows}")
         except CaptureError as error:
             order.coordinator.meet(f"captured bucket {rows}", error)
@@ -404,32 +369,36 @@ class GraphSet(Generic[V]):
         self._captured = {key: one for key, one in self._captured.items() if key[0] != rows}
         self.buffers.distrust()
 
-    def _capture(self, rows: int, absent: Absent, order: Order) -> Captured:
-        stage, filler = self.stage, self.filler
+    def _capture(self, rows: int, absent: Absent) -> Captured:
+        stage, filler, order = self.stage, self.filler, self._order
         filling = filler.make(order.buckets[rows], absent)
         filler.rest()
         as_warm_up = functools.partial(order.coordinator.warm_up, backend=stage.backend)
         step, state = self._recipe(filling, absent, lambda run: self._look(as_warm_up(run), absent))
-        for _ in range(order.warmups_after_look()):
+        for _ in range(self._warmups_after_look()):
             with told_as_capture_error(), state.kept():
                 warm_up(stage.backend, as_warm_up(step))
         views = self._whole(filling, absent).views  # of an optional slot that is absent, None
         named = ((argument, views[name]) for argument, name in self._parameters.items())
         parameters = {argument: view for argument, view in named if view is not None}
         with told_as_capture_error(), state.kept():
-            graph = capture_step(
-                stage.backend,
-                step,
-                pool=self._pool,
-                error_mode=order.error_mode,
-                parameters=parameters,
-            )
+            mode = order.config.error_mode
+            graph = capture_step(stage.backend, step, pool=self._pool, error_mode=mode, parameters=parameters)
         if self.rows_each is not None:
             check_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
         if filler.lowering == "fused":
             filler.capture_alone(filling, warm=True)
         _ = self.buffers.addresses
         return Captured(rows, filling, graph, step)
+
+    def _warmups_after_look(self) -> int:
+        """Runs between the look and the capture.
+
+        The look is a warm-up where nothing can be compiled: compiled functions run as they were written under it. Of
+        several ranks all run a step equally often, whatever each has imported.
+        """
+        looked = self._order.coordinator.size == 1 and "torch._dynamo" not in sys.modules
+        return max(0, self._order.config.warmups - looked)
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
         """Run the whole step once: its first warm-up. What it changes beside its slots, which is put back.

@@ -8,7 +8,6 @@ from typing import Final, Literal, TypedDict
 
 import attrs
 
-from ..backends.base import Memory
 from ..dataflow import log
 
 EVERY: Final = 61
@@ -296,10 +295,12 @@ class CaptureReport:
             buckets.setdefault(reason, []).append(str(rows))
         return tuple(f"bucket {', '.join(rows)}: {reason}" for reason, rows in buckets.items())
 
-
-def driver_bytes(before: Memory, after: Memory) -> int:
-    """Bytes by which a device's free memory fell, beside what torch's allocator took of it."""
-    return max(0, (before.free - after.free) - (after.allocated - before.allocated))
+    def log(self, runner: str) -> None:
+        """One event for the whole capture, and one for each reason for which buckets failed."""
+        for reason in self.reasons:
+            log.warning("capture_failed", runner=runner, reason=reason)
+        done, seconds, memory = list(self.captured), round(self.seconds, 3), attrs.asdict(self.memory)
+        log.info("captured", runner=runner, buckets=done, seconds=seconds, **memory, driver=self.driver)
 
 
 def human_bytes(count: float) -> str:
