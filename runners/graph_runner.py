@@ -15,8 +15,10 @@ from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering
 from ..dataflow.computation import field_of
-from ..dataflow.errors import RankError, ReplayError
+from ..dataflow.errors import ConfigError, RankError, ReplayError
+from ..dataflow.explain import check_copied, check_hosted, check_optional
 from ..dataflow.plan import FillPlan
+from ..dataflow.planner import plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side, look_up
@@ -317,8 +319,22 @@ class GraphRunner(Runner[V]):
 
         ConfigError where there is no such bucket or slot.
         """
-        foreign = self.graphs.buffers.foreign
-        return self.stage.plan(self._sizes, bucket, self.lowering, absent, in_place, hosted, foreign)
+        declaration, sizes = self.stage.declaration, self._sizes.get(bucket)
+        missing, written = check_optional(declaration, absent), check_copied(declaration, in_place)
+        brought = check_hosted(declaration, hosted)
+        if sizes is None:
+            known = ", ".join(map(str, sorted(self._sizes)))
+            raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")
+        return plan_fill(
+            declaration,
+            sizes,
+            self.stage.backend.capabilities,
+            lowering=self.lowering,
+            absent=missing,
+            in_place=written,
+            hosted=brought,
+            foreign=self.graphs.buffers.foreign,
+        )
 
     def decide(self, batch: Any, **side: Any) -> Decision:
         """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
@@ -360,7 +376,7 @@ class GraphRunner(Runner[V]):
         if isinstance(route, Decision):
             return super()._run(filled)
         outputs = self._run_graph(filled, route)
-        self._tally.replayed(route.rows, filled.rows)
+        self._tally.stepped(route.rows, filled.rows)
         return outputs
 
     def _repeats(self, filled: Filled[V]) -> bool:

@@ -412,7 +412,7 @@ class GraphSet(Generic[V]):
         def once() -> None:
             if stage.state is None:
                 slots = [span(buffer.tensor) for buffer in self.buffers if buffer.nbytes]
-                found.append(State.found(stage.backend, slots, seen, exact=True, holder=stage.step))
+                found.append(State.found(stage.backend, slots, seen, exact=True))
             else:
                 found.append(State.of(stage.backend, stage.state))
                 with found[0].kept():

@@ -98,7 +98,7 @@ class StackRunner(GraphRunner[V]):
             raise
 
     def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
-        filler, counted = self.graphs.filler, self._tally.repeats(captured.rows, filled.rows)
+        filler, counted = self.graphs.filler, self._tally.repeated[captured.rows, filled.rows]
         how = {"stream": filler.stream, "follow": filler.follow, "show": self._viewer(ready), "counted": counted}
         return self._stack_step(captured, filled, **how)
 

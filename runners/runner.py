@@ -308,7 +308,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def _run(self, filled: Filled[V]) -> Any:
         """Run a filled step, and count it: here without a graph."""
         outputs = self._eager.run(filled.view)  # type: ignore[arg-type] # a step without a graph has its view
-        self._tally.fell_back(filled.route, filled.rows)  # type: ignore[arg-type] # or why there is no graph
+        self._tally.stepped(filled.route, filled.rows)  # type: ignore[arg-type] # why there is no graph
         return outputs
 
     def _learn(self, bound: Specializations, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:

@@ -20,7 +20,6 @@ from ..dataflow.binding import span
 from ..dataflow.buffers import Buffers
 from ..dataflow.errors import CaptureError, CheckError
 from ..dataflow.slots import Output
-from .holdings import Holdings
 from .statistics import human_bytes
 from .traffic import Traffic, run_seen
 
@@ -101,7 +100,6 @@ class State:
         run: Callable[[], object],
         *,
         exact: bool = False,
-        holder: Callable[..., Any] | None = None,
     ) -> "State":
         """Run a step once, note what it changes, and put that back.
 
@@ -110,12 +108,11 @@ class State:
             slots: Addresses that are no state.
             run: Runs the step.
             exact: Keep the elements that this very run writes, for runs that write the same. Otherwise whole storages.
-            holder: Reaches the state's tensors, for their names in an error.
 
         Raises:
             CheckError: Copies would take too much memory. All is put back.
         """
-        finder = _Finder(backend, slots, holder, exact)
+        finder = _Finder(backend, slots, exact)
         with _random_kept(backend):
             try:
                 run_seen(Traffic(writes=finder.note), run)
@@ -167,7 +164,6 @@ class _Finder:
 
     backend: Backend
     slots: Spans
-    holder: Callable[..., Any] | None
     exact: bool
     pieces: list[Piece] = attrs.field(factory=list)
     before: list[torch.Tensor] = attrs.field(factory=list)
@@ -204,16 +200,10 @@ class _Finder:
         if device not in self.free:
             self.free[device] = _free_on(self.backend, device)
         try:
-            _check_room(found, device, self.free[device], names=lambda: self._names(found))
+            _check_room(found, device, self.free[device])
         except CheckError as error:
             self.refused = self.refused or error
             raise
-
-    def _names(self, found: Iterable[Piece]) -> Iterable[str]:
-        """What was found, by the names of the step's variables if they reach it."""
-        held = [] if self.holder is None else Holdings.of(self.holder).found
-        names = {one.place[0]: f"{one.name}: " for one in held}
-        return dict.fromkeys(names.get(one.memory.untyped_storage().data_ptr(), "") + one.told for one in found)
 
     def restore(self) -> None:
         """Put all of it back, the last one first: what was noted before it may lie in it, too."""
@@ -302,21 +292,15 @@ class _as_it_is:  # noqa: N801 - a context; a generator that an interrupt leaves
         torch.set_grad_enabled(self._gradients)
 
 
-def _check_room(
-    pieces: Iterable[Piece],
-    device: torch.device,
-    free: int,
-    copies: int = 1,
-    names: Callable[[], Iterable[str]] = list,
-) -> None:
+def _check_room(pieces: Sequence[Piece], device: torch.device, free: int, copies: int = 1) -> None:
     nbytes = sum(piece.nbytes for piece in pieces if piece.memory.device == device)
     if copies * nbytes > SHARE * free:
         them = "a copy" if copies == 1 else f"{copies} copies"
-        named = "; ".join(names())
+        named = "; ".join(dict.fromkeys(piece.told for piece in pieces))
         raise CheckError(
-            f"the step changes {human_bytes(nbytes)} on {device} beside its slots{f' ({named})' if named else ''}, of "
-            f"which {them} would take more than {SHARE:.0%} of the {human_bytes(free)} that are free: give state= with "
-            "those tensors, or parts of them, that must be put back after runs that nobody asked for"
+            f"the step changes {human_bytes(nbytes)} on {device} beside its slots ({named}), of which {them} would "
+            f"take more than {SHARE:.0%} of the {human_bytes(free)} that are free: give state= with those tensors, or parts "
+            "of them, that must be put back after runs that nobody asked for"
         )
 
 

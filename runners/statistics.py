@@ -147,51 +147,29 @@ class Counts:
     times: FillTimes = attrs.field(factory=FillTimes)
 
 
-@attrs.define(eq=False)
-class Repeated:
-    """Steps of one bucket with one number of live rows, which a shortcut counts here by one addition.
-
-    times: the bucket's.
-    """
-
-    bucket: int
-    rows: int
-    times: FillTimes
-    steps: int = 0
-
-
 class Tally:
     """Counts steps once they are done. Whoever reads it, from whatever thread, holds up no one.
 
-    path: the one that batches take which fit a bucket. buckets: steps by bucket, but for those of shortcuts, which are
-    in `repeated`, by bucket and live rows. reasons: eager steps by reason. turns: for each fill that begins, whether it
-    is to be timed; to ask costs less than to count.
+    path: the one that batches take which fit a bucket. buckets: steps by bucket, but for those of shortcuts. repeated:
+    these, by bucket and live rows: of them nothing but steps is counted. reasons: eager steps by reason. turns: for
+    each fill that begins, whether it is to be timed; to ask costs less than to count.
     """
 
     def __init__(self, path: Path = "graph") -> None:
         self.path: Path = path
         self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
-        self.repeated: dict[tuple[int, int], Repeated] = {}
+        self.repeated: dict[tuple[int, int], Counts] = collections.defaultdict(Counts)
         self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)
         self.turns = itertools.cycle([number == FIRST for number in range(1, EVERY + 1)])
         self._warned: set[tuple[Why, int | None]] = set()
 
-    def replayed(self, bucket: int, rows: int) -> None:
-        """A replay of `rows` live rows in a bucket."""
-        counts = self.buckets[bucket]
-        counts.steps += 1
-        counts.live += rows
+    def of(self, route: int | Decision) -> Counts:
+        """Steps of a bucket, or of a reason why there was no graph."""
+        return self.buckets[route] if isinstance(route, int) else self.reasons[route.why]
 
-    def repeats(self, bucket: int, rows: int) -> Repeated:
-        """Where a shortcut counts its steps."""
-        known = self.repeated.get((bucket, rows))
-        if known is None:
-            known = self.repeated[bucket, rows] = Repeated(bucket, rows, self.buckets[bucket].times)
-        return known
-
-    def fell_back(self, decision: Decision, rows: int) -> None:
-        """An eager run of `rows` live rows."""
-        counts = self.reasons[decision.why]
+    def stepped(self, route: int | Decision, rows: int) -> None:
+        """A step of so many live rows."""
+        counts = self.of(route)
         counts.steps += 1
         counts.live += rows
 
@@ -207,8 +185,7 @@ class Tally:
 
         """
         if start:
-            counts = self.buckets[route] if isinstance(route, int) else self.reasons[route.why]
-            counts.times.add(time.perf_counter_ns() - start)
+            self.of(route).times.add(time.perf_counter_ns() - start)
         if isinstance(route, int) or route.why == "always_eager":
             return
         if (route.why, route.rank) not in self._warned:
@@ -224,7 +201,7 @@ class Tally:
         """Plain data: the keys of `buckets` and `eager` are those of which there were steps."""
         found, reasons = dict[int, list[int]](), sorted(self.reasons.copy().items())
         counted = [(size, one.steps, one.live) for size, one in self.buckets.copy().items()]
-        counted += [(one.bucket, steps := one.steps, one.rows * steps) for one in self.repeated.copy().values()]
+        counted += [(size, steps := one.steps, rows * steps) for (size, rows), one in self.repeated.copy().items()]
         for size, steps, live in sorted(counted):
             if steps:
                 before = found.setdefault(size, [0, 0])

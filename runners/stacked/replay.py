@@ -19,7 +19,7 @@ from ...dataflow.inputs import Inputs
 from ..capture import Captured, Clock
 from ..running import RUNNING, Running, running
 from ..stage import Stage
-from ..statistics import Repeated
+from ..statistics import Counts
 from .watch import Use, tensors_within
 
 VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -419,7 +419,7 @@ class StackStep:
     stream: Callable[[], int | None] = lambda: None
     follow: Callable[[int | None], int | None] = lambda last: last
     show: Callable[[Any], Inputs] | None = None
-    counted: Repeated | None = None
+    counted: Counts | None = None
     _run: Callable[[Any], Any] = attrs.field(init=False)
     _calls: int = attrs.field(init=False)
     _step: "weakref.ref[Running]" = attrs.field(init=False)

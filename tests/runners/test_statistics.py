@@ -227,14 +227,16 @@ def test_read_while_steps_run(cpu: str) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    for number in range(200):
-        runner(random_batch(1 + number * 7 % 9, seed=number % 3))
+    steps = 0
+    while steps < 200 or len(seen) < 4:
+        runner(random_batch(1 + steps * 7 % 9, seed=steps % 3))
+        steps += 1
     done.set()
     reader.join()
     for totals in ([sum(stats[of].values()) for stats in (*seen, runner.stats())] for of in ("steps", "lowerings")):
         assert totals == sorted(totals)
         assert len(set(totals)) > 2
-    assert sum(runner.stats()["steps"].values()) == 200
+    assert sum(runner.stats()["steps"].values()) == steps
 
 
 ROOT = Path(__file__).parents[2]
