@@ -17,14 +17,19 @@ from ..dataflow.capabilities import Lowering
 from ..dataflow.computation import field_of
 from ..dataflow.errors import ConfigError, RankError, ReplayError
 from ..dataflow.explain import check_copied, check_hosted, check_optional
-from ..dataflow.plan import FillPlan
-from ..dataflow.planner import plan_fill
+from ..dataflow.plan import FillPlan, plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side, look_up
 from ..dataflow.specialization import Run, Specialization, Specializations
 from .capture import Captured
-from .config import Buckets, RunnerConfig, Wanted, checked_names, patterns_of
+from .config import (
+    Buckets,
+    RunnerConfig,
+    Wanted,
+    checked_names,
+    patterns_of,
+)
 from .eagerly import Eagerly
 from .graphs import Filler, GraphSet, Order
 from .hooks import Live, watchers_of

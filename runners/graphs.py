@@ -14,16 +14,13 @@ import torch
 from ..backends.base import Fusion
 from ..dataflow import log
 from ..dataflow.axes import Sizes
-from ..dataflow.binding import overlaps, span
 from ..dataflow.bucket import Absent, Bucket
-from ..dataflow.buffers import Buffers, at_rest
+from ..dataflow.buffers import Buffers, at_rest, overlaps, span
 from ..dataflow.capabilities import Lowering, chosen_lowering
 from ..dataflow.errors import CaptureError, ConfigError, ReplayError
-from ..dataflow.lanes import WORD, table_of
-from ..dataflow.packet import Feed, Lanes, most_for_copies
-from ..dataflow.plan import FUSED
-from ..dataflow.planner import plan_fill
-from ..dataflow.ready import Ready
+from ..dataflow.packet import WORD, Feed, table_of
+from ..dataflow.plan import FUSED, plan_fill
+from ..dataflow.ready import Lanes, Ready, most_for_copies
 from ..dataflow.slots import Output
 from ..dataflow.sources import Side
 from ..dataflow.specialization import Specializations
@@ -412,7 +409,7 @@ class GraphSet(Generic[V]):
         def once() -> None:
             if stage.state is None:
                 slots = [span(buffer.tensor) for buffer in self.buffers if buffer.nbytes]
-                found.append(State.found(stage.backend, slots, seen, exact=True))
+                found.append(State.found(stage.backend, slots, seen, exact=True, holder=stage.step))
             else:
                 found.append(State.of(stage.backend, stage.state))
                 with found[0].kept():

@@ -9,12 +9,10 @@ import torch
 
 from ..dataflow import log
 from ..dataflow.axes import Sizes, extent
-from ..dataflow.binding import Bound, Exclusive, check_bindings
-from ..dataflow.buffers import Buffers, carve
+from ..dataflow.buffers import Bound, Buffers, BufferTurn, Exclusive, Ledger, SharedMemory, carve, check_bindings
 from ..dataflow.capabilities import resolve_dtype
 from ..dataflow.errors import ConfigError
 from ..dataflow.sharing import Carry, Layout, Member, Schedule, lay_out
-from ..dataflow.turns import BufferTurn, Ledger, SharedMemory
 from .config import check_slots, checked, checked_by_slot, checked_names
 from .running import Unique
 from .stage import Stage, V

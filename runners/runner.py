@@ -11,16 +11,14 @@ import torch
 from ..dataflow import log
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent
+from ..dataflow.buffers import BufferTurn
 from ..dataflow.computation import Computation
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
-from ..dataflow.gradients import GRADIENTS, without_gradients
-from ..dataflow.guard import FUNCTION_MODES, below_modes
-from ..dataflow.limits import Limits
+from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, without_gradients
 from ..dataflow.sampling import sample_batch
-from ..dataflow.sizing import Sizer
+from ..dataflow.sizing import Limits, Sizer
 from ..dataflow.sources import Side, Sources
 from ..dataflow.specialization import MISS, Run, Specialization, Specializations
-from ..dataflow.turns import BufferTurn
 from .capture import FORKS, Captured
 from .config import KINDS, RunnerConfig
 from .eagerly import Eagerly

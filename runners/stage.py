@@ -10,15 +10,13 @@ import torch
 from ..backends.base import Backend
 from ..backends.registry import choose
 from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes
-from ..dataflow.binding import Bound, overlaps, span
 from ..dataflow.bucket import absent_from
-from ..dataflow.buffers import Buffers, allocate
+from ..dataflow.buffers import Bound, Buffers, SharedMemory, allocate, overlaps, span
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError
 from ..dataflow.inputs import Inputs
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
-from ..dataflow.turns import SharedMemory
 from ..dataflow.views import ViewInfo, viewer
 from .config import check_slots, check_step, checked, checked_names, checked_relations, checked_sizes, declaration_of
 from .outputs import map_tensors

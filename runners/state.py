@@ -16,10 +16,10 @@ import torch
 
 from ..backends.base import Backend
 from ..backends.registry import choose
-from ..dataflow.binding import span
-from ..dataflow.buffers import Buffers
+from ..dataflow.buffers import Buffers, span
 from ..dataflow.errors import CaptureError, CheckError
 from ..dataflow.slots import Output
+from .holdings import Holdings
 from .statistics import human_bytes
 from .traffic import Traffic, run_seen
 
@@ -100,6 +100,7 @@ class State:
         run: Callable[[], object],
         *,
         exact: bool = False,
+        holder: Callable[..., Any] | None = None,
     ) -> "State":
         """Run a step once, note what it changes, and put that back.
 
@@ -108,11 +109,12 @@ class State:
             slots: Addresses that are no state.
             run: Runs the step.
             exact: Keep the elements that this very run writes, for runs that write the same. Otherwise whole storages.
+            holder: Reaches the state's tensors, for their names in an error.
 
         Raises:
             CheckError: Copies would take too much memory. All is put back.
         """
-        finder = _Finder(backend, slots, exact)
+        finder = _Finder(backend, slots, holder, exact)
         with _random_kept(backend):
             try:
                 run_seen(Traffic(writes=finder.note), run)
@@ -164,6 +166,7 @@ class _Finder:
 
     backend: Backend
     slots: Spans
+    holder: Callable[..., Any] | None
     exact: bool
     pieces: list[Piece] = attrs.field(factory=list)
     before: list[torch.Tensor] = attrs.field(factory=list)
@@ -200,7 +203,7 @@ class _Finder:
         if device not in self.free:
             self.free[device] = _free_on(self.backend, device)
         try:
-            _check_room(found, device, self.free[device])
+            _check_room(found, device, self.free[device], holder=self.holder)
         except CheckError as error:
             self.refused = self.refused or error
             raise
@@ -292,15 +295,24 @@ class _as_it_is:  # noqa: N801 - a context; a generator that an interrupt leaves
         torch.set_grad_enabled(self._gradients)
 
 
-def _check_room(pieces: Sequence[Piece], device: torch.device, free: int, copies: int = 1) -> None:
+def _check_room(
+    pieces: Sequence[Piece],
+    device: torch.device,
+    free: int,
+    copies: int = 1,
+    holder: Callable[..., Any] | None = None,
+) -> None:
     nbytes = sum(piece.nbytes for piece in pieces if piece.memory.device == device)
     if copies * nbytes > SHARE * free:
         them = "a copy" if copies == 1 else f"{copies} copies"
-        named = "; ".join(dict.fromkeys(piece.told for piece in pieces))
+        held = () if holder is None else Holdings.of(holder).found
+        names = {one.place[0]: f"{one.name}: " for one in held}
+        told = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.told for one in pieces)
+        named = "; ".join(dict.fromkeys(told))
         raise CheckError(
             f"the step changes {human_bytes(nbytes)} on {device} beside its slots ({named}), of which {them} would "
-            f"take more than {SHARE:.0%} of the {human_bytes(free)} that are free: give state= with those tensors, or parts "
-            "of them, that must be put back after runs that nobody asked for"
+            f"take more than {SHARE:.0%} of the {human_bytes(free)} that are free: give state= with those tensors, or "
+            "parts of them, that must be put back after runs that nobody asked for"
         )
 
 

@@ -21,12 +21,10 @@ from ..backends.operators import (
     storage_key,
     written,
 )
-from ..dataflow.binding import span
 from ..dataflow.bucket import Absent
-from ..dataflow.buffers import Buffers
+from ..dataflow.buffers import Buffers, BufferTurn, span
 from ..dataflow.capabilities import HOST
-from ..dataflow.planner import NONE
-from ..dataflow.turns import BufferTurn
+from ..dataflow.plan import NONE
 
 T = TypeVar("T")
 Writes = Callable[[torch.Tensor, str, Sequence[Any]], None]

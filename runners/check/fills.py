@@ -13,10 +13,10 @@ from ...dataflow.capabilities import DEVICE
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Keep, Once, Pad
+from ..comparison import live_part, slots_kept, step_of
 from ..state import bits, first_unequal
-from .comparison import live_part, step_of
 from .report import Finding
-from .trial import CheckedBatch, Subject, slots_kept
+from .trial import CheckedBatch, Subject
 
 _NAMED: Final = 4
 """Rows that a finding names."""

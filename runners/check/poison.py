@@ -18,8 +18,8 @@ from ...dataflow.errors import ReplayError
 from ...dataflow.sampling import is_location
 from ...dataflow.slots import Output, Slot
 from ...dataflow.tails import STALE, Keep, Number, Once, Pad, resolve_value
+from ..comparison import copies, live_part, mismatches
 from ..state import first_unequal
-from .comparison import copies, live_part, mismatches
 from .fills import tails_of, unlike_oracle
 from .report import Finding
 from .trial import NOTHING, CheckedBatch, Subject, Tensors, Trial

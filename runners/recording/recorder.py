@@ -10,12 +10,12 @@ from typing import Any, Final, Self, final
 import attrs
 import torch
 
-from ...backends.base import HOST
+from ...backends import HOST
 from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Slot, Staged
 from ...dataflow.sources import Side, look_up
-from ..check.comparison import live_part, named
+from ..comparison import live_part, named
 from ..config import checked, refuse
 from ..hooks import Watcher
 from ..runner import Parts, Runner

@@ -16,7 +16,7 @@ from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.computation import initial_value, write_all
 from ...dataflow.errors import CaptureError, ComputeError
-from ...dataflow.gradients import without_gradients
+from ...dataflow.guard import without_gradients
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.ready import Ready
 from ...dataflow.tails import holds

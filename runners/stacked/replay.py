@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ...dataflow.buffers import Buffers
 from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
-from ...dataflow.gradients import GRADIENTS, without_gradients
+from ...dataflow.guard import GRADIENTS, without_gradients
 from ...dataflow.inputs import Inputs
 from ..capture import Captured, Clock
 from ..running import RUNNING, Running, running

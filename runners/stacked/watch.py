@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...backends.operators import OperatorWatch, is_plain, tensors_in, written
-from ...dataflow.binding import span
+from ...dataflow.buffers import span
 from ...dataflow.errors import CaptureError, SlotGraphError
 from ..running import Running, running
 

@@ -11,7 +11,7 @@ from ...dataflow.axes import Axis
 from ...dataflow.capabilities import Role, dtype_text
 from ...dataflow.errors import DeclarationError
 from ...dataflow.inputs import Inputs
-from ...dataflow.specifiers import slot
+from ...dataflow.slots import slot
 
 HIDDEN: Final = Axis("HIDDEN", fixed=True)
 """Elements of one token's hidden state."""

@@ -4,8 +4,8 @@ import torch
 
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.inputs import Inputs
+from ...dataflow.slots import computed, copied, staged
 from ...dataflow.sources import side
-from ...dataflow.specifiers import computed, copied, staged
 from ...dataflow.tails import keep, once
 from .axes import DP, HIDDEN, INDEX_TOPK, MODEL_DTYPE
 from .counts import agreed_requests, agreed_tokens, num_token_non_padded, own_tokens, padded_requests, padded_tokens

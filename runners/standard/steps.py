@@ -8,7 +8,7 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS, WIDTH, Step
 from ...dataflow.capabilities import CACHE_LOC, HOST, SEQ_LEN_FILL
 from ...dataflow.inputs import Inputs
-from ...dataflow.specifiers import computed, constant, copied, host_parameter, output, staged
+from ...dataflow.slots import computed, constant, copied, host_parameter, output, staged
 from ...dataflow.tails import keep
 from .axes import CONTEXT, FILL, FRONT, HIDDEN, MODEL_DTYPE, STEPS, TOPK, VOCAB
 from .counts import even_starts, first_tokens, last_accepted, last_correct
