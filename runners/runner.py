@@ -477,7 +477,7 @@ def bind(
     """
     take, write, forks = found.take, found.write, FORKS.count
     also = (lambda batch, side: all(one(batch, side) for one in holds)) if len(holds) > 1 else next(iter(holds), None)
-    stream, wait = None if graphs is None else graphs.filler.stream, hosts.wait if hosts.possible else None
+    stream, read = None if graphs is None else graphs.filler.stream, hosts if hosts.possible else None
     clock, order, neighbours = (turn, None, ()) if graphs is None else (graphs.clock, graphs.order, turn.neighbours)
     now, note, modes, gradients, left, start = time.perf_counter_ns, times.add, FUNCTION_MODES, GRADIENTS, FIRST, 0
 
@@ -495,8 +495,8 @@ def bind(
         if (taken := below_modes(take, sources) if modes() else take(sources)) is None:
             return MISS
         turn.fills += 1  # before the first write: what follows may raise in the middle
-        if wait is not None:
-            wait()
+        if read is not None:
+            read.wait()
         without_gradients(write, taken, batch) if gradients() else write(taken, batch)
         if launch is not None:
             launch()
