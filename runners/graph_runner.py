@@ -229,7 +229,7 @@ class GraphRunner(Runner[V]):
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
         self._sizes, self._patterns = sizes, patterns
         phase = given.get("phase")
-        self.seat: Seat[V] = Seat(
+        self.seat: Seat[V] = Seat(  # pyright: ignore[reportIncompatibleVariableOverride] - never None here
             self.name, stage, self._capacity, given.get("bind", {}), phase, sharing=config.sharing
         )
         if phase is None:
