@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import attrs
-import numpy as np
 import torch
 
 from ..backends.base import Backend
@@ -19,25 +18,10 @@ from ..backends.registry import choose
 from ..dataflow.buffers import Buffers, span
 from ..dataflow.errors import CaptureError, CheckError
 from ..dataflow.slots import Output
+from .bits import bits, first_unequal
 from .holdings import Holdings
 from .statistics import human_bytes
 from .traffic import Traffic, run_seen
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element, in a row of their own."""
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).unsqueeze(-1).view(torch.uint8)  # one row may have any stride, and its last dim may not
-
-
-def first_unequal(one: torch.Tensor, other: torch.Tensor) -> tuple[int, ...] | None:
-    """Where two tensors of one shape, dtype and device first differ by a bit; None where they do not."""
-    differs = bits(one) != bits(other)
-    if not differs.any():
-        return None
-    first = int(differs.any(-1).nonzero()[0])
-    return tuple(int(i) for i in np.unravel_index(first, one.shape))
-
 
 SHARE: Final = 0.5
 """The share of a device's free memory that copies of a state may take."""

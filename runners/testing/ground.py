@@ -20,11 +20,10 @@ from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
 from ...dataflow.views import Views
+from ..bits import first_unequal, garbage
 from ..capture import Filling
-from ..check.fills import garbage
 from ..graphs import Filler
 from ..stage import NO_SIZES, Stage
-from ..state import first_unequal
 
 VARYING: Final = 8
 """The size of a varying axis by default."""
