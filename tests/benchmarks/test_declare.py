@@ -10,7 +10,7 @@ from slotgraph import BATCH, TOKENS
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.plan import plan_fill
 from slotgraph.dataflow.serial import plan_from_json, plan_to_json
-from slotgraph.runners.commands.workload import declare_decode
+from slotgraph.runners.commands.bench import declare_decode
 
 SLOTS = 50
 SIZES = {BATCH: 256, TOKENS: 256}

@@ -13,7 +13,7 @@ from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.runners import runner as runners
 from slotgraph.runners import statistics
-from slotgraph.runners.commands.workload import captured, declare_decode, draw
+from slotgraph.runners.commands.bench import captured, declare_decode, draw
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.statistics import EVERY, FIRST
 

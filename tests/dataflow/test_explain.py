@@ -29,7 +29,7 @@ from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration, mermaid
 from slotgraph.dataflow.plan import FillPlan, plan_fill
 from slotgraph.extend import host_parameter, side
-from slotgraph.runners.explained.tables import tables
+from slotgraph.runners.explained.pages import tables
 from tests.strategies import declarations
 
 HIDDEN = Axis("HIDDEN", fixed=True)
