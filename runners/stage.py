@@ -7,15 +7,15 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 import attrs
 import torch
 
+from ..backends import choose
 from ..backends.base import Backend
-from ..backends.registry import choose
 from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes
 from ..dataflow.bucket import absent_from
 from ..dataflow.buffers import Bound, Buffers, SharedMemory, allocate, overlaps, span
 from ..dataflow.capabilities import Lowering
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError
-from ..dataflow.explain import check_copied, check_hosted, check_optional
+from ..dataflow.explain import check_named
 from ..dataflow.inputs import Inputs
 from ..dataflow.plan import FillPlan, plan_fill
 from ..dataflow.ready import Ready
@@ -157,8 +157,7 @@ class Stage(Generic[V]):
     ) -> FillPlan:
         """How a bucket is filled, some slots being absent, in place or on the host. ConfigError for what is unknown."""
         declaration = self.declaration
-        missing, written = check_optional(declaration, absent), check_copied(declaration, in_place)
-        brought = check_hosted(declaration, hosted)
+        check_named(declaration, absent, in_place, hosted)
         sizes = buckets.get(bucket)
         if sizes is None:
             raise ConfigError(f"there is no bucket {bucket}: buckets are {', '.join(map(str, sorted(buckets)))}")
@@ -168,9 +167,9 @@ class Stage(Generic[V]):
             sizes,
             capabilities,
             lowering=lowering,
-            absent=missing,
-            in_place=written,
-            hosted=brought,
+            absent=absent,
+            in_place=in_place,
+            hosted=hosted,
             foreign=foreign,
         )
 

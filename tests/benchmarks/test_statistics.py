@@ -12,7 +12,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.runners import bound, decision
-from slotgraph.runners.commands.workload import captured, declare_decode, draw
+from slotgraph.runners.commands.bench import captured, declare_decode, draw
 from slotgraph.runners.decision import EVERY, FIRST
 from slotgraph.runners.metrics import exposition
 
