@@ -492,9 +492,9 @@ def _step(step: StepRecord, *, traceback: bool = False) -> Table:
     """One step: what the batch brought."""
     rows = [{"slot or field": one.name, "what it brought": str(one)} for one in (*step.slots, *step.fields)]
     lines = list(step.notes)
-    if step.ranks is not None:
-        brought = "; ".join(f"{axis} {', '.join(map(str, rows))}" for axis, rows in step.ranks.live)
-        lines.append(f"ranks brought {brought}; alone, this one: {step.ranks.alone}")
+    if step.messages:
+        brought = "; ".join(", ".join(map(str, one.live[: len(step.live)])) for one in step.messages)
+        lines.append(f"ranks brought {brought}; alone, this one: {step.alone}")
     if step.raised is not None:
         lines.append(f"it raised {step.raised.kind}: {step.raised.message}")
         lines.append(step.raised.traceback if traceback else f"where it was raised: --step {step.number}")

@@ -233,7 +233,7 @@ def show_rows(rows: Sequence[Row], ours: str, console: Console) -> None:
             timed, lambda row: (row["slots"], f"{row['live']}/{row['padded']}", row["sources"])
         ):
             times = {row["lowering"]: row[time] for row in group}
-            cells = dict(zip(("slots", "rows", "sources"), key, strict=True))
+            cells: Row = dict(zip(("slots", "rows", "sources"), key, strict=True))
             cells |= {name.replace("_", "\n"): times.get(name) for name in names}
             for name in (PER_SLOT, REGROUPED) if ours in names else ():
                 ratio = times.get(name, math.nan) / times.get(ours, math.nan)
