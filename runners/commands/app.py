@@ -121,14 +121,6 @@ _Settings = Annotated[
     typer.Option("--set", metavar="NAME=VALUE", help="A setting that slots with `when=` ask for; no value means true."),
 ]
 _Absent = Annotated[list[str] | None, typer.Option(metavar="SLOT", help="An optional slot that the batch has not.")]
-_InPlace = Annotated[
-    list[str] | None,
-    typer.Option("--in-place", metavar="SLOT[,SLOT]", help="Copied slots that a producer writes in place of a copy."),
-]
-_Hosted = Annotated[
-    list[str] | None,
-    typer.Option("--hosted", metavar="SLOT[,SLOT]", help="Slots that the batch brings host data for: lists, arrays."),
-]
 _Lowering = Annotated[
     str, typer.Option(metavar="NAME", help=f"How the plan is run: {', '.join(LADDER)}, or what the backend prefers.")
 ]
@@ -150,8 +142,6 @@ def explain(
     width: _Width = 1,
     setting: _Settings = None,
     absent: _Absent = None,
-    in_place: _InPlace = None,
-    hosted: _Hosted = None,
     backend: _PlanFor = AUTO,
     lowering: _Lowering = AUTO,
     capture: _Capture = False,
@@ -169,8 +159,8 @@ def explain(
       slotgraph explain inputs.py:DecodeInputs --format mermaid > inputs.mmd
       slotgraph explain my_engine.serving:decode --capture --format html --output decode.html
     """  # noqa: D301 - as above
-    of_a_step = {"size": size, "width": width > 1, "set": setting, "absent": absent, "in-place": in_place}
-    of_a_step |= {"hosted": hosted, "backend": backend != AUTO, "lowering": lowering != AUTO}
+    of_a_step = {"size": size, "width": width > 1, "set": setting, "absent": absent}
+    of_a_step |= {"backend": backend != AUTO, "lowering": lowering != AUTO}
     found: Explanation | RunnerExplanation
     with reported():
         named = find(target, is_explained, "no subclass of slotgraph.Inputs, nor a runner")
@@ -182,10 +172,7 @@ def explain(
             declared, on = named.slotgraph, choose(backend)
             declared = declared.under(_settings_of(setting)) if setting else declared
             extents, how = _extents_of(size or (), width, declared), chosen_lowering(on.capabilities, lowering)
-            written, lists = parted(in_place), parted(hosted)
-            found = explain_declaration(
-                declared, on.capabilities, on.name, extents, absent or (), written, how, hosted=lists
-            )
+            found = explain_declaration(declared, on.capabilities, on.name, extents, absent or (), lowering=how)
     if output is not None:
         try:
             output.write_text(_text(found, form), encoding="utf-8")

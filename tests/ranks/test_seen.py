@@ -48,7 +48,7 @@ def shown(rank: int) -> Found:
     """Explained before and after some steps, whose metrics and events are kept."""
     ranks = soon()
     runner = runner_of_counts(ranks)
-    before = slotgraph.explain(runner, stepping.batch_of(1 + 2 * rank, rank))
+    before = slotgraph.explain(runner)
     with capture_logs() as events:
         for seed, rows in enumerate(SCHEDULE[:-1]):
             runner(stepping.batch_of(rows[rank], seed))
@@ -71,7 +71,6 @@ def test_explained(found: list[Found]) -> None:
         ranks = one.after.ranks
         assert ranks is not None
         assert (ranks.rank, ranks.size, ranks.on, ranks.equal, ranks.shards) == (rank, 2, "host", False, 1)
-        assert ranks.asked == ("global_num_tokens",)
         reason = "rank 1: 11 rows are more than the largest bucket, 8"
         assert ranks.agreed == Decision("eager", None, "too_large", reason, rank=1)
         forced = one.after.statistics["ranks"]["forced"]
@@ -82,19 +81,6 @@ def test_explained(found: list[Found]) -> None:
         assert from_data(json.loads(json.dumps(to_data(one.after))), RunnerExplanation) == one.after
 
 
-def test_what_a_rank_would_do_alone(found: list[Found]) -> None:
-    """Of a batch that is asked about, each rank tells its own way, and that nobody else was asked."""
-    assert [one.before.asked for one in found] == [
-        Decision("graph", bucket, "fits", f"bucket {bucket} fits") for bucket in (2, 4)
-    ]
-    text = said(found[1].before)
-    assert (
-        "this batch: graph, bucket 4: bucket 4 fits; what this rank would do alone: the others were not asked" in text
-    )
-    assert "what this rank would do alone" in html(found[1].before)
-    assert found[0].after.asked is None
-
-
 def said(explanation: RunnerExplanation) -> str:
     """The tables as a terminal shows them."""
     return printed(tables(explanation), 300)
@@ -102,7 +88,7 @@ def said(explanation: RunnerExplanation) -> str:
 
 def test_shown(found: list[Found]) -> None:
     """Tables, page and diagram say the same."""
-    agreed = "eager, forced by rank 1: rank 1: 11 rows are more than the largest bucket, 8"
+    agreed = "reason=rank 1: 11 rows are more than the largest bucket, 8, rank=1"
     for one in found:
         for text in (said(one.after), html(one.after)):
             assert "global_num_tokens" in text
@@ -115,8 +101,6 @@ def test_quiet_ranks_are_explained(two: Processes) -> None:
     for one in two.run(quiet):
         assert one.ranks is not None
         assert (one.ranks.on, one.ranks.equal, one.ranks.agreed) == (None, True, None)
-        assert one.asked is not None
-        assert "alone" not in said(one)
 
 
 def quiet(rank: int) -> RunnerExplanation:
@@ -125,10 +109,10 @@ def quiet(rank: int) -> RunnerExplanation:
     ranks = soon(equal=True)
     runner = runner_of_counts(ranks)
     runner(stepping.batch_of(3, 1))
-    assert "slotgraph_forced_steps_total{" not in exposition(runner)
+    assert "slotgraph_forced_steps_total{" not in exposition(quiet=runner)
     eager = EagerRunner(Gathered, lambda view: view.ids * 2, sizes={DP: ranks.size}, ranks=ranks, backend="cpu")
     assert slotgraph.explain(eager).ranks is not None
-    return slotgraph.explain(runner, stepping.batch_of(3, 1))
+    return slotgraph.explain(runner)
 
 
 def samples(text: str, name: str) -> dict[tuple[str, ...], float]:
