@@ -11,7 +11,7 @@ from typing import Any, Final, Required, TypeAlias, TypedDict, get_args
 
 import attrs
 
-from ..backends.registry import name_of
+from ..backends import name_of
 from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ..dataflow.errors import ConfigError, hint
 from ..dataflow.serial import json_data

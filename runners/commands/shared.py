@@ -133,7 +133,8 @@ def find(target: str, is_wanted: Callable[[Any], bool] = is_runner, why: str = R
     module: Any = _module(place if colon else name)
     known = [known for known, one in vars(module).items() if is_wanted(one) and not known.startswith("_")]
     if not colon:
-        refuse(f"say which name, as in {name}:{next(iter(known), 'make_runner')}")
+        there = f"; there are: {', '.join(sorted(known))}" if known else ""
+        refuse(f"say which one, as in {name}:{next(iter(known), 'make_runner')}{there}")
     try:
         value = operator.attrgetter(name)(module)
     except AttributeError:

@@ -10,7 +10,7 @@ from typing import Any, Final, Self, final
 
 import torch
 
-from ...backends.base import HOST
+from ...dataflow.capabilities import HOST
 from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Slot, Staged

@@ -9,7 +9,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 import slotgraph
-from slotgraph import EagerRunner
 from slotgraph.dataflow.explain import mermaid
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.decision import Decision
@@ -21,7 +20,6 @@ from slotgraph.runners.standard.axes import DP
 from tests.ranks import stepping
 from tests.ranks.processes import Processes
 from tests.ranks.stepping import Gathered, runner_on, soon
-from tests.runners.models import plain_runner, random_batch
 
 SCHEDULE: Final = ([1, 7], [3, 2], [2, 9], [12, 9], [1, 11], [2, 2])
 FORCED: Final = {(1, "fits"): 1, (0, "fits"): 2, (1, "too_large"): 2, (0, "too_large"): 1}
@@ -104,14 +102,11 @@ def test_quiet_ranks_are_explained(two: Processes) -> None:
 
 
 def quiet(rank: int) -> RunnerExplanation:
-    """Of ranks that are known to get the same batches, and of an eager runner."""
+    """Of ranks that are known to get the same batches."""
     del rank
-    ranks = soon(equal=True)
-    runner = runner_of_counts(ranks)
+    runner = runner_of_counts(soon(equal=True))
     runner(stepping.batch_of(3, 1))
     assert "slotgraph_forced_steps_total{" not in exposition(quiet=runner)
-    eager = EagerRunner(Gathered, lambda view: view.ids * 2, sizes={DP: ranks.size}, ranks=ranks, backend="cpu")
-    assert slotgraph.explain(eager).ranks is not None
     return slotgraph.explain(runner)
 
 
@@ -144,9 +139,3 @@ def test_events(found: list[Found]) -> None:
             (1, "too_large", "rank 1: 9 rows are more than the largest bucket, 8"),
             (0, "too_large", "rank 0: 12 rows are more than the largest bucket, 8"),
         ]
-    with capture_logs() as alone:
-        runner = plain_runner("cpu")
-        runner(random_batch(9, seed=1))
-    assert [sorted(event) for event in alone if event["event"] == "fallback"] == [
-        ["event", "log_level", "reason", "runner", "why"]
-    ]
