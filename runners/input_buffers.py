@@ -14,10 +14,10 @@ from ..dataflow.plan import FillPlan
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from .arguments import checked_by_slot, checked_sizes
-from .captured import Filling
-from .exclusive import Gate
-from .filler import Filler
+from .capture import Filling
+from .config import checked_by_slot, checked_sizes
+from .graphs import Filler
+from .running import Gate
 from .stage import NO_BINDINGS, NO_SIZES, Stage, V
 
 NONE_ABSENT: Final[Collection[str]] = ()

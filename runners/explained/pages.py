@@ -14,8 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ...dataflow.explain import Explanation, SlotFacts
-from ..capture import human_bytes
-from ..decision import Decision
+from ..statistics import Decision, human_bytes
 from .explanation import RunnerExplanation
 
 WIDE: Final = 200

@@ -16,9 +16,9 @@ from ...dataflow.axes import extent
 from ...dataflow.capabilities import DEVICE, dtype_text, resolve_dtype
 from ...dataflow.errors import ConfigError, RankError, ReplayError
 from ...dataflow.sources import Path, Side
-from ..arguments import check_seconds, checked, refuse
-from ..exclusive import Unique, opaque
+from ..config import check_seconds, checked, refuse
 from ..runner import Runner
+from ..running import Unique, opaque
 from ..stage import Stage
 from .group import GRACE, checked_group
 

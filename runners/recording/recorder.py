@@ -15,11 +15,10 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Slot, Staged
 from ...dataflow.sources import Side, look_up
-from ..arguments import checked, refuse
 from ..comparison import live_part, named
-from ..parts import Parts
-from ..runner import Runner
-from ..watching import Watcher
+from ..config import checked, refuse
+from ..hooks import Watcher
+from ..runner import Parts, Runner
 from .records import Raised, RecordedFile, RunnerRecord, StepRanks, StepRecord, Value, need, versions
 
 _LONGEST: Final = 4000

@@ -33,11 +33,10 @@ from ..comparison import (
     slots_kept,
     state_on,
 )
-from ..decision import Decision, Why
-from ..parts import Parts
 from ..ranks.group import EAGER, HOST, Exchange, Message, Ranks
-from ..runner import Runner
+from ..runner import Parts, Runner
 from ..stage import Stage
+from ..statistics import Decision, Why
 from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value, plain_from_text
 
 Values = Mapping[str, Any]
