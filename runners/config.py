@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn, TypeAlias, get_args
 import attrs
 import torch
 
-from ..backends.registry import name_of
+from ..backends import name_of
 from ..dataflow.axes import Axis, Dim
 from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ..dataflow.declaration import Declaration

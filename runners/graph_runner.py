@@ -16,7 +16,7 @@ from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering
 from ..dataflow.computation import field_of
 from ..dataflow.errors import ConfigError, RankError, ReplayError
-from ..dataflow.explain import check_copied, check_hosted, check_optional
+from ..dataflow.explain import check_named
 from ..dataflow.plan import FillPlan, plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
@@ -325,8 +325,7 @@ class GraphRunner(Runner[V]):
         ConfigError where there is no such bucket or slot.
         """
         declaration, sizes = self.stage.declaration, self._sizes.get(bucket)
-        missing, written = check_optional(declaration, absent), check_copied(declaration, in_place)
-        brought = check_hosted(declaration, hosted)
+        check_named(declaration, absent, in_place, hosted)
         if sizes is None:
             known = ", ".join(map(str, sorted(self._sizes)))
             raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")
@@ -335,9 +334,9 @@ class GraphRunner(Runner[V]):
             sizes,
             self.stage.backend.capabilities,
             lowering=self.lowering,
-            absent=missing,
-            in_place=written,
-            hosted=brought,
+            absent=absent,
+            in_place=in_place,
+            hosted=hosted,
             foreign=self.graphs.buffers.foreign,
         )
 

@@ -7,8 +7,8 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 import attrs
 import torch
 
+from ..backends import choose
 from ..backends.base import Backend
-from ..backends.registry import choose
 from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes
 from ..dataflow.bucket import absent_from
 from ..dataflow.buffers import Bound, Buffers, SharedMemory, allocate, overlaps, span

@@ -13,8 +13,8 @@ from typing import Any, Final
 import attrs
 import torch
 
+from ..backends import choose
 from ..backends.base import Backend
-from ..backends.registry import choose
 from ..dataflow.buffers import Buffers, span
 from ..dataflow.errors import CaptureError, CheckError
 from ..dataflow.slots import Output

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from ...backends.registry import choose, load, names
+from ...backends import choose, load, names
 from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis
 from ...dataflow.capabilities import AUTO, LADDER, chosen_lowering
 from ...dataflow.declaration import Declaration

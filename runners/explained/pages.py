@@ -212,7 +212,7 @@ def _of_runner(one: RunnerExplanation) -> Iterator[Table]:
     yield Table("memory layout", rows_of(one.memory.places))
     yield Table("allocations", rows_of(one.memory.allocations))
     if one.pool is not None:
-        yield Table("shared memory", text=printed(one.pool).rstrip())
+        yield Table("shared memory", text=one.pool)
     yield Table("statistics", [{"what": what, "": value} for what, value in _counted(one.statistics)])
     if one.ranks is not None:
         facts = attrs.asdict(one.ranks, recurse=False)

@@ -97,7 +97,7 @@ def test_slots_in_words() -> None:
         "input_ids": {"dtype": "int64", "role": None, "tail": "pad=0", "source": "batch.input_ids"},
         "seq_lens": {"placement": "host", "tail": "pad=seq_len_fill"},
         "out_cache_loc": {"dtype": "int32", "role": "cache_loc", "source": "batch.spec.locations"},
-        "tables": {"source": "argument tables.decode", "argument": "tables", "tail": "keep (not read)"},
+        "tables": {"source": "argument tables.decode", "tail": "keep (not read)"},
         "mrope": {"optional": True, "when": "_windowed"},
         "count": {"function": "_live_tokens", "needs": ("step",), "runs_on": "host", "tail": None},
         "rows": {"needs": ("seq_lens",), "runs_on": "host"},

@@ -354,7 +354,7 @@ NOT_UNDERSTOOD = [
     (("nowhere.more:DecodeInputs",), "no module 'nowhere'"),
     (("explained_input.py:DecodeInputs",), "no file 'explained_input.py'"),
     (("explained_inputs:decodeinput",), "has no 'decodeinput'; did you mean 'DecodeInputs'?"),
-    (("explained_inputs",), "say which name, as in explained_inputs:DecodeInputs"),
+    (("explained_inputs",), "say which one, as in explained_inputs:DecodeInputs"),
     (("explained_inputs:HIDDEN",), "'HIDDEN' in explained_inputs is no subclass of slotgraph.Inputs"),
     (("json:JSONDecoder",), "in json is no subclass of slotgraph.Inputs, nor a runner"),
     (("what/is this:X",), "there is no module 'what/is this'"),
