@@ -404,7 +404,7 @@ class GraphRunner(Runner[V]):
             found,
             finish,
             turn=graphs.buffers.turn,
-            times=self._tally.buckets[captured.rows].times,
+            counts=self._tally.buckets[captured.rows],
             graphs=graphs,
             hosts=filler.hosts,
             launch=launch,
