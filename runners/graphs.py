@@ -59,7 +59,7 @@ class Filler(Generic[V]):
         stage: Stage[V],
         buffers: Buffers,
         lowering: str,
-        buckets: "list[Sizes]",
+        buckets: Sequence[Sizes],
         *,
         modes: frozenset[str] = OFF,
         error_mode: str | None = None,
@@ -416,7 +416,7 @@ class GraphSet(Generic[V]):
             with torch.no_grad():
                 filler.first_node(filling)
                 ready.compute_on_device()
-                view = stage.capture_view(ready)
+                view = stage.sealed(stage.view(ready, None))
                 return under_way(Running(view), stage.run, view)
 
         return step, look(step)
@@ -445,7 +445,7 @@ class GraphSet(Generic[V]):
         self.clock.replays += 1
         if self.filler.hosts.possible:
             self.filler.hosts.note()
-        outputs = self.outputs(captured, rows)
+        outputs = captured.live(None if self.rows_each is None else rows * self.rows_each)
         return map_tensors(outputs, self._stamp) if self._stamps else outputs
 
     def order(self) -> None:
@@ -454,10 +454,6 @@ class GraphSet(Generic[V]):
         last = turn.stream
         filler.order()
         clock.stream = turn.stream if clock.stream == last else filler.follow(clock.stream)
-
-    def outputs(self, captured: Captured, rows: int) -> Any:
-        """What the last replay of a graph left, for `rows` live rows of the leading axis."""
-        return captured.live(None if self.rows_each is None else rows * self.rows_each)
 
     def memory(self) -> MemoryAccount:
         """Bytes of inputs, graphs and outputs."""
