@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -253,9 +254,10 @@ def test_rows_go_to_the_smallest_that_holds_them(given_sizes: list[int]) -> None
 
 def test_bad_buckets() -> None:
     """They are checked as the option is: there is at least one, and a ladder goes up to a row at least."""
-    for wrong in (lambda: Buckets(()), lambda: Buckets((4, 2, 4)), lambda: Buckets.ladder(0)):
+    made: list[tuple[Callable[[Any], Buckets], Any]] = [(Buckets, ()), (Buckets, (4, 2, 4)), (Buckets.ladder, 0)]
+    for make, wrong in made:
         with pytest.raises(ConfigError, match="option 'buckets': expected a list or tuple of at least one int"):
-            wrong()
+            make(wrong)
     with pytest.raises(ConfigError, match="option 'max_waste': expected float between 0 and 1"):
         Buckets((4,), float("nan"))
 
