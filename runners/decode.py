@@ -118,7 +118,6 @@ class RequestRunner(GraphRunner[V]):
             given,
             said="buckets= and width=",
             leading=(BATCH, TOKENS),
-            relations=relations,
             path="graph",
             rows_each=rows_each(given.get("output_rows", output_rows), width),
         )

@@ -11,7 +11,6 @@ from ..dataflow.capabilities import AUTO, Lowering
 from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError
 from ..dataflow.explain import check_named
 from ..dataflow.plan import FillPlan
-from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .capture import Filling
@@ -166,7 +165,7 @@ class InputBuffers(Generic[V]):
             if filling is None:
                 raise CaptureError(f"{self._said(key)} are new: call fill() or prepare() with them before the capture")
             self._filler.first_node(filling)
-            self._ready(filling, key).compute_on_device()
+            filling.whole(key[1]).compute_on_device()
             self._in_graph.add(key)
 
     def view(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = NONE_ABSENT, written: bool = False) -> V:
@@ -185,7 +184,7 @@ class InputBuffers(Generic[V]):
             key = self._key(padded, absent)
             if written:
                 self._buffers.ledger.handed_out = True
-            return self._stage.sealed(self._stage.view(self._ready(self._filling(key), key), None))
+            return self._stage.sealed(self._stage.view(self._filling(key).whole(key[1]), None))
 
     def plan(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = NONE_ABSENT) -> FillPlan:
         """How a fill of these padded sizes is run, for tensors on the device of their slots' dtypes."""
@@ -195,10 +194,6 @@ class InputBuffers(Generic[V]):
     def stats(self) -> dict[str, dict[str, int]]:
         """Fills by lowering, and why fills took another one."""
         return {"lowerings": dict(self._filler.lowered), "detours": dict(self._filler.detours)}
-
-    def _ready(self, filling: Filling, key: _Key) -> Ready:
-        bucket = filling.bucket
-        return bucket.ready(tuple(bucket.sizes[axis] for axis in self._stage.declaration.varying), key[1])
 
     def _filling(self, key: _Key) -> Filling:
         made = self._fillings.get(key)

@@ -63,7 +63,6 @@ class StackRunner(GraphRunner[V]):
             given,
             said="max_batch= and buckets=",
             leading=(TOKENS,),
-            relations={},
             path=boundary.path,
         )
         self.cuts = output_rows is not None

@@ -27,7 +27,7 @@ from .hooks import Coordinator, Live, Watch
 from .pool import Seat
 from .running import Gate, Unique, opaque
 from .stage import Stage, V
-from .statistics import EVERY, FIRST, CaptureReport, Decision, FillTimes, MemoryAccount, Path, Statistics, Tally
+from .statistics import EVERY, FIRST, CaptureReport, Counts, Decision, MemoryAccount, Path, Statistics, Tally
 from .traffic import HostReads
 
 Holds: TypeAlias = Callable[[Any, Side], bool]
@@ -338,7 +338,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             found,
             finish if whole else lambda batch: Filled(show(batch), route, live),
             turn=held.buffers.turn,  # type: ignore[union-attr] # see `_repeats`
-            times=counted.times,
+            counts=counted,
             hosts=eager.hosts(),
             holds=[lambda *_: eager.held is held, *self._holds()],
             graphs=self.graphs,
@@ -454,7 +454,7 @@ def bind(
     finish: Callable[[Any], Any],
     *,
     turn: BufferTurn,
-    times: FillTimes,
+    counts: Counts,
     hosts: HostReads,
     holds: Sequence[Holds],
     graphs: GraphSet[Any] | None = None,
@@ -467,7 +467,7 @@ def bind(
         found: The specialization that fills the slots.
         finish: Does the rest with the batch, once the slots are filled.
         turn: Of the memory that is filled.
-        times: Takes the time of some fills.
+        counts: Takes the time of some fills.
         hosts: What device work reads of host slots.
         holds: What must be true of a batch beside its sources.
         graphs: The runner's graphs, whose streams a fill waits for.
@@ -479,7 +479,7 @@ def bind(
     also = (lambda batch, side: all(one(batch, side) for one in holds)) if len(holds) > 1 else next(iter(holds), None)
     stream, read = None if graphs is None else graphs.filler.stream, hosts if hosts.possible else None
     clock, order, neighbours = (turn, None, ()) if graphs is None else (graphs.clock, graphs.order, turn.neighbours)
-    now, note, modes, gradients, left, start = time.perf_counter_ns, times.add, FUNCTION_MODES, GRADIENTS, FIRST, 0
+    now, note, modes, gradients, left, start = time.perf_counter_ns, counts.time, FUNCTION_MODES, GRADIENTS, FIRST, 0
 
     def run(batch: Any, side: Side, sources: Sources) -> Any:
         nonlocal left, start

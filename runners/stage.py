@@ -178,10 +178,6 @@ class Stage(Generic[V]):
                 take(view.__dict__[name])
             yield
 
-    def capture_view(self, ready: Ready) -> V:
-        """The view that a step sees while it is captured: fields only where the declaration gives a default."""
-        return self.sealed(self.view(ready, None))
-
     def sealed(self, view: V) -> V:
         """The view, of which no micro-batch has what the host computes, nor a part of what replays hand over."""
         info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
-from slotgraph.config import Buckets
 from slotgraph.dataflow.errors import BatchError, ConfigError, DeclarationError, SlotGraphError
 from slotgraph.dataflow.sources import Source
 from slotgraph.extend import side
@@ -288,11 +287,6 @@ def loose(value: Any) -> Any:
 
 
 ELSEWHERE: list[tuple[Callable[[], Any], str]] = [
-    (lambda: loose(Buckets)([]), "option 'buckets': expected a list or tuple of at least one int"),
-    (lambda: loose(Buckets)(3), "option 'buckets': expected a list or tuple of at least one int"),
-    (lambda: loose(Buckets)(["1"]), "option 'buckets': expected a list or tuple of at least one int"),
-    (lambda: loose(Buckets)((2, 2)), "option 'buckets': expected a list or tuple of at least one int"),
-    (lambda: loose(Buckets)((2, 4), "0.5"), "option 'max_waste': expected float between 0 and 1"),
     (lambda: loose(choose)(3), "backend: expected a backend's name"),
     (lambda: loose(InputPool)(3), "phases: expected names"),
     (lambda: loose(InputPool)(["draft"]), "phases: expected names"),

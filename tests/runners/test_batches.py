@@ -18,13 +18,10 @@ from tests.runners.models import (
     PlainInputs,
     assert_right,
     expected,
-    memory_of,
     nothing_changes,
     plain_runner,
     plain_step,
     random_batch,
-    same_batch,
-    snapshot,
 )
 from tests.strategies import declaration_of
 
@@ -181,45 +178,6 @@ def test_whole_numbers_in_a_list_for_floats(runner: DecodeRunner[PlainInputs]) -
 
 class NotedInputs(PlainInputs):
     note: str = "usual"
-
-
-runs = st.tuples(st.just("run"), st.integers(0, 12), st.integers(0, 10**6))
-
-
-fills = st.tuples(st.just("fill"), st.integers(0, 12), st.integers(0, 10**6))
-
-
-again = st.tuples(st.just("again"), st.just(0), st.just(0))
-
-
-spoils = st.tuples(st.sampled_from(SLOTS), st.integers(2, 12), st.sampled_from(sorted({*KINDS, "missing"})))
-
-
-@given(steps=st.lists(st.one_of(runs, fills, again, spoils), min_size=4, max_size=20))
-def test_any_sequence(runner: DecodeRunner[PlainInputs], steps: list[tuple[str, int, int | str]]) -> None:
-    """What came before never shows: a good batch is right, a bad one is refused and leaves every byte as it was."""
-    last = None
-    for what, requests, how in steps:
-        if what == "again":
-            if last is not None:
-                assert_right(runner.replay(last[0]), last[1])
-            continue
-        batch = random_batch(requests, seed=how if isinstance(how, int) else requests)
-        if isinstance(how, str):
-            batch[what] = None if how == "missing" else KINDS[how][0](batch[what])
-            if requests > 8:
-                runner(random_batch(16, seed=1))  # so that the refused batch has nothing to grow
-                last = None
-            before, given_batch = memory_of(runner), snapshot(batch)
-            with pytest.raises(SlotGraphError):
-                runner(batch)
-            assert memory_of(runner) == before
-            assert same_batch(batch, given_batch)
-            continue
-        view = runner.fill(batch)
-        last = (view, batch)
-        if what == "run":
-            assert_right(runner.replay(view), batch)
 
 
 def test_many_live_sizes(cpu: str) -> None:
