@@ -17,7 +17,7 @@ from torch import nn
 from ...backends.base import Backend
 from ...backends.ring import ENTRIES, SEGMENT
 from ...dataflow.capabilities import HOST
-from ..stacked.watch import parts_of
+from ..stacked.capture import parts_of
 from .comparison import Mismatch, copies, live_part, mismatches, named, step_of
 from .fills import sources
 from .report import Finding

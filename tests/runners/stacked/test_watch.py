@@ -10,7 +10,7 @@ import torch
 
 from slotgraph import current_view, errors
 from slotgraph.runners.running import RUNNING, Running
-from slotgraph.runners.stacked.watch import Fenced, ReadWatch
+from slotgraph.runners.stacked.capture import Fenced, ReadWatch
 from tests.runners.prefilled import Prefill
 
 
@@ -43,8 +43,8 @@ def test_reads_and_writes() -> None:
         torch.addmm(one[:, 0], two[:, :2], three[:2, 0:1].expand(2, 4).clone())
         four[1:].mul_(2)
         torch.add(one, two, out=five)
-    assert watch.use.read == {0, 1, 2, 3, 4}
-    assert watch.use.written == {3, 4}
+    assert watch.read == {0, 1, 2, 3, 4}
+    assert watch.written == {3, 4}
 
 
 def test_operator_that_asks_for_the_view() -> None:
