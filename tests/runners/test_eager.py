@@ -203,13 +203,13 @@ def counted_step(view: CountedInputs) -> torch.Tensor:
     return view.ids[:, None] * 100 + counts
 
 
-def counted_batch(tokens: int, seed: int, device: torch.device, width: int = 1, **more: Any) -> dict[str, Any]:
+def counted_batch(tokens: int, seed: int, device: torch.device, **more: Any) -> dict[str, Any]:
     """Tokens at random, and counts that no runner would compute."""
     draw = torch.Generator().manual_seed(seed)
     counts = torch.randint(50, 99, (3,), generator=draw, dtype=torch.int32)
     batch = {
         "ids": torch.randint(1, 99, (tokens,), generator=draw),
-        "lens": torch.randint(1, 9, (tokens // width,), generator=draw, dtype=torch.int32),
+        "lens": torch.randint(1, 9, (tokens,), generator=draw, dtype=torch.int32),
         "extra": torch.randint(1, 9, (tokens,), generator=draw),
         "num_token_non_padded": counts[:1],
         "global_num_tokens": counts[1:],
@@ -232,22 +232,28 @@ def test_fallbacks_have_the_batchs_counts(backend: Backend, lowering: str) -> No
     if lowering not in backend.capabilities.lowerings:
         pytest.skip(f"{backend.name} has no {lowering}")
     runner = carrying(backend, lowering=lowering)
-    turns: list[tuple[int, int, dict[str, Any]]] = [(3, 1, {}), (5, 1, {}), (2, 1, {}), (3, 1, {"extra": None})]
-    turns += [(9, 3, {}), (4, 1, {}), (11, 1, {}), (3, 1, {})]
-    for seed, (tokens, width, more) in enumerate(turns):
-        batch = counted_batch(tokens, seed, backend.device, width, **more)
+    turns: list[tuple[int, dict[str, Any]]] = [
+        (3, {}),
+        (5, {}),
+        (2, {}),
+        (3, {"extra": None}),
+        (4, {}),
+        (11, {}),
+        (3, {}),
+    ]
+    for seed, (tokens, more) in enumerate(turns):
+        batch = counted_batch(tokens, seed, backend.device, **more)
         given, why = snapshot(batch), runner.decide(batch).why
         padded = 2 if tokens <= 2 else 4
         own = [max(tokens - padded // 2, 0), padded, padded]
         counts = own if why == "fits" else [int(count) for name in CARRY for count in batch[name]]
         assert runner(batch).tolist() == [[100 * one + count for count in counts] for one in batch["ids"].tolist()]
         assert all(bytes_of(batch[name]) == bytes_of(given[name]) for name in batch)
-    assert runner.stats()["steps"] == {"graph": 4, "eager": 4}
-    assert set(runner.stats()["eager"]) == {"too_large", "absent", "width_differs"}
+    assert runner.stats()["steps"] == {"graph": 4, "eager": 3}
+    assert set(runner.stats()["eager"]) == {"too_large", "absent"}
 
 
-@pytest.mark.parametrize(("tokens", "width"), [(5, 1), (9, 3)])
-def test_a_batch_without_them(cpu: str, tokens: int, width: int) -> None:
+def test_a_batch_without_them(cpu: str) -> None:
     """An eager step without a carried slot is refused by the slot's name, and changes nothing; a replay needs none."""
     runner = carrying(cpu)
     runner(counted_batch(20, 1, torch.device("cpu")))  # so that there is nothing to grow
@@ -257,7 +263,7 @@ def test_a_batch_without_them(cpu: str, tokens: int, width: int) -> None:
     with pytest.raises(
         MissingSourceError, match=r"^slot 'global_num_tokens' is carried from the batch, which has none"
     ):
-        runner(counted_batch(tokens, 3, torch.device("cpu"), width, global_num_tokens=None))
+        runner(counted_batch(5, 3, torch.device("cpu"), global_num_tokens=None))
     assert memory_of(runner) == before
     assert runner.stats()["eager"] == counted["eager"]
     assert runner.replay(view).tolist() == right
