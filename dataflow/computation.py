@@ -92,15 +92,15 @@ def field_of(batch: Any, name: str, default: Any) -> Any:
     return default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
 
 
-def _number_of(target: torch.Tensor) -> type | None:
-    """The kind of number that fills a one-element tensor, and is refused where it does not fit."""
+def _numbers_of(target: torch.Tensor) -> tuple[Any, float, float]:
+    """The kind of number that fills a one-element tensor, the least and the most of it. Any other goes by `write`."""
     if target.numel() != 1 or target.is_complex():
-        return None
+        return None, 0, 0
     if target.dtype == torch.bool:
-        return bool
-    if not target.dtype.is_signed:  # where torch wraps negative numbers around
-        return None
-    return float if target.is_floating_point() else int
+        return bool, 0, 1
+    if target.is_floating_point():
+        return float, torch.finfo(target.dtype).min, torch.finfo(target.dtype).max
+    return int, torch.iinfo(target.dtype).min, torch.iinfo(target.dtype).max
 
 
 @attrs.frozen(eq=False)
@@ -117,7 +117,7 @@ class Computation:
     function: Callable[..., Any]
     fields: Mapping[str, Any]
     target: torch.Tensor
-    number: type | None
+    numbers: tuple[Any, float, float]
     read: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = attrs.field(factory=dict)
     aliases: tuple[torch.Tensor, ...] = ()
     versions: list[int] = attrs.field(factory=list)
@@ -140,7 +140,7 @@ class Computation:
         function = functools.partial(compute.function, **given)
         aliases = tuple(alias for _, alias in read.values())
         versions = [*map(_VERSION, aliases)]
-        return cls(slot, compute, function, unknown, target, _number_of(target), read, aliases, versions)
+        return cls(slot, compute, function, unknown, target, _numbers_of(target), read, aliases, versions)
 
     def on(self, known: Mapping[str, Any], fields: Mapping[str, Any]) -> "Computation":
         """The same function and target with other arguments."""
@@ -182,14 +182,11 @@ class Computation:
 
     def store(self, value: Any) -> None:
         """Write what the function returned. ComputeError where the slot cannot hold it."""
-        what = f"slot {self.slot!r}: its function's result"
-        if type(value) is self.number:
-            try:
-                self.target.fill_(value)  # type: ignore[call-overload] # its very type was just compared
-            except (RuntimeError, OverflowError) as error:
-                raise ComputeError(f"{what}: {error}") from error
+        kind, least, most = self.numbers
+        if type(value) is kind and least <= value <= most:  # an NPU refuses another where nobody can catch that
+            self.target.fill_(value)
         elif not self.compute.writes_out:
-            write(self.target, value, what)
+            write(self.target, value, f"slot {self.slot!r}: its function's result")
 
 
 @attrs.frozen(eq=False)
@@ -235,7 +232,7 @@ class PackedValue:
         """Call the function. ComputeError where it raises, or the slot cannot hold what it returns."""
         computation = self.computation
         value = computation.value(batch)
-        if self.pack is not None and type(value) is computation.number:
+        if self.pack is not None and type(value) is computation.numbers[0]:
             try:
                 return self.pack(value)
             except (struct.error, OverflowError):
