@@ -1,7 +1,6 @@
 """The draft runners: a tree drafted in one graph, and what takes in the accepted tokens to begin the next one."""
 
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeAlias, Unpack, final
 
 import attrs
@@ -13,10 +12,9 @@ from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
 from ..dataflow.tails import Number, Once, Pad, resolve_value
 from ..dataflow.views import make_view
-from .arguments import check_step, checked_by_slot, checked_names, declaration_of
+from .arguments import check_step, checked_names, declaration_of
 from .decode import RequestRunner
 from .graph_runner import DraftArguments, ExtendArguments
-from .pool import Chain
 from .stage import V
 from .standard.axes import STEPS, TOPK
 from .tree import Drafts, Frontier, top_tokens
@@ -95,38 +93,22 @@ class _Drafting(Generic[V]):
     def __call__(self, view: V) -> Drafts:
         slots = view.__dict__
         frontier = Frontier.begin(slots["topk_p"], slots["topk_index"])
-        hidden = slots.get("hidden_states")
+        shape, staged, hidden = (-1, self.topk, self.topk), slots.get(_IDS), slots.get("hidden_states")
         if hidden is not None:
             hidden = hidden[:, None].expand(-1, self.topk, *hidden.shape[1:]).flatten(0, 1)
         for index in range(self.steps - 1):
-            step = DraftStep(index, _ids(slots, frontier), hidden, frontier.branches)
+            ids = frontier.tokens.flatten()
+            step = DraftStep(index, ids if staged is None else staged.copy_(ids), hidden, frontier.branches)
             logits, hidden = _checked(self.forward(view, step), step, self.topk)
             for name in self.advances:
                 if slots[name] is not None:
                     slots[name].add_(1)
             shares, tokens = top_tokens(logits, self.topk)
-            frontier = frontier.grow(_by_request(shares, frontier), _by_request(tokens, frontier))
-            hidden = _of_rows(hidden, frontier.rows) if hidden is not None else None
+            frontier = frontier.grow(shares.view(shape), tokens.view(shape))
+            if hidden is not None:  # of the nodes that are gone on from
+                first = torch.arange(len(frontier.rows), device=hidden.device)[:, None] * self.topk
+                hidden = hidden.index_select(0, (frontier.rows + first).flatten())
         return frontier.drafts()
-
-
-def _ids(slots: Mapping[str, Any], frontier: Frontier) -> torch.Tensor:
-    """The tokens that a step reads, written to their slot where there is one."""
-    ids = frontier.tokens.flatten()
-    staged: torch.Tensor | None = slots.get(_IDS)
-    return ids if staged is None else staged.copy_(ids)
-
-
-def _by_request(rows: torch.Tensor, frontier: Frontier) -> torch.Tensor:
-    """[TOKENS, topk] as [BATCH, topk, topk]."""
-    return rows.view(*frontier.tokens.shape, rows.shape[1])
-
-
-def _of_rows(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The hidden states of the nodes that are gone on from, given which of their request's rows they come from."""
-    requests, topk = rows.shape
-    first = torch.arange(requests, device=rows.device)[:, None] * topk
-    return hidden.index_select(0, (rows + first).flatten())
 
 
 def _checked(returned: Any, step: DraftStep, topk: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -197,9 +179,9 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
     Args:
         inputs: The declaration class.
         steps: Each called with its view and the next step's, None for the last; returns one row a request.
-        chained: Slots of which every step has its own: step i reads part i of the parent allocation `parents[name]`,
-            [steps, capacity...]. Part 0 is filled from the batch. All rows of the others hold the slot's tail value
-            when a replay begins, until the step before writes them. All other slots are the same for every step.
+        chained: Slots of which every step has its own. The first step's are filled from the batch; all rows of the
+            others hold the slot's tail value until the step before writes them. All other slots are the same for
+            every step.
         options: As of `DraftExtendRunner`.
     """
 
@@ -212,81 +194,37 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
         **options: Unpack[ExtendArguments],
     ) -> None:
         _check_width(type(self), options)
-        whole, chained = declaration_of(inputs), checked_names("chained", chained)
-        bind = checked_by_slot("bind", options.get("bind", {}), "tensors")
-        _check_chained(whole, steps, chained, bind)
-        slots = whole.under(options.get("settings"), ranks=options.get("ranks")).slots
-        parts = dict.fromkeys([name for name in chained if name in slots], Chain(len(steps)))
-        step = _Chain(tuple(steps), lambda: (self.parents, self._tails))
-        super().__init__(inputs, step, {**options, "bind": {**bind, **parts}}, output_rows=BATCH)
+        chained = checked_names("chained", chained)
+        _check_chained(declaration_of(inputs), steps, chained)
+        super().__init__(inputs, _Chain(tuple(steps), chained, self._tail), options, output_rows=BATCH)
 
-    @property
-    def parents(self) -> Mapping[str, torch.Tensor]:
-        """By chained slot, memory for every step's, [steps, capacity...]."""
-        _ = self.graphs  # with which they are made
-        return self.seat.parents
-
-    @functools.cached_property
-    def _tails(self) -> Mapping[str, Number]:
-        """What padded rows of chained slots hold, and what they hold at first where they are kept."""
+    def _tail(self, name: str) -> Number:
+        """What padded rows of a slot hold, or what it holds at first where they are kept."""
         stage, capacity = self.stage, self._capacity
-        capabilities, tails = stage.backend.capabilities, dict[str, Number]()
-        for name in self.parents:
-            slot = stage.declaration.slots[name]
-            rule = slot.rule()
-            value = rule.value if isinstance(rule, Pad | Once) else initial_value(name, slot, capacity, capabilities)
-            tails[name] = resolve_value(value, capabilities, capacity)
-        return tails
+        slot, capabilities = stage.declaration.slots[name], stage.backend.capabilities
+        rule = slot.rule()
+        value = rule.value if isinstance(rule, Pad | Once) else initial_value(name, slot, capacity, capabilities)
+        return resolve_value(value, capabilities, capacity)
 
 
 @attrs.frozen(eq=False)
 class _Chain(Generic[V]):
-    """What is captured: every step on its own view.
-
-    later: tells, by slot, the memory of all parts, and what the rows of later ones hold until a step writes them.
-    """
+    """What is captured: every step on its own view. tail: what the rows of a later one's slots hold at first."""
 
     steps: Sequence[ChainedStep[V]]
-    later: Callable[[], tuple[Mapping[str, torch.Tensor], Mapping[str, Number]]]
+    chained: Sequence[str]
+    tail: Callable[[str], Number]
 
     def __call__(self, view: V) -> tuple[Any, ...]:
-        views = [view, *(_later(view, part) for part in self._parts(view))]
-        following = [*views[1:], None]
-        return tuple(step(own, after) for step, own, after in zip(self.steps, views, following, strict=True))
-
-    def _parts(self, view: V) -> list[dict[str, torch.Tensor]]:
-        """The chained slots of each later step, as large as the first one's, reset."""
-        slots = view.__dict__
-        parents, tails = self.later()
-        found: list[dict[str, torch.Tensor]] = [{} for _ in self.steps[1:]]
-        for name, parent in parents.items():
-            if slots[name] is None or not found:
-                continue
-            later = _cut(parent[1:], slots[name].shape).fill_(tails[name])
-            for part, own in zip(found, later, strict=True):
-                part[name] = own
-        return found
+        values, views = view.__dict__, [view]
+        there = [name for name in self.chained if values.get(name) is not None]
+        for _ in self.steps[1:]:
+            own = {name: torch.full_like(values[name], self.tail(name)) for name in there}
+            views.append(make_view(type(view), {**values, **own}, values["_slotgraph_view"]))
+        return tuple(step(own, after) for step, own, after in zip(self.steps, views, [*views[1:], None], strict=True))
 
 
-def _later(view: V, part: Mapping[str, torch.Tensor]) -> V:
-    """A later step's view: the first one's, but for the chained slots."""
-    values: dict[str, Any] = {**view.__dict__, **part}
-    return make_view(type(view), values, values["_slotgraph_view"])
-
-
-def _cut(parts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The first rows of all parts, along each dim."""
-    for dim, size in enumerate(shape, start=1):
-        parts = parts.narrow(dim, 0, size)
-    return parts
-
-
-def _check_chained(
-    declaration: Declaration,
-    steps: Sequence[Callable[..., Any]],
-    chained: Sequence[str],
-    bind: Collection[str],
-) -> None:
+def _check_chained(declaration: Declaration, steps: Sequence[Callable[..., Any]], chained: Sequence[str]) -> None:
     """ConfigError where there is nothing to run, or a slot cannot be chained."""
     if not isinstance(steps, Sequence) or not steps or not all(map(callable, steps)):
         raise ConfigError(f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}")
@@ -294,10 +232,6 @@ def _check_chained(
         slot = declaration.slots.get(name)
         if slot is None or slot.reads(name) is None:
             raise ConfigError(f"chained names {name!r}, which is no slot that {declaration.name} copies from the batch")
-        if name in bind:
-            raise ConfigError(
-                f"slot {name!r} is chained, so that it is part 0 of parents[{name!r}]: it cannot be bound too"
-            )
         if slot.is_parameter:
             raise ConfigError(
                 f"slot {name!r} is a host parameter, one for the graph of all steps: it cannot be chained"

@@ -9,6 +9,7 @@ import torch
 
 from ..backends.base import Backend
 from ..dataflow.axes import Axis, Dim, Sizes
+from ..dataflow.binding import Bound
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering
@@ -31,7 +32,7 @@ from .eagerly import Eagerly
 from .filler import Filler
 from .graphs import GraphSet, Order
 from .parts import Parts
-from .pool import Bindings, Phase, Seat
+from .pool import Phase, Seat
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .runner import Filled, Runner
@@ -63,7 +64,7 @@ class StackArguments(CaptureArguments, StackOptions, total=False):
 class DraftArguments(CaptureArguments, total=False):
     """Of a runner whose buckets are requests, and whose outputs are one row a request."""
 
-    bind: Bindings
+    bind: Mapping[str, Bound]
 
 
 class ExtendArguments(DraftArguments, ExtendOptions, total=False):

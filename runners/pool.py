@@ -2,16 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeAlias, final
+from typing import Any, Generic, final
 
 import attrs
 import torch
 
 from ..dataflow import log
-from ..dataflow.axes import Sizes, extent
-from ..dataflow.binding import Bound, Exclusive, check_bindings
+from ..dataflow.axes import Sizes
+from ..dataflow.binding import Bound, check_bindings
 from ..dataflow.buffers import Buffers, carve
-from ..dataflow.capabilities import resolve_dtype
 from ..dataflow.errors import ConfigError
 from ..dataflow.sharing import Carry, Layout, Member, Schedule, lay_out
 from ..dataflow.turns import BufferTurn, Ledger, SharedMemory
@@ -36,22 +35,11 @@ class Phase:
         return attrs.evolve(self, kept=self.kept.union(checked_names("keeping", slots)))
 
 
-@attrs.frozen
-class Chain:
-    """In a tensor's place among those to adopt: so many parts one behind the other, of which the slot is part 0."""
-
-    parts: int
-
-
-Bindings: TypeAlias = Mapping[str, "Bound | Chain"]
-
-
 class Seat(Generic[V]):
     """Where a runner's buffers come from: memory of its own, or its pool's.
 
     runner: the runner's name. shares: whether they may come from the pool. name: the runner's among the members.
-    layout: of the memory that it shares; None where it has its own. parents: all parts of chained slots,
-    [parts, capacity...], once there are buffers; the slot is part 0.
+    layout: of the memory that it shares; None where it has its own.
     """
 
     def __init__(
@@ -59,25 +47,21 @@ class Seat(Generic[V]):
         runner: str,
         stage: Stage[V],
         capacity: Sizes,
-        bind: Bindings,
+        bind: Mapping[str, Bound],
         phase: Phase | None,
         *,
         sharing: bool | None,
     ) -> None:
         self.runner, self.stage, self.capacity, self.phase = runner, stage, capacity, phase
-        bind = checked_by_slot("bind", bind, "tensors")
-        if phase is not None:
-            expected = "a phase of a pool, such as pool['decode'], or None"
-            check_slots("keeping", stage.declaration, checked("phase", expected, phase, Phase).kept)
-        self.bind = {name: bound for name, bound in bind.items() if not isinstance(bound, Chain)}
-        self.chained = {name: bound.parts for name, bound in bind.items() if isinstance(bound, Chain)}
-        self.parents: dict[str, torch.Tensor] = {}
+        self.bind = checked_by_slot("bind", bind, "tensors")
         capabilities = stage.backend.capabilities
         self.shares = capabilities.pools_inputs if sharing is None else sharing
         self.name = ""
         self.layout: Layout | None = None
         self._made: Buffers | None = None
         if phase is not None:
+            expected = "a phase of a pool, such as pool['decode'], or None"
+            check_slots("keeping", stage.declaration, checked("phase", expected, phase, Phase).kept)
             check_bindings(stage.declaration, capacity, capabilities, stage.backend.empty, self.bind)
             phase.pool.join(self, phase)
 
@@ -91,20 +75,7 @@ class Seat(Generic[V]):
 
     def allocate(self, shared: SharedMemory | None = None) -> Buffers:
         """Allocate what the pool does not give, and write all initial values."""
-        declaration, backend = self.stage.declaration, self.stage.backend
-        given = {} if shared is None else shared.tensors
-        for name, parts in self.chained.items():
-            slot = declaration.slots[name]
-            shape, dtype = (parts, *extent(slot.shape, self.capacity)), resolve_dtype(slot.dtype, backend.capabilities)
-            self.parents[name] = given[name] if name in given else backend.empty(shape, dtype, slot.placement)
-        with torch.inference_mode(mode=False), torch.no_grad():
-            first = {name: parent[0] for name, parent in self.parents.items()}
-            own = {name: Exclusive(part) for name, part in first.items()}
-            shared = shared and attrs.evolve(shared, tensors={**given, **first})
-            self._made = self.stage.allocate(self.capacity, {**self.bind, **own}, shared)
-            self._made.beside = tuple(parent[1:] for parent in self.parents.values())
-            for parent in self.parents.values():
-                parent[1:].copy_(parent[0])
+        self._made = self.stage.allocate(self.capacity, self.bind, shared)
         return self._made
 
     def member(self, phase: Phase) -> Member:
@@ -117,7 +88,6 @@ class Seat(Generic[V]):
             capabilities=self.stage.backend.capabilities,
             device=str(self.stage.backend.device),
             bound=self.bind,
-            chained=self.chained,
             kept=phase.kept,
             shares=self.shares,
         )

@@ -92,9 +92,7 @@ def shared(draw: st.DrawFn, kinds: st.SearchStrategy[type[Inputs]] | None = None
             kept=draw(st.sets(st.sampled_from(slots), max_size=1)),
             shares=draw(st.sampled_from([None, None, None, True, False])),
         )
-        free = sorted({*slots}.difference(member.bound))
-        chained = draw(st.dictionaries(st.sampled_from(free), st.integers(1, 3), max_size=1)) if free else {}
-        members.append(attrs.evolve(member, chained=chained))
+        members.append(member)
     return Shared(schedule, members, draw(_carries(schedule, members)))
 
 

@@ -5,7 +5,6 @@ Slots of several runners are one memory on purpose where a value carries over fr
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -111,7 +110,7 @@ class LiveSlot:
         slot: The slot's name.
         device: The device that its memory belongs to.
         placement: Whether that is the device's own memory, or what the host has for it.
-        shape: The slot's shape at full capacity. Of a chained slot: its parent's.
+        shape: The slot's shape at full capacity.
         dtype: The slot's dtype on that device.
         nbytes: Bytes, aligned.
         phases: The phases in which its bytes must hold, in the schedule's order.
@@ -155,7 +154,6 @@ class Member:
         capabilities: The record of the runner's backend.
         device: The device that its device slots lie on.
         bound: Slots whose memory was handed in. They get no place.
-        chained: By slot, the parts of its parent allocation, one behind the other. The slot itself is part 0.
         kept: Slots whose bytes must hold from step to step: their producer writes only what changed.
         shares: Whether the runner shares at all. None leaves it to the backend's record.
     """
@@ -167,7 +165,6 @@ class Member:
     capabilities: Capabilities = attrs.field(repr=False)
     device: str = "cpu"
     bound: Collection[str] = frozenset()
-    chained: Mapping[str, int] = MappingProxyType({})
     kept: Collection[str] = frozenset()
     shares: bool | None = None
 
@@ -181,9 +178,8 @@ class Member:
         if self.phase not in schedule.phases:
             known = ", ".join(map(repr, schedule.phases)) or "none"
             raise ConfigError(f"member {self.name!r}: phase {self.phase!r} is not in the schedule: phases are {known}")
-        slot, parts = self.declaration.slots[name], self.chained.get(name)
-        part, dtype = extent(slot.shape, self.capacity), resolve_dtype(slot.dtype, self.capabilities)
-        shape = part if parts is None else (parts, *part)
+        slot = self.declaration.slots[name]
+        shape, dtype = extent(slot.shape, self.capacity), resolve_dtype(slot.dtype, self.capabilities)
         why = lasting(slot, name, self.kept) if self.pooled else "its backend pools no inputs"
         return LiveSlot(
             member=self.name,
@@ -330,13 +326,10 @@ def _misfits(writer: LiveSlot, reader: LiveSlot, members: Mapping[str, Member], 
     if (writer.device, writer.placement) != (reader.device, reader.placement):
         where = " and ".join(f"{one.device}'s {one.placement} memory" for one in ends)
         yield f"they lie in {where}: place both alike"
-    chained = [one.slot in members[one.member].chained for one in ends]
-    first, last = (one.shape[1:] if parts else one.shape for one, parts in zip(ends, chained, strict=True))
+    first, last = writer.shape, reader.shape
     told = f"{writer} is {dtype_text(writer.dtype)} {[*first]} and {reader} is {dtype_text(reader.dtype)} {[*last]}"
     if writer.dtype != reader.dtype or len(first) != len(last) or first[1:] != last[1:]:
         yield f"their rows differ, {told}: make all but dim 0 alike"
-    elif (chained[0] and first < last) or (chained[1] and last < first):
-        yield f"one of both is chained, and a part of it has fewer rows than the other: {told}"
     if writer.phase == reader.phase:
         yield f"both are in phase {writer.phase!r}, and may be in use at once: give each a phase of its own"
     elif schedule.meet(writer.phase, reader.phase):

@@ -75,15 +75,14 @@ def memory_of(parts: Parts[Any], plan: FillPlan | None, pool: Layout | None) -> 
     for buffer in buffers or ():  # storages without bytes are each by itself
         storage = buffer.tensor.untyped_storage()
         found.setdefault((storage.data_ptr(), "" if storage.nbytes() else buffer.name), []).append(buffer)
-    chained = {tensor.untyped_storage().data_ptr() for tensor in (() if buffers is None else buffers.beside)}
     numbers, allocations, places = collections.Counter[str](), list[Allocation](), list[SlotPlace]()
     order = sorted(found.items(), key=lambda one: (one[1][0].adopted, one[1][0].slot.placement != DEVICE))
-    for (address, _), members in order:
+    for _, members in order:
         first, nbytes = members[0], members[0].tensor.untyped_storage().nbytes()
         kind = f"{'pooled ' if first.pooled else ''}{first.slot.placement} memory"
         numbers[kind] += 1
         name = kind if numbers[kind] == 1 else f"{kind} {numbers[kind]}"
-        allocations.append(Allocation(name, nbytes, first.adopted and address not in chained))  # chained: its own
+        allocations.append(Allocation(name, nbytes, first.adopted))
         members.sort(key=lambda buffer: (_offset(buffer), buffer.nbytes, buffer.name))
         for buffer, after in zip(members, [*map(_offset, members[1:]), nbytes], strict=True):
             lasts, start = lasting(buffer.slot, buffer.name, kept), _offset(buffer)

@@ -347,8 +347,7 @@ def runners() -> dict[str, Any]:
 @given(name=st.sampled_from([*RUNNERS]), data=st.data())
 def test_an_unknown_side_argument_is_refused(way: str, runners: dict[str, Any], name: str, data: st.DataObject) -> None:
     """It is named with the nearest known one; the view that was filled last is still good, and so are later steps."""
-    most = 4 if name == "MultiLayerDraftExtendRunner" else 6  # its eager steps cannot have more than its buckets
-    runner, requests = runners[name], data.draw(st.integers(1, most))
+    runner, requests = runners[name], data.draw(st.integers(1, 6))
     batch, seed = batch_of(name, requests, requests), data.draw(st.integers(0, 9))
     meant = data.draw(st.sampled_from(["proxies", "window_lens"]))
     place = data.draw(st.integers(0, len(meant) - 1))

@@ -29,10 +29,10 @@ from slotgraph import (
     staged,
 )
 from slotgraph.backends import Backend
-from slotgraph.dataflow.errors import BatchError, BindError, ComputeError, ConfigError, ReplayError, StaleOutputError
+from slotgraph.dataflow.errors import BindError, ComputeError, ConfigError, ReplayError, StaleOutputError
 from slotgraph.extend import HOST, once
 from slotgraph.pool import InputPool
-from slotgraph.speculative import WIDTH, MultiLayerDraftExtendRunner
+from slotgraph.speculative import WIDTH
 
 VOCABULARY: Final = Axis("VOCABULARY", fixed=True)
 HIDDEN: Final = Axis("HIDDEN", fixed=True)
@@ -307,49 +307,6 @@ def test_faults_are_said_at_once() -> None:
         pool.carry("ids", "draft", "verify")
 
 
-class ChainInputs(Inputs):
-    """What each of several steps reads for itself."""
-
-    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=2)
-    hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0.5)
-    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1)
-
-
-def chained(view: ChainInputs, following: ChainInputs | None) -> torch.Tensor:
-    """One row a request; writes what the next step reads."""
-    rows = view.hidden_states + view.input_ids[:, None] * view.lens.repeat_interleave(2)[:, None]
-    if following is not None:
-        following.hidden_states.copy_(rows + 1)
-        following.input_ids.copy_(view.input_ids * 2)
-    return rows[::2]
-
-
-def test_parents_of_chained_slots_are_shared_too(backend: Backend) -> None:
-    """A runner of several steps has all parts of its chained slots in the pool, and is right after others' phases."""
-    pool = InputPool("verify", "extend")
-    options: dict[str, Any] = {"sizes": {HIDDEN: 6}, "width": 2, "buckets": BUCKETS, "backend": backend}
-    alone = MultiLayerDraftExtendRunner(ChainInputs, [chained] * 3, **options)
-    mine = MultiLayerDraftExtendRunner(ChainInputs, [chained] * 3, **options, sharing=True, phase=pool["extend"])
-    other = runner_of(backend, pool, "verify")
-    for runner in (alone, mine, other):
-        runner.capture()
-    shared = other.graphs.buffers["logits"].tensor.untyped_storage().data_ptr()
-    if backend.capabilities.arenas:
-        assert mine.parents["hidden_states"].untyped_storage().data_ptr() == shared
-    for seed, requests in enumerate((3, 1, 5, 2)):
-        run({"verify": other}, "verify", 5, seed)
-        draw = torch.Generator().manual_seed(seed)
-        batch = {
-            "input_ids": torch.randint(1, 9, (2 * requests,), generator=draw),
-            "hidden_states": torch.randn(2 * requests, 6, generator=draw, dtype=torch.float64),
-            "lens": torch.randint(1, 9, (requests,), generator=draw),
-        }
-        expected = [one.clone() for one in alone(batch)]
-        assert all(torch.equal(one, wanted) for one, wanted in zip(mine(batch), expected, strict=True))
-    with pytest.raises(BatchError, match="cannot grow"):
-        mine({"input_ids": [1] * 64, "hidden_states": torch.rand(64, 6, dtype=torch.float64), "lens": [1] * 32})
-
-
 def test_a_step_of_another_ends_a_view(backend: Backend) -> None:
     """A view that was filled before another phase's step is refused, however that step was done."""
     for lowering in backend.capabilities.lowerings:
@@ -368,10 +325,7 @@ def test_a_late_capture_leaves_others_alone(backend: Backend) -> None:
     """A runner that is captured, or asked about, between another's fill and its replay changes neither of them."""
     pool, alone = InputPool(*PHASES), runners_of(backend, None, lowering="foreach")
     first, second = (runner_of(backend, pool, phase, lowering="foreach") for phase in ("verify", "extend"))
-    options: dict[str, Any] = {"buckets": BUCKETS, "backend": backend, "sharing": True, "lowering": "foreach"}
-    third = MultiLayerDraftExtendRunner(
-        ChainInputs, [chained] * 3, sizes={HIDDEN: 6}, width=2, **options, phase=pool["draft"]
-    )
+    third = runner_of(backend, pool, "draft", lowering="foreach")
     first.capture()
     runners = {"verify": first}
     for seed, late in enumerate((lambda: second.parts, second.capture, third.capture)):

@@ -201,20 +201,6 @@ def test_what_carries_over_is_one_memory_for_as_long_as_it_takes() -> None:
     assert further.place("extend", "hidden").phases == CYCLE.phases
 
 
-def test_a_chained_slot_has_room_for_all_its_parts() -> None:
-    """Its parent is laid out, and what carries over is its first part, which must be large enough for it."""
-    hidden = copied(TOKENS, HIDDEN * 100, dtype=torch.float32, pad=0)
-    members = [member_of(name, name, {"hidden": hidden}) for name in ("verify", "extend")]
-    members[1] = attrs.evolve(members[1], chained={"hidden": 3})
-    carry = Carry("hidden", "verify", "extend")
-    layout = lay_out(members, CYCLE, [carry])
-    assert layout.place("extend", "hidden").shape == (3, 8, 300)
-    assert layout.nbytes == layout.place("extend", "hidden").nbytes >= 3 * 8 * 300 * 4
-    members[1] = attrs.evolve(members[1], capacity={TOKENS: 4, HIDDEN: 3})
-    with pytest.raises(ConfigError, match="one of both is chained, and a part of it has fewer rows"):
-        lay_out(members, CYCLE, [carry])
-
-
 def test_a_bound_slot_has_no_place() -> None:
     """Its memory is someone else's."""
     layout = lay_out(two(PLAIN, bound={"slot"}), CYCLE)
