@@ -16,7 +16,7 @@ from .arguments import check_step, checked_names, declaration_of
 from .decode import RequestRunner
 from .graph_runner import DraftArguments, ExtendArguments
 from .stage import V
-from .standard.axes import STEPS, TOPK
+from .standard.counts import STEPS, TOPK
 from .tree import Drafts, Frontier, top_tokens
 
 CHAINED: Final = ("input_ids", "hidden_states")

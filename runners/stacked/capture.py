@@ -184,9 +184,10 @@ class StackCapture(Generic[V]):
             breaks = self._splitter.names
         over = [name for name in slots if BATCH in slots[name].axes]
         fenced = copy.copy(call.view)
+        values = vars(fenced)
         for name in over:
-            if fenced.__dict__[name] is not None:
-                fenced.__dict__[name] = Fenced.around(fenced.__dict__[name], name, breaks)
+            if values[name] is not None:
+                values[name] = Fenced.around(values[name], name, breaks)
         step = call.at_capture(fenced)
         args, kwargs = call.arguments(stand_ins(call.view, fenced))
         watch = ReadWatch({name: self._buffers[name].tensor for name in over}, _tensors_of(call), breaks)

@@ -35,7 +35,7 @@ class Splitter:
             refuse("splits", "names of the operators to cut at, at least one, in a list or tuple", operators)
         self.names = frozenset(_name_of(operator) for operator in operators)
         self._compiled: Callable[..., Any] | None = None
-        self._last: tuple[fx.GraphModule, tuple[Any, ...], Sequence[Any]] | None = None
+        self._runs: list[tuple[fx.GraphModule, tuple[Any, ...], Sequence[Any]]] = []
 
     def __call__(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
         """The parts of `run`, always the same function, on these arguments, as a call that gives what it gives.
@@ -44,7 +44,7 @@ class Splitter:
         """
         if self._compiled is None:
             self._compiled = self._compile(run)
-        self._last = None
+        self._runs.clear()
         try:
             with warnings.catch_warnings(), _floats_are_values():
                 warnings.simplefilter("ignore")  # the tracer's own remarks
@@ -56,9 +56,9 @@ class Splitter:
             if isinstance(inner, CaptureError):
                 raise inner from None
             raise CaptureError(f"the step could not be traced whole: {_told(error)}") from error
-        if self._last is None:
+        if not self._runs:
             raise CaptureError("the step could not be traced: it calls no operator of torch")
-        module, given, returned = self._last
+        module, given, returned = self._runs[-1]
         known = {id(value): place for place, value in enumerate(returned)}
 
         def call() -> Any:
@@ -82,7 +82,7 @@ class Splitter:
 
         def run(*given: Any) -> Any:
             outputs = cut(*given)
-            self._last = cut, given, _several(outputs)
+            self._runs.append((cut, given, _several(outputs)))
             return outputs
 
         return run

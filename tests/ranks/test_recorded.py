@@ -21,7 +21,7 @@ from slotgraph.runners.recording.files import RecordedFile, write
 from slotgraph.runners.recording.ranks import RecordedRanks
 from slotgraph.runners.recording.records import Header
 from slotgraph.runners.recording.replaying import replay_file, replay_step
-from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.standard.counts import DP
 from slotgraph.runners.watching import Watcher
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
@@ -223,7 +223,7 @@ ENGINE: Final = """
 import torch
 from slotgraph import DecodeRunner
 from slotgraph.ranks import Ranks
-from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.standard.counts import DP
 from tests.ranks.test_recorded import Placed, step
 
 def decode(ranks=None):

@@ -17,7 +17,7 @@ from slotgraph.runners.explained.html import html
 from slotgraph.runners.explained.tables import diagram, printed, tables
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.ranks.group import Ranks
-from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.standard.counts import DP
 from tests.ranks import stepping
 from tests.ranks.processes import Processes
 from tests.ranks.stepping import Gathered, runner_on, soon

@@ -232,7 +232,7 @@ class Nested(standard.DecodeInputs, standard.PipelineProxies, standard.NgramEmbe
     """Slots whose sources are nested objects and side arguments."""
 
 
-class NestedPrefill(standard.PrefillInputs, standard.PrefillPipelineProxies, standard.NgramEmbedding):
+class NestedPrefill(standard.PrefillInputs, standard.PipelineProxies, standard.NgramEmbedding):
     """The same, for a prefill, where tails are zero."""
 
 

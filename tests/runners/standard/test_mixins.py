@@ -102,13 +102,12 @@ def test_override_and_drop() -> None:
 
 
 def test_mixins_that_say_different_things_are_refused() -> None:
-    """Counts are of buckets, told by ranks or carried, tails of proxies kept or reset: not both."""
+    """Counts are of buckets, told by ranks or carried: not both."""
     for bases in (
         (standard.DataParallelGathered, standard.DataParallelCarried),
         (standard.DataParallelGathered, standard.DataParallelAgreed),
         (standard.DataParallelCarried, standard.DataParallelAgreedExtend),
         (standard.ExpertParallel, standard.ExpertParallelSharded),
-        (standard.PipelineProxies, standard.PrefillPipelineProxies),
         (standard.DecodeInputs, standard.PrefillInputs),
     ):
         with pytest.raises(DeclarationErrors, match="breaks"):

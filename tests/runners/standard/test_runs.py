@@ -43,9 +43,9 @@ class Verify(standard.TargetVerifyInputs, standard.DataParallelCarried, standard
 
 class Prefill(
     standard.Mrope,
-    standard.PrefillPipelineProxies,
+    standard.PipelineProxies,
     standard.DraftPrefillInputs,
-    standard.PrefillPipelineIndices,
+    standard.PipelineIndices,
     standard.InputEmbeds,
     standard.ExpertParallel,
 ):
