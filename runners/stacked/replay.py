@@ -350,7 +350,7 @@ def slots_of(view: Inputs) -> list[tuple[int, str]]:
     return [(id(value), name) for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)]
 
 
-def stack_step(  # noqa: C901, PLR0915 - in one piece, for each step's sake
+def stack_step(
     graphs: GraphSet[Any],
     stack: Stack | None,
     captured: Captured,
@@ -371,21 +371,56 @@ def stack_step(  # noqa: C901, PLR0915 - in one piece, for each step's sake
         counted: Counts steps.
 
     """
+    stage, hosts, calls = graphs.stage, graphs.filler.hosts, [0]
+    note, answer = hosts.note if hosts.possible else None, _answering(graphs, captured, calls, looks=show is None)
+    whole = answer if stack is None else stage.step
+    run = functools.partial(stage.run, step=whole) if stage.lend or stage.restored else whole
+
+    def step_of(batch: Any) -> Any:
+        if GRADIENTS():
+            return without_gradients(step_of, batch)
+        view = batch if show is None else show(batch)
+        step, calls[0] = Running(view, "replay"), 0
+        token = RUNNING.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call holds it
+        try:
+            outputs = run(view) if stack is None else stack.answered(run, view, answer)
+        finally:
+            RUNNING.reset(token)
+        if calls[0] != 1:
+            name = "" if stack is None else stack.name
+            raise ReplayError(f"the step called the stack, {name}, {calls[0]} times, and once at capture")
+        if note is not None:
+            note()
+        if rows is not None:
+            if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
+                outputs = outputs if live is None else outputs[:live]
+            else:
+                outputs = _cut(outputs, rows, live)
+        if counted is not None:
+            counted.steps += 1
+        return outputs
+
+    return step_of
+
+
+def _answering(graphs: GraphSet[Any], captured: Captured, calls: list[int], *, looks: bool) -> Callable[..., Any]:
+    """What a stack does in a step: it takes the arguments, and replays its graphs. looks: are these looked at before.
+
+    calls: counts how often it is asked.
+    """
     call: StackCall = captured.step  # type: ignore[assignment] # as StackCapture made it
-    stage, clock, filler, graph = graphs.stage, graphs.clock, graphs.filler, captured.graph
-    stream, note = filler.stream, filler.hosts.note if filler.hosts.possible else None
-    calls = 0
+    clock, filler, graph, stream = graphs.clock, graphs.filler, captured.graph, graphs.filler.stream
+    note = filler.hosts.note if filler.hosts.possible else None
 
     def answer(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
+        calls[0] += 1
         reference = RUNNING.get()
         step = None if reference is None else reference()
         if step is None:
             raise ReplayError("the stack was called after its step had ended")
         leaves, before = call.take(args, kwargs, step), clock.replays
         try:
-            if show is None:
+            if looks:
                 outputs = graphs.replay(captured, captured.rows)
             else:
                 if stream() != clock.stream:
@@ -408,35 +443,7 @@ def stack_step(  # noqa: C901, PLR0915 - in one piece, for each step's sake
             call.give_back(leaves)
         return outputs
 
-    whole = answer if stack is None else stage.step
-    run = functools.partial(stage.run, step=whole) if stage.lend or stage.restored else whole
-
-    def step_of(batch: Any) -> Any:
-        nonlocal calls
-        if GRADIENTS():
-            return without_gradients(step_of, batch)
-        view = batch if show is None else show(batch)
-        step, calls = Running(view, "replay"), 0
-        token = RUNNING.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call holds it
-        try:
-            outputs = run(view) if stack is None else stack.answered(run, view, answer)
-        finally:
-            RUNNING.reset(token)
-        if calls != 1:
-            name = "" if stack is None else stack.name
-            raise ReplayError(f"the step called the stack, {name}, {calls} times, and once at capture")
-        if note is not None:
-            note()
-        if rows is not None:
-            if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
-                outputs = outputs if live is None else outputs[:live]
-            else:
-                outputs = _cut(outputs, rows, live)
-        if counted is not None:
-            counted.steps += 1
-        return outputs
-
-    return step_of
+    return answer
 
 
 def _cut(outputs: Any, rows: int, live: int | None) -> Any:
