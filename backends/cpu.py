@@ -19,7 +19,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ..dataflow.capabilities import Lowering
 from ..dataflow.errors import CaptureError, ComputeError, ReplayError, SlotGraphError
-from ..dataflow.lanes import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD
+from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD
 from .base import (
     NO_PARAMETERS,
     Availability,

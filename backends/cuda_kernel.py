@@ -15,7 +15,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports] - there only on Linux
 import triton.language as tl  # pyright: ignore[reportMissingImports] - likewise
 
-from ..dataflow.lanes import BYTE, CODE_SHIFT, CODES, COLUMNS, FIRST_FLOAT, OWNER_SHIFT, SHIFT, TAIL
+from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, FIRST_FLOAT, OWNER_SHIFT, SHIFT, TAIL
 
 BLOCK: Final = 1024
 """Words that one program takes, whatever the dtype of their elements: a power of two."""

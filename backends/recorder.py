@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
 from ..dataflow.errors import CaptureError, ReplayError
-from ..dataflow.gradients import without_gradients
+from ..dataflow.guard import without_gradients
 from .base import NO_PARAMETERS, Interruption
 from .operators import (
     OperatorWatch,

@@ -14,7 +14,7 @@ from .buffers import Buffer, Buffers
 from .capabilities import DEVICE, dtype_text
 from .errors import BatchError, MissingSourceError
 from .hostdata import HOST_KINDS, NOT_CARRIED, Carrier, array_carrier, list_carrier, tensor_carrier, tensor_of
-from .lanes import converts, row_stride
+from .packet import converts, row_stride
 from .slots import Slot
 
 NOT_TOLD: Final = (AttributeError, TypeError, ValueError, RuntimeError)

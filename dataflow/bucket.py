@@ -12,13 +12,11 @@ from .buffers import Buffers
 from .capabilities import DEVICE, Capabilities, Lowering, resolve_dtype
 from .declaration import Declaration
 from .errors import BatchError
-from .gradients import without_gradients
-from .guard import below_modes
+from .guard import below_modes, without_gradients
 from .oracle import fill_slot_by_slot
-from .packet import Feed, Lanes
-from .plan import FUSED
-from .planner import LARGE_BYTES, NONE, plan_fill, slot_bytes
-from .ready import Planned, Ready
+from .packet import Feed
+from .plan import FUSED, LARGE_BYTES, NONE, plan_fill, slot_bytes
+from .ready import Lanes, Planned, Ready
 from .sources import NO_SIDE, Side, Sources
 from .specialization import Specialization, Specializations, Taken, keep_newest
 

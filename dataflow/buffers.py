@@ -1,67 +1,136 @@
-"""Buffers: the memory behind slots, one allocation a placement where the device can."""
+"""Buffers: the memory behind slots, allocated, adopted or from a pool, and what is known of the tails in it."""
 
 import contextlib
 import functools
 import itertools
 import math
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias, final
 
 import attrs
 import torch
 
 from .axes import Sizes, extent
-from .binding import Allocate, Bound, Exclusive, check_bindings, merge, overlaps, span, tensor_in
-from .capabilities import Capabilities, Placement, resolve_dtype
+from .capabilities import Capabilities, Placement, dtype_text, resolve_dtype
 from .computation import initial_value, write_all
 from .declaration import Declaration
+from .errors import BindError, ReplayError
 from .slots import Slot
 from .tails import Pad
-from .turns import NO_MEMORY, SharedMemory
 
+Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype, Placement], torch.Tensor]
+Box = Sequence[tuple[int, int]]
 ALIGNMENT: Final = 256
 """Bytes that each slot's address is a multiple of: what CUDA's allocator gives, and wide loads need."""
 
 
-@attrs.frozen
-class Room:
-    """What one slot asks for."""
+@attrs.define(eq=False)
+class Ledger:
+    """What all that fill a piece of memory write down.
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    placement: Placement
+    stamp: the fill that came last to any of them. handed_out: whether producers were given views of some of it, so that
+    they may write any row of these at any time.
+    """
+
+    stamp: object | None = None
+    handed_out: bool = False
+
+
+@attrs.define(eq=False)
+class BufferTurn:
+    """One set of buffers' turns in memory that others use in theirs.
+
+    Attributes:
+        fills: How often it was filled.
+        eager_runs: How often a step ran on it without a graph.
+        stream: The one that its last fill or step was on.
+        reading: An event behind the last step that copies from slots in host memory; None where none does.
+        neighbours: All with whom it shares a byte.
+        overwriters: The same by slot.
+    """
+
+    fills: int = 0
+    eager_runs: int = 0
+    stream: int | None = None
+    reading: Any = None
+    neighbours: tuple["BufferTurn", ...] = ()
+    overwriters: Mapping[str, tuple["BufferTurn", ...]] = attrs.field(factory=dict)
+
+    def follows(self, stream: int | None) -> bool:
+        """Whether nothing of the neighbours' was handed to another stream than this one."""
+        for other in self.neighbours:  # noqa: SIM110 - `all` takes twice as long, and it is asked in each step
+            if other.stream != stream and other.stream is not None:
+                return False
+        return True
 
     @property
-    def nbytes(self) -> int:
-        """Bytes, rounded up to the alignment; never nothing, so that no two slots begin at one address."""
-        return max(math.ceil(math.prod(self.shape) * self.dtype.itemsize / ALIGNMENT), 1) * ALIGNMENT
+    def others(self) -> int:
+        """A number that grows whenever another's fill may have written some of this memory."""
+        return sum([other.fills for other in self.neighbours]) if self.neighbours else 0  # asked at each fill
+
+    def check_others(self, seen: int) -> None:
+        """ReplayError where another's fill came since that number was seen."""
+        if self.others != seen:
+            raise ReplayError(
+                "another runner of this one's pool was filled since, in memory that both use: replay a view before the "
+                "next phase begins, or declare that the phases overlap"
+            )
+
+    def overwritten(self, slot: str) -> int:
+        """A number that grows whenever another's fill may have written a slot's memory."""
+        return sum(other.fills for other in self.overwriters.get(slot, ()))
 
 
-def together(rooms: Iterable[Room], empty: Allocate) -> dict[str, torch.Tensor]:
-    """All slots of one placement in one allocation, the largest first."""
-    tensors: dict[str, torch.Tensor] = {}
-    asked = sorted(rooms, key=lambda room: (room.placement, -room.nbytes, room.name))
-    with torch.inference_mode(mode=False):
-        for placement, group in itertools.groupby(asked, key=operator.attrgetter("placement")):
-            mine = [*group]
-            arena = empty((sum(room.nbytes for room in mine),), torch.uint8, placement)
-            for room, stop in zip(mine, itertools.accumulate(room.nbytes for room in mine), strict=True):
-                tensors[room.name] = carve(arena, stop - room.nbytes, room.shape, room.dtype)
-    return tensors
+@attrs.frozen(eq=False)
+class SharedMemory:
+    """What a pool gives one set of buffers: memory for some of its slots, and what to know of the others in it."""
+
+    tensors: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    ledger: Ledger = attrs.field(factory=Ledger)
+    turn: BufferTurn = attrs.field(factory=BufferTurn)
 
 
-def carve(block: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in the bytes of a block, from one of them on."""
-    used = math.prod(shape) * dtype.itemsize
-    return block[start : start + used].view(dtype).view(shape)
+@final
+@attrs.frozen(eq=False)
+class Exclusive:
+    """A tensor to adopt that only the runner writes: `bind={"ids": Exclusive(tensor)}`.
+
+    Its tail is then reset where an earlier step left it dirty, as that of memory which the runner allocates. Any other
+    adopted tensor may be written by its owner between steps, so that its tail is reset in each step.
+    """
+
+    tensor: torch.Tensor
 
 
+Bound: TypeAlias = torch.Tensor | Exclusive
 NOT_BOUND: Final[Mapping[str, Bound]] = {}
 
 
-Box = Sequence[tuple[int, int]]
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First and one past the last address that a tensor's elements lie in."""
+    if tensor.is_contiguous():
+        return (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+    if tensor.numel() == 0:
+        return (tensor.data_ptr(), tensor.data_ptr())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize)
+
+
+def merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Address ranges in order, those that touch made one."""
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(spans):
+        if merged and low <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return merged
+
+
+def overlaps(tensor: torch.Tensor, spans: Iterable[tuple[int, int]]) -> bool:
+    """Whether a tensor's elements lie in one of several address ranges."""
+    low, high = span(tensor)
+    return any(low < stop and start < high for start, stop in spans)
 
 
 @attrs.define(eq=False)
@@ -198,6 +267,17 @@ class Buffers:
         return [b.name for b in self if b.addresses != {self.addresses[b.name]}]
 
 
+def aligned(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a slot's memory, up to the alignment; never nothing, so that no two slots begin at one address."""
+    return max(math.ceil(math.prod(shape) * dtype.itemsize / ALIGNMENT), 1) * ALIGNMENT
+
+
+def carve(block: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in the bytes of a block, from one of them on."""
+    used = math.prod(shape) * dtype.itemsize
+    return block[start : start + used].view(dtype).view(shape)
+
+
 def allocate(
     declaration: Declaration,
     capacity: Sizes,
@@ -215,20 +295,13 @@ def allocate(
     Raises BindError where a tensor cannot be adopted, ComputeError where a value does not fit its dtype here.
     """
     check_bindings(declaration, capacity, capabilities, empty, bind)
-    pooled = NO_MEMORY if shared is None else shared.tensors
-    rooms = [
-        Room(name, extent(slot.shape, capacity), resolve_dtype(slot.dtype, capabilities), slot.placement)
-        for name, slot in declaration.slots.items()
-        if name not in bind and name not in pooled
-    ]
-    owners = {name: tensor_in(bound) for name, bound in bind.items()}
+    shared = SharedMemory() if shared is None else shared
+    owners = {name: _tensor_in(bound) for name, bound in bind.items()}
     foreign = {name for name, bound in bind.items() if not isinstance(bound, Exclusive)}
-    if capabilities.arenas:
-        own = together(rooms, empty)
-    else:
-        own = {room.name: empty(room.shape, room.dtype, room.placement) for room in rooms}
     with torch.inference_mode(mode=False):
-        tensors = {**own, **{name: owner.detach() for name, owner in owners.items()}, **pooled}
+        tensors = {**{name: owner.detach() for name, owner in owners.items()}, **shared.tensors}
+        slots = {name: slot for name, slot in declaration.slots.items() if name not in tensors}
+        tensors |= _own(slots, capacity, capabilities, empty)
     made = {
         name: Buffer(
             name,
@@ -237,7 +310,7 @@ def allocate(
             tuple(0 for _ in slot.varying),
             owner=owners.get(name),
             foreign=name in foreign,
-            pooled=name in pooled,
+            pooled=name in shared.tensors,
         )
         for name, slot in declaration.slots.items()
     }
@@ -247,6 +320,25 @@ def allocate(
         if buffer.pooled or (buffer.adopted and keep_bound) or not _is_all_tail(buffer.slot):
             buffer.distrust()
     return buffers
+
+
+def _own(
+    slots: Mapping[str, Slot], sizes: Sizes, capabilities: Capabilities, empty: Allocate
+) -> dict[str, torch.Tensor]:
+    """Memory for slots: where the device can, one allocation a placement, with the largest slots first."""
+    made, waiting = dict[str, torch.Tensor](), dict[Placement, list[tuple[int, str]]]()
+    asked = {name: (extent(slot.shape, sizes), resolve_dtype(slot.dtype, capabilities)) for name, slot in slots.items()}
+    for name, slot in slots.items():
+        if capabilities.arenas:
+            waiting.setdefault(slot.placement, []).append((aligned(*asked[name]), name))
+        else:
+            made[name] = empty(*asked[name], slot.placement)
+    for placement, mine in waiting.items():
+        arena, start = empty((sum(nbytes for nbytes, _ in mine),), torch.uint8, placement), 0
+        for nbytes, name in sorted(mine, key=lambda one: (-one[0], one[1])):
+            made[name] = carve(arena, start, *asked[name])
+            start += nbytes
+    return made
 
 
 def _is_all_tail(slot: Slot) -> bool:
@@ -277,3 +369,50 @@ def at_rest(buffers: Buffers, capabilities: Capabilities) -> Iterator[None]:
             for tensor, before in kept:
                 tensor.copy_(before)
         buffers.distrust()
+
+
+def check_bindings(
+    declaration: Declaration,
+    capacity: Sizes,
+    capabilities: Capabilities,
+    empty: Allocate,
+    bind: Mapping[str, Bound],
+) -> None:
+    """Refuse tensors that cannot be adopted, all of them at once: BindError."""
+    faults, spans = list[str](), list[tuple[tuple[int, int], str]]()
+    for name, tensor in ((name, _tensor_in(bound)) for name, bound in bind.items()):
+        if name not in declaration.slots:
+            faults.append(f"bind names {name!r}, which is no slot of {declaration.name}")
+        elif not isinstance(tensor, torch.Tensor):
+            faults.append(f"slot {name!r}: expected a tensor to adopt, got {type(tensor).__name__}")
+        else:
+            slot = declaration.slots[name]
+            like = empty((0,), resolve_dtype(slot.dtype, capabilities), slot.placement)
+            faults += [f"slot {name!r}: {fault}" for fault in _misfits(tensor, like, extent(slot.shape, capacity))]
+            spans.append((span(tensor), name))
+    for ((_, stop), first), ((start, _), second) in itertools.pairwise(() if faults else sorted(spans)):
+        if start < stop:
+            faults.append(f"slots {first!r} and {second!r} are bound to overlapping memory: each needs its own")
+    if faults:
+        raise BindError("; ".join(faults))
+
+
+def _tensor_in(bound: Bound) -> torch.Tensor:
+    """The tensor that is to be adopted."""
+    return bound.tensor if isinstance(bound, Exclusive) else bound
+
+
+def _misfits(tensor: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> Iterator[str]:
+    """Why a tensor cannot be adopted."""
+    if tuple(tensor.shape) != shape:
+        yield f"expected shape {list(shape)} (its full capacity), got {list(tensor.shape)}"
+    if tensor.dtype != like.dtype:
+        yield f"expected {dtype_text(like.dtype)}, got {dtype_text(tensor.dtype)}"
+    if tensor.device != like.device:
+        yield f"expected memory on {like.device}, got {tensor.device}"
+    if not tensor.is_contiguous():
+        yield f"expected a contiguous tensor, got strides {list(tensor.stride())}; adopt `.contiguous()`"
+    if tensor.is_inference():
+        yield "made under inference_mode, so it cannot be filled outside it; make it outside"
+    if tensor.requires_grad:
+        yield "requires grad; adopt `.detach()`"

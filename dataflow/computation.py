@@ -14,7 +14,7 @@ from .axes import Sizes, Step
 from .capabilities import Capabilities, dtype_text, resolve_dtype
 from .errors import ComputeError, blame
 from .hostdata import HOST_KINDS, letter_of, tensor_of
-from .lanes import WORD, rounded
+from .packet import WORD, rounded
 from .slots import Slot
 from .sources import OUT, STEP, Compute, look_up
 from .tails import holds, resolve_value

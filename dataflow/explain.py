@@ -10,8 +10,7 @@ from .axes import Axis, Sizes, extent
 from .capabilities import Capabilities, Lowering, Placement, Role, chosen_lowering, dtype_text, resolve_dtype
 from .declaration import Declaration
 from .errors import ConfigError
-from .plan import FillPlan
-from .planner import plan_fill, slot_bytes
+from .plan import FillPlan, plan_fill, slot_bytes
 from .slots import Constant, Padded, Slot
 from .sources import RANKS, SETTINGS, STEP, SideArgument
 

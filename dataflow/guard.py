@@ -1,4 +1,4 @@
-"""Guards: one call that says whether tensors are still of the types, dtypes, devices, shapes and strides seen."""
+"""What a step asks of torch: guards over tensors seen before, and no modes and gradients while it runs."""
 
 import operator
 from collections.abc import Callable, Sequence
@@ -73,3 +73,22 @@ def plain_guard(tensors: Sequence[torch.Tensor]) -> Guard:
 
 def _facts(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*_FACTS(tensor), tensor.stride(), tensor.is_neg(), tensor.is_conj(), tensor.is_inference())
+
+
+GRADIENTS: Final = torch.is_grad_enabled
+"""Whether gradients are on."""
+_SET: Final[Callable[[bool], None]] = torch._C._set_grad_enabled  # noqa: SLF001 - what `no_grad` calls has no public name
+
+
+def without_gradients(function: Callable[..., T], *args: Any) -> T:
+    """Call a function with gradients off, and leave them as they were."""
+    if not GRADIENTS():
+        return function(*args)
+    try:
+        try:
+            _SET(False)  # noqa: FBT003 - torch's own
+            return function(*args)
+        finally:
+            _SET(True)  # noqa: FBT003 - as above
+    finally:  # an interrupt may come before the line above has run
+        _SET(True)  # noqa: FBT003 - as above

@@ -10,8 +10,7 @@ import attrs
 from .axes import TOKENS, Axis, Step
 from .declaration import Declaration, Faults, declare, refused
 from .errors import DeclarationError, DeclarationErrors
-from .slots import Slot
-from .specifiers import FAULTS, SLOT, computed, constant, copied, host_parameter, output, slot, staged
+from .slots import FAULTS, SLOT, Slot, computed, constant, copied, host_parameter, output, slot, staged
 from .views import ViewInfo, narrowed
 
 _NEEDED: Final = frozenset({"slotgraph", "narrow", "placeholder", "self", "attr_dict", "NOTHING"})

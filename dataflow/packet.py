@@ -1,30 +1,65 @@
-"""The packet: what one upload takes to the device, where everything stands in it, and what sends it.
+"""The packet: what one upload takes to the device, the table beside it, and what sends it.
 
-A packet begins with words for the kernel (see `lanes`), or with a word that arms no kernel where foreach copies read
-it. Then comes host data that the batch brought, then values that the host computed, each at a multiple of its unit.
+One kernel writes every lane of a bucket: a slot's way through it. What is fixed at capture stands in a table on the
+device, a row a block of elements; what changes in each step stands in the packet. Both are made of 64-bit words:
+
+    table row   address of the slot, where the lane's first word stands in the packet (and the number of lanes << 32),
+                outer row, first element, elements in a padded row, elements from one outer row to the next, tail
+                pattern of eight bytes, flags
+    packet      the number of the table that it is meant for, which arms that table's kernel alone; then for each lane
+                a word `live elements | source dtype << 48`, negative where the lane is left alone; then for each lane
+                the elements from one outer row of its source to the next; then for each lane its source's address, 0
+                where only the tail is reset
+
+Where foreach copies read the packet, its first word arms no table. Behind the words comes host data that the batch
+brought, then values that the host computed, each at a multiple of its unit.
 """
 
 import abc
 import functools
 import itertools
+import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from .admission import Kind
-from .axes import Sizes
-from .buffers import Buffers
-from .capabilities import DEVICE, Capabilities
-from .declaration import Declaration
 from .errors import ConfigError
-from .lanes import WORD, Lane, head_bytes, meta, rounded
-from .plan import FillPlan
-from .planner import LARGE_BYTES, slot_bytes
-from .slots import Slot
+from .tails import Number
 
+COLUMNS: Final = 8
+WORD: Final = 8
+"""Bytes of a word."""
+SHIFT: Final = 48
+"""Bits for a row's live elements, below the source's dtype."""
+TAIL: Final = 1 << 8
+"""The flag for "reset the tail", above the item size."""
+CODE_SHIFT: Final = 16
+"""Bits below the slot's dtype in the flags."""
+OWNER_SHIFT: Final = 32
+"""Bits below the table's own number in the flags."""
+BYTE: Final = 255
+"""The bits of an item size, or of a dtype, in the flags."""
+MOST_OUTER: Final = 1024
+"""Outer rows from which a slot is better left to a plain copy, which takes them in one go."""
+CODES: Final[Mapping[torch.dtype, int]] = {
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.uint8: 5,
+    torch.bool: 5,
+    torch.float16: 8,
+    torch.bfloat16: 9,
+    torch.float32: 10,
+}
+"""Dtypes that the kernel converts between, whole numbers among themselves and floats among themselves."""
+FIRST_FLOAT: Final = 8
+_SIZES: Final = frozenset({1, 2, 4, 8})
 UNIT: Final = 32
 """Bytes that each place is a multiple of where copies read the packet: a vector unit's load, 16 bytes on CUDA and 32 on
 an NPU."""
@@ -32,6 +67,121 @@ UNARMED: Final = bytes(UNIT)
 """What a packet for copies begins with."""
 _AT_REST: Final = bytes(WORD)
 _UNKNOWN: Final = b""
+
+
+@attrs.frozen(eq=False)
+class Lane:
+    """One slot's way through the kernel.
+
+    target: the bucket's view. outer: rows before the dim that varies, all dims before it together. row: elements of a
+    padded row: that dim and all behind it. stride: elements from one row to the next. inner: elements for each unit of
+    the dim that varies, or of the whole slot where none does. pad: the tail's value; None where the tail is left.
+    """
+
+    slot: str
+    target: torch.Tensor
+    outer: int
+    row: int
+    stride: int
+    inner: int
+    pad: Number | None
+
+    @classmethod
+    def of(cls, slot: str, target: torch.Tensor, varying: tuple[int, ...], pad: Number | None) -> "Lane":
+        """The lane of a view of which at most one dim varies."""
+        if not varying:
+            return cls(slot, target, 1, target.numel(), 0, target.numel(), pad)
+        dim = varying[0]
+        inner = math.prod(target.shape[dim + 1 :])
+        before = [target.stride(i) for i in range(dim) if target.shape[i] > 1]  # a dim of one may have any stride
+        outer, stride = math.prod(target.shape[:dim]), before[-1] if before else 0
+        return cls(slot, target, outer, target.shape[dim] * inner, stride, inner, pad)
+
+    @property
+    def flags(self) -> int:
+        """Item size, whether there is a tail, and the dtype."""
+        code = CODES.get(self.target.dtype, 0)
+        return self.target.itemsize | (TAIL if self.pad is not None else 0) | code << CODE_SHIFT
+
+
+def has_lane(dtype: torch.dtype, shape: tuple[int, ...], varying: tuple[int, ...]) -> str:
+    """Why a slot of this padded shape cannot go through the kernel, or nothing."""
+    if dtype.itemsize not in _SIZES:
+        return f"{dtype.itemsize} bytes an element"
+    if len(varying) > 1:
+        return "several dims vary"
+    return "many outer rows" if varying and math.prod(shape[: varying[0]]) > MOST_OUTER else ""
+
+
+def converts(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether the kernel converts from one dtype to another; torch.bool is taken as a source only."""
+    one, other = CODES.get(source, 0), CODES.get(target, 0)
+    return bool(one and other) and target != torch.bool and (one >= FIRST_FLOAT) == (other >= FIRST_FLOAT)
+
+
+def meta(live: int, source: torch.dtype, target: torch.dtype) -> int:
+    """A lane's word in the packet: live elements in a row, and the source's dtype where it is another."""
+    return live if source == target else live | CODES[source] << SHIFT
+
+
+def pattern(value: Number | None, dtype: torch.dtype) -> int:
+    """A tail's value as eight bytes, repeated."""
+    if value is None:
+        return 0
+    with torch.inference_mode(mode=False):
+        filled = torch.full((WORD // dtype.itemsize,), value, dtype=dtype, device="cpu")
+    return int(struct.unpack("<q", filled.view(torch.uint8).numpy().tobytes())[0])
+
+
+def rounded(nbytes: int, unit: int = WORD) -> int:
+    """Up to whole units; words, so that all that a packet carries may be moved in words."""
+    return -(-nbytes // unit) * unit
+
+
+def rest(nbytes: int, unit: int = WORD) -> bytes:
+    """What fills up the last unit."""
+    return bytes(rounded(nbytes, unit) - nbytes)
+
+
+def head_bytes(lanes: int) -> int:
+    """Bytes of a packet before what it carries itself."""
+    return WORD * (1 + 3 * lanes)
+
+
+def row_stride(source: torch.Tensor, dim: int) -> int | None:
+    """Elements from one outer row of a tensor to the next; None where rows overlap, or have gaps within or between.
+
+    dim: the first dim of a row; those before it are the outer ones.
+    """
+    sizes, strides = source.shape, source.stride()
+    dense = 1
+    for size, stride in zip(reversed(sizes[dim:]), reversed(strides[dim:]), strict=True):
+        if size != 1 and stride != dense:
+            return None
+        dense *= size
+    found, expected = dense, None
+    for size, stride in zip(reversed(sizes[:dim]), reversed(strides[:dim]), strict=True):
+        if size != 1:
+            if expected not in (None, stride):
+                return None
+            found, expected = stride if expected is None else found, stride * size
+    return found if found >= dense else None
+
+
+def table_of(lanes: Sequence[Lane], block: int, owner: int = 1) -> npt.NDArray[np.int64]:
+    """The table, one row for every `block` words of every outer row of every lane.
+
+    owner: the table's own number, from 1 to 2^31 - 1.
+    """
+    places = [(1 + index) | len(lanes) << 32 for index in range(len(lanes))]
+    rows = [
+        (lane.target.data_ptr(), place, outer, start, lane.row, lane.stride, bits, lane.flags | owner << OWNER_SHIFT)
+        for lane, place in zip(lanes, places, strict=True)
+        for bits in (pattern(lane.pad, lane.target.dtype),)
+        for outer in range(lane.outer)
+        for start in range(0, lane.row, block * WORD // lane.target.itemsize)
+    ]
+    return np.array(rows, np.int64).reshape(-1, COLUMNS)
 
 
 class Upload(abc.ABC):
@@ -117,61 +267,3 @@ class Feed:
     def was_disarmed(self) -> None:
         """Note that the device has disarmed the packet itself."""
         self._data = _AT_REST
-
-
-def most_for_copies(declaration: Declaration, sizes: Sizes, capabilities: Capabilities) -> int:
-    """Bytes that a packet for copies may have in a bucket: every slot on the device but large ones."""
-    slots = [slot for slot in declaration.slots.values() if slot.placement == DEVICE]
-    bodies = [slot_bytes(slot, sizes, capabilities) for slot in slots]
-    return UNIT + sum(rounded(body, UNIT) for body in bodies if body < LARGE_BYTES)
-
-
-@attrs.frozen(eq=False)
-class Lanes:
-    """What one kernel writes: the lanes of a plan, in the order of `plan.fused`. owner: the number of their table."""
-
-    lanes: tuple[Lane, ...]
-    slots: tuple[Slot, ...]
-    owner: int
-
-    @classmethod
-    def of(cls, plan: FillPlan, declaration: Declaration, buffers: Buffers, owner: int = 0) -> "Lanes":
-        """The lanes of a plan over the buffers of its slots."""
-        padded = {axis: size for axis in declaration.axes for name, size in plan.sizes if axis.name == name}
-        pads = {tail.slot: tail.value for tail in plan.tails}
-        slots = tuple(declaration.slots[name] for name in plan.fused)
-        lanes = [
-            Lane.of(name, buffers[name].view(padded), slot.varying, pads.get(name))
-            for name, slot in zip(plan.fused, slots, strict=True)
-        ]
-        return cls(tuple(lanes), slots, owner)
-
-    @property
-    def most(self) -> int:
-        """Bytes that a packet for them may have: their words, and all slots but large ones as host data."""
-        return head_bytes(len(self.lanes)) + sum(body for body in self._bodies.values() if body <= LARGE_BYTES)
-
-    @property
-    def carried(self) -> frozenset[str]:
-        """Slots whose host data a packet has room for."""
-        return frozenset(name for name, body in self._bodies.items() if body <= LARGE_BYTES)
-
-    @property
-    def _bodies(self) -> dict[str, int]:
-        """Bytes of each lane's padded rows, in the widest dtype that its sources may have."""
-        pairs = [(one, (one.target.dtype, *slot.converts_from())) for one, slot in self._pairs]
-        return {one.slot: rounded(one.outer * one.row * max(d.itemsize for d in dtypes)) for one, dtypes in pairs}
-
-    @property
-    def _pairs(self) -> Iterator[tuple[Lane, Slot]]:
-        return zip(self.lanes, self.slots, strict=True)
-
-    def words(self, kinds: Mapping[str, Kind], values: frozenset[str], live: Sizes) -> bytes:
-        """A packet's words but for the addresses. values: slots that the host computes, of which every row is live."""
-        metas, paces = [], []
-        for lane, slot in self._pairs:
-            kind, whole = kinds.get(lane.slot), lane.slot in values or not slot.varying
-            rows = lane.row if whole else slot.shape[slot.varying[0]].at(live) * lane.inner
-            metas.append(meta(rows, lane.target.dtype if kind is None else kind.dtype, lane.target.dtype))
-            paces.append(rows if kind is None or kind.pace is None else kind.pace)
-        return struct.pack(f"<{1 + 2 * len(metas)}q", self.owner, *metas, *paces)

@@ -1,13 +1,19 @@
 """The plan: a frozen, printable list of steps that fills one bucket."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Final, Literal
 
 import attrs
 import torch
 
-from .capabilities import Lowering, Placement, dtype_text
-from .tails import Number
+from .axes import Sizes, extent
+from .capabilities import DEVICE, Capabilities, Lowering, Placement, dtype_text, resolve_dtype
+from .declaration import Declaration
+from .packet import has_lane
+from .slots import Slot
+from .sources import OUT
+from .tails import Number, Pad, resolve_value
 
 How = Literal["fused", "foreach", "single", "in place"]
 FUSED: Final = frozenset({"in_graph", "fused"})
@@ -127,3 +133,173 @@ class FillPlan:
     def __str__(self) -> str:
         """The plan as text."""
         return "\n".join(self.lines())
+
+
+LARGE_BYTES: Final = 1 << 20
+"""From here on a plain copy beats a share in a foreach: field figures put the crossover at about 1 MB on an H200."""
+
+LARGE_LANE_BYTES: Final = 4 << 20
+"""From here on a slot is left to a plain copy, because a lane's source stays allocated until the device is known to be
+past it, some steps later; not for speed. One H200, a whole step in us for the host and for the device, the slot as a
+lane of the kernel against a copy of its own: 64 KiB 8.0 and 4.8 against 18.1 and 6.9; 1 MiB 8.1 and 5.1 against 19.0
+and 7.7; 4 MiB 7.6 and 6.5 against 19.3 and 8.6; 16 MiB 7.5 and 12.9 against 29.3 and 15.2: no crossover up to there."""
+
+FEW_NUMBERS: Final = 2
+"""So many numbers that the host computes are filled in one by one where nothing else goes up. One H100, host us of a
+fill of 12 slots on the device, one of them such a number: 70 filled in, 79 by an upload."""
+
+NO_CASTS: Final[Mapping[str, torch.dtype]] = {}
+NONE: Final[frozenset[str]] = frozenset()
+
+
+def plan_fill(
+    declaration: Declaration,
+    sizes: Sizes,
+    capabilities: Capabilities,
+    *,
+    lowering: Lowering = "foreach",
+    absent: Iterable[str] = NONE,
+    in_place: Iterable[str] = NONE,
+    source_dtypes: Mapping[str, torch.dtype] = NO_CASTS,
+    hosted: Iterable[str] = NONE,
+    foreign: frozenset[str] = NONE,
+) -> FillPlan:
+    """The plan that fills one bucket.
+
+    sizes: padded size of every axis. lowering: how the plan is to be run. absent: optional slots that the batch comes
+    without. in_place: slots that a producer has written. source_dtypes: for slots whose source has another dtype than
+    the slot, which one. hosted: slots on the device that the batch brings host data for; it counts where foreach copies
+    take it out of a packet, cast already. foreign: slots whose memory others may write between steps.
+    """
+    missing, written = frozenset(absent), frozenset(in_place)
+    brought = frozenset(hosted) if capabilities.packed_uploads and lowering == "foreach" else NONE
+    return _Planning(
+        declaration, sizes, capabilities, lowering, missing, written, source_dtypes, brought, foreign
+    ).plan()
+
+
+def slot_bytes(slot: Slot, sizes: Sizes, capabilities: Capabilities) -> int:
+    """A slot's size in bytes at given sizes."""
+    return math.prod(extent(slot.shape, sizes)) * resolve_dtype(slot.dtype, capabilities).itemsize
+
+
+@attrs.frozen
+class _Planning:
+    """One plan in the making."""
+
+    declaration: Declaration
+    sizes: Sizes
+    capabilities: Capabilities
+    lowering: Lowering
+    absent: frozenset[str]
+    in_place: frozenset[str]
+    source_dtypes: Mapping[str, torch.dtype]
+    hosted: frozenset[str]
+    foreign: frozenset[str]
+
+    def plan(self) -> FillPlan:
+        sizes, capabilities = self.sizes, self.capabilities
+        present = {name: slot for name, slot in self.declaration.slots.items() if name not in self.absent}
+        carried = self._carried(present)
+        copied = {name: slot for name, slot in present.items() if name in self.declaration.sources or name in carried}
+        packed = tuple(name for name in carried if not self._is_large(present[name]))
+        return FillPlan(
+            declaration=self.declaration.name,
+            sizes=tuple((axis.name, sizes[axis]) for axis in self.declaration.axes),
+            absent=tuple(sorted(self.absent)),
+            tails=tuple(self._tails(present)),
+            copies=tuple(self._copies(copied)),
+            computed=tuple(self._computed(packed)),
+            nbytes=sum(self._nbytes(slot) for name, slot in copied.items() if name not in self.in_place),
+            mixed=capabilities.foreach_mixed and not capabilities.foreach_chunk and not carried,
+            lowering=self.lowering,
+            packed=packed,
+            moved=tuple(name for name in carried if name not in packed),
+        )
+
+    def _nbytes(self, slot: Slot) -> int:
+        return slot_bytes(slot, self.sizes, self.capabilities)
+
+    def _is_large(self, slot: Slot) -> bool:
+        return self._nbytes(slot) >= LARGE_BYTES
+
+    def _tails(self, slots: Mapping[str, Slot]) -> Iterable[TailReset]:
+        for name, slot in sorted(slots.items()):
+            rule = slot.rule()
+            if slot.varying and isinstance(rule, Pad):
+                value = resolve_value(rule.value, self.capabilities, self.sizes)
+                written = slot.rewritten or name in self.in_place or name in self.foreign
+                always = written or self.lowering == "slot_by_slot"
+                yield TailReset(name, slot.varying, value, always, fused=not self._apart(slot))
+
+    def _carried(self, slots: Mapping[str, Slot]) -> list[str]:
+        """Slots on the device whose values foreach copies have from the host; those of the host are filled before."""
+        if self.lowering != "foreach" or not self.capabilities.packed_uploads:
+            return []
+        there = self.hosted & slots.keys()
+        brought = [name for name in sorted(there - self.in_place) if slots[name].placement == DEVICE]
+        computed = [name for name in self.declaration.order if name in slots and self._is_value(name, slots[name])]
+        few = len(computed) <= FEW_NUMBERS and all(math.prod(extent(slots[n].shape, self.sizes)) <= 1 for n in computed)
+        return brought if few and not brought else brought + computed
+
+    def _is_value(self, name: str, slot: Slot) -> bool:
+        """Whether the host computes a slot on the device, and returns what it computed."""
+        compute = slot.computes()
+        on_device = slot.placement == DEVICE and self.declaration.side(name) != DEVICE
+        return compute is not None and on_device and not compute.writes_out
+
+    def _computed(self, packed: Collection[str]) -> Iterable[ComputeStep]:
+        for name in self.declaration.order:
+            slot = self.declaration.slots[name]
+            compute = slot.computes()
+            if compute is not None:
+                needs = (*compute.needs, OUT) if compute.writes_out else compute.needs
+                on = self.declaration.side(name)
+                rides = name in packed or (on != DEVICE and not compute.writes_out and not self._apart(slot))
+                yield ComputeStep(name, compute.name, needs, on, rides)
+
+    def _copies(self, slots: Mapping[str, Slot]) -> Iterator[CopyGroup]:
+        """Groups of slots that are copied alike; of foreach copies no group is larger than the device bears."""
+        groups: dict[tuple[torch.dtype, torch.dtype, Placement, How, str], list[str]] = {}
+        for name, slot in sorted(slots.items()):
+            dtype = resolve_dtype(slot.dtype, self.capabilities)
+            alike = dtype, self.source_dtypes.get(name, dtype), slot.placement, *self._how(name, slot)
+            groups.setdefault(alike, []).append(name)
+        for alike in sorted(groups, key=lambda alike: (_ORDER.index(alike[3]), *map(str, alike))):
+            names = groups[alike]
+            chunk = self.capabilities.foreach_chunk if alike[3] == "foreach" else 0
+            for start in range(0, len(names), chunk or len(names)):
+                yield CopyGroup(tuple(names[start : start + (chunk or len(names))]), *alike)
+
+    def _how(self, name: str, slot: Slot) -> tuple[How, str]:
+        """How a slot is copied, and what sets it apart."""
+        if name in self.in_place:
+            return "in place", ""
+        if self.lowering == "slot_by_slot":
+            return "single", "slot by slot"
+        together: How = "fused" if self.lowering in FUSED else "foreach"
+        why = self._apart(slot) if together == "fused" else self._alone(name, slot)
+        return ("single", why) if why else (together, "")
+
+    def _apart(self, slot: Slot) -> str:
+        """Why the fused kernel does not write a slot, or nothing."""
+        if self.lowering not in FUSED:
+            return "not fused"
+        if slot.placement != DEVICE:
+            return "on the host"
+        dtype = resolve_dtype(slot.dtype, self.capabilities)
+        if self._nbytes(slot) >= LARGE_LANE_BYTES:
+            return "large"
+        return has_lane(dtype, extent(slot.shape, self.sizes), slot.varying)
+
+    def _alone(self, name: str, slot: Slot) -> str:
+        """Why a slot cannot share a foreach call, or nothing."""
+        on_device = slot.placement == DEVICE
+        if not (self.capabilities.foreach_device if on_device else self.capabilities.foreach_host):
+            return f"no foreach on the {slot.placement}"
+        if (slot.strided and name not in self.hosted) or any(dim > 0 for dim in slot.varying):
+            return "strided"
+        return "large" if self._is_large(slot) else ""
+
+
+_ORDER: Final[tuple[How, ...]] = ("fused", "foreach", "single", "in place")

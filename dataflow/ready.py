@@ -3,22 +3,23 @@
 import functools
 import math
 import operator
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import attrs
 import torch
 
+from .admission import Kind
 from .axes import Sizes, Step
 from .buffers import Box, Buffer, Buffers
-from .capabilities import DEVICE, HOST
+from .capabilities import DEVICE, HOST, Capabilities
 from .computation import Computation, PackedValue
 from .declaration import Declaration
 from .errors import BatchError, DeclarationError
-from .lanes import WORD
-from .packet import UNIT, Lanes
-from .plan import FUSED, ComputeStep, CopyGroup, FillPlan, TailReset
-from .planner import NONE
+from .packet import UNIT, WORD, Lane, head_bytes, meta, rounded
+from .plan import FUSED, LARGE_BYTES, NONE, ComputeStep, CopyGroup, FillPlan, TailReset, slot_bytes
+from .slots import Slot
 from .sources import SETTINGS, STEP
 from .tails import Number
 from .views import Aliases, Views
@@ -34,7 +35,11 @@ Targets = Mapping[str, torch.Tensor]
 """Slots that are copied together, and where their live rows go; one alone is copied by a plain copy."""
 
 
-@attrs.define(eq=False)
+ByValue = tuple[list[torch.Tensor], list[tuple[torch.Tensor, Number]]]
+"""Tails that are zeroed together, and others with the number of each."""
+
+
+@attrs.define(eq=False, slots=False)
 class Ready:
     """All that one live size needs of a plan, sliced and grouped.
 
@@ -42,7 +47,8 @@ class Ready:
     tail is kept clean. host, device: computed slots. packed: computed slots whose values ride in the upload, and
     `moved` those that are taken up by themselves. views: what the step sees, by slot; the fill's own tensors, of which
     `shown` gives aliases to steps and callers. exact: whether the step sees live rows only, so that tails are dirtied
-    and none is reset. notes: what a runner keeps beside them.
+    and none is reset. live: its sizes. plan: the plan that it is of, where the whole tails of its marks are small.
+    notes: what a runner keeps beside them.
     """
 
     fused: bool
@@ -58,6 +64,8 @@ class Ready:
     views: Views
     shown: Callable[[], Views]
     exact: bool
+    live: tuple[int, ...]
+    plan: object | None
     notes: dict[str, Any] = attrs.field(factory=dict)
 
     def compute_on_device(self, batch: Any = None) -> None:
@@ -71,7 +79,20 @@ class Ready:
         """Reset tails that may be dirty, and note how far this fill dirties them.
 
         Once producers were given some of the memory, every tail of the bucket is reset: nobody tells what they write.
+        Where another size of the same plan came last, what is dirty depends on both sizes alone.
         """
+        last, ledger = buffers.mine, buffers.ledger
+        is_known = last is ledger.stamp and not (buffers.unmarked or ledger.handed_out)
+        if is_known and isinstance(last, Ready) and last.plan is self.plan is not None:
+            if any(map(operator.gt, last.live, self.live)):
+                _clean(self._whole)
+            for mark in self.marks:
+                mark.buffer.mark = mark.live
+        else:
+            self._reset_each(buffers)
+        ledger.stamp = buffers.mine = self
+
+    def _reset_each(self, buffers: Buffers) -> None:
         if buffers.ledger.stamp is not buffers.mine or (buffers.unmarked and not self.fused):
             buffers.distrust()  # someone else's fill came between, to the same memory, or a kernel's
         elif buffers.unmarked:  # a slot that is apart here may be a lane of another bucket's kernel
@@ -85,13 +106,24 @@ class Ready:
             dirty = [(mark, mark.tails) for mark in self.marks]
         else:
             dirty = [(mark, mark.settled()) for mark in self.marks if mark.buffer.mark != mark.live]
-        zeros = [tail for mark, tails in dirty if mark.is_zero for tail in tails]
-        if zeros:
-            _FOREACH_ZERO(zeros)
-        for mark, tails in dirty:
-            for tail in () if mark.is_zero else tails:
-                tail.fill_(mark.value)
-        buffers.ledger.stamp = buffers.mine = self
+        _clean(_by_value(dirty))
+
+    @functools.cached_property
+    def _whole(self) -> "ByValue":
+        return _by_value([(mark, mark.tails) for mark in self.marks])
+
+
+def _by_value(dirty: "list[tuple[Mark, list[torch.Tensor]]]") -> ByValue:
+    zeros = [tail for mark, tails in dirty if mark.is_zero for tail in tails]
+    return zeros, [(tail, mark.value) for mark, tails in dirty if not mark.is_zero for tail in tails]
+
+
+def _clean(tails: ByValue) -> None:
+    zeros, others = tails
+    if zeros:
+        _FOREACH_ZERO(zeros)
+    for tail, number in others:
+        tail.fill_(number)
 
 
 @attrs.define(eq=False, slots=False)
@@ -128,6 +160,64 @@ def boxes(live: tuple[int, ...], reach: tuple[int, ...]) -> Iterator[Box]:
         if start < stop:
             before = tuple((0, min(a, b)) for a, b in zip(live[:dim], reach[:dim], strict=True))
             yield (*before, (start, stop), *((0, size) for size in reach[dim + 1 :]))
+
+
+@attrs.frozen(eq=False)
+class Lanes:
+    """What one kernel writes: the lanes of a plan, in the order of `plan.fused`. owner: the number of their table."""
+
+    lanes: tuple[Lane, ...]
+    slots: tuple[Slot, ...]
+    owner: int
+
+    @classmethod
+    def of(cls, plan: FillPlan, declaration: Declaration, buffers: Buffers, owner: int = 0) -> "Lanes":
+        """The lanes of a plan over the buffers of its slots."""
+        padded = {axis: size for axis in declaration.axes for name, size in plan.sizes if axis.name == name}
+        pads = {tail.slot: tail.value for tail in plan.tails}
+        slots = tuple(declaration.slots[name] for name in plan.fused)
+        lanes = [
+            Lane.of(name, buffers[name].view(padded), slot.varying, pads.get(name))
+            for name, slot in zip(plan.fused, slots, strict=True)
+        ]
+        return cls(tuple(lanes), slots, owner)
+
+    @property
+    def most(self) -> int:
+        """Bytes that a packet for them may have: their words, and all slots but large ones as host data."""
+        return head_bytes(len(self.lanes)) + sum(body for body in self._bodies.values() if body <= LARGE_BYTES)
+
+    @property
+    def carried(self) -> frozenset[str]:
+        """Slots whose host data a packet has room for."""
+        return frozenset(name for name, body in self._bodies.items() if body <= LARGE_BYTES)
+
+    @property
+    def _bodies(self) -> dict[str, int]:
+        """Bytes of each lane's padded rows, in the widest dtype that its sources may have."""
+        pairs = [(one, (one.target.dtype, *slot.converts_from())) for one, slot in self._pairs]
+        return {one.slot: rounded(one.outer * one.row * max(d.itemsize for d in dtypes)) for one, dtypes in pairs}
+
+    @property
+    def _pairs(self) -> Iterator[tuple[Lane, Slot]]:
+        return zip(self.lanes, self.slots, strict=True)
+
+    def words(self, kinds: Mapping[str, Kind], values: frozenset[str], live: Sizes) -> bytes:
+        """A packet's words but for the addresses. values: slots that the host computes, of which every row is live."""
+        metas, paces = [], []
+        for lane, slot in self._pairs:
+            kind, whole = kinds.get(lane.slot), lane.slot in values or not slot.varying
+            rows = lane.row if whole else slot.shape[slot.varying[0]].at(live) * lane.inner
+            metas.append(meta(rows, lane.target.dtype if kind is None else kind.dtype, lane.target.dtype))
+            paces.append(rows if kind is None or kind.pace is None else kind.pace)
+        return struct.pack(f"<{1 + 2 * len(metas)}q", self.owner, *metas, *paces)
+
+
+def most_for_copies(declaration: Declaration, sizes: Sizes, capabilities: Capabilities) -> int:
+    """Bytes that a packet for copies may have in a bucket: every slot on the device but large ones."""
+    slots = [slot for slot in declaration.slots.values() if slot.placement == DEVICE]
+    bodies = [slot_bytes(slot, sizes, capabilities) for slot in slots]
+    return UNIT + sum(rounded(body, UNIT) for body in bodies if body < LARGE_BYTES)
 
 
 class Planned:
@@ -181,13 +271,16 @@ class Planned:
         def bound(wanted: Callable[[ComputeStep], bool]) -> list[Computation]:
             return [self._computation(one, step, views) for one in plan.computed if wanted(one)]
 
+        marks = [self._mark(tail, sizes) for tail in plan.tails if not (tail.always or tail.fused)]
         return Ready(
             fused=is_fused,
             step=step,
+            live=live,
+            plan=None if self._exact or not all(mark.small for mark in marks) else plan,
             always=[] if self._exact else [*self._always(sizes)],
             early=self._copies(early, sizes),
             late=self._copies(late, sizes),
-            marks=[self._mark(tail, sizes) for tail in plan.tails if not (tail.always or tail.fused)],
+            marks=marks,
             host=bound(lambda one: one.on == HOST and not one.packed and one.slot not in plan.moved),
             device=bound(lambda one: one.on == DEVICE),
             packed=[PackedValue.of(one, unit) for one in bound(lambda one: one.packed)],

@@ -18,8 +18,7 @@ from .declaration import Declaration
 from .errors import BatchError
 from .guard import IS_NESTED, POINTER, below_modes, own_guard
 from .hostdata import NOT_CARRIED
-from .lanes import WORD, head_bytes, rest, rounded
-from .packet import UNARMED, UNIT, Feed
+from .packet import UNARMED, UNIT, WORD, Feed, head_bytes, rest, rounded
 from .ready import Planned, Targets
 from .sizing import Sizer
 from .sources import Gather, Side, Sources, chosen
@@ -204,7 +203,7 @@ class Specialization:
                     return None
             elif pointer % WORD or low <= pointer < high or not pointer:  # else there is nothing to look at
                 source = sources[place]
-                if not has_memory(source) or is_in_place(source, buffers[name]):
+                if not has_memory(source) or (kind.prepare is None and is_in_place(source, buffers[name])):
                     return None
                 if pointer % source.itemsize or buffers.holds(source):
                     copies[place] = _copy(source, apart=kind.pace is not None)

@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from ..dataflow.buffers import BufferTurn
 from ..dataflow.computation import Computation
-from ..dataflow.gradients import GRADIENTS, without_gradients
-from ..dataflow.guard import FUNCTION_MODES, below_modes
+from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, without_gradients
 from ..dataflow.sources import Side, Sources
 from ..dataflow.specialization import MISS, Run, Specialization
-from ..dataflow.turns import BufferTurn
 from .captured import FORKS
 from .decision import EVERY, FIRST, FillTimes
 from .graphs import GraphSet

@@ -14,11 +14,11 @@ from ..dataflow.sources import Side
 from ..dataflow.tails import Pad, resolve_value
 from .captured import Captured
 from .check import parity
-from .check.comparison import step_of
 from .check.fills import tails_of
 from .check.poison import Poisoning
 from .check.reads import readers
-from .check.trial import CheckedBatch, Together, Trial, graph_of, state_on, unwatched
+from .check.trial import CheckedBatch, Together, Trial, unwatched
+from .comparison import graph_of, state_on, step_of
 from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
 from .holdings import Change
 from .runner import Runner
@@ -85,7 +85,7 @@ class Prover(Watcher, abc.ABC):
         is_sought = self.together.any(state is None)
         try:
             if is_sought:
-                found = state_on(self.runner, view)
+                found = state_on(self.runner.parts, view)
                 state = self._found[id(graph)] = state or found
             if state is not None:
                 state.check_room(self.copies)

@@ -7,9 +7,9 @@ from typing import Any, Final, Unpack, final
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Sizes
 from ..dataflow.bucket import Absent
+from ..dataflow.buffers import BufferTurn
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from ..dataflow.turns import BufferTurn
 from .config import EagerOptions, config_of
 from .coordination import Live
 from .decision import Decision

@@ -10,15 +10,15 @@ from ..dataflow import log
 from ..dataflow.admission import Wanted, check_carried, unreadable
 from ..dataflow.axes import extent
 from ..dataflow.bucket import Absent, Bucket, hand_over
-from ..dataflow.buffers import Buffers
+from ..dataflow.buffers import Buffers, BufferTurn
 from ..dataflow.capabilities import DEVICE, resolve_dtype
 from ..dataflow.errors import BatchError
-from ..dataflow.gradients import GRADIENTS, without_gradients
-from ..dataflow.packet import Feed, most_for_copies
+from ..dataflow.guard import GRADIENTS, without_gradients
+from ..dataflow.packet import Feed
+from ..dataflow.ready import most_for_copies
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side, look_up
 from ..dataflow.specialization import Specializations
-from ..dataflow.turns import BufferTurn
 from .hostreads import HostReads
 from .running import Running, under_way
 from .stage import Stage, V

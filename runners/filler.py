@@ -12,11 +12,9 @@ from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering, chosen_lowering
 from ..dataflow.errors import ConfigError
-from ..dataflow.lanes import WORD, table_of
-from ..dataflow.packet import Feed, Lanes, most_for_copies
-from ..dataflow.plan import FUSED
-from ..dataflow.planner import plan_fill
-from ..dataflow.ready import Ready
+from ..dataflow.packet import WORD, Feed, table_of
+from ..dataflow.plan import FUSED, plan_fill
+from ..dataflow.ready import Lanes, Ready, most_for_copies
 from ..dataflow.sources import Side
 from ..dataflow.specialization import Specializations
 from .capture import capture_step, warm_up

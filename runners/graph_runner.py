@@ -9,9 +9,8 @@ import torch
 
 from ..backends.base import Backend
 from ..dataflow.axes import Axis, Dim, Sizes
-from ..dataflow.binding import Bound
 from ..dataflow.bucket import Absent
-from ..dataflow.buffers import Buffers
+from ..dataflow.buffers import Bound, Buffers, BufferTurn
 from ..dataflow.capabilities import Lowering
 from ..dataflow.errors import RankError
 from ..dataflow.plan import FillPlan
@@ -19,7 +18,6 @@ from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from ..dataflow.specialization import Run, Specialization, Specializations
-from ..dataflow.turns import BufferTurn
 from .arguments import checked_names, patterns_of
 from .bound import Holds, bind
 from .buckets import Buckets, Router

@@ -11,9 +11,8 @@ import attrs
 import torch
 
 from ..dataflow.axes import Sizes
-from ..dataflow.binding import overlaps, span
 from ..dataflow.bucket import Absent
-from ..dataflow.buffers import Buffers, at_rest
+from ..dataflow.buffers import Buffers, at_rest, overlaps, span
 from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.ready import Ready
 from ..dataflow.slots import Output

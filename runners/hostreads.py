@@ -10,12 +10,10 @@ from typing import Any
 import torch
 
 from ..backends.base import Backend
-from ..dataflow.binding import span
 from ..dataflow.bucket import Absent
-from ..dataflow.buffers import Buffers
+from ..dataflow.buffers import Buffers, BufferTurn, span
 from ..dataflow.capabilities import HOST
-from ..dataflow.planner import NONE
-from ..dataflow.turns import BufferTurn
+from ..dataflow.plan import NONE
 from .traffic import Traffic, run_seen
 
 

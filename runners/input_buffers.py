@@ -6,8 +6,8 @@ from typing import Any, Final, Generic, final
 
 from ..backends.base import Backend
 from ..dataflow.axes import Sizes
-from ..dataflow.binding import Bound
 from ..dataflow.bucket import Absent
+from ..dataflow.buffers import Bound
 from ..dataflow.capabilities import AUTO, Lowering
 from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError
 from ..dataflow.explain import check_optional

@@ -9,11 +9,9 @@ import torch
 
 from ..dataflow import log
 from ..dataflow.axes import Sizes
-from ..dataflow.binding import Bound, check_bindings
-from ..dataflow.buffers import Buffers, carve
+from ..dataflow.buffers import Bound, Buffers, BufferTurn, Ledger, SharedMemory, carve, check_bindings
 from ..dataflow.errors import ConfigError
 from ..dataflow.sharing import Carry, Layout, Member, Schedule, lay_out
-from ..dataflow.turns import BufferTurn, Ledger, SharedMemory
 from .arguments import check_slots, checked, checked_by_slot, checked_names
 from .exclusive import Unique
 from .stage import Stage, V

@@ -11,13 +11,12 @@ import torch
 from ..dataflow import log
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent
+from ..dataflow.buffers import BufferTurn
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
-from ..dataflow.limits import Limits
 from ..dataflow.sampling import sample_batch
-from ..dataflow.sizing import Sizer
+from ..dataflow.sizing import Limits, Sizer
 from ..dataflow.sources import Side
 from ..dataflow.specialization import MISS, Run, Specialization, Specializations
-from ..dataflow.turns import BufferTurn
 from .bound import Holds, bind
 from .captured import Captured
 from .config import RunnerConfig

@@ -10,19 +10,16 @@ import torch
 from ..backends.base import Backend
 from ..backends.registry import choose
 from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes
-from ..dataflow.binding import Bound, overlaps, span
 from ..dataflow.bucket import absent_from
-from ..dataflow.buffers import Buffers, allocate
+from ..dataflow.buffers import Bound, Buffers, SharedMemory, allocate, overlaps, span
 from ..dataflow.capabilities import Lowering
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError
 from ..dataflow.explain import check_copied, check_hosted, check_optional
 from ..dataflow.inputs import Inputs
-from ..dataflow.plan import FillPlan
-from ..dataflow.planner import plan_fill
+from ..dataflow.plan import FillPlan, plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
-from ..dataflow.turns import SharedMemory
 from ..dataflow.views import ViewInfo, viewer
 from .arguments import (
     check_slots,

@@ -15,8 +15,7 @@ import torch
 
 from ..backends.base import Backend
 from ..backends.registry import choose
-from ..dataflow.binding import span
-from ..dataflow.buffers import Buffers
+from ..dataflow.buffers import Buffers, span
 from ..dataflow.errors import CaptureError, CheckError
 from ..dataflow.slots import Output
 from .bits import bits, first_unequal

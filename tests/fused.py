@@ -7,8 +7,7 @@ import torch
 from slotgraph.backends.cpu import HostFusion, HostUpload
 from slotgraph.dataflow.bucket import Absent, Bucket
 from slotgraph.dataflow.buffers import Buffers
-from slotgraph.dataflow.lanes import WORD, head_bytes, table_of
-from slotgraph.dataflow.packet import UNIT, Feed
+from slotgraph.dataflow.packet import UNIT, WORD, Feed, head_bytes, table_of
 
 Kernel = Callable[[], None]
 

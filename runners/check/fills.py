@@ -14,9 +14,9 @@ from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Keep, Once, Pad
 from ..bits import bits, first_unequal
-from .comparison import live_part, step_of
+from ..comparison import live_part, slots_kept, step_of
 from .report import Finding
-from .trial import CheckedBatch, Subject, slots_kept
+from .trial import CheckedBatch, Subject
 
 _NAMED: Final = 4
 """Rows that a finding names."""

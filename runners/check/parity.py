@@ -8,12 +8,23 @@ import torch
 from ...dataflow.errors import MissingSourceError
 from ...dataflow.slots import Output
 from ...dataflow.tails import Keep
+from ..comparison import (
+    BITWISE,
+    USUAL,
+    Seen,
+    Tolerances,
+    computed_apart,
+    differences,
+    first_difference,
+    graph_of,
+    seen,
+    slots_kept,
+)
 from ..eagerly import Eagerly
 from ..state import Apart
-from .comparison import BITWISE, USUAL, Seen, Tolerances, computed_apart, differences, first_difference, seen
 from .poison import other_tails
 from .report import Finding
-from .trial import CheckedBatch, Subject, Tensors, Trial, graph_of, slots_kept
+from .trial import CheckedBatch, Subject, Tensors, Trial
 
 NAME: Final = "parity"
 COPIES: Final = 2

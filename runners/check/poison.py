@@ -19,7 +19,7 @@ from ...dataflow.sampling import is_location
 from ...dataflow.slots import Output, Slot
 from ...dataflow.tails import STALE, Keep, Number, Once, Pad, resolve_value
 from ..bits import first_unequal
-from .comparison import copies, live_part, mismatches
+from ..comparison import copies, live_part, mismatches
 from .fills import tails_of, unlike_oracle
 from .report import Finding
 from .trial import NOTHING, CheckedBatch, Subject, Tensors, Trial

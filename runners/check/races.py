@@ -17,11 +17,11 @@ from torch import nn
 from ...backends.base import Backend
 from ...backends.ring import ENTRIES, SEGMENT
 from ...dataflow.capabilities import HOST
+from ..comparison import Mismatch, copies, live_part, mismatches, named, slots_kept, step_of
 from ..stacked.capture import parts_of
-from .comparison import Mismatch, copies, live_part, mismatches, named, step_of
 from .fills import sources
 from .report import Finding
-from .trial import CheckedBatch, Subject, Tensors, slots_kept
+from .trial import CheckedBatch, Subject, Tensors
 
 NAME: Final = "races"
 STEPS: Final = ENTRIES + SEGMENT

@@ -7,20 +7,20 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ...backends.operators import run_under
-from ...dataflow.binding import overlaps, span
+from ...dataflow.buffers import overlaps, span
 from ...dataflow.capabilities import HOST
 from ...dataflow.errors import ReplayError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Once
+from ..comparison import named, ran_eagerly
 from ..holdings import Change
 from ..parts import Parts
 from ..running import running
 from ..traffic import Traffic, run_seen
-from .comparison import named
 from .fills import unwritten
 from .report import Finding
-from .trial import CheckedBatch, Subject, Trial, ran_eagerly
+from .trial import CheckedBatch, Subject, Trial
 
 _BY_HOST: Final = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 

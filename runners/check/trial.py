@@ -7,24 +7,16 @@ from typing import Any, Final, Generic, TypeVar
 import attrs
 import torch
 
-from ...dataflow.axes import BATCH
-from ...dataflow.binding import span
-from ...dataflow.bucket import Absent
 from ...dataflow.errors import RankError
-from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Constant, Slot
 from ...dataflow.sources import NO_SIDE, Side
-from ..captured import Captured
-from ..coordination import Coordinator
+from ..comparison import ran_eagerly, state_on, step_of
 from ..graphs import GraphSet
 from ..parts import Parts
-from ..recording.ranks import RecordedRanks
 from ..runner import Runner
-from ..running import Running, under_way
 from ..stage import V
 from ..state import State
 from ..watching import Watch
-from .comparison import step_of
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
@@ -47,8 +39,7 @@ class Together:
     """
 
     def __init__(self, parts: Parts[Any]) -> None:
-        recorded = isinstance(parts.stage.declaration.ranks, RecordedRanks)
-        self.ranks = Coordinator() if recorded else parts.coordinator
+        self.ranks = parts.coordinator
 
     def any(self, one: bool) -> bool:  # noqa: FBT001 - a vote
         """Whether it is so on some rank."""
@@ -89,62 +80,6 @@ def unwatched(watch: Watch) -> Iterator[None]:
     finally:
         for watcher in watchers:
             watch.add(watcher)
-
-
-def graph_of(parts: Parts[Any], view: Inputs) -> Captured | None:
-    """The graph that a filled view is replayed on. None if there is none for its bucket, or it runs eagerly."""
-    info, graphs, declaration = view._slotgraph_view, parts.graphs, parts.stage.declaration  # noqa: SLF001 - for runners
-    if info is None or info.exact or graphs is None:
-        return None
-    told = [axis for axis in declaration.varying if axis != BATCH or parts.tally.path == "graph"]
-    fitting = (rows for rows, sizes in parts.sizes.items() if all(sizes[a] == info.step.padded_sizes[a] for a in told))
-    return graphs.captured.get((next(fitting, 0), _absent_in(parts, view)))
-
-
-def _absent_in(parts: Parts[Any], view: Inputs) -> Absent:
-    return frozenset(name for name, _ in parts.stage.declaration.optional if vars(view)[name] is None)
-
-
-def ran_eagerly(parts: Parts[Any], view: Inputs) -> Any:
-    """Run the step without its graph on a filled view: what its graph would leave, padded rows and all."""
-    captured = graph_of(parts, view)
-    with torch.no_grad():
-        if captured is not None and parts.tally.path == "graph":  # of which the graph alone computes on the device
-            bucket, varying = captured.filling.bucket, parts.stage.declaration.varying
-            bucket.ready(tuple(bucket.sizes[axis] for axis in varying), _absent_in(parts, view)).compute_on_device()
-        return under_way(Running(view), parts.stage.run, view)
-
-
-@contextlib.contextmanager
-def slots_kept(parts: Parts[Any]) -> Iterator[None]:
-    """Run a block, and have all slots hold what they held before it. Their tails are then reset by the next fill."""
-    buffers = parts.eager.buffers if parts.graphs is None else parts.graphs.buffers
-    kept = [one.tensor for one in buffers or () if not isinstance(one.slot, Constant)]
-    wait = parts.stage.backend.synchronize  # steps may still read slots in host memory
-    wait()
-    with torch.no_grad():
-        before = [tensor.clone() for tensor in kept]
-    try:
-        yield
-    finally:
-        wait()
-        with torch.no_grad():
-            for tensor, held in zip(kept, before, strict=True):
-                tensor.copy_(held)
-        if buffers is not None:
-            buffers.distrust()
-
-
-def state_on(runner: Runner[Any], view: Any) -> State:
-    """What a runner's step changes on the view that was filled last. Slots and state are then as they were."""
-    parts = runner.parts
-    backend, given = parts.stage.backend, parts.stage.state
-    if given is not None:
-        return State.of(backend, given)
-    buffers = (parts.eager.buffers, None if parts.graphs is None else parts.graphs.buffers)
-    slots = [span(one.tensor) for held in buffers for one in held or () if one.nbytes]
-    with slots_kept(parts):
-        return State.found(backend, slots, lambda: ran_eagerly(parts, view))
 
 
 class Trial(Generic[V]):
@@ -285,5 +220,5 @@ def state_of(runner: Runner[Any], batches: Iterable[CheckedBatch], tensors: Iter
     for one in batches:
         view = runner.fill(one.batch, **one.side)
         with together.raising("the look at what a step changes"):
-            found = found.joined(state_on(runner, view))
+            found = found.joined(state_on(runner.parts, view))
     return found

@@ -13,8 +13,8 @@ from ...dataflow.capabilities import CACHE_LOC, Lowering, Role
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
 from ...dataflow.sampling import sample_batch, sampled_slots
+from ...dataflow.slots import computed, copied
 from ...dataflow.sources import look_up
-from ...dataflow.specifiers import computed, copied
 from ...dataflow.tails import Number
 from ..decode import DecodeRunner
 from ..testing.benchmarks import PER_SLOT, REGROUPED, Way

@@ -9,7 +9,7 @@ import attrs
 
 from ...dataflow.bucket import Absent
 from ...dataflow.explain import NOT_SIZED, Explanation, explain_declaration
-from ...dataflow.planner import plan_fill
+from ...dataflow.plan import plan_fill
 from ...dataflow.sharing import Layout
 from ...dataflow.sources import RANKS
 from ..decision import Decision

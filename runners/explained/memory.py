@@ -8,8 +8,7 @@ import attrs
 from ...dataflow.buffers import Buffer
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.plan import FillPlan
-from ...dataflow.sharing import Layout
-from ...dataflow.sharing.lifetimes import lasting
+from ...dataflow.sharing import Layout, lasting
 from ...dataflow.slots import Output
 from ..parts import Parts
 

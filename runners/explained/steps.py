@@ -9,10 +9,8 @@ import attrs
 
 from ...dataflow.capabilities import DEVICE, HOST, Capabilities, dtype_text
 from ...dataflow.declaration import Declaration
-from ...dataflow.lanes import WORD, head_bytes, rounded
-from ...dataflow.packet import UNIT
-from ...dataflow.plan import FUSED, CopyGroup, FillPlan
-from ...dataflow.planner import slot_bytes
+from ...dataflow.packet import UNIT, WORD, head_bytes, rounded
+from ...dataflow.plan import FUSED, CopyGroup, FillPlan, slot_bytes
 
 Kind = Literal["reset", "copy", "compute", "upload", "kernel", "graph", "step"]
 _KERNEL: Final = {"in_graph": "fused kernel, the graph's first node", "fused": "fused kernel"}

@@ -193,7 +193,7 @@ class Agreement(Coordinator):
     def tell(self, what: str, text: str = "", number: int = 0, *, capturing: bool = False) -> list[tuple[str, int]]:
         """What each rank says at one place beside the steps, this one a text and a number."""
         ranks = self.ranks
-        if self.size == 1:
+        if self.size == 1 or ranks.alone:
             return [(text, number)]
         place = f"{self._runner}: {what}"
         begun = ranks.begin(Message(_digest(place), bucket=number, text=text), place)

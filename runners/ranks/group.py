@@ -182,6 +182,9 @@ class Ranks(Unique):
         ConfigError: There is no such group, or an argument makes no sense.
     """
 
+    alone = False
+    """Whether this is the only process, and the other ranks speak from a recording."""
+
     def __init__(
         self,
         group: "dist.ProcessGroup | None" = None,

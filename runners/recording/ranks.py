@@ -26,6 +26,8 @@ class RecordedRanks(Ranks):
     time, as when graphs are captured, they tell what this one tells.
     """
 
+    alone = True
+
     def __init__(self, record: RanksRecord) -> None:  # no group is asked, as those of the base are
         self.group: Any = None
         self.rank, self.size = record.rank, record.size

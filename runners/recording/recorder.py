@@ -16,7 +16,7 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Slot, Staged
 from ...dataflow.sources import Side, look_up
 from ..arguments import checked, refuse
-from ..check.comparison import live_part, named
+from ..comparison import live_part, named
 from ..parts import Parts
 from ..runner import Runner
 from ..watching import Watcher

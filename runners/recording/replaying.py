@@ -14,7 +14,7 @@ from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CheckError, RecordingError
 from ...dataflow.inputs import Inputs
 from ...dataflow.sources import Answering, Call, Path, Side, SideArgument, Source
-from ..check.comparison import (
+from ..comparison import (
     BITWISE,
     USUAL,
     Mismatch,
@@ -22,12 +22,15 @@ from ..check.comparison import (
     computed_apart,
     differences,
     first_difference,
+    graph_of,
     live_part,
     mismatches,
+    ran_eagerly,
     seen,
+    slots_kept,
+    state_on,
     step_of,
 )
-from ..check.trial import graph_of, ran_eagerly, slots_kept, state_on
 from ..decision import Decision
 from ..parts import Parts
 from ..runner import Runner
@@ -283,7 +286,7 @@ def _staged(step: StepRecord, view: Inputs) -> Any:
 def _keeping(runner: Runner[Any], view: Inputs, lines: list[str]) -> Callable[[], AbstractContextManager[None]]:
     """What puts the step's state back after a block."""
     try:
-        return state_on(runner, view).kept
+        return state_on(runner.parts, view).kept
     except CheckError as error:
         lines.append(f"its state is not put back between its runs, which may differ by that: {error}")
         return contextlib.nullcontext

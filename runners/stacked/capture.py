@@ -12,9 +12,8 @@ from torch.utils import _pytree as pytree
 
 from ...backends.operators import OperatorWatch, is_plain, run_under, tensors_in, written
 from ...dataflow.axes import BATCH, TOKENS, Axis, Sizes, Step, extent
-from ...dataflow.binding import span
 from ...dataflow.bucket import Absent
-from ...dataflow.buffers import Buffers
+from ...dataflow.buffers import Buffers, span
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.computation import initial_value, write_all
 from ...dataflow.errors import CaptureError, ComputeError

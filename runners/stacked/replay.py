@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ...backends.base import Backend
 from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
-from ...dataflow.gradients import GRADIENTS, without_gradients
+from ...dataflow.guard import GRADIENTS, without_gradients
 from ...dataflow.inputs import Inputs
 from ..captured import Captured
 from ..decision import Repeated

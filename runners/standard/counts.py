@@ -11,8 +11,8 @@ from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Step
 from ...dataflow.capabilities import Role, dtype_text
 from ...dataflow.errors import ComputeError, ConfigError, DeclarationError
 from ...dataflow.inputs import Inputs
+from ...dataflow.slots import slot
 from ...dataflow.sources import look_up
-from ...dataflow.specifiers import slot
 from ..ranks.group import Ranks
 
 HIDDEN: Final = Axis("HIDDEN", fixed=True)

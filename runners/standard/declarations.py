@@ -11,8 +11,8 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS, WIDTH, Step
 from ...dataflow.capabilities import CACHE_LOC, HOST, SEQ_LEN_FILL
 from ...dataflow.inputs import Inputs
+from ...dataflow.slots import computed, constant, copied, host_parameter, output, staged
 from ...dataflow.sources import side
-from ...dataflow.specifiers import computed, constant, copied, host_parameter, output, staged
 from ...dataflow.tails import keep, once
 from .counts import (
     CONTEXT,

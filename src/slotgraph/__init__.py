@@ -9,7 +9,7 @@ from slotgraph import standard as standard
 from slotgraph.dataflow.axes import BATCH, TOKENS, Axis, Step
 from slotgraph.dataflow.capabilities import CACHE_LOC, SEQ_LEN_FILL
 from slotgraph.dataflow.inputs import Inputs
-from slotgraph.dataflow.specifiers import computed, constant, copied, output, staged
+from slotgraph.dataflow.slots import computed, constant, copied, output, staged
 from slotgraph.dataflow.tails import keep
 from slotgraph.runners.check.checks import check
 from slotgraph.runners.debug import debugged

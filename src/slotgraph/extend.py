@@ -1,10 +1,9 @@
 """For declarations that go further: slots and specifiers of your own, sources, roles, adopted memory."""
 
-from slotgraph.dataflow.binding import Exclusive
+from slotgraph.dataflow.buffers import Exclusive
 from slotgraph.dataflow.capabilities import DEVICE, HOST, FillRole, Role
-from slotgraph.dataflow.slots import Slot
+from slotgraph.dataflow.slots import Slot, host_parameter, slot
 from slotgraph.dataflow.sources import side
-from slotgraph.dataflow.specifiers import host_parameter, slot
 from slotgraph.dataflow.tails import once
 
 __all__ = ["DEVICE", "HOST", "Exclusive", "FillRole", "Role", "Slot", "host_parameter", "once", "side", "slot"]

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from slotgraph.backends.cpu import BLOCK, fill_lanes
 from slotgraph.backends.cuda import CudaBackend
-from slotgraph.dataflow.binding import span
-from slotgraph.dataflow.lanes import CODES, Lane, converts, has_lane, head_bytes, meta, row_stride, table_of
+from slotgraph.dataflow.buffers import span
+from slotgraph.dataflow.packet import CODES, Lane, converts, has_lane, head_bytes, meta, row_stride, table_of
 from slotgraph.dataflow.tails import Number
 
 KERNEL = "slotgraph.backends.cuda_kernel"

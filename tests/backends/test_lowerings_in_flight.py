@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from slotgraph import Inputs, Step
 from slotgraph.backends import Backend
 from slotgraph.backends.registry import load
-from slotgraph.dataflow import planner
+from slotgraph.dataflow import plan as plans
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import resolve_dtype
-from slotgraph.dataflow.lanes import WORD, head_bytes, table_of
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.dataflow.packet import UNIT, Feed
-from slotgraph.dataflow.planner import LARGE_BYTES
+from slotgraph.dataflow.packet import UNIT, WORD, Feed, head_bytes, table_of
+from slotgraph.dataflow.plan import LARGE_BYTES
 from slotgraph.dataflow.slots import Constant, Slot
 from slotgraph.dataflow.tails import Once
 from slotgraph.dataflow.views import Views
@@ -161,7 +160,7 @@ def test_every_step_in_flight(backend: Backend, data: st.DataObject, declaration
     if backend.device.type == "cuda":
         torch.cuda._sleep(BUSY)  # type: ignore[no-untyped-call]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "LARGE_BYTES", data.draw(st.sampled_from([LARGE_BYTES, LARGE_BYTES, 1, 64])))
+        patch.setattr(plans, "LARGE_BYTES", data.draw(st.sampled_from([LARGE_BYTES, LARGE_BYTES, 1, 64])))
         found = [(turn, way, *world.play(turn, way, kinds)) for turn, way, kinds in turns]
     backend.synchronize()
     for turn, way, mine, right in found:

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotgraph.backends.ring import ENTRIES, SEGMENT, Ring, packet_on, ring_on
-from slotgraph.dataflow.lanes import WORD
-from slotgraph.dataflow.packet import Feed
+from slotgraph.dataflow.packet import WORD, Feed
 from tests.packing import Streams, host_memory
 from tests.strategies import noise
 

@@ -8,7 +8,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from slotgraph import BATCH, TOKENS
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.planner import plan_fill
+from slotgraph.dataflow.plan import plan_fill
 from slotgraph.dataflow.serial import plan_from_json, plan_to_json
 from slotgraph.runners.commands.workload import declare_decode
 

@@ -27,8 +27,7 @@ from slotgraph import (
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration, mermaid
-from slotgraph.dataflow.plan import FillPlan
-from slotgraph.dataflow.planner import plan_fill
+from slotgraph.dataflow.plan import FillPlan, plan_fill
 from slotgraph.extend import host_parameter, side
 from slotgraph.runners.explained.tables import tables
 from tests.strategies import declarations

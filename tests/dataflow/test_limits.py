@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Axis, Inputs, copied
 from slotgraph.dataflow.errors import BatchError
-from slotgraph.dataflow.limits import Limits
+from slotgraph.dataflow.sizing import Limits
 from slotgraph.extend import HOST, side
 
 CONTEXT = Axis("CONTEXT", fixed=True)

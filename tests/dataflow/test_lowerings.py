@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Inputs, Step, computed, copied, keep
-from slotgraph.dataflow import lanes, planner
+from slotgraph.dataflow import packet
+from slotgraph.dataflow import plan as plans
 from slotgraph.dataflow.bucket import Bucket, hand_over
 from slotgraph.dataflow.buffers import Buffers, allocate
 from slotgraph.dataflow.capabilities import Capabilities, Lowering, resolve_dtype
 from slotgraph.dataflow.declaration import declare
 from slotgraph.dataflow.errors import ComputeError
-from slotgraph.dataflow.lanes import MOST_OUTER, WORD
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.dataflow.planner import LARGE_BYTES, LARGE_LANE_BYTES, plan_fill
+from slotgraph.dataflow.packet import MOST_OUTER, WORD
+from slotgraph.dataflow.plan import LARGE_BYTES, LARGE_LANE_BYTES, plan_fill
 from slotgraph.dataflow.ready import Ready
 from slotgraph.dataflow.slots import Copied
 from slotgraph.dataflow.tails import Pad
@@ -210,9 +211,9 @@ def test_lowerings_take_turns(
 ) -> None:
     """Over one set of buffers, steps of all lowerings and kinds of sources leave what the oracle leaves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "LARGE_LANE_BYTES", data.draw(st.sampled_from([LARGE_LANE_BYTES, 1, 64])))
-        patch.setattr(planner, "LARGE_BYTES", data.draw(st.sampled_from([LARGE_BYTES, 1, 64])))
-        patch.setattr(lanes, "MOST_OUTER", data.draw(st.sampled_from([MOST_OUTER, 1])))
+        patch.setattr(plans, "LARGE_LANE_BYTES", data.draw(st.sampled_from([LARGE_LANE_BYTES, 1, 64])))
+        patch.setattr(plans, "LARGE_BYTES", data.draw(st.sampled_from([LARGE_BYTES, 1, 64])))
+        patch.setattr(packet, "MOST_OUTER", data.draw(st.sampled_from([MOST_OUTER, 1])))
         world = World(declaration, capabilities, data.draw(st.none() | st.integers(0, 1 << 20)), out=out)
         for turn in data.draw(turns(world)):
             world.step(turn)

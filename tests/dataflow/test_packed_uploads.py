@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, CACHE_LOC, Inputs, Step, computed, copied
 from slotgraph.backends.cpu import HostUpload
 from slotgraph.dataflow import bucket as buckets
-from slotgraph.dataflow import planner, specialization
+from slotgraph.dataflow import plan as plans
+from slotgraph.dataflow import specialization
 from slotgraph.dataflow.bucket import Bucket, hand_over
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, MissingSourceError
-from slotgraph.dataflow.packet import Feed, Upload, most_for_copies
-from slotgraph.dataflow.planner import FEW_NUMBERS, LARGE_BYTES, plan_fill
+from slotgraph.dataflow.packet import Feed, Upload
+from slotgraph.dataflow.plan import FEW_NUMBERS, LARGE_BYTES, plan_fill
+from slotgraph.dataflow.ready import most_for_copies
 from slotgraph.dataflow.serial import plan_from_json, plan_to_json
 from tests.strategies import declaration_of, noise, poisoned
 
@@ -159,7 +161,7 @@ def test_plan_of_large_slots() -> None:
 @pytest.mark.parametrize("most", [1, 24])
 def test_what_is_too_large_is_moved(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Slots from a size on go by themselves, computed ones too, and leave the same bytes."""
-    for module in (planner, buckets):
+    for module in (plans, buckets):
         monkeypatch.setattr(module, "LARGE_BYTES", most)
     rig = Rig()
     for seed in range(6):

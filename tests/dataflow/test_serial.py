@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from slotgraph.dataflow.capabilities import LADDER, Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, explain_declaration
-from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, TailReset
-from slotgraph.dataflow.planner import plan_fill
+from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, TailReset, plan_fill
 from slotgraph.dataflow.serial import (
     from_data,
     plan_from_json,

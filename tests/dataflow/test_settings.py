@@ -16,7 +16,7 @@ from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.errors import DeclarationError
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.dataflow.planner import plan_fill
+from slotgraph.dataflow.plan import plan_fill
 from slotgraph.dataflow.sources import look_up
 from slotgraph.dataflow.views import Views
 from slotgraph.extend import HOST

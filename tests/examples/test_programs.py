@@ -244,10 +244,10 @@ def test_shared_memory_is_little_more_than_must_hold_at_once(batch: int, arenas:
     assert len(found) == 6
     for one in found.values():
         assert one.peak <= one.shared <= 1.1 * one.peak, one.cycle
-        assert one.shared <= min(one.by_name, 1.001 * one.blindly), one.cycle
+        assert one.shared <= 1.001 * one.blindly, one.cycle
     if arenas and batch == 512:  # what the page says
         one = found["prefills, draft, verify, extend"]
-        assert [(most - one.shared) // 10**6 for most in (one.apart, one.by_name)] == [833, 445]
+        assert (one.apart - one.shared) // 10**6 == 833
 
 
 def test_shared_memory_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

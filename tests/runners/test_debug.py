@@ -10,7 +10,7 @@ import torch
 from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, Inputs, copied, keep, output
 from slotgraph.dataflow.errors import CaptureError, CheckError, ConfigError, ReplayError, StaleOutputError
 from slotgraph.pool import InputPool
-from slotgraph.runners.check.comparison import named
+from slotgraph.runners.comparison import named
 from slotgraph.runners.config import CHEAP, MODES, VARIABLE, modes_of
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.outputs import Stamped

@@ -76,6 +76,22 @@ def test_the_oracle_s_bytes(backend: str, lowering: str) -> None:
     assert buffers.stats()["detours"] == {}
 
 
+def test_sizes_that_change_axis_by_axis() -> None:
+    """In few buckets, where one plan often fills twice in a row, each tail holds its value after each fill."""
+    buffers = InputBuffers(Wide, CAPACITY, backend="cpu", lowering="foreach")
+    draw = torch.Generator().manual_seed(9)
+    for seed in range(300):
+        most = ((3, 4), (6, 9))[seed // 2 % 3 % 2]
+        requests, tokens = (int(torch.randint(0, one + 1, (1,), generator=draw)) for one in most)
+        batch, flags = batch_of(requests, tokens, 4, 1, heats=True)
+        view = buffers.fill(batch, dict(zip((BATCH, TOKENS), most, strict=True)), flags=flags)
+        assert view.heats is not None
+        found = (view.ids[tokens:], view.lengths[requests:], view.heats[requests:], view.tables[requests:])
+        for tail, value in zip(found, (-7, 1, 0.5, -1), strict=True):
+            assert (tail == value).all()
+        assert view.ids[:tokens].tolist() == batch["ids"].tolist()
+
+
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_a_graph_of_the_caller_s_own(lowering: str) -> None:
     """The caller captures with the fill's device part in front, and replays behind each fill: the eager answer."""

@@ -270,7 +270,7 @@ class Game:
             return True
         slots, ids = self.pair.mine.graphs.buffers, batch["ids"]
         is_alike = slots["ids"].tensor.dtype == slots["places"].tensor.dtype
-        if what == "twice" and is_alike and not isinstance(ids, np.ndarray):  # which may be over a slot's own memory
+        if what == "twice" and is_alike:  # an array may be over the slot's own memory
             batch["places"], plain["places"] = ids, plain["ids"].clone()
             return True
         return False

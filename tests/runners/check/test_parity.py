@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, Inputs, computed
 from slotgraph.dataflow.errors import CheckError
-from slotgraph.runners.check.comparison import first_difference, named, seen
 from slotgraph.runners.check.report import Finding
+from slotgraph.runners.comparison import first_difference, named, seen
 from tests.runners.check.planted import found_by
 from tests.runners.check.planted import runner_of as captured
 from tests.runners.check.sound import breakable

@@ -10,9 +10,9 @@ from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, Step, constant, co
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationErrors
 from slotgraph.extend import once
-from slotgraph.runners.check.comparison import live_part
 from slotgraph.runners.check.fills import tails_of
 from slotgraph.runners.check.poison import Poison, poison_of, tail_rows
+from slotgraph.runners.comparison import live_part
 from tests.runners.check.planted import OURS, found_by, runner_of, sound
 from tests.runners.models import PlainInputs, plain_runner, random_batch
 from tests.runners.standard.batches import CLASSES

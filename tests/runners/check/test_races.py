@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied
-from slotgraph.dataflow.binding import span
+from slotgraph.dataflow.buffers import span
 from slotgraph.runners.check.report import Finding
 from slotgraph.runners.pool import InputPool
 from tests.invariants.device import Device

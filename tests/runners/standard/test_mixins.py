@@ -14,8 +14,8 @@ from slotgraph.dataflow.axes import Step
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
 from slotgraph.dataflow.errors import BatchError, DeclarationError, DeclarationErrors
-from slotgraph.dataflow.limits import Limits
 from slotgraph.dataflow.oracle import fill_slot_by_slot
+from slotgraph.dataflow.sizing import Limits
 from tests.runners.standard.batches import NPU, batch_of, ranked, sizes_of
 from tests.strategies import empty, same_bytes
 

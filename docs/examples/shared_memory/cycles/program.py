@@ -22,7 +22,7 @@ class Figures:
     """What the inputs of one cycle take, in bytes.
 
     apart: each slot with memory of its own. blindly: one memory for all slots of one name, as engines do, whether they
-    are in use at once or not. by_name: the same where they never are. shared: the layout. peak: what must hold at once.
+    are in use at once or not. shared: the layout. peak: what must hold at once.
     """
 
     cycle: str
@@ -30,7 +30,6 @@ class Figures:
     slots: int
     apart: int
     blindly: int
-    by_name: int
     shared: int
     peak: int
 
@@ -47,7 +46,6 @@ class Figures:
             slots=len(layout.places),
             apart=layout.apart,
             blindly=sum(largest.values()),
-            by_name=layout.by_name,
             shared=layout.nbytes,
             peak=layout.peak,
         )
@@ -62,12 +60,12 @@ def table(found: Sequence[Figures]) -> Table:
     """Megabytes of each, and what sharing saves."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     made.add_column("cycle")
-    for name in ("slots", "own memory", "by name, blindly", "by name", "shared", "needed", "saved", "of by name"):
+    for name in ("slots", "own memory", "by name, blindly", "shared", "needed", "saved"):
         made.add_column(name, justify="right")
     for one in found:
-        sizes = [f"{nbytes / MB:,.1f}" for nbytes in (one.apart, one.blindly, one.by_name, one.shared, one.peak)]
-        saved = [f"{(other - one.shared) / MB:,.1f}" for other in (one.apart, one.by_name)]
-        made.add_row(*map(Text, (one.cycle, str(one.slots), *sizes, *saved)))
+        nbytes_of_all = one.apart, one.blindly, one.shared, one.peak, one.apart - one.shared
+        sizes = [f"{nbytes / MB:,.1f}" for nbytes in nbytes_of_all]
+        made.add_row(*map(Text, (one.cycle, str(one.slots), *sizes)))
     return made
 
 

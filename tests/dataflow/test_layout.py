@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, TOKENS, constant, copied, keep, standard
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError, LayoutError
-from slotgraph.dataflow.serial import from_data, to_data
-from slotgraph.dataflow.sharing import Carry, Layout, Member, Schedule, check_layout, lay_out
+from slotgraph.dataflow.serial import to_data
+from slotgraph.dataflow.sharing import Carry, Member, Schedule, check_layout, lay_out
 from slotgraph.extend import once
 from slotgraph.speculative import WIDTH
-from tests.sharing import Loop, Shared, member_of, plain_declarations, shared
+from tests.sharing import Loop, Shared, member_of, shared
 from tests.strategies import HIDDEN
 
 CYCLE = Schedule(("draft", "verify", "extend"))
@@ -58,22 +58,10 @@ def test_a_loop_sees_what_is_lost(slot: Any) -> None:
 @given(shared())
 @settings(max_examples=20)
 def test_layouts_are_small_and_data(case: Shared) -> None:
-    """At least what must hold at once, at most what sharing by name takes, and the same after a way through JSON."""
+    """At least what must hold at once, at most what slots take apart, and the same when made again."""
     layout = case.layout
-    assert layout.peak <= layout.nbytes <= layout.by_name <= layout.apart == layout.saved + layout.nbytes
-    assert from_data(json.loads(json.dumps(to_data(layout))), Layout) == layout == case.layout
-
-
-@given(shared(plain_declarations()))
-def test_sharing_takes_no_more_than_engines_do_where_theirs_is_right(case: Shared) -> None:
-    """Engines have one buffer for each name, as large as the largest. That is right where its slots never meet."""
-    alone = [attrs.evolve(member, kept=(), shares=True) for member in case.members]
-    layout = lay_out(alone, case.schedule)
-    largest = dict[tuple[str, str], int]()
-    for place in layout.places:
-        largest[place.device, place.slot] = max(largest.get((place.device, place.slot), 0), place.nbytes)
-    pairs = [(a, b) for a in layout.places for b in layout.places if a is not b and a.slot == b.slot]
-    assert any(case.schedule.meet(a.phase, b.phase) for a, b in pairs) or layout.nbytes <= sum(largest.values())
+    assert layout.peak <= layout.nbytes <= layout.apart == layout.saved + layout.nbytes
+    assert json.dumps(to_data(layout)) == json.dumps(to_data(case.layout))
 
 
 @given(shared())
@@ -96,7 +84,7 @@ def test_every_broken_promise_is_found(case: Shared, data: st.DataObject) -> Non
     moved = attrs.evolve(place, offset=offset)
     broken = attrs.evolve(layout, places=(*layout.places[:index], moved, *layout.places[index + 1 :]))
     try:
-        check_layout(broken, case.members, case.carries)
+        check_layout(broken)
     except LayoutError:
         return
     loop = Loop(case, broken, data.draw(st.integers(0, 1 << 30)))
@@ -107,22 +95,16 @@ def test_every_broken_promise_is_found(case: Shared, data: st.DataObject) -> Non
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"offset": 128}, "begins at byte 128: not aligned"),
+        ({"offset": 128}, "verify.slot must not begin at byte 128 of cpu's device memory"),
         ({"offset": 1 << 20}, "ends at byte"),
         ({"offset": -256}, "ends at byte 0 of a block"),
-        ({"nbytes": 0}, "its nbytes is 0, and should be 256"),
-        ({"shape": (3,)}, r"its shape is \(3,\), and should be \(8,\)"),
-        ({"dtype": torch.int64}, r"its dtype is torch\.int64, and should be torch\.int32"),
-        ({"phases": ()}, r"its phases is \(\), and should be \('verify',\)"),
-        ({"allocation": 0}, "its allocation is 0"),
-        ({"block": 7}, "lies in block 7, which is none"),
-        ({"block": 1}, "lies in cpu's host memory, not in cpu's device"),
-        ({"slot": "none"}, r"verify\.none has 1 places, and needs 0; verify\.slot has 0 places, and needs 1"),
+        ({"block": 1}, "verify.slot must not begin at byte 256 of cpu's host memory"),
         ({"offset": 0}, r"share memory, but draft\.slot is needed in draft, and verify\.slot in verify"),
+        ({"allocation": 0}, "hold one value, and do not begin at one address"),
     ],
 )
 def test_the_proof_names_what_is_wrong(changed: dict[str, Any], said: str) -> None:
-    """Whatever a layout breaks, by a fault or because its file was changed."""
+    """Whatever a layout breaks."""
     host = copied(TOKENS, dtype=torch.int32, pad=0, placement="host")
     members = [member_of(name, name, {"slot": PLAIN, "host": host}) for name in ("draft", "verify")]
     layout = lay_out(members, Schedule(("draft", "verify"), [("draft", "verify")]))
@@ -130,26 +112,7 @@ def test_the_proof_names_what_is_wrong(changed: dict[str, Any], said: str) -> No
     assert (layout.place("draft", "slot").offset, place.offset) == (0, 256)
     broken = tuple(attrs.evolve(one, **changed) if one is place else one for one in layout.places)
     with pytest.raises(LayoutError, match=said):
-        check_layout(attrs.evolve(layout, places=broken), members)
-
-
-def test_a_proof_is_one_for_its_members() -> None:
-    """A layout is safe for no others: without arenas or sharing, or with a value that carries over."""
-    members, carry = two(PLAIN), Carry("slot", "draft", "verify")
-    layout = lay_out(members, CYCLE, [carry])
-    check_layout(layout, members, [carry])
-    with pytest.raises(LayoutError, match="its allocation is 0, and should be 1"):
-        check_layout(layout, members)
-    with pytest.raises(LayoutError, match="its phases is"):
-        check_layout(layout, two(PLAIN, shares=False), [carry])
-    fields = {"slot": PLAIN, "other": PLAIN}
-    apart = member_of("draft", "draft", fields, capabilities=Capabilities(arenas=False))
-    with pytest.raises(LayoutError, match="begins at byte 256: not aligned, or not where its allocation begins"):
-        check_layout(lay_out([member_of("draft", "draft", fields)], CYCLE), [apart])
-    moved = attrs.evolve(layout.places[1], offset=256)
-    blocks = tuple(attrs.evolve(one, nbytes=512) for one in layout.blocks)
-    with pytest.raises(LayoutError, match="hold one value, and do not begin at one address"):
-        check_layout(attrs.evolve(layout, blocks=blocks, places=(layout.places[0], moved)), members, [carry])
+        check_layout(attrs.evolve(layout, places=broken))
 
 
 def two(slot: Any, **changed: Any) -> list[Member]:

@@ -12,8 +12,7 @@ from slotgraph import BATCH, CACHE_LOC, TOKENS, Step, computed, constant, copied
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sharing import Carry, Member, Schedule, lay_out
-from slotgraph.dataflow.slots import Constant, Copied, Slot
-from slotgraph.dataflow.specifiers import slot
+from slotgraph.dataflow.slots import Constant, Copied, Slot, slot
 from slotgraph.extend import host_parameter, once
 from tests.sharing import member_of, schedules
 from tests.strategies import HIDDEN

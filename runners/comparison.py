@@ -1,5 +1,6 @@
-"""Comparison of two runs of one step: first what was filled into slots, then what came out, by slot, leaf and row."""
+"""Two runs of one step: by its graph and eagerly, from the same slots; and where they differ, by slot, leaf and row."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
@@ -8,11 +9,17 @@ import attrs
 import torch
 from torch.nn import Module
 
-from ...dataflow.axes import Step
-from ...dataflow.inputs import Inputs
-from ...dataflow.slots import Output, Slot
-from ...dataflow.views import ViewInfo
-from ..bits import bits
+from ..dataflow.axes import BATCH, Step
+from ..dataflow.bucket import Absent
+from ..dataflow.buffers import span
+from ..dataflow.inputs import Inputs
+from ..dataflow.slots import Constant, Output, Slot
+from ..dataflow.views import ViewInfo
+from .bits import bits
+from .captured import Captured
+from .parts import Parts
+from .running import Running, under_way
+from .state import State
 
 DEPTH: Final = 4
 """Objects within objects in which outputs are looked for."""
@@ -240,3 +247,58 @@ def _told(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
     return repr(value)
+
+
+def graph_of(parts: Parts[Any], view: Inputs) -> Captured | None:
+    """The graph that a filled view is replayed on. None if there is none for its bucket, or it runs eagerly."""
+    info, graphs, declaration = view._slotgraph_view, parts.graphs, parts.stage.declaration  # noqa: SLF001 - for runners
+    if info is None or info.exact or graphs is None:
+        return None
+    told = [axis for axis in declaration.varying if axis != BATCH or parts.tally.path == "graph"]
+    fitting = (rows for rows, sizes in parts.sizes.items() if all(sizes[a] == info.step.padded_sizes[a] for a in told))
+    return graphs.captured.get((next(fitting, 0), _absent_in(parts, view)))
+
+
+def _absent_in(parts: Parts[Any], view: Inputs) -> Absent:
+    return frozenset(name for name, _ in parts.stage.declaration.optional if vars(view)[name] is None)
+
+
+def ran_eagerly(parts: Parts[Any], view: Inputs) -> Any:
+    """Run the step without its graph on a filled view: what its graph would leave, padded rows and all."""
+    captured = graph_of(parts, view)
+    with torch.no_grad():
+        if captured is not None and parts.tally.path == "graph":  # of which the graph alone computes on the device
+            bucket, varying = captured.filling.bucket, parts.stage.declaration.varying
+            bucket.ready(tuple(bucket.sizes[axis] for axis in varying), _absent_in(parts, view)).compute_on_device()
+        return under_way(Running(view), parts.stage.run, view)
+
+
+@contextlib.contextmanager
+def slots_kept(parts: Parts[Any]) -> Iterator[None]:
+    """Run a block, and have all slots hold what they held before it. Their tails are then reset by the next fill."""
+    buffers = parts.eager.buffers if parts.graphs is None else parts.graphs.buffers
+    kept = [one.tensor for one in buffers or () if not isinstance(one.slot, Constant)]
+    wait = parts.stage.backend.synchronize  # steps may still read slots in host memory
+    wait()
+    with torch.no_grad():
+        before = [tensor.clone() for tensor in kept]
+    try:
+        yield
+    finally:
+        wait()
+        with torch.no_grad():
+            for tensor, held in zip(kept, before, strict=True):
+                tensor.copy_(held)
+        if buffers is not None:
+            buffers.distrust()
+
+
+def state_on(parts: Parts[Any], view: Any) -> State:
+    """What a runner's step changes on the view that was filled last. Slots and state are then as they were."""
+    backend, given = parts.stage.backend, parts.stage.state
+    if given is not None:
+        return State.of(backend, given)
+    buffers = (parts.eager.buffers, None if parts.graphs is None else parts.graphs.buffers)
+    slots = [span(one.tensor) for held in buffers for one in held or () if one.nbytes]
+    with slots_kept(parts):
+        return State.found(backend, slots, lambda: ran_eagerly(parts, view))

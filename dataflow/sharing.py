@@ -1,24 +1,28 @@
-"""Lifetimes: the phases of a loop, the runners that are used in them, and when each slot's bytes must hold.
+"""Sharing: memory of several runners, laid out by the lifetimes that their slots declare, and proven.
 
-Slots of several runners are one memory on purpose where a value carries over from one to the other.
+A lifetime is made of the phases of a loop in which a slot's bytes must hold. Slots of several runners are one memory on
+purpose where a value carries over from one to the other. A layout is a pure function of what the runners are.
 """
 
+import functools
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
+from rich import box
+from rich.table import Column, Table
+from rich.text import Text
 
-from ..axes import Sizes, extent
-from ..buffers import Room
-from ..capabilities import HOST, Capabilities, Placement, dtype_text, resolve_dtype
-from ..declaration import Declaration
-from ..errors import ConfigError
-from ..slots import Constant, Output, Slot, Staged
-from ..tails import Keep, Once, Pad
+from .axes import Sizes, extent
+from .buffers import ALIGNMENT, aligned
+from .capabilities import HOST, Capabilities, Placement, dtype_text, resolve_dtype
+from .declaration import Declaration
+from .errors import ConfigError, LayoutError
+from .slots import Constant, Output, Slot, Staged
+from .tails import Keep, Once, Pad
 
-Pair = tuple[str, str]
 Key = tuple[str, str]
 """A member's name and a slot's."""
 
@@ -51,7 +55,7 @@ class Schedule:
     """
 
     order: tuple[str, ...] = attrs.field(converter=_listed)
-    overlaps: tuple[Pair, ...] = attrs.field(default=(), converter=_pairs)
+    overlaps: tuple[Key, ...] = attrs.field(default=(), converter=_pairs)
     anytime: tuple[str, ...] = attrs.field(default=(), converter=_listed)
 
     def __attrs_post_init__(self) -> None:
@@ -101,8 +105,8 @@ class Schedule:
 
 
 @attrs.frozen(kw_only=True)
-class LiveSlot:
-    """A slot of a member, what its memory must be, and when its bytes must hold.
+class Place:
+    """A slot of a member: what its memory must be, when its bytes must hold, and where it lies.
 
     Args:
         member: The member's name.
@@ -112,11 +116,12 @@ class LiveSlot:
         placement: Whether that is the device's own memory, or what the host has for it.
         shape: The slot's shape at full capacity.
         dtype: The slot's dtype on that device.
-        nbytes: Bytes, aligned.
         phases: The phases in which its bytes must hold, in the schedule's order.
         always: Whether they must hold in all phases and also between them.
         why: The reason for that, in words.
         allocation: A number that slots have in common which are one memory, because a value carries over.
+        block: The index of its block in the layout.
+        offset: Bytes from the start of the block.
     """
 
     member: str
@@ -126,13 +131,28 @@ class LiveSlot:
     placement: Placement
     shape: tuple[int, ...]
     dtype: torch.dtype
-    nbytes: int
     phases: tuple[str, ...]
     always: bool
     why: str
     allocation: int
+    block: int = 0
+    offset: int = 0
 
-    def meeting(self, other: "LiveSlot", schedule: Schedule) -> Pair | None:
+    @property
+    def nbytes(self) -> int:
+        """Bytes, aligned."""
+        return aligned(self.shape, self.dtype)
+
+    @property
+    def stop(self) -> int:
+        """One past its last byte."""
+        return self.offset + self.nbytes
+
+    def touches(self, other: "Place") -> bool:
+        """Whether two places have a byte in common."""
+        return self.block == other.block and self.offset < other.stop and other.offset < self.stop
+
+    def meeting(self, other: "Place", schedule: Schedule) -> Key | None:
         """A phase of each in which the bytes of both may have to hold at once; None where there is none."""
         pairs = itertools.product(self.phases, other.phases)
         return next((pair for pair in pairs if schedule.meet(*pair)), None)
@@ -173,7 +193,7 @@ class Member:
         """Whether its slots may share."""
         return self.capabilities.pools_inputs if self.shares is None else self.shares
 
-    def live_slot(self, name: str, schedule: Schedule, allocation: int) -> LiveSlot:
+    def lifetime(self, name: str, schedule: Schedule, allocation: int) -> Place:
         """A slot by itself. A value that carries over makes it live longer. ConfigError for an unknown phase."""
         if self.phase not in schedule.phases:
             known = ", ".join(map(repr, schedule.phases)) or "none"
@@ -181,7 +201,7 @@ class Member:
         slot = self.declaration.slots[name]
         shape, dtype = extent(slot.shape, self.capacity), resolve_dtype(slot.dtype, self.capabilities)
         why = lasting(slot, name, self.kept) if self.pooled else "its backend pools no inputs"
-        return LiveSlot(
+        return Place(
             member=self.name,
             phase=self.phase,
             slot=name,
@@ -189,7 +209,6 @@ class Member:
             placement=slot.placement,
             shape=shape,
             dtype=dtype,
-            nbytes=Room(name, shape, dtype, slot.placement).nbytes,
             phases=(self.phase,) if why is None else schedule.phases,
             always=why is not None,
             why=why or f"each step of {self.phase} writes it",
@@ -254,7 +273,7 @@ class Carry:
         return " to ".join(map(".".join, self.ends))
 
 
-def live_slots(members: Sequence[Member], schedule: Schedule, carries: Sequence[Carry] = ()) -> dict[Key, LiveSlot]:
+def _lifetimes(members: Sequence[Member], schedule: Schedule, carries: Sequence[Carry] = ()) -> dict[Key, Place]:
     """Every slot that needs a place, and when its bytes must hold.
 
     Slots that a value carries over between are one allocation, from the first writer's phase to the last reader's. A
@@ -270,7 +289,7 @@ def live_slots(members: Sequence[Member], schedule: Schedule, carries: Sequence[
             f"two members have one name, of {', '.join(one.name for one in members)}: give one another name"
         )
     keys = [(member.name, slot) for member in members for slot in member.declaration.slots if slot not in member.bound]
-    found = {key: named[key[0]].live_slot(key[1], schedule, number) for number, key in enumerate(keys)}
+    found = {key: named[key[0]].lifetime(key[1], schedule, number) for number, key in enumerate(keys)}
     for carry in carries:
         faults = [fault for end in carry.ends if end not in found for fault in _missing(*end, named)]
         if not faults:
@@ -288,7 +307,7 @@ def live_slots(members: Sequence[Member], schedule: Schedule, carries: Sequence[
     return found
 
 
-def _carried(group: Mapping[Key, LiveSlot], carries: Sequence[Carry], schedule: Schedule) -> dict[Key, LiveSlot]:
+def _carried(group: Mapping[Key, Place], carries: Sequence[Carry], schedule: Schedule) -> dict[Key, Place]:
     """Slots that are one memory, each with the lifetime of all values in it."""
     alive = set[str]()
     for carry in carries:
@@ -316,7 +335,7 @@ def _missing(name: str, slot: str, members: Mapping[str, Member]) -> Iterator[st
         yield f"member {name!r} has no slot {slot!r}"
 
 
-def _misfits(writer: LiveSlot, reader: LiveSlot, members: Mapping[str, Member], schedule: Schedule) -> Iterator[str]:
+def _misfits(writer: Place, reader: Place, members: Mapping[str, Member], schedule: Schedule) -> Iterator[str]:
     """Why two slots cannot be one memory, in which the reader finds the rows that the writer left."""
     ends = writer, reader
     for one in ends:
@@ -337,3 +356,197 @@ def _misfits(writer: LiveSlot, reader: LiveSlot, members: Mapping[str, Member], 
             f"{writer.phase!r} and {reader.phase!r} may be in use at once, so that the next value would be written "
             "while this one is read: let the batch bring it, to memory of the reader's own"
         )
+
+
+@attrs.frozen(kw_only=True)
+class Block:
+    """One allocation of the backend."""
+
+    device: str
+    placement: Placement
+    nbytes: int
+
+
+@attrs.frozen(kw_only=True)
+class Layout:
+    """Where every slot of every member lies. It prints as a table on a rich console.
+
+    Args:
+        schedule: The phases, and which of them may overlap.
+        blocks: The allocations.
+        places: A place for each slot, in the order of members and of their declarations.
+        peak: The most bytes that ever have to hold at once. No layout is smaller.
+    """
+
+    schedule: Schedule
+    blocks: tuple[Block, ...]
+    places: tuple[Place, ...]
+    peak: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def apart(self) -> int:
+        """Bytes that slots take where none shares."""
+        return sum(place.nbytes for place in self.places)
+
+    @property
+    def saved(self) -> int:
+        """Bytes saved by sharing."""
+        return self.apart - self.nbytes
+
+    @functools.cached_property
+    def _found(self) -> Mapping[Key, Place]:
+        return {(place.member, place.slot): place for place in self.places}
+
+    def place(self, member: str, slot: str) -> Place:
+        """Where a slot lies. ConfigError where it has no place here."""
+        place = self._found.get((member, slot))
+        if place is None:
+            raise ConfigError(
+                f"the layout has no place for slot {slot!r} of member {member!r}: it is bound, or of no member"
+            )
+        return place
+
+    def shared_with(self, member: str, slot: str) -> tuple[Place, ...]:
+        """The places that have a byte in common with a slot's."""
+        mine = self.place(member, slot)
+        return tuple(place for place in self.places if place is not mine and place.touches(mine))
+
+    def why(self, member: str, slot: str) -> tuple[str, ...]:
+        """Why a slot lies where it does: what makes its lifetime, who shares its memory, and who does not."""
+        mine = self.place(member, slot)
+        others = [one for one in self.places if one.slot == slot and one is not mine and not one.touches(mine)]
+        apart = [
+            f"not with {other}: {self._why_apart(mine, other, *met)}"
+            for other in others
+            if (met := mine.meeting(other, self.schedule)) is not None
+        ]
+        return (f"{mine}: {mine.why}", *self._sharing(mine), *apart)
+
+    def _sharing(self, mine: Place) -> Iterator[str]:
+        """Who shares a slot's memory, and why that is safe: a sentence for each reason."""
+        found = dict[str, list[str]]()
+        for other in self.shared_with(mine.member, mine.slot):
+            carried = mine.allocation == other.allocation
+            found.setdefault(mine.why if carried else self._why_shared(mine, other), []).append(str(other))
+        return (f"shares with {', '.join(names)}: {reason}" for reason, names in found.items())
+
+    def _why_shared(self, mine: Place, other: Place) -> str:
+        if len(mine.phases) == len(other.phases) == 1:
+            first, last = sorted((*mine.phases, *other.phases), key=self.schedule.order.index)
+            return f"{first} ends before {last} begins"
+        return f"{', '.join(mine.phases)} never overlap {', '.join(other.phases)}"
+
+    @staticmethod
+    def _why_apart(mine: Place, other: Place, first: str, second: str) -> str:
+        for place in (mine, other):
+            if place.always:
+                return f"{place} lives always: {place.why}"
+        return f"both are in use in {first}" if first == second else f"{first} and {second} may overlap"
+
+    def __rich__(self) -> Table:
+        """Each block with the slots in it, and why they lie there."""
+        saved = f"{self.nbytes:,} bytes, {self.saved:,} fewer than {self.apart:,} without sharing"
+        heads = "block: from", "bytes", "slot", "needed in", "and why it lies there"
+        columns = [Column(head, overflow="fold") for head in heads]
+        table = Table(
+            *columns,
+            title=f"phases: {self.schedule}",
+            caption=f"{saved}; {self.peak:,} must hold at once",
+            box=box.SIMPLE_HEAD,
+        )
+        for place in sorted(self.places, key=lambda one: (one.block, one.offset, -one.nbytes, str(one))):
+            told = "; ".join(self._sharing(place)) or f"shares with none: {place.why}"
+            needed = "always" if place.always else ", ".join(place.phases)
+            cells = f"{place.block}: {place.offset:,}", f"{place.nbytes:,}", str(place), needed, told
+            table.add_row(*map(Text, cells))
+        return table
+
+
+def lay_out(members: Sequence[Member], schedule: Schedule, carries: Sequence[Carry] = ()) -> Layout:
+    """Lay out all slots of all members, so that no two share a byte that both may need at once, and prove it.
+
+    Args:
+        members: The runners.
+        schedule: The phases that they are used in.
+        carries: Values that go from one member to another, for which both have the same memory.
+
+    Raises:
+        ConfigError: Names, phases or carries do not fit together.
+        LayoutError: The proof fails.
+    """
+    slots = _lifetimes(members, schedule, carries).values()
+    largest = {one.allocation: one for one in sorted(slots, key=lambda one: one.nbytes)}
+    homes: set[tuple[str, Placement]] = {(one.device, one.placement) for one in slots}
+    blocks, spots, peak = list[Block](), dict[int, tuple[int, int]](), 0
+    for device, placement in sorted(homes):
+        arenas = all(member.capabilities.arenas for member in members if member.device == device)
+        mine = [one for one in largest.values() if (one.device, one.placement) == (device, placement)]
+        mine.sort(key=lambda one: (not one.always, -one.nbytes, str(one)))
+        sizes, found = _first_fit(mine, schedule, arenas=arenas)
+        spots |= {one.allocation: (len(blocks) + at, offset) for one, (at, offset) in zip(mine, found, strict=True)}
+        blocks += [Block(device=device, placement=placement, nbytes=nbytes) for nbytes in sizes]
+        peak += max(sum(one.nbytes for one in mine if not some.isdisjoint(one.phases)) for some in schedule.at_once)
+    where = ((one, *spots[one.allocation]) for one in slots)
+    places = tuple(attrs.evolve(one, block=block, offset=offset) for one, block, offset in where)
+    layout = Layout(schedule=schedule, blocks=tuple(blocks), places=places, peak=peak)
+    check_layout(layout)
+    return layout
+
+
+def _first_fit(slots: Sequence[Place], schedule: Schedule, *, arenas: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    """The sizes of blocks, and a block and an offset for each slot: the lowest that is free while the slot is needed.
+
+    Args:
+        slots: One slot for each allocation. The largest come first, so that a block is as large as its first slot.
+        schedule: Tells which slots may be needed at once.
+        arenas: Whether one block holds all slots, at any offset. Else all slots of a block begin where it does.
+    """
+    taken, starts = [one.nbytes if arenas else 1 for one in slots], list[int]()
+    for one, length in zip(slots, taken, strict=True):
+        placed, start = zip(starts, taken, slots, strict=False), 0
+        for at, size in sorted((at, size) for at, size, other in placed if one.meeting(other, schedule)):
+            if at - start >= length:
+                break
+            start = max(start, at + size)
+        starts.append(start)
+    spots = [(0, start) if arenas else (start, 0) for start in starts]
+    sizes = dict[int, int]()
+    for one, (block, offset) in zip(slots, spots, strict=True):
+        sizes[block] = max(sizes.get(block, 0), offset + one.nbytes)
+    return [*sizes.values()], spots
+
+
+def check_layout(layout: Layout) -> None:
+    """Prove that every place lies in a block of its kind, and that no two share a byte that both may need at once.
+
+    Raises:
+        LayoutError: All places for which that does not hold.
+    """
+    faults = [*_misplaced(layout)] or [*_meeting(layout)]
+    if faults:
+        raise LayoutError(f"the layout is not safe: {'; '.join(faults)}")
+
+
+def _misplaced(layout: Layout) -> Iterator[str]:
+    """Places that lie nowhere, or not where the device can have them."""
+    for place in layout.places:
+        block = layout.blocks[place.block]
+        if (block.device, block.placement) != (place.device, place.placement) or place.offset % ALIGNMENT:
+            yield f"{place} must not begin at byte {place.offset} of {block.device}'s {block.placement} memory"
+        if not 0 <= place.offset <= place.stop <= block.nbytes:
+            yield f"{place} ends at byte {place.stop} of a block of {block.nbytes}"
+
+
+def _meeting(layout: Layout) -> Iterator[str]:
+    """Pairs of slots that lie where they must not."""
+    for one, other in itertools.combinations(layout.places, 2):
+        if one.allocation == other.allocation:
+            if (one.block, one.offset) != (other.block, other.offset):
+                yield f"{one} and {other} hold one value, and do not begin at one address"
+        elif one.touches(other) and (met := one.meeting(other, layout.schedule)) is not None:
+            yield f"{one} and {other} share memory, but {one} is needed in {met[0]}, and {other} in {met[1]}"
