@@ -1,6 +1,6 @@
 """The prefill runners: a part of the step is captured by tokens, and the rest runs eagerly around it."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Literal, Unpack, final
 
 from torch import nn
@@ -201,35 +201,27 @@ def find_stack(step: Callable[..., Any], stack: nn.Module | str | None) -> Stack
     if isinstance(stack, nn.Module):
         return Stack(stack, type(stack).__name__)
     if isinstance(stack, str):
-        return Stack(_followed(step, stack), stack)
-    if stack is not None:
+        found: Any = step
+        name = getattr(step, "__qualname__", type(step).__name__)
+        for part in stack.split("."):
+            inner = getattr(found, part, None)
+            if inner is None:
+                held = {**getattr(found, "__dict__", {}), **getattr(found, "_modules", {})}
+                there = [repr(one) for one, value in held.items() if isinstance(value, nn.Module)]
+                raise ConfigError(
+                    f"stack={stack!r} leads nowhere: {name} has no {part!r}; modules there: "
+                    f"{', '.join(there) or 'none'}"
+                )
+            found, name = inner, part if found is step else f"{name}.{part}"
+        said, name = f"stack={stack!r} leads to", stack
+    elif stack is not None:
         raise ConfigError(f"stack is a module, or a dotted path to one under the step, not {type(stack).__name__}")
-    offer = getattr(step, OFFER, None)
-    if offer is None:
-        return None
-    offered, name = offer(), f"{type(step).__name__}.{OFFER}()"
-    if not isinstance(offered, nn.Module):
-        raise ConfigError(f"{name} returned {type(offered).__name__}, no module")
-    return Stack(offered, name)
-
-
-def _followed(step: Callable[..., Any], path: str) -> nn.Module:
-    holder: Any = step
-    walked: Sequence[str] = path.split(".")
-    for place, part in enumerate(walked):
-        inner = getattr(holder, part, None)
-        if inner is None:
-            where = ".".join(walked[:place]) or getattr(step, "__qualname__", type(step).__name__)
-            raise ConfigError(
-                f"stack={path!r} leads nowhere: {where} has no {part!r}; modules there: {_modules_of(holder)}"
-            )
-        holder = inner
-    if not isinstance(holder, nn.Module):
-        raise ConfigError(f"stack={path!r} leads to {type(holder).__name__}, which is no module")
-    return holder
-
-
-def _modules_of(holder: Any) -> str:
-    named = dict(holder.named_children()) if isinstance(holder, nn.Module) else {}
-    own = {name: value for name, value in getattr(holder, "__dict__", {}).items() if isinstance(value, nn.Module)}
-    return ", ".join(map(repr, {**named, **own})) or "none"
+    else:
+        offer = getattr(step, OFFER, None)
+        if offer is None:
+            return None
+        found, name = offer(), f"{type(step).__name__}.{OFFER}()"
+        said = f"{name} returned"
+    if not isinstance(found, nn.Module):
+        raise ConfigError(f"{said} {type(found).__name__}, which is no module")
+    return Stack(found, name)

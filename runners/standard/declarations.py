@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, float32, int32, int64
 
 from ...dataflow.axes import BATCH, TOKENS, WIDTH, Step
 from ...dataflow.capabilities import CACHE_LOC, HOST, SEQ_LEN_FILL
@@ -46,10 +47,10 @@ class Requests(Inputs):
     seq_lens_cpu: plans of attention are made on the host; reading seq_lens back would wait for the device.
     """
 
-    req_pool_indices: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, poison=())
-    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, converts=(torch.int64,))
-    seq_lens_cpu: torch.Tensor | None = copied(
-        BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, placement=HOST, converts=(torch.int64,), default=None
+    req_pool_indices: Tensor = copied(BATCH, dtype=int64, pad=0, poison=())
+    seq_lens: Tensor = copied(BATCH, dtype=int32, pad=SEQ_LEN_FILL, converts=(int64,))
+    seq_lens_cpu: Tensor | None = copied(
+        BATCH, dtype=int32, pad=SEQ_LEN_FILL, placement=HOST, converts=(int64,), default=None
     )
 
 
@@ -60,13 +61,13 @@ class BoundedContext(Requests):
     seq_lens_cpu: one position too many reads past the rope table and writes past the request's pages.
     """
 
-    seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, converts=(torch.int64,), limit=CONTEXT)
-    seq_lens_cpu: torch.Tensor | None = copied(
+    seq_lens: Tensor = copied(BATCH, dtype=int32, pad=SEQ_LEN_FILL, converts=(int64,), limit=CONTEXT)
+    seq_lens_cpu: Tensor | None = copied(
         BATCH,
-        dtype=torch.int32,
+        dtype=int32,
         pad=SEQ_LEN_FILL,
         placement=HOST,
-        converts=(torch.int64,),
+        converts=(int64,),
         limit=CONTEXT,
         default=None,
     )
@@ -78,8 +79,8 @@ class HostLengths(Inputs):
     actual_seq_lengths_kv: the host's own lengths, since reading seq_lens back would wait; padded rows as those of it.
     """
 
-    actual_seq_lengths_kv: torch.Tensor = host_parameter(
-        BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, source="seq_lens_cpu", converts=(torch.int64,)
+    actual_seq_lengths_kv: Tensor = host_parameter(
+        BATCH, dtype=int32, pad=SEQ_LEN_FILL, source="seq_lens_cpu", converts=(int64,)
     )
 
 
@@ -89,8 +90,8 @@ class ContextLengths(Inputs):
     context_lens: int32, which the operator wants; padded rows as those of seq_lens.
     """
 
-    context_lens: torch.Tensor = host_parameter(
-        BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, source="seq_lens_cpu", converts=(torch.int64,)
+    context_lens: Tensor = host_parameter(
+        BATCH, dtype=int32, pad=SEQ_LEN_FILL, source="seq_lens_cpu", converts=(int64,)
     )
 
 
@@ -103,12 +104,12 @@ class DecodeInputs(Requests):
     next_token_logits: one allocation for all buckets, at an address that samplers and collectives know.
     """
 
-    input_ids: torch.Tensor = copied(
-        TOKENS, dtype=torch.int64, pad=keep("any id will do, its row's result is dropped"), poison="stale"
+    input_ids: Tensor = copied(
+        TOKENS, dtype=int64, pad=keep("any id will do, its row's result is dropped"), poison="stale"
     )
-    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
-    next_token_logits: torch.Tensor = output(TOKENS, VOCAB, dtype=torch.float32)
+    positions: Tensor = copied(TOKENS, dtype=int64, pad=0)
+    out_cache_loc: Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
+    next_token_logits: Tensor = output(TOKENS, VOCAB, dtype=float32)
     capture_hidden_mode: str = "null"
 
 
@@ -119,7 +120,7 @@ class TargetVerifyInputs(DecodeInputs):
     since a softmax over nothing is NaN.
     """
 
-    custom_mask: torch.Tensor = staged((BATCH * FILL + TOKENS) * WIDTH, dtype=torch.bool, pad=True)
+    custom_mask: Tensor = staged((BATCH * FILL + TOKENS) * WIDTH, dtype=torch.bool, pad=True)
 
 
 class EagerInputs(DecodeInputs):
@@ -138,9 +139,9 @@ class PrefillInputs(Inputs):
     out_cache_loc: padded rows are executed, and write to location 0, which is kept free for that.
     """
 
-    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
+    input_ids: Tensor = copied(TOKENS, dtype=int64, pad=0)
+    positions: Tensor = copied(TOKENS, dtype=int64, pad=0)
+    out_cache_loc: Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
 
 
 class BreakableInputs(PrefillInputs, Requests, drop=["seq_lens_cpu"]):
@@ -154,10 +155,10 @@ class BreakableInputs(PrefillInputs, Requests, drop=["seq_lens_cpu"]):
     orig_seq_lens: lengths before anything was chunked, for rope scaling that hangs on them.
     """
 
-    extend_seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, poison=(), converts=(torch.int64,))
-    extend_prefix_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, converts=(torch.int64,))
-    extend_start_loc: torch.Tensor = computed(first_tokens, shape=BATCH, dtype=torch.int32)
-    orig_seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, converts=(torch.int64,))
+    extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
+    extend_prefix_lens: Tensor = copied(BATCH, dtype=int32, pad=0, converts=(int64,))
+    extend_start_loc: Tensor = computed(first_tokens, shape=BATCH, dtype=int32)
+    orig_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=SEQ_LEN_FILL, converts=(int64,))
 
     @classmethod
     def placeholder(cls, step: Step) -> Mapping[str, Any]:
@@ -175,7 +176,7 @@ class DraftPrefillInputs(PrefillInputs):
     hidden_states: one for each token of the target's prefill; padded rows are executed, on zeros.
     """
 
-    hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0)
+    hidden_states: Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0)
 
 
 class DraftInputs(Requests):
@@ -190,13 +191,13 @@ class DraftInputs(Requests):
     hidden_states: the target's last one for each request; so large that it is copied by itself, not in a group.
     """
 
-    input_ids: torch.Tensor = staged(TOKENS, dtype=torch.int64, pad=keep("written before it is read, all rows"))
-    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, restored=True)
-    out_cache_loc: torch.Tensor = copied(TOKENS * STEPS, dtype=CACHE_LOC, pad=0)
-    extend_seq_lens: torch.Tensor = constant(1, shape=BATCH, dtype=torch.int32)
-    topk_p: torch.Tensor = copied(BATCH, TOPK, dtype=torch.float32, pad=0)
-    topk_index: torch.Tensor = copied(BATCH, TOPK, dtype=torch.int64, pad=0)
-    hidden_states: torch.Tensor = copied(BATCH, HIDDEN, dtype=MODEL_DTYPE, pad=0)
+    input_ids: Tensor = staged(TOKENS, dtype=int64, pad=keep("written before it is read, all rows"))
+    positions: Tensor = copied(TOKENS, dtype=int64, pad=0, restored=True)
+    out_cache_loc: Tensor = copied(TOKENS * STEPS, dtype=CACHE_LOC, pad=0)
+    extend_seq_lens: Tensor = constant(1, shape=BATCH, dtype=int32)
+    topk_p: Tensor = copied(BATCH, TOPK, dtype=float32, pad=0)
+    topk_index: Tensor = copied(BATCH, TOPK, dtype=int64, pad=0)
+    hidden_states: Tensor = copied(BATCH, HIDDEN, dtype=MODEL_DTYPE, pad=0)
     capture_hidden_mode: str = "null"
 
 
@@ -209,10 +210,10 @@ class DraftSampling(Inputs):
     top_ks: the whole vocabulary in padded rows, which cuts nothing off.
     """
 
-    draft_probs: torch.Tensor = copied(BATCH, VOCAB, dtype=torch.float32, pad=0)
-    sampling_seed: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-    temperatures: torch.Tensor = copied(BATCH, 1, dtype=torch.float32, pad=1)
-    top_ks: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=VOCAB)
+    draft_probs: Tensor = copied(BATCH, VOCAB, dtype=float32, pad=0)
+    sampling_seed: Tensor = copied(BATCH, dtype=int64, pad=0)
+    temperatures: Tensor = copied(BATCH, 1, dtype=float32, pad=1)
+    top_ks: Tensor = copied(BATCH, dtype=int32, pad=VOCAB)
 
 
 class DraftExtendInputs(Requests):
@@ -229,17 +230,17 @@ class DraftExtendInputs(Requests):
     next_token_logits: one row a request, that of select_index.
     """
 
-    input_ids: torch.Tensor = copied(
-        TOKENS, dtype=torch.int64, pad=keep("any id will do, its row's result is dropped"), poison="stale"
+    input_ids: Tensor = copied(
+        TOKENS, dtype=int64, pad=keep("any id will do, its row's result is dropped"), poison="stale"
     )
-    positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0, starts=1)
-    hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0)
-    extend_seq_lens: torch.Tensor = constant(WIDTH, shape=BATCH, dtype=torch.int32)
-    num_correct_drafts: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=WIDTH)
-    num_accept_tokens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=WIDTH)
-    select_index: torch.Tensor = computed(last_accepted, shape=BATCH, dtype=torch.int64)
-    next_token_logits: torch.Tensor = output(BATCH, VOCAB, dtype=torch.float32)
+    positions: Tensor = copied(TOKENS, dtype=int64, pad=0)
+    out_cache_loc: Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0, starts=1)
+    hidden_states: Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0)
+    extend_seq_lens: Tensor = constant(WIDTH, shape=BATCH, dtype=int32)
+    num_correct_drafts: Tensor = copied(BATCH, dtype=int32, pad=WIDTH)
+    num_accept_tokens: Tensor = copied(BATCH, dtype=int32, pad=WIDTH)
+    select_index: Tensor = computed(last_accepted, shape=BATCH, dtype=int64)
+    next_token_logits: Tensor = output(BATCH, VOCAB, dtype=float32)
     capture_hidden_mode: str = "null"
 
 
@@ -256,12 +257,12 @@ class MultiLayerDraftExtendInputs(DraftExtendInputs):
     select_index: the row of each request's last correct draft, in padded rows one of their own.
     """
 
-    hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, rewritten=True)
-    num_correct_drafts: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-1, starts=1)
-    num_accept_tokens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-1, starts=1)
-    extend_start_loc: torch.Tensor = constant(even_starts, shape=BATCH, dtype=torch.int32)
-    front_tokens: torch.Tensor = constant(FRONT, shape=1, dtype=torch.int32)
-    select_index: torch.Tensor = computed(last_correct, shape=BATCH, dtype=torch.int64)
+    hidden_states: Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, rewritten=True)
+    num_correct_drafts: Tensor = copied(BATCH, dtype=int32, pad=-1, starts=1)
+    num_accept_tokens: Tensor = copied(BATCH, dtype=int32, pad=-1, starts=1)
+    extend_start_loc: Tensor = constant(even_starts, shape=BATCH, dtype=int32)
+    front_tokens: Tensor = constant(FRONT, shape=1, dtype=int32)
+    select_index: Tensor = computed(last_correct, shape=BATCH, dtype=int64)
 
 
 class SlidingWindow(Inputs):
@@ -270,7 +271,7 @@ class SlidingWindow(Inputs):
     out_cache_loc_swa: lent to the KV pool while buckets are captured, so that graphs write there without a translation.
     """
 
-    out_cache_loc_swa: torch.Tensor = copied(TOKENS, dtype=torch.int32, pad=0, poison=())
+    out_cache_loc_swa: Tensor = copied(TOKENS, dtype=int32, pad=0, poison=())
 
 
 class Mrope(Inputs):
@@ -279,7 +280,7 @@ class Mrope(Inputs):
     mrope_positions: absent where a batch is text alone; padded columns are executed, at position 0.
     """
 
-    mrope_positions: torch.Tensor | None = copied(3, TOKENS, dtype=torch.int64, pad=0, strided=True, default=None)
+    mrope_positions: Tensor | None = copied(3, TOKENS, dtype=int64, pad=0, strided=True, default=None)
 
 
 class DraftMrope(Mrope):
@@ -288,9 +289,7 @@ class DraftMrope(Mrope):
     mrope_positions: advanced in place, all three parts, and put back by the graph; absent where a batch is text alone.
     """
 
-    mrope_positions: torch.Tensor | None = copied(
-        3, TOKENS, dtype=torch.int64, pad=0, strided=True, default=None, restored=True
-    )
+    mrope_positions: Tensor | None = copied(3, TOKENS, dtype=int64, pad=0, strided=True, default=None, restored=True)
 
 
 class InputEmbeds(Inputs):
@@ -299,7 +298,7 @@ class InputEmbeds(Inputs):
     input_embeds: the model writes it inside the step, where each batch differs; padded rows are executed, on zeros.
     """
 
-    input_embeds: torch.Tensor = staged(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0)
+    input_embeds: Tensor = staged(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0)
 
 
 class Mamba(Inputs):
@@ -310,9 +309,9 @@ class Mamba(Inputs):
     mamba_track_seqlens: how many tokens a snapshot stands for.
     """
 
-    mamba_track_indices: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, poison=())
-    mamba_track_mask: torch.Tensor = copied(BATCH, dtype=torch.bool, pad=False)
-    mamba_track_seqlens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0)
+    mamba_track_indices: Tensor = copied(BATCH, dtype=int64, pad=0, poison=())
+    mamba_track_mask: Tensor = copied(BATCH, dtype=torch.bool, pad=False)
+    mamba_track_seqlens: Tensor = copied(BATCH, dtype=int32, pad=0)
 
 
 class EncoderDecoder(Inputs):
@@ -321,7 +320,7 @@ class EncoderDecoder(Inputs):
     encoder_lens: 0 at first, written for live rows alone; a stale length is one that some encoder output had.
     """
 
-    encoder_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=once(0))
+    encoder_lens: Tensor = copied(BATCH, dtype=int32, pad=once(0))
 
 
 class NgramEmbedding(Inputs):
@@ -331,16 +330,16 @@ class NgramEmbedding(Inputs):
     ngram_req_lens: how many of them; 1 at first, so that a row never written has a token.
     """
 
-    ngram_column_starts: torch.Tensor = copied(
+    ngram_column_starts: Tensor = copied(
         BATCH,
-        dtype=torch.int32,
+        dtype=int32,
         pad=keep("a stale start is one that a request had"),
         poison="stale",
         source="ngram_embedding_info.column_starts",
     )
-    ngram_req_lens: torch.Tensor = copied(
+    ngram_req_lens: Tensor = copied(
         BATCH,
-        dtype=torch.int32,
+        dtype=int32,
         pad=keep("a stale length is one that a request had"),
         poison="stale",
         starts=1,
@@ -355,10 +354,10 @@ class PipelineProxies(Inputs):
     pp_residual: likewise; absent where the model adds it before it hands on.
     """
 
-    pp_hidden_states: torch.Tensor | None = copied(
+    pp_hidden_states: Tensor | None = copied(
         TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, poison=(), source=side("pp_proxy_tensors.hidden_states"), default=None
     )
-    pp_residual: torch.Tensor | None = copied(
+    pp_residual: Tensor | None = copied(
         TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, poison=(), source=side("pp_proxy_tensors.residual"), default=None
     )
 
@@ -369,8 +368,8 @@ class PipelineIndices(Inputs):
     pp_topk_indices: padded rows attend to token 0, which is always there.
     """
 
-    pp_topk_indices: torch.Tensor | None = copied(
-        TOKENS, INDEX_TOPK, dtype=torch.int32, pad=0, source=side("pp_proxy_tensors.topk_indices"), default=None
+    pp_topk_indices: Tensor | None = copied(
+        TOKENS, INDEX_TOPK, dtype=int32, pad=0, source=side("pp_proxy_tensors.topk_indices"), default=None
     )
 
 
@@ -380,7 +379,7 @@ class ExpertParallel(Inputs):
     num_token_non_padded: live tokens of this rank's part of the padded bucket; the rest is routed to no expert.
     """
 
-    num_token_non_padded: torch.Tensor = computed(num_token_non_padded, shape=1, dtype=torch.int32)
+    num_token_non_padded: Tensor = computed(num_token_non_padded, shape=1, dtype=int32)
 
 
 class ExpertParallelSharded(Inputs):
@@ -389,7 +388,7 @@ class ExpertParallelSharded(Inputs):
     num_token_non_padded: live tokens of this rank's part, all of them where there is one shard; needs no settings.
     """
 
-    num_token_non_padded: torch.Tensor = computed(own_tokens, shape=1, dtype=torch.int32)
+    num_token_non_padded: Tensor = computed(own_tokens, shape=1, dtype=int32)
 
 
 class DataParallelGathered(Inputs):
@@ -399,8 +398,8 @@ class DataParallelGathered(Inputs):
     global_num_tokens_for_logprob: likewise, a row of logits a token.
     """
 
-    global_num_tokens: torch.Tensor = computed(padded_tokens, shape=DP, dtype=torch.int32)
-    global_num_tokens_for_logprob: torch.Tensor = computed(padded_tokens, shape=DP, dtype=torch.int32)
+    global_num_tokens: Tensor = computed(padded_tokens, shape=DP, dtype=int32)
+    global_num_tokens_for_logprob: Tensor = computed(padded_tokens, shape=DP, dtype=int32)
 
 
 class DataParallelGatheredExtend(DataParallelGathered):
@@ -409,7 +408,7 @@ class DataParallelGatheredExtend(DataParallelGathered):
     global_num_tokens_for_logprob: the padded request count, since select_index leaves one row of each request.
     """
 
-    global_num_tokens_for_logprob: torch.Tensor = computed(padded_requests, shape=DP, dtype=torch.int32)
+    global_num_tokens_for_logprob: Tensor = computed(padded_requests, shape=DP, dtype=int32)
 
 
 class DataParallelAgreed(Inputs):
@@ -419,8 +418,8 @@ class DataParallelAgreed(Inputs):
     global_num_tokens_for_logprob: likewise, a row of logits a token.
     """
 
-    global_num_tokens: torch.Tensor = computed(agreed_tokens, shape=DP, dtype=torch.int32)
-    global_num_tokens_for_logprob: torch.Tensor = computed(agreed_tokens, shape=DP, dtype=torch.int32)
+    global_num_tokens: Tensor = computed(agreed_tokens, shape=DP, dtype=int32)
+    global_num_tokens_for_logprob: Tensor = computed(agreed_tokens, shape=DP, dtype=int32)
 
 
 class DataParallelAgreedExtend(DataParallelAgreed):
@@ -429,7 +428,7 @@ class DataParallelAgreedExtend(DataParallelAgreed):
     global_num_tokens_for_logprob: live requests of each batch, since select_index leaves one row of each.
     """
 
-    global_num_tokens_for_logprob: torch.Tensor = computed(agreed_requests, shape=DP, dtype=torch.int32)
+    global_num_tokens_for_logprob: Tensor = computed(agreed_requests, shape=DP, dtype=int32)
 
 
 class DataParallelCarried(Inputs):
@@ -439,5 +438,5 @@ class DataParallelCarried(Inputs):
     global_num_tokens_for_logprob: likewise.
     """
 
-    global_num_tokens: torch.Tensor = copied(DP, dtype=torch.int32)
-    global_num_tokens_for_logprob: torch.Tensor = copied(DP, dtype=torch.int32)
+    global_num_tokens: Tensor = copied(DP, dtype=int32)
+    global_num_tokens_for_logprob: Tensor = copied(DP, dtype=int32)

@@ -138,7 +138,7 @@ MISSING: list[tuple[Any, Any, str]] = [
     (Model(), "model", r"leads nowhere: Model has no 'model'; modules there: 'inner'"),
     (Model(), "head", r"stack='head' leads to Parameter, which is no module"),
     (Model(), 3, r"stack is a module, or a dotted path to one under the step, not int"),
-    (Wrong(), None, r"Wrong.layer_stack\(\) returned list, no module"),
+    (Wrong(), None, r"Wrong.layer_stack\(\) returned list, which is no module"),
     (lambda view: view, "inner", r"leads nowhere: .*<lambda> has no 'inner'; modules there: none"),
 ]
 
