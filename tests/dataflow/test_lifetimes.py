@@ -1,4 +1,4 @@
-"""Schedules, lifetimes and carries: what may be in use at once, and how long each slot's bytes must hold."""
+"""Schedules and lifetimes: what may be in use at once, and how long each slot's bytes must hold."""
 
 import itertools
 from typing import Any
@@ -11,11 +11,10 @@ from hypothesis import given
 from slotgraph import BATCH, CACHE_LOC, TOKENS, Step, computed, constant, copied, keep, output, staged
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.sharing import Carry, Member, Schedule, lay_out
+from slotgraph.dataflow.sharing import Schedule, lay_out
 from slotgraph.dataflow.slots import Constant, Copied, Slot, slot
 from slotgraph.extend import host_parameter, once
 from tests.sharing import member_of, schedules
-from tests.strategies import HIDDEN
 
 CYCLE = Schedule(("draft", "verify", "extend"))
 
@@ -63,14 +62,6 @@ def test_sets_of_phases_at_once_are_the_largest(schedule: Schedule) -> None:
     largest = [some for some in every if not any(some < other for other in every)]
     found = [{*some} for some in schedule.at_once]
     assert sorted(map(sorted, found)) == sorted(map(sorted, largest))
-
-
-def test_a_span_goes_round() -> None:
-    """From a phase to one that comes before it in the order lies the end of the round."""
-    assert CYCLE.span("draft", "extend") == ("draft", "verify", "extend")
-    assert CYCLE.span("extend", "draft") == ("extend", "draft")
-    assert CYCLE.span("verify", "draft") == ("verify", "extend", "draft")
-    assert CYCLE.span("verify", "verify") == ("verify",)
 
 
 def count(step: Step) -> int:
@@ -148,90 +139,3 @@ def test_members_have_names_and_phases_of_the_schedule() -> None:
         lay_out([member, member], CYCLE)
     with pytest.raises(ConfigError, match="phase 'prefill' is not in the schedule: phases are 'draft'"):
         lay_out([attrs.evolve(member, phase="prefill")], CYCLE)
-
-
-HIDDEN_STATES = copied(TOKENS, HIDDEN, dtype=torch.float32, pad=0)
-PHASES = ("draft", "verify", "extend")
-
-
-def cycle() -> list[Member]:
-    """One member a phase, each with hidden states."""
-    return [member_of(name, name, {"hidden": HIDDEN_STATES}) for name in PHASES]
-
-
-OTHERS: dict[str, Any] = {
-    "half": copied(TOKENS, HIDDEN, dtype=torch.float16, pad=0),
-    "wide": copied(TOKENS, HIDDEN * 2, dtype=torch.float32, pad=0),
-    "host": copied(TOKENS, HIDDEN, dtype=torch.float32, pad=0, placement="host"),
-    "fixed": constant(1.0, shape=(TOKENS, HIDDEN), dtype=torch.float32),
-    "hidden": HIDDEN_STATES,
-}
-
-
-@pytest.mark.parametrize(
-    ("carry", "said"),
-    [
-        (Carry("hidden", "verify", "none"), "there is no member 'none': members are 'draft', 'verify', 'extend'"),
-        (Carry("none", "verify", "extend"), "member 'verify' has no slot 'none'; member 'extend' has no slot 'none'"),
-        (Carry("hidden", "verify", "extend", "states"), "member 'extend' has no slot 'states'"),
-        (Carry("hidden", "verify", "extend", "bound"), r"the memory of extend\.bound was handed in"),
-        (Carry("hidden", "verify", "verify"), "both are in phase 'verify'"),
-        (
-            Carry("hidden", "verify", "extend", "half"),
-            r"verify.hidden is float32 \[8, 3\] and extend.half is float16 \[8, 3\]",
-        ),
-        (
-            Carry("hidden", "verify", "extend", "wide"),
-            r"verify.hidden is float32 \[8, 3\] and extend.wide is float32 \[8, 6\]: make all but dim 0 alike",
-        ),
-        (Carry("hidden", "verify", "extend", "host"), "they lie in cpu's device memory and cpu's host memory"),
-        (Carry("hidden", "verify", "extend", "fixed"), "extend.fixed is constant, and so never what a step leaves"),
-        (Carry("fixed", "verify", "extend", "hidden"), "verify.fixed is constant, and so never what a step leaves"),
-    ],
-)
-def test_what_cannot_carry_over_is_refused(carry: Carry, said: str) -> None:
-    """Each names the slots, and how they differ."""
-    fields = {**OTHERS, "bound": HIDDEN_STATES}
-    members = [member_of(name, name, fields, bound={"bound"}) for name in PHASES]
-    with pytest.raises(ConfigError, match=said):
-        lay_out(members, CYCLE, [carry])
-
-
-@pytest.mark.parametrize("schedule", [Schedule(PHASES, [("extend", "verify")]), Schedule(PHASES[1:], (), ("draft",))])
-def test_a_value_that_the_next_one_may_overtake_is_refused(schedule: Schedule) -> None:
-    """Where writer and reader may be in use at once, the next value is written while this one is read."""
-    carry = Carry("hidden", "verify", "extend" if schedule.overlaps else "draft")
-    with pytest.raises(ConfigError, match="may be in use at once, so that the next value would be written"):
-        lay_out(cycle(), schedule, [carry])
-
-
-@pytest.mark.parametrize(
-    ("carries", "schedule"),
-    [
-        ([Carry("hidden", "draft", "extend"), Carry("hidden", "verify", "extend")], CYCLE),
-        ([Carry("hidden", "draft", "verify"), Carry("hidden", "draft", "extend")], CYCLE),
-        (
-            [Carry("hidden", "draft", "verify"), Carry("hidden", "verify", "extend")],
-            Schedule(PHASES, [("draft", "extend")]),
-        ),
-    ],
-)
-def test_a_value_that_another_would_spoil_is_refused(carries: list[Carry], schedule: Schedule) -> None:
-    """Slots that carries make one memory must not be in use while one of the values waits in it."""
-    with pytest.raises(ConfigError, match="which other carries make the same memory, is in use"):
-        lay_out(cycle(), schedule, carries)
-
-
-def test_a_value_may_go_through_all_phases() -> None:
-    """From each phase to the next: one memory, which is never free."""
-    carries = [Carry("hidden", a, b) for a, b in (("draft", "verify"), ("verify", "extend"), ("extend", "draft"))]
-    layout = lay_out(cycle(), CYCLE, carries)
-    assert {(place.offset, place.phases) for place in layout.places} == {(0, PHASES)}
-
-
-def test_carries_with_a_member_that_does_not_share_are_copied() -> None:
-    """Each has its own memory; the batch brings the value, as it would without a pool."""
-    members = cycle()
-    members[2] = attrs.evolve(members[2], shares=False)
-    layout = lay_out(members, CYCLE, [Carry("hidden", "verify", "extend")])
-    assert layout.shared_with("extend", "hidden") == ()
