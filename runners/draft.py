@@ -22,7 +22,6 @@ from .tree import Drafts, Frontier, top_tokens
 CHAINED: Final = ("input_ids", "hidden_states")
 ChainedStep: TypeAlias = Callable[[V, V | None], Any]
 POSITIONS: Final = ("positions", "mrope_positions")
-_FIRST: Final = ("topk_p", "topk_index")
 _IDS: Final = "input_ids"
 
 
@@ -49,7 +48,9 @@ Forward: TypeAlias = Callable[[V, DraftStep], tuple[torch.Tensor, torch.Tensor |
 class DraftRunner(RequestRunner[V]):
     """Drafts a tree of tokens for each request: `steps` deep, with topk nodes a step, by one replay.
 
-    TOKENS is BATCH * topk; TOPK and STEPS have their sizes. A call returns `Drafts` with one row a request.
+    TOKENS is BATCH * topk; TOPK and STEPS have their sizes. A call returns `Drafts` with one row a request. Slots
+    `positions` and `mrope_positions` are one more after each call of `forward`, and as before after the last: they are
+    `restored`, as any slot must be that `forward` itself advances.
 
     Args:
         inputs: The declaration, with `topk_p` and `topk_index` [BATCH, TOPK], the children of the tokens that are
@@ -58,8 +59,6 @@ class DraftRunner(RequestRunner[V]):
             hidden states [TOKENS, ...], or None.
         topk: Nodes that each step goes on from.
         steps: The depth of the tree.
-        advances: Slots that are one more after each call, and as before after the last; they must be `restored`. By
-            default `positions` and `mrope_positions`, where they are declared.
         options: As of `DecodeRunner`.
     """
 
@@ -70,12 +69,11 @@ class DraftRunner(RequestRunner[V]):
         *,
         topk: int,
         steps: int,
-        advances: Sequence[str] | None = None,
         **options: Unpack[DraftArguments],
     ) -> None:
         _check_counts(topk, steps)
         check_step("forward", forward, "the view and a DraftStep")
-        advances = _checked_advances(declaration_of(inputs), advances)
+        advances = _advancing(declaration_of(inputs))
         self.topk, self.steps = topk, steps
         step = _Drafting(forward, topk, steps, advances)
         super().__init__(inputs, step, options, output_rows=BATCH, known={TOPK: topk, STEPS: steps}, width=topk)
@@ -137,21 +135,21 @@ def _check_counts(topk: int, steps: int) -> None:
             raise ConfigError(f"a draft needs {name}= of at least 1, got {count!r}")
 
 
-def _checked_advances(declaration: Declaration, wanted: Sequence[str] | None) -> Sequence[str]:
-    """The slots that advance. ConfigError where one that the runner reads or writes is missing or of another kind."""
+def _advancing(declaration: Declaration) -> Sequence[str]:
+    """The slots that each step advances. ConfigError where one that the draft reads or writes is of another kind."""
     slots = declaration.slots
-    advances = [name for name in POSITIONS if name in slots] if wanted is None else checked_names("advances", wanted)
-    for name in _FIRST:
+    for name in ("topk_p", "topk_index"):
         if name not in slots or slots[name].shape != (Dim.of(BATCH), Dim.of(TOPK)):
             raise ConfigError(
                 f"{declaration.name} needs a slot {name!r} of shape [BATCH, TOPK]: the draft's tree begins with it"
             )
     if _IDS in slots and not slots[_IDS].rewritten:
         raise ConfigError(f"slot {_IDS!r}: the draft writes it in each step: declare it with staged(), or leave it out")
+    advances = [name for name in POSITIONS if name in slots]
     for name in advances:
-        if name not in slots or not slots[name].restored:
+        if not slots[name].restored:
             raise ConfigError(
-                f"{declaration.name} needs a slot {name!r} with restored=True: each draft step advances it (advances=)"
+                f"slot {name!r} of {declaration.name}: each draft step advances it: give it restored=True"
             )
     return advances
 

@@ -76,7 +76,7 @@ USED: dict[str, set[str]] = {
 }
 
 
-FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "advances", "relations", "absent"}
+FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "relations", "absent"}
 """Arguments that some runners have and others do not."""
 
 
@@ -169,7 +169,6 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "absent": no_list,
     "carry": no_list,
     "chained": no_list,
-    "advances": lambda value: value is None or no_list(value),
     "output_rows": lambda value: value is None or (isinstance(value, Axis) and value in (BATCH, TOKENS)),
     "one_width": lambda value: isinstance(value, bool),
     "phase": lambda value: value is None or value is PHASE,

@@ -159,6 +159,11 @@ REFUSED: list[tuple[Any, Any, str]] = [
         "sum reads slot 'extend_seq_lens', whose rows are req",
     ),
     (lambda hidden, view: hidden * view.extend_start_loc.shape[0], None, "shape reads slot 'extend_start_loc'"),
+    (
+        lambda hidden, lengths: hidden + lengths,
+        lambda view, hidden, inner: inner(hidden, view.extend_seq_lens[:]),
+        "aten::add reads slot 'extend_seq_lens'",
+    ),
     (lambda hidden, view: hidden * len(view.extend_seq_lens), None, "reads slot 'extend_seq_lens'"),
     (lambda hidden, view: hidden + view.extend_seq_lens, None, "add reads slot 'extend_seq_lens'"),
     (lambda hidden, view: hidden[view.extend_seq_lens.long() - 1], None, "long reads slot 'extend_seq_lens'"),

@@ -14,7 +14,6 @@ from slotgraph import BATCH, TOKENS, Inputs, copied, standard
 from slotgraph.backends import Backend, load
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
 from slotgraph.runners.draft import DraftStep
-from slotgraph.runners.eagerly import Eagerly
 from slotgraph.runners.tree import Drafts, top_tokens
 from slotgraph.speculative import DraftRunner
 from tests.runners.models import Batch, same_batch, snapshot
@@ -173,17 +172,6 @@ def test_drafts_are_the_plain_ones(
         assert same_batch(batch, given)
 
 
-def test_positions_are_put_back(backend: "Backend") -> None:
-    """After a replay the slot holds what the batch brought, and its tail is zero; so does the view that was filled."""
-    runner = captured(backend.name, 2, 3)
-    batch = batch_of(3, 2, 3, 1, backend.device)
-    view = runner.fill(batch)
-    seen = view.positions.tolist()
-    assert seen == [*batch["positions"].tolist(), 0, 0]
-    runner.replay(view)
-    assert view.positions.tolist() == seen
-
-
 def test_a_draft_of_one_step(cpu: str) -> None:
     """One step is the children of the known tokens: the model is not asked at all."""
     runner = made(cpu, 3, 1)
@@ -237,21 +225,6 @@ def test_a_replay_that_raises(cpu: str) -> None:
         assert_right(runner.replay(view), good, 2, 3)
 
 
-@pytest.mark.parametrize("no_copy", [False, True])
-def test_an_eager_step_that_raises(cpu: str, *, no_copy: bool) -> None:
-    """Neither a step that breaks off nor one that is done moves the batch's own positions, handed through or copied."""
-    runner = made(cpu, 2, 3)
-    eager = Eagerly(runner.stage, "eager", runner.parts.size, no_copy=no_copy)
-    for batch, raises in ((far(batch_of(3, 2, 3, 2), 2), True), (batch_of(3, 2, 3, 4), False)):
-        given = snapshot(batch)
-        if raises:
-            with pytest.raises(IndexError):
-                eager(batch)
-        else:
-            assert_right(eager(batch), batch, 2, 3)
-        assert same_batch(batch, given)
-
-
 class PlainPositions(BareInputs):
     positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
 
@@ -289,34 +262,28 @@ class Mrope(standard.DraftMrope, standard.DraftInputs):
 
 
 def test_positions_of_three_parts(backend: "Backend") -> None:
-    """All parts are one more in each step, as if the model counted itself, and as before at its end."""
-    device = backend.device
+    """All parts are one more in each step, and as before at its end."""
+    device, seen = backend.device, list[torch.Tensor]()
+    table = torch.cat([TABLE, TABLE], 1).to(device)
 
     def forward(view: Any, step: DraftStep) -> tuple[torch.Tensor, None]:
         """What hangs on all parts."""
-        places = view.mrope_positions + (step.index if counts else 0)
-        return (placed[places].sum(0)[:, None] * table + ids[step.input_ids]).double(), None
+        seen.append(view.mrope_positions.clone())
+        return (table[step.input_ids] * view.mrope_positions.sum(0)[:, None]).double(), None
 
-    tables = (PLACED[:, 0], TABLE[:1].repeat(1, 2), torch.cat([TABLE, TABLE], 1))
-    placed, table, ids = (tensor.to(device) for tensor in tables)
-    found = []
-    for counts in (False, True):
-        advances = ("positions",) if counts else None
-        given: dict[str, Any] = {"topk": 2, "steps": 3, "sizes": {standard.HIDDEN: WIDE}, "buckets": [4]}
-        absent = [{"seq_lens_cpu"}]
-        runner = DraftRunner(Mrope, forward, advances=advances, absent=absent, backend=backend, **given)
-        runner.capture()
-        batch = batch_of(3, 2, 3, 4, device)
-        batch["hidden_states"] = batch["hidden_states"].to(torch.bfloat16)
-        batch["mrope_positions"] = torch.randint(1, 40, (3, 6), generator=torch.Generator().manual_seed(5)).to(device)
-        view = runner.fill(batch)
-        drafts = runner.replay(view)
-        assert runner.stats()["steps"]["graph"] == 1
-        assert view.mrope_positions is not None
-        assert view.mrope_positions[:, :6].tolist() == batch["mrope_positions"].tolist()
-        assert view.mrope_positions[:, 6:].tolist() == [[0, 0]] * 3
-        found.append((drafts.tokens.tolist(), drafts.parents.tolist()))
-    assert found[0] == found[1]
+    given: dict[str, Any] = {"sizes": {standard.HIDDEN: WIDE}, "buckets": [4], "absent": [{"seq_lens_cpu"}]}
+    runner = DraftRunner(Mrope, forward, topk=2, steps=3, backend=backend, **given)
+    runner.capture()
+    batch = batch_of(3, 2, 3, 4, device)
+    batch["hidden_states"] = batch["hidden_states"].to(torch.bfloat16)
+    batch["mrope_positions"] = torch.randint(1, 40, (3, 6), generator=torch.Generator().manual_seed(5)).to(device)
+    view = runner.fill(batch)
+    runner.replay(view)
+    assert runner.stats()["steps"]["graph"] == 1
+    assert view.mrope_positions is not None
+    assert view.mrope_positions.tolist() == [[*row, 0, 0] for row in batch["mrope_positions"].tolist()]
+    first, second = seen[:2]  # of the first run for the capture
+    assert torch.equal(first + 1, second)
 
 
 def test_what_cannot_be_drafted() -> None:
@@ -325,8 +292,7 @@ def test_what_cannot_be_drafted() -> None:
         (BareInputs, {"topk": 0}, r"a draft needs topk= of at least 1, got 0"),
         (BareInputs, {"steps": 1.5}, r"a draft needs steps= of at least 1, got 1.5"),
         (BareInputs, {"sizes": {standard.TOPK: 3}}, r"sizes of TOPK is 3, and topk= is 2: give topk= alone"),
-        (BareInputs, {"advances": ["positions"]}, r"needs a slot 'positions' with restored=True"),
-        (PlainPositions, {}, r"PlainPositions needs a slot 'positions' with restored=True"),
+        (PlainPositions, {}, r"slot 'positions' of PlainPositions: .* give restored=True"),
         (CopiedIds, {}, r"slot 'input_ids': the draft writes it in each step: declare it with staged\(\)"),
         (FlatFirst, {}, r"FlatFirst needs a slot 'topk_index' of shape \[BATCH, TOPK\]"),
     ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Inputs, computed, copied, standard
 from slotgraph.backends import load
-from slotgraph.dataflow.errors import ConfigError, ReplayError
+from slotgraph.dataflow.errors import ConfigError
 from slotgraph.speculative import MultiLayerDraftExtendRunner
 from tests.runners.models import Batch, same_batch, snapshot
 
@@ -158,24 +158,6 @@ def test_views_share_all_other_slots(cpu: str) -> None:
                 assert part == 0 or (value.data_ptr() != vars(views[part - 1])[name].data_ptr() and not value.any())
             else:
                 assert value is vars(views[0])[name]
-
-
-def test_a_replay_that_raises(cpu: str) -> None:
-    """A replay that breaks off between two steps leaves the batch alone, and the next one is right."""
-
-    def limited(view: Any, after: Any) -> torch.Tensor:
-        logits: torch.Tensor = STEPS[1](view, after)
-        return logits + torch.ones(9, dtype=torch.float64)[view.positions[:1]]
-
-    runner = made(cpu, [STEPS[0], limited, STEPS[2]])
-    batch = batch_of(3, 1)
-    far = {**batch, "positions": batch["positions"] + 9}
-    given = snapshot(far)
-    with pytest.raises((IndexError, ReplayError), match=r"out of bounds|out of range"):
-        runner(far)
-    assert same_batch(far, given)
-    one, two, three = runner(batch)
-    assert_right((one, two - 1, three), batch)
 
 
 def test_a_batch_that_no_graph_takes(cpu: str) -> None:

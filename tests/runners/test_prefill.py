@@ -22,7 +22,6 @@ from slotgraph import (
     graph_break,
 )
 from slotgraph.backends import Backend
-from slotgraph.dataflow.errors import BatchError, ReplayError
 from slotgraph.extend import side
 from tests.runners.prefilled import (
     HIDDEN,
@@ -31,7 +30,6 @@ from tests.runners.prefilled import (
     Model,
     Prefill,
     around,
-    assert_equal,
     batch_of,
     caches_of,
     captured,
@@ -64,40 +62,6 @@ def test_any_schedule(backend: Backend, kind: str, schedule: list[tuple[list[int
         with torch.inference_mode(inference):
             assert torch.equal(runner(batch), eager(batch))
         assert torch.equal(caches_of(runner), caches_of(eager))
-
-
-@each_kind
-def test_fill_and_replay(backend: Backend, kind: str) -> None:
-    """A filled view has padded tokens and live requests; it is good for replays until the next fill."""
-    runner, eager = captured(kind, backend.name)
-    batch = batch_of([2, 3], 6, backend.device)
-    view = runner.fill(batch)
-    assert view.input_ids.shape == (16,)
-    assert view.extend_seq_lens.tolist() == [2, 3]
-    assert view.extend_start_loc.tolist() == [0, 2]
-    assert view.input_ids[5:].tolist() == [0] * 11
-    assert view.scale == 3
-    for _ in range(2):
-        assert torch.equal(runner.replay(view), eager(batch))
-    other = runner.fill(batch_of([17], 7, backend.device))
-    with pytest.raises(ReplayError, match="this view was not filled last"):
-        runner.replay(view)
-    assert torch.equal(runner.replay(other), eager(batch_of([17], 7, backend.device)))
-
-
-@each_kind
-def test_bad_batches(backend: Backend, kind: str) -> None:
-    """A batch that does not fit its declaration is refused before anything is written: the view filled last stands."""
-    runner, eager = captured(kind, backend.name)
-    batch = batch_of([2, 3], 8, backend.device)
-    view = runner.fill(batch)
-    for lengths in ([5], [2], [20]):
-        bad = batch_of(lengths, 9, backend.device)
-        with pytest.raises(BatchError, match="slot 'positions': expected int64 of shape"):
-            runner(bad | {"positions": bad["positions"][:-1]})
-        with pytest.raises(BatchError, match="slot 'out_cache_loc'"):
-            runner.fill({name: value for name, value in bad.items() if name != "out_cache_loc"})
-    assert torch.equal(runner.replay(view), eager(batch))
 
 
 @each_kind
@@ -295,14 +259,6 @@ def test_outputs_of_other_rows(cpu: str) -> None:
             around(scaled, cpu, outer, buckets=[4], output_rows=output_rows)
 
 
-def test_every_lowering(cpu: str) -> None:
-    """However a fill is run, it is done before the step's eager parts read the slots; never inside of a graph."""
-    for lowering in ("fused", "in_graph", "slot_by_slot"):
-        runner, eager = around(scaled, cpu, lowering=lowering)
-        assert runner.lowering == ("fused" if lowering == "in_graph" else lowering)
-        assert_equal(runner, eager, torch.device("cpu"), 1, 2)
-
-
 COLUMNS = 4
 
 
@@ -428,37 +384,6 @@ def test_split_that_the_step_does_not_call() -> None:
     assert said.endswith("(splits names mylib::attention)")
 
 
-def reads_the_host(view: Prefill) -> torch.Tensor:
-    """Python's way hangs on a number of the device."""
-    hidden: torch.Tensor = by_requests(embedded(view), view.extend_seq_lens)
-    return hidden * 2 if hidden.sum() > 0 else hidden
-
-
-def reads_a_slot(view: Prefill) -> torch.Tensor:
-    """A piece depends on requests."""
-    return torch.add(by_requests(embedded(view), view.extend_seq_lens), view.extend_seq_lens.sum())
-
-
-def counts_requests(view: Prefill) -> torch.Tensor:
-    """A piece depends on how many they are, which the tracer would take for a constant."""
-    return torch.mul(by_requests(embedded(view), view.extend_seq_lens), view.extend_seq_lens.shape[0])
-
-
-def reads_a_field(view: Prefill) -> torch.Tensor:
-    """A piece depends on what each step brings."""
-    return torch.mul(by_requests(embedded(view), view.extend_seq_lens), view.scale)
-
-
-def asks_for_the_view(view: Prefill) -> torch.Tensor:
-    """Code that is traced asks for what runs."""
-    return torch.mul(by_requests(embedded(view), view.extend_seq_lens), current_view(Prefill).scale)
-
-
-def marks_a_break(view: Prefill) -> torch.Tensor:
-    """A break of the other runner's kind."""
-    return marked(by_requests(embedded(view), view.extend_seq_lens))
-
-
 def unlisted(view: Prefill) -> torch.Tensor:
     """An operator that asks for the view, and is no split."""
     hidden = by_requests(embedded(view), view.extend_seq_lens)
@@ -466,16 +391,36 @@ def unlisted(view: Prefill) -> torch.Tensor:
     return attention
 
 
+def around_split(after: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """A step with a split, and something after it."""
+    return lambda view: after(by_requests(embedded(view), view.extend_seq_lens), view)
+
+
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (reads_the_host, ("could not be traced whole: ", "data-dependent")),
-        (reads_a_slot, ("sum", "reads slot 'extend_seq_lens', whose rows are requests, outside of a break")),
-        (counts_requests, ("shape reads slot 'extend_seq_lens', whose rows are requests, outside of a break",)),
-        (reads_a_field, ("'scale' is carried from the batch and has no default",)),
-        (asks_for_the_view, ("'scale' is carried from the batch and has no default",)),
         (
-            marks_a_break,
+            around_split(lambda hidden, _: hidden * 2 if hidden.sum() > 0 else hidden),
+            ("could not be traced whole: ", "data-dependent"),
+        ),
+        (
+            around_split(lambda hidden, view: torch.add(hidden, view.extend_seq_lens.sum())),
+            ("sum", "reads slot 'extend_seq_lens', whose rows are requests, outside of a break"),
+        ),
+        (
+            around_split(lambda hidden, view: torch.mul(hidden, view.extend_seq_lens.shape[0])),
+            ("shape reads slot 'extend_seq_lens', whose rows are requests, outside of a break",),
+        ),
+        (
+            around_split(lambda hidden, view: torch.mul(hidden, view.scale)),
+            ("'scale' is carried from the batch and has no default",),
+        ),
+        (
+            around_split(lambda hidden, _: torch.mul(hidden, current_view(Prefill).scale)),
+            ("'scale' is carried from the batch and has no default",),
+        ),
+        (
+            around_split(lambda hidden, _: marked(hidden)),
             ("could not be traced whole: ", "test_prefill.py, line", "belongs in an operator of splits"),
         ),
         (unlisted, ("operator slotgraph_tests::attention asks for the step's view inside of a", "by splits=")),

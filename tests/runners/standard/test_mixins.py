@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied, standard
+from slotgraph import BATCH, TOKENS, Inputs, copied, standard
 from slotgraph.dataflow.axes import Step
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
@@ -159,11 +159,3 @@ def test_bounded_context() -> None:
             limits.check({"seq_lens": torch.tensor([3, 17]), "seq_lens_cpu": lens})
     with pytest.raises(BatchError, match=r"slot 'seq_lens': row 1 is 17"):
         limits.check({"seq_lens": [3, 17]})
-
-
-def test_sizes_are_asked_for() -> None:
-    """A runner names the fixed axes that it was not given sizes of."""
-    with pytest.raises(ValueError, match="needs sizes= for its fixed axes VOCAB"):
-        DecodeRunner(standard.DecodeInputs, lambda view: view.positions, buckets=[2], backend="cpu")
-    with pytest.raises(ValueError, match="needs sizes= for its fixed axes HIDDEN, STEPS, TOPK"):
-        EagerRunner(standard.DraftInputs, lambda view: view.positions, backend="cpu")
