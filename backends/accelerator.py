@@ -7,7 +7,6 @@ no pool of its own: the first graph brings one, which the later ones are given.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, ClassVar, Final, final
@@ -26,11 +25,6 @@ _CAPABILITIES: Final = Capabilities(foreach_host=False, packed_uploads=True, cap
 def _names() -> Any:
     """torch.accelerator's calls by the names that devices' own modules have; only a graph has a pool."""
     accelerator: Any = torch.accelerator
-
-    def stats(device: torch.device) -> Any:
-        held = {"reserved_bytes": accelerator.memory_reserved, "allocated_bytes": accelerator.memory_allocated}
-        return {name: {"all": {"current": count(device)}} for name, count in held.items()}
-
     return SimpleNamespace(
         Stream=torch.Stream,
         Event=torch.Event,
@@ -39,7 +33,6 @@ def _names() -> Any:
         is_current_stream_capturing=lambda: accelerator.current_stream().is_capturing(),
         graph_pool_handle=lambda: None,
         mem_get_info=accelerator.get_memory_info,
-        memory_stats_as_nested_dict=stats,
         empty_cache=accelerator.empty_cache,
         synchronize=accelerator.synchronize,
     )
@@ -97,6 +90,11 @@ class AcceleratorBackend(StreamBackend):
         """Foreach between device tensors, host data in one upload, nothing fused."""
         return _CAPABILITIES
 
+    def held_and_used(self) -> tuple[int, int]:
+        """Bytes that torch's allocator holds, and those of them that tensors use."""
+        accelerator: Any = torch.accelerator
+        return int(accelerator.memory_reserved(self.device)), int(accelerator.memory_allocated(self.device))
+
     def begin(self, handle: Handle, **options: Any) -> Opened:
         """A graph, which is told its pool and mode when it is made."""
         make: Any = torch.accelerator.Graph
@@ -105,21 +103,16 @@ class AcceleratorBackend(StreamBackend):
 
     def stream_key(self) -> Callable[[], int]:
         """A call that tells the current stream's number."""
-        return functools.partial(_stream_number, self.device)
+        return lambda: int(torch.accelerator.current_stream(self.device).stream_id)
 
     def order(self, first: int, then: int) -> None:
         """Have the stream of one number wait for what was handed to that of another so far."""
-        earlier, later = (self._stream_of(number) for number in (first, then))
+        kind, like = torch.Stream, self.state.stream
+        earlier, later = (
+            kind(stream_id=number, device_index=like.device_index, device_type=like.device_type)
+            for number in (first, then)
+        )
         later.wait_stream(earlier)
-
-    def _stream_of(self, number: int) -> Any:
-        kind: Any = torch.Stream
-        like = self.state.stream
-        return kind(stream_id=number, device_index=like.device_index, device_type=like.device_type)
-
-
-def _stream_number(device: torch.device) -> int:
-    return int(torch.accelerator.current_stream(device).stream_id)
 
 
 def _kind() -> str:

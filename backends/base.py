@@ -8,26 +8,9 @@ from typing import Any, ClassVar, Final
 import attrs
 import torch
 
-from ..dataflow.capabilities import DEVICE, HOST, Capabilities, Placement
+from ..dataflow.capabilities import Capabilities, Placement
 from ..dataflow.errors import CaptureError
 from ..dataflow.packet import Upload
-
-__all__ = [
-    "DEVICE",
-    "HOST",
-    "NO_PARAMETERS",
-    "Availability",
-    "Backend",
-    "Capabilities",
-    "Event",
-    "Fusion",
-    "Graph",
-    "Interruption",
-    "Memory",
-    "Placement",
-    "Upload",
-    "mode_of",
-]
 
 
 @attrs.frozen

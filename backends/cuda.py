@@ -23,9 +23,10 @@ import attrs
 import torch
 
 from ..dataflow import log
-from ..dataflow.capabilities import LADDER
+from ..dataflow.capabilities import LADDER, Capabilities
 from ..dataflow.errors import BackendUnavailableError
-from .base import Capabilities, Fusion, Upload
+from ..dataflow.packet import Upload
+from .base import Fusion
 from .device import StreamBackend
 from .device_graph import Advice, Handle, Opened, first_line
 from .ring import Inline, Start, copy_slice, ring_on

@@ -17,15 +17,15 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final, Literal, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch.utils import _python_dispatch as dispatch
 
 from ..dataflow.capabilities import Capabilities
-from ..dataflow.errors import BackendUnavailableError, CaptureError, ConfigError, ReplayError
+from ..dataflow.errors import BackendUnavailableError, CaptureError, ReplayError
 from .base import NO_PARAMETERS, Graph, mode_of
 from .device import StreamBackend
 from .device_graph import Advice, Handle, Opened, first_line
@@ -92,17 +92,10 @@ _ADVICE: Final[Advice] = (
 """Likewise, for what the step does."""
 
 
-Fence = Literal["host", "device"]
-FENCES: Final[tuple[Fence, ...]] = ("host", "device")
-"""Who waits for the launch before: the host, which is right however a device takes updates, or the stream of updates,
-which lets the host run ahead, and is right where updates are work of that stream, as CANN's manual says (vLLM-Ascend
-relies on it since pull request 16798; no one has shown it here)."""
-
 Update = Mapping[str, Callable[[torch.Tensor], Any]]
 """What one operator is told at each replay: by argument, what makes it of the slot: a host tensor, or a list."""
 _CLONE: Final[Any] = torch.Tensor.clone
 _LIST: Final[Any] = torch.Tensor.tolist
-_MOST_SHOWN: Final = 60
 _HANDLERS: Final = "torch_npu.npu._npugraph_handlers.npugraph_handler"
 
 
@@ -148,12 +141,11 @@ class UpdatedGraph:
     parameters: host tensors, by operator argument. native: torch_npu's graph.
     """
 
-    def __init__(self, device: torch.device, parameters: Mapping[str, torch.Tensor], fence: Fence) -> None:
+    def __init__(self, device: torch.device, parameters: Mapping[str, torch.Tensor]) -> None:
         self.native = npu().NPUGraph()
         self.native.graph_dispatch_mode.update_stream = _update_stream(device)
         self._device = device
         self._parameters = dict(parameters)
-        self._fence = fence
         self._updates: list[Update] = []  # of each operator that takes host arguments
         self._passed: Any = None  # what is recorded after each launch
         self._broken = ""
@@ -201,28 +193,14 @@ class UpdatedGraph:
         """Until the launch before has ended: its operators have then read what they were told."""
         if self._passed is None:
             self._passed = npu().Event()
-        elif self._fence == "host":
-            self._passed.synchronize()
         else:
-            self._passed.wait(self.native.graph_dispatch_mode.update_stream)
+            self._passed.synchronize()
 
     def _values(self) -> list[dict[str, Any]]:
         """For each operator, copies of what the host tensors hold, since a queue may read them after the next fill."""
         wanted = {pair for update in self._updates for pair in update.items()}
         found = {(name, copy): copy(self._parameters[name]) for name, copy in wanted}
         return [{name: found[name, copy] for name, copy in update.items()} for update in self._updates]
-
-
-def check_taken(graphs: Sequence[UpdatedGraph], parameters: Collection[str]) -> None:
-    """CaptureError where a parameter reaches no operator: its value would be the one that it had at capture."""
-    taken = frozenset(name for graph in graphs for name in graph.taken)
-    missing = sorted(set(parameters) - taken)
-    if missing:
-        raise CaptureError(
-            f"no operator of the captured step takes the host parameter {missing[0]!r} (what is taken: "
-            f"{', '.join(sorted(map(repr, taken))) or 'nothing'}): hand the slot to one under that name, set argument= "
-            "to the operator's own name for it, or leave the slot out"
-        )
 
 
 @functools.cache
@@ -232,90 +210,56 @@ def _update_stream(device: torch.device) -> Any:
 
 
 def _update_of(record: Any, parameters: Mapping[str, torch.Tensor]) -> Update:
-    """What an operator takes of the parameters, each as it was given to it; nothing, if it has no host arguments."""
-    given = {name: value for name, value in _arguments_of(record).items() if value is not None}
-    found = {name: value for name, value in given.items() if name in parameters}
-    for name, value in found.items():
-        if not _is_held(value, parameters[name]):
-            raise CaptureError(_changed(record, name, value, parameters[name]))
-    if not found and any(name in given for _, _, name in _specs_of(record)):
-        raise CaptureError(_untold(record, parameters))
-    return {name: _CLONE if isinstance(value, torch.Tensor) else _LIST for name, value in found.items()}
+    """What an operator takes of the parameters, each as it was given to it; nothing, if it has no host arguments.
 
-
-def _is_held(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether an operator was given what the slot holds, all of it and as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.is_cpu and value.dtype == parameter.dtype and torch.equal(value, parameter)
-    return bool((list(value) if isinstance(value, tuple) else value) == parameter.tolist())
-
-
-def _arguments_of(record: Any) -> dict[str, Any]:
-    """What torch_npu can update of an operator, by name, with the values at capture."""
-    found = dict(record.kwargs)
-    for where, place, name in _specs_of(record):
-        if where == "kwarg":
-            found[name] = record.kwargs.get(place)
-        elif len(record.args) > place:
-            found[name] = record.args[place]
-    return found
-
-
-def _name_of(record: Any) -> str:
-    return str(record.op_cache_entry.__name__)
-
-
-def _specs_of(record: Any) -> list[tuple[str, Any, str]]:
-    """Where torch_npu finds the host arguments of an operator: "arg" or "kwarg", its place there, and its name."""
+    torch_npu tells where it finds these: "arg" or "kwarg", the place there, and the name.
+    """
+    operator = str(record.op_cache_entry.__name__)
     handlers: Any = importlib.import_module(_HANDLERS)._NPU_GRAPH_OP_HANDLERS  # noqa: SLF001 - no public name
-    specs: list[tuple[str, Any, str]] = handlers[_name_of(record)].get_update_specs(_name_of(record))
-    return specs
-
-
-def _changed(record: Any, name: str, value: Any, parameter: torch.Tensor) -> str:
-    there = value.tolist() if isinstance(value, torch.Tensor) else value
-    return (
-        f"operator {_name_of(record)} was given {_short(there)} for {name}, and the host parameter holds "
-        f"{_short(parameter.tolist())} ({parameter.dtype}): each replay hands over what the slot holds, all of it, as "
-        "it is. Derive what the operator takes in a slot of its own: computed(..., placement='host', argument=...)"
-    )
-
-
-def _short(values: Any) -> str:
-    text = str(values)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-
-
-def _untold(record: Any, parameters: Collection[str]) -> str:
-    takes = ", ".join(name for _, _, name in _specs_of(record))
-    declared = ", ".join(map(repr, sorted(parameters)))
-    return (
-        f"operator {_name_of(record)} takes its host arguments at each replay ({takes}), and the declaration has none "
-        f"of those that it was given: its host parameters are {declared}. Declare one, or set argument="
-    )
+    specs, given = handlers[operator].get_update_specs(operator), dict(record.kwargs)
+    for where, place, name in specs:
+        if where == "kwarg":
+            given[name] = record.kwargs.get(place)
+        elif len(record.args) > place:
+            given[name] = record.args[place]
+    update = {}
+    for name, parameter in parameters.items():
+        value = given.get(name)
+        if value is None:
+            continue
+        held, there, is_apart = parameter.tolist(), list(value) if isinstance(value, tuple) else value, False
+        if isinstance(value, torch.Tensor):
+            there, is_apart = value.tolist(), not value.is_cpu or value.dtype != parameter.dtype
+        if is_apart or there != held:
+            raise CaptureError(
+                f"operator {operator} was given {there!s:.60} for {name}, and the host parameter holds {held!s:.60} "
+                f"({parameter.dtype}): each replay hands over what the slot holds, all of it, as it is. Derive what "
+                "the operator takes in a slot of its own: computed(..., placement='host', argument=...)"
+            )
+        update[name] = _CLONE if isinstance(value, torch.Tensor) else _LIST
+    if not update and any(given.get(name) is not None for _, _, name in specs):
+        raise CaptureError(
+            f"operator {operator} takes its host arguments at each replay ({', '.join(name for _, _, name in specs)}), "
+            "and the declaration has none of those that it was given: its host parameters are "
+            f"{', '.join(map(repr, sorted(parameters)))}. Declare one, or set argument="
+        )
+    return update
 
 
 @final
 class NpuBackend(StreamBackend):
-    """The NPU that is current when the backend is made.
-
-    fence: who waits until a graph's launch has read its host parameters before the next ones are written, the "host"
-    or the "device": see `FENCES`.
-    """
+    """The NPU that is current when the backend is made."""
 
     name: ClassVar[str] = "npu"
     priority: ClassVar[int] = 9
     advice: ClassVar[Advice] = _ADVICE
     conditions: ClassVar[Advice] = _CONDITIONS
 
-    def __init__(self, *, fence: Fence = "host") -> None:
+    def __init__(self) -> None:
         reason = self.why_not()
         if reason:
             raise BackendUnavailableError(reason)
-        if fence not in FENCES:
-            raise ConfigError(f"fence is one of {', '.join(map(repr, FENCES))}, not {fence!r}")
         super().__init__(torch.device("npu", npu().current_device()), npu(), npu_c())
-        self._fence: Fence = fence
 
     @classmethod
     def why_not(cls) -> str:
@@ -328,7 +272,8 @@ class NpuBackend(StreamBackend):
         failed = _import()
         if failed:
             return failed
-        if _is_forked():
+        started_in = getattr(npu(), "_original_pid", False)  # torch_npu itself sees forks of multiprocessing alone
+        if npu()._is_in_bad_fork() or started_in not in {False, os.getpid()}:  # noqa: SLF001 - no public name
             return "this process was forked after the NPU was used: start it with multiprocessing's 'spawn' method"
         try:
             return "" if npu().is_available() else _no_device()
@@ -360,12 +305,17 @@ class NpuBackend(StreamBackend):
         options = {"capture_error_mode": mode_of(error_mode, self.error_modes), "auto_dispatch_capture": True}
 
         def begin(handle: Handle) -> Opened:
-            made.append(UpdatedGraph(self.device, parameters, self._fence))
+            made.append(UpdatedGraph(self.device, parameters))
             return made[-1], made[-1].recorded(recording(made[-1].native, handle, self.state.stream, options))
 
         graph = self.record(step, pool, begin)
-        if len(made) == 1:  # else what runs between the parts may take them
-            check_taken(made, parameters)
+        missing = sorted(parameters.keys() - made[0].taken)
+        if missing and len(made) == 1:  # else what runs between the parts may take them
+            raise CaptureError(
+                f"no operator of the captured step takes the host parameter {missing[0]!r} (what is taken: "
+                f"{', '.join(sorted(map(repr, made[0].taken))) or 'nothing'}): hand the slot to one under that name, "
+                "set argument= to the operator's own name for it, or leave the slot out"
+            )
         return graph
 
     def begin(self, handle: Handle, **options: Any) -> Opened:
@@ -423,12 +373,6 @@ def _import() -> str:
             "set_env.sh` of its ascend-toolkit folder in the shell that starts this process"
         )
     return "" if getattr(torch, "npu", None) is not None else f"what is imported as {_PACKAGE} brings no torch.npu"
-
-
-def _is_forked() -> bool:
-    """Whether the NPU was used before a fork that made this process; torch_npu sees forks of multiprocessing alone."""
-    started_in = getattr(npu(), "_original_pid", False)
-    return bool(npu()._is_in_bad_fork()) or started_in not in {False, os.getpid()}  # noqa: SLF001 - no public name
 
 
 def _no_device() -> str:

@@ -27,25 +27,9 @@ _UNDECLARED_WRITES: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def run_under(mode: TorchDispatchMode | TorchFunctionMode, call: Callable[[], T]) -> T:
-    """Call something under a mode. Afterwards torch's stack of modes is as it was, whatever interrupted the call.
-
-    Python code switches a mode of torch off. A signal may come while torch has taken the mode off for a moment, or has
-    not taken it off yet: a KeyboardInterrupt would leave the mode on for the rest of the thread.
-    """
-    takes_functions = isinstance(mode, TorchFunctionMode)
-    length = _C._len_torch_function_stack if takes_functions else _C._len_torch_dispatch_stack  # noqa: SLF001
-    pop = _C._pop_torch_function_stack if takes_functions else functools.partial(_C._pop_torch_dispatch_stack, None)  # noqa: SLF001
-    depth = length()
-    try:
-        try:
-            mode.__enter__()  # type: ignore[no-untyped-call]
-            return call()
-        finally:
-            if length() == depth + 1:
-                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    finally:
-        while length() > depth:
-            pop()
+    """Call something under a mode."""
+    with mode:
+        return call()
 
 
 def compiled_eagerly() -> AbstractContextManager[object]:
@@ -135,23 +119,6 @@ _EMPTY: Final = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"},
 )
 _COPIES: Final = frozenset({"clone", "_to_copy"})  # an allocation, and a copy to it
-_LIKES: Final = ("{}", "{}_like", "new_{}")
-_FULL: Final = frozenset(like.format(name) for like in _LIKES for name in ("zeros", "ones", "full"))
-_FUNCTIONS: Final = (_C._VariableFunctions, _C.TensorBase, _C._nn)  # noqa: SLF001 - torch's python functions in their barest form
-
-
-class _Probe(OperatorWatch):
-    """Sees what a call does, and answers in its place."""
-
-    def __init__(self, answer: Any) -> None:
-        super().__init__()
-        self._answer = answer
-        self.seen: list[tuple[Any, Any]] = []
-
-    def see(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer without doing anything."""
-        self.seen.append((operator, (args, kwargs)))
-        return self._answer
 
 
 def call_again(
@@ -163,7 +130,7 @@ def call_again(
     *,
     mutates: bool,
 ) -> Callable[[], object] | None:
-    """The shortest call that does an operator again; its new results go where they lay the first time.
+    """A call that does an operator again; its new results go where they lay the first time.
 
     None for memory without contents.
 
@@ -176,66 +143,21 @@ def call_again(
         mutates: Whether it writes an argument.
     """
     name = operator._opname if operator.namespace == "aten" else ""  # noqa: SLF001 - OpOverload has no public name
+    call = functools.partial(operator._op, *args, **kwargs)  # noqa: SLF001 - without the python layer around it
     if operator.namespace == "c10d":
         return functools.partial(_collective, operator, args, kwargs)
-    if fixed and name in _EMPTY:
+    if not fixed:
+        return call
+    if name in _EMPTY:
         return None
-    targets, results, overlaps = tuple(fixed.values()), tensors_in(result), any(map(_overlaps, fixed.values()))
-    if targets and not mutates and not overlaps and len(targets) == len(results):
-        into = _into(operator, name, args, kwargs, targets)
-        if into is not None:
-            return into
-    call = _shortest(operator, args, kwargs, result)
-    if len(targets) == len(results) == 1 and not overlaps:
-        copy: Any = targets[0].copy_
-        return lambda: copy(call())
-    return functools.partial(_copy_results, call, fixed) if fixed else call
-
-
-def _into(
-    operator: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[torch.Tensor, ...]
-) -> Callable[[], object] | None:
-    """The call that writes an operator's results where they lie; None where torch has none."""
-    if name in _COPIES:
-        return functools.partial(targets[0].copy_, args[0])
-    if name in _FULL and targets[0].numel():
-        return functools.partial(targets[0].fill_, targets[0].flatten()[0].item())
-    out = _out_overload(operator)
-    if out is None:
-        return None
-    named = {**kwargs, **dict(zip(out[1], targets, strict=True))}
-    return _shortest(out[0], args, named, targets[0] if len(targets) == 1 else targets)
-
-
-def _shortest(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> Callable[[], object]:
-    """A call by torch's python function, which takes half the time, if it is seen to do the same; else by the operator.
-
-    answer: what the operator returns.
-    """
-    outs = [argument.name for argument in operator._schema.arguments if argument.is_out]  # noqa: SLF001 - no public name
-    named: dict[str, Any] = {name: value for name, value in kwargs.items() if name not in outs}
-    # Functions that make a tensor of none put it on the caller's default device; their operators do not.
-    if operator.namespace == "aten" and tensors_in((args, named)):
-        if outs:
-            named["out"] = answer
-        wanted = pytree.tree_map(_known, (args, dict(kwargs)))
-        for owner in _FUNCTIONS:
-            function = getattr(owner, operator._opname, None)  # noqa: SLF001 - likewise
-            if function is None:
-                continue
-            call, probe = functools.partial(function, *args, **named), _Probe(answer)
-            try:
-                run_under(probe, call)
-            except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-                continue  # it takes other arguments
-            if [(found, pytree.tree_map(_known, given)) for found, given in probe.seen] == [(operator, wanted)]:
-                return call
-    return functools.partial(operator._op, *args, **kwargs)  # noqa: SLF001 - without the python layer around it
-
-
-def _known(leaf: Any) -> object:
-    """What tells an argument from others: NaN is itself."""
-    return id(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf))
+    targets = tuple(fixed.values())
+    if not mutates and len(targets) == len(tensors_in(result)) and not any(map(_overlaps, targets)):
+        if name in _COPIES:
+            return functools.partial(targets[0].copy_, args[0])
+        if (out := _out_overload(operator)) is not None:
+            into = dict(zip(out[1], targets, strict=True))
+            return functools.partial(out[0]._op, *args, **kwargs, **into)  # noqa: SLF001 - as above
+    return functools.partial(_copy_results, call, fixed)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
-import attrs
 import torch
 
 from ..dataflow.errors import CaptureError
@@ -17,7 +16,6 @@ _INFO: Final = "it reads its status back: use the variant that ends in _ex and c
 _SOLVER: Final = "its CUDA kernel waits for the host: do it outside the captured step"
 _COPIED: Final = f"it copies host data to the device: {_FROM_HOST}"
 _TO_HOST: Final = "it copies to the host and waits: read the graph's outputs after the replay"
-_PRINTED: Final = "printing reads the values: print after the replay"
 _PLAIN_ALONE: Final = "this backend records plain operators alone, and no functions"
 NO_GRADIENTS: Final = "capture the forward step alone: this backend records no gradients"
 _NO_PARAMETERS: Final = (
@@ -40,111 +38,80 @@ _HIGHER_ORDER: Final[Mapping[str, str]] = {
     ),
 }
 _ALWAYS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("item", "is_nonzero", "allclose"), _ON_DEVICE),
     **dict.fromkeys(("nonzero", "argwhere"), f"{_BY_MASK}; torch.nonzero_static has a fixed size"),
     "masked_select": _BY_MASK,
     **dict.fromkeys(("resize_", "resize_as_", "set_"), _IN_PLACE),
     "bincount": "it reads its input's range: use scatter_add_ into zeros of a fixed size",
     "_linalg_check_errors": _INFO,
-    **dict.fromkeys(("segment_reduce", "_linalg_eigh", "_linalg_svd", "_linalg_eigvals", "linalg_eig"), _SOLVER),
-    **dict.fromkeys(("linalg_lstsq", "linalg_matrix_exp", "linalg_pinv"), _SOLVER),
+    **dict.fromkeys(
+        ("_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq", "linalg_matrix_exp", "linalg_pinv"), _SOLVER
+    ),
 }
 _TAGGED: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-@attrs.frozen
-class _Call:
-    """One operator's call: its arguments by their schema's names, and storages of tensors made from host values."""
-
-    named: Mapping[str, Any]
-    constants: Container[int]
-
-    def __getitem__(self, name: str) -> Any:
-        """The argument's value, or its default; None where the operator has no such argument."""
-        return self.named.get(name)
-
-    def is_tensor(self, name: str) -> bool:
-        """Whether the argument is a tensor."""
-        return isinstance(self[name], torch.Tensor)
-
-    def is_constant(self, name: str) -> bool:
-        """Whether the argument is a tensor that the step made from a host value."""
-        return self.is_tensor(name) and fixed_key(self[name]) in self.constants
-
-    def has_mask(self) -> bool:
-        """Whether one of the indices is a mask."""
-        return any(index is not None and index.dtype in {torch.bool, torch.uint8} for index in self["indices"])
-
-    def puts_by_mask(self) -> bool:
-        """Whether masks become positions; CUDA takes one mask with a number as masked_fill_."""
-        single = sum(index is not None for index in self["indices"]) == 1
-        return self.has_mask() and not (self.is_constant("values") and single and not self["accumulate"])
-
-    def compares(self) -> bool:
-        """Whether the values of two tensors are compared, as they are not one and the same."""
-        one, other = ((t.data_ptr(), t.stride(), t.shape, t.dtype) for t in (self["self"], self["other"]))
-        return one != other
-
-    def sorts(self) -> bool:
-        """Whether isin has so many test elements that CUDA sorts them, and finds unique values."""
-        both = self.is_tensor("elements") and self.is_tensor("test_elements")
-        return both and bool(self["test_elements"].numel() >= 10.0 * self["elements"].numel() ** 0.145)
+Named = Mapping[str, Any]
+"""The arguments of an operator's call by their schema's names, with defaults."""
+_Made = Callable[[Any], bool]
+"""Whether an argument is a tensor that the step made from a host value."""
 
 
-_SOMETIMES: Final[Sequence[tuple[tuple[str, ...], Callable[[_Call], bool], str]]] = (
-    (("index",), _Call.has_mask, _BY_MASK),
-    (
-        ("index_fill", "masked_fill"),
-        lambda call: call.is_tensor("value") and not call.is_constant("value"),
-        "it reads the value tensor back: fill with a python number, or use torch.where",
+def _has_mask(named: Named) -> bool:
+    """Whether one of the indices is a mask."""
+    return any(index is not None and index.dtype in {torch.bool, torch.uint8} for index in named["indices"])
+
+
+def _put(named: Named, made: _Made) -> str | None:
+    """CUDA takes one mask with a number as masked_fill_; other masks become positions, on the host."""
+    from_host, single = made(named["values"]), sum(index is not None for index in named["indices"]) == 1
+    if not _has_mask(named):
+        return f"the number is copied from the host: {_FROM_HOST}, or index_fill_" if from_host else None
+    if from_host and single and not named["accumulate"]:
+        return None
+    return "a mask may only be filled with a python number here: use torch.where, or masked_scatter_"
+
+
+def _fill(named: Named, made: _Made) -> str | None:
+    is_read = isinstance(named["value"], torch.Tensor) and not made(named["value"])
+    return "it reads the value tensor back: fill with a python number, or use torch.where" if is_read else None
+
+
+def _copy(named: Named, made: _Made) -> str | None:
+    advice = "the number is copied from the host: use fill_ on a slice (x[0:1] = 1.0), or index_fill_"
+    return advice if made(named["src"]) else None
+
+
+def _repeat(named: Named, _: _Made) -> str | None:
+    is_read = isinstance(named["repeats"], torch.Tensor) and named.get("output_size") is None
+    return "its shape depends on values: pass output_size" if is_read else None
+
+
+_SOMETIMES: Final[Mapping[str, Callable[[Named, _Made], str | None]]] = {
+    "index": lambda named, _: _BY_MASK if _has_mask(named) else None,
+    "index_put": _put,
+    "_index_put_impl": _put,
+    "index_fill": _fill,
+    "masked_fill": _fill,
+    "copy": _copy,
+    "repeat_interleave": _repeat,
+    "one_hot": lambda named, _: "its shape depends on values: pass num_classes" if named["num_classes"] <= 0 else None,
+    "histc": lambda named, _: (
+        "it reads the range of its input: pass min and max" if named["min"] == named["max"] else None
     ),
-    (
-        ("index_put", "_index_put_impl"),
-        _Call.puts_by_mask,
-        "a mask may only be filled with a python number here: use torch.where, or masked_scatter_",
-    ),
-    (
-        ("index_put", "_index_put_impl"),
-        lambda call: not call.has_mask() and call.is_constant("values"),
-        f"the number is copied from the host: {_FROM_HOST}, or index_fill_",
-    ),
-    (
-        ("copy",),
-        lambda call: call.is_constant("src"),
-        "the number is copied from the host: use fill_ on a slice (x[0:1] = 1.0), or index_fill_",
-    ),
-    (("equal",), _Call.compares, _ON_DEVICE),
-    (
-        ("repeat_interleave",),
-        lambda call: call.is_tensor("repeats") and call["output_size"] is None,
-        "its shape depends on values: pass output_size",
-    ),
-    (("one_hot",), lambda call: call["num_classes"] <= 0, "its shape depends on values: pass num_classes"),
-    (("histc",), lambda call: call["min"] == call["max"], "it reads the range of its input: pass min and max"),
-    (("normal",), lambda call: call.is_tensor("std"), "it checks std on the host: use mean + std * torch.randn"),
-    (("isin",), _Call.sorts, "with that many test elements it finds unique values: use a lookup table"),
-    (("lift_fresh",), lambda call: call["self"].dim() > 0, _COPIED),
-)
-"""What is refused for some of its arguments: names without the underscore of operators in place, when, the way out."""
-_JUDGED: Final = frozenset(name for names, _, _ in _SOMETIMES for name in names)
+    "lift_fresh": lambda named, _: _COPIED if named["self"].dim() > 0 else None,
+}
+"""What is refused for some of its arguments, by the name without the underscore of operators in place: the way out."""
 
+_Tensor: Final[Any] = torch.Tensor
 _FUNCTIONS: Final[Mapping[Any, str]] = {
-    torch.Tensor.item: _ON_DEVICE,
-    torch.Tensor.tolist: _ON_DEVICE,
-    torch.Tensor.numpy: _TO_HOST,
-    torch.Tensor.cpu: _TO_HOST,
-    torch.Tensor.__array__: _TO_HOST,
-    torch.Tensor.__bool__: f"python control flow on a tensor is decided once, at capture: {_ON_DEVICE}",
-    torch.Tensor.__int__: _ON_DEVICE,
-    torch.Tensor.__float__: _ON_DEVICE,
-    torch.Tensor.__complex__: _ON_DEVICE,
-    torch.Tensor.__index__: _ON_DEVICE,
-    torch.Tensor.__repr__: _PRINTED,
-    torch.Tensor.__format__: _PRINTED,
-    torch.Tensor.__deepcopy__: "it copies outside any operator: use clone()",
-    torch.Tensor.new_tensor: _COPIED,
-    torch.Tensor.backward: NO_GRADIENTS,
-    torch.autograd.grad: NO_GRADIENTS,
+    **dict.fromkeys((_Tensor.item, _Tensor.tolist, _Tensor.__int__, _Tensor.__float__), _ON_DEVICE),
+    **dict.fromkeys((_Tensor.__complex__, _Tensor.__index__), _ON_DEVICE),
+    **dict.fromkeys((_Tensor.numpy, _Tensor.cpu, _Tensor.__array__), _TO_HOST),
+    **dict.fromkeys((_Tensor.__repr__, _Tensor.__format__), "printing reads the values: print after the replay"),
+    **dict.fromkeys((_Tensor.backward, torch.autograd.grad), NO_GRADIENTS),
+    _Tensor.__bool__: f"python control flow on a tensor is decided once, at capture: {_ON_DEVICE}",
+    _Tensor.__deepcopy__: "it copies outside any operator: use clone()",
+    _Tensor.new_tensor: _COPIED,
 }
 _MAKERS: Final = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 
@@ -171,13 +138,13 @@ def check_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
         refuse(f"{operator.name()}, a functional collective", _COLLECTIVE)
     schema = operator._schema  # noqa: SLF001 - OpOverload has no other way to its schema
     name = schema.name.removeprefix("aten::")
-    bare, advice = name.removesuffix("_"), _ALWAYS.get(name)
-    if bare in _JUDGED:
+    judge = _SOMETIMES.get(name.removesuffix("_"))
+    if judge is not None:
         given = {one.name: value for one, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
-        call = _Call({one.name: given.get(one.name, one.default_value) for one in schema.arguments}, constants)
-        advice = next((way_out for names, when, way_out in _SOMETIMES if bare in names and when(call)), None)
-    elif advice is None and any(tag in operator.tags for tag in _TAGGED):
-        advice = _ON_DEVICE
+        named = {one.name: given.get(one.name, one.default_value) for one in schema.arguments}
+        advice = judge(named, lambda one: isinstance(one, torch.Tensor) and fixed_key(one) in constants)
+    else:
+        advice = _ALWAYS.get(name) or (_ON_DEVICE if any(tag in operator.tags for tag in _TAGGED) else None)
     if advice is not None:
         refuse(str(operator), advice)
 

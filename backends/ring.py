@@ -13,11 +13,11 @@ all that the segment's packets point to: until then the ring keeps it alive.
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import torch
 
-from .base import Upload
+from ..dataflow.packet import Upload
 
 SEGMENT: Final = 8
 """Entries that one event guards."""
@@ -28,18 +28,6 @@ _ALIGNMENT: Final = 256
 
 Start = Callable[[torch.Tensor, int, int], None]
 Inline = Callable[[bytes, int], None]
-
-
-class Point(Protocol):
-    """A point in the device's work."""
-
-    def query(self) -> bool:
-        """Whether it has passed."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until it has."""
-        ...
 
 
 @final
@@ -58,7 +46,7 @@ class Ring(Upload):
         packet: torch.Tensor,
         pinned: Callable[[int], torch.Tensor],
         start: Start,
-        mark: Callable[[], Point],
+        mark: Callable[[], Any],
         finish: Callable[[], None],
         inline: Inline | None = None,
         most_inline: int = 0,
@@ -69,7 +57,7 @@ class Ring(Upload):
         self._mark = mark
         self._inline = inline
         self._most_inline = most_inline
-        self._marks: list[Point | None] = [None] * SEGMENTS
+        self._marks: list[Any] = [None] * SEGMENTS
         self._kept: list[object] = [None] * ENTRIES
         self._next = 0
         weakref.finalize(self, _end, finish, self._kept).atexit = False
@@ -178,10 +166,10 @@ def ring_on(
     packet = packet_on(device, nbytes)
     found: Any = torch.get_device_module(device) if module is None else module
 
-    def mark() -> Point:
+    def mark() -> Any:
         event: Any = found.Event()
         event.record(found.current_stream(device))
-        return event  # type: ignore[no-any-return] # torch's modules for devices have no types
+        return event
 
     def finish() -> None:  # not in the middle of a capture, which that would break off
         if not getattr(found, "is_current_stream_capturing", bool)():

@@ -19,9 +19,9 @@ from ..dataflow.ready import most_for_copies
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side, look_up
 from ..dataflow.specialization import Specializations
-from .hostreads import HostReads
 from .running import Running, under_way
 from .stage import Stage, V
+from .traffic import HostReads
 
 
 class Eagerly(Generic[V]):

@@ -12,8 +12,8 @@ from ..dataflow.axes import Sizes
 from ..dataflow.buffers import Bound, Buffers, BufferTurn, Ledger, SharedMemory, carve, check_bindings
 from ..dataflow.errors import ConfigError
 from ..dataflow.sharing import Layout, Member, Schedule, lay_out
-from .arguments import check_slots, checked, checked_by_slot, checked_names
-from .exclusive import Unique
+from .config import check_slots, checked, checked_by_slot, checked_names
+from .running import Unique
 from .stage import Stage, V
 
 

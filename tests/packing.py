@@ -7,8 +7,8 @@ from typing import Any, ClassVar, final
 import attrs
 import torch
 
-from slotgraph.backends import Backend, Capabilities, Graph, load
-from slotgraph.backends.base import NO_PARAMETERS, Interruption, Upload
+from slotgraph.backends import Backend, Capabilities, Graph, Upload, load
+from slotgraph.backends.base import NO_PARAMETERS, Interruption
 from slotgraph.backends.cpu import HostBackend
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.backends.ring import ring_on

@@ -2,7 +2,7 @@
 
 import contextlib
 import datetime as dt
-import json
+import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, final
@@ -13,24 +13,24 @@ import torch.distributed as dist
 
 from ...dataflow.admission import Wanted, fits
 from ...dataflow.axes import extent
-from ...dataflow.capabilities import DEVICE, dtype_from_text, dtype_text, resolve_dtype
+from ...dataflow.capabilities import DEVICE, dtype_text, resolve_dtype
 from ...dataflow.errors import ConfigError, RankError, ReplayError
-from ...dataflow.sources import Side, SideArgument
-from ..arguments import check_seconds, checked, refuse
-from ..exclusive import Unique, opaque
+from ...dataflow.sources import Path, Side
+from ..config import check_seconds, checked, refuse
 from ..runner import Runner
+from ..running import Unique, opaque
 from ..stage import Stage
 from .group import GRACE, checked_group
 
 if TYPE_CHECKING:
     from torch.distributed import Work
 
-_MESSAGES, _REPLIES, _TENSORS = 1, 2, 3
+_MESSAGES, _TENSORS = 1, 2
 """Tags of what hosts send each other."""
 _NBYTES: Final = 6144
 """Bytes of a stage's message, which its reader must know."""
 _TEXT: Final = 1000
-"""Bytes of an error that are told, at most; in a message each may take six."""
+"""Characters of an error that are told, at most."""
 _SOON: Final = 0.99
 _HEADSTART: Final = 1.0
 """Seconds that a rank which learns of a loss from others waits longer than they: their errors name who is lost."""
@@ -56,37 +56,24 @@ class TensorSpec:
 
 @attrs.frozen
 class StageMessage:
-    """What one stage tells the next, or the one before, of a step.
+    """What one stage tells the next of a step.
 
-    step: its number, from 1. specs: the tensors that follow, by key, in their order. error: why there are none; to the
-    stage before, why it was wrong to send them. Empty if all is well.
+    step: its number, from 1. specs: the tensors that follow, by key, in their order. error: why there are none.
     """
 
     step: int
-    specs: Mapping[str, TensorSpec] = attrs.field(factory=dict)
+    specs: dict[str, TensorSpec] = attrs.field(factory=dict)
     error: str = ""
 
     def packed(self) -> torch.Tensor:
         """The message as bytes, always as many. ConfigError if they do not hold it."""
-        specs = [[key, dtype_text(one.dtype), one.device, one.shape] for key, one in self.specs.items()]
-        error = self.error.encode(errors="replace")[:_TEXT].decode(errors="ignore")
-        raw = json.dumps([self.step, specs, error], ensure_ascii=False).encode(errors="replace")
+        raw = pickle.dumps(self)
         if len(raw) > _NBYTES:
-            raise ConfigError(f"{len(specs)} proxies have too many or too long keys: they are told in {_NBYTES} bytes")
+            raise ConfigError(
+                f"{len(self.specs)} proxies have too many or too long keys: they are told in {_NBYTES} bytes"
+            )
         with torch.inference_mode(mode=False):
             return torch.frombuffer(bytearray(raw.ljust(_NBYTES)), dtype=torch.uint8)
-
-    @classmethod
-    def unpacked(cls, raw: torch.Tensor) -> "StageMessage":
-        """The message that was packed."""
-        step, specs, error = json.loads(raw.numpy().tobytes())
-        found = {key: TensorSpec(dtype_from_text(dtype), device, tuple(shape)) for key, dtype, device, shape in specs}
-        return cls(step, found, error)
-
-    @staticmethod
-    def blank() -> torch.Tensor:
-        """Memory that a message is received into."""
-        return TensorSpec(torch.uint8, "cpu", (_NBYTES,)).empty(torch.device("cpu"))
 
 
 @attrs.define(eq=False)
@@ -109,16 +96,17 @@ class Neighbour:
 
     def take(self) -> StageMessage:
         """What the stage before tells of its step. RankError if it does not come."""
-        raw = StageMessage.blank()
+        with torch.inference_mode(mode=False):
+            raw = torch.empty(_NBYTES, dtype=torch.uint8, device="cpu")
         with self._talk():
             self._wait(*self._post(dist.irecv, raw, _MESSAGES))
-            return StageMessage.unpacked(raw)
+            message: StageMessage = pickle.loads(raw.numpy().tobytes())  # noqa: S301 - of another rank, as all of torch's
+        return message
 
-    def reply(self, message: StageMessage, targets: Iterable[torch.Tensor] = ()) -> None:
-        """Answer the stage before, and receive its tensors. RankError if they do not come."""
+    def receive(self, targets: Iterable[torch.Tensor]) -> None:
+        """Receive the tensors that the stage before sends. RankError if they do not come."""
         with self._talk():
-            answer = self._post(dist.isend, message.packed(), _REPLIES)
-            for post in [*(self._post(dist.irecv, one, _TENSORS) for one in targets if one.numel()), answer]:
+            for post in [self._post(dist.irecv, one, _TENSORS) for one in targets if one.numel()]:
                 self._wait(*post)
 
     def send(self, message: StageMessage, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -127,27 +115,22 @@ class Neighbour:
         Tensors on the host are copied. Those on a device are read in stream order: what the present stream does next
         comes after that. RankError if the other is gone.
         """
-        packed, reply = message.packed(), StageMessage.blank()
+        packed = message.packed()
         steady = [_steady(tensor) for tensor in tensors.values() if tensor.numel()]
         with self._talk():
-            posts = [self._post(dist.isend, packed, _MESSAGES)]
-            posts += [self._post(dist.isend, tensor, _TENSORS) for tensor in steady]
-            for work, tensor in posts:
+            self._sent = [self._post(dist.isend, packed, _MESSAGES)]
+            self._sent += [self._post(dist.isend, tensor, _TENSORS) for tensor in steady]
+            for work, tensor in self._sent:
                 if not tensor.is_cpu:
                     work.wait()
-            self._sent = [self._post(dist.irecv, reply, _REPLIES), *posts]
 
     def settle(self) -> None:
-        """Wait until the stage after has taken what was sent last. RankError if it refused it, is late, or is gone."""
+        """Wait until the stage after has taken what was sent last. RankError if it is late or gone."""
         sent, self._sent = self._sent, []
         self._check_unbroken()  # before a step, which other ranks of the stage must not run without this one
-        if sent:
-            with self._talk():
-                for post in sent:
-                    self._wait(*post)
-            reply = StageMessage.unpacked(sent[0][1])
-            if reply.error:
-                raise RankError(f"{self.other} refused what {self.me} sent in step {reply.step}: {reply.error}")
+        with self._talk():
+            for post in sent:
+                self._wait(*post)
 
     def _check_unbroken(self) -> None:
         """RankError if there is nothing to say any more."""
@@ -275,8 +258,8 @@ class PipelineStage(Unique):
 
         It returns as soon as they are under way. The runner may then replay again: what is sent stays as it is.
         Raises what the runner raises, and RankError, which names the rank: if another stage failed in this step, sent
-        other proxies than the slots declare, refused those of the step before, is lost, or does not come. All later
-        stages raise then, too. The next step is run as if nothing had been, unless a rank is lost.
+        other proxies than the slots declare, is lost, or does not come. All later stages raise then, too. The next step
+        is run as if nothing had been, unless a rank is lost.
         """
         self._steps += 1
         self._coordinator.begin()
@@ -285,7 +268,7 @@ class PipelineStage(Unique):
             self.flush()
             outputs = self.runner(batch, **received)
             if self._after is not None:
-                tensors = flattened(outputs)
+                tensors = proxies_in(outputs)
                 specs = {key: TensorSpec(one.dtype, one.device.type, tuple(one.shape)) for key, one in tensors.items()}
                 self._after.send(StageMessage(self._steps, specs), tensors)
         except BaseException as error:
@@ -296,8 +279,7 @@ class PipelineStage(Unique):
     def flush(self) -> None:
         """Wait until the next stage has received the last step's proxies: before this process ends, for one.
 
-        Each step does so with those of the step before. Raises RankError if it refused them, or does not come; on this
-        rank alone, since other ranks of its stage may not ask.
+        Each step does so with those of the step before. Raises RankError if it does not come, on this rank alone.
         """
         if self._after is not None:
             self._after.settle()
@@ -306,17 +288,15 @@ class PipelineStage(Unique):
         """All side arguments. Whatever is wrong with the step, its tensors are received: the next ones come after."""
         message = before.take()
         if message.error:
-            before.reply(StageMessage(message.step))
             raise RankError(f"step {message.step}: {before.other} has nothing for {before.me}: {message.error}")
         try:
             targets = self._targets(before, message, batch, self._given(side))
-        except BaseException as error:
+        except BaseException:
             device = self.runner.parts.stage.backend.device
-            dropped = [spec.empty(device) for spec in message.specs.values()]
-            before.reply(StageMessage(message.step, error=_in_words(error)), dropped)
+            before.receive([spec.empty(device) for spec in message.specs.values()])
             raise
-        before.reply(StageMessage(message.step), targets.values())
-        return {**side, self._argument: nested(targets)}
+        before.receive(targets.values())
+        return {**side, self._argument: targets}
 
     def _targets(self, before: Neighbour, message: StageMessage, batch: Any, side: Side) -> dict[str, torch.Tensor]:
         """Where the tensors of a message are to be received, by key: in the slots, if a graph reads them there.
@@ -330,7 +310,7 @@ class PipelineStage(Unique):
         parts, specs = self.runner.parts, message.specs
         stage, graphs = parts.stage, parts.graphs
         found = {key: spec.empty(stage.backend.device) for key, spec in specs.items()}
-        given = {**side, self._argument: nested(found)}
+        given = {**side, self._argument: found}
         keys, required = {key for key, _ in self.wanted}, {key for key, want in self.wanted if not want.slot.optional}
         faults = [f"{key!r} is missing" for key in sorted(required - specs.keys())]
         faults += [f"{key!r} is read by no slot" for key in specs if key not in keys]
@@ -378,7 +358,7 @@ class PipelineStage(Unique):
         after = self._after
         _noting(error, lambda: self._coordinator.refuse(error))
         if after is not None and isinstance(error, Exception):
-            message = StageMessage(self._steps, error=_in_words(error))
+            message = StageMessage(self._steps, error=_in_words(error)[:_TEXT])
             for say in (after.settle, lambda: after.send(message, {}), after.settle):
                 if after.broken is None:
                     _noting(error, say)
@@ -456,37 +436,27 @@ def proxies_of(stage: Stage[Any], argument: str) -> Iterator[tuple[str, Wanted]]
     backend = stage.backend
     for name, slot in stage.declaration.slots.items():
         source = slot.reads(name)
-        if isinstance(source, SideArgument) and source.parts[0] == argument:
-            if len(source.parts) == 1:
+        if isinstance(source, Path) and source.beside and source.parts[0] == argument:
+            if len(source.parts) != 2:  # noqa: PLR2004 - the argument and a key
                 raise ConfigError(
-                    f"slot {name!r} reads {source} as a whole: proxies have keys, side('{argument}.hidden_states')"
+                    f"slot {name!r} reads {source}: proxies are tensors by key, side('{argument}.hidden_states')"
                 )
             device = backend.device if slot.placement == DEVICE else torch.device("cpu")
             dtype = resolve_dtype(slot.dtype, backend.capabilities)
-            yield ".".join(source.parts[1:]), Wanted(name, slot, dtype, device)
+            yield source.parts[1], Wanted(name, slot, dtype, device)
 
 
-def flattened(outputs: Any, path: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of nested mappings by dotted path; what is None is left out. ReplayError for anything else."""
-    if isinstance(outputs, torch.Tensor) and path:
-        return {path: outputs}
-    if not isinstance(outputs, Mapping):
-        where = f"of type {type(outputs).__name__}" + f" under {path!r}" * bool(path)
-        raise ReplayError(
-            f"the step of a stage that is not the last returns a mapping of tensors by key, got something {where}: "
-            'such as {"hidden_states": ...}'
+def proxies_in(outputs: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a step returns by key, without what is None. ReplayError for anything else."""
+    odd = f"of type {type(outputs).__name__}"
+    if isinstance(outputs, Mapping):
+        found = {key: one for key, one in outputs.items() if one is not None}
+        odd = next(
+            (f"of type {type(one).__name__} under {k!r}" for k, one in found.items() if not torch.is_tensor(one)), ""
         )
-    below = (flattened(one, f"{path}.{key}" if path else str(key)) for key, one in outputs.items() if one is not None)
-    return {key: tensor for part in below for key, tensor in part.items()}
-
-
-def nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Mappings in which each tensor stands at its dotted path."""
-    whole: dict[str, Any] = {}
-    for path, tensor in tensors.items():
-        *outer, last = path.split(".")
-        inner = whole
-        for name in outer:
-            inner = inner.setdefault(name, {})
-        inner[last] = tensor
-    return whole
+        if not odd:
+            return found
+    raise ReplayError(
+        f"the step of a stage that is not the last returns a mapping of tensors by key, got something {odd}: "
+        'such as {"hidden_states": ...}'
+    )

@@ -21,8 +21,7 @@ from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.ready import Ready
 from ...dataflow.tails import holds
 from ...dataflow.views import Aliases, ViewInfo, carried, viewer
-from ..capture import told_as_capture_error
-from ..captured import Filling
+from ..capture import Filling, told_as_capture_error
 from ..graphs import Look
 from ..outputs import check_rows
 from ..running import Running, running, under_way

@@ -16,12 +16,12 @@ from ...backends.base import Backend
 from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ...dataflow.guard import GRADIENTS, without_gradients
 from ...dataflow.inputs import Inputs
-from ..captured import Captured
-from ..decision import Repeated
+from ..capture import Captured
 from ..graphs import GraphSet
 from ..outputs import map_tensors
 from ..running import RUNNING, Running, running, under_way
 from ..stage import Stage
+from ..statistics import Counts
 
 VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 """What a graph takes in as a value; any other object is handed on to breaks, each step's own."""
@@ -357,7 +357,7 @@ def stack_step(
     rows: int | None,
     live: int | None,
     show: Callable[[Any], Inputs] | None = None,
-    counted: Repeated | None = None,
+    counted: Counts | None = None,
 ) -> Callable[[Any], Any]:
     """A call that runs a step on a batch, whose stack replays graphs in the place of its code; outputs for live rows.
 

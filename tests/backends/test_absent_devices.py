@@ -54,25 +54,12 @@ def built_for_cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_torch_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that is built without CUDA is told by its version, with the command that installs one that is."""
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert torch.__version__ in reason("cuda")
-    assert "built without CUDA: on Linux, `pip install" in reason("cuda")
-    with pytest.raises(BackendUnavailableError, match=r"'cuda' cannot run here: .*pip install"):
-        choose("cuda")
-
-
-@pytest.mark.parametrize(("name", "value"), [("CUDA_VISIBLE_DEVICES", ""), ("HIP_VISIBLE_DEVICES", "-1")])
-def test_hidden_cuda_devices(built_for_cuda: pytest.MonkeyPatch, name: str, value: str) -> None:
-    """A variable that hides every device is named."""
-    built_for_cuda.setenv(name, value)
-    assert f"{name} is {value!r}: unset it" in reason("cuda")
-
-
-def test_no_cuda_driver(built_for_cuda: pytest.MonkeyPatch) -> None:
-    """What the driver says is passed on, one line of it, with the devices that were asked for; so is a fork."""
+def test_no_cuda(built_for_cuda: pytest.MonkeyPatch) -> None:
+    """No torch for CUDA, hidden devices, a driver that does not start, and a fork are told apart, with the way out."""
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("HIP_VISIBLE_DEVICES", "-1")):
+        with built_for_cuda.context() as patch:
+            patch.setenv(name, value)
+            assert f"{name} is {value!r}: unset it" in reason("cuda")
     told = RuntimeError("Found no NVIDIA driver on your system.\nLong story")
     built_for_cuda.setattr(torch.cuda, "init", refusing(told))
     built_for_cuda.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -82,6 +69,11 @@ def test_no_cuda_driver(built_for_cuda: pytest.MonkeyPatch) -> None:
     )
     built_for_cuda.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     assert "'spawn'" in reason("cuda")
+    built_for_cuda.setattr(torch.version, "cuda", None)
+    built_for_cuda.setattr(torch.version, "hip", None)
+    assert torch.__version__ in reason("cuda")
+    with pytest.raises(BackendUnavailableError, match=r"'cuda' cannot run here: .*built without CUDA: .*pip install"):
+        choose("cuda")
 
 
 def test_liveness_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,12 +83,12 @@ def test_liveness_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> 
         cuda._liveness()
 
 
-@pytest.mark.parametrize("pool", [3, (1,), (1, "2"), "pool"])
-def test_strange_pool(pool: object) -> None:
+def test_strange_pool() -> None:
     """What is no pool is refused."""
     nowhere: Any = None
-    with pytest.raises(CaptureError, match=r"pool is what pool\(\)"):
-        CudaBackend._pool_of(nowhere, pool)
+    for pool in (3, (1,), (1, "2"), "pool"):
+        with pytest.raises(CaptureError, match=r"pool is what pool\(\)"):
+            CudaBackend._pool_of(nowhere, pool)
 
 
 @pytest.fixture
@@ -190,27 +182,43 @@ def told(error: Exception, device: type[CudaBackend] | type[NpuBackend] = CudaBa
     return str(device_graph.not_captured(caught.value, device.advice, device.conditions))
 
 
-@pytest.mark.parametrize(
-    ("device", "text", "way_out"),
-    [
-        (CudaBackend, "CUDA error: operation not permitted when stream is capturing\nSearch for", "torch.where"),
-        (CudaBackend, "Cannot copy during capture unless the CPU tensor is pinned. Please", "placement='host'"),
-        (CudaBackend, "CUDA error: operation failed due to a previous error during capture", "went on after it"),
-        (CudaBackend, "CUDA error: dependency created on uncaptured work in another stream", "other stream wait"),
-        (CudaBackend, "Offset increment outside graph capture encountered unexpectedly.", "generator="),
-        (CudaBackend, "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED", "warm-up"),
-        (NpuBackend, "Cannot run aclop operators during NPU graph capture. It is NonZero.", "no kernel that a graph"),
-        (NpuBackend, "f:../Local.cpp:24 NPU function error: AclrtSynchronizeStreamWithTimeout", "it waits for the dev"),
-    ],
+NO_STREAMS = "no streams left for another graph"
+SAID: tuple[tuple[type[CudaBackend] | type[NpuBackend], str, str], ...] = (
+    (CudaBackend, "CUDA error: operation not permitted when stream is capturing\nSearch for", "torch.where"),
+    (CudaBackend, "Cannot copy during capture unless the CPU tensor is pinned. Please", "placement='host'"),
+    (CudaBackend, "CUDA error: operation failed due to a previous error during capture", "went on after it"),
+    (CudaBackend, "CUDA error: dependency created on uncaptured work in another stream", "other stream wait"),
+    (CudaBackend, "Offset increment outside graph capture encountered unexpectedly.", "generator="),
+    (CudaBackend, "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED", "warm-up"),
+    (NpuBackend, "Cannot run aclop operators during NPU graph capture. It is NonZero.", "no kernel that a graph"),
+    (NpuBackend, "f:../Local.cpp:24 NPU function error: AclrtSynchronizeStreamWithTimeout", "it waits for the dev"),
 )
-def test_what_a_step_may_not_do(device: type[CudaBackend] | type[NpuBackend], text: str, way_out: str) -> None:
-    """Each refusal says what was refused, on which line, and the way out, on one line without a place in C++."""
-    said = told(RuntimeError(text), device)
-    assert said.startswith("a captured step cannot do what it does at test_absent_devices.py:")
-    assert "`raise error`" in said
-    assert way_out in said
-    assert "\n" not in said
-    assert ".cpp" not in said
+CONDITIONS = (
+    (BEGIN.format(207005), NO_STREAMS),
+    (BEGIN.format(207008), NO_STREAMS),
+    ("NPU graphs must be captured on a non-default stream. (However,", "the current stream is the default one"),
+    ("Do not support TASK_QUEUE_ENABLE = 2 during NPU graph capture", "set TASK_QUEUE_ENABLE=1 in the environment"),
+    ("not supported when pin_memory_expandable_segments=True.", "take pin_memory_expandable_segments out of"),
+)
+
+
+def test_what_a_device_refuses() -> None:
+    """Each refusal says what was refused, on which line, and the way out, on one line without a place in C++.
+
+    What is wrong whatever the step does is told as that, without a line of the step.
+    """
+    for device, text, way_out in SAID:
+        said = told(RuntimeError(text), device)
+        assert said.startswith("a captured step cannot do what it does at test_absent_devices.py:")
+        assert "`raise error`" in said
+        assert way_out in said
+        assert "\n" not in said
+        assert ".cpp" not in said
+    for text, way_out in CONDITIONS:
+        said = told(RuntimeError(text), NpuBackend)
+        assert said.startswith("nothing can be captured as things are (")
+        assert way_out in said
+        assert not any(one in said for one in (".cpp", ".py", "\n"))
 
 
 def test_what_a_step_raises() -> None:
@@ -223,26 +231,6 @@ def test_what_a_step_raises() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2).view(3)
     assert "test_absent_devices.py:" in errors.place_of(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "way_out"),
-    [
-        (BEGIN.format(207005), "no streams left for another graph"),
-        (BEGIN.format(207008), "no streams left for another graph"),
-        ("NPU graphs must be captured on a non-default stream. (However,", "the current stream is the default one"),
-        ("Do not support TASK_QUEUE_ENABLE = 2 during NPU graph capture", "set TASK_QUEUE_ENABLE=1 in the environment"),
-        ("not supported when pin_memory_expandable_segments=True.", "take pin_memory_expandable_segments out of"),
-    ],
-)
-def test_conditions_of_an_npu(text: str, way_out: str) -> None:
-    """What is wrong whatever the step does is told as that, without a line of the step, and without a place in C++."""
-    said = told(RuntimeError(text), NpuBackend)
-    assert said.startswith("nothing can be captured as things are (")
-    assert way_out in said
-    assert ".cpp" not in said
-    assert ".py" not in said
-    assert "\n" not in said
 
 
 @pytest.mark.parametrize(

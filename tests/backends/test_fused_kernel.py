@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph.backends.cpu import BLOCK, fill_lanes
+from slotgraph.backends.cpu import BLOCK, HostFusion
 from slotgraph.backends.cuda import CudaBackend
 from slotgraph.dataflow.buffers import span
 from slotgraph.dataflow.packet import CODES, Lane, converts, has_lane, head_bytes, meta, row_stride, table_of
@@ -80,7 +80,7 @@ def need_triton() -> None:
 
 def by_host(launch: Launch) -> None:
     """The same in plain code."""
-    fill_lanes(launch.table, launch.packet, list(launch.buffers))
+    HostFusion().kernel(launch.table, launch.packet, launch.buffers)()
 
 
 def by_triton(module: Any, launch: Launch) -> None:
@@ -379,22 +379,10 @@ def test_every_alignment(kernel: Way) -> None:
 @settings(max_examples=5)
 def test_every_conversion(kernel: Way, live: int, seed: int, block: int) -> None:
     """Every pair of dtypes that may be converted is, whole numbers by wrapping."""
+    pads = [True if target == torch.bool else 1 for _, target in PAIRS]
     lanes = [
-        Case(
-            target,
-            source,
-            (96,),
-            0,
-            live,
-            1,
-            True if target == torch.bool else 1,
-            "copy",
-            0,
-            1,
-            turned=False,
-            seed=seed + number,
-        )
-        for number, (source, target) in enumerate(PAIRS)
+        Case(target, source, (96,), 0, live, 1, pad, "copy", 0, 1, turned=False, seed=seed + number)
+        for number, ((source, target), pad) in enumerate(zip(PAIRS, pads, strict=True))
     ]
     fill(kernel, lanes, kernel.blocks[block])
 
@@ -428,10 +416,7 @@ def test_compiles(chip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     signature = {"table": "*i64", "packet": "*i64", "BLOCK": "constexpr"}
     source = compiler.ASTSource(module.fill_lanes, signature, {"BLOCK": module.BLOCK})
     target = targets.GPUTarget("cuda", chip, 32)
-    options = {
-        "num_warps": module.WARPS,
-        "enable_fp_fusion": True,
-    }  # the latter said, as versions differ in their default
+    options = {"num_warps": module.WARPS, "enable_fp_fusion": True}  # whose default differs by version
     made = compiler.compile(source, target=target, options=options)
     assert made.metadata.shared == 0
     assert "ld.global.b64" in made.asm["ptx"]

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slotgraph import Inputs, Step
-from slotgraph.backends import Backend
-from slotgraph.backends.registry import load
+from slotgraph.backends import Backend, load
 from slotgraph.dataflow import plan as plans
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import Buffers, allocate

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from slotgraph.backends import Availability, Backend, choose, load, names, registry
+from slotgraph.backends import GROUP, Availability, Backend, choose, load, names
 from slotgraph.backends.cpu import CpuBackend
 from slotgraph.dataflow.errors import BackendUnavailableError
 
@@ -51,12 +51,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes entry points look installed: name and object."""
 
     def install(**points: str) -> None:
-        found = [EntryPoint(name.replace("_", "-"), value, registry.GROUP) for name, value in points.items()]
+        found = [EntryPoint(name.replace("_", "-"), value, GROUP) for name, value in points.items()]
         everything = importlib.metadata.entry_points
 
         def entry_points(**wanted: Any) -> Any:
             own = everything(**wanted)
-            return EntryPoints([*own, *found]) if wanted.get("group") == registry.GROUP else own
+            return EntryPoints([*own, *found]) if wanted.get("group") == GROUP else own
 
         monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
 

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -12,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, DecodeRunner, Inputs, Step, computed, copied
 from slotgraph.backends import choose, load
 from slotgraph.backends.npu import NpuBackend
-from slotgraph.dataflow.errors import CaptureError, ConfigError
+from slotgraph.dataflow.errors import CaptureError
 from tests.npu.programs import run
 
 
@@ -271,11 +270,3 @@ def test_step_that_raises(backend: NpuBackend, ones: torch.Tensor) -> None:
     with pytest.raises(CaptureError, match="the step raised ZeroDivisionError") as caught:
         backend.capture(lambda: (ones + 1, 1 // 0))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
-def test_fences(backend: NpuBackend) -> None:
-    """Who waits for a launch is one of two."""
-    assert attrs.asdict(NpuBackend(fence="device").capabilities) == attrs.asdict(backend.capabilities)
-    wrong: Any = "nobody"
-    with pytest.raises(ConfigError, match="fence is one of 'host', 'device', not 'nobody'"):
-        NpuBackend(fence=wrong)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
-from slotgraph.backends.npu import Fence, NpuBackend
+from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
 from slotgraph.extend import host_parameter
 from tests.npu.programs import run
@@ -57,9 +57,9 @@ class Model:
         return torch.stack(rows)
 
 
-def runner_on(fence: Fence, **options: Any) -> tuple[DecodeRunner[Attending], Model]:
+def runner_on(**options: Any) -> tuple[DecodeRunner[Attending], Model]:
     """A captured runner and its model."""
-    backend = NpuBackend(fence=fence)
+    backend = NpuBackend()
     model = Model(backend.device)
     runner = DecodeRunner(Attending, model, buckets=BUCKETS, backend=backend, progress=False, **options)
     runner.capture()
@@ -83,12 +83,12 @@ def in_flight(runner: DecodeRunner[Attending], model: Model) -> bool:
 
 
 @pytest.mark.modes("lazy")
-def test_without_the_fence() -> None:
+def test_without_the_wait() -> None:
     """Where no one waits for the launch before, one launch takes two updates and the next has none left."""
     said = program(
         "from slotgraph.backends.npu import UpdatedGraph\n"
         "from tests.npu.test_parameters import in_flight, runner_on\n"
-        "runner, model = runner_on('host')\n"
+        "runner, model = runner_on()\n"
         "print(in_flight(runner, model))\n"
         "def hurry(graph): pass\n"
         "UpdatedGraph._wait = hurry\n"
@@ -100,7 +100,7 @@ def test_without_the_fence() -> None:
 
 def test_one_update_a_launch(monkeypatch: pytest.MonkeyPatch, npu: Any) -> None:
     """Each launch of a graph has one update before it, with the padded values of the step."""
-    runner, _ = runner_on("host")
+    runner, _ = runner_on()
     seen: list[Any] = []
     kind: Any = npu.NPUGraph
     update, replay = kind.update, kind.replay
@@ -125,7 +125,7 @@ def test_one_update_a_launch(monkeypatch: pytest.MonkeyPatch, npu: Any) -> None:
 
 def test_update_that_breaks_off(monkeypatch: pytest.MonkeyPatch, npu: Any) -> None:
     """A graph whose update broke off is not launched, then or later: it might wait for ever."""
-    runner, _ = runner_on("host")
+    runner, _ = runner_on()
     kind: Any = npu.NPUGraph
     launches: list[Any] = []
     monkeypatch.setattr(kind, "replay", launches.append)
@@ -150,7 +150,7 @@ def test_launch_without_an_update() -> None:
     said = program(
         "import torch\n"
         "from tests.npu.test_parameters import runner_on\n"
-        "runner, _ = runner_on('host')\n"
+        "runner, _ = runner_on()\n"
         "captured = runner.graphs.get(2, frozenset())\n"
         "captured.graph._parts[0][1].native.replay()\n"
         "try: torch.accelerator.synchronize()\n"
@@ -248,20 +248,19 @@ def test_second_device() -> None:
     said = program(
         "import torch, torch_npu\n"
         "from tests.npu.test_parameters import in_flight, runner_on\n"
-        "print(in_flight(*runner_on('host')))\n"
-        "with torch.npu.device(1): there = [runner_on(fence) for fence in ('host', 'device')]\n"
-        "print(there[0][0].stage.backend.device.index == 1 and torch.npu.current_device() == 0)\n"
-        "for one in there: print(in_flight(*one))\n"
-        "with torch.npu.device(1):\n"
-        "    for one in there: print(in_flight(*one))\n",
+        "print(in_flight(*runner_on()))\n"
+        "with torch.npu.device(1): there = runner_on()\n"
+        "print(there[0].stage.backend.device.index == 1 and torch.npu.current_device() == 0)\n"
+        "print(in_flight(*there))\n"
+        "with torch.npu.device(1): print(in_flight(*there))\n",
         STANDIN_NPU_COUNT="2",
     )
-    assert said == ["True"] * 6
+    assert said == ["True"] * 4
 
 
 def test_eager_steps() -> None:
     """A batch that no bucket takes runs eagerly, on its own lengths."""
-    runner, model = runner_on("host", max_waste=0.2)
+    runner, model = runner_on(max_waste=0.2)
     ids, lengths = [1, 2, 3], [4, 8, 2]
     outputs = runner({"input_ids": ids, "seq_lens_cpu": lengths})
     assert runner.stats()["steps"] == {"graph": 0, "eager": 1}

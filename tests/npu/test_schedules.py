@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, DecodeRunner, computed, copied
-from slotgraph.backends.npu import FENCES, Fence, NpuBackend
+from slotgraph.backends.npu import NpuBackend
 from tests.npu.test_parameters import BUCKETS, LENGTH, Attending, Model
 
 pytestmark = pytest.mark.modes("eager", "lazy")
@@ -64,11 +64,11 @@ stepped = st.builds(
 
 
 class Fleet:
-    """Two runners, and streams, for all examples of one fence."""
+    """Two runners, and streams, for all examples."""
 
-    def __init__(self, npu: Any, fence: Fence) -> None:
+    def __init__(self, npu: Any) -> None:
         self.npu = npu
-        self.backend = NpuBackend(fence=fence)
+        self.backend = NpuBackend()
         self.model = Model(self.backend.device)
         self.streams = [npu.Stream() for _ in range(STREAMS)]
         self.runners = [self._runner(offset) for offset in (0, 100)]
@@ -114,10 +114,10 @@ def in_thread(call: Callable[[], None]) -> None:
     thread.join()
 
 
-@pytest.fixture(scope="module", params=FENCES)
-def fleet(request: pytest.FixtureRequest, npu: Any) -> Fleet:
-    """Two runners with each kind of fence."""
-    return Fleet(npu, request.param)
+@pytest.fixture(scope="module")
+def fleet(npu: Any) -> Fleet:
+    """Two runners, made once."""
+    return Fleet(npu)
 
 
 @settings(max_examples=40)

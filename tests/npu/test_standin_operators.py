@@ -1,13 +1,11 @@
 """Operators on the stand-in's device: the same results as on the CPU, eagerly and in a graph."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import pytest
 import torch
 from torch.nn import functional
-
-from tests.npu.programs import output
 
 pytestmark = [  # what the wheel says once in a process
     pytest.mark.filterwarnings("ignore:Cannot create tensor with internal format:UserWarning"),
@@ -60,14 +58,6 @@ a.nonzero(); torch.masked_select(a, m); a.__setitem__(m, 5); torch.tensor([torch
 a.repeat_interleave(i[:4], dim=0, output_size=int(i[:4].sum()))
 """
 """By the inputs of `made`; what no graph can hold comes last."""
-RANDOM: dict[str, Callable[[], torch.Tensor]] = {
-    "rand": lambda: torch.rand(99, device="npu"),
-    "randn": lambda: torch.randn(99, device="npu"),
-    "randint": lambda: torch.randint(3, 9, (99,), device="npu"),
-    "uniform_": lambda: torch.empty(99, device="npu").uniform_(-2, 5),
-    "normal_": lambda: torch.empty(99, device="npu").normal_(-2, 5),
-    "multinomial": lambda: torch.multinomial(torch.ones(9, device="npu") / 9, 99, replacement=True),
-}
 
 
 def made(dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
@@ -124,22 +114,20 @@ IN_GRAPHS: Final = [
 ]
 
 
+@pytest.mark.modes("eager", "lazy")
 @pytest.mark.parametrize(("line", "dtype"), [*IN_GRAPHS, *cases(ALONE, torch.float32, torch.int64)])
-def test_operators(line: str, dtype: torch.dtype) -> None:
-    """Operators give on the device what they give on the CPU, wherever the elements of their inputs lie."""
+def test_operators(npu: Any, line: str, dtype: torch.dtype) -> None:
+    """Operators give on the device what they give on the CPU, wherever their inputs lie, and in each replay.
+
+    A replay reads what its inputs hold then, not what they held at capture; so does a stream that runs late.
+    """
     for expression in line.split("; "):
         expected = results(expression, made(dtype, 0))
-        assert_same(results(expression, {name: value.to("npu") for name, value in made(dtype, 0).items()}), expected)
-        assert_same(results(expression, {name: spread(value) for name, value in made(dtype, 0).items()}), expected)
-
-
-@pytest.mark.modes("eager", "lazy")
-@pytest.mark.parametrize(("line", "dtype"), IN_GRAPHS)
-def test_operators_in_a_graph(npu: Any, line: str, dtype: torch.dtype) -> None:
-    """A replay reads what its inputs hold then, not what they held at capture; so does a stream that runs late."""
-    for expression in line.split("; "):
         inputs = {name: value.to("npu") for name, value in made(dtype, 0).items()}
-        results(expression, inputs)
+        assert_same(results(expression, inputs), expected)
+        assert_same(results(expression, {name: spread(value) for name, value in made(dtype, 0).items()}), expected)
+        if (line, dtype) not in IN_GRAPHS:
+            continue
         graph = npu.NPUGraph()
         with npu.graph(graph):
             found = results(expression, inputs)
@@ -149,39 +137,3 @@ def test_operators_in_a_graph(npu: Any, line: str, dtype: torch.dtype) -> None:
                 place.copy_(others[name])
             graph.replay()
             assert_same(found, results(expression, others))
-
-
-@pytest.mark.modes("eager", "lazy")
-@pytest.mark.parametrize("name", RANDOM)
-def test_random_numbers_follow_the_seed(npu: Any, name: str) -> None:
-    """One seed gives the same numbers again, the next call and the next replay others."""
-    graph = npu.NPUGraph()
-    with npu.graph(graph):
-        numbers = RANDOM[name]()
-
-    def replayed() -> torch.Tensor:
-        graph.replay()
-        return numbers
-
-    for draw in (RANDOM[name], replayed):
-        npu.manual_seed(3)
-        first, second = draw().cpu(), draw().cpu()
-        npu.manual_seed(3)
-        assert torch.equal(draw().cpu(), first)
-        assert not torch.equal(second, first)
-
-
-def test_kernel_that_fails_is_named() -> None:
-    """What a kernel refuses, as a place outside of a table, reaches the caller as an error with the kernel's name."""
-    printed = output(
-        """
-        import torch, torch_npu
-        table, places = torch.ones(4, 2, device="npu"), torch.tensor([1, 9], device="npu")
-        try:
-            print(table.index_select(0, places).cpu())
-            torch.npu.synchronize()
-        except RuntimeError as error:
-            print(error)
-        """
-    )
-    assert "aclnnIndexSelect" in printed

@@ -9,7 +9,6 @@ import torch
 
 from slotgraph import DecodeRunner, EagerRunner, computed, standard
 from slotgraph.dataflow.errors import BatchError, ConfigError, RankError
-from slotgraph.runners.ranks.group import FITS, REFUSED, Message
 from slotgraph.runners.standard.counts import DP
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
@@ -165,18 +164,6 @@ def test_prefill(four: Processes, kind: str) -> None:
         most, over = max(map(sum, brought)), any(len(one) > 5 for one in brought)
         wanted = None if most > 16 or over else 4 if most <= 4 else 16
         assert (right, path, bucket) == (True, kind if wanted else "eager", wanted)
-
-
-def test_messages() -> None:
-    """Come back as they were written, with zeros behind their sizes, and a long text without its end."""
-    said = [Message(-7, FITS, 8, 3, idle=True, live=(3, 5), text="why not"), Message(1 << 62, REFUSED, text="é" * 200)]
-    size = 8 * 13 + 256
-    raw = bytearray(2 * size)
-    for number, one in enumerate(said):
-        one.pack_into(memoryview(raw)[number * size :])
-    first, second = Message.unpack_all(raw)
-    assert first == Message(-7, FITS, 8, 3, idle=True, live=(3, 5, 0, 0, 0, 0, 0, 0), text="why not")
-    assert second == Message(1 << 62, REFUSED, live=(0,) * 8, text="é" * 126 + "...")
 
 
 def test_alone_and_quiet() -> None:

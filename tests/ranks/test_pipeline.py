@@ -1,4 +1,4 @@
-"""Pipelines: stages on several ranks compute what one process computes, bit for bit, or raise on both sides."""
+"""Pipelines: stages on several ranks compute what one process computes, bit for bit, or those behind a fault raise."""
 
 import functools
 import itertools
@@ -19,8 +19,8 @@ from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sources import Side
 from slotgraph.extend import side
 from slotgraph.pool import InputPool
-from slotgraph.runners.ranks.pipeline import PipelineStage, flattened, proxies_of
-from slotgraph.runners.watching import Watcher
+from slotgraph.runners.hooks import Watcher
+from slotgraph.runners.ranks.pipeline import PipelineStage, proxies_of
 from tests.ranks.processes import Processes, raised, ranks
 from tests.ranks.staged import ALL, CHANGES, ROOM, SIZES, First, Later, Part, batch_of, eager_part, expected, weights
 from tests.runners import prefilled
@@ -66,7 +66,7 @@ class Seen(Watcher):
 
     def before_fill(self, batch: Any, side: Side) -> None:
         del batch
-        proxies, buffers = flattened(side[self.argument]), self.runner.graphs.buffers
+        proxies, buffers = side[self.argument], self.runner.graphs.buffers
         self.in_place = {key: is_in_place(one, buffers[self.slots[key]]) for key, one in proxies.items()}
 
 
@@ -195,9 +195,7 @@ def test_one_stage(two: Processes) -> None:
 class LaterPrefill(Prefill):
     """What a later stage of a prefill reads beside."""
 
-    hidden_states: torch.Tensor = copied(
-        TOKENS, HIDDEN, dtype=torch.float64, pad=0, source=side("pipe.flow.hidden_states")
-    )
+    hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0, source=side("pipe.hidden_states"))
 
 
 class Piece(nn.Module):
@@ -209,12 +207,12 @@ class Piece(nn.Module):
         self.inner = Layers(torch.Generator().manual_seed(rank), named=named)
 
     def forward(self, view: Any, hidden: torch.Tensor | None = None) -> Any:
-        """Nested proxies, or logits of the last. hidden: from the piece before, where one process has them all."""
+        """Proxies, or logits of the last. hidden: from the piece before, where one process has them all."""
         if hidden is None:
             hidden = view.hidden_states if self.rank else self.embedded(view)
         out: torch.Tensor = self.inner(hidden, view)
         if self.rank < self.size - 1:
-            return {"flow": {"hidden_states": out, "nothing": None}}
+            return {"hidden_states": out, "nothing": None}
         return out @ weights(402, HIDDEN, VOCAB)
 
     def embedded(self, view: Prefill) -> torch.Tensor:
@@ -231,7 +229,7 @@ class Pieces:
     def __call__(self, view: Prefill) -> torch.Tensor:
         """Logits."""
         first, last = self.pieces
-        out: torch.Tensor = last(view, first(view)["flow"]["hidden_states"])
+        out: torch.Tensor = last(view, first(view)["hidden_states"])
         return out
 
 
@@ -264,7 +262,7 @@ def prefills(rank: int, kind: str) -> None:
             poison(runner)
         check(stage, batch, reference(batch))
         if seen is not None and tokens <= 16:
-            assert seen.in_place == {"flow.hidden_states": True}
+            assert seen.in_place == {"hidden_states": True}
             graphs, full = runner.graphs, frozenset[str]()
             padded = graphs.view(graphs.get(4 if tokens <= 4 else 16, full), full)
             assert not padded.hidden_states[tokens:].any()
@@ -289,10 +287,11 @@ def mismatched(rank: int) -> list[str]:
     return found
 
 
-def test_other_proxies_are_refused_on_both_sides(two: Processes) -> None:
+def test_other_proxies_are_refused(two: Processes) -> None:
     """With what was sent and what the slot expects; the steps after go on."""
     sender, receiver = two.run(mismatched)
-    assert sender[1::2] == receiver[1::2] == [""] * len(CHANGES)
+    assert sender == ["" for _ in range(2 * len(CHANGES))]
+    assert receiver[1::2] == [""] * len(CHANGES)
     faults = {
         "keys": "'extra' is read by no slot",
         "shape": "'hidden_states' is not what slot 'pp_hidden_states' expects, float64 [3, 16] on cpu",
@@ -300,11 +299,8 @@ def test_other_proxies_are_refused_on_both_sides(two: Processes) -> None:
         "dtype": "'residual' is not what slot 'pp_residual' expects, float64 [3, 16] on cpu",
     }
     for number, change in enumerate(CHANGES):
-        step = 2 * number + 1
-        assert sender[step - 1].startswith(f"RankError: rank 1 refused what rank 0 sent in step {step}: ")
-        for message in (sender[step - 1], receiver[step - 1]):
-            assert faults[change] in message
-            assert f"step {step}: rank 0 sends " in message
+        assert receiver[2 * number].startswith(f"RankError: step {2 * number + 1}: rank 0 sends ")
+        assert faults[change] in receiver[2 * number]
 
 
 def lacks(rank: int) -> list[str]:
@@ -312,7 +308,7 @@ def lacks(rank: int) -> list[str]:
     keys = list[str]()
 
     def step(view: Prefill) -> Any:
-        return {"flow": dict.fromkeys(keys, weights(400, VOCAB, HIDDEN)[view.input_ids])}
+        return dict.fromkeys(keys, weights(400, VOCAB, HIDDEN)[view.input_ids])
 
     runner: Any = (
         EagerRunner(LaterPrefill, lambda view: view.hidden_states, backend="cpu")
@@ -328,12 +324,12 @@ def lacks(rank: int) -> list[str]:
 
 
 def test_a_missing_key_and_another_batch(two: Processes) -> None:
-    """The former is refused on both sides, the latter by who has that batch."""
+    """Are refused by the stage that reads them."""
     sender, receiver = two.run(lacks)
-    for found in (sender, receiver):
-        assert "rank 0 sends nothing; rank 1 refuses it: 'flow.hidden_states' is missing" in found[0]
+    assert sender == ["", "", ""]
+    assert "rank 0 sends nothing; rank 1 refuses it: 'hidden_states' is missing" in receiver[0]
     assert receiver[1].startswith("BatchError: slot 'hidden_states': expected a size of 6 on dim 0")
-    assert (sender[1], sender[2], receiver[2]) == ("", "", "")
+    assert receiver[2] == ""
 
 
 def storm(rank: int) -> list[str]:
@@ -358,8 +354,9 @@ def storm(rank: int) -> list[str]:
             "batch": "slot 'positions'",
             "key": f"'odd{where}' is read by no",
         }
-        right = marks[how] in error and bool(error) == bool(how) if rank >= where else not error
-        if rank > where and how in ("raises", "batch"):
+        first = where + (how == "key")  # who meets the fault
+        right = marks[how] in error and bool(error) == bool(how) if rank >= first else not error
+        if rank > first and how:
             right &= error.startswith(f"RankError: step {number + 1}: rank {rank - 1} has nothing for rank {rank}: ")
         found.append(how if right else f"{how} of {where}: {error}")
     return found
@@ -416,39 +413,8 @@ def test_stages_out_of_step(two: Processes) -> None:
     first, second = two.run(out_of_step)
     apart = "rank 0 is at step 4 of the pipeline, rank 1 at step 3"
     assert first[0].startswith("MissingSourceError: ")
-    assert first[1:] == ["", "", "", f"RankError: rank 1 refused what rank 0 sent in step 4: {apart}"]
+    assert first[1:] == ["", "", "", ""]
     assert second == [f"RankError: step 1: rank 0 has nothing for rank 1: {first[0]}", "", f"RankError: {apart}"]
-
-
-def refusals(rank: int) -> list[str]:
-    """What makes no sense: of the constructor, and proxies that are given to a call."""
-    runner = eager_part(rank, 2)
-    with pytest.raises(ConfigError, match=r"proxies: expected the name"):
-        PipelineStage(runner, proxies="a b")
-    with pytest.raises(ConfigError, match=r"timeout: expected seconds"):
-        PipelineStage(runner, timeout=0)
-    if rank:
-        with pytest.raises(ConfigError, match="stage 1 of 2 has no slot that reads pp_proxy_tensors"):
-            PipelineStage(eager_part(0, 2))
-    else:
-        with pytest.raises(ConfigError, match=r"its slots require 'flow.hidden_states' of pipe"):
-            PipelineStage(EagerRunner(LaterPrefill, print, backend="cpu"), proxies="pipe")
-    stage, given = PipelineStage(runner), {"pp_proxy_tensors": {"hidden_states": torch.ones(1, HIDDEN)}}
-    found = [
-        raised(stage, batch_of(1, number), **(given if rank == number else {})) or raised(stage.flush)
-        for number in range(2)
-    ]
-    check(stage, batch_of(1, 3))
-    stage.flush()
-    return found
-
-
-def test_what_makes_no_sense_is_refused(two: Processes) -> None:
-    """By the constructor, where it can be."""
-    first, second = two.run(refusals)
-    given = "ConfigError: pp_proxy_tensors is received from the stage before: do not give it"
-    assert first == [given, f"RankError: rank 1 refused what rank 0 sent in step 2: {given}"]
-    assert second == [f"RankError: step 1: rank 0 has nothing for rank 1: {given}", given]
 
 
 class Whole(First):
@@ -457,32 +423,53 @@ class Whole(First):
     hidden: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0, source=side("pp_proxy_tensors"))
 
 
-def test_declarations_that_no_stage_can_have() -> None:
-    """A slot reads one key; and the first stage receives none."""
-    with pytest.raises(ConfigError, match="slot 'hidden' reads argument pp_proxy_tensors as a whole"):
-        PipelineStage(EagerRunner(Whole, print, backend="cpu"))
-    with pytest.raises(ConfigError, match=r"the first stage receives nothing, but its slots require 'flow.hidden_s"):
-        PipelineStage(EagerRunner(LaterPrefill, print, backend="cpu"), proxies="pipe")
-
-
-def returns(rank: int, outputs: Any) -> str:
-    """The first stage returns something else than proxies."""
-    stage = PipelineStage(eager_part(1, 2) if rank else EagerRunner(First, lambda _: outputs, backend="cpu"))
-    return raised(stage, batch_of(2, 1))
-
-
-@pytest.mark.parametrize(
-    ("outputs", "message"),
-    [
-        (torch.ones(2, 3), "got something of type Tensor"),
-        ({"hidden_states": 5}, "got something of type int under 'hidden_states'"),
-        ({f"{'long' * 30}{key}": torch.ones(2) for key in range(90)}, "90 proxies have too many or too long keys"),
-    ],
-    ids=["tensor", "number", "keys"],
+NO_PROXIES: tuple[tuple[Any, str], ...] = (
+    (torch.ones(2, 3), "got something of type Tensor"),
+    ({"hidden_states": 5}, "got something of type int under 'hidden_states'"),
+    ({f"{'long' * 30}{key}": torch.ones(2) for key in range(90)}, "90 proxies have too many or too long keys"),
 )
-def test_what_is_no_proxies(two: Processes, outputs: Any, message: str) -> None:
-    """The stage that has it raises, and the next one is told."""
-    assert [message in error for error in two.run(returns, outputs)] == [True, True]
+
+
+def refusals(rank: int) -> list[str]:
+    """What makes no sense: of the constructor, proxies that are given to a call, and steps that return none."""
+    runner, later = eager_part(rank, 2), EagerRunner(LaterPrefill, print, backend="cpu")
+    for made, options, said in (
+        (runner, {"proxies": "a b"}, r"proxies: expected the name"),
+        (runner, {"timeout": 0}, r"timeout: expected seconds"),
+        (EagerRunner(Whole, print, backend="cpu"), {}, "slot 'hidden' reads argument pp_proxy_tensors: proxies are"),
+        (eager_part(0, 2), {}, "stage 1 of 2 has no slot that reads pp_proxy_tensors")
+        if rank
+        else (later, {"proxies": "pipe"}, "its slots require 'hidden_states' of pipe"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            PipelineStage(made, **options)
+    outputs, answers = list[Any](), Part(0, 2)
+    if not rank:
+        runner = EagerRunner(First, lambda view: outputs[0] if outputs else answers(view), backend="cpu")
+    stage, given = PipelineStage(runner), {"pp_proxy_tensors": {"hidden_states": torch.ones(1, HIDDEN)}}
+    found = [
+        raised(stage, batch_of(1, number), **(given if rank == number else {})) or raised(stage.flush)
+        for number in range(2)
+    ]
+    for wrong, _ in NO_PROXIES:
+        outputs[:] = [wrong]
+        found.append(raised(stage, batch_of(2, 1)))
+    outputs.clear()
+    check(stage, batch_of(1, 3))
+    stage.flush()
+    return found
+
+
+def test_what_makes_no_sense_is_refused(two: Processes) -> None:
+    """By the constructor, where it can be; by the stage that has it, whose followers are told."""
+    first, second = two.run(refusals)
+    given = "ConfigError: pp_proxy_tensors is received from the stage before: do not give it"
+    assert first[:2] == [given, ""]
+    assert second[:2] == [f"RankError: step 1: rank 0 has nothing for rank 1: {given}", given]
+    for (_, message), *said in zip(NO_PROXIES, first[2:], second[2:], strict=True):
+        assert [message in one for one in said] == [True, True]
+    with pytest.raises(ConfigError, match=r"the first stage receives nothing, but its slots require 'hidden_s"):
+        PipelineStage(EagerRunner(LaterPrefill, print, backend="cpu"), proxies="pipe")
 
 
 def comes_alone(rank: int) -> str:

@@ -63,7 +63,7 @@ class Place:
         return "" if right else "wrong numbers"
 
     def flush(self) -> str:
-        """What the next stage has to say of the last step."""
+        """Whether the next stage is there to receive."""
         return raised(self.stage.flush)
 
 
@@ -95,12 +95,11 @@ def told_of(processes: Processes, where: list[int], fault: str, **options: Any) 
 
 
 def test_one_gets_other_proxies(four: Processes) -> None:
-    """It refuses them, its stage runs nothing, who sent them is told, and the next step is as good as any."""
+    """It refuses them, its stage runs nothing, and the next step is as good as any."""
     sender, other, receiver, fellow = told_of(four, [0], "keys")
     assert receiver.startswith("RankError: step 2: rank 0 sends ")
     assert "'extra' is read by no slot" in receiver
-    assert sender.startswith("RankError: rank 2 refused what rank 0 sent in step 2: ")
-    assert other == ""
+    assert sender == other == ""
     assert fellow.startswith(
         "RankError: rank 0 refused its batch, so that no rank runs the step: step 2: rank 0 sends "
     )
@@ -149,7 +148,7 @@ FAULTS: Final = (("batch", "argument", "raises", "keys", "shape", "dtype"), ("ba
 
 @attrs.frozen
 class Plan:
-    """One step of all ranks. faults: by rank. flushed: whether each asks at once what the next stage has to say."""
+    """One step of all ranks. faults: by rank. flushed: whether each waits at once until its proxies are received."""
 
     number: int
     rows: int
@@ -168,18 +167,14 @@ def plans(seed: int, steps: int) -> list[Plan]:
     return [Plan(number, draw.randint(0, 9), faults(), draw.random() < 0.5) for number in range(steps)]
 
 
-def failing(every: list[Plan]) -> list[list[bool]]:
-    """Which ranks fail in which steps, as the rules have it; by step, by rank."""
-    unread, found = [False] * SHARDS, list[list[bool]]()
-    for plan in every:
-        first, last = plan.faults[:SHARDS], plan.faults[SHARDS:]
-        stopped = any(unread) or any(fault in ("batch", "argument") for fault in first)
-        failed = [stopped or fault == "raises" for fault in first]
-        unread = [not failed[i] and (first[i] in CHANGES or last[i] == "argument") for i in range(SHARDS)]
-        behind = any(failed) or any(unread) or any(fault in ("batch", "argument") for fault in last)
-        found.append([*failed, *(behind or fault == "raises" for fault in last)])
-        unread = [there and not plan.flushed for there in unread]
-    return found
+def failing(plan: Plan) -> list[bool]:
+    """Which ranks fail in a step, as the rules have it."""
+    first, last = plan.faults[:SHARDS], plan.faults[SHARDS:]
+    stopped = any(fault in ("batch", "argument") for fault in first)
+    failed = [stopped or fault == "raises" for fault in first]
+    behind = any(failed) or any(fault in CHANGES for fault in first)
+    behind |= any(fault in ("batch", "argument") for fault in last)
+    return [*failed, *(behind or fault == "raises" for fault in last)]
 
 
 def storm(rank: int, seed: int, steps: int) -> list[str]:
@@ -196,7 +191,7 @@ def storm(rank: int, seed: int, steps: int) -> list[str]:
 def test_random_faults(four: Processes) -> None:
     """Nobody waits for what does not come, ranks of a stage fail together, and the step after is as good as any."""
     every = plans(3, 300)
-    wanted = failing(every)
+    wanted = [failing(plan) for plan in every]
     for step, (plan, *said) in enumerate(zip(every, *four.run(storm, 3, 300), strict=True)):
         assert [bool(one) for one in said] == wanted[step], (plan, said)
         assert all(one.partition(":")[0] in ("", *KINDS) for one in said)

@@ -16,7 +16,7 @@ from slotgraph.dataflow.errors import BatchError
 from slotgraph.extend import HOST
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.counts import DP
-from tests.ranks.processes import Processes, raised
+from tests.ranks.processes import Processes
 from tests.ranks.stepping import runner_on, soon, tokens_of_ranks
 from tests.strategies import noise
 
@@ -181,21 +181,3 @@ def test_collectives_in_shortcuts(two: Processes) -> None:
     assert short == others_short == 36  # each of four sizes has one step by the general way
     assert books[0] == books[1]
     assert books[1]["forced"] == {}
-
-
-def breaks_off(rank: int) -> str:
-    """Rank 0 breaks off a step in the middle of a shortcut; rank 1 waits for it at a capture."""
-    of = soon(equal=True)
-    runner = same_runner(of)
-    for number in range(3):
-        runner(same_batch(3, number, number))
-    assert runner.parts.tally.by_shortcut() == 2
-    of.capture_timeout = 1.2
-    return raised(runner, same_batch(3, 5, "no number")) if rank == 0 else raised(same_runner, of)
-
-
-def test_a_shortcut_that_breaks_off(two: Processes) -> None:
-    """Whoever waits for its rank is told."""
-    error, told = two.run(breaks_off)
-    assert error.startswith("ComputeError: slot 'number'")
-    assert f"rank 0 did not come within 1.2 s: it broke off a step before: {error}" in told

@@ -9,19 +9,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 import slotgraph
-from slotgraph import EagerRunner
+from slotgraph.dataflow.explain import mermaid
 from slotgraph.dataflow.serial import from_data, to_data
-from slotgraph.runners.decision import Decision
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.html import html
-from slotgraph.runners.explained.tables import diagram, printed, tables
+from slotgraph.runners.explained.pages import html, printed, tables
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.counts import DP
+from slotgraph.runners.statistics import Decision
 from tests.ranks import stepping
 from tests.ranks.processes import Processes
 from tests.ranks.stepping import Gathered, runner_on, soon
-from tests.runners.models import plain_runner, random_batch
 
 SCHEDULE: Final = ([1, 7], [3, 2], [2, 9], [12, 9], [1, 11], [2, 2])
 FORCED: Final = {(1, "fits"): 1, (0, "fits"): 2, (1, "too_large"): 2, (0, "too_large"): 1}
@@ -82,33 +80,22 @@ def test_explained(found: list[Found]) -> None:
         assert from_data(json.loads(json.dumps(to_data(one.after))), RunnerExplanation) == one.after
 
 
-def test_what_a_rank_would_do_alone(found: list[Found]) -> None:
-    """Of a batch that is asked about, each rank tells its own way, and that nobody else was asked."""
-    assert [one.before.asked for one in found] == [
-        Decision("graph", bucket, "fits", f"bucket {bucket} fits") for bucket in (2, 4)
-    ]
-    text = said(found[1].before)
-    assert (
-        "this batch: graph, bucket 4: bucket 4 fits; what this rank would do alone: the others were not asked" in text
-    )
-    assert "what this rank would do alone" in html(found[1].before)
-    assert found[0].after.asked is None
-
-
 def said(explanation: RunnerExplanation) -> str:
     """The tables as a terminal shows them."""
     return printed(tables(explanation), 300)
 
 
 def test_shown(found: list[Found]) -> None:
-    """Tables, page and diagram say the same."""
+    """Tables, page and diagram say the same; of a batch that is asked about, each rank tells its own way."""
     agreed = "eager, forced by rank 1: rank 1: 11 rows are more than the largest bucket, 8"
     for rank, one in enumerate(found):
         for text in (said(one.after), html(one.after)):
             assert "global_num_tokens" in text
             assert agreed in text
-        assert f"rank {rank} of 2" in diagram(one.after)
-        assert "ranks of the runner" in diagram(one.after)
+        assert "ranks of the runner" in mermaid(one.after.declaration)
+        assert one.before.asked == Decision("graph", 2 + 2 * rank, "fits", f"bucket {2 + 2 * rank} fits")
+        for text in (said(one.before), html(one.before)):
+            assert "what this rank would do alone" in text
 
 
 def test_quiet_ranks_are_explained(two: Processes) -> None:
@@ -121,14 +108,11 @@ def test_quiet_ranks_are_explained(two: Processes) -> None:
 
 
 def quiet(rank: int) -> RunnerExplanation:
-    """Of ranks that are known to get the same batches, and of an eager runner."""
+    """Of ranks that are known to get the same batches."""
     del rank
-    ranks = soon(equal=True)
-    runner = runner_of_counts(ranks)
+    runner = runner_of_counts(soon(equal=True))
     runner(stepping.batch_of(3, 1))
     assert "slotgraph_forced_steps_total{" not in exposition(runner)
-    eager = EagerRunner(Gathered, lambda view: view.ids * 2, sizes={DP: ranks.size}, ranks=ranks, backend="cpu")
-    assert slotgraph.explain(eager).ranks is not None
     return slotgraph.explain(runner, stepping.batch_of(3, 1))
 
 
@@ -161,9 +145,3 @@ def test_events(found: list[Found]) -> None:
             (1, "too_large", "rank 1: 9 rows are more than the largest bucket, 8"),
             (0, "too_large", "rank 0: 12 rows are more than the largest bucket, 8"),
         ]
-    with capture_logs() as alone:
-        runner = plain_runner("cpu")
-        runner(random_batch(9, seed=1))
-    assert [sorted(event) for event in alone if event["event"] == "fallback"] == [
-        ["event", "log_level", "reason", "runner", "why"]
-    ]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, CACHE_LOC, DecodeRunner, Inputs, constant, copied, output, staged
-from slotgraph.backends.registry import choose
+from slotgraph.backends import choose
 from slotgraph.dataflow.errors import BatchError
 from slotgraph.errors import BindError, CheckError
 from slotgraph.extend import Exclusive, once

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied, graph_break, output
-from slotgraph.backends.registry import choose
+from slotgraph.backends import choose
 from slotgraph.errors import ComputeError
 from tests.runners.prefilled import Prefill, around, assert_equal
 from tests.strategies import declaration_of

@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied
-from slotgraph.backends.registry import choose
+from slotgraph.backends import choose
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import MissingSourceError, SlotGraphError
 from slotgraph.extend import side
