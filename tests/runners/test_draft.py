@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Inputs, copied, standard
 from slotgraph.backends import Backend, load
-from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
+from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
 from slotgraph.runners.draft import DraftStep
 from slotgraph.runners.tree import Drafts, top_tokens
 from slotgraph.speculative import DraftRunner
@@ -172,17 +172,6 @@ def test_drafts_are_the_plain_ones(
         assert same_batch(batch, given)
 
 
-def test_a_draft_of_one_step(cpu: str) -> None:
-    """One step is the children of the known tokens: the model is not asked at all."""
-    runner = made(cpu, 3, 1)
-    runner.capture()
-    batch = batch_of(3, 3, 1, 5)
-    drafts = runner(batch)
-    assert torch.equal(torch.as_tensor(drafts.tokens), batch["topk_index"])
-    assert torch.equal(torch.as_tensor(drafts.scores), batch["topk_p"])
-    assert bool((drafts.parents == -1).all())
-
-
 def test_a_bare_declaration(cpu: str) -> None:
     """Positions, ids and hidden states are there for those who want them."""
     table = torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(1))
@@ -201,28 +190,6 @@ def test_a_bare_declaration(cpu: str) -> None:
             grown = [top_tokens(table[tree.nodes[node].token], 2) for node in tree.frontier]
             tree.grow([one.tolist() for one, _ in grown], [two.tolist() for _, two in grown])
         assert drafts.tokens[row].tolist() == [node.token for node in tree.nodes]
-
-
-def far(batch: Batch, topk: int) -> Batch:
-    """The same batch, but the last request is so long that its second step finds no place in the model's table."""
-    positions = batch["positions"].clone()
-    positions[-topk:] = PLACES - 1
-    return {**batch, "positions": positions}
-
-
-def test_a_replay_that_raises(cpu: str) -> None:
-    """A replay that breaks off in its second step leaves the batch alone, and the next steps are right."""
-    runner = captured(cpu, 2, 3)
-    batch = far(batch_of(3, 2, 3, 2), 2)
-    given = snapshot(batch)
-    with pytest.raises((IndexError, ReplayError), match=r"out of bounds|out of range"):
-        runner(batch)
-    assert same_batch(batch, given)
-    for requests in (1, 4, 2):
-        good = batch_of(requests, 2, 3, requests)
-        view = runner.fill(good)
-        assert view.positions.tolist()[2 * requests :] == [0] * (2 * (runner.decide(good).bucket or 0) - 2 * requests)
-        assert_right(runner.replay(view), good, 2, 3)
 
 
 class PlainPositions(BareInputs):

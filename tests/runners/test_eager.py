@@ -125,26 +125,6 @@ def test_what_is_handed_through_is_checked(cpu: str) -> None:
     assert runner.parts.eager.buffers is None
 
 
-class SummedInputs(PlainInputs):
-    total: torch.Tensor = computed(lambda rows, places: rows + places, shape=TOKENS, dtype=torch.int64)
-
-
-def summed_step(view: SummedInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the step sees of three slots."""
-    return view.rows.clone(), view.total.clone(), view.ids.clone()
-
-
-def test_slot_computed_from_a_carried_one(cpu: str) -> None:
-    """A slot that needs a carried one is computed from the batch's values."""
-    runner = EagerRunner(SummedInputs, summed_step, backend=cpu, carry=("rows",))
-    for requests in (3, 9):
-        batch = {**random_batch(requests, seed=8), "rows": torch.randint(100, 200, (requests,))}
-        rows, total, ids = runner(batch)
-        assert torch.equal(rows, batch["rows"])
-        assert torch.equal(total, batch["rows"] + batch["places"])
-        assert torch.equal(ids, batch["ids"])
-
-
 CARRY = ("num_token_non_padded", "global_num_tokens")
 
 

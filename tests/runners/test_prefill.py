@@ -22,7 +22,6 @@ from slotgraph import (
     graph_break,
 )
 from slotgraph.backends import Backend
-from slotgraph.extend import side
 from tests.runners.prefilled import (
     HIDDEN,
     KINDS,
@@ -107,43 +106,9 @@ def test_decisions(backend: Backend, kind: str) -> None:
         known: Any = before["eager"].get(why) if bucket is None else before["buckets"].get(bucket)
         assert counts["live"] - (known or {"live": 0})["live"] == sum(lengths)
         assert bucket is None or (counts["path"], counts["padded"]) == (kind, bucket * counts["steps"])
-    wasteful = runner_of(kind, Model(named=kind == "piecewise").to(backend.device), backend, max_waste=0.5, lazy=True)
-    wasteful.capture()
-    reasons = [wasteful.decide(batch_of([tokens] if tokens else [], 1)).reason for tokens in (0, 1, 7)]
-    assert reasons[0] == "bucket 4 fits"
-    assert reasons[1:] == [
-        f"bucket {size} would be {part}% padding, over the limit of 50%" for size, part in ((4, 75), (16, 56))
-    ]
-    off = runner_of(kind, Model(named=kind == "piecewise").to(backend.device), backend, graphs=False)
-    assert off.capture().captured == ()
-    assert torch.equal(off(batch_of([2, 1], 2, backend.device)), eager(batch_of([2, 1], 2, backend.device)))
-    assert off.stats()["eager"] == {"disabled": {"steps": 1, "live": 3}}
 
 
 PAGES = Axis("PAGES")
-
-
-class Staged(Prefill):
-    """Inputs of a stage that is not the first, with a mode that graphs hold for."""
-
-    hidden_states: torch.Tensor | None = copied(
-        TOKENS, HIDDEN, dtype=torch.float64, pad=0, default=None, source=side("proxy.hidden_states")
-    )
-    residual: torch.Tensor | None = copied(
-        TOKENS, HIDDEN, dtype=torch.float64, pad=0, default=None, source=side("proxy.residual")
-    )
-    mode: str = "last"
-
-
-class StageModel(Model):
-    """A stage of a pipeline: hidden states of the stage before, or embeddings where it is the first."""
-
-    def hidden(self, view: Any) -> torch.Tensor:
-        """What the inner layers make of each token; the residual is added after them."""
-        first = view.hidden_states is None
-        hidden = self.embed[view.input_ids] + self.rope[view.positions] if first else view.hidden_states
-        out: torch.Tensor = self.inner(hidden, view)
-        return out if view.residual is None else out + view.residual
 
 
 class TokensOnly(Inputs):
@@ -162,37 +127,6 @@ class Paged(Prefill):
 def scaled(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
     """One break, with the number of requests and a field."""
     return torch.add(hidden * view.extend_seq_lens.shape[0], view.scale)
-
-
-def staged_batch(lengths: list[int], seed: int, device: torch.device, *keys: str) -> dict[str, Any]:
-    """Requests, and the named tensors of the stage before."""
-    draw, total = torch.Generator().manual_seed(seed), sum(lengths)
-    proxy = {key: torch.randint(0, 9, (total, HIDDEN), generator=draw).double().to(device) for key in keys}
-    return {"batch": batch_of(lengths, seed, device), "proxy": proxy}
-
-
-@each_kind
-def test_absent_slots_and_fields(backend: Backend, kind: str) -> None:
-    """Each declared pattern of absent slots has graphs; another one, or another field, runs eagerly and says so."""
-    models = [StageModel(named=kind == "piecewise").to(backend.device) for _ in range(2)]
-    runner = runner_of(kind, models[0], backend, inputs=Staged, buckets=[8], absent=[{"hidden_states", "residual"}])
-    eager = EagerRunner(Staged, models[1], backend=backend)
-    assert runner.capture().captured == (8,)
-    for number, keys in enumerate([(), ("hidden_states", "residual"), ("hidden_states",), ("residual",), ()]):
-        given = staged_batch([2, 1, 3], number, backend.device, *keys)
-        poison(runner)
-        assert torch.equal(runner(given["batch"], proxy=given["proxy"]), eager(given["batch"], proxy=given["proxy"]))
-    assert runner.stats()["steps"] == {kind: 3, "eager": 2}
-    lone = staged_batch([2], 1, backend.device, "residual")
-    reason = "no graph was captured without 'hidden_states'; pass absent=[{'hidden_states'}] to capture one"
-    assert runner.decide(lone["batch"], proxy=lone["proxy"]).reason == reason
-    batch = {**batch_of([2, 3], 4, backend.device), "mode": "all"}
-    assert runner.decide(batch).reason == "field 'mode' is 'all', not 'last', with which graphs were captured"
-    assert torch.equal(runner(batch), eager(batch))
-    assert {why: counts["steps"] for why, counts in runner.stats()["eager"].items()} == {
-        "absent": 2,
-        "field_differs": 1,
-    }
 
 
 @each_kind

@@ -13,7 +13,6 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, st
 from slotgraph.backends import load
 from slotgraph.dataflow.buffers import Buffers
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.speculative import WIDTH
 from tests.runners.standard.batches import batch_of, fixed_of, sizes_of
 from tests.strategies import poisoned, same_bytes
 
@@ -156,40 +155,6 @@ def test_decode_runner(
     game = world(inputs, backend_name, data.draw(st.sampled_from(lowerings)))
     for live, seed, absent in played:
         game.play(live, seed, absent=absent)
-
-
-@each_class
-@given(live=st.integers(0, 5), seed=st.integers(0, 1 << 16), absent=st.booleans(), no_copy=st.booleans())
-@settings(max_examples=20)
-def test_eager_runner(
-    *, inputs: type[Inputs], backend_name: str, live: int, seed: int, absent: bool, no_copy: bool
-) -> None:
-    """Exact views hold what the oracle gives without padding; with no_copy also where a source is handed through."""
-    width = WIDTHS[inputs]
-    sizes = {axis: size for axis, size in sizes_of(inputs, live, width).items() if axis in inputs.slotgraph.axes}
-    fixed = {axis: size for axis, size in sizes.items() if axis not in (BATCH, TOKENS)}
-    runner = EagerRunner(
-        inputs,
-        reads_tokens,
-        sizes=fixed,
-        settings=SHARDING,
-        no_copy=no_copy,
-        backend=backend_name,
-    )
-    declaration, capabilities = runner.stage.declaration, runner.stage.backend.capabilities
-    optional = frozenset(n for n, slot in declaration.slots.items() if slot.optional) if absent else frozenset()
-    batch, beside = batch_of(declaration, {**sizes, WIDTH: width}, seed, optional)
-    view = runner.fill(batch, **beside)
-    assert runner.replay(view).shape[0] == live * width
-    right = fill_slot_by_slot(
-        declaration, poisoned(inputs, capabilities, sizes, seed), capabilities, Step(sizes, sizes), batch, beside
-    )
-    for name, expected in right.items():
-        got, kind = getattr(view, name), declaration.slots[name].kind
-        assert (got is None) == (expected is None), name
-        if got is None or expected is None or kind in ("output", "staged"):
-            continue
-        assert same_bytes(got.cpu().to(expected.dtype) if no_copy else got.cpu(), expected), name
 
 
 def test_placeholder_is_a_batch(backend_name: str) -> None:
