@@ -259,7 +259,7 @@ def test_what_cannot_be_drafted() -> None:
         (BareInputs, {"topk": 0}, r"a draft needs topk= of at least 1, got 0"),
         (BareInputs, {"steps": 1.5}, r"a draft needs steps= of at least 1, got 1.5"),
         (BareInputs, {"sizes": {standard.TOPK: 3}}, r"sizes of TOPK is 3, and topk= is 2: give topk= alone"),
-        (PlainPositions, {}, r"slot 'positions' of PlainPositions: .* give restored=True"),
+        (PlainPositions, {}, r"slot 'positions' of PlainPositions: .* give it restored=True"),
         (CopiedIds, {}, r"slot 'input_ids': the draft writes it in each step: declare it with staged\(\)"),
         (FlatFirst, {}, r"FlatFirst needs a slot 'topk_index' of shape \[BATCH, TOPK\]"),
     ]
