@@ -9,7 +9,7 @@ import torch
 
 from slotgraph import DecodeRunner, EagerRunner, computed, standard
 from slotgraph.dataflow.errors import BatchError, ConfigError, RankError
-from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.standard.counts import DP
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import Counted, Kept, runner_on, soon
