@@ -12,7 +12,7 @@ import torch
 # fmt: off
 __all__ = [  # what `slotgraph.errors` shows
     "BackendUnavailableError", "BatchError", "BindError", "CaptureError", "CheckError", "ComputeError",
-    "ConfigError", "CycleError", "DeclarationError", "DeclarationErrors", "FailedCheckError", "LayoutError",
+    "ConfigError", "CycleError", "DeclarationError", "DeclarationErrors", "LayoutError",
     "MissingSourceError", "RankError", "RecordingError", "RegressionError", "ReplayError", "SlotGraphError",
     "StaleOutputError", "WrongBytesError",
 ]
@@ -73,10 +73,6 @@ class StaleOutputError(SlotGraphError, RuntimeError):
 
 class CheckError(SlotGraphError, RuntimeError):
     """A check found a wrong step: the message names the slot, or what else the step depends on."""
-
-
-class FailedCheckError(CheckError, AssertionError):
-    """A check found a wrong step, where a test asserted that there is none."""
 
 
 class WrongBytesError(SlotGraphError, AssertionError):

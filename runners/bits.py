@@ -1,7 +1,12 @@
-"""Bits: tensors compared byte by byte, so that NaN equals itself and 0.0 is not -0.0."""
+"""Bits: tensors compared byte by byte, so that NaN equals itself and 0.0 is not -0.0, and random bytes."""
+
+from typing import Final
 
 import numpy as np
 import torch
+
+NAMED: Final = 4
+"""Rows that `unequal_rows` names."""
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -17,3 +22,24 @@ def first_unequal(one: torch.Tensor, other: torch.Tensor) -> tuple[int, ...] | N
         return None
     first = int(differs.any(-1).nonzero()[0])
     return tuple(int(i) for i in np.unravel_index(first, one.shape))
+
+
+def garbage(like: torch.Tensor, generator: torch.Generator, *, flipped: bool = False) -> torch.Tensor:
+    """Random bytes as a tensor of this kind, on the CPU. flipped: each bit the other way round."""
+    if like.dtype == torch.bool:
+        return (torch.randint(0, 2, like.shape, device="cpu", generator=generator) ^ flipped).bool()
+    count = like.numel() * like.itemsize
+    drawn = torch.randint(0, 256, (count,), dtype=torch.uint8, device="cpu", generator=generator)
+    return (~drawn if flipped else drawn).view(like.dtype).reshape(like.shape)
+
+
+def unequal_rows(one: torch.Tensor, other: torch.Tensor) -> str:
+    """Rows in which two tensors differ by a bit, as text that names the first few. Empty if they do not."""
+    differs = (bits(one) != bits(other)).any(-1).reshape(one.shape)
+    if not differs.any():
+        return ""
+    if not one.dim():
+        return "it"
+    rows = differs.reshape(one.shape[0], -1).any(-1).nonzero()[:, 0].tolist()
+    more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
+    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:NAMED]))}{more}"

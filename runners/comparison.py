@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
 import attrs
@@ -43,11 +43,15 @@ GRAPH_AND_EAGER: Final = ("graph", "eager")
 
 @attrs.frozen(eq=False)
 class Seen:
-    """One run of a step: its sizes, what its slots held, and what it returned, in memory of their own."""
+    """One run of a step: its sizes, live rows of its slots, and what came out, in memory of their own.
+
+    Slots are named as in `slot 'ids'`. Those that the step writes itself are left out of `copied`. `outputs` has what
+    the step returned and its output slots.
+    """
 
     step: Step
-    declared: Mapping[str, Slot]
-    slots: Leaves
+    copied: Leaves
+    computed: Leaves
     outputs: Leaves
 
 
@@ -60,7 +64,11 @@ class Mismatch:
     values: tuple[Any, Any]
     names: tuple[str, str] = GRAPH_AND_EAGER  # of the two runs
     count: int = 1  # elements that differ
-    slot: str | None = None
+
+    @property
+    def slot(self) -> str | None:
+        """The slot. None for what the step returned."""
+        return self.where[6:-1] if self.where.startswith("slot ") else None
 
     @property
     def row(self) -> int | None:
@@ -77,12 +85,8 @@ class Mismatch:
         return f"{self.where}{place}: {first} {one}, {second} {other}{more}"
 
 
-def step_of(view: Inputs) -> Step:
-    """The sizes of a view that a fill made."""
-    return _info_of(view).step
-
-
-def _info_of(view: Inputs) -> ViewInfo:
+def info_of(view: Inputs) -> ViewInfo:
+    """The sizes and the declaration of a view that a fill made."""
     info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
     if info is None:
         raise ValueError("only a view that a fill handed out has sizes")
@@ -96,16 +100,31 @@ def live_part(slot: Slot, tensor: torch.Tensor, step: Step) -> torch.Tensor:
     return tensor
 
 
+def tails_of(slot: Slot, tensor: torch.Tensor, step: Step) -> Iterator[torch.Tensor]:
+    """The parts of a padded view beyond the live rows, one along each varying dim. They may overlap."""
+    for dim in slot.varying:
+        live = slot.shape[dim].at(step.live_sizes)
+        if live < tensor.shape[dim]:
+            yield tensor.narrow(dim, live, tensor.shape[dim] - live)
+
+
 def seen(view: Inputs, outputs: Any) -> Seen:
-    """Keep what a run saw in its slots' live rows, and what came out: what it returned, and slots for outputs."""
-    step, declared = step_of(view), _info_of(view).declaration.slots
-    held = {name: (slot, vars(view)[name]) for name, slot in declared.items()}
-    slots = {name: None if one is None else _copied(live_part(slot, one, step)) for name, (slot, one) in held.items()}
+    """Keep what a run saw in its slots' live rows, and what came out."""
+    info = info_of(view)
+    copied, computed, written = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    for name, slot in info.declaration.slots.items():
+        tensor, text = vars(view)[name], f"slot {name!r}"
+        held = None if tensor is None else _copied(live_part(slot, tensor, info.step))
+        if isinstance(slot, Output):
+            written[text] = held
+        elif slot.computes() is not None:
+            computed[text] = held
+        elif slot.reads(name) is not None and not slot.rewritten:
+            copied[text] = held
     returned: dict[str, Any] = copies(outputs, "outputs")
     if not returned and not isinstance(outputs, Inputs):
         returned = {"outputs": outputs}
-    written = {_text(name): slots[name] for name, slot in declared.items() if isinstance(slot, Output)}
-    return Seen(step, declared, slots, returned | written)
+    return Seen(info.step, copied, computed, returned | written)
 
 
 def copies(outputs: Any, name: str) -> dict[str, torch.Tensor]:
@@ -150,42 +169,25 @@ def _fields_of(value: Any) -> list[str]:
     return [field.name for field in fields] or list(getattr(value, "__dict__", ()))
 
 
-def first_difference(
-    one: Seen, other: Seen, *, tolerance: Tolerances = USUAL, names: tuple[str, str] = GRAPH_AND_EAGER
-) -> Mismatch | None:
-    """Where two runs of one batch first differ: in a copied slot's live rows, bit for bit, else in what came out.
+def differences(
+    one: Seen, other: Seen, tolerance: Tolerances, names: tuple[str, str] = GRAPH_AND_EAGER
+) -> Iterator[Mismatch]:
+    """Where two runs of one batch differ, maybe with other padding: copied slots, bit for bit, then what came out.
 
-    The number of rows may differ by padding: what both have is compared. Computed slots may differ with the padding,
-    and slots that the step writes are its own affair: `computed_apart` tells of the former.
+    Computed slots may differ with the padding: `computed_apart` tells of them.
     """
-    copied = _slots_apart(one, other, lambda name, slot: slot.reads(name) is not None and not slot.rewritten, names)
-    return next(copied, None) or next(differences(one, other, tolerance=tolerance, names=names), None)
+    yield from mismatches(*_shared(one.copied, other.copied), BITWISE, names)
+    yield from mismatches(one.outputs, other.outputs, tolerance, names, one.step)
 
 
 def computed_apart(one: Seen, other: Seen, names: tuple[str, str] = GRAPH_AND_EAGER) -> list[Mismatch]:
     """Computed slots of which both runs saw other values."""
-    return list(_slots_apart(one, other, lambda _, slot: slot.computes() is not None, names))
+    return list(mismatches(*_shared(one.computed, other.computed), BITWISE, names, one.step))
 
 
-def differences(
-    one: Seen, other: Seen, *, tolerance: Tolerances, names: tuple[str, str] = GRAPH_AND_EAGER
-) -> Iterator[Mismatch]:
-    """The first difference of each leaf of what came out: of what the step returned, and of output slots."""
-    return mismatches(one.outputs, other.outputs, tolerance, names, one.step)
-
-
-def _slots_apart(
-    one: Seen, other: Seen, wanted: Callable[[str, Slot], bool], names: tuple[str, str]
-) -> Iterator[Mismatch]:
-    for name, slot in one.declared.items():
-        if wanted(name, slot) and name in other.slots:
-            mine, others = {_text(name): one.slots[name]}, {_text(name): other.slots[name]}
-            for found in mismatches(mine, others, BITWISE, names, one.step):
-                yield attrs.evolve(found, slot=name)
-
-
-def _text(slot: str) -> str:
-    return f"slot {slot!r}"
+def _shared(one: Leaves, other: Leaves) -> tuple[Leaves, Leaves]:
+    """Slots that both have: a batch may bring computed ones itself."""
+    return {name: one[name] for name in one if name in other}, {name: other[name] for name in one if name in other}
 
 
 def mismatches(

@@ -13,12 +13,10 @@ from ..dataflow.inputs import Inputs
 from ..dataflow.sources import Side
 from ..dataflow.tails import Pad, resolve_value
 from .captured import Captured
-from .check import parity
-from .check.fills import tails_of
-from .check.poison import Poisoning
-from .check.reads import readers
+from .check.memory import readers
+from .check.replays import COPIES, Poisoning, parity_fault
 from .check.trial import CheckedBatch, Together, Trial, unwatched
-from .comparison import graph_of, state_on, step_of
+from .comparison import graph_of, info_of, state_on, tails_of
 from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
 from .holdings import Change
 from .runner import Runner
@@ -43,7 +41,7 @@ class Prover(Watcher, abc.ABC):
     def __init__(self, runner: Runner[Any], state: State | None = None) -> None:
         self.runner = runner
         self.off = False
-        self.together = Together(runner.parts)
+        self.together = Together(runner.parts.coordinator)
         self._given = state
         self._found: dict[int, State] = {}
         self._skipped: set[str] = set()
@@ -137,7 +135,7 @@ class AddressProver(Prover):
 
     def _tail_fault(self, name: str, view: Inputs) -> str:
         """What is wrong with the tail of memory that nobody else was to write. Empty if it is as it must be."""
-        tensor, stage, step = vars(view)[name], self.runner.parts.stage, step_of(view)
+        tensor, stage, step = vars(view)[name], self.runner.parts.stage, info_of(view).step
         slot = stage.declaration.slots[name]
         rule = slot.rule()
         if tensor is None or not isinstance(rule, Pad):
@@ -175,11 +173,11 @@ class ParityProver(Prover):
     """Runs each step as it is written first, and replays it beside that: both must do the same, bit by bit."""
 
     mode = PARITY
-    copies = parity.COPIES
+    copies = COPIES
 
     def look(self, trial: Trial[Any]) -> str:
         """Tell what the replay did otherwise."""
-        return next((one.message for one in [parity.fault_of(trial)] if one is not None), "")
+        return next((one.message for one in [parity_fault(trial)] if one is not None), "")
 
 
 WATCHERS.update({one.mode: one for one in (AddressProver, PoisonProver, ParityProver)})

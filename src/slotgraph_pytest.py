@@ -2,7 +2,7 @@
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -16,7 +16,6 @@ BACKEND: Final = "slotgraph_backend"
 BACKENDS: Final = "slotgraph_backends"
 VARIABLE: Final = "SLOTGRAPH_TEST_BACKENDS"
 EVERY: Final = "every"
-FAIL: Final = "--slotgraph-compare-fail"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,30 +27,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="backends that slotgraph_backend stands for, by name with commas between; each that can run here if not "
         f"given, nor in {VARIABLE} or the setting {BACKENDS}",
     )
-    group.addoption(
-        FAIL,
-        metavar="PERCENT",
-        type=_part,
-        help="with --benchmark-compare: fail where slotgraph's time, as a ratio to a fill by hand in the same run, is "
-        "so much higher than it was",
-    )
     parser.addini(BACKENDS, "backends that slotgraph_backend stands for", type="args", default=[])
 
 
-def _part(text: str) -> float:
-    """`25%` or `25` as 0.25."""
-    return float(text.removesuffix("%")) / 100
-
-
-@pytest.hookimpl(trylast=True)  # pytest-benchmark has its session by then
 def pytest_configure(config: pytest.Config) -> None:
-    """A ratio is held against a saved one, or against none."""
+    """The marker."""
     what = f"the backends that slotgraph_backend stands for in this test, or {EVERY!r} one that there is"
     config.addinivalue_line("markers", f"{BACKENDS}(*names): {what}")
-    session = getattr(config, "_benchmarksession", None)
-    if config.getoption(FAIL) is not None and not getattr(session, "compare", None):
-        message = f"{FAIL} holds ratios against a saved run: name one with --benchmark-compare"
-        raise pytest.UsageError(message)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -127,16 +109,11 @@ def benchmark_ways(request: pytest.FixtureRequest, slotgraph_backend: "Backend")
 
 
 def _timer(request: pytest.FixtureRequest) -> "Timer":
-    """What times by pytest-benchmark's own fixture, beside the saved runs that --benchmark-compare names."""
-    config = request.config
-    if not config.pluginmanager.hasplugin("benchmark"):
+    """What times by pytest-benchmark's own fixture."""
+    if not request.config.pluginmanager.hasplugin("benchmark"):
         pytest.fail(
             f"{request.fixturename} needs pytest-benchmark, which is not there: pip install 'slotgraph[testing]'"
         )
     from slotgraph.runners.testing.benchmarks import Timer  # noqa: PLC0415 - as above
 
-    session: Any = getattr(config, "_benchmarksession", None)
-    saved = {} if session is None else session.compared_mapping or {}
-    return Timer(
-        request.getfixturevalue("benchmark"), {str(path): one for path, one in saved.items()}, config.getoption(FAIL)
-    )
+    return Timer(request.getfixturevalue("benchmark"))

@@ -16,29 +16,24 @@ import torch
 from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.bucket import Absent
-from ...dataflow.errors import ConfigError, ReplayError
+from ...dataflow.errors import CheckError, ConfigError, ReplayError
 from ...dataflow.sampling import NO_VALUES, Values, sample_batch
 from ..decision import Decision
 from ..runner import Runner
 from ..state import State
-from . import parity, poison, races
-from .reads import check_coverage, check_moves
-from .report import CheckReport, Finding
-from .trial import CheckedBatch, Subject, state_of, unwatched
+from .memory import check_coverage, check_moves, check_races
+from .replays import check_parity, check_poison
+from .trial import CheckedBatch, Finding, Subject, state_of, unwatched
 
 Check: TypeAlias = Callable[[Subject[Any], Iterable[CheckedBatch]], Iterator[Finding]]
 CHECKS: Final[Mapping[str, Check]] = {
-    "poison": poison.check,
-    "parity": parity.check,
+    "poison": check_poison,
+    "parity": check_parity,
     "addresses": check_moves,
     "coverage": check_coverage,
-    "races": races.check,
+    "races": check_races,
 }
 """Every check, in the order in which they are run."""
-MOST_ROUNDS: Final = 10_000
-"""Batches of random rows for each bucket and pattern: more would take days."""
-MOST_SEED: Final = 1 << 62
-"""Seeds are counted up from batch to batch, and torch takes 64 bits."""
 Batches: TypeAlias = Callable[[int, torch.Generator], Any] | Iterable[Any]
 """Batches to check with, or a function that makes one of so many rows. Each may be a pair with side arguments."""
 Makers: TypeAlias = Sequence[tuple[Absent, Callable[[], CheckedBatch]]]
@@ -46,6 +41,42 @@ Makers: TypeAlias = Sequence[tuple[Absent, Callable[[], CheckedBatch]]]
 
 There may be many batches, and large ones.
 """
+
+
+@attrs.frozen(kw_only=True)
+class CheckReport:
+    """The results of checks of one runner."""
+
+    runner: str
+    findings: tuple[Finding, ...]
+    steps: Mapping[str, int]  # how many batches each check looked at
+    notes: tuple[str, ...] = ()  # what was left out, and why
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    def of(self, check: str) -> tuple[Finding, ...]:
+        """What one check found."""
+        return tuple(finding for finding in self.findings if finding.check == check)
+
+    def raise_if_failed(self) -> None:
+        """Raise CheckError with every finding, if there is one."""
+        if self.findings:
+            raise CheckError(str(self))
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {**attrs.asdict(self), "ok": self.ok}
+
+    def __str__(self) -> str:
+        """A line for the whole, then one a finding and one a note."""
+        count = f"{len(self.findings) or 'no'} finding{'' if len(self.findings) == 1 else 's'}"
+        total = ", ".join(f"{name} on {steps} steps" for name, steps in self.steps.items())
+        lines = [*map(str, self.findings), *(f"note: {note}" for note in self.notes)]
+        return "\n".join([f"{self.runner}: {count} ({total}; {self.seconds:.1f} s)", *lines])
 
 
 def check(
@@ -71,7 +102,7 @@ def check(
         batches: Batches to check with, or a function of rows and a generator that makes one. By default they are drawn.
         state: Tensors that the step changes beside its slots. By default they are found by a run of it.
         only: Some of the checks.
-        rounds: Batches of random rows for each bucket and pattern, beside the largest and smallest; 10,000 at most.
+        rounds: Batches of random rows for each bucket and pattern, beside the largest and smallest.
         seed: Where random batches begin.
         values: For batches that are drawn, see `sample_batch`.
         read_outside: Slots that are read between fill and replay.
@@ -84,7 +115,7 @@ def check(
         RankError: Other ranks do not come, or check something else. The error names them.
     """
     start, parts, graphs = time.perf_counter(), runner.parts, runner.parts.graphs
-    _check_options(runner, only, read_outside, {"rounds": (rounds, 1, MOST_ROUNDS), "seed": (seed, 0, MOST_SEED)})
+    _check_options(runner, only, read_outside, rounds)
     wanted = [name for name in CHECKS if name in only or not only]
     if graphs is None:
         note = "it captures nothing: there are no tails, and nothing is replayed"
@@ -100,17 +131,15 @@ def _check_options(
     runner: Runner[Any],
     only: Collection[str],
     read_outside: Collection[str],
-    numbers: Mapping[str, tuple[object, int, int]],
+    rounds: object,
 ) -> None:
-    """Raise ConfigError for what is no check, slot or number in its bounds, ReplayError if nothing was captured."""
+    """Raise ConfigError for what is no check, slot or number of rounds, ReplayError if nothing was captured."""
     parts, declaration = runner.parts, runner.parts.stage.declaration
     for name in only:
         if name not in CHECKS:
             raise ConfigError(f"there is no check {name!r}: checks are {', '.join(CHECKS)}")
-    for name, (value, least, most) in numbers.items():
-        if type(value) is not int or not least <= value <= most:
-            text = "another one" if type(value) is int else repr(value)
-            raise ConfigError(f"{name}= is a whole number from {least:,} to {most:,}, got {text:.100}")
+    if type(rounds) is not int or rounds < 1:
+        raise ConfigError(f"rounds= is a whole number from 1, got {rounds!r:.100}")
     if parts.graphs is not None and parts.graphs.report is None:
         raise ReplayError("this runner is not captured: call capture() before check()")
     for name in read_outside:

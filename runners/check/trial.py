@@ -7,10 +7,13 @@ from typing import Any, Final, Generic, TypeVar
 import attrs
 import torch
 
+from ...dataflow.axes import Step
+from ...dataflow.capabilities import DEVICE
 from ...dataflow.errors import RankError
-from ...dataflow.slots import Constant, Slot
+from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import NO_SIDE, Side
-from ..comparison import ran_eagerly, state_on, step_of
+from ..comparison import info_of, ran_eagerly, state_on
+from ..coordination import Coordinator
 from ..graphs import GraphSet
 from ..parts import Parts
 from ..runner import Runner
@@ -31,6 +34,7 @@ class CheckedBatch:
     side: Side = NO_SIDE
 
 
+@attrs.frozen
 class Together:
     """What the ranks of one runner tell each other, so that all of them run the same.
 
@@ -38,8 +42,7 @@ class Together:
     Raises RankError, which names them, if ranks do something else, or do not come.
     """
 
-    def __init__(self, parts: Parts[Any]) -> None:
-        self.ranks = parts.coordinator
+    ranks: Coordinator
 
     def any(self, one: bool) -> bool:  # noqa: FBT001 - a vote
         """Whether it is so on some rank."""
@@ -100,8 +103,8 @@ class Trial(Generic[V]):
 
     def __init__(self, runner: Runner[V], view: V, state: State, one: CheckedBatch | None = None) -> None:
         self.runner, self.view, self.state, self.one = runner, view, state, one
-        self.parts, self.together = runner.parts, Together(runner.parts)
-        self.step, self.declared = step_of(view), runner.parts.stage.declaration.slots
+        self.parts, self.together = runner.parts, Together(runner.parts.coordinator)
+        self.step, self.declared = info_of(view).step, runner.parts.stage.declaration.slots
         self.raised = self.lost = False
         self._wait = self.parts.stage.backend.synchronize
         self._wait()
@@ -163,6 +166,19 @@ class Trial(Generic[V]):
         return self.one is not None
 
 
+@attrs.frozen
+class Finding:
+    """Something wrong."""
+
+    check: str  # the check that found it
+    slot: str | None  # the slot through which it came, if one is to blame
+    message: str
+
+    def __str__(self) -> str:
+        """On one line."""
+        return f"{self.check}: {self.message}"
+
+
 @attrs.frozen(eq=False)
 class Subject(Generic[V]):
     """A captured runner that is checked. notes: what was left out, and why."""
@@ -187,11 +203,19 @@ class Subject(Generic[V]):
     @property
     def together(self) -> Together:
         """The runner's ranks."""
-        return Together(self.parts)
+        return Together(self.parts.coordinator)
 
-    def generator(self, number: int = 0) -> torch.Generator:
-        """Random numbers for the batch of that number."""
-        return torch.Generator().manual_seed(self.seed + number)
+    def sources(self, one: CheckedBatch) -> list[Any]:
+        """What a batch brings for slots."""
+        read = (slot.reads(name) for name, slot in self.slots.items())
+        return [source.read(one.batch, one.side) for source in read if source is not None]
+
+    def step_of(self, one: CheckedBatch) -> Step:
+        """The sizes of a batch in the bucket that takes it."""
+        parts, bucket = self.parts, self.runner.decide(one.batch, **one.side).bucket
+        if bucket is None:
+            raise ValueError("no bucket takes this batch")
+        return parts.stage.declaration.step(parts.size(one.batch, one.side)[:-1], parts.sizes[bucket])
 
     def fill(self, one: CheckedBatch) -> V:
         """The view of a fill."""
@@ -205,6 +229,12 @@ class Subject(Generic[V]):
         """Fill, to run that step again and again."""
         return Trial(self.runner, self.fill(one), self.state, one)
 
+    def is_filled(self, name: str) -> bool:
+        """Whether a fill writes all of a slot. Else the step does, or its graph by a function on the device."""
+        slot, declaration = self.slots[name], self.parts.stage.declaration
+        late = slot.computes() is not None and declaration.side(name) == DEVICE and self.runner.is_whole
+        return not (late or isinstance(slot, Output))
+
 
 def state_of(runner: Runner[Any], batches: Iterable[CheckedBatch], tensors: Iterable[torch.Tensor] | None) -> State:
     """The state of a runner's step: the one given here or to the runner, or what its operators write on some batches.
@@ -212,7 +242,7 @@ def state_of(runner: Runner[Any], batches: Iterable[CheckedBatch], tensors: Iter
     Raises:
         CheckError: It is too large to be copied.
     """
-    stage, together = runner.parts.stage, Together(runner.parts)
+    stage, together = runner.parts.stage, Together(runner.parts.coordinator)
     tensors = stage.state if tensors is None else tensors
     if tensors is not None:
         return State.of(stage.backend, tensors)

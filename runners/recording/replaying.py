@@ -15,21 +15,19 @@ from ...dataflow.errors import CheckError, RecordingError
 from ...dataflow.inputs import Inputs
 from ...dataflow.sources import Answering, Call, Path, Side, SideArgument, Source
 from ..comparison import (
-    BITWISE,
     USUAL,
     Mismatch,
     Seen,
     computed_apart,
     differences,
-    first_difference,
     graph_of,
+    info_of,
     live_part,
     mismatches,
     ran_eagerly,
     seen,
     slots_kept,
     state_on,
-    step_of,
 )
 from ..decision import Decision
 from ..parts import Parts
@@ -260,22 +258,21 @@ def _returned(here: Seen, outputs: Sequence[Value]) -> tuple[Values, Values]:
 
 def _apart(graph: Seen, eager: Seen, plain: Seen) -> list[Mismatch]:
     """Where a graph differs from the step on the same padded slots, or else from the step without padding."""
-    found = list(differences(graph, eager, tolerance=BITWISE))
-    first = None if found else first_difference(graph, plain, tolerance=USUAL, names=UNPADDED)
-    if first is not None and first.slot is not None:  # a slot that the batch brought, from which all else follows
-        return [first]
-    if first is not None:
-        outputs = differences(graph, plain, tolerance=USUAL, names=UNPADDED)
-        return [*outputs, *computed_apart(graph, plain, UNPADDED)]
+    found = list(mismatches(graph.outputs, eager.outputs, step=graph.step))
+    unpadded = [] if found else list(differences(graph, plain, USUAL, UNPADDED))
+    if unpadded and unpadded[0].where in graph.copied:  # what the batch brought, from which all else follows
+        return unpadded[:1]
+    if unpadded:
+        return [*unpadded, *computed_apart(graph, plain, UNPADDED)]
     return found
 
 
 def _staged(step: StepRecord, view: Inputs) -> Any:
     """The view with the recorded contents of staged slots written into it, as producers did."""
-    info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
-    slots = {} if info is None else info.declaration.slots
+    info = info_of(view)
+    slots = info.declaration.slots
     for one in step.staged:
-        place = live_part(slots[one.name], vars(view)[one.name], step_of(view)) if one.name in slots else None
+        place = live_part(slots[one.name], vars(view)[one.name], info.step) if one.name in slots else None
         if place is None or one.elements is None or place.shape != one.elements.shape:
             raise RecordingError(f"slot {one.name!r}: the file has {one}, which cannot be staged on this runner")
         with torch.no_grad():

@@ -2,10 +2,11 @@
 
 import contextlib
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import attrs
 import torch
@@ -199,32 +200,12 @@ def contest_of_steps(runner: Runner[Any], samples: Sequence[Sample]) -> Contest:
     return Contest(f"step of {stage.inputs.__name__}", ways, samples, RUNNER, stage.backend, around={PER_SLOT: filled})
 
 
-class Benchmark(Protocol):
-    """What is used of pytest-benchmark's fixture."""
-
-    disabled: bool
-    extra_info: dict[str, Any]
-    group: str | None
-    fullname: str
-
-    def pedantic(self, target: Callable[[], Any], *, rounds: int, iterations: int, warmup_rounds: int) -> Any:
-        """Time a call."""
-
-
 @final
 @attrs.frozen
 class Timer:
-    """Times contests in one test, saves their figures, and says where they are worse than is allowed.
+    """Times contests in one test by pytest-benchmark's fixture, which saves their figures."""
 
-    Attributes:
-        benchmark: The fixture of pytest-benchmark.
-        saved: By path what each saved run has of each test.
-        fail: The part by which a ratio may be higher than a saved one. None for any.
-    """
-
-    benchmark: Benchmark
-    saved: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
-    fail: float | None = None
+    benchmark: Any
 
     def fill(
         self,
@@ -340,37 +321,23 @@ class Timer:
             steps: Steps of each round.
 
         Raises:
-            RegressionError: The ratio is over `most`, or over a saved one, each time that it is measured.
+            RegressionError: The ratio is over `most` each time that it is measured.
         """
         benchmark, title = self.benchmark, f"{contest.backend.name}: {contest.title}"
+        limit = math.inf if most is None or benchmark.disabled else most
         if benchmark.disabled:
             rounds, steps = 1, 1
         benchmark.group = benchmark.group or title
-        figures, faults = self._measured(contest, rounds, steps, most)
+        figures = contest.run(rounds, steps)
         for _ in range(ATTEMPTS - 1):
-            if faults:
-                figures, faults = self._measured(contest, rounds, steps, most)
+            if figures.ratios[contest.ours] > limit:
+                figures = contest.run(rounds, steps)
         benchmark.extra_info[KEY] = attrs.asdict(figures)
         way, turns = contest.ways[contest.ours], itertools.cycle(contest.batches)
         with torch.no_grad():
             benchmark.pedantic(lambda: way(next(turns)), rounds=rounds, iterations=steps, warmup_rounds=1)
-        if faults:
-            raise RegressionError(f"{title}: {'; '.join(faults)} (measured {ATTEMPTS} times)")
-        return figures
-
-    def _measured(self, contest: Contest, rounds: int, steps: int, most: float | None) -> tuple[Figures, list[str]]:
-        """Figures, and in what their ratio is worse than is allowed."""
-        figures, faults = contest.run(rounds, steps), list[str]()
         ratio = figures.ratios[contest.ours]
-        if self.benchmark.disabled:
-            return figures, faults
-        told = f"{contest.ours} takes {ratio:.3f} of the time of {contest.base}"
-        for path, tests in self.saved.items():
-            extra = tests.get(self.benchmark.fullname, {}).get("extra_info", {})
-            before = extra.get(KEY, {}).get("ratios", {}).get(contest.ours)
-            if before is not None and self.fail is not None and ratio > before * (1 + self.fail):
-                more = f"{ratio / before - 1:.0%} more, where {self.fail:.0%} is allowed"
-                faults.append(f"{told}, and took {before:.3f} in {path}: {more}")
-        if most is not None and ratio > most:
-            faults.append(f"{told}, where {most} is allowed")
-        return figures, faults
+        if ratio > limit:
+            told = f"{contest.ours} takes {ratio:.3f} of the time of {contest.base}, where {limit} is allowed"
+            raise RegressionError(f"{title}: {told} (measured {ATTEMPTS} times)")
+        return figures

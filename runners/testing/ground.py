@@ -20,9 +20,8 @@ from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
 from ...dataflow.views import Views
-from ..bits import first_unequal
+from ..bits import first_unequal, garbage
 from ..captured import Filling
-from ..check.fills import garbage
 from ..filler import Filler
 from ..stage import NO_SIZES, Stage
 

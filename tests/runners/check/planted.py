@@ -10,7 +10,8 @@ import slotgraph
 from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, Inputs, computed, copied, keep, output
 from slotgraph.dataflow.slots import Copied
 from slotgraph.extend import once, slot
-from slotgraph.runners.check.report import CheckReport, Finding
+from slotgraph.runners.check.checks import CheckReport
+from slotgraph.runners.check.trial import Finding
 from tests.runners.models import TABLE, WORDS
 
 ROOM = 64
@@ -199,7 +200,7 @@ OURS: list[Planted] = [
     ),
     Planted(
         "a kind of slot forgets its tail",
-        "coverage",
+        "poison",
         "extra",
         lambda view: sound(view) + view.extra[:, None],
         ForgottenTail,

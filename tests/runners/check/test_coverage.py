@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import slotgraph
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, constant, copied, output
 from slotgraph.extend import host_parameter, once
-from slotgraph.runners.check.fills import garbage
+from slotgraph.runners.bits import garbage
 from tests.runners.check.planted import Sound, found_by, runner_of, sound
 from tests.runners.models import bytes_of, memory_of, plain_runner, random_batch
 from tests.strategies import DTYPES
@@ -32,17 +32,19 @@ def test_garbage_differs_everywhere(dtype: torch.dtype, shape: list[int], seed: 
 def test_garbage_is_taken_back(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a fill is refused over garbage, what lay there before lies there again."""
     runner = plain_runner(cpu)
-    runner(random_batch(8, 1))
-    before, during = memory_of(runner), list[dict[str, bytes]]()
+    runner(random_batch(3, 2))
+    before, during, fill = memory_of(runner), list[dict[str, bytes]](), type(runner).fill
 
-    def refused(self: Any, *_: Any, **__: Any) -> None:
+    def refused(self: Any, *batch: Any, **side: Any) -> Any:
         during.append(memory_of(self))
-        raise ValueError("refused")
+        if len(during) > 1:
+            raise ValueError("refused")
+        return fill(self, *batch, **side)
 
     monkeypatch.setattr(type(runner), "fill", refused)
     with pytest.raises(ValueError, match="refused"):
-        found_by("coverage", runner, [random_batch(3, 2)], state=[])
-    assert [one == before for one in during] == [False]
+        found_by("poison", runner, [random_batch(3, 2)], state=[])
+    assert [one == before for one in during] == [True, False]
     assert memory_of(runner) == before
 
 

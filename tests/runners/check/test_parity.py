@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, Inputs, computed
 from slotgraph.dataflow.errors import CheckError
-from slotgraph.runners.check.report import Finding
-from slotgraph.runners.comparison import first_difference, named, seen
+from slotgraph.runners.check.trial import Finding
+from slotgraph.runners.comparison import USUAL, differences, named, seen
 from tests.runners.check.planted import found_by
 from tests.runners.check.planted import runner_of as captured
 from tests.runners.check.sound import breakable
@@ -198,15 +198,15 @@ def test_first_difference_is_the_first(data: st.DataObject, rows: int, seed: int
     view = SHARED.fill(random_batch(rows, seed))
     outputs = {"a": [view.ids.double(), view.pairs.clone()], "b": Both(torch.rand(view.weights.shape[0], 2, 2))}
     one, other = seen(view, outputs), seen(view, outputs)
-    assert first_difference(one, other) is None
+    assert list(differences(one, other, USUAL)) == []
     places = ["slot 'weights'", "slot 'pairs'", "outputs['a'][0]", "outputs['a'][1]", "outputs['b'].rows"]
-    held = {**{f"slot {name!r}": tensor for name, tensor in other.slots.items()}, **other.outputs}
+    held = {**other.copied, **other.outputs}
     changed: dict[str, int] = {}
     for place in data.draw(st.sets(st.sampled_from(places), min_size=1)):
         live = held[place][:rows] if place.startswith("outputs") else held[place]
         at = changed[place] = data.draw(st.integers(0, live.numel() - 1))
         live.view(-1)[at] += 1
-    found = first_difference(one, other)
+    found = next(differences(one, other, USUAL), None)
     expected = next(place for place in places if place in changed)
     assert found is not None
     assert found.index is not None
@@ -223,8 +223,8 @@ def test_differences_in_kind() -> None:
     view = SHARED.fill(random_batch(3, 1))
     nan = torch.tensor([[float("nan"), 1.0]] * 3)
 
-    def told(one: Any, other: Any, **options: Any) -> str:
-        return str(first_difference(seen(view, one), seen(view, other), **options))
+    def told(one: Any, other: Any, tolerance: Any = USUAL, **options: Any) -> str:
+        return str(next(differences(seen(view, one), seen(view, other), tolerance, **options), None))
 
     assert told(nan, nan.clone()) == "None"
     assert told(torch.ones(4, 2), torch.ones(3, 2)) == "None"

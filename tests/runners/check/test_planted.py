@@ -10,7 +10,7 @@ import torch
 
 import slotgraph
 from slotgraph import BATCH, TOKENS, Inputs, Step, computed, copied
-from slotgraph.runners.check.report import CheckReport
+from slotgraph.runners.check.checks import CheckReport
 from tests.invariants.device import Device
 from tests.runners.check.planted import OURS, Planted, Sound, runner_of, sound
 

@@ -10,9 +10,8 @@ from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, Inputs, Step, constant, co
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import DeclarationErrors
 from slotgraph.extend import once
-from slotgraph.runners.check.fills import tails_of
-from slotgraph.runners.check.poison import Poison, poison_of, tail_rows
-from slotgraph.runners.comparison import live_part
+from slotgraph.runners.check.replays import Poison, poison_of
+from slotgraph.runners.comparison import live_part, tails_of
 from tests.runners.check.planted import OURS, found_by, runner_of, sound
 from tests.runners.models import PlainInputs, plain_runner, random_batch
 from tests.runners.standard.batches import CLASSES
@@ -96,19 +95,13 @@ def test_poison_that_no_slot_can_hold() -> None:
 
 @pytest.mark.parametrize("shape", [(BATCH,), (3, TOKENS), (BATCH, PAGES), (TOKENS * 2, 2)], ids=str)
 def test_tails_are_all_but_live_rows(shape: Any) -> None:
-    """The parts of a tail and the live part cover a slot, whichever dims vary. Rows of it name their dim."""
+    """The parts of a tail and the live part cover a slot, whichever dims vary."""
     slot = copied(*shape, dtype=torch.int64, pad=0).metadata["slotgraph.slot"]
     tensor = torch.zeros([dim.at(SIZES.padded_sizes) for dim in slot.shape], dtype=torch.int64)
     for part in tails_of(slot, tensor, SIZES):
         part.fill_(1)
     live_part(slot, tensor, SIZES).sub_(1)
     assert set(tensor.flatten().tolist()) == {-1, 1}
-    rows = {label: tensor.select(dim, row) for label, dim, row in tail_rows(slot, SIZES, lambda live: live)}
-    assert len(rows) == sum(tensor.shape[dim] - slot.shape[dim].at(SIZES.live_sizes) for dim in slot.varying)
-    assert all((row > 0).any() for row in rows.values())
-    assert ("row 4 along dim 1" in rows) == (shape == (3, TOKENS))
-    also_live = [row for _, dim, row in tail_rows(slot, SIZES, lambda live: live - 1)]
-    assert len(also_live) == len(rows) + len(slot.varying)
 
 
 def _batch(rows: int, seed: int) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied
 from slotgraph.dataflow.buffers import span
-from slotgraph.runners.check.report import Finding
+from slotgraph.runners.check.trial import Finding
 from slotgraph.runners.pool import InputPool
 from tests.invariants.device import Device
 from tests.runners.check.planted import found_by, runner_of

@@ -1,25 +1,27 @@
-"""The assertions pass on what is right, and name the slot of each bug that is planted."""
+"""The assertion passes on what is right and names the slot of each planted bug; what is drawn fits its declaration."""
 
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, find, given, settings
+from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Inputs, computed, copied, standard
+from slotgraph import BATCH, TOKENS, EagerRunner, Inputs, computed, copied, standard
 from slotgraph.backends import Backend
 from slotgraph.dataflow import oracle, specialization
-from slotgraph.dataflow.errors import CheckError, ConfigError, FailedCheckError, WrongBytesError
+from slotgraph.dataflow.errors import ConfigError, WrongBytesError
 from slotgraph.dataflow.ready import Ready
+from slotgraph.dataflow.sampling import Sample
 from slotgraph.dataflow.specialization import Specialization
-from slotgraph.runners.testing.assertions import assert_fill_equals_oracle, assert_padding_independent, assert_parity
+from slotgraph.testing import Turn, assert_fill_equals_oracle, batches, schedules
 from tests.packing import PackingBackend
-from tests.runners.check.planted import OURS, runner_of, sound
-from tests.runners.testing.declared import HIDDEN, Mixed
+from tests.runners.testing.declared import HIDDEN, PAGES, Mixed
 from tests.strategies import declarations
 
 FEW = 12
+QUICK = settings(max_examples=300, database=None, phases=[Phase.generate, Phase.shrink], derandomize=True)
 
 
 def test_every_backend(slotgraph_backend: Backend) -> None:
@@ -134,17 +136,68 @@ def test_sizes_that_do_not_fit() -> None:
         assert_fill_equals_oracle(Mixed, {TOKENS: 3}, relations={TOKENS: BATCH * 2})
 
 
-def test_steps_that_are_right_or_wrong() -> None:
-    """A sound runner passes; padding that reaches live rows, and a frozen number of the host's, do not."""
-    host = {"scale": 2.0}
-    right, wrong, frozen = (
-        runner_of(step, "cpu-capture") for step in (sound, OURS[0].step, lambda view: sound(view) * host["scale"])
-    )
-    host["scale"] = 3.0
-    assert assert_padding_independent(right).ok
-    assert assert_parity(right, rounds=2).ok
-    with pytest.raises(FailedCheckError, match=r"poison: .*'weights'"):
-        assert_padding_independent(wrong)
-    with pytest.raises(AssertionError, match="parity: ") as caught:
-        assert_parity(frozen)
-    assert isinstance(caught.value, CheckError)
+eager = EagerRunner(Mixed, lambda view: view, backend="cpu", sizes={HIDDEN: 3}, no_copy=False)
+
+
+@given(sample=batches(Mixed, least=0))
+def test_a_runner_takes_each(sample: Sample) -> None:
+    """Nested, beside the batch, on the host or absent: a runner fills from it, and shows it."""
+    view = eager.fill(sample.batch, **sample.side)
+    assert torch.equal(view.tables, sample.batch["paging"]["tables"])
+    assert (view.hidden is None) == ("proxy" not in sample.side)
+    assert (view.flags is None) == ("flags" not in sample.batch)
+
+
+@given(schedule=schedules(Mixed, {PAGES: 2}, turns=3))
+def test_schedules(schedule: list[Turn]) -> None:
+    """At most so many steps over at most three buckets; each batch fits its own, and lists are what is listed."""
+    assert 1 <= len(schedule) <= 3
+    for turn in schedule:
+        assert all(1 <= turn.live[axis] <= turn.padded[axis] for axis in (BATCH, TOKENS, PAGES))
+        batch = turn.sample.batch
+        assert {name for name, value in batch.items() if isinstance(value, list)} == turn.as_lists
+        assert len(batch["input_ids"]) == turn.live[TOKENS]
+        assert turn.absent == {name for name in ("hidden", "flags") if name in turn.absent}
+
+
+def test_patterns_shrink() -> None:
+    """A schedule that leaves a slot out shrinks to a step of one row, of tensors, and at most one before it."""
+    least: Any = find(schedules(Mixed), lambda turns: any("flags" in turn.absent for turn in turns), settings=QUICK)
+    assert len(least) <= 2
+    assert least[-1].live == {BATCH: 1, TOKENS: 1, PAGES: 1, HIDDEN: 3}
+    assert "flags" in least[-1].absent
+    assert "as_lists" not in repr(least)
+
+
+def test_slots_of_one_source_are_absent_together() -> None:
+    """Of two optional slots that read one path, none is absent alone; one beside a required slot never is."""
+
+    class Shared(Inputs):
+        rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+        again: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, source="rows", default=None)
+        one: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, source="pair", default=None)
+        other: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, source="pair", default=None)
+
+    runner = EagerRunner(Shared, lambda view: view, backend="cpu", no_copy=False)
+
+    @settings(max_examples=30, suppress_health_check=[HealthCheck.nested_given])
+    @given(sample=batches(Shared))
+    def shown(sample: Sample) -> None:
+        view = runner.fill(sample.batch)
+        assert view.again is not None
+        assert (view.one is None) == (view.other is None) == ("pair" not in sample.batch)
+
+    shown()
+
+
+@given(data=st.data())
+@settings(max_examples=5)
+def test_what_cannot_be_drawn_is_said(data: st.DataObject) -> None:
+    """A source that is a function, where a batch is drawn; not where the strategy is made."""
+
+    class Called(Inputs):
+        rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=lambda batch: batch.rows)
+
+    strategy = batches(Called)
+    with pytest.raises(ConfigError, match=r"slot 'rows' reads .*: a batch that suits a function cannot be drawn"):
+        data.draw(strategy)

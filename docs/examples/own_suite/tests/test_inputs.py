@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from inputs import MAX_LEN, PAGES, DecodeInputs
 from model import ADAPTERS, LOCATIONS, VOCAB, make_runner
 
+import slotgraph
 from slotgraph import BATCH, DecodeRunner
 from slotgraph.backends import Backend
-from slotgraph.testing import assert_fill_equals_oracle, assert_padding_independent, assert_parity, batches
+from slotgraph.testing import assert_fill_equals_oracle, batches
 
 MOST = {BATCH: 8, PAGES: 4}
 
@@ -45,14 +46,9 @@ def test_fills(slotgraph_backend: Backend) -> None:
     assert_fill_equals_oracle(DecodeInputs, MOST, backend=slotgraph_backend, max_examples=20)
 
 
-def test_padding(runner: DecodeRunner[DecodeInputs]) -> None:
-    """Nothing that padded rows hold reaches a live one."""
-    assert_padding_independent(runner, make_batch)
-
-
-def test_parity(runner: DecodeRunner[DecodeInputs]) -> None:
-    """Graphs do what the step does, in each bucket."""
-    assert_parity(runner, make_batch)
+def test_checks(runner: DecodeRunner[DecodeInputs]) -> None:
+    """Nothing that padded rows hold reaches a live one, and graphs do what the step does, in each bucket."""
+    slotgraph.check(runner, make_batch, only=["poison", "parity"]).raise_if_failed()
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -1,0 +1,238 @@
+"""Fills against the oracle, on random steps that Hypothesis draws: its strategies, and the assertion."""
+
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+try:
+    import hypothesis
+    from hypothesis import strategies as st
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "slotgraph.testing needs hypothesis, which is not installed: pip install 'slotgraph[testing]'",
+        name="hypothesis",
+    ) from error
+
+import attrs
+import torch
+
+from ...backends.base import Backend
+from ...dataflow.axes import Sizes
+from ...dataflow.capabilities import Lowering, resolve_dtype
+from ...dataflow.errors import WrongBytesError
+from ...dataflow.inputs import Inputs
+from ...dataflow.sampling import NO_VALUES, Sample, Values, path_of, sample_batch, sampled_slots
+from ...dataflow.sources import Path
+from ..stage import NO_SIZES
+from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences, scribble, spoilt, untouched
+
+TURNS: Final = 5
+_SPREAD: Final = 100
+
+
+@attrs.frozen(eq=False, repr=False)
+class Turn:
+    """One step of a schedule: its bucket's sizes, its live ones, absent slots, and what the batch brings.
+
+    as_lists: slots that are brought as lists, not tensors.
+    """
+
+    padded: Sizes
+    live: Sizes
+    absent: frozenset[str]
+    as_lists: frozenset[str]
+    sample: Sample
+
+    def __repr__(self) -> str:
+        """Sizes and patterns on one line, without the numbers."""
+        sizes = ", ".join(f"{axis}={self.live[axis]}/{self.padded[axis]}" for axis in sorted(self.padded))
+        said = {"absent": self.absent, "as_lists": self.as_lists}
+        return f"Turn({sizes}{''.join(f', {key}={sorted(names)}' for key, names in said.items() if names)})"
+
+
+def batches(
+    inputs: type[Inputs],
+    max_sizes: Sizes = NO_SIZES,
+    *,
+    backend: str | Backend = "cpu",
+    values: Values = NO_VALUES,
+    settings: object = None,
+    relations: Relations = NO_RELATIONS,
+    least: int = 1,
+) -> st.SearchStrategy[Sample]:
+    """Batches of a declaration, `sample.batch` and `sample.side`, which come without any of the optional slots.
+
+    Sizes and absent slots are Hypothesis's, and so is the seed of the values.
+
+    Args:
+        inputs: The declaration.
+        max_sizes: The largest sizes of varying axes, by default 8, and the sizes of fixed ones, by default 3.
+        backend: Where tensors for slots on the device are.
+        values: By slot the lowest and the highest number, or a function of shape, dtype and generator; by field its
+            value.
+        settings: What `when=` of slots refers to.
+        relations: Axes that follow from others, as {TOKENS: BATCH * 4}.
+        least: The fewest rows on an axis.
+
+    Raises:
+        ConfigError: A slot's source cannot be drawn, such as a function of the batch.
+    """
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> Sample:
+        ground = Ground.of(inputs, backend, max_sizes, settings, relations)
+        return _sample(draw, ground, draw(_sizes(ground, least, ground.most)), draw(_absences(ground)), values)
+
+    return drawn()
+
+
+def schedules(
+    inputs: type[Inputs],
+    max_sizes: Sizes = NO_SIZES,
+    *,
+    backend: str | Backend = "cpu",
+    values: Values = NO_VALUES,
+    settings: object = None,
+    relations: Relations = NO_RELATIONS,
+    least: int = 1,
+    turns: int = TURNS,
+) -> st.SearchStrategy[list[Turn]]:
+    """Steps one after another, at most `turns`, over a few buckets; each batch fits its own. See `batches`."""
+    return st.deferred(
+        lambda: _schedules(Ground.of(inputs, backend, max_sizes, settings, relations), values, least, turns)
+    )
+
+
+def _sizes(ground: Ground, least: int, most: Sizes) -> st.SearchStrategy[Sizes]:
+    """Sizes of every axis, those that lead drawn up to `most`."""
+    leads = {axis: st.integers(min(least, most[axis]), most[axis]) for axis in ground.leads}
+    return st.fixed_dictionaries(leads).map(ground.sizes)
+
+
+def _absences(ground: Ground) -> st.SearchStrategy[frozenset[str]]:
+    """Sets of optional slots that a batch comes without; slots of one source go together."""
+    sampled = dict(sampled_slots(ground.declaration))
+    paths = {name: path_of(name, slot) for name, slot in sampled.items()}
+    required = {paths[name] for name, slot in sampled.items() if not slot.optional}
+    optional = sorted(name for name in paths if paths[name] not in required)
+    sources = st.sets(st.sampled_from([paths[name] for name in optional])) if optional else st.just(set[Any]())
+    return sources.map(lambda gone: frozenset(name for name in optional if paths[name] in gone))
+
+
+def _sample(draw: st.DrawFn, ground: Ground, live: Sizes, absent: Collection[str], values: Values) -> Sample:
+    """A batch of given sizes."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, (1 << 32) - 1)))
+    given = ground.declaration, ground.backend.capabilities, live, generator
+    return sample_batch(*given, absent=absent, values=values, device=ground.backend.device)
+
+
+@st.composite
+def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int, turns: int) -> list[Turn]:
+    """Steps over at most three buckets, so that each is filled several times; no bucket is empty."""
+    buckets = draw(st.lists(_sizes(ground, max(least, 1), ground.most), min_size=1, max_size=3))
+    made, capabilities = list[Turn](), ground.backend.capabilities
+    for _ in range(draw(st.integers(1, turns))):
+        padded = draw(st.sampled_from(buckets))
+        live, absent = draw(_sizes(ground, least, padded)), draw(_absences(ground))
+        sample = _sample(draw, ground, live, absent, values)
+        flat = [
+            name
+            for name, slot in sampled_slots(ground.declaration)
+            if len(slot.shape) == 1 and name not in absent and not resolve_dtype(slot.dtype, capabilities).is_complex
+        ]
+        listed = draw(st.sets(st.sampled_from(flat))) if flat else set[str]()
+        for name in listed:
+            _bring_as_list(ground, sample, name)
+        made.append(Turn(padded, live, absent, frozenset(listed), sample))
+    return made
+
+
+def _bring_as_list(ground: Ground, sample: Sample, name: str) -> None:
+    """Bring a slot as a list: host data, which a fill takes as well."""
+    path = path_of(name, ground.declaration.slots[name])
+    value, holder = path.read(sample.batch, sample.side), sample.batch if isinstance(path, Path) else sample.side
+    if isinstance(value, torch.Tensor):
+        for part in path.parts[:-1]:
+            holder = holder[part]
+        holder[path.parts[-1]] = value.tolist()
+
+
+def assert_fill_equals_oracle(
+    inputs: type[Inputs],
+    max_sizes: Sizes = NO_SIZES,
+    *,
+    backend: str | Backend = "auto",
+    lowerings: Sequence[Lowering] = (),
+    values: Values = NO_VALUES,
+    settings: object = None,
+    relations: Relations = NO_RELATIONS,
+    least: int = 1,
+    max_examples: int | None = None,
+) -> None:
+    """Fill a declaration by every lowering that a backend has, and slot by slot; the bytes must be the same.
+
+    Random steps follow one another over buffers full of random bytes: live and padded sizes, batches, absent slots,
+    tensors and lists. Hypothesis draws them, under its own settings. Slots that no computed slot reads get any numbers;
+    for the others see `values` of `slotgraph.testing.batches`.
+
+    Args:
+        inputs: The declaration.
+        max_sizes: The largest sizes of varying axes, by default 8, and the sizes of fixed ones, by default 3.
+        backend: Where it is filled, by name or as an instance.
+        lowerings: By default all that the backend has.
+        values: What slots hold, see `slotgraph.testing.batches`.
+        settings: What `when=` of slots refers to.
+        relations: Axes that follow from others, as {TOKENS: BATCH * 4}.
+        least: The fewest rows on an axis.
+        max_examples: For each lowering. By default that of Hypothesis's profile.
+
+    Raises:
+        WrongBytesError: An AssertionError, which names lowering, step, slot and row.
+    """
+    ground, own = Ground.of(inputs, backend, max_sizes, settings, relations), hypothesis.settings()
+    slots = ground.declaration.slots
+    read = {need for slot in slots.values() if (made := slot.computes()) is not None for need in made.needs}
+    free = {name for name, slot in sampled_slots(ground.declaration) if name not in read and slot.limit is None}
+    drawn = _schedules(ground, {**dict.fromkeys(free, _noise), **values}, least, TURNS)
+
+    @hypothesis.settings(
+        own,
+        deadline=None,
+        max_examples=max_examples or own.max_examples,
+        phases=[phase for phase in own.phases if phase is not hypothesis.Phase.explain],  # the message does
+        suppress_health_check={*own.suppress_health_check, hypothesis.HealthCheck.too_slow},  # a device's first calls
+    )
+    @hypothesis.given(schedule=drawn, seed=st.integers(0, 1 << 30))
+    def fills(lowering: Lowering, schedule: list[Turn], seed: int) -> None:
+        _play(ground, lowering, schedule, seed)
+
+    for lowering in lowerings or ground.backend.capabilities.lowerings:
+        fills(lowering)
+
+
+def _noise(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Random numbers over a small range, zeros as rare as any other; of a dtype without signs, none below zero."""
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, device="cpu", generator=generator).bool()
+    low = -_SPREAD if dtype.is_signed else 0
+    return torch.randint(low, _SPREAD, shape, device="cpu", generator=generator).to(dtype)
+
+
+def _play(ground: Ground, lowering: Lowering, schedule: list[Turn], seed: int) -> None:
+    """Fill two sets of buffers with the same bytes, by a lowering and by the oracle, step after step, and compare.
+
+    After each step the slots that a step may write hold anything.
+    """
+    mine, right = Lowered(ground, lowering, [turn.padded for turn in schedule], seed), spoilt(ground, seed)
+    declaration = ground.declaration
+    for number, turn in enumerate(schedule, 1):
+        batch, side = turn.sample.batch, turn.sample.side
+        with torch.no_grad():
+            ready = mine.fill(mine.filling(turn.padded, turn.absent), batch, side, ground.live(turn.live), turn.absent)
+            wanted = ground.oracle(right, batch, side, turn.live, turn.padded)
+            ground.backend.synchronize()
+            faults = [*differences(ready.views, wanted, declaration.slots, turn.live), *untouched(mine.buffers, right)]
+            for buffers in (mine.buffers, right):
+                scribble(buffers, turn.padded, torch.Generator().manual_seed(seed))
+        if faults:
+            step = f"step {number} of {len(schedule)}, {turn!r}"
+            raise WrongBytesError(f"{declaration.name} filled by {lowering!r}, {step}: {faults[0]}")
