@@ -50,12 +50,7 @@ _BELOW: Final = (
 _below_autograd: Final[Any] = _C._ExcludeDispatchKeyGuard  # noqa: SLF001
 
 _ERROR_MODES: Final = ("global", "thread_local", "relaxed")
-_CAPABILITIES: Final = Capabilities(
-    foreach_mixed=True,
-    capture_copies=frozenset({"device", "pinned"}),
-    capture_error_modes=_ERROR_MODES,
-    lowerings=LOWERINGS,
-)
+_CAPABILITIES: Final = Capabilities(foreach_mixed=True, capture_error_modes=_ERROR_MODES, lowerings=LOWERINGS)
 
 
 def active_recorder() -> "Recorder | None":
@@ -374,7 +369,7 @@ class CpuCaptureBackend(HostBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """As CUDA's: copies in a capture from the device and from pinned memory, which are one here."""
+        """The CPU's, with CUDA's modes of capture."""
         return _CAPABILITIES
 
     def capture(
