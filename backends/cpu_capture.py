@@ -29,8 +29,21 @@ from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.guard import FUNCTION_MODES, below_modes, without_gradients
 from .base import NO_PARAMETERS, Graph, Interruption, mode_of
 from .cpu import LOWERINGS, HostBackend, raised_by_step
-from .operators import OperatorWatch, call_again, compiled_eagerly, is_composite, run_under, tensors_in, written
-from .refusals import NO_GRADIENTS, check_function, check_operator, copies_to_host, fixed_key, refuse
+from .operators import (
+    NO_GRADIENTS,
+    OperatorWatch,
+    call_again,
+    check_function,
+    check_operator,
+    compiled_eagerly,
+    copies_to_host,
+    fixed_key,
+    is_composite,
+    refuse,
+    run_under,
+    tensors_in,
+    written,
+)
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
 T = TypeVar("T")
