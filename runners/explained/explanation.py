@@ -1,25 +1,72 @@
-"""Explaining a runner: its declaration, plans, graphs, memory and decisions as data, read off the runner itself."""
+"""Explaining a runner: its declaration, fills, graphs, memory and decisions as data, read off the runner itself."""
 
+import collections
 import itertools
 import json
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal
 
 import attrs
 
 from ...dataflow.bucket import Absent
+from ...dataflow.buffers import Buffer
+from ...dataflow.capabilities import DEVICE, HOST, Capabilities, dtype_text
+from ...dataflow.declaration import Declaration
 from ...dataflow.explain import NOT_SIZED, Explanation, explain_declaration
-from ...dataflow.plan import plan_fill
-from ...dataflow.sharing import Layout
+from ...dataflow.plan import FUSED, CopyGroup, FillPlan, plan_fill, slot_bytes
+from ...dataflow.sharing import Layout, lasting
+from ...dataflow.slots import Output
 from ...dataflow.sources import RANKS
-from ..decision import Decision
 from ..graphs import GraphSet
 from ..outputs import nbytes_of
-from ..parts import Parts
 from ..ranks.group import Ranks
-from ..runner import Runner
-from .memory import MemoryFacts, memory_of
-from .steps import Fill, FillStep, fill_of
+from ..runner import Parts, Runner
+from ..statistics import Decision
+
+Kind = Literal["reset", "copy", "compute", "upload", "kernel", "graph", "step"]
+Phase = Literal["fill", "kernel", "replay", "outputs"]
+_KERNEL: Final = {"in_graph": "fused kernel, the graph's first node", "fused": "fused kernel"}
+
+
+@attrs.frozen(kw_only=True)
+class FillStep:
+    """One thing that a step does.
+
+    kind: what it does. "step" runs the step without a graph. calls: into torch, the driver or a function. 0 if it rides
+    in another call, such as the graph's. nbytes: of the slots that it moves if every row is live. None if that depends
+    on the batch. inside: whether the graph does it. maybe: whether most steps leave it out. slots: what it writes, or
+    takes up.
+    """
+
+    kind: Kind
+    label: str
+    calls: int
+    nbytes: int | None
+    inside: bool = False
+    maybe: bool = False
+    slots: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Fill:
+    """How the slots are filled: the plan, and what a step does in which order."""
+
+    plan: FillPlan
+    steps: tuple[FillStep, ...]
+
+    @property
+    def calls(self) -> Mapping[str, int]:
+        """The calls of each kind of step."""
+        found = collections.Counter[str]()
+        for step in self.steps:
+            found[step.kind] += step.calls
+        return dict(found)
+
+    @property
+    def doing(self) -> list[FillStep]:
+        """What it does, whatever the bytes."""
+        return [attrs.evolve(step, nbytes=None) for step in self.steps]
 
 
 @attrs.frozen(kw_only=True)
@@ -43,6 +90,45 @@ class BucketFacts:
     rows: int
     fill: Fill
     graphs: tuple[GraphFacts, ...]
+
+
+@attrs.frozen
+class Allocation:
+    """One piece of memory that slots lie in, and its bytes. adopted: whether it was handed in by `bind=`."""
+
+    name: str
+    nbytes: int
+    adopted: bool
+
+
+@attrs.frozen(kw_only=True)
+class SlotPlace:
+    """Where a slot lies: its allocation, the offset there, its bytes, and those behind it that alignment costs.
+
+    shape: at full capacity. since, until: the phases of a step between which its value counts. lasting: why its bytes
+    must hold between steps, too. None if they need not. shares: slots of other runners that have some of its bytes,
+    as "runner.slot".
+    """
+
+    slot: str
+    allocation: str
+    offset: int
+    nbytes: int
+    gap: int
+    shape: tuple[int, ...]
+    since: Phase
+    until: Phase
+    lasting: str | None
+    shares: tuple[str, ...]
+
+
+@attrs.frozen
+class MemoryFacts:
+    """The memory layout: the phases of a step, allocations, and each slot's place."""
+
+    phases: tuple[Phase, ...]
+    allocations: tuple[Allocation, ...]
+    places: tuple[SlotPlace, ...]
 
 
 @attrs.frozen(kw_only=True)
@@ -97,16 +183,11 @@ class RunnerExplanation:
         Buckets next to one another that do the same are one. The eager fill comes last.
         """
         found = list[tuple[str, Fill]]()
-        for _, group in itertools.groupby(self.buckets, _without_bytes):
+        for _, group in itertools.groupby(self.buckets, lambda bucket: bucket.fill.doing):
             rows = list(group)
             name = f"{len(rows)} buckets, {rows[0].rows} to {rows[-1].rows}" if rows[1:] else f"bucket {rows[0].rows}"
             found.append((name, rows[-1].fill))
         return found if self.eager is None else [*found, ("eager, not padded", self.eager)]
-
-
-def _without_bytes(bucket: BucketFacts) -> list[FillStep]:
-    """What a fill does, whatever the bytes."""
-    return [attrs.evolve(step, nbytes=None) for step in bucket.fill.steps]
 
 
 def explain(runner: Runner[Any], batch: Any = None, **side: Any) -> RunnerExplanation:
@@ -133,7 +214,7 @@ def explain(runner: Runner[Any], batch: Any = None, **side: Any) -> RunnerExplan
     eager = None
     if buffers is not None:
         plan = attrs.evolve(plan_fill(declared, buffers.capacity, capabilities), tails=())
-        eager = fill_of(plan, declared, capabilities, parts=0)
+        eager = _fill(plan, declared, capabilities, parts=0)
     pool = None if seat is None else seat.layout
     return RunnerExplanation(
         kind=type(runner).__name__,
@@ -145,7 +226,7 @@ def explain(runner: Runner[Any], batch: Any = None, **side: Any) -> RunnerExplan
         declaration=declaration,
         buckets=() if graphs is None else tuple(_bucket(parts, graphs, rows) for rows in sorted(parts.sizes)),
         eager=eager,
-        memory=memory_of(parts, declaration.plan, pool),
+        memory=_memory(parts, declaration.plan, pool),
         statistics=_as_json(runner.stats()),
         member=seat.name if seat is not None and pool is not None else None,
         pool=pool,
@@ -166,7 +247,7 @@ def _bucket(parts: Parts[Any], graphs: GraphSet[Any], rows: int) -> BucketFacts:
     plan = plan_fill(declaration, parts.sizes[rows], capabilities, lowering=lowering, foreign=foreign)
     launched = max((one.parts for one in found if not one.why), default=1)
     whole = parts.tally.path == "graph"
-    return BucketFacts(rows, fill_of(plan, declaration, capabilities, parts=launched, whole=whole), found)
+    return BucketFacts(rows, _fill(plan, declaration, capabilities, parts=launched, whole=whole), found)
 
 
 def _graph(parts: Parts[Any], graphs: GraphSet[Any], rows: int, absent: Absent) -> GraphFacts:
@@ -199,3 +280,144 @@ def _ranks(parts: Parts[Any]) -> RankFacts | None:
         asked=tuple(name for name, compute in computed if compute is not None and RANKS in compute.needs),
         agreed=parts.coordinator.agreed,
     )
+
+
+@attrs.frozen
+class _Listing:
+    """The steps of a plan while they are listed. nbytes: of each slot, padded."""
+
+    plan: FillPlan
+    nbytes: Mapping[str, int]
+    steps: list[FillStep] = attrs.field(factory=list)
+
+    def add(self, kind: Kind, label: str, slots: Iterable[str], calls: int, **more: Any) -> None:
+        """One more step, which moves all bytes of its slots if nothing else is said."""
+        names = tuple(slots)
+        told = {"nbytes": sum(self.nbytes[name] for name in names), **more}
+        self.steps.append(FillStep(kind=kind, label=label, slots=names, calls=calls, **told))
+
+    def reset(self) -> None:
+        """Tails that no kernel resets. Those that are found dirty are set to zero in one call."""
+        for label, always in (("reset tails", True), ("reset dirty tails", False)):
+            tails = [tail for tail in self.plan.tails if tail.always == always and not tail.fused]
+            zeros = 0 if always else sum(tail.value == 0 and math.copysign(1.0, tail.value) > 0 for tail in tails)
+            if tails:
+                calls = len(tails) - max(zeros - 1, 0)
+                self.add("reset", label, (tail.slot for tail in tails), calls, nbytes=None, maybe=not always)
+
+    def copy(self, groups: Iterable[CopyGroup]) -> None:
+        """One step for each group, and one for all that a single foreach call takes."""
+        apart = [group for group in groups if group.how in ("foreach", "single")]
+        together = [group for group in apart if self.plan.mixed and group.how == "foreach"]
+        if together:
+            self.add("copy", "foreach of all dtypes", (name for group in together for name in group.slots), 1)
+        for group in apart:
+            if group not in together:
+                label = ", ".join(filter(None, (dtype_text(group.dst_dtype), group.placement, group.how, group.why)))
+                self.add("copy", label, group.slots, 1 if group.how == "foreach" else len(group.slots))
+
+    def upload(self) -> None:
+        """The packet of words and values, the kernel that takes it up, and values sent by themselves."""
+        plan, is_fused = self.plan, self.plan.lowering in FUSED
+        slots = plan.fused if is_fused else plan.packed
+        carried = plan.packed or [one.slot for one in plan.computed if one.packed]
+        if slots:
+            self.add("upload", "one packet", slots, 1, nbytes=sum(self.nbytes[name] for name in carried))
+        if plan.fused:
+            is_inside = plan.lowering == "in_graph"
+            self.add("kernel", _KERNEL[plan.lowering], slots, int(not is_inside), inside=is_inside)
+        for name in plan.moved:
+            self.add("upload", "by itself", (name,), 1)
+
+    def compute(self, place: str, ride: Iterable[str] = (), *, inside: bool = False) -> None:
+        """Computed slots of one place. ride: those that another call sends."""
+        for one in self.plan.computed:
+            if one.on == place:
+                calls = 0 if inside or one.packed or one.slot in ride else 1
+                self.add("compute", f"{one.function} on the {place}", (one.slot,), calls, inside=inside)
+
+
+def _fill(
+    plan: FillPlan, declaration: Declaration, capabilities: Capabilities, *, parts: int = 1, whole: bool = True
+) -> Fill:
+    """A plan's steps, in the order that the lowering runs them in.
+
+    parts: graphs that the step is launched as, 0 if there is none. whole: whether the graph holds the whole step, and
+    so computes what the device does.
+    """
+    sizes = {axis: size for axis in declaration.axes for name, size in plan.sizes if axis.name == name}
+    listing = _Listing(plan, {name: slot_bytes(one, sizes, capabilities) for name, one in declaration.slots.items()})
+    between = plan.lowering not in FUSED and bool(plan.packed or plan.moved)  # an upload comes between copies
+    listing.reset()
+    listing.copy(group for group in plan.copies if not between or group.placement == HOST)
+    listing.compute(HOST, plan.moved)
+    listing.upload()
+    listing.copy(group for group in plan.copies if between and group.placement == DEVICE)
+    listing.compute(DEVICE, inside=whole and parts > 0 and plan.lowering != "slot_by_slot")
+    if parts:
+        listing.add("graph", "graph" if parts == 1 else f"{parts} graphs, breaks between", (), parts, nbytes=None)
+    else:
+        listing.add("step", "the step, without a graph", (), 1, nbytes=None)
+    return Fill(plan, tuple(listing.steps))
+
+
+def _memory(parts: Parts[Any], plan: FillPlan | None, pool: Layout | None) -> MemoryFacts:
+    """The memory layout of a runner, read off its buffers, if it has any yet.
+
+    plan: a bucket's, which tells when slots are written. pool: the layout of the memory that it shares, if any.
+    """
+    seat, buffers = parts.seat, parts.eager.buffers if parts.graphs is None else parts.graphs.buffers
+    member, kept, shared = "", frozenset[str](), frozenset[str]()
+    if seat is not None and seat.phase is not None and pool is not None:
+        member, kept = seat.name, seat.phase.kept
+        shared = frozenset(place.slot for place in pool.places if place.member == member)
+    phases: tuple[Phase, ...] = ("fill", "kernel", "replay", "outputs")
+    if plan is None or not plan.fused:
+        phases = ("fill", "replay", "outputs")
+    found: dict[tuple[int, str], list[Buffer]] = {}
+    for buffer in buffers or ():  # storages without bytes are each by itself
+        storage = buffer.tensor.untyped_storage()
+        found.setdefault((storage.data_ptr(), "" if storage.nbytes() else buffer.name), []).append(buffer)
+    chained = {tensor.untyped_storage().data_ptr() for tensor in (() if buffers is None else buffers.beside)}
+    numbers, allocations, places = collections.Counter[str](), list[Allocation](), list[SlotPlace]()
+    order = sorted(found.items(), key=lambda one: (one[1][0].adopted, one[1][0].slot.placement != DEVICE))
+    for (address, _), members in order:
+        first, nbytes = members[0], members[0].tensor.untyped_storage().nbytes()
+        kind = f"{'pooled ' if first.pooled else ''}{first.slot.placement} memory"
+        numbers[kind] += 1
+        name = kind if numbers[kind] == 1 else f"{kind} {numbers[kind]}"
+        allocations.append(Allocation(name, nbytes, first.adopted and address not in chained))  # chained: its own
+        members.sort(key=lambda buffer: (_offset(buffer), buffer.nbytes, buffer.name))
+        for buffer, after in zip(members, [*map(_offset, members[1:]), nbytes], strict=True):
+            lasts, start = lasting(buffer.slot, buffer.name, kept), _offset(buffer)
+            since, until = _span(buffer, parts, plan) if lasts is None else (phases[0], phases[-1])
+            place = SlotPlace(
+                slot=buffer.name,
+                allocation=name,
+                offset=start,
+                nbytes=buffer.nbytes,
+                gap=0 if buffer.adopted or buffer.pooled else max(0, after - start - buffer.nbytes),
+                shape=tuple(buffer.tensor.shape),
+                since=since,
+                until=until,
+                lasting=lasts,
+                shares=tuple(map(str, pool.shared_with(member, buffer.name))) if pool and buffer.name in shared else (),
+            )
+            places.append(place)
+    return MemoryFacts(phases, tuple(allocations), tuple(places))
+
+
+def _span(buffer: Buffer, parts: Parts[Any], plan: FillPlan | None) -> tuple[Phase, Phase]:
+    """The first and the last phase in which the value of a slot counts that need not last between steps."""
+    slot, name = buffer.slot, buffer.name
+    if isinstance(slot, Output):
+        return "replay", "outputs"
+    if slot.computes() is not None and parts.stage.declaration.side(name) == DEVICE:
+        return ("replay" if parts.tally.path == "graph" else "fill"), "replay"
+    by_kernel = plan is not None and name in plan.fused and not slot.rewritten
+    return ("kernel" if by_kernel else "fill"), "replay"
+
+
+def _offset(buffer: Buffer) -> int:
+    """Its first byte within its storage. A tensor without elements has no address that would tell."""
+    return int(buffer.tensor.storage_offset()) * buffer.tensor.itemsize

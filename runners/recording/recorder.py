@@ -3,11 +3,11 @@
 import collections
 import os
 import pathlib
+import tempfile
 import traceback
 from collections.abc import Collection, Iterable
 from typing import Any, Final, Self, final
 
-import attrs
 import torch
 
 from ...dataflow.capabilities import HOST
@@ -15,13 +15,11 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Slot, Staged
 from ...dataflow.sources import Side, look_up
-from ..arguments import checked, refuse
 from ..comparison import live_part, named
-from ..parts import Parts
-from ..runner import Runner
-from ..watching import Watcher
-from .files import check_place, write
-from .records import Header, Raised, RunnerRecord, StepRanks, StepRecord, Value, versions
+from ..config import checked, refuse
+from ..hooks import Watcher
+from ..runner import Parts, Runner
+from .records import Raised, RecordedFile, RunnerRecord, StepRanks, StepRecord, Value, need, versions
 
 _LONGEST: Final = 4000
 """The letters of an error that are kept."""
@@ -48,9 +46,8 @@ class Recording(Watcher):
         self._declaration = runner.parts.stage.declaration
         self._agreed = runner.agreed
         self._count = 0
-        self._one: torch.Tensor | None = None
+        self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
         self._fault = ""  # why the device makes no more copies
-        self._is_last_word = False  # the device has failed, and the file says so
         runner.watch.add(self)
 
     @property
@@ -77,10 +74,9 @@ class Recording(Watcher):
         try:
             axes = [axis.name for axis in self._declaration.varying]
             step.live = tuple(zip(axes, parts.size(batch, side), strict=False))  # the leading axis once more at the end
-            decision = self._runner.decide(batch, **side)
-            step.path, step.bucket, step.reason = decision.path, decision.bucket, decision.reason
+            step.decision = self._runner.decide(batch, **side)
         except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
-            step.reason = f"{type(error).__name__}: {error}"[:_LONGEST]
+            step.note(f"nothing was decided: {type(error).__name__}: {error}"[:_LONGEST])
         try:
             sources = ((name, slot.reads(name)) for name, slot in self._declaration.slots.items())
             slots = [(name, source.read(batch, side)) for name, source in sources if source is not None]
@@ -103,11 +99,9 @@ class Recording(Watcher):
         if ranks is None or step is None or step.ranks is not None:
             return
         live = tuple((axis.name, ranks.live(axis)) for axis in dict.fromkeys(self._runner.parts.coordinator.axes))
-        agreed = None if ranks.quiet else self._runner.agreed
-        step.ranks = StepRanks(live=live, alone=step.reason)
-        if agreed is not None:
-            step.ranks = attrs.evolve(step.ranks, forced=agreed.rank, why=agreed.why)
-            step.path, step.bucket, step.reason = agreed.path, agreed.bucket, agreed.reason
+        step.ranks = StepRanks(live=live, alone="" if step.decision is None else step.decision.reason)
+        if not ranks.quiet:
+            step.decision = self._runner.agreed or step.decision
 
     def before_replay(self, view: Inputs) -> None:
         """Copy what producers have written."""
@@ -129,7 +123,7 @@ class Recording(Watcher):
 
     def failed(self, error: BaseException) -> None:
         """Write the file, and say so in a note of the error."""
-        if not self.steps or self._is_last_word:
+        if not self.steps:
             return
         step = self.steps[-1]
         if self._runner.agreed is not self._agreed:  # the ranks agreed before it failed
@@ -152,10 +146,11 @@ class Recording(Watcher):
             RecordingError: The file cannot be written, or would hold too much.
         """
         self._settle()
-        runner, notes = RunnerRecord.of(self._runner.parts), (f"the device failed: {self._fault}",)
-        known = notes if self._fault else ()
-        write(self.path, Header(versions=versions(), runner=runner, steps=tuple(self.steps), notes=known))
-        self._is_last_word = bool(self._fault)
+        notes = (f"the device failed: {self._fault}",) if self._fault else ()
+        runner = RunnerRecord.of(self._runner.parts)
+        RecordedFile(versions=versions(), runner=runner, steps=tuple(self.steps), notes=notes).write(self.path)
+        if self._fault:  # the file is the last that there is to say
+            self.close()
         return self.path
 
     def close(self) -> None:
@@ -167,10 +162,8 @@ class Recording(Watcher):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
-        """Write the file, unless the device has failed and the file says so."""
+        """Write the file."""
         self.close()
-        if self._is_last_word:
-            return
         try:
             self.save()
         except Exception as fault:
@@ -207,21 +200,18 @@ class Recording(Watcher):
         """Copy tensors. Behind all of those on the device a flag is copied, which tells whether it got to them."""
         flag: torch.Tensor | None = None
         for value in values:
-            if (source := value.elements) is None:
+            source = value.elements
+            if source is None:
                 continue
-            value.elements = self._copied(source)
-            if not source.is_cpu:
-                flag = self._backend.empty((1,), torch.uint8, HOST).zero_() if flag is None else flag
-                value.arrived = flag
+            if source.is_cpu:
+                value.elements = source.clone(memory_format=torch.contiguous_format).resolve_neg()
+                continue
+            if flag is None:
+                flag = self._backend.empty((1,), torch.uint8, HOST).zero_()
+            copied = self._backend.empty(tuple(source.shape), source.dtype, HOST)
+            value.elements, value.arrived = copied.copy_(source, non_blocking=True), flag
         if flag is not None:
-            if self._one is None:
-                self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
             flag.copy_(self._one, non_blocking=True)
-
-    def _copied(self, source: torch.Tensor) -> torch.Tensor:
-        if source.is_cpu:
-            return source.clone(memory_format=torch.contiguous_format).resolve_neg().resolve_conj()
-        return self._backend.empty(tuple(source.shape), source.dtype, HOST).copy_(source, non_blocking=True)
 
     def _settle(self) -> None:
         """Wait for the device. If it has failed, give up the copies that it did not make before."""
@@ -268,14 +258,26 @@ def record(
     Raises:
         ConfigError: An argument makes no sense, or the path cannot be written.
     """
-    place = check_place(path)
     for name, value in (("last", last), ("max_bytes", max_bytes)):
         if checked(name, "a whole number, at least 1", value, int) < 1:
             refuse(name, "a whole number, at least 1", value)
-    stage = runner.parts.stage
-    slots = stage.declaration.slots
+    declaration = runner.parts.stage.declaration
     for name in staged:
-        if not isinstance(slots.get(name), Staged):
-            raise ConfigError(f"staged= names {name!r}, which is no staged slot of {stage.declaration.name}")
-    kept = {name: slots[name] for name in staged}
-    return Recording(runner, place, last, max_bytes, outputs=outputs, staged=kept)
+        if not isinstance(declaration.slots.get(name), Staged):
+            raise ConfigError(f"staged= names {name!r}, which is no staged slot of {declaration.name}")
+    kept = {name: declaration.slots[name] for name in staged}
+    return Recording(runner, _checked_place(path), last, max_bytes, outputs=outputs, staged=kept)
+
+
+def _checked_place(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The path of a file that can be written, as far as can be known now. ConfigError says why it cannot."""
+    try:
+        file = pathlib.Path(path)
+        need(file.suffix == ".safetensors" and not file.is_dir(), "it is no .safetensors file")
+        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.name):
+            return file
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path!r:.300} cannot be recorded to: {getattr(error, 'strerror', None) or error}: name a .safetensors "
+            "file in a folder that you may write to"
+        ) from error

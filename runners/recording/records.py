@@ -1,36 +1,47 @@
-"""What a recorded file says: its steps and their values, the runner and its declaration, as records and plain data."""
+"""Recorded files: steps and their values, the runner and its declaration, as JSON in a safetensors file."""
 
 import importlib.metadata
 import json
+import os
+import pathlib
 import platform
-import reprlib
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal
 
 import attrs
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
 from ...dataflow.explain import explain_declaration
-from ...dataflow.hostdata import array_dtype
-from ..decision import Why
-from ..parts import Parts
+from ...dataflow.serial import from_data, json_data, to_data
 from ..ranks.group import Ranks
+from ..runner import Parts
+from ..statistics import Decision
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 """The number of this format. A file of another number is refused."""
 MOST: Final = 1 << 20
 """The values, and the letters of their text, that one piece of plain data may have."""
 DEPTH: Final = 32
 """How deep plain data may be nested."""
-_BITS: Final = 1 << 13
-"""The bits of an integer that is kept: Python does not read longer ones from text."""
+MOST_HEADER: Final = 1 << 25
+"""The letters of a file's header."""
+MOST_RANKS: Final = 1 << 20
+"""The ranks that a file may tell of."""
 _WHY: Final = 300
-"""The letters of why a value is not kept."""
+_LONGEST: Final = 2000
+"""The letters of why a value is not kept, and of an error about a file."""
+_KEY: Final = "slotgraph"
 _FACTS: Final = ("tail", "source", "function", "optional")
 _PARTS: Final = ("slots", "fields", "staged", "outputs")
+_FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+_DTYPES: Final = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_FLOATS}
+"""The dtypes that every version of safetensors has."""
 
 
 @attrs.define(kw_only=True)
@@ -45,45 +56,36 @@ class Value:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     where: Literal["device", "host"] = "host"  # of a tensor
-    dense: bool = True  # whether a tensor was contiguous
     data: str = ""  # of plain data
     why: str = ""  # why the file does not have the value
     elements: torch.Tensor | None = attrs.field(default=None, init=False, eq=False, repr=False)
-    nbytes: int = attrs.field(default=0, init=False, eq=False)  # of memory, while it is kept
     arrived: torch.Tensor | None = attrs.field(default=None, init=False, eq=False)  # set once the device has copied it
 
     @classmethod
     def of(cls, name: str, source: Any, device: torch.device) -> "Value":
         """What a source is, for a recording on a device. A tensor is not copied yet. Never raises."""
         try:
-            return cls._found(name, source, device)
-        except NotPlainError as error:
-            why = str(error)
-        except Exception as error:  # noqa: BLE001 - a source may be anything, and a recording must not end a step
-            why = f"{type(error).__name__}: {error}"
-        return cls(name=name, kind="other", why=why[:_WHY])
-
-    @classmethod
-    def _found(cls, name: str, source: Any, device: torch.device) -> "Value":
-        if isinstance(source, torch.Tensor):
-            if source.is_meta or source.layout != torch.strided:
-                raise NotPlainError(
-                    f"a {'meta' if source.is_meta else source.layout} tensor of shape {list(source.shape)}"
+            if isinstance(source, torch.Tensor):
+                is_plain = source.layout == torch.strided and not source.is_meta
+                need(
+                    is_plain and source.dtype in _DTYPES,
+                    f"a {source.layout} tensor of {source.dtype} on {source.device}",
                 )
-            found, tensor = cls(name=name, kind="tensor"), source
-            found.where = "device" if source.device.type == device.type else "host"
-            found.dense = source.is_contiguous() and not source.is_neg() and not source.is_conj()
-        elif isinstance(source, np.ndarray):
-            if array_dtype(source) is None:
-                raise NotPlainError(f"an array of {source.dtype}, which torch has no dtype for")
-            found, tensor = cls(name=name, kind="array"), torch.from_numpy(np.array(source, order="C"))
-        else:
-            found = cls(name=name, kind="plain", data=plain_to_text(source))
-            found.nbytes = len(found.data)
-            return found
+                found, tensor = cls(name=name, kind="tensor"), source
+                found.where = "device" if source.device.type == device.type else "host"
+            elif isinstance(source, np.ndarray):
+                found, tensor = cls(name=name, kind="array"), torch.from_numpy(np.array(source, order="C"))
+            else:
+                return cls(name=name, kind="plain", data=plain_to_text(source))
+        except Exception as error:  # noqa: BLE001 - a source may be anything, and a recording must not end a step
+            return cls(name=name, kind="other", why=f"{error}"[:_WHY] or type(error).__name__)
         found.dtype, found.shape, found.elements = dtype_text(tensor.dtype), tuple(tensor.shape), tensor
-        found.nbytes = tensor.numel() * tensor.element_size()
         return found
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it takes while it is kept."""
+        return len(self.data) if self.elements is None else self.elements.nbytes
 
     @property
     def has_elements(self) -> bool:
@@ -93,7 +95,7 @@ class Value:
     def lose(self, why: str) -> None:
         """Keep nothing of it but what it was."""
         if self.kind != "other":
-            self.data, self.elements, self.nbytes, self.why = "", None, 0, why
+            self.data, self.elements, self.why = "", None, why
 
     def __str__(self) -> str:
         """What it is, in a word or two."""
@@ -133,8 +135,6 @@ class StepRanks:
     """What the ranks told each other before a step."""
 
     live: tuple[tuple[str, tuple[int, ...]], ...]  # the live rows of each rank, by varying axis
-    forced: int | None = None  # the rank whose needs decided; None if nothing was exchanged
-    why: Why = "fits"  # its reason
     alone: str = ""  # what this rank would have done by itself, in a sentence
 
 
@@ -143,9 +143,7 @@ class StepRecord:
     """One step."""
 
     number: int  # in the recording, from 0
-    path: str = ""  # the decision of the runner, or of all ranks
-    bucket: int | None = None
-    reason: str = ""  # of the decision, or why there was none
+    decision: Decision | None = None  # of the runner, or of all ranks; None if there was none
     live: tuple[tuple[str, int], ...] = ()  # rows by varying axis
     slots: tuple[Value, ...] = ()  # what the batch brought for copied slots
     absent: tuple[str, ...] = ()  # optional slots that it did not bring
@@ -185,8 +183,9 @@ class RunnerRecord:
     @classmethod
     def of(cls, parts: Parts[Any]) -> "RunnerRecord":
         """A runner as it is now."""
-        stage, declaration, config = parts.stage, parts.stage.declaration, parts.config.as_data()
+        stage, declaration = parts.stage, parts.stage.declaration
         ranks: Ranks | None = declaration.ranks
+        settings: Any = declaration.settings
         record = None
         if ranks is not None:
             record = RanksRecord(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
@@ -200,7 +199,11 @@ class RunnerRecord:
             "fields": ", ".join(declaration.fields),
             "ranks": str(record or ""),
         }
-        for what, given in (("config", config), ("settings", _named_in(declaration.settings))):
+        if attrs.has(type(settings)):
+            settings = attrs.asdict(settings, recurse=False)
+        elif not isinstance(settings, Mapping):
+            settings = getattr(settings, "__dict__", {})
+        for what, given in (("config", parts.config.as_data()), ("settings", settings)):
             found = (Value.of(name, value, stage.backend.device) for name, value in given.items())
             facts |= {f"{what} {one.name!r}": one.why or one.data for one in found}
         facts |= {f"size of {axis}": str(size) for axis, size in stage.sizes.items() if axis.fixed}
@@ -211,72 +214,148 @@ class RunnerRecord:
         return cls(facts=facts, ranks=record)
 
 
-def _named_in(settings: Any) -> Mapping[str, Any]:
-    """Settings by name: those of a mapping, or of an object's fields or attributes."""
-    if isinstance(settings, Mapping):
-        return settings
-    return attrs.asdict(settings, recurse=False) if attrs.has(type(settings)) else getattr(settings, "__dict__", {})
+@attrs.define(kw_only=True)
+class RecordedFile:
+    """All that a file says.
 
-
-@attrs.frozen(kw_only=True)
-class Header:
-    """All that a file says beside the elements of its values."""
+    Attributes:
+        runner: The runner that was recorded.
+        steps: Its last steps; their values have their elements.
+        versions: What the process ran on, by name.
+        notes: What went wrong beside the steps.
+        name: The file's name, once it was read.
+    """
 
     format: int = FORMAT
-    versions: tuple[tuple[str, str], ...]
+    versions: dict[str, str]
     runner: RunnerRecord
     steps: tuple[StepRecord, ...]
     notes: tuple[str, ...] = ()
+    name: str = attrs.field(default="", init=False, eq=False)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "RecordedFile":
+        """Read a file and check it. RecordingError says what is wrong with it."""
+        file = pathlib.Path(path)
+        try:
+            need(file.is_file() or not file.exists(), "it is no file")  # to open a pipe would wait for its writer
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                found = cls._of(opened)
+        except Exception as error:  # each layer has its own errors for a file that it cannot read
+            why = str(error)[:_LONGEST]
+            raise RecordingError(f"{file.name}: it is no recording that can be read: {why}") from error
+        found.name = file.name
+        return found
+
+    @classmethod
+    def _of(cls, opened: Any) -> "RecordedFile":
+        """What an open file says. ValueError, or an error of a library, says what is wrong."""
+        text = (opened.metadata() or {}).get(_KEY, "")
+        need(text, "it has no steps of slotgraph")
+        data = json_data(text)
+        number = data.get("format") if isinstance(data, dict) else None
+        need(number == FORMAT, f"it has format {number!r:.50}, and this version reads {FORMAT}")
+        found = from_data(data, cls)
+        _check_ranks(found)
+        values = [row for step in found.steps for row in step.values()]
+        need(len(dict(values)) == len(values), "two of its steps, or two values of a step, have the same name")
+        unlike = {key for key, value in values if value.has_elements} ^ set(opened.keys())
+        need(not unlike, f"its steps and its tensors do not both have {min(unlike, default='')!r}")
+        for key, value in values:
+            if value.kind == "plain" and not value.why:
+                plain_from_text(value.data)
+            if value.has_elements:
+                held = value.elements = opened.get_tensor(key)
+                fits = (dtype_text(held.dtype), tuple(held.shape)) == (value.dtype, value.shape)
+                need(fits, f"{key!r} holds {held.dtype} {list(held.shape)}, and its header says {value}")
+        return found
+
+    def write(self, path: pathlib.Path) -> None:
+        """Write it in place of the file that was there. Only its owner may read it: it holds what users asked.
+
+        Raises:
+            RecordingError: The header is larger than one that can be read, or the file cannot be written.
+        """
+        text = json.dumps(to_data(self), allow_nan=False)
+        if len(text) > MOST_HEADER:
+            raise RecordingError(
+                f"{path.name}: {len(text):,} letters of plain data are more than a header takes: keep fewer steps"
+            )
+        tensors = {key: one.elements for step in self.steps for key, one in step.values() if one.elements is not None}
+        try:
+            with tempfile.TemporaryDirectory(prefix=".slotgraph.", dir=path.parent) as folder:
+                part = pathlib.Path(folder, path.name)
+                part.touch(0o600)
+                save_file(tensors, part, metadata={_KEY: text})
+                part.replace(path)
+        except (OSError, SafetensorError) as error:
+            told = getattr(error, "strerror", None) or error
+            raise RecordingError(f"{path.name} cannot be written: {told}") from error
+
+    def only(self, number: int | None = None) -> tuple[StepRecord, ...]:
+        """All steps, or the one of a number. RecordingError if there is none."""
+        found = tuple(step for step in self.steps if number in (None, step.number))
+        if found:
+            return found
+        known = ", ".join(str(step.number) for step in self.steps) or "none"
+        none = "no steps: none was run while it was recorded" if number is None else f"no step {number}: it has {known}"
+        raise RecordingError(f"{self.name} has {none}")
 
 
-def versions() -> tuple[tuple[str, str], ...]:
+def need(holds: object, fault: str) -> None:
+    """ValueError, unless something holds of a file."""
+    if not holds:
+        raise ValueError(fault)
+
+
+def _check_ranks(file: RecordedFile) -> None:
+    ranks = file.runner.ranks
+    size = 0 if ranks is None else ranks.size
+    if ranks is not None:
+        known = 0 <= ranks.rank < size <= MOST_RANKS and ranks.shards > 0
+        need(known, f"there is no rank {ranks.rank} of {size} with {ranks.shards} shards")
+    for step in file.steps:
+        forced = 0 if step.decision is None else step.decision.rank or 0
+        if step.ranks is not None:
+            fits = all(len(rows) == size and min(rows) >= 0 for _, rows in step.ranks.live) and 0 <= forced < size
+            need(fits, f"step {step.number}: its ranks are not the {size} that its runner had")
+
+
+def versions() -> dict[str, str]:
     """What this process runs on."""
     try:
         own = importlib.metadata.version("slotgraph")
     except importlib.metadata.PackageNotFoundError:  # copied into another package
         own = "unknown"
-    found = {
-        "slotgraph": own,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
-    return (*((name, str(one)) for name, one in found.items() if one), ("platform", platform.platform()))
-
-
-class NotPlainError(TypeError):
-    """A value is not plain data. The message says what it is."""
+    found = {"slotgraph": own, "python": platform.python_version(), "torch": torch.__version__}
+    found |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
+    return {name: str(one) for name, one in found.items()} | {"platform": platform.platform()}
 
 
 def plain_to_text(value: Any) -> str:
     """None, bools, numbers, text, and lists, tuples and dicts of them, as JSON, in which NaN and infinity stand.
 
-    Raises:
-        NotPlainError: It is anything else, or too large or too deep.
+    TypeError or ValueError if it is anything else, or too large or too deep.
     """
     return json.dumps(_tagged(value, [MOST], DEPTH))
 
 
 def _tagged(value: Any, room: list[int], depth: int) -> Any:
     """Plain data in JSON's words. room: the number of values and letters, and depth: the levels, that it may have."""
-    if isinstance(value, np.generic):
-        value = value.item()
+    value = value.item() if isinstance(value, np.generic) else value
     kind = type(value)
-    room[0] -= 1 + len(value) if kind is str else 1
-    if room[0] < 0 or depth == 0:
-        raise NotPlainError(f"more than {MOST:,} values and letters" if depth else f"more than {DEPTH} levels deep")
+    room[0] -= len(value) if kind in (list, tuple, dict, str) else 0
+    need(depth, f"more than {DEPTH} levels deep")
+    need(room[0] >= 0, f"more than {MOST:,} values and letters")
     if kind in (list, tuple):
-        if len(value) < room[0] and set(map(type, value)) == {int} and max(map(int.bit_length, value)) < _BITS:
-            room[0] -= len(value)  # at once, since batches have long lists of integers
-            inner = list(value)
-        else:
-            inner = [_tagged(one, room, depth - 1) for one in value]
+        is_flat = set(map(type, value)) <= {int, float}  # batches have long lists of numbers
+        inner = list(value) if is_flat else [_tagged(one, room, depth - 1) for one in value]
         return inner if kind is list else {"tuple": inner}
     if kind is dict:
         return {"dict": [[_tagged(one, room, depth - 1) for one in item] for item in value.items()]}
-    if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() < _BITS):
+    if value is None or kind in (bool, int, float, str):
         return value
-    raise NotPlainError("an integer with too many digits" if kind is int else f"{kind.__module__}.{kind.__qualname__}")
+    raise TypeError(f"{kind.__module__}.{kind.__qualname__}")
 
 
 def plain_from_text(text: str) -> Any:
@@ -295,4 +374,4 @@ def _untagged(data: dict[str, Any]) -> Any:
             return tuple(inner)
         case {"dict": list(items), **rest} if not rest:
             return dict(items)
-    raise ValueError(reprlib.repr(data))
+    raise ValueError(f"{data!r:.100}")

@@ -2,18 +2,22 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, final, get_args
 
 import attrs
 import torch
 
+from ...backends.base import Event
+from ...dataflow.axes import Axis
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CheckError, RecordingError
 from ...dataflow.inputs import Inputs
-from ...dataflow.sources import Answering, Call, Path, Side, SideArgument, Source
+from ...dataflow.sources import Answering, Call, Path, Side, Source
 from ..comparison import (
     USUAL,
     Mismatch,
@@ -29,17 +33,86 @@ from ..comparison import (
     slots_kept,
     state_on,
 )
-from ..decision import Decision
-from ..parts import Parts
-from ..runner import Runner
+from ..ranks.group import EAGER, HOST, Exchange, Message, Ranks
+from ..runner import Parts, Runner
 from ..stage import Stage
-from .files import RecordedFile
-from .ranks import RecordedRanks
-from .records import RunnerRecord, StepRecord, Value, plain_from_text
+from ..statistics import Decision, Why
+from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value, plain_from_text
 
 Values = Mapping[str, Any]
 UNPADDED: Final = ("graph", "eager without padding")
 HOME: Final = ("here", "recorded")
+
+
+@final
+class RecordedRanks(Ranks):
+    """The ranks of a recorded runner, to make it of at home: one process, and no process group.
+
+    While a recorded step is replayed, the others tell what they told then, so that the same is agreed on. At any other
+    time, as when graphs are captured, they tell what this one tells.
+    """
+
+    alone = True
+
+    def __init__(self, record: RanksRecord) -> None:  # no group is asked, as those of the base are
+        self.group: Any = None
+        self.rank, self.size = record.rank, record.size
+        self.equal, self.shards = record.equal, record.shards
+        self.timeout = self.capture_timeout = math.inf  # nobody is waited for
+        self.on = HOST
+        self.exchanges = 0
+        self.broken = None
+        self._live = {}
+        self._others: Sequence[Message] | None = None
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> "RecordedRanks":
+        """Those of a file's runner. RecordingError where it is none that can be read, or its runner had no ranks."""
+        file = RecordedFile.read(path)
+        if file.runner.ranks is None:
+            raise RecordingError(f"{file.name}: its runner had no ranks")
+        return cls(file.runner.ranks)
+
+    @contextlib.contextmanager
+    def telling(self, step: StepRecord, axes: Sequence[Axis]) -> Iterator[None]:
+        """While a step is replayed: the others tell what they did in it. axes: whose rows are told, in that order."""
+        self._others = None if step.ranks is None else self._messages(step, dict(step.ranks.live), axes)
+        try:
+            yield
+        finally:
+            self._others = None
+
+    def _messages(self, step: StepRecord, rows: Mapping[str, Sequence[int]], axes: Sequence[Axis]) -> list[Message]:
+        """What each rank told of a step: its rows, and, of the one that forced it, what it needs."""
+        missing = [axis.name for axis in axes if axis.name not in rows]
+        if missing:
+            raise RecordingError(f"step {step.number}: the file does not have what ranks brought on {missing[0]}")
+        found = [Message(0, live=tuple(rows[axis.name][rank] for axis in axes)) for rank in range(self.size)]
+        agreed = step.decision
+        if agreed is not None and agreed.rank is not None:
+            needs: dict[str, Any] = {"bucket": agreed.bucket}
+            if agreed.bucket is None:
+                text = agreed.reason.removeprefix(f"rank {agreed.rank}: ")
+                needs = {"answer": EAGER, "why": get_args(Why).index(agreed.why), "text": text}
+            found[agreed.rank] = attrs.evolve(found[agreed.rank], **needs)
+        return found
+
+    def begin(self, message: Message, told: str) -> Exchange:
+        """All have told what they have to tell."""
+        del told
+        self.exchanges += 1
+        others = self._others or [message] * self.size
+        said = [attrs.evolve(one, place=message.place) for one in others]
+        said[self.rank] = message
+        return lambda _: said
+
+    def wait(self, event: Event, device: torch.device, warm_up: str = "") -> None:
+        """Wait until the device is past an event: no collective of it waits for another rank."""
+        del device, warm_up
+        event.synchronize()
+
+    def broke_off(self, error: BaseException) -> None:
+        """Nobody waits for this rank."""
 
 
 @attrs.frozen(kw_only=True)
@@ -48,9 +121,7 @@ class Replayed:
 
     number: int
     outcome: Literal["equal", "different", "raised", "left out"]
-    path: str = ""  # the decision of this runner, or of all ranks
-    bucket: int | None = None
-    reason: str = ""
+    decision: Decision | None = None  # of this runner, or of all ranks
     differences: tuple[Mismatch, ...] = ()  # between two runs of the step, slots before outputs
     lines: tuple[str, ...] = ()  # all that there is to say
 
@@ -76,14 +147,13 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
     Raises:
         RecordingError: The file does not fit the runner, has no such step, or has none that can run.
     """
-    name = file.path.name
-    refused, noted = unlike(file.header.runner, runner.parts)
+    refused, noted = unlike(file.runner, runner.parts)
     if refused:
-        raise RecordingError(f"{name} does not fit the runner: {'; '.join(refused)}")
-    done = tuple(replay_step(step, runner) for step in file.steps(only))
+        raise RecordingError(f"{file.name} does not fit the runner: {'; '.join(refused)}")
+    done = tuple(replay_step(step, runner) for step in file.only(only))
     if all(step.outcome == "left out" for step in done):
-        raise RecordingError(f"{name} has no step that can be run: {done[-1].lines[0]}")
-    return ReplayReport(file=name, runner=runner.parts.name, notes=tuple(noted), steps=done)
+        raise RecordingError(f"{file.name} has no step that can be run: {done[-1].lines[0]}")
+    return ReplayReport(file=file.name, runner=runner.parts.name, notes=tuple(noted), steps=done)
 
 
 def unlike(theirs: RunnerRecord, parts: Parts[Any]) -> tuple[list[str], list[str]]:
@@ -144,21 +214,16 @@ def rebuilt(declaration: Declaration, slots: Values, fields: Values) -> tuple[Re
         source = None if slot is None else slot.reads(name)
         if isinstance(source, Call):
             batch.answers[id(source)] = value
-        elif isinstance(source, Path | SideArgument):
-            holder: dict[str, Any] = batch if isinstance(source, Path) else side
+        elif isinstance(source, Path):
+            holder: Any = side if source.beside else batch
             *outer, last = source.parts
             for part in outer:
-                inner = holder.get(part, {})
-                if not isinstance(inner, dict):
-                    break
-                holder[part] = holder = {**inner}
-            else:
-                if not isinstance(holder.get(last), dict):
-                    holder[last] = value
-                    continue
-            raise RecordingError(
-                f"slot {name!r}: its source {source} holds another source, or is inside of one: give it its own"
-            )
+                holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None
+            if not isinstance(holder, dict) or isinstance(holder.get(last), dict):
+                raise RecordingError(
+                    f"slot {name!r}: its source {source} holds another source, or is inside of one: give it its own"
+                )
+            holder[last] = value
         elif source is not None:
             raise RecordingError(
                 f"slot {name!r}: its source is a {type(source).__name__}, which a recorded batch cannot stand in for: "
@@ -176,8 +241,7 @@ def _value_of(value: Value, device: torch.device) -> Any:
     try:
         if value.kind == "array":
             return value.elements.clone().numpy()
-        there = value.elements.to(device if value.where == DEVICE else "cpu", copy=True)
-        return there if value.dense else torch.stack([there, there], -1)[..., 0]
+        return value.elements.to(device if value.where == DEVICE else "cpu", copy=True)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RecordingError(f"{value.name!r} is no {value.kind}: {error}") from error
 
@@ -194,26 +258,26 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
     lines = [f"field {one.name!r} is not in the file: {one}" for one in step.fields if one.why]
     if step.raised is not None:
         lines.append(f"at home it raised {step.raised.kind}: {step.raised.message}")
-    batch, side = batch_of(step, runner.parts.stage)
-    done = Replayed(number=step.number, outcome="raised")
-    before = runner.agreed
+    parts, before = runner.parts, runner.agreed
+    batch, side = batch_of(step, parts.stage)
+    decision: Decision | None = None
+    outcome: Literal["equal", "different", "raised"] = "raised"
+    found: list[list[Mismatch]] = []
     try:
-        done = _decided(done, runner.decide(batch, **side))
-        with _others_of(step, runner.parts, lines):
+        decision = runner.decide(batch, **side)
+        with _others_of(step, parts, lines):
             found = _compared(step, runner, lines)
+        outcome = "different" if found else "equal"
     except Exception as error:  # noqa: BLE001 - what a step raises is a result
         lines.append(f"it raises {type(error).__name__}: {error}")
-    else:
-        lines += ["; ".join(map(str, apart)) for apart in found]
-        apart = tuple(itertools.chain.from_iterable(found))
-        done = attrs.evolve(done, outcome="different" if found else "equal", differences=apart)
-    if runner.agreed is not None and runner.agreed is not before:
-        done = _decided(done, runner.agreed)
-    return attrs.evolve(done, lines=tuple(lines))
-
-
-def _decided(done: Replayed, decision: Decision) -> Replayed:
-    return attrs.evolve(done, path=decision.path, bucket=decision.bucket, reason=decision.reason)
+    lines += ["; ".join(map(str, apart)) for apart in found]
+    return Replayed(
+        number=step.number,
+        outcome=outcome,
+        decision=decision if runner.agreed is before else runner.agreed,
+        differences=tuple(itertools.chain.from_iterable(found)),
+        lines=tuple(lines),
+    )
 
 
 def _others_of(step: StepRecord, parts: Parts[Any], lines: list[str]) -> AbstractContextManager[None]:
@@ -234,7 +298,11 @@ def _compared(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[l
     if graph_of(parts, view) is None:
         here = seen(view, runner.replay(view))
     else:
-        kept = _keeping(runner, view, lines)
+        try:
+            kept: Callable[[], AbstractContextManager[None]] = state_on(parts, view).kept
+        except CheckError as error:
+            lines.append(f"its state is not put back between its runs, which may differ by that: {error}")
+            kept = contextlib.nullcontext
         with kept():
             exact = _staged(step, parts.eager.fill(batch, **side))
             plain = seen(exact, parts.eager.run(exact))
@@ -278,12 +346,3 @@ def _staged(step: StepRecord, view: Inputs) -> Any:
         with torch.no_grad():
             place.copy_(one.elements)
     return view
-
-
-def _keeping(runner: Runner[Any], view: Inputs, lines: list[str]) -> Callable[[], AbstractContextManager[None]]:
-    """What puts the step's state back after a block."""
-    try:
-        return state_on(runner.parts, view).kept
-    except CheckError as error:
-        lines.append(f"its state is not put back between its runs, which may differ by that: {error}")
-        return contextlib.nullcontext

@@ -1,6 +1,6 @@
 """The command line: `slotgraph`, or `python -m slotgraph`."""
 
-from slotgraph.runners.commands import main
+from slotgraph.runners.commands.app import main
 
 __all__ = ["main"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slotgraph import DecodeRunner, backends
-from slotgraph.runners.commands.workload import declare_decode, draw, plus_one
+from slotgraph.runners.commands.bench import declare_decode, draw, plus_one
 from slotgraph.runners.config import MODES, VARIABLE
 from tests.benchmarks.shown import race
 from tests.benchmarks.test_capture import LAYERS, Model, Step

@@ -21,7 +21,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends import Backend, load
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.extend import HOST, side
-from slotgraph.runners.commands.workload import ORACLE, STEP, Batch, Contestant, captured, declare_decode, draw, verify
+from slotgraph.runners.commands.bench import ORACLE, STEP, Batch, Contestant, captured, declare_decode, draw, verify
 from slotgraph.runners.testing.benchmarks import SETS, Way
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show

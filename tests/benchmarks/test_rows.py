@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from slotgraph.backends import load
-from slotgraph.runners.commands.bench import CASES, batch_of
-from slotgraph.runners.commands.workload import Contestant, contestants, declare_decode, verify
+from slotgraph.runners.commands.bench import CASES, Contestant, contestants, declare_decode, draw, verify
 from slotgraph.runners.testing.benchmarks import SETS
 
 pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
 def held(backend: str, slots: int, case: str, live: int, padded: int) -> tuple[list[Any], list[Contestant]]:
     """Batches and contestants, held to the oracle; the one that counts is second."""
     on, inputs = load(backend)(), declare_decode(slots)
-    batches = [batch_of(case, inputs, on, live, number) for number in range(SETS)]
+    batches = [draw(inputs, on, live, number, case) for number in range(SETS)]
     found = contestants(inputs, on, padded)
     verify(case, found, [(live, batch) for batch in batches])
     first = ["per_slot", on.capabilities.lowerings[0]]

@@ -29,7 +29,7 @@ from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration, mermaid
 from slotgraph.dataflow.plan import FillPlan, plan_fill
 from slotgraph.extend import host_parameter, side
-from slotgraph.runners.explained.tables import tables
+from slotgraph.runners.explained.pages import tables
 from tests.strategies import declarations
 
 HIDDEN = Axis("HIDDEN", fixed=True)
@@ -97,7 +97,7 @@ def test_slots_in_words() -> None:
         "input_ids": {"dtype": "int64", "role": None, "tail": "pad=0", "source": "batch.input_ids"},
         "seq_lens": {"placement": "host", "tail": "pad=seq_len_fill"},
         "out_cache_loc": {"dtype": "int32", "role": "cache_loc", "source": "batch.spec.locations"},
-        "tables": {"source": "argument tables.decode", "argument": "tables", "tail": "keep (not read)"},
+        "tables": {"source": "argument tables.decode", "tail": "keep (not read)"},
         "mrope": {"optional": True, "when": "_windowed"},
         "count": {"function": "_live_tokens", "needs": ("step",), "runs_on": "host", "tail": None},
         "rows": {"needs": ("seq_lens",), "runs_on": "host"},

@@ -18,9 +18,9 @@ from slotgraph.dataflow.bucket import Bucket, hand_over
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, MissingSourceError
 from slotgraph.dataflow.packet import Feed, Upload
-from slotgraph.dataflow.plan import FEW_NUMBERS, LARGE_BYTES, plan_fill
+from slotgraph.dataflow.plan import FEW_NUMBERS, LARGE_BYTES, FillPlan, plan_fill
 from slotgraph.dataflow.ready import most_for_copies
-from slotgraph.dataflow.serial import plan_from_json, plan_to_json
+from slotgraph.dataflow.serial import from_data, to_data
 from tests.strategies import declaration_of, noise, poisoned
 
 PACKS = Capabilities(packed_uploads=True, roles={"cache_loc": torch.int32})
@@ -133,7 +133,7 @@ def test_plan() -> None:
         "compute steps = doubled(step, scale) on the host, rides in the upload",
         "compute here = Small.<lambda>(lens) on the host, rides in the upload",
     ]
-    assert plan_from_json(plan_to_json(plan)) == plan
+    assert from_data(to_data(plan), FillPlan) == plan
 
 
 def test_plan_of_large_slots() -> None:

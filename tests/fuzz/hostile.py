@@ -75,12 +75,3 @@ def spoilt(draw: st.DrawFn, data: Any) -> Any:
         else:
             holder[draw(st.text(max_size=8))] = draw(values)
     return data
-
-
-sizes = st.sampled_from([0, 1, 2, 3, 64, 20_000, 20_000_000, 1 << 31, 1 << 62])
-shapes = st.one_of(
-    st.lists(sizes, max_size=4),
-    st.lists(st.sampled_from([0, 1]), max_size=64),
-    st.tuples(sizes, st.lists(st.just(1), min_size=20, max_size=64)).map(lambda both: [both[0], *both[1]]),
-)
-"""Shapes of few elements, or of none, that would be large to build."""

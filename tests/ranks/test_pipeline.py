@@ -16,8 +16,8 @@ from slotgraph.dataflow.admission import is_in_place
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sources import Side
 from slotgraph.extend import side
+from slotgraph.runners.hooks import Watcher
 from slotgraph.runners.ranks.pipeline import PipelineStage, proxies_of
-from slotgraph.runners.watching import Watcher
 from tests.ranks.processes import Processes, raised, ranks
 from tests.ranks.staged import ALL, CHANGES, SIZES, First, Later, Part, batch_of, eager_part, expected, weights
 from tests.runners import prefilled

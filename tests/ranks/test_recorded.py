@@ -16,13 +16,11 @@ import slotgraph
 from slotgraph import BATCH, TOKENS, EagerRunner, Inputs, computed, output
 from slotgraph.dataflow.errors import RecordingError
 from slotgraph.runners.commands.app import app
+from slotgraph.runners.hooks import Watcher
 from slotgraph.runners.ranks.group import Ranks
-from slotgraph.runners.recording.files import RecordedFile, write
-from slotgraph.runners.recording.ranks import RecordedRanks
-from slotgraph.runners.recording.records import Header
-from slotgraph.runners.recording.replaying import replay_file, replay_step
+from slotgraph.runners.recording.records import RecordedFile
+from slotgraph.runners.recording.replaying import RecordedRanks, replay_file, replay_step
 from slotgraph.runners.standard.axes import DP
-from slotgraph.runners.watching import Watcher
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import Counted, Gathered, runner_on, soon
@@ -142,17 +140,18 @@ def test_every_slot_has_the_same_bytes(homes: tuple[str, list[Home]]) -> None:
         assert (ranks.rank, ranks.size, ranks.equal) == (rank, 2, kind == "quiet")
         runner, slots = runner_of(kind, ranks), Slots()
         runner.watch.add(slots)
-        for number, (record, bytes_then) in enumerate(zip(file.header.steps, home.slots, strict=True)):
+        for number, (record, bytes_then) in enumerate(zip(file.steps, home.slots, strict=True)):
             done = replay_step(record, runner)
             assert (done.outcome, done.lines) == ("equal", ())
             assert slots.steps[-1] == bytes_then, (number, record.ranks)
             assert runner.agreed == home.agreed[number]
-            assert (done.path, done.bucket, done.reason) == (record.path, record.bucket, record.reason)
+            assert done.decision == record.decision is not None
             assert record.ranks is not None
-            forced += record.ranks.alone != record.reason
+            forced += record.ranks.alone != record.decision.reason
     assert forced == {"quiet": 0, "eager": 2 * STEPS}.get(kind, forced) >= 0
     assert kind not in BACKENDS or forced > STEPS
-    buckets = {one.bucket for one in RecordedFile.read(found[0].file).header.steps}
+    decisions = [one.decision for one in RecordedFile.read(found[0].file).steps]
+    buckets = {one.bucket for one in decisions if one is not None}
     assert kind not in prefilled.KINDS or buckets == {4, 16, None}
 
 
@@ -190,9 +189,10 @@ def raising(rank: int, folder: str) -> str:
 def test_a_step_that_raised(two: Processes, tmp_path: pathlib.Path) -> None:
     """What all had agreed on before is in its record."""
     file = RecordedFile.read(two.run(raising, str(tmp_path))[1])
-    last = file.header.steps[-1]
+    last = file.steps[-1]
     assert last.raised is not None
-    assert (last.bucket, last.reason) == (8, "bucket 8 fits the 7 rows of rank 0, the most of all")
+    assert last.decision is not None
+    assert (last.decision.bucket, last.decision.reason) == (8, "bucket 8 fits the 7 rows of rank 0, the most of all")
     assert last.ranks is not None
     assert last.ranks.alone == "bucket 4 fits"
     assert dict(last.ranks.live) == {"BATCH": (7, 3), "TOKENS": (7, 3)}
@@ -213,7 +213,7 @@ def test_a_step_that_was_refused(two: Processes, tmp_path: pathlib.Path) -> None
     """Rank 0's own batch is in its file, which says that the others' part is not."""
     path = two.run(refused, str(tmp_path))[0]
     file = RecordedFile.read(path)
-    assert [one.ranks is None for one in file.header.steps] == [False, True]
+    assert [one.ranks is None for one in file.steps] == [False, True]
     first, last = replay_file(file, runner_of("cpu", RecordedRanks.of(path))).steps
     assert first.outcome == last.outcome == "equal"
     assert "what the other ranks told is not in the file: they are taken to bring what this one brings" in last.lines
@@ -247,7 +247,7 @@ def test_the_command(home: Home, tmp_path: pathlib.Path) -> None:
 def test_what_does_not_fit_is_refused(home: Home, tmp_path: pathlib.Path) -> None:
     """Other ranks, or none; and files of runners that had none."""
     file = RecordedFile.read(home.file)
-    record = file.header.runner.ranks
+    record = file.runner.ranks
     assert record is not None
     with pytest.raises(RecordingError, match=r"ranks: the file has rank 1 of 2, the runner rank 0 of 2; make it of"):
         replay_file(file, runner_of("cpu", RecordedRanks(attrs.evolve(record, rank=0))))
@@ -283,15 +283,15 @@ def test_a_runner_at_home_is_one_as_any(home: Home, backend: str) -> None:
     runner.wait()
 
 
-SPOILT: Final[dict[str, tuple[Callable[[Header], Header], str]]] = {
+SPOILT: Final[dict[str, tuple[Callable[[RecordedFile], RecordedFile], str]]] = {
     "rank": (lambda one: with_ranks(one, rank=-1), "there is no rank -1 of 2"),
     "size": (lambda one: with_ranks(one, size=1 << 40), f"there is no rank 1 of {1 << 40}"),
     "shards": (lambda one: with_ranks(one, shards=0), "there is no rank 1 of 2 with 0 shards"),
     "none": (lambda one: attrs.evolve(one, runner=attrs.evolve(one.runner, ranks=None)), "its ranks are not the 0"),
     "rows": (lambda one: with_step(one, live=(("BATCH", (1,)),)), "step 0: its ranks are not the 2"),
     "fewer": (lambda one: with_step(one, live=(("BATCH", (1, -1)),)), "step 0: its ranks are not the 2"),
-    "forced": (lambda one: with_step(one, forced=2), "step 0: its ranks are not the 2"),
-    "why": (lambda one: with_step(one, why="mood"), "mood"),
+    "forced": (lambda one: with_decision(one, rank=2), "step 0: its ranks are not the 2"),
+    "why": (lambda one: with_decision(one, why="mood"), "mood"),
 }
 
 
@@ -299,28 +299,35 @@ SPOILT: Final[dict[str, tuple[Callable[[Header], Header], str]]] = {
 def test_a_file_that_makes_no_sense(home: Home, tmp_path: pathlib.Path, name: str) -> None:
     """Is refused when it is read, with what is wrong."""
     (spoil, told), file = SPOILT[name], RecordedFile.read(home.file)
-    write(tmp_path / "x.safetensors", spoil(file.header))
+    spoil(file).write(tmp_path / "x.safetensors")
     with pytest.raises(RecordingError, match=told):
         RecordedFile.read(tmp_path / "x.safetensors")
 
 
-def with_ranks(header: Header, **changes: Any) -> Header:
+def with_ranks(header: RecordedFile, **changes: Any) -> RecordedFile:
     """Of which the runner's ranks are others."""
     assert header.runner.ranks is not None
     return attrs.evolve(header, runner=attrs.evolve(header.runner, ranks=attrs.evolve(header.runner.ranks, **changes)))
 
 
-def with_step(header: Header, **changes: Any) -> Header:
+def with_step(header: RecordedFile, **changes: Any) -> RecordedFile:
     """Of which ranks told something else of the first step."""
     first, *others = header.steps
     assert first.ranks is not None
     return attrs.evolve(header, steps=(attrs.evolve(first, ranks=attrs.evolve(first.ranks, **changes)), *others))
 
 
+def with_decision(header: RecordedFile, **changes: Any) -> RecordedFile:
+    """Of which ranks did something else in the first step."""
+    first, *others = header.steps
+    assert first.decision is not None
+    return attrs.evolve(header, steps=(attrs.evolve(first, decision=attrs.evolve(first.decision, **changes)), *others))
+
+
 def test_an_axis_that_the_file_does_not_have(home: Home) -> None:
     """What ranks brought on it nobody knows: the step is not run, and says so."""
     file, runner = RecordedFile.read(home.file), runner_of("cpu", RecordedRanks.of(home.file))
-    step = with_step(file.header, live=()).steps[0]
+    step = with_step(file, live=()).steps[0]
     done = replay_step(step, runner)
     assert done.outcome == "raised"
     assert done.lines[-1].startswith("it raises RecordingError: step 0: the file does not have what ranks brought on ")

@@ -9,14 +9,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 import slotgraph
+from slotgraph.dataflow.explain import mermaid
 from slotgraph.dataflow.serial import from_data, to_data
-from slotgraph.runners.decision import Decision
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.html import html
-from slotgraph.runners.explained.tables import diagram, printed, tables
+from slotgraph.runners.explained.pages import html, printed, tables
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.statistics import Decision
 from tests.ranks import stepping
 from tests.ranks.processes import Processes
 from tests.ranks.stepping import Gathered, runner_on, soon
@@ -92,7 +92,7 @@ def test_shown(found: list[Found]) -> None:
         for text in (said(one.after), html(one.after)):
             assert "global_num_tokens" in text
             assert agreed in text
-        assert f"rank {rank} of 2" in diagram(one.after)
+        assert "ranks of the runner" in mermaid(one.after.declaration)
         assert one.before.asked == Decision("graph", 2 + 2 * rank, "fits", f"bucket {2 + 2 * rank} fits")
         for text in (said(one.before), html(one.before)):
             assert "what this rank would do alone" in text

@@ -17,8 +17,8 @@ from slotgraph.dataflow.capabilities import resolve_dtype
 from slotgraph.dataflow.errors import WrongBytesError
 from slotgraph.runners.commands import bench
 from slotgraph.runners.commands.app import app
-from slotgraph.runners.commands.screen import screen
-from slotgraph.runners.commands.workload import Contestant, contestants, declare_decode, draw, verify
+from slotgraph.runners.commands.bench import Contestant, contestants, declare_decode, draw, verify
+from slotgraph.runners.commands.shared import screen
 
 FILLS = {"per_slot", "regrouped", "foreach", "in_graph", "fused"}
 STEPS = {*FILLS, "slot_by_slot", "bare"}
@@ -45,7 +45,7 @@ def test_declarations_have_the_slots_asked_for(slots: int) -> None:
 @pytest.mark.parametrize("case", KINDS)
 def test_batches_differ_in_addresses_and_values(case: str) -> None:
     """No step finds the sources of the one before, nor their values; they are what the case is called."""
-    drawn = [bench.batch_of(case, declare_decode(12), choose("cpu"), 200, number) for number in range(3)]
+    drawn = [draw(declare_decode(12), choose("cpu"), 200, number, case) for number in range(3)]
     sources = [{name: value for name, value in vars(one).items() if name != "rows"} for one in drawn]
     assert all([type(value) for value in one.values()] == KINDS[case] for one in sources)
     for one, other in itertools.pairwise(sources):
@@ -59,7 +59,7 @@ def test_every_contestant_leaves_the_oracles_bytes(case: str, backend: Backend) 
     """Over growing and shrinking batches, tails and outputs included; but a bare replay fills nothing."""
     inputs = declare_decode(12)
     found = contestants(inputs, backend, 48)
-    verify(case, found, [(rows, bench.batch_of(case, inputs, backend, rows)) for rows in (37, 48, 1, 37)])
+    verify(case, found, [(rows, draw(inputs, backend, rows, case=case)) for rows in (37, 48, 1, 37)])
     steps = {"per_slot", "regrouped", *backend.capabilities.lowerings, "bare"}
     assert {one.name for one in found if one.what == "step"} == steps
     assert {one.name for one in found if one.what == "fill"} == steps - {"slot_by_slot", "bare"}
@@ -149,7 +149,6 @@ WRONG = [
     (("--slots", ""), "as in 4,12,48"),
     (("--json", "."), "no file in a folder that exists"),
     (("--json", "no/such/folder/figures.json"), "no file in a folder that exists"),
-    (("--backend", "nothing"), "there is no backend 'nothing'"),
 ]
 
 

@@ -303,9 +303,6 @@ def test_bases_that_say_different_things() -> None:
             assert len(faults) == 1
             assert "'ids': " in faults[0]
             assert "declare it again to say which is meant, or drop it" in faults[0]
-    assert (
-        "Other declares it, and Without drops another" in refused(lambda: types.new_class("Made", (Without, Other)))[0]
-    )
     assert_filled(types.new_class("Made", (Again, Without)), ["ids", "more"])
     made: Any = types.new_class("Made", (Other, Without), {"drop": ["ids"]})
     assert list(made.slotgraph.slots) == ["more"]

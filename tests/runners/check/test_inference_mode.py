@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import slotgraph
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
-from slotgraph.runners.recording.files import RecordedFile
+from slotgraph.runners.recording.records import RecordedFile
 from slotgraph.runners.recording.replaying import replay_file
 from tests.regressions.engines import draw
 

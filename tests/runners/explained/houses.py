@@ -23,9 +23,7 @@ from slotgraph import (
 )
 from slotgraph.backends import Backend
 from slotgraph.extend import host_parameter, once, side
-from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.memory import SlotPlace
-from slotgraph.runners.explained.steps import FillStep
+from slotgraph.runners.explained.explanation import FillStep, RunnerExplanation, SlotPlace
 from slotgraph.runners.pool import InputPool
 
 PAGES = Axis("PAGES")

@@ -12,7 +12,6 @@ import slotgraph
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.errors import CaptureError
-from slotgraph.dataflow.packet import Feed
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.pool import InputPool
@@ -116,25 +115,14 @@ def test_calls_are_those_that_are_made(lowering: str) -> None:
 
 
 @pytest.mark.parametrize("lowering", ["fused", "in_graph"])
-def test_uploaded_bytes_are_those_that_are_sent(lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The packet is as large as is told, and one is sent for each step."""
-    sent: list[int] = []
-    arm = Feed.arm
-
-    def noted(feed: Feed, data: bytes, kept: object) -> None:
-        sent.append(len(data))
-        arm(feed, data, kept)
-
-    monkeypatch.setattr(Feed, "arm", noted)
+def test_one_upload_and_one_kernel(lowering: str) -> None:
+    """The packet has the values that the host computes; the kernel is inside of the graph, or beside it."""
     runner = full_runner(lowering=lowering)
-    runner.capture()
-    runner.fill(full_batch(5), **proxy(5))
-    fill = slotgraph.explain(runner).buckets[-1].fill
-    assert sent == [step.nbytes for step in fill.steps if step.kind == "upload"]
-    assert (fill.calls["graph"], fill.calls["kernel"]) == (1, 0 if lowering == "in_graph" else 1)
-    (kernel,) = steps(slotgraph.explain(runner), "kernel")
-    assert kernel.inside == (lowering == "in_graph")
-    assert kernel.slots == runner.plan(8).fused
+    found = slotgraph.explain(runner)
+    (upload,), (kernel,) = steps(found, "upload"), steps(found, "kernel")
+    assert (upload.calls, upload.nbytes) == (1, places(found)["tokens"].nbytes)
+    assert (kernel.inside, kernel.calls) == ((True, 0) if lowering == "in_graph" else (False, 1))
+    assert upload.slots == kernel.slots == runner.plan(8).fused
 
 
 @pytest.mark.parametrize("kind", KINDS)

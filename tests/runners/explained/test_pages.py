@@ -12,10 +12,10 @@ import pytest
 
 import slotgraph
 from slotgraph.dataflow.errors import CaptureError
+from slotgraph.dataflow.explain import mermaid
 from slotgraph.dataflow.serial import to_data
 from slotgraph.runners.explained.explanation import RunnerExplanation
-from slotgraph.runners.explained.html import html, pictures
-from slotgraph.runners.explained.tables import diagram, printable, printed, tables
+from slotgraph.runners.explained.pages import html, pictures, printable, printed, tables
 from tests.runners.explained.houses import (
     HARM,
     full_batch,
@@ -124,17 +124,8 @@ def test_hostile_names_are_letters() -> None:
     assert parsed.text.count(printable(HARM)) >= 5
     assert not re.search("[\x00\x1b\u202e]", page)
     assert json.loads(json.dumps(to_data(explanation)))["buckets"][0]["graphs"][0]["why"].endswith(HARM)
-    assert "<script>" not in diagram(explanation)
+    assert "<script>" not in mermaid(explanation.declaration)
     assert "<script>alert(1)</script>" in shown(explanation)
-
-
-def test_diagram_names_the_runner() -> None:
-    """The captured step is the runner with its graphs; of many buckets the first and the last are named."""
-    assert 'captured[["DecodeRunner<br/>2 buckets, 2 to 8<br/>filled in_graph"]]' in diagram(full())
-    assert "nothing captured" in diagram(many())
-    runner = many_runner()
-    runner.capture()
-    assert "9 buckets, 1 to 256" in diagram(slotgraph.explain(runner))
 
 
 class Rectangle(NamedTuple):

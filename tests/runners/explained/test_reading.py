@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import slotgraph
-from slotgraph.runners.explained.html import pictures
+from slotgraph.runners.explained.pages import pictures
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = DOCS / "reading-a-runner.md"

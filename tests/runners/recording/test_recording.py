@@ -13,10 +13,9 @@ import slotgraph
 from slotgraph import BATCH, EagerRunner, Inputs, copied
 from slotgraph.backends import choose, load
 from slotgraph.dataflow.errors import BatchError, CheckError, ConfigError, RecordingError
-from slotgraph.runners.recording import recorder as recorder_module
-from slotgraph.runners.recording.files import RecordedFile
-from slotgraph.runners.recording.records import StepRecord, Value
+from slotgraph.runners.recording.records import RecordedFile, StepRecord, Value
 from slotgraph.runners.recording.replaying import replay_file, replay_step
+from slotgraph.runners.statistics import Decision
 from tests.runners.models import memory_of
 from tests.runners.recording.steps import Flaw, mixed_batch, mixed_runner, mixed_side
 
@@ -41,7 +40,7 @@ def recorded(file: pathlib.Path) -> list[tuple[int, list[int] | None]]:
     """Each step's number and its rows, None where only sizes are kept."""
     read = RecordedFile.read(file)
     found = []
-    for step in read.header.steps:
+    for step in read.steps:
         elements = step.slots[0].elements
         found.append((step.number, None if elements is None else elements.tolist()))
     return found
@@ -69,7 +68,7 @@ def test_bytes_are_bounded(tmp_path: pathlib.Path) -> None:
         assert recording.nbytes <= 80
     recording.save()
     assert recorded(file) == [(2, [4] * 4), (3, None), (4, [5] * 5)]
-    large = RecordedFile.read(file).header.steps[1]
+    large = RecordedFile.read(file).steps[1]
     assert large.slots[0].shape == (11,)
     assert large.notes == ("only sizes are kept: 88 bytes are more than the 80 that max_bytes allows",)
     assert large.missing() == ["slot 'rows': 88 bytes are more than the 80 that max_bytes allows"]
@@ -84,7 +83,7 @@ def test_debug_modes_leave_a_file(tmp_path: pathlib.Path) -> None:
     with slotgraph.record(runner, file), pytest.raises(CheckError, match="row 0") as caught:
         runner(mixed_batch(3, 1), **mixed_side(3, 1))
     assert "recorded in" in caught.value.__notes__[0]
-    (step,) = RecordedFile.read(file).header.steps
+    (step,) = RecordedFile.read(file).steps
     assert step.raised is not None
     assert step.raised.kind == "CheckError"
     again = mixed_runner("cpu-capture", flaw)
@@ -98,7 +97,7 @@ def test_debug_modes_leave_a_file(tmp_path: pathlib.Path) -> None:
         ({"path": "x.pt"}, r"'x\.pt' cannot be recorded to: it is no \.safetensors file"),
         ({"path": "nowhere/x.safetensors"}, "'nowhere/x.safetensors' cannot be recorded to: No such file"),
         ({"path": None}, "None cannot be recorded to"),
-        ({"path": "folder.safetensors"}, "it is a folder: name a .safetensors file"),
+        ({"path": "folder.safetensors"}, "it is no .safetensors file"),
         ({"path": "x" * 300 + ".safetensors"}, "cannot be recorded to: File name too long"),
         ({"path": "a\0b.safetensors"}, "cannot be recorded to: .*null"),
         ({"path": "/proc/x.safetensors"}, "cannot be recorded to"),
@@ -134,13 +133,13 @@ def test_failing_step(backend_name: str, tmp_path: pathlib.Path) -> None:
         assert caught.value.__notes__ == [
             f"slotgraph: the last steps are recorded in {file}; `slotgraph replay` runs them again"
         ]
-        header = RecordedFile.read(file).header
+        header = RecordedFile.read(file)
         recording.close()
     good, bad = header.steps
-    assert (good.path, good.bucket, good.reason, good.replays) == ("graph", 4, "bucket 4 fits", 1)
+    assert (good.decision, good.replays) == (Decision("graph", 4, "fits", "bucket 4 fits"), 1)
     assert (good.live, good.raised) == ((("BATCH", 3), ("TOKENS", 3)), None)
-    assert (bad.path, bad.bucket, bad.replays) == ("eager", None, 0)
-    assert bad.reason == "5 rows are more than the largest bucket, 4"
+    told = "5 rows are more than the largest bucket, 4"
+    assert (bad.decision, bad.replays) == (Decision("eager", None, "too_large", told), 0)
     assert bad.raised is not None
     assert (bad.raised.kind, bad.raised.message) == ("ValueError", "the cache is full")
     assert "steps.py" in bad.raised.traceback
@@ -162,7 +161,7 @@ def test_refused_batch_changes_nothing(backend_name: str, tmp_path: pathlib.Path
         assert "recorded in" in caught.value.__notes__[0]
         assert memory_of(runner) == memory
         assert torch.equal(runner.replay(view), before)
-    steps = RecordedFile.read(tmp_path / "refused.safetensors").header.steps
+    steps = RecordedFile.read(tmp_path / "refused.safetensors").steps
     assert [step.raised and step.raised.kind for step in steps] == [None, "BatchError"]
 
 
@@ -194,7 +193,7 @@ def test_file_is_written_whole_or_not(tmp_path: pathlib.Path, monkeypatch: pytes
     def fails(*_: Any, **__: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("slotgraph.runners.recording.files.save_file", fails)
+    monkeypatch.setattr("slotgraph.runners.recording.records.save_file", fails)
     with pytest.raises(BatchError) as caught:
         runner({"rows": "text"})
     told = "whole.safetensors cannot be written: no space left"
@@ -207,7 +206,7 @@ def test_file_is_written_whole_or_not(tmp_path: pathlib.Path, monkeypatch: pytes
 
 def test_error_of_a_block_is_not_hidden(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a block ends by an error and its file cannot be written, that error comes out, with a note."""
-    monkeypatch.setattr(recorder_module, "write", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    monkeypatch.setattr(RecordedFile, "write", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
     with pytest.raises(KeyError) as caught, slotgraph.record(eager(), tmp_path / "x.safetensors"):
         raise KeyError
     assert caught.value.__notes__ == ["slotgraph: the last steps could not be recorded: no space left"]
@@ -225,7 +224,7 @@ def test_file_is_its_owner_s(tmp_path: pathlib.Path) -> None:
         assert opened.get_tensor("0.slots.rows").tolist() == [3, 3]
         header = json.loads(opened.metadata()["slotgraph"])
     assert header["runner"]["facts"]["slot 'rows': tail"] == "pad=0"
-    assert dict(header["versions"])["torch"] == torch.__version__
+    assert header["versions"]["torch"] == torch.__version__
 
 
 def test_what_a_failed_device_did_not_copy(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +241,7 @@ def test_what_a_failed_device_did_not_copy(tmp_path: pathlib.Path, monkeypatch: 
     monkeypatch.setattr(type(choose("cpu")), "synchronize", dead)
     recording.save()
     assert recorded(file) == [(0, [0, 0]), (1, None)]
-    lost = RecordedFile.read(file).header.steps[1].missing()
+    lost = RecordedFile.read(file).steps[1].missing()
     assert lost == ["slot 'rows': the device failed before it was copied: RuntimeError: illegal memory access"]
 
 
@@ -255,12 +254,12 @@ def test_failed_device(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) 
         def dead(_: Any) -> None:
             raise RuntimeError("device-side assert")
 
-        monkeypatch.setattr(recording, "_copied", dead)
+        monkeypatch.setattr(recording, "_copy", dead)
         for _ in range(3):
             with pytest.raises(BatchError):
                 runner({"rows": torch.ones(2)})
         runner(rows(1))
-    header = RecordedFile.read(file).header
+    header = RecordedFile.read(file)
     assert header.notes == ("the device failed: RuntimeError: device-side assert",)
     assert [step.number for step in header.steps] == [0, 1]
     assert recorded(file)[0] == (0, [5, 5])
@@ -280,7 +279,7 @@ def test_copies_wait_for_no_one(backend_name: str, tmp_path: pathlib.Path) -> No
         source.fill_(99)
         recording.save()
     read = RecordedFile.read(tmp_path / "x.safetensors")
-    for step in read.header.steps:
+    for step in read.steps:
         assert step.slots[0].where == "device"
         elements = step.slots[0].elements
         assert elements is not None

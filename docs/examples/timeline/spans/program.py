@@ -11,7 +11,7 @@ import torch
 
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.errors import BackendUnavailableError
-from slotgraph.runners.commands import workload
+from slotgraph.runners.commands import bench as workload
 from spans.draw import draw
 from spans.record import Recording, record
 from spans.ways import BUCKET, LIVE, SLOTS, make_ways

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from slotgraph.backends import Backend
-from slotgraph.runners.commands.workload import Batch
+from slotgraph.runners.commands.bench import Batch
 from spans.ways import Way
 
 STEP: Final = "slotgraph.timeline.step"

@@ -11,7 +11,7 @@ from slotgraph import DecodeRunner, Inputs
 from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import resolve_dtype
 from slotgraph.dataflow.tails import Pad, resolve_value
-from slotgraph.runners.commands.workload import Batch, declare_decode
+from slotgraph.runners.commands.bench import Batch, declare_decode
 
 SLOTS: Final = 12
 BUCKET: Final = 256
