@@ -249,18 +249,18 @@ _ALWAYS: Final[Mapping[str, str]] = {
 _TAGGED: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-Named = Mapping[str, Any]
+_Named = Mapping[str, Any]
 """The arguments of an operator's call by their schema's names, with defaults."""
 _Made = Callable[[Any], bool]
 """Whether an argument is a tensor that the step made from a host value."""
 
 
-def _has_mask(named: Named) -> bool:
+def _has_mask(named: _Named) -> bool:
     """Whether one of the indices is a mask."""
     return any(index is not None and index.dtype in {torch.bool, torch.uint8} for index in named["indices"])
 
 
-def _put(named: Named, made: _Made) -> str | None:
+def _put(named: _Named, made: _Made) -> str | None:
     """CUDA takes one mask with a number as masked_fill_; other masks become positions, on the host."""
     from_host, single = made(named["values"]), sum(index is not None for index in named["indices"]) == 1
     if not _has_mask(named):
@@ -270,22 +270,22 @@ def _put(named: Named, made: _Made) -> str | None:
     return "a mask may only be filled with a python number here: use torch.where, or masked_scatter_"
 
 
-def _fill(named: Named, made: _Made) -> str | None:
+def _fill(named: _Named, made: _Made) -> str | None:
     is_read = isinstance(named["value"], torch.Tensor) and not made(named["value"])
     return "it reads the value tensor back: fill with a python number, or use torch.where" if is_read else None
 
 
-def _copy(named: Named, made: _Made) -> str | None:
+def _copy(named: _Named, made: _Made) -> str | None:
     advice = "the number is copied from the host: use fill_ on a slice (x[0:1] = 1.0), or index_fill_"
     return advice if made(named["src"]) else None
 
 
-def _repeat(named: Named, _: _Made) -> str | None:
+def _repeat(named: _Named, _: _Made) -> str | None:
     is_read = isinstance(named["repeats"], torch.Tensor) and named.get("output_size") is None
     return "its shape depends on values: pass output_size" if is_read else None
 
 
-_SOMETIMES: Final[Mapping[str, Callable[[Named, _Made], str | None]]] = {
+_SOMETIMES: Final[Mapping[str, Callable[[_Named, _Made], str | None]]] = {
     "index": lambda named, _: _BY_MASK if _has_mask(named) else None,
     "index_put": _put,
     "_index_put_impl": _put,
