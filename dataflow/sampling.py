@@ -24,7 +24,7 @@ NO_VALUES: Final[Values] = {}
 
 @attrs.frozen(eq=False)
 class Sample:
-    """A random batch: mappings along the paths of its sources, and its side arguments by name."""
+    """A batch, if drawn of mappings along the paths of its sources, and its side arguments by name."""
 
     batch: dict[str, Any]
     side: dict[str, Any]

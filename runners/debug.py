@@ -10,12 +10,13 @@ import torch
 from ..dataflow import log
 from ..dataflow.errors import CheckError, ConfigError
 from ..dataflow.inputs import Inputs
+from ..dataflow.sampling import Sample
 from ..dataflow.sources import Side
 from ..dataflow.tails import Pad, resolve_value
 from .capture import Captured
 from .check.memory import readers
 from .check.replays import COPIES, Poisoning, parity_fault
-from .check.trial import CheckedBatch, Together, Trial, unwatched
+from .check.trial import Together, Trial, unwatched
 from .comparison import graph_of, info_of, state_on, tails_of
 from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
 from .holdings import Change
@@ -45,7 +46,7 @@ class Prover(Watcher, abc.ABC):
         self._given = state
         self._found: dict[int, State] = {}
         self._skipped: set[str] = set()
-        self._batch: CheckedBatch | None = None
+        self._batch: Sample | None = None
         self._filled: tuple[Inputs, int] | None = None
 
     @abc.abstractmethod
@@ -54,7 +55,7 @@ class Prover(Watcher, abc.ABC):
 
     def before_fill(self, batch: Any, side: Side) -> None:
         """Keep the batch, to fill it anew after a look that broke off."""
-        self._batch = CheckedBatch(batch, side)
+        self._batch = Sample(batch, dict(side))
 
     def filled(self, view: Inputs) -> None:
         """Keep the view. The runner refuses all others."""

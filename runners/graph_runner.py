@@ -17,7 +17,7 @@ from ..dataflow.capabilities import Lowering
 from ..dataflow.computation import field_of
 from ..dataflow.errors import ConfigError, RankError, ReplayError
 from ..dataflow.explain import check_named
-from ..dataflow.plan import FillPlan, plan_fill
+from ..dataflow.plan import FillPlan, Pattern, plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side, look_up
@@ -329,16 +329,9 @@ class GraphRunner(Runner[V]):
         if sizes is None:
             known = ", ".join(map(str, sorted(self._sizes)))
             raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")
-        return plan_fill(
-            declaration,
-            sizes,
-            self.stage.backend.capabilities,
-            lowering=self.lowering,
-            absent=absent,
-            in_place=in_place,
-            hosted=hosted,
-            foreign=self.graphs.buffers.foreign,
-        )
+        pattern, foreign = Pattern(absent, in_place, hosted), self.graphs.buffers.foreign
+        capabilities = self.stage.backend.capabilities
+        return plan_fill(declaration, sizes, capabilities, pattern, lowering=self.lowering, foreign=foreign)
 
     def decide(self, batch: Any, **side: Any) -> Decision:
         """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""

@@ -14,7 +14,6 @@ survive, 1 where that is not so, 2 where the list does not fit the files any mor
 import argparse
 import ast
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -30,7 +30,6 @@ from queue import SimpleQueue
 from typing import Final, Literal
 
 import attrs
-import pytest
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -42,13 +41,9 @@ LIMIT: Final = 600
 """Seconds that one run of pytest may take; a bug that makes it take longer is caught."""
 _LEFT_OUT: Final = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "_build")
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
-_IN: Final = re.compile(r" in ([\d.]+)s")
 _TESTS_FAILED, _INTERRUPTED, _NOTHING_RAN = 1, 2, 5
 """Exit codes of pytest."""
 _IMPORTS: Final = "import slotgraph, slotgraph.backends; from slotgraph.backends import cpu, cpu_capture, cuda, npu"
-_SERVER: Final = multiprocessing.get_context("forkserver")
-"""Makes processes that have imported torch already: most of the time that a short test takes."""
-_SERVER.set_forkserver_preload(["torch", "numpy", "pytest", "rich.console", "rich.table"])
 Outcome = Literal["caught", "survived", "broken"]
 
 
@@ -146,37 +141,24 @@ class Copy:
     def run(self, tests: Iterable[str], limit: int) -> tuple[int | None, str, float]:
         """Run pytest until the first test fails: its exit code, None where it took too long, that test, and seconds."""
         shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # what other bugs failed on
-        words = ["-x", "-q", "-ra", "--tb=no", "-p", "no:cacheprovider", *tests]
-        file = self.root / "said.txt"
-        process = _SERVER.Process(target=_pytest, args=(self.root, words, file))
-        process.start()
-        process.join(limit)
-        code = process.exitcode
-        if code is None:
-            os.killpg(process.pid or 0, signal.SIGKILL)  # tests have processes of their own
-            process.join()
-        said = file.read_text(encoding="utf-8", errors="replace")
-        failed, seconds = _FAILED.search(said), _IN.findall(said)
-        return code, failed[1] if failed else "", float(seconds[-1]) if seconds else 0.0
+        words = [sys.executable, "-m", "pytest", "-x", "-q", "-ra", "--tb=no", "-p", "no:cacheprovider", *tests]
+        begun, said = time.perf_counter(), self.root / "said.txt"
+        with said.open("w", encoding="utf-8") as file:
+            process = subprocess.Popen(  # noqa: S603 - ours
+                words, cwd=self.root, env=self._environment, stdout=file, stderr=file, start_new_session=True
+            )
+            try:
+                code: int | None = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = None
+                os.killpg(process.pid, signal.SIGKILL)  # tests have processes of their own
+                process.wait()
+        failed = _FAILED.search(said.read_text(encoding="utf-8", errors="replace"))
+        return code, failed[1] if failed else "", time.perf_counter() - begun
 
     def _imports(self) -> bool:
         words = [sys.executable, "-c", _IMPORTS]
         return subprocess.run(words, cwd=self.root, env=self._environment, check=False).returncode == 0  # noqa: S603 - ours
-
-
-def _pytest(root: Path, words: Sequence[str], said: Path) -> None:
-    """Run pytest in a copy, in a process that has torch, and nothing of the repository yet."""
-    os.setsid()
-    with said.open("w", encoding="utf-8") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    os.chdir(root)
-    for name in [name for name in sys.modules if name.split(".")[0] in ("slotgraph", "tests")]:
-        del sys.modules[name]
-    own = (str(ROOT), str(ROOT / "src"), "")
-    sys.path[:] = [str(root / "src"), str(root), *(path for path in sys.path if path not in own)]
-    os.environ.update(_environment_of(root))
-    sys.exit(int(pytest.main(list(words))))
 
 
 def _environment_of(root: Path) -> dict[str, str]:

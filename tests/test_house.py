@@ -26,7 +26,8 @@ CLOCKS = {
     "backends/test_contract.py",  # what events measure lies within what the host's clock measures
     "packing.py",  # a backend's own events
     "plugin/fake_device/slotgraph_fake_device.py",  # as above
-    "soak.py",  # a program
+    "mutations.py",  # a program
+    "soak.py",  # as above
 }
 """Tests, apart from benchmarks, that read a clock: nowhere is what they read held to a bound in seconds."""
 

@@ -17,15 +17,15 @@ from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.bucket import Absent
 from ...dataflow.errors import CheckError, ConfigError, ReplayError
-from ...dataflow.sampling import NO_VALUES, Values, sample_batch
+from ...dataflow.sampling import NO_VALUES, Sample, Values, sample_batch
 from ..runner import Runner
 from ..state import State
 from ..statistics import Decision
 from .memory import check_coverage, check_moves, check_races
 from .replays import check_parity, check_poison
-from .trial import CheckedBatch, Finding, Subject, state_of, unwatched
+from .trial import Finding, Subject, state_of, unwatched
 
-Check: TypeAlias = Callable[[Subject[Any], Iterable[CheckedBatch]], Iterator[Finding]]
+Check: TypeAlias = Callable[[Subject[Any], Iterable[Sample]], Iterator[Finding]]
 CHECKS: Final[Mapping[str, Check]] = {
     "poison": check_poison,
     "parity": check_parity,
@@ -36,11 +36,8 @@ CHECKS: Final[Mapping[str, Check]] = {
 """Every check, in the order in which they are run."""
 Batches: TypeAlias = Callable[[int, torch.Generator], Any] | Iterable[Any]
 """Batches to check with, or a function that makes one of so many rows. Each may be a pair with side arguments."""
-Makers: TypeAlias = Sequence[tuple[Absent, Callable[[], CheckedBatch]]]
-"""For each batch the optional slots that it comes without, and a function that makes it anew whenever it is needed.
-
-There may be many batches, and large ones.
-"""
+Makers: TypeAlias = Sequence[Callable[[], Sample]]
+"""Each makes one batch anew whenever it is needed: there may be many, and large ones."""
 
 
 @attrs.frozen(kw_only=True)
@@ -162,9 +159,9 @@ def batches_of(
         given = [_paired(one) for one in batches]
         if not given:
             raise ConfigError("batches= has none: give some, or a function of rows and a generator, or leave it out")
-        return [(parts.stage.absent(one.batch, one.side), functools.partial(lambda one: one, one)) for one in given]
+        return [functools.partial(lambda one: one, one) for one in given]
 
-    def made(number: int, bucket: int, rows: int, absent: Absent) -> CheckedBatch:
+    def made(number: int, bucket: int, rows: int, absent: Absent) -> Sample:
         generator = torch.Generator().manual_seed(seed + number)
         if callable(batches):
             return _paired(batches(rows, generator))
@@ -177,18 +174,18 @@ def batches_of(
         every = [*dict.fromkeys([bucket, below + 1, max(bucket - 1, below + 1)]), *drawn]
         plans[:0] = [(bucket, rows, absent) for rows in every for absent in patterns]  # the largest first
         below = bucket
-    return [(plan[-1], functools.partial(made, at, *plan)) for at, plan in enumerate(plans)]
+    return [functools.partial(made, at, *plan) for at, plan in enumerate(plans)]
 
 
-def _paired(made: Any) -> CheckedBatch:
+def _paired(made: Any) -> Sample:
     """A batch, or a pair of a batch and its side arguments."""
     is_pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)  # noqa: PLR2004 - a pair
-    return CheckedBatch(*made) if is_pair else CheckedBatch(made)
+    return Sample(made[0], dict(made[1])) if is_pair else Sample(made, {})
 
 
 def _drawn(
     runner: Runner[Any], bucket: int, rows: int, absent: Absent, values: Values, generator: torch.Generator
-) -> CheckedBatch:
+) -> Sample:
     """A random batch of so many rows, and of one row or more on every other axis."""
     stage, lead = runner.parts.stage, BATCH if runner.is_whole else TOKENS
     live = {lead: rows}
@@ -200,8 +197,7 @@ def _drawn(
             live[axis] = int(torch.randint(1, most + 1, (1,), device="cpu", generator=generator)) if most else 0
     live.update({axis: size.at(live) for axis, size in stage.relations.items()})
     capabilities, device = stage.backend.capabilities, stage.backend.device
-    sample = sample_batch(stage.declaration, capabilities, live, generator, absent=absent, values=values, device=device)
-    return CheckedBatch(sample.batch, sample.side)
+    return sample_batch(stage.declaration, capabilities, live, generator, absent=absent, values=values, device=device)
 
 
 def _checked(
@@ -214,9 +210,12 @@ def _checked(
 ) -> CheckReport:
     """Find the state, and run the checks on the batches that a graph takes."""
     runner, ranks = subject.runner, subject.together.ranks
-    decisions = [runner.decide(one.batch, **one.side) for one in (make() for _, make in makers)]
-    taken = [make for (_, make), one in zip(makers, decisions, strict=True) if one.bucket is not None]
-    firsts = dict(reversed(makers))  # the first batch for each pattern of absent slots
+    decisions, firsts, absent = list[Decision](), dict[Absent, Callable[[], Sample]](), subject.parts.stage.absent
+    for make in makers:
+        one = make()
+        decisions.append(runner.decide(one.batch, **one.side))
+        firsts.setdefault(absent(one.batch, one.side), make)
+    taken = [make for make, decision in zip(makers, decisions, strict=True) if decision.bucket is not None]
     if ranks.size > 1:
         found = "known" if state is not None else f"looked for on {len(firsts)} batches"
         ranks.tell(f"a check of {', '.join(wanted)}, on batches by buckets: {_buckets(decisions)}; its state {found}")
@@ -244,9 +243,7 @@ def _notes(decisions: Iterable[Decision]) -> dict[str, None]:
     return {f"{them} passed over, which no graph takes: {reason}": None for reason, them in counts.items()}
 
 
-def _run(
-    subject: Subject[Any], wanted: Sequence[str], makers: Sequence[Callable[[], CheckedBatch]], *, progress: bool
-) -> tuple[Finding, ...]:
+def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progress: bool) -> tuple[Finding, ...]:
     """One check after the other, under a progress bar on a terminal, until the device answers no more.
 
     Each slot is told once by each check, and so is each output.

@@ -24,6 +24,7 @@ from ...dataflow.buffers import overlaps, span
 from ...dataflow.capabilities import HOST
 from ...dataflow.errors import ReplayError
 from ...dataflow.inputs import Inputs
+from ...dataflow.sampling import Sample
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Once
 from ..bits import garbage, unequal_rows
@@ -33,7 +34,7 @@ from ..runner import Parts
 from ..running import running
 from ..stacked.watch import parts_of
 from ..traffic import Traffic, run_seen
-from .trial import CheckedBatch, Finding, Subject, Tensors, Trial
+from .trial import Finding, Subject, Tensors, Trial
 
 STEPS: Final = ENTRIES + SEGMENT
 """Steps in flight: more than a ring has entries."""
@@ -46,7 +47,7 @@ _BUSY, _PRODUCTS, _WIDTH = 0.03, 500, 1024
 (a queue has an end, too), and their rows."""
 
 
-def check_moves(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> Iterator[Finding]:
+def check_moves(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
     """Slots whose buffer has moved, and other memory that graphs read and that has moved.
 
     Of what the step holds (closures, globals, attributes, a model's weights) only what it reads on one of the batches
@@ -101,7 +102,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch compares storages by it
 
 
-def check_coverage(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> Iterator[Finding]:
+def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
     """Run each batch over two kinds of garbage, and look at what its operators take."""
     is_found, read, present = False, set(subject.read_outside), set[str]()
     for number, one in enumerate(batches):
@@ -130,7 +131,7 @@ def check_coverage(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> It
         yield Finding("coverage", name, message)
 
 
-def _unwritten(subject: Subject[Any], one: CheckedBatch, number: int) -> list[Finding]:
+def _unwritten(subject: Subject[Any], one: Sample, number: int) -> list[Finding]:
     """Outputs, and slots of functions on the device, that a step leaves unwritten."""
     trial, ran, found = subject.trial(one), list[Tensors](), list[Finding]()
     names = [name for name in trial.slots if not subject.is_filled(name)]
@@ -202,7 +203,7 @@ def _read_slots(parts: Parts[Any], view: Inputs) -> set[str]:
     return read
 
 
-def check_races(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> Iterator[Finding]:
+def check_races(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
     """Run batches one behind the other without waiting, and each by itself. A step that differs is a finding.
 
     Host sources are overwritten as soon as the call returns, device sources in stream order. Outputs and slots are
@@ -228,7 +229,7 @@ def check_races(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> Itera
         return
 
 
-def _sequence(subject: Subject[Any], batches: Sequence[CheckedBatch]) -> list[CheckedBatch]:
+def _sequence(subject: Subject[Any], batches: Sequence[Sample]) -> list[Sample]:
     """Batches in turn: as many as there is memory for what is copied of them, but two at least."""
     with subject.state.kept():
         nbytes = sum(tensor.nbytes for part in _run(subject, batches[0]) for tensor in part.values())
@@ -237,13 +238,13 @@ def _sequence(subject: Subject[Any], batches: Sequence[CheckedBatch]) -> list[Ch
     return list(itertools.islice(itertools.cycle(batches), max(2, most)))
 
 
-def _steps(subject: Subject[Any], batches: Sequence[CheckedBatch], *, flight: bool) -> list[tuple[Tensors, Tensors]]:
+def _steps(subject: Subject[Any], batches: Sequence[Sample], *, flight: bool) -> list[tuple[Tensors, Tensors]]:
     """Run each step by itself, or all in flight one behind the other, and return what each gave and its slots.
 
     Alone, the device has done a step before the next begins. In flight, sources are overwritten right after the call.
     """
     backend, runs = subject.parts.stage.backend, []
-    given = [CheckedBatch(_copied(one.batch), _copied(one.side)) for one in batches] if flight else batches
+    given = [Sample(_copied(one.batch), _copied(one.side)) for one in batches] if flight else batches
     with subject.state.kept(), slots_kept(subject.parts):
         if flight:
             _keep_busy(backend)
@@ -257,7 +258,7 @@ def _steps(subject: Subject[Any], batches: Sequence[CheckedBatch], *, flight: bo
     return runs
 
 
-def _run(subject: Subject[Any], one: CheckedBatch) -> tuple[Tensors, Tensors]:
+def _run(subject: Subject[Any], one: Sample) -> tuple[Tensors, Tensors]:
     """Copies of what a step gave, and of what it leaves in copied slots on the device."""
     sizes, held = subject.step_of(one).live_sizes, dict[str, torch.Tensor]()
     outputs = copies(subject.run(one), "output")

@@ -18,7 +18,7 @@ from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Capabilities
 from ...dataflow.errors import MissingSourceError, ReplayError
 from ...dataflow.oracle import fill_slot_by_slot
-from ...dataflow.sampling import is_location
+from ...dataflow.sampling import Sample, is_location
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import STALE, Keep, Number, Once, Pad, resolve_value
 from ..bits import first_unequal, garbage, unequal_rows
@@ -39,7 +39,7 @@ from ..comparison import (
     tails_of,
 )
 from ..eagerly import Eagerly
-from .trial import NOTHING, CheckedBatch, Finding, Subject, Tensors, Trial
+from .trial import NOTHING, Finding, Subject, Tensors, Trial
 
 POISON: Final = "poison"
 PARITY: Final = "parity"
@@ -59,7 +59,7 @@ Poison: TypeAlias = tuple[tuple[Number, ...], tuple[Number, ...]]
 """Values for a tail, to be drawn from, in one run and in another."""
 
 
-def check_poison(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> Iterator[Finding]:
+def check_poison(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
     """Fill and replay each batch with poison in its tails.
 
     A slot that was found guilty once is held to its rule from then on.
@@ -77,7 +77,7 @@ def check_poison(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> Iter
             break
 
 
-def _unlike_oracle(subject: Subject[Any], one: CheckedBatch, number: int) -> list[Finding]:
+def _unlike_oracle(subject: Subject[Any], one: Sample, number: int) -> list[Finding]:
     """Slots that a fill leaves otherwise, after a step on the same batch (it may write into tails) or over garbage."""
     buffers = subject.graphs.buffers
     with subject.state.kept():
@@ -115,7 +115,7 @@ def _spoil(buffers: Buffers, step: Step, seed: int, *, flipped: bool = False) ->
             part.copy_(garbage(part, generator, flipped=flipped))
 
 
-def _compared(subject: Subject[Any], one: CheckedBatch, seed: int | None) -> list[Finding]:
+def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Finding]:
     """Fill, and compare with the oracle, which fills other memory that holds the same before.
 
     seed: of the garbage there. The oracle then fills over its opposite, too, which shows what is not written at all.
@@ -141,7 +141,7 @@ def _compared(subject: Subject[Any], one: CheckedBatch, seed: int | None) -> lis
     return found
 
 
-def _oracle(subject: Subject[Any], one: CheckedBatch, step: Step, flipped: int | None) -> Buffers:
+def _oracle(subject: Subject[Any], one: Sample, step: Step, flipped: int | None) -> Buffers:
     """What the oracle leaves in a copy of the buffers, over flipped garbage if there is a seed for it."""
     stage, buffers = subject.parts.stage, subject.graphs.buffers
     with torch.inference_mode(mode=False), torch.no_grad():
@@ -367,7 +367,7 @@ def _of(poison: Tensors, names: Collection[str]) -> Tensors:
     return {name: poison[name] for name in names if name in poison}
 
 
-def check_parity(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> Iterator[Finding]:
+def check_parity(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
     """Hold graphs to their step: on the padded view, or else beside the batch alone, since that follows from it."""
     parts = subject.parts
     subject.state.check_room(COPIES)
@@ -387,7 +387,7 @@ def check_parity(subject: Subject[Any], batches: Iterable[CheckedBatch]) -> Iter
             yield finding
 
 
-def _without_padding(subject: Subject[Any], one: CheckedBatch) -> Seen | str:
+def _without_padding(subject: Subject[Any], one: Sample) -> Seen | str:
     """What the step does with a batch if nothing is padded. A sentence if it raises there."""
     parts, eager = subject.parts, subject.parts.eager
     try:

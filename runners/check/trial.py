@@ -10,8 +10,8 @@ import torch
 from ...dataflow.axes import Step
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.errors import RankError
+from ...dataflow.sampling import Sample
 from ...dataflow.slots import Constant, Output, Slot
-from ...dataflow.sources import NO_SIDE, Side
 from ..comparison import info_of, ran_eagerly, state_on
 from ..graphs import GraphSet
 from ..hooks import Coordinator, Watch
@@ -22,14 +22,6 @@ from ..state import State
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
 NOTHING: Final[Tensors] = {}
-
-
-@attrs.frozen(eq=False)
-class CheckedBatch:
-    """One batch that checks run a step on, with its side arguments."""
-
-    batch: Any
-    side: Side = NO_SIDE
 
 
 @attrs.frozen
@@ -99,7 +91,7 @@ class Trial(Generic[V]):
         lost: Whether a step raised and nothing can be replayed since.
     """
 
-    def __init__(self, runner: Runner[V], view: V, state: State, one: CheckedBatch | None = None) -> None:
+    def __init__(self, runner: Runner[V], view: V, state: State, one: Sample | None = None) -> None:
         self.runner, self.view, self.state, self.one = runner, view, state, one
         self.parts, self.together = runner.parts, Together(runner.parts.coordinator)
         self.step, self.declared = info_of(view).step, runner.parts.stage.declaration.slots
@@ -203,27 +195,27 @@ class Subject(Generic[V]):
         """The runner's ranks."""
         return Together(self.parts.coordinator)
 
-    def sources(self, one: CheckedBatch) -> list[Any]:
+    def sources(self, one: Sample) -> list[Any]:
         """What a batch brings for slots."""
         read = (slot.reads(name) for name, slot in self.slots.items())
         return [source.read(one.batch, one.side) for source in read if source is not None]
 
-    def step_of(self, one: CheckedBatch) -> Step:
+    def step_of(self, one: Sample) -> Step:
         """The sizes of a batch in the bucket that takes it."""
         parts, bucket = self.parts, self.runner.decide(one.batch, **one.side).bucket
         if bucket is None:
             raise ValueError("no bucket takes this batch")
         return parts.stage.declaration.step(parts.size(one.batch, one.side)[:-1], parts.sizes[bucket])
 
-    def fill(self, one: CheckedBatch) -> V:
+    def fill(self, one: Sample) -> V:
         """The view of a fill."""
         return self.runner.fill(one.batch, **one.side)
 
-    def run(self, one: CheckedBatch) -> Any:
+    def run(self, one: Sample) -> Any:
         """What the runner returns for a batch."""
         return self.runner(one.batch, **one.side)
 
-    def trial(self, one: CheckedBatch) -> Trial[V]:
+    def trial(self, one: Sample) -> Trial[V]:
         """Fill, to run that step again and again."""
         return Trial(self.runner, self.fill(one), self.state, one)
 
@@ -234,7 +226,7 @@ class Subject(Generic[V]):
         return not (late or isinstance(slot, Output))
 
 
-def state_of(runner: Runner[Any], batches: Iterable[CheckedBatch], tensors: Iterable[torch.Tensor] | None) -> State:
+def state_of(runner: Runner[Any], batches: Iterable[Sample], tensors: Iterable[torch.Tensor] | None) -> State:
     """The state of a runner's step: the one given here or to the runner, or what its operators write on some batches.
 
     Raises:

@@ -19,7 +19,7 @@ from ..comparison import live_part, named
 from ..config import checked, refuse
 from ..hooks import Watcher
 from ..runner import Parts, Runner
-from .records import Raised, RecordedFile, RunnerRecord, StepRanks, StepRecord, Value, need, versions
+from .records import Raised, RecordedFile, RunnerRecord, StepRecord, Value, need, versions
 
 _LONGEST: Final = 4000
 """The letters of an error that are kept."""
@@ -96,11 +96,8 @@ class Recording(Watcher):
     def _note_ranks(self) -> None:
         """Keep what the ranks told each other, and what they agreed on as the step's decision."""
         ranks, step = self._declaration.ranks, self._step
-        if ranks is None or step is None or step.ranks is not None:
-            return
-        live = tuple((axis.name, ranks.live(axis)) for axis in dict.fromkeys(self._runner.parts.coordinator.axes))
-        step.ranks = StepRanks(live=live, alone="" if step.decision is None else step.decision.reason)
-        if not ranks.quiet:
+        if ranks is not None and step is not None and not (ranks.quiet or step.messages):
+            step.messages, step.alone = ranks.said, "" if step.decision is None else step.decision.reason
             step.decision = self._runner.agreed or step.decision
 
     def before_replay(self, view: Inputs) -> None:

@@ -6,7 +6,7 @@ import os
 import pathlib
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 import attrs
@@ -19,7 +19,7 @@ from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
 from ...dataflow.explain import explain_declaration
 from ...dataflow.serial import from_data, json_data, to_data
-from ..ranks.group import Ranks
+from ..ranks.group import Message, Ranks
 from ..runner import Parts
 from ..statistics import Decision
 
@@ -130,14 +130,6 @@ class RanksRecord:
         return f"rank {self.rank} of {self.size}{shards}{', known to get the same batches' if self.equal else ''}"
 
 
-@attrs.frozen(kw_only=True)
-class StepRanks:
-    """What the ranks told each other before a step."""
-
-    live: tuple[tuple[str, tuple[int, ...]], ...]  # the live rows of each rank, by varying axis
-    alone: str = ""  # what this rank would have done by itself, in a sentence
-
-
 @attrs.define(kw_only=True)
 class StepRecord:
     """One step."""
@@ -153,7 +145,8 @@ class StepRecord:
     replays: int = 0
     raised: Raised | None = None
     notes: tuple[str, ...] = ()  # what is missing from the file, and why
-    ranks: StepRanks | None = None  # None without ranks, or if the step ended before they exchanged anything
+    messages: tuple[Message, ...] = ()  # what each rank said, if they agreed on the step
+    alone: str = ""  # what this rank would have done by itself then
 
     def values(self) -> Iterator[tuple[str, Value]]:
         """All values, each with the name of its elements in the file."""
@@ -185,7 +178,6 @@ class RunnerRecord:
         """A runner as it is now."""
         stage, declaration = parts.stage, parts.stage.declaration
         ranks: Ranks | None = declaration.ranks
-        settings: Any = declaration.settings
         record = None
         if ranks is not None:
             record = RanksRecord(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
@@ -198,14 +190,8 @@ class RunnerRecord:
             "disabled": ", ".join(declaration.disabled),
             "fields": ", ".join(declaration.fields),
             "ranks": str(record or ""),
+            **{f"config {name!r}": str(value) for name, value in parts.config.as_data().items()},
         }
-        if attrs.has(type(settings)):
-            settings = attrs.asdict(settings, recurse=False)
-        elif not isinstance(settings, Mapping):
-            settings = getattr(settings, "__dict__", {})
-        for what, given in (("config", parts.config.as_data()), ("settings", settings)):
-            found = (Value.of(name, value, stage.backend.device) for name, value in given.items())
-            facts |= {f"{what} {one.name!r}": one.why or one.data for one in found}
         facts |= {f"size of {axis}": str(size) for axis, size in stage.sizes.items() if axis.fixed}
         for slot in explain_declaration(declaration, stage.backend.capabilities, stage.backend.name).slots:
             dtype, shape = slot.role or slot.dtype, ", ".join(slot.shape)
@@ -315,10 +301,8 @@ def _check_ranks(file: RecordedFile) -> None:
         known = 0 <= ranks.rank < size <= MOST_RANKS and ranks.shards > 0
         need(known, f"there is no rank {ranks.rank} of {size} with {ranks.shards} shards")
     for step in file.steps:
-        forced = 0 if step.decision is None else step.decision.rank or 0
-        if step.ranks is not None:
-            fits = all(len(rows) == size and min(rows) >= 0 for _, rows in step.ranks.live) and 0 <= forced < size
-            need(fits, f"step {step.number}: its ranks are not the {size} that its runner had")
+        told = f"step {step.number}: its ranks are not the {size} that its runner had"
+        need(not step.messages or len(step.messages) == size, told)
 
 
 def versions() -> dict[str, str]:

@@ -11,7 +11,6 @@ import torch
 from ...backends.base import Backend
 from ...dataflow.axes import Sizes, Step, extent
 from ...dataflow.buffers import allocate
-from ...dataflow.capabilities import DEVICE
 from ...dataflow.computation import field_of, write
 from ...dataflow.declaration import Declaration
 from ...dataflow.slots import Slot
@@ -64,7 +63,6 @@ class FillByHand:
         backend: Where they are.
         padded: The bucket's sizes.
         grouped: Whether copies go by foreach, the groups built anew in each step, and not one by one.
-        on_device: Whether slots that the device computes are computed here, and not in a graph.
         slots: Memory to fill, such as that which a graph reads. By default it is allocated.
 
     Attributes:
@@ -78,7 +76,6 @@ class FillByHand:
         padded: Sizes,
         *,
         grouped: bool = False,
-        on_device: bool = True,
         slots: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._declaration, self._capabilities, self._padded = declaration, backend.capabilities, padded
@@ -86,7 +83,7 @@ class FillByHand:
             made = allocate(declaration, padded, backend.capabilities, backend.empty)
             slots = {buffer.name: buffer.tensor for buffer in made}
         self.slots = slots
-        self._grouped, self._on_device, self._moves = grouped, on_device, not backend.capabilities.foreach_host
+        self._grouped, self._moves = grouped, not backend.capabilities.foreach_host
         self._plans: dict[tuple[int, ...], _Plan] = {}
 
     def __call__(self, batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> Any:
@@ -152,7 +149,7 @@ class FillByHand:
                 plan.copied.append((plain, source, buffer, rows, *self._tails(slot, step)))
         for name in declaration.order:
             compute = declaration.slots[name].computes()
-            if compute is None or not (self._on_device or declaration.side(name) != DEVICE):
+            if compute is None:
                 continue
             given = {**known, **declaration.given(step.of(name)), OUT: known[name]}
             bound = {need: given[need] for need in (*compute.needs, *[OUT] * compute.writes_out) if need in given}

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import slotgraph
 from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
 from slotgraph.config import Buckets
@@ -329,8 +328,6 @@ WAYS: dict[str, Callable[..., Any]] = {
     "call": lambda runner, batch, **beside: runner(batch, **beside),
     "fill": lambda runner, batch, **beside: runner.fill(batch, **beside),
     "decide": lambda runner, batch, **beside: runner.decide(batch, **beside),
-    "explain": slotgraph.explain,
-    "explain nothing": lambda runner, _, **beside: slotgraph.explain(runner, **beside),
     "agree_ahead": lambda runner, batch, **beside: runner.agree_ahead(batch, **beside),
     "idle": lambda runner, _, **beside: runner.idle(**beside),
     "stage": lambda runner, batch, **beside: PipelineStage(runner)(batch, **beside),

@@ -216,7 +216,7 @@ def test_settings_switch_slots(settings: tuple[str, ...], switched_off: tuple[st
 
 @pytest.mark.usefixtures("folder")
 def test_plans() -> None:
-    """A plan is by the lowering that is asked for, without absent slots, and copies none that were written in place."""
+    """A plan is by the lowering that is asked for, and without absent slots."""
 
     def plan(*options: str) -> FillPlan:
         found = explained(DECODE, *SIZED, "--backend", "cpu", *options).plan
@@ -226,10 +226,6 @@ def test_plans() -> None:
     for lowering in choose("cpu").capabilities.lowerings:
         assert plan("--lowering", lowering).lowering == lowering
     assert plan("--absent", "hidden").absent == ("hidden",)
-    for slots in (("input_ids,seq_lens",), ("seq_lens, input_ids",), ("seq_lens", "input_ids")):
-        copies = plan(*(part for option in slots for part in ("--in-place", option))).copies
-        written = {name for group in copies if group.how == "in place" for name in group.slots}
-        assert written == {"input_ids", "seq_lens"}
 
 
 @pytest.mark.usefixtures("folder")
@@ -292,7 +288,6 @@ def test_every_form_is_printed_or_written(form: str, part: str, folder: pathlib.
     [
         ("made --size batch=3", 2, "--size: is for a declaration; a runner has its own"),
         ("made --set swa", 2, "--set: is for a declaration"),
-        ("made --in-place input_ids", 2, "--in-place: is for a declaration"),
         ("mad", 2, "explained_serving has no 'mad'; did you mean 'made'?"),
         ("number", 2, "'number' in explained_serving returned int, which is no subclass"),
         ("step", 2, "'step' in explained_serving is no subclass of slotgraph.Inputs, nor a runner"),
@@ -365,8 +360,6 @@ NOT_UNDERSTOOD = [
     ((DECODE, "--size", "batch=9/8", "--size", "hidden=1"), "BATCH=9/8: expected at most"),
     ((DECODE, "--set", "=3"), "expected NAME or NAME=VALUE"),
     ((DECODE, "--absent", "swa"), "a batch cannot come without 'swa'"),
-    ((DECODE, "--in-place", "swa,count"), "a producer cannot write 'count' in place"),
-    ((DECODE, "--hosted", "count"), "a batch cannot bring host data for 'count'"),
     ((DECODE, "--lowering", "foreech"), "lowering 'foreech': this backend has foreach"),
     ((DECODE, "--format", "xml"), "xml"),
 ]

@@ -8,7 +8,7 @@ import structlog
 import torch
 
 from slotgraph import BATCH, CACHE_LOC, DecodeRunner, EagerRunner, Inputs, copied, keep, output
-from slotgraph.dataflow.errors import CaptureError, CheckError, ConfigError, ReplayError, StaleOutputError
+from slotgraph.dataflow.errors import CheckError, ConfigError, ReplayError, StaleOutputError
 from slotgraph.pool import InputPool
 from slotgraph.runners.comparison import named
 from slotgraph.runners.config import CHEAP, MODES, VARIABLE, modes_of
@@ -64,8 +64,8 @@ def play(runner: Any) -> None:
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("mode", [*MODES, True, ",".join(MODES), MODES])
 def test_sound_steps(cpu: str, mode: Any, lowering: str) -> None:
-    """Every mode by itself, and all together: outputs are right, and stay so until the next step."""
-    play(plain_runner(cpu, debug=mode, lowering=lowering))
+    """Every mode by itself, and all together: outputs are right, and stay so; late captures, too."""
+    play(plain_runner(cpu, debug=mode, lowering=lowering, lazy=lowering == "fused"))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -100,39 +100,6 @@ def _plain(outputs: Any) -> dict[str, torch.Tensor]:
     return {place: torch.as_tensor(tensor.clone()) for place, tensor in named(outputs)}
 
 
-def test_parity_names_what_is_frozen() -> None:
-    """A host value that changed; the step before it and the step after it, with the old value, go well."""
-    host = {"scale": 2.0}
-    runner = runner_of(lambda view: plain_step(view) * host["scale"], debug="parity")
-    batch = random_batch(3, 1)
-    runner(batch)
-    host["scale"] = 3.0
-    with pytest.raises(
-        CheckError, match=r"debug mode parity: outputs row 0, at \[0, 0\]: graph .* \(bucket 4\); all slots"
-    ):
-        runner(batch)
-    host["scale"] = 2.0
-    torch.testing.assert_close(runner(batch), expected(batch) * 2)
-
-
-def test_poison_names_the_slot() -> None:
-    """A sum over the tail: the slot and the row. A full bucket has no tail. Others are told of no replay."""
-    told = []
-
-    class Telling(Watcher):
-        def replayed(self, view: Inputs, outputs: Any) -> Any:
-            told.append(view)
-            return outputs
-
-    runner = runner_of(lambda view: plain_step(view) + view.weights.sum(), debug="poison")
-    runner.watch.add(Telling())
-    with pytest.raises(CheckError, match=r"debug mode poison: .* when the tail of slot 'weights' held nan"):
-        runner(random_batch(3, 1))
-    full = random_batch(4, 1)
-    torch.testing.assert_close(runner(full), expected(full) + full["weights"].sum())
-    assert len(told) == 1
-
-
 class Kept(PlainInputs):
     """Indices that nobody may read in padded rows, and an output."""
 
@@ -158,41 +125,77 @@ def test_poison_names_the_slot_that_makes_a_step_raise() -> None:
         runner.replay(view)
 
 
+NOW: dict[str, Any] = {}
+"""What steps read beside their slots."""
+BUGS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any], dict[str, Any], str]] = {
+    "a frozen number": (
+        "parity",
+        lambda view: plain_step(view) * NOW["scale"],
+        {"scale": 2.0},
+        {"scale": 3.0},
+        r"outputs row 0, at \[0, 0\]: graph .* \(bucket 4\); all slots agree",
+    ),
+    "a step that raises": (
+        "parity",
+        lambda view: plain_step(view) * NOW["by"],
+        {"by": 1},
+        {"by": "nothing"},
+        "the step raised TypeError: .* where its graph is replayed",
+    ),
+    "a sum over the tail": (
+        "poison",
+        lambda view: plain_step(view) + (view.weights.sum() if NOW["bad"] else 0),
+        {"bad": False},
+        {"bad": True},
+        "live row 0 .* when the tail of slot 'weights' held nan",
+    ),
+    "an exchanged table": (
+        "addresses",
+        lambda view: NOW["table"][view.rows],
+        {"table": TABLE.clone()},
+        {"table": TABLE.clone()},
+        r"aten::index reads .*\['table'\], and it is other memory",
+    ),
+}
+"""By name the mode, the step, what it reads at first, what it reads later, and what is said of that."""
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_findings(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug is named, and the steps before it and after it go well."""
+    mode, step, before, after, words = BUGS[bug]
+    backend = "cpu" if mode == "poison" or bug == "a step that raises" else CAPTURES  # where graphs call the step again
+    for name, value in before.items():
+        monkeypatch.setitem(NOW, name, value)
+    runner, batch = runner_of(step, debug=mode, backend=backend), random_batch(3, 1)
+    expect = runner(batch).clone()
+    NOW.update(after)
+    with pytest.raises(CheckError, match=f"debug mode {mode}: {words}"):
+        runner(batch)
+    NOW.update(before)
+    torch.testing.assert_close(torch.as_tensor(runner(batch).clone()), torch.as_tensor(expect))
+
+
 def test_poison_names_an_output() -> None:
-    """One that is added to what lay there before."""
+    """One that is added to what lay there before, in a full bucket, too. Others are told of no replay."""
+    told = []
+
+    class Telling(Watcher):
+        def filled(self, view: Inputs) -> None:
+            told.append(view)
+
+        def replayed(self, view: Inputs, outputs: Any) -> Any:
+            told.remove(view)
+            return outputs
 
     def step(view: Any) -> torch.Tensor:
         return torch.add(view.logits, plain_step(view), out=view.logits)
 
     runner = runner_of(step, Kept, debug="poison")
+    runner.watch.add(Telling())
     with pytest.raises(CheckError, match=r"live row 0 .* when output slot 'logits' held .* before the step: it must"):
         runner(kept_batch(4))
-
-
-class Model:
-    """A step with a table of its own."""
-
-    def __init__(self) -> None:
-        self.table = TABLE.clone()
-
-    def step(self, view: Any) -> torch.Tensor:
-        """Rows of it."""
-        return self.table[view.rows]
-
-
-@pytest.mark.parametrize("mode", ["addresses", True])
-def test_addresses_name_the_tensor(mode: Any) -> None:
-    """A table that was exchanged; one that the step does not read may be, and is looked at once."""
-    model = Model()
-    runner = runner_of(model.step, debug=mode)
-    runner(random_batch(3, 1))
-    kept, model.table = model.table, model.table.clone()
-    with pytest.raises(
-        CheckError, match=r"debug mode addresses: aten::index reads self\.table, and it is other memory"
-    ):
-        runner(random_batch(3, 1))
-    model.table = kept
-    runner(random_batch(3, 2))
+    assert len(told) == 1
 
 
 def test_addresses_are_checked_at_each_replay() -> None:
@@ -291,18 +294,6 @@ def test_for_a_while() -> None:
     assert runner.watch.watchers == ()
 
 
-def test_runner_goes_on_after_a_finding() -> None:
-    """Whatever a check raised, nothing is believed of the tails, and the next steps are right."""
-    bad = {"now": True}
-    runner = runner_of(
-        lambda view: plain_step(view) + (view.weights.sum() if bad["now"] else 0), debug="poison", backend="cpu"
-    )
-    with pytest.raises(CheckError):
-        runner(random_batch(3, 1))
-    bad["now"] = False
-    play(runner)
-
-
 def test_step_that_cannot_be_watched() -> None:
     """A step that cannot be looked at is passed over, one event says why, and the graph goes on."""
     wrong = {"now": False}
@@ -319,24 +310,6 @@ def test_step_that_cannot_be_watched() -> None:
             batch = random_batch(rows, rows)
             assert_right(runner(batch), batch)
     assert [(event["event"], event["reason"]) for event in events] == [("debug_skipped", "RuntimeError: not like this")]
-
-
-def test_step_that_raises(cpu: str) -> None:
-    """A step that raises beside its graph is told, and the runner goes on."""
-    wrong = {"now": False}
-
-    def step(view: Any) -> torch.Tensor:
-        if wrong["now"]:
-            raise RuntimeError("broken")
-        return plain_step(view)
-
-    runner = runner_of(step, backend=cpu, debug="parity")
-    runner(random_batch(3, 1))
-    wrong["now"] = True
-    with pytest.raises(CheckError, match="parity: the step raised RuntimeError: broken where its graph is replayed"):
-        runner(random_batch(3, 1))
-    wrong["now"] = False
-    play(runner)
 
 
 def test_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,17 +329,6 @@ def test_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
         plain_runner("cpu", debug="paritty")
 
 
-def test_others_may_watch() -> None:
-    """Whoever watches already goes on, and a second capture, which is refused, adds nobody."""
-    runner = DecodeRunner(PlainInputs, plain_step, buckets=[4], backend=CAPTURES, debug="parity")
-    other = Watcher()
-    runner.watch.add(other)
-    runner.capture()
-    with pytest.raises(CaptureError):
-        runner.capture()
-    assert [type(one).__name__ for one in runner.watch.watchers] == ["Watcher", "ParityProver"]
-
-
 def test_eager_runner_has_no_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no graphs and no tails for a mode to look at: the option is refused, the environment means others."""
     loose: Any = {"debug": "parity"}
@@ -377,11 +339,6 @@ def test_eager_runner_has_no_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = random_batch(3, 1)
     assert_right(runner(batch), batch)
     assert runner.watch.watchers == ()
-
-
-def test_lazy_captures(cpu: str) -> None:
-    """A bucket that is captured by its first batch is looked at from that step on."""
-    play(plain_runner(cpu, debug=",".join(MODES), lazy=True))
 
 
 class Moved(Inputs):

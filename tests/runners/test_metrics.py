@@ -118,37 +118,12 @@ def test_text_is_what_the_books_say(cpu: str, kind: str, lowering: str, schedule
 
 def test_every_name_is_there_before_the_first_step(cpu: str) -> None:
     """Counts begin at zero: of all buckets, reasons, lowerings and detours, and of the histograms of all buckets."""
-    found = parsed(exposition(plain_runner(cpu)))
+    found = parsed(exposition(mine=plain_runner(cpu)))
     assert found.keys() == LABELS.keys() - {"slotgraph_forced_steps_total"}  # no one else is there to force any
     for name in ("steps_total", "live_rows_total", "padded_rows_total", "fills_total", "detours_total"):
         assert set(found[f"slotgraph_{name}"].values()) == {0}
     assert {key[2] for key in found["slotgraph_fill_seconds_bucket"]} == {"4", "8"}
-    assert found["slotgraph_buckets"]["DecodeRunner", "captured"] == 2
-
-
-def test_runners_of_one_name(cpu: str) -> None:
-    """Each runner has a label of its own: its keyword, or its kind, with a number from the second on."""
-    first, second, third = (plain_runner(cpu) for _ in range(3))
-    for rows, runner in ((3, first), (5, second), (5, second), (8, third)):
-        runner(random_batch(rows, seed=1))
-    found = parsed(exposition(first, second, draft=third))["slotgraph_live_rows_total"]
-    live = {key[0]: sum(n for other, n in found.items() if other[0] == key[0]) for key in found}
-    assert live == {"DecodeRunner": 3, "DecodeRunner-2": 10, "draft": 8}
-
-
-@pytest.mark.usefixtures("_quick_collections")
-def test_labels_stay(cpu: str) -> None:
-    """A collector's label stays with its runner; another cannot have it while that one is there."""
-    collector = Collector()
-    first, second = plain_runner(cpu), plain_runner(cpu)
-    assert [collector.add(first), collector.add(second)] == ["DecodeRunner", "DecodeRunner-2"]
-    assert collector.add(first, "DecodeRunner") == "DecodeRunner"
-    with pytest.raises(ConfigError, match=r"^label 'DecodeRunner' is that of another runner: give each its own"):
-        collector.add(second, "DecodeRunner")
-    del first
-    gc.collect()
-    assert collector.add(plain_runner(cpu)) == "DecodeRunner-3"
-    assert collector.add(second, "DecodeRunner") == "DecodeRunner"
+    assert found["slotgraph_buckets"]["mine", "captured"] == 2
 
 
 @pytest.mark.usefixtures("_quick_collections")
@@ -157,8 +132,10 @@ def test_a_dropped_runner(cpu: str) -> None:
     registry, collector = CollectorRegistry(), Collector()
     registry.register(collector)
     kept, dropped = plain_runner(cpu), plain_runner(cpu)
-    collector.add(kept, "kept")
-    collector.add(dropped, "dropped")
+    collector.add("kept", kept)
+    collector.add("dropped", dropped)
+    with pytest.raises(ConfigError, match=r"^label 'dropped' is that of another runner: give each its own"):
+        collector.add("dropped", kept)
 
     def names() -> set[str]:
         return {key[0] for key in parsed(generate_latest(registry).decode())[STEPS]}
@@ -179,4 +156,4 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
         with pytest.raises(
             ModuleNotFoundError, match=r"metrics need prometheus-client: pip install 'slotgraph\[metrics\]'"
         ):
-            use(plain_runner(cpu))
+            use(mine=plain_runner(cpu))

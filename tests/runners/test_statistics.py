@@ -223,7 +223,7 @@ def test_read_while_steps_run(cpu: str) -> None:
     def read() -> None:
         while not done.is_set():
             seen.append(runner.stats())
-            assert exposition(runner)
+            assert exposition(mine=runner)
 
     reader = threading.Thread(target=read)
     reader.start()

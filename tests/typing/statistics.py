@@ -21,6 +21,6 @@ def books_are_typed(decode: DecodeRunner[Any], prefill: PrefillRunner[Any], anyo
 
 def metrics_are_typed(decode: DecodeRunner[Any], eager: EagerRunner[Any]) -> None:
     """A collector is one to prometheus-client, and takes runners alone."""
-    REGISTRY.register(Collector(decode, extend=eager))
-    assert_type(exposition(decode), str)
-    Collector("decode")  # type: ignore[arg-type]
+    REGISTRY.register(Collector(decode=decode, extend=eager))
+    assert_type(exposition(decode=decode), str)
+    Collector(decode="decode")  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ from slotgraph import BreakableRunner, graph_break
 from slotgraph.runners.holdings import Holdings
 from tests.runners.check.planted import found_by
 from tests.runners.check.planted import runner_of as captured
-from tests.runners.check.sound import breakable
 from tests.runners.models import TABLE, PlainInputs, plain_runner, random_batch
 
 if TYPE_CHECKING:
@@ -177,9 +176,8 @@ def broken_runner(model: Broken, backend: str) -> BreakableRunner[Any]:
     return runner
 
 
-def test_breaks_may_read_what_they_like(backend: "Backend") -> None:
+def test_breaks_may_read_what_they_like() -> None:
     """What the captured part holds counts. What breaks read, and what runs around the stack, is each step's own."""
-    assert found_by("addresses", *breakable(backend)) == []
     model = Broken()
     runner = broken_runner(model, "cpu-capture")
     stack: Any = model.layers["stack"]

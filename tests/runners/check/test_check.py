@@ -35,7 +35,7 @@ def test_batches_reach_every_bucket(buckets: set[int], rounds: int, seed: int) -
     """Each bucket is filled, has its longest tail and its shortest, and `rounds` more; the same whenever made."""
     runner = plain_runner("cpu", buckets=sorted(buckets))
     taken: dict[int | None, list[int]] = {}
-    for _, make in batches_of(runner, None, rounds=rounds, seed=seed):
+    for make in batches_of(runner, None, rounds=rounds, seed=seed):
         one = make()
         taken.setdefault(runner.decide(one.batch).bucket, []).append(len(one.batch["weights"]))
         assert torch.equal(one.batch["ids"], make().batch["ids"])
