@@ -311,7 +311,7 @@ def test_backends() -> None:
     found = {one["name"]: one for one in json.loads(result.stdout)}
     assert set(found) == set(names())
     assert found["cpu"]["available"]
-    assert found["cpu"]["capabilities"]["capture_copies"] == ["device", "pageable", "pinned"]
+    assert found["cpu"]["capabilities"]["lowerings"][0] == "foreach"
     for part in ("cpu-capture", "foreach_device", "reason", "global, thread_local, relaxed"):
         assert part in run("backends").stdout
 
