@@ -223,7 +223,7 @@ def test_file_is_its_owner_s(tmp_path: pathlib.Path) -> None:
     with safe_open(file, framework="pt") as opened:
         assert opened.get_tensor("0.slots.rows").tolist() == [3, 3]
         header = json.loads(opened.metadata()["slotgraph"])
-    assert header["runner"]["facts"]["slot 'rows': tail"] == "pad=0"
+    assert header["runner"]["facts"]["filling of slot 'rows'"] == "pad=0, batch.rows"
     assert header["versions"]["torch"] == torch.__version__
 
 
