@@ -33,7 +33,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return bool(tensor.data_ptr() or not tensor.numel())
 
 
-def unreadable(source: Any) -> str:
+def unreadable(source: Any) -> str:  # noqa: PLR0911 - a reason a line
     """Why the elements of a tensor cannot be read at its address, and the way out; nothing where they can.
 
     Nothing is said of what is no tensor. A nested tensor must be asked nothing but whether it is one.
@@ -47,15 +47,11 @@ def unreadable(source: Any) -> str:
         return f"a {kind.__name__}, which has no memory of its own; pass the plain tensor in it, as `.to_local()` gives"
     if not _HAS_STORAGE(source):
         return "a tensor inside of a torch.func transform; run the step outside of vmap and grad"
-    return _without_memory(source)
-
-
-def _without_memory(source: torch.Tensor) -> str:
     try:
         if source.device.type == "meta" or has_memory(source):  # of the former the device is wrong
             return ""
     except NOT_TOLD as error:
-        return f"a {type(source).__name__} that cannot be read: {error}"
+        return f"a {kind.__name__} that cannot be read: {error}"
     return "a tensor without memory of its own, such as one whose storage was freed; pass one that has some"
 
 
@@ -249,9 +245,20 @@ def kind_of(
     kind = _as_it_is(want, source, tensor)
     if kind is not None and carries and (_is_taken(want, kind.dtype) if fused else kind.dtype == want.dtype):
         return attrs.evolve(kind, hosted=True)
-    if kind is None or carries or move is not None or isinstance(source, torch.Tensor):
+    if (
+        kind is None
+        or kind.carrier is None
+        or not kind.nbytes
+        or carries
+        or move is not None
+        or isinstance(source, torch.Tensor)
+    ):
         return _of_any(want, tuple(tensor.shape), buffers, carries=carries, move=move)
-    return attrs.evolve(kind, carrier=None, nbytes=0, prepare=_on_host(kind, source, tensor))
+    carry, dtype, shape = kind.carrier, kind.dtype, tensor.shape
+    return Kind(
+        dtype,
+        prepare=lambda brought: torch.frombuffer(bytearray(memoryview(carry(brought))), dtype=dtype).view(shape),
+    )
 
 
 def _of_any(want: Wanted, shape: Extent, buffers: Buffers, *, carries: bool, move: Move | None) -> Kind:
@@ -280,36 +287,27 @@ def _of_any(want: Wanted, shape: Extent, buffers: Buffers, *, carries: bool, mov
 
 def _of_tensor(want: Wanted, source: torch.Tensor, *, fused: bool) -> Kind:
     """A tensor that fits, where its slot is. A plain copy converts it, and reads it as it lies."""
-    if source.is_neg() or source.is_conj():  # before it is converted: negated bytes are no negative numbers
-        return Kind(
-            want.dtype, prepare=lambda brought: _live(brought).resolve_conj().resolve_neg().to(want.dtype).contiguous()
-        )
-    if not fused or (source.dtype == want.dtype and source.is_contiguous()):
-        return _plain(source.dtype)
-    if not _is_taken(want, source.dtype):
-        return Kind(
-            want.dtype, prepare=lambda brought: _live(brought).to(want.dtype, memory_format=torch.contiguous_format)
-        )
-    if source.is_contiguous():
-        return _plain(source.dtype)
-    varying = want.slot.varying
-    pace = row_stride(source, varying[0]) if varying else None
-    if pace is not None:
-        return Kind(source.dtype, pace=pace)
-    return Kind(source.dtype, prepare=lambda brought: _live(brought).contiguous())
+    if not (source.is_neg() or source.is_conj()):  # before it is converted: negated bytes are no negative numbers
+        if not fused or (source.is_contiguous() and _is_taken(want, source.dtype)):
+            return _plain(source.dtype)
+        varying, pace = want.slot.varying, None
+        if varying and _is_taken(want, source.dtype):
+            pace = row_stride(source, varying[0])
+        if pace is not None:
+            return Kind(source.dtype, pace=pace)
+
+    def prepare(brought: torch.Tensor) -> torch.Tensor:
+        if not has_memory(brought):
+            raise ValueError("its memory was freed")
+        return brought.resolve_conj().resolve_neg().to(want.dtype, memory_format=torch.contiguous_format).contiguous()
+
+    return Kind(want.dtype, prepare=prepare)
 
 
 @functools.cache
 def _plain(dtype: torch.dtype) -> Kind:
     """A tensor that is read as it lies."""
     return Kind(dtype)
-
-
-def _live(source: torch.Tensor) -> torch.Tensor:
-    """A tensor that can be read; ValueError where its memory was freed since one like it was looked at."""
-    if not has_memory(source):
-        raise ValueError("its memory was freed")
-    return source
 
 
 def _as_it_is(want: Wanted, source: Any, tensor: torch.Tensor) -> Kind | None:
@@ -327,23 +325,6 @@ def _as_it_is(want: Wanted, source: Any, tensor: torch.Tensor) -> Kind | None:
             if packing is not None and packing(source) is not None:
                 carrier = packing
     return None if carrier is None else Kind(tensor.dtype, carrier, tensor.nbytes)
-
-
-def _on_host(kind: Kind, source: Any, tensor: torch.Tensor) -> Prepare:
-    """Makes tensors of arrays, or of lists, like one for a slot that a plain copy fills from host memory."""
-    carrier: Any = kind.carrier
-    if isinstance(source, np.ndarray):
-        return lambda brought: tensor_of(carrier(brought), kind.dtype)
-    with torch.inference_mode(mode=False):
-        made = torch.empty_like(tensor)  # written anew for each batch, and copied at once
-    array: Any = made.numpy()
-    room: Any = memoryview(array).cast("B") if kind.nbytes else bytearray()
-
-    def prepare(brought: Any) -> torch.Tensor:
-        room[:] = carrier(brought)
-        return made
-
-    return prepare
 
 
 def _is_taken(want: Wanted, dtype: torch.dtype) -> bool:

@@ -39,16 +39,6 @@ class _Arithmetic:
     __rmul__ = __mul__
 
 
-def _is_identifier(_: Any, __: Any, name: str) -> None:
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"the name of an axis is an identifier, such as 'PAGES', got {name!r}")
-
-
-def _is_flag(axis: "Axis", _: Any, fixed: bool) -> None:  # noqa: FBT001 - as attrs calls it
-    if not isinstance(fixed, bool):
-        raise TypeError(f"axis {axis.name!r}: fixed is True or False, got {fixed!r}")
-
-
 @attrs.frozen(order=True, repr=False, cache_hash=True)
 class Axis(_Arithmetic):
     """A symbolic size: it varies by step (live, padded and capacity differ), or is fixed for one runner.
@@ -56,8 +46,15 @@ class Axis(_Arithmetic):
     `TOKENS * 3`, `BATCH * STEPS + 1` are expressions over axes; a shape is made of them and of whole numbers.
     """
 
-    name: str = attrs.field(validator=_is_identifier)
-    fixed: bool = attrs.field(default=False, kw_only=True, validator=_is_flag)
+    name: str
+    fixed: bool = attrs.field(default=False, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse another name, and what is only taken for a flag."""
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise ValueError(f"the name of an axis is an identifier, such as 'PAGES', got {self.name!r}")
+        if not isinstance(self.fixed, bool):
+            raise TypeError(f"axis {self.name!r}: fixed is True or False, got {self.fixed!r}")
 
     def __repr__(self) -> str:
         """The name alone, as it stands in shapes."""
@@ -185,18 +182,14 @@ class Step:
         try:
             return sizes[size] if isinstance(size, Axis) else Dim.of(size).at(sizes)
         except KeyError as error:
-            raise DeclarationError(self._untold(error.args[0])) from None
-
-    def _untold(self, axis: Axis) -> str:
-        """The message for an axis that has no size in this step."""
-        who = "a function" if self.slot is None else f"slot {self.slot!r}: its function"
+            axis, who = error.args[0], "a function" if self.slot is None else f"slot {self.slot!r}: its function"
         if axis.fixed:
-            return (
+            raise DeclarationError(
                 f"{who} asks for the size of {axis}, which no slot has: declare a slot with a dim of {axis}, so that "
                 "the runner knows its size"
             )
         told = ", ".join(sorted(one.name for one in self.live_sizes if not one.fixed)) or "none"
-        return (
+        raise DeclarationError(
             f"{who} asks for the size of {axis}, which this step does not know (it knows {told}): declare a copied "
             f"slot with a dim of {axis}, or give an EagerRunner relations= from which {axis} follows"
         )

@@ -160,7 +160,7 @@ def declare(
     faults = [*found]
     faults += [
         DeclarationError(f"{name}.{slot}: slot {slot!r}: {fault}")
-        for slot, fault in (*_own_faults(slots), *_graph_faults(slots, fields), *_shared_arguments(slots))
+        for slot, fault in (*_own_faults(slots), *_graph_faults(slots, fields))
     ]
     seen: dict[str, Axis] = {}
     for axis in _axes(slots):
@@ -213,14 +213,17 @@ def _own_faults(slots: Mapping[str, Slot]) -> Faults:
 
 
 def _graph_faults(slots: Mapping[str, Slot], fields: Collection[str]) -> Faults:
-    """What is wrong with how slots depend on each other."""
+    """What is wrong with how slots depend on each other, and on what they give operators."""
+    first: dict[str, str] = {}
     for name, slot in slots.items():
         if name in _RESERVED:
             yield name, "the name has a meaning of its own in slotgraph: choose another"
         if slot.computes() and slot.reads(name) is not None:
             yield name, "it is copied from the batch and computed, and would hold one or the other: make it two slots"
-        faults = [*_need_faults(slot, slots, fields), *_side_faults(slot, slots)]
-        yield from ((name, fault) for fault in faults)
+        yield from ((name, fault) for fault in (*_need_faults(slot, slots, fields), *_side_faults(slot, slots)))
+        argument = slot.parameter(name)
+        if argument is not None and first.setdefault(argument, name) != name:
+            yield name, f"argument {argument!r} takes the value of slot {first[argument]!r}: name another, or drop one"
 
 
 def _need_faults(slot: Slot, slots: Mapping[str, Slot], fields: Collection[str]) -> Iterator[str]:
@@ -245,15 +248,6 @@ def _side_faults(slot: Slot, slots: Mapping[str, Slot]) -> Iterator[str]:
                 f"its function runs on the device, inside the graph, where the host value {need!r} would be frozen at "
                 f"capture: put what it takes from {need!r} into a slot that is computed on the host, and need that"
             )
-
-
-def _shared_arguments(slots: Mapping[str, Slot]) -> Faults:
-    """Slots that would give an operator's argument a second value."""
-    first: dict[str, str] = {}
-    for name, slot in slots.items():
-        argument = slot.parameter(name)
-        if argument is not None and first.setdefault(argument, name) != name:
-            yield name, f"argument {argument!r} takes the value of slot {first[argument]!r}: name another, or drop one"
 
 
 def _axes(slots: Mapping[str, Slot]) -> tuple[Axis, ...]:

@@ -1,7 +1,7 @@
 """What a declaration says, as data, as text and as a picture."""
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import html
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -10,18 +10,18 @@ from .axes import Axis, Sizes, extent
 from .capabilities import Capabilities, Lowering, Placement, Role, chosen_lowering, dtype_text, resolve_dtype
 from .declaration import Declaration
 from .errors import ConfigError
-from .plan import FillPlan, plan_fill, slot_bytes
+from .plan import FillPlan, Pattern, plan_fill, slot_bytes
 from .slots import Constant, Padded, Slot
-from .sources import RANKS, SETTINGS, STEP, SideArgument
+from .sources import RANKS, SETTINGS, STEP
 
 _STYLES: Final = {
-    "outside": "fill:#eeeeee,stroke:#888888,color:#222222",
-    "copied": "fill:#dcebfa,stroke:#3b78b5,color:#222222",
-    "parameter": "fill:#d5efef,stroke:#2f8a8a,color:#222222",
-    "computed": "fill:#e4f3dc,stroke:#5a9a3a,color:#222222",
-    "constant": "fill:#f6f0d8,stroke:#b09a3c,color:#222222",
-    "staged": "fill:#fae3d4,stroke:#c2703d,color:#222222",
-    "output": "fill:#efe0f5,stroke:#8a4fa8,color:#222222",
+    "outside": "fill:#eeeeee,stroke:#888888",
+    "copied": "fill:#dcebfa,stroke:#3b78b5",
+    "parameter": "fill:#d5efef,stroke:#2f8a8a",
+    "computed": "fill:#e4f3dc,stroke:#5a9a3a",
+    "constant": "fill:#f6f0d8,stroke:#b09a3c",
+    "staged": "fill:#fae3d4,stroke:#c2703d",
+    "output": "fill:#efe0f5,stroke:#8a4fa8",
 }
 """A colour for each kind of slot; a kind of the user's own is drawn without one."""
 _GIVEN: Final = {STEP: "sizes of the step", SETTINGS: "settings of the runner", RANKS: "ranks of the runner"}
@@ -49,8 +49,8 @@ class SlotFacts:
 
     shape: the declared sizes. dtype: on this backend; `role` is its declared name where the backend decides.
     tail, source, value: the rule, where a copy comes from, and what a constant holds, as one writes them.
-    limit: the largest value that host data may hold. argument: the side argument that the source is read from.
-    parameter: the operator's argument that takes the value at each replay.
+    limit: the largest value that host data may hold. parameter: the operator's argument that takes the value at each
+    replay.
     function, needs, runs_on: of a computed slot. padded: the size of its view, nbytes: its bytes, copied: bytes that
     the live rows' copy moves; None without sizes.
     """
@@ -64,7 +64,6 @@ class SlotFacts:
     tail: str | None
     source: str | None
     limit: str | None
-    argument: str | None
     parameter: str | None
     value: str | None
     function: str | None
@@ -102,11 +101,11 @@ def explain_declaration(
     capabilities: Capabilities,
     backend: str,
     extents: Extents = NOT_SIZED,
-    absent: Iterable[str] = (),
-    in_place: Iterable[str] = (),
+    absent: Collection[str] = (),
+    in_place: Collection[str] = (),
     lowering: Lowering | None = None,
     *,
-    hosted: Iterable[str] = (),
+    hosted: Collection[str] = (),
 ) -> Explanation:
     """Explain a declaration on one backend; with `extents` also the plan and bytes of a step of these sizes.
 
@@ -116,15 +115,12 @@ def explain_declaration(
     """
     how = chosen_lowering(capabilities, lowering)
     live, padded = _checked_sizes(declaration, extents)
-    missing, written = check_optional(declaration, absent), check_copied(declaration, in_place)
-    brought = check_hosted(declaration, hosted)
-    still = (*missing, *written)
-    slots = tuple(_facts(name, declaration, capabilities, live, padded, still) for name in declaration.slots)
+    check_named(declaration, absent, in_place, hosted)
+    moving = {*declaration.sources}.difference(absent, in_place)
+    slots = tuple(_facts(name, declaration, capabilities, live, padded, moving) for name in declaration.slots)
     plan = None
     if extents:
-        plan = plan_fill(
-            declaration, padded, capabilities, lowering=how, absent=missing, in_place=written, hosted=brought
-        )
+        plan = plan_fill(declaration, padded, capabilities, Pattern(absent, in_place, hosted), lowering=how)
     return Explanation(
         declaration=declaration.name,
         backend=backend,
@@ -154,41 +150,32 @@ def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, S
     return {axis: extents[axis][0] for axis in known}, {axis: extents[axis][1] for axis in known}
 
 
-def check_optional(declaration: Declaration, absent: Iterable[str]) -> tuple[str, ...]:
-    """Names of optional slots. ConfigError where one is none."""
-    optional = [name for name, _ in declaration.optional]
+def check_named(
+    declaration: Declaration,
+    absent: Collection[str] = (),
+    in_place: Collection[str] = (),
+    hosted: Collection[str] = (),
+) -> None:
+    """ConfigError where an absent slot is not optional, or where another one that is named is not copied."""
+    optional, copied = [name for name, _ in declaration.optional], "it is no slot that is copied"
     known = f"optional are {', '.join(optional)}" if optional else "no slot is optional"
-    return _checked(declaration, absent, optional, "a batch cannot come without {!r}: " + known)
-
-
-def check_hosted(declaration: Declaration, hosted: Iterable[str]) -> tuple[str, ...]:
-    """Names of slots that a batch may bring host data for. ConfigError where it cannot."""
-    return check_copied(declaration, hosted, "a batch cannot bring host data for {!r}")
-
-
-def check_copied(
-    declaration: Declaration, wanted: Iterable[str], fault: str = "a producer cannot write {!r} in place"
-) -> tuple[str, ...]:
-    """Names of slots that are copied. ConfigError, which says what cannot be done, where one is not."""
-    return _checked(declaration, wanted, declaration.sources, fault + ": it is no slot that is copied")
-
-
-def _checked(declaration: Declaration, names: Iterable[str], known: Collection[str], fault: str) -> tuple[str, ...]:
-    found = tuple(names)
-    for name in found:
-        if name not in known:
-            raise ConfigError(f"{declaration.name}: {fault.format(name)}")
-    return found
+    for names, fit, what, why in (
+        (absent, optional, "a batch cannot come without {!r}", known),
+        (in_place, declaration.sources, "a producer cannot write {!r} in place", copied),
+        (hosted, declaration.sources, "a batch cannot bring host data for {!r}", copied),
+    ):
+        for name in names:
+            if name not in fit:
+                raise ConfigError(f"{declaration.name}: {what.format(name)}: {why}")
 
 
 def _facts(
-    name: str, declaration: Declaration, capabilities: Capabilities, live: Sizes, padded: Sizes, still: tuple[str, ...]
+    name: str, declaration: Declaration, capabilities: Capabilities, live: Sizes, padded: Sizes, moving: Collection[str]
 ) -> SlotFacts:
-    """One slot's facts; still: slots that no copy moves."""
+    """One slot's facts; moving: slots that a copy moves."""
     slot = declaration.slots[name]
     source, compute, limit = slot.reads(name), slot.computes(), slot.limit
     dtype = resolve_dtype(slot.dtype, capabilities)
-    moved = extent(slot.shape, live) if padded and source is not None and name not in still else (0,)
     return SlotFacts(
         name=name,
         kind=slot.kind,
@@ -199,7 +186,6 @@ def _facts(
         tail=_tail(slot),
         source=None if source is None else str(source),
         limit=None if limit is None else str(limit),
-        argument=source.parts[0] if isinstance(source, SideArgument) else None,
         parameter=slot.parameter(name),
         value=_named(slot.initial()) if isinstance(slot, Constant) else None,
         function=compute.name if compute else None,
@@ -209,7 +195,7 @@ def _facts(
         optional=slot.optional,
         padded=extent(slot.shape, padded) if padded else None,
         nbytes=slot_bytes(slot, padded, capabilities) if padded else None,
-        copied=math.prod(moved) * dtype.itemsize if padded else None,
+        copied=slot_bytes(slot, live, capabilities) * (name in moving) if padded else None,
     )
 
 
@@ -231,45 +217,36 @@ def mermaid(explanation: Explanation, step: Sequence[str] = ("captured step",)) 
     step: what is written on the step, a line each.
     """
     names = {slot.name for slot in explanation.slots}
-    given, slots, edges = dict[str, None](), list[str](), dict[str, None]()
+    nodes, slots, edges = dict[str, None](), list[str](), dict[str, None]()
     for slot in explanation.slots:
         here = f"slot_{slot.name}"  # with a prefix, since mermaid stumbles over slots called `end` or `graph`
-        for start, label, arrow in _inputs(slot, names):
-            if label:
-                given[f"{start}([{_quoted(label)}]):::outside"] = None
-            edges[f"{start} {arrow} {here}"] = None
-        style = f":::{slot.kind}" if slot.kind in _STYLES else ""
-        slots.append(f"{here}[{_quoted(_label(slot))}]{style}")
+        if slot.source is not None:
+            where = slot.source.split(".")[0] if slot.source.startswith("argument ") else "batch"
+            told = "" if slot.source == f"batch.{slot.name}" else f"|{_quoted(slot.source)}|"
+            nodes[_outside(where.replace(" ", "_"), where)] = None
+            edges[f"{where.replace(' ', '_')} {'-.->' if slot.optional else '-->'}{told} {here}"] = None
+        if slot.kind == "staged":
+            nodes[_outside("producer", "producer")] = None
+            edges[f"producer --> {here}"] = None
+        for need in slot.needs:
+            if need not in names:
+                nodes[_outside(f"given_{need}", _GIVEN.get(need, f"field {need}"))] = None
+            edges[f"{'slot' if need in names else 'given'}_{need} --> {here}"] = None
+        where = f" on the {slot.runs_on}" if slot.runs_on else ""
+        label = _quoted(slot.name, f"{slot.dtype} [{', '.join(slot.shape)}]", slot.kind + where)
+        slots.append(f"{here}[{label}]:::{slot.kind}")
         handed = "" if slot.parameter is None else f"|{_quoted(f'argument {slot.parameter}')}|"
         edges[f"captured --> {here}" if slot.kind == "output" else f"{here} -->{handed} captured"] = None
-    used = {slot.kind for slot in explanation.slots} | ({"outside"} if given else set())
-    styles = [f"classDef {kind} {style}" for kind, style in _STYLES.items() if kind in used]
-    captured = f"captured[[{_quoted('<br/>'.join(step))}]]"
-    return "\n    ".join(["flowchart LR", *given, *slots, captured, *edges, *styles]) + "\n"
+    styles = (f"classDef {kind} {style}" for kind, style in _STYLES.items())
+    return "\n    ".join(["flowchart LR", *nodes, *slots, f"captured[[{_quoted(*step)}]]", *edges, *styles]) + "\n"
 
 
-def _inputs(slot: SlotFacts, names: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """What a slot's value comes from: its node, its label if it is no slot, and the arrow to the slot."""
-    if slot.source is not None:
-        arrow = "-.->" if slot.optional else "-->"
-        told = "" if slot.source == f"batch.{slot.name}" else f"|{_quoted(slot.source)}|"
-        where = f"argument {slot.argument}" if slot.argument else "batch"
-        yield where.replace(" ", "_"), where, f"{arrow}{told}"
-    if slot.kind == "staged":
-        yield "producer", "producer", "-->"
-    for need in slot.needs:
-        known = need in names
-        yield f"slot_{need}" if known else f"given_{need}", "" if known else _GIVEN.get(need, f"field {need}"), "-->"
+def _outside(node: str, label: str) -> str:
+    """A node for what is no slot."""
+    return f"{node}([{_quoted(label)}]):::outside"
 
 
-def _label(slot: SlotFacts) -> str:
-    where = f" on the {slot.runs_on}" if slot.runs_on else ""
-    return f"{slot.name}<br/>{slot.dtype} [{', '.join(slot.shape)}]<br/>{slot.kind}{where}"
-
-
-def _quoted(text: str) -> str:
-    """Text that mermaid takes as it stands; of HTML only our own line breaks are left."""
-    safe = text
-    for sign, entity in (("#", "#35;"), ("&", "#amp;"), ('"', "#quot;"), ("<", "#lt;"), (">", "#gt;")):
-        safe = safe.replace(sign, entity)
-    return '"' + safe.replace("#lt;br/#gt;", "<br/>") + '"'
+def _quoted(*lines: str) -> str:
+    """Lines of text that mermaid takes as they stand: entities begin with its own sign."""
+    safe = (html.escape(line.replace("#", "#35;"), quote=False).replace('"', "&quot;") for line in lines)
+    return f'"{"<br/>".join(line.replace("&", "#") for line in safe)}"'

@@ -57,14 +57,9 @@ def tensor_of(value: Any, dtype: torch.dtype, dims: int = MOST_DIMS) -> torch.Te
         is_plain = flags.writeable and flags.c_contiguous and min(array.strides, default=0) >= 0  # of one row any
         return torch.from_numpy(array if is_plain else array.copy())
     numbers, shape = unnested(value, dims)
-    if not numbers:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    packed = _packed(numbers, dtype)
-    try:
-        made = _converted(numbers, dtype) if packed is None else packed
-    except (RuntimeError, TypeError, ValueError):
-        _check_even(value)
-        raise
+    made = _packed(numbers, dtype) if numbers else torch.empty(shape, dtype=dtype, device="cpu")
+    if made is None:
+        made = _converted(numbers, dtype)
     return made if len(shape) == 1 else made.view(*shape, *made.shape[1:])
 
 
@@ -85,32 +80,6 @@ def unnested(value: Any, dims: int) -> tuple[Any, list[int]]:
     return value, shape
 
 
-def _check_even(value: Any) -> None:
-    """ValueError where rows are ragged, or are tensors, or stand beside numbers: which torch does not say."""
-    rows, dim = list(value), 1
-    while rows:
-        sizes = [_row_size(row) for row in rows]
-        if all(size is None for size in sizes):
-            return
-        if None in sizes:
-            raise ValueError(
-                f"some of its entries along dim {dim - 1} are rows and some are not: bring rows of one length"
-            )
-        if len(set(sizes)) > 1:
-            first, other = [*dict.fromkeys(sizes)][:2]
-            raise ValueError(f"its rows are ragged, of {first} and of {other} numbers along dim {dim}: {_PAD_THEM}")
-        if isinstance(rows[0], torch.Tensor):
-            raise ValueError("a list of tensors: bring one tensor, such as torch.stack makes of them")  # noqa: TRY004 - one type of error for all bad data
-        rows, dim = [one for row in rows for one in row], dim + 1
-
-
-def _row_size(row: Any) -> int | None:
-    """How many entries a row within rows has; None for a number."""
-    if isinstance(row, torch.Tensor | np.ndarray):
-        return len(row) if row.ndim else None
-    return len(row) if isinstance(row, list | tuple) else None
-
-
 def _packed(numbers: Any, dtype: torch.dtype) -> torch.Tensor | None:
     """A tensor of one list of numbers of the dtype's kind, at a tenth of torch's time; None where it is not that."""
     carry = list_carrier(len(numbers), dtype)
@@ -123,31 +92,33 @@ def _packed(numbers: Any, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The same by torch, for every other dtype, and for numbers of another kind."""
+    """The same by NumPy, for every other dtype, and for numbers of another kind."""
+    if any(isinstance(one, torch.Tensor) and one.ndim for one in numbers):
+        raise TypeError(
+            f"a list of tensors: bring one tensor, such as torch.stack makes of them; if ragged, {_PAD_THEM}"
+        )
     try:
-        loose = torch.as_tensor(numbers, device="cpu")
-    except OverflowError as error:  # which is no ValueError
-        raise ValueError(*error.args) from error
-    if loose.dtype == torch.bool:
-        return loose
+        array = np.asarray(numbers)
+    except ValueError as error:
+        raise ValueError(f"its rows are ragged, or stand beside numbers: {_PAD_THEM}") from error
+    made = torch.from_numpy(array)  # refuses text and objects, such as None and whole numbers of more than 64 bits
+    if made.dtype == torch.bool:
+        return made
     if not _BOOLS.isdisjoint(map(type, numbers)):
         raise TypeError("bools and numbers together")
-    if dtype.is_floating_point or loose.is_floating_point():
-        own = torch.float32 if loose.dtype == torch.get_default_dtype() else loose.dtype  # whatever the default is
-        return _floats(numbers, dtype if dtype.is_floating_point else own)
-    if not dtype.is_signed and dtype != torch.bool and bool((loose < 0).any()):
-        message = f"{dtype_text(dtype)} cannot hold {int(loose.min())}"  # where torch wraps it around
-        raise ValueError(message)
-    return loose if dtype == torch.bool else torch.tensor(numbers, dtype=dtype, device="cpu")
-
-
-def _floats(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Floats, rounded but once. ValueError where a finite number would come to be none."""
-    exact = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-    made = exact.to(dtype)
-    lost = exact.isfinite() & ~made.double().isfinite()
-    if lost.any():
-        raise ValueError(f"{dtype_text(dtype)} cannot hold {exact[lost][0].item()}")
+    if dtype.is_complex or made.is_complex():
+        return made.to(dtype) if dtype.is_complex else made
+    if dtype.is_floating_point or made.is_floating_point():  # rounded but once
+        exact = made.double()
+        made = exact.to(dtype if dtype.is_floating_point else torch.float32)
+        lost = exact.isfinite() & ~made.double().isfinite()
+        if lost.any():
+            raise ValueError(f"{dtype_text(made.dtype)} cannot hold {exact[lost][0].item()}")
+    elif dtype != torch.bool:
+        out = (array < torch.iinfo(dtype).min) | (array > torch.iinfo(dtype).max)
+        if out.any():
+            raise ValueError(f"{dtype_text(dtype)} cannot hold {array[out][0]}")
+        made = made.to(dtype)
     return made
 
 

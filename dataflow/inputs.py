@@ -28,32 +28,13 @@ def slot_in(field: object) -> Slot | None:
     return found if isinstance(found, Slot) else None
 
 
-class _Namespace(dict[str, Any]):
-    """A class body that remembers which slot it was given twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice: list[str] = []
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if slot_in(self.get(name)) is not None:
-            self.twice.append(name)
-        super().__setitem__(name, value)
-
-
 class _Declaring(type):
-    """Keeps a class body's duplicates for the check, and refuses to lose slots once a class is declared."""
-
-    @classmethod
-    def __prepare__(cls, name: str, bases: tuple[type, ...], /, **keywords: Any) -> _Namespace:
-        del name, bases, keywords
-        return _Namespace()
+    """Refuses to lose slots once a class is declared."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> Any:
         if isinstance(namespace.get("slotgraph"), Declaration):
             raise _made_already(name)
-        twice = tuple(namespace.twice) if isinstance(namespace, _Namespace) else ()
-        return super().__new__(cls, name, bases, {**namespace, "_slotgraph_twice": twice}, **keywords)
+        return super().__new__(cls, name, bases, namespace, **keywords)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if isinstance(vars(cls).get("slotgraph"), Declaration):
@@ -89,7 +70,6 @@ class Inputs(metaclass=_Declaring):
     slotgraph: ClassVar[Declaration]
     _slotgraph_drops: ClassVar[frozenset[str]] = frozenset()
     _slotgraph_dropped: ClassVar[frozenset[str]] = frozenset()
-    _slotgraph_twice: ClassVar[tuple[str, ...]] = ()
     _slotgraph_view: ViewInfo | None = None
 
     def __init_subclass__(cls, *, drop: Iterable[str] = (), **keywords: Any) -> None:
@@ -101,8 +81,13 @@ class Inputs(metaclass=_Declaring):
         of_bases, own, found = _dropped_by_bases(cls), set(inspect.get_annotations(cls)), list[DeclarationError]()
         dropped = _dropped(cls, drop, found)
         cls._slotgraph_drops, cls._slotgraph_dropped = dropped, (of_bases - own) | dropped
-        faults = [*_define(cls), *_parameter_faults(cls), *_lost_slots(cls), *_overrides(cls, of_bases | dropped)]
-        faults += _rivals(cls, of_bases - own - dropped)
+        faults = [
+            *_define(cls),
+            *_parameter_faults(cls),
+            *_lost_slots(cls),
+            *_overrides(cls, of_bases | dropped),
+            *_rivals(cls),
+        ]
         slots = {a.name: kind for a in _attributes(cls) if (kind := slot_in(a)) is not None}
         fields = {a.name: a.default for a in _attributes(cls) if a.name not in slots}
         for name, fault in faults:
@@ -162,11 +147,6 @@ def _own(cls: type) -> dict[str, Slot | None]:
     return {field.name: slot_in(field) for field in _attributes(cls) if not field.inherited}
 
 
-def _owners(cls: type, name: str) -> list[tuple[type, Slot | None]]:
-    """The bases whose bodies declare a name, the nearest first, each with its slot, or None where it is a field."""
-    return [(base, own[name]) for base in cls.__mro__[1:] if name in (own := _own(base))]
-
-
 def _inherited(cls: type) -> dict[str, Slot | None]:
     """What the bases of a class declare, by name."""
     return {name: slot for base in reversed(cls.__mro__[1:]) for name, slot in _own(base).items()}
@@ -191,8 +171,6 @@ def _define(cls: type[Inputs]) -> Faults:
     if "slotgraph" in vars(cls):
         wrong["slotgraph"] = _name_fault("slotgraph") or ""
     yield from wrong.items()
-    for name in cls._slotgraph_twice:
-        yield name, "the class declares it twice: rename one"
 
 
 def _name_fault(name: Any) -> str | None:
@@ -261,21 +239,11 @@ def _overrides(cls: type, dropped: frozenset[str]) -> Faults:
             yield field.name, "a base has a property of that name, which would hide it: rename one of them"
 
 
-def _rivals(cls: type, unsettled: frozenset[str]) -> Faults:
-    """Slots that two bases declare, of which neither overrides the other, or that one declares and another drops.
-
-    unsettled: names that bases drop, and the class itself neither drops nor declares.
-    """
-    said = "declare it again to say which is meant, or drop it"
-    for field in (one for one in _attributes(cls) if one.inherited):
-        owners = _owners(cls, field.name)
-        for owner, other in owners[1:]:
-            if not issubclass(owners[0][0], owner) and other != slot_in(field):
-                yield field.name, f"{owners[0][0].__name__} and {owner.__name__} both declare it: {said}"
-    for name in sorted(unsettled):
-        droppers = [base for base in cls.__mro__[1:] if name in vars(base).get("_slotgraph_drops", ())]
-        having = [owner for owner, own in _owners(cls, name) if own is not None]
-        for owner in (one for one in having if not any(issubclass(one, other) for other in having if other is not one)):
-            stranger = next((one for one in droppers if not issubclass(one, owner)), None)
-            if stranger is not None and not issubclass(owner, stranger):
-                yield name, f"{owner.__name__} declares it, and {stranger.__name__} drops another one: {said}"
+def _rivals(cls: type) -> Faults:
+    """Slots that two bases declare, of which neither overrides the other."""
+    for name in (field.name for field in _attributes(cls) if field.inherited):
+        (nearest, slot), *others = [(base, own[name]) for base in cls.__mro__[1:] if name in (own := _own(base))]
+        for base, other in others:
+            if not issubclass(nearest, base) and other != slot:
+                both = f"{nearest.__name__} and {base.__name__} both declare it"
+                yield name, f"{both}: declare it again to say which is meant, or drop it"

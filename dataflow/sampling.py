@@ -12,7 +12,7 @@ from .capabilities import CACHE_LOC, DEVICE, SEQ_LEN_FILL, Capabilities, Role, r
 from .declaration import Declaration
 from .errors import ConfigError, did_you_mean
 from .slots import Slot
-from .sources import Path, SideArgument
+from .sources import Path
 from .tails import Once, Pad
 
 CPU: Final = torch.device("cpu")
@@ -49,7 +49,7 @@ def sample_batch(
     """
     _check_names(declaration, absent, values)
     sample = Sample({}, {})
-    drawn: dict[Path | SideArgument, torch.Tensor] = {}
+    drawn: dict[Path, torch.Tensor] = {}
     left_out = {path_of(name, declaration.slots[name]) for name in absent}
     for name, slot in sampled_slots(declaration):
         path = path_of(name, slot)
@@ -57,7 +57,14 @@ def sample_batch(
             tensor = _draw(name, slot, capabilities, live, generator, values.get(name))
             drawn[path] = tensor.to(device if slot.placement == DEVICE else CPU)
             _place(sample, path, drawn[path], name)
-    sample.batch.update(_fields(declaration, live, generator, values))
+    for name, default in declaration.fields.items():
+        if name in values:
+            value = values[name]
+            sample.batch[name] = value(live, generator) if callable(value) else value
+        elif default is attrs.NOTHING:
+            raise ConfigError(
+                f"field {name!r} of {declaration.name} has no default: give its value, values={{{name!r}: ...}}"
+            )
     return sample
 
 
@@ -66,10 +73,10 @@ def sampled_slots(declaration: Declaration) -> Iterator[tuple[str, Slot]]:
     return ((name, declaration.slots[name]) for name in declaration.sources)
 
 
-def path_of(name: str, slot: Slot) -> Path | SideArgument:
+def path_of(name: str, slot: Slot) -> Path:
     """Where a slot's value stands in a batch. ConfigError where only a function of the batch knows."""
     source = slot.reads(name)
-    if isinstance(source, Path | SideArgument):
+    if isinstance(source, Path):
         return source
     raise ConfigError(
         f"slot {name!r} reads {source}: a batch that suits a function cannot be drawn; give batches of your own, with "
@@ -101,27 +108,27 @@ def _draw(
     shape, dtype = extent(slot.shape, live), resolve_dtype(slot.dtype, capabilities)
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
     limit = None if slot.limit is None else slot.limit.at(live)
-    match rule:
-        case None if is_whole and is_location(slot):
-            return _distinct(name, limit, shape, generator).to(dtype)
-        case None if is_whole:
-            low, high = bounds(slot, limit)
-        case None:
-            exact = torch.complex128 if dtype.is_complex else torch.float64
-            return torch.randn(shape, dtype=exact, device=CPU, generator=generator).to(dtype)
+    if callable(rule):
+        made = rule(shape, dtype, generator)
+        if isinstance(made, torch.Tensor) and tuple(made.shape) == shape and not made.is_meta:
+            return made
+        got = f"shape {list(made.shape)} on {made.device}" if isinstance(made, torch.Tensor) else type(made).__name__
+        raise ConfigError(f"slot {name!r}: values' function must make a tensor of shape {list(shape)}, got {got}")
+    if rule is None and not is_whole:
+        exact = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.randn(shape, dtype=exact, device=CPU, generator=generator).to(dtype)
+    if rule is None and is_location(slot):
+        return _distinct(name, limit, shape, generator).to(dtype)
+    match bounds(slot, limit) if rule is None else rule:
+        case (int() | float() as low, int() | float() as high) if low <= high and is_whole:
+            return torch.randint(int(low), int(high) + 1, shape, device=CPU, generator=generator).to(dtype)
         case (int() | float() as low, int() | float() as high) if low <= high:
-            pass
-        case _ if callable(rule):
-            return _made(name, rule(shape, dtype, generator), shape)
-        case _:
-            raise ConfigError(
-                f"slot {name!r}: values has {rule!r} for it: give the lowest and the highest number, or a function of "
-                "shape, dtype and generator that makes a tensor"
-            )
-    if is_whole:
-        return torch.randint(int(low), int(high) + 1, shape, device=CPU, generator=generator).to(dtype)
-    share = torch.rand(shape, dtype=torch.float64, device=CPU, generator=generator)
-    return share.mul(high - low).add(low).to(dtype)
+            share = torch.rand(shape, dtype=torch.float64, device=CPU, generator=generator)
+            return share.mul(high - low).add(low).to(dtype)
+    raise ConfigError(
+        f"slot {name!r}: values has {rule!r} for it: give the lowest and the highest number, or a function of "
+        "shape, dtype and generator that makes a tensor"
+    )
 
 
 def is_location(slot: Slot) -> bool:
@@ -144,17 +151,9 @@ def _distinct(name: str, highest: int | None, shape: tuple[int, ...], generator:
     return torch.randperm(count, device=CPU, generator=generator).add(1).reshape(shape)
 
 
-def _made(name: str, made: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    """What a function in `values` made. ConfigError where it is no tensor of the shape."""
-    if isinstance(made, torch.Tensor) and tuple(made.shape) == shape and not made.is_meta:
-        return made
-    got = f"shape {list(made.shape)} on {made.device}" if isinstance(made, torch.Tensor) else type(made).__name__
-    raise ConfigError(f"slot {name!r}: values' function must make a tensor of shape {list(shape)}, got {got}")
-
-
-def _place(sample: Sample, path: Path | SideArgument, value: torch.Tensor, name: str) -> None:
+def _place(sample: Sample, path: Path, value: torch.Tensor, name: str) -> None:
     """Put a value where its source is looked for, in mappings along the path."""
-    holder = sample.side if isinstance(path, SideArgument) else sample.batch
+    holder = sample.side if path.beside else sample.batch
     *outer, last = path.parts
     for part in outer:
         holder = holder.setdefault(part, {})
@@ -165,17 +164,3 @@ def _place(sample: Sample, path: Path | SideArgument, value: torch.Tensor, name:
             f"slot {name!r} reads {path}, where another slot's tensor stands: give batches of your own, batches="
         )
     holder[last] = value
-
-
-def _fields(
-    declaration: Declaration, live: Sizes, generator: torch.Generator, values: Values
-) -> Iterator[tuple[str, Any]]:
-    """Fields that are no slots, where `values` has them; those with defaults may be left to these."""
-    for name, default in declaration.fields.items():
-        if name in values:
-            value = values[name]
-            yield name, value(live, generator) if callable(value) else value
-        elif default is attrs.NOTHING:
-            raise ConfigError(
-                f"field {name!r} of {declaration.name} has no default: give its value, values={{{name!r}: ...}}"
-            )

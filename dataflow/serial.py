@@ -1,4 +1,4 @@
-"""Plans, and the records that explain them, as plain data and JSON and back: one cattrs converter, strict both ways."""
+"""Plans, and the records that explain them, as plain data and back: one cattrs converter, strict both ways."""
 
 import json
 import math
@@ -13,7 +13,6 @@ from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
 
 from .capabilities import dtype_from_text, dtype_text
 from .errors import ConfigError, did_you_mean
-from .plan import FillPlan
 from .tails import Number
 
 T = TypeVar("T")
@@ -37,20 +36,6 @@ def from_data(data: Any, kind: type[T]) -> T:
         raise ConfigError(
             f"no {kind.__name__}: {'; '.join(cattrs.transform_error(error, format_exception=_fault))}"
         ) from error
-
-
-def plan_to_json(plan: FillPlan, indent: int | None = None) -> str:
-    """A plan as JSON that any parser reads: infinity and NaN stand as text."""
-    return json.dumps(to_data(plan), indent=indent, allow_nan=False)
-
-
-def plan_from_json(text: str) -> FillPlan:
-    """The plan of a JSON text; ConfigError where it does not parse, and as `from_data`."""
-    try:
-        data = json_data(text)
-    except ValueError as error:
-        raise ConfigError(f"no FillPlan: {error}") from error
-    return from_data(data, FillPlan)
 
 
 def json_data(text: str) -> Any:

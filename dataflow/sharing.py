@@ -11,9 +11,6 @@ from typing import Any
 
 import attrs
 import torch
-from rich import box
-from rich.table import Column, Table
-from rich.text import Text
 
 from .axes import Sizes, extent
 from .buffers import ALIGNMENT, aligned
@@ -375,7 +372,7 @@ class Block:
 
 @attrs.frozen(kw_only=True)
 class Layout:
-    """Where every slot of every member lies. It prints as a table on a rich console.
+    """Where every slot of every member lies.
 
     Args:
         schedule: The phases, and which of them may overlap.
@@ -422,55 +419,23 @@ class Layout:
         mine = self.place(member, slot)
         return tuple(place for place in self.places if place is not mine and place.touches(mine))
 
-    def why(self, member: str, slot: str) -> tuple[str, ...]:
-        """Why a slot lies where it does: what makes its lifetime, who shares its memory, and who does not."""
-        mine = self.place(member, slot)
-        others = [one for one in self.places if one.slot == slot and one is not mine and not one.touches(mine)]
-        apart = [
-            f"not with {other}: {self._why_apart(mine, other, *met)}"
-            for other in others
-            if (met := mine.meeting(other, self.schedule)) is not None
-        ]
-        return (f"{mine}: {mine.why}", *self._sharing(mine), *apart)
+    def why(self, member: str, slot: str) -> str:
+        """Why a slot lies where it does: what makes its lifetime, and who shares its memory."""
+        mine, shared = self.place(member, slot), self.shared_with(member, slot)
+        return f"{mine.why}; shares with {', '.join(map(str, shared)) or 'none'}"
 
-    def _sharing(self, mine: Place) -> Iterator[str]:
-        """Who shares a slot's memory, and why that is safe: a sentence for each reason."""
-        found = dict[str, list[str]]()
-        for other in self.shared_with(mine.member, mine.slot):
-            carried = mine.allocation == other.allocation
-            found.setdefault(mine.why if carried else self._why_shared(mine, other), []).append(str(other))
-        return (f"shares with {', '.join(names)}: {reason}" for reason, names in found.items())
-
-    def _why_shared(self, mine: Place, other: Place) -> str:
-        if len(mine.phases) == len(other.phases) == 1:
-            first, last = sorted((*mine.phases, *other.phases), key=self.schedule.order.index)
-            return f"{first} ends before {last} begins"
-        return f"{', '.join(mine.phases)} never overlap {', '.join(other.phases)}"
-
-    @staticmethod
-    def _why_apart(mine: Place, other: Place, first: str, second: str) -> str:
-        for place in (mine, other):
-            if place.always:
-                return f"{place} lives always: {place.why}"
-        return f"both are in use in {first}" if first == second else f"{first} and {second} may overlap"
-
-    def __rich__(self) -> Table:
-        """Each block with the slots in it, and why they lie there."""
-        saved = f"{self.nbytes:,} bytes, {self.saved:,} fewer than {self.apart:,} without sharing"
-        heads = "block: from", "bytes", "slot", "needed in", "and why it lies there"
-        columns = [Column(head, overflow="fold") for head in heads]
-        table = Table(
-            *columns,
-            title=f"phases: {self.schedule}",
-            caption=f"{saved}; {self.peak:,} must hold at once",
-            box=box.SIMPLE_HEAD,
-        )
+    def __str__(self) -> str:
+        """Each block with the slots in it, a line each, and why they lie there."""
+        lines = [f"phases: {self.schedule}"]
         for place in sorted(self.places, key=lambda one: (one.block, one.offset, -one.nbytes, str(one))):
-            told = "; ".join(self._sharing(place)) or f"shares with none: {place.why}"
-            needed = "always" if place.always else ", ".join(place.phases)
-            cells = f"{place.block}: {place.offset:,}", f"{place.nbytes:,}", str(place), needed, told
-            table.add_row(*map(Text, cells))
-        return table
+            where, needed = (
+                f"block {place.block}, byte {place.offset:,}",
+                "always" if place.always else f"in {', '.join(place.phases)}",
+            )
+            told = self.why(place.member, place.slot)
+            lines.append(f"{where}: {place}, {place.nbytes:,} bytes, needed {needed}: {told}")
+        saved = f"{self.nbytes:,} bytes, {self.saved:,} fewer than {self.apart:,} without sharing"
+        return "\n".join([*lines, f"{saved}; {self.peak:,} must hold at once"])
 
 
 def lay_out(members: Sequence[Member], schedule: Schedule, carries: Sequence[Carry] = ()) -> Layout:

@@ -1,4 +1,4 @@
-"""Sizing: how many rows a batch brings on each axis, read off the sources that tell."""
+"""Sizing: how many rows a batch brings on each axis, and whether its host data keeps to the slots' limits."""
 
 import collections
 import contextlib
@@ -54,6 +54,14 @@ class Gauge:
             raise self._unreadable(value)
         return rows
 
+    def disagrees(self, most: int, rows: int, right: str) -> str:
+        """What is wrong with a slot that tells other rows than most others do."""
+        expected, got = (self.base + self.slope * count for count in (most, rows))
+        return (
+            f"slot {self.slot!r}: expected a size of {expected} on dim {self.dim}, for {most} rows on {self.axis} as "
+            f"{right} have, got {got}"
+        )
+
     def _unreadable(self, value: Any) -> BatchError:
         what = f"it tells how many rows the batch has on {self.axis}"
         if value is None:
@@ -87,15 +95,27 @@ class Sizer:
     def explain(self, error: BatchError, batch: Any, side: Side) -> None:
         """Say in an error which slots told the sizes that the others were held to.
 
-        Where most slots agree on another size, the error names the slots that do not, in place of what it said.
+        Where most slots agree on another size, the error names the slots that do not, in place of what it said. Where
+        no size has a majority, all are told.
         """
-        votes = [_votes(tellers, batch, side) for tellers in self._tellers]
-        said = [_said(gauges, rows) for gauges, rows in zip(self.gauges, votes, strict=True)]
-        faults = [fault for _, faults in said for fault in faults]
+        told, faults = list[str](), list[str]()
+        for gauges, tellers in zip(self.gauges, self._tellers, strict=True):
+            axis, votes = gauges[0].axis, _votes(tellers, batch, side)
+            ranked = collections.Counter(votes.values()).most_common(2)
+            if len(ranked) > 1 and ranked[0][1] == ranked[1][1]:
+                each = ", ".join(f"{rows} off slot {one.slot!r}" for one, rows in votes.items())
+                told.append(f"{axis} is {each}: one of them is wrong")
+                continue
+            told.append(f"{axis} off slot {gauges[0].slot!r}")
+            most = ranked[0][0] if ranked else None
+            if most == next((votes[one] for one in gauges if one in votes), None):
+                continue
+            right = ", ".join(repr(one.slot) for one, rows in votes.items() if rows == most)
+            faults += [one.disagrees(most or 0, rows, right) for one, rows in votes.items() if rows != most]
         if faults and not isinstance(error, MissingSourceError):
             error.args = ("; ".join(faults),)
             return
-        note = f" (sizes were read: {', '.join(told for told, _ in said)})"
+        note = f" (sizes were read: {', '.join(told)})"
         error.args = (str(error).removesuffix(note) + note,)
 
     def __call__(self, batch: Any, side: Side) -> tuple[int, ...]:
@@ -161,28 +181,6 @@ def _votes(tellers: tuple[Gauge, ...], batch: Any, side: Side) -> dict[Gauge, in
     return dict(votes.values())
 
 
-def _said(gauges: tuple[Gauge, ...], votes: Mapping[Gauge, int]) -> tuple[str, list[str]]:
-    """Which slot told an axis, and what is wrong with the slots that tell other rows than most do.
-
-    Nothing is wrong with them where the believed slot is one of the most. Where no size has a majority, all are told.
-    """
-    axis, ranked = gauges[0].axis, collections.Counter(votes.values()).most_common(2)
-    if len(ranked) > 1 and ranked[0][1] == ranked[1][1]:
-        each = ", ".join(f"{rows} off slot {one.slot!r}" for one, rows in votes.items())
-        return f"{axis} is {each}: one of them is wrong", []
-    most = ranked[0][0] if ranked else None
-    faults = list[str]()
-    right = ", ".join(repr(gauge.slot) for gauge, rows in votes.items() if rows == most)
-    for gauge, rows in votes.items():
-        if most not in (None, rows, next((votes[one] for one in gauges if one in votes), None)):
-            expected, got = (gauge.base + gauge.slope * count for count in (most or 0, rows))
-            faults.append(
-                f"slot {gauge.slot!r}: expected a size of {expected} on dim {gauge.dim}, for {most} rows on {axis} as "
-                f"{right} have, got {got}"
-            )
-    return f"{axis} off slot {gauges[0].slot!r}", faults
-
-
 _PLAIN: Final = (int, float)
 _NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)
 """What a value raises that is no box of numbers; the fill refuses it in words of its own."""
@@ -190,7 +188,7 @@ _NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)
 
 @attrs.frozen
 class Limit:
-    """One slot's limit: `text` as it was declared, and the number that it comes to.
+    """The largest value of one slot's host data: `text` as it was declared, and the number that it comes to.
 
     dims: of the slot. on_host: whether a tensor is host data for this slot. One for a slot on the device is not looked
     into, wherever it lies: that would wait for the device.
@@ -203,42 +201,31 @@ class Limit:
     on_host: bool
     dims: int
 
-    def fault(self, value: Any) -> str:
-        """What is wrong with host data, by its first row over the limit; nothing where it keeps to it."""
-        if not self.is_over(value):
-            return ""
-        try:
-            array = _array_of(value)
-        except _NO_NUMBERS:
-            return ""  # an array among numbers, which the fill refuses
-        where = np.argwhere(array > self.most)[0].tolist()
-        row = where[0] if len(where) == 1 else where
-        limit = self.text if self.text == str(self.most) else f"{self.text} = {self.most}"
-        return (
-            f"slot {self.slot!r}: row {row} is {array[tuple(where)]}, over the limit of {limit}: split or refuse what "
-            "is that long before it is batched"
-        )
-
-    def is_over(self, value: Any) -> bool:
-        """Whether host data holds more; the fill refuses what is no number."""
+    def over(self, value: Any) -> tuple[Any, Any] | None:
+        """The first row of host data that is over the limit, and what it is; None where there is none."""
         try:
             if isinstance(value, list | tuple):
-                value, _ = unnested(value, self.dims)
-                if value and type(value[0]) in _PLAIN:
-                    most = _most_of(value)  # without an array made of them
-                    if most == most:  # noqa: PLR0124 - a list that begins with NaN has no other maximum
-                        return bool(most > self.most)
-            elif isinstance(value, torch.Tensor) and not (self.on_host and value.is_cpu and has_memory(value)):
-                return False
-            return isinstance(value, (*HOST_KINDS, torch.Tensor)) and bool((_array_of(value) > self.most).any())
+                numbers, _ = unnested(value, self.dims)
+                if not numbers or _most_of(numbers) <= self.most:  # without an array made of them
+                    return None
+            elif isinstance(value, torch.Tensor):
+                if not (self.on_host and value.is_cpu and has_memory(value)):
+                    return None
+            elif not isinstance(value, HOST_KINDS):
+                return None
+            array = _array_of(value)
+            found = np.argwhere(array > self.most)
         except _NO_NUMBERS:
-            return False
-        return False
+            return None
+        if not len(found):
+            return None
+        row = found[0].tolist()
+        return row[0] if len(row) == 1 else row, array[tuple(row)]
 
 
 @attrs.frozen
 class Limits:
-    """The limits of one runner's slots, held against each batch."""
+    """The limits of one runner's slots, held against each batch before anything is written."""
 
     limits: tuple[Limit, ...]
 
@@ -255,36 +242,32 @@ class Limits:
 
     def allow(self, batch: Any, side: Side) -> bool:
         """Whether a batch keeps to them all."""
-        return not any(limit.is_over(limit.source.read(batch, side)) for limit in self.limits)
+        return all(limit.over(limit.source.read(batch, side)) is None for limit in self.limits)
 
     def check(self, batch: Any, side: Side = NO_SIDE) -> None:
         """Refuse a batch whose host data holds more than a slot takes: BatchError. Writes nothing."""
         for limit in self.limits:
-            fault = limit.fault(limit.source.read(batch, side))
-            if fault:
-                raise BatchError(fault)
+            found = limit.over(limit.source.read(batch, side))
+            if found is not None:
+                said = limit.text if limit.text == str(limit.most) else f"{limit.text} = {limit.most}"
+                raise BatchError(
+                    f"slot {limit.slot!r}: row {found[0]} is {found[1]}, over the limit of {said}: split or refuse "
+                    "what is that long before it is batched"
+                )
 
 
 def _most_of(numbers: list[Any] | tuple[Any, ...]) -> float:
-    """The largest of plain numbers; NaN where other objects are among them, so that each is looked at."""
+    """The largest of plain numbers; infinity where other objects are among them, so that each is looked at."""
     try:
-        most = max(numbers)
-    except TypeError:
-        return math.nan
-    return most if type(most) in _PLAIN else math.nan
-
-
-def _number_in(item: Any) -> Any:
-    """What a fill makes of an object in a list: the whole number that it stands for, else the object itself."""
-    return operator.index(item) if hasattr(type(item), "__index__") else item
-
-
-_NUMBERS_IN: Final = np.frompyfunc(_number_in, 1, 1)
+        return max(numbers) if type(numbers[0]) in _PLAIN else math.inf
+    except _NO_NUMBERS:
+        return math.inf
 
 
 def _array_of(value: Any) -> "npt.NDArray[Any]":
-    if not isinstance(value, torch.Tensor):
-        array = np.asarray(value)
-        return _NUMBERS_IN(array) if array.dtype == object else array
-    plain = value.detach().double() if value.is_floating_point() else value
-    return plain.resolve_neg().numpy()
+    """Host data as an array; objects as the whole numbers that they stand for."""
+    if isinstance(value, torch.Tensor):
+        plain = value.detach().double() if value.is_floating_point() else value
+        return plain.resolve_neg().numpy()
+    array = np.asarray(value)
+    return np.vectorize(operator.index, [object])(array) if array.dtype == object else array

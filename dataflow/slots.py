@@ -1,4 +1,4 @@
-"""Slots: the inputs of a captured step, and what each one's parameters may be."""
+"""Slots: the inputs of a captured step, and the words that declare them: `copied`, `computed` and the others."""
 
 import abc
 import functools
@@ -357,8 +357,6 @@ _STAND_INS: Final[Mapping[str, Any]] = {
     "function": lambda: 0,
     "value": lambda _: 0,
 }
-_OF_DTYPE: Final = frozenset({"pad", "starts", "poison", "limit", "converts", "value", "argument"})
-"""Parameters that must suit the slot's dtype. They are not checked if the dtype itself is wrong."""
 
 
 def slot(kind: Slot, *, init: bool = True, default: Any = attrs.NOTHING) -> Any:
@@ -398,8 +396,8 @@ def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
                 suited[name] = convert(given[name])
             except (TypeError, ValueError) as error:
                 wrong[name] = f"{name}={_brief(given[name])}: {error}"
-    if "dtype" in wrong:
-        suited = {name: value for name, value in suited.items() if name not in _OF_DTYPE or given[name] is None}
+    if "dtype" in wrong:  # which the others must suit
+        suited.clear()
     suited |= {name: value for name, value in _STAND_INS.items() if name in given.keys() - suited.keys()}
     default, faults = given.get("default", attrs.NOTHING), list(wrong.values())
     if given.get("init", False) is not False:

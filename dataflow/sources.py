@@ -35,14 +35,6 @@ def look_up(holder: object, name: str) -> Any:
     return getattr(holder, name, None)
 
 
-def _follow(holder: Any, path: tuple[str, ...]) -> Any:
-    for name in path:
-        if holder is None:
-            return None
-        holder = look_up(holder, name)
-    return holder
-
-
 class Source(abc.ABC):
     """How a slot's value is found in a batch."""
 
@@ -75,50 +67,33 @@ class Answering:
 @final
 @attrs.frozen
 class Path(Source):
-    """A dotted path into the batch: names on objects or in mappings, at any depth."""
+    """A dotted path, names on objects or in mappings: into the batch, or `beside` it into the keyword arguments."""
 
     parts: tuple[str, ...]
+    beside: bool = False
 
     def read(self, batch: Any, side: Side) -> Any:
         """What stands at the path."""
-        del side
-        return _follow(batch, self.parts)
+        found = side if self.beside else batch
+        for name in self.parts:
+            if found is None:
+                return None
+            found = look_up(found, name)
+        return found
 
     @property
     def plain_name(self) -> str | None:
         """The name, for a path of one part."""
-        return self.parts[0] if len(self.parts) == 1 else None
+        return self.parts[0] if len(self.parts) == 1 and not self.beside else None
 
     @property
     def arguments(self) -> frozenset[str]:
-        """None of them."""
-        return frozenset()
+        """The first name of a path beside the batch."""
+        return frozenset(self.parts[:1] if self.beside else ())
 
     def __str__(self) -> str:
         """The path as one writes it."""
-        return "batch." + ".".join(self.parts)
-
-
-@final
-@attrs.frozen
-class SideArgument(Source):
-    """A path into the keyword arguments given beside the batch."""
-
-    parts: tuple[str, ...]
-
-    def read(self, batch: Any, side: Side) -> Any:
-        """What stands at the path among the side arguments."""
-        del batch
-        return _follow(side, self.parts)
-
-    @property
-    def arguments(self) -> frozenset[str]:
-        """The first name of the path."""
-        return frozenset(self.parts[:1])
-
-    def __str__(self) -> str:
-        """The path with the argument's name first."""
-        return "argument " + ".".join(self.parts)
+        return ("argument " if self.beside else "batch.") + ".".join(self.parts)
 
 
 @final
@@ -144,15 +119,15 @@ class Call(Source):
 
 
 def _parts(path: str) -> tuple[str, ...]:
-    parts = tuple(path.split(".")) if isinstance(path, str) else ("",)
-    if not all(part.isidentifier() for part in parts):
+    parts = tuple(path.split(".")) if isinstance(path, str) else ()
+    if not parts or not all(map(str.isidentifier, parts)):
         raise ValueError(f"a source path is made of names and dots, got {path!r}")
     return parts
 
 
-def side(path: str) -> SideArgument:
+def side(path: str) -> Path:
     """A source beside the batch: `side("pp_proxy.hidden_states")` reads `runner(batch, pp_proxy=...)`."""
-    return SideArgument(_parts(path))
+    return Path(_parts(path), beside=True)
 
 
 def optional_source(source: str | Source | Callable[[Any], Any] | None) -> Source | None:

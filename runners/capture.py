@@ -1,7 +1,9 @@
-"""Capturing buckets: largest first, garbage collector frozen, progress shown, memory accounted for."""
+"""Capturing: one bucket's graph, with progress, garbage collection frozen, and the clock of its outputs."""
 
 import contextlib
 import gc
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -10,60 +12,83 @@ import rich.console
 import rich.progress
 import torch
 
-from ..backends.base import NO_PARAMETERS, Backend, Graph, Memory
-from ..dataflow import log
+from ..backends.base import NO_PARAMETERS, Backend, Graph
+from ..dataflow.bucket import Bucket
 from ..dataflow.errors import CaptureError, CheckError, ComputeError
+from ..dataflow.views import alias
+from .outputs import live_rows, map_tensors
+from .statistics import human_bytes
+
+
+@attrs.define(eq=False)
+class Filling:
+    """One bucket's fills for one pattern of absent slots.
+
+    kernel: what launches the kernel, `table` what it reads. alone: a graph of the kernel by itself, to be replayed
+    where a fill must be done before the step's graph.
+    """
+
+    bucket: Bucket
+    table: torch.Tensor | None = None
+    kernel: Any = None
+    alone: Graph | None = None
+
+
+@attrs.define(eq=False)
+class Captured:
+    """One bucket for one pattern of absent slots: its graph, of the call `step`.
+
+    verified: its addresses were found unmoved.
+    """
+
+    rows: int
+    filling: Filling
+    graph: Graph
+    step: Callable[[], Any]
+    verified: bool = False
+
+    def live(self, rows: int | None) -> Any:
+        """The outputs' first rows, or all of them; never the graph's own tensors, whose shape a caller might change."""
+        outputs = self.graph.outputs
+        return map_tensors(outputs, alias) if rows is None else live_rows(outputs, rows)
+
+
+@attrs.define(eq=False)
+class Forks:
+    """How often this process came out of a fork."""
+
+    count: int = 0
+
+    def note(self) -> None:
+        """One more."""
+        self.count += 1
+
+
+FORKS: Final = Forks()
+os.register_at_fork(after_in_child=FORKS.note)
+
+
+@attrs.define(eq=False)
+class Clock:
+    """Replays so far in one pool of graph memory: each may overwrite what another graph of the pool handed out.
+
+    stream: the one that the last of them was on.
+    """
+
+    replays: int = 0
+    stream: int | None = None
+
+
+_CLOCKS: Final["weakref.WeakKeyDictionary[object, Clock]"] = weakref.WeakKeyDictionary()
+
+
+def clock_of(pool: object | None) -> Clock:
+    """The clock of all runners whose graphs share a pool; one of its own where there is none."""
+    return Clock() if pool is None else _CLOCKS.setdefault(pool, Clock())
+
 
 _FROZEN_BY_PYTHON: Final = 1000
 """Python 3.12 starts with some hundred frozen objects, others with none; a program freezes many more."""
-
-
-@attrs.frozen
-class MemoryAccount:
-    """Bytes that a runner holds: buffers, graphs beside them, other outputs, and what feeds the fused kernel.
-
-    uploads: tables and packet on the device, and the host memory that uploads start from. shared: of its slots in a
-    pool's memory, which is no runner's own.
-    """
-
-    inputs: int
-    graphs: int
-    outputs: int
-    uploads: int = 0
-    shared: int = 0
-
-    @property
-    def total(self) -> int:
-        """All that is its own."""
-        return self.inputs + self.graphs + self.outputs + self.uploads
-
-
-@attrs.frozen
-class CaptureReport:
-    """What a capture came to: buckets captured, those that failed with the reason, seconds, and bytes.
-
-    driver: bytes that the device has less of since, beside what torch's allocator took: the driver's own for graphs,
-    and whatever else went on there.
-    """
-
-    captured: tuple[int, ...]
-    failed: dict[int, str]
-    seconds: float
-    memory: MemoryAccount
-    driver: int = 0
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Each reason for a failure once, with the buckets that failed for it."""
-        buckets: dict[str, list[str]] = {}
-        for rows, reason in sorted(self.failed.items()):
-            buckets.setdefault(reason, []).append(str(rows))
-        return tuple(f"bucket {', '.join(rows)}: {reason}" for reason, rows in buckets.items())
-
-
-def driver_bytes(before: Memory, after: Memory) -> int:
-    """Bytes by which a device's free memory fell, beside what torch's allocator took of it."""
-    return max(0, (before.free - after.free) - (after.allocated - before.allocated))
 
 
 @contextlib.contextmanager
@@ -156,27 +181,3 @@ def progress_over(buckets: Sequence[int], backend: Backend, *, show: bool) -> It
             progress.update(task, bucket=bucket, free=human_bytes(backend.memory().free))
             yield bucket
             progress.advance(task)
-
-
-def warn_of_many(wanted: int, hint: int | None, runner: str) -> None:
-    """One event where more graphs are wanted than the device is said to bear, before minutes are spent on them."""
-    if hint is not None and wanted > hint:
-        log.warning("many_graphs", runner=runner, wanted=wanted, borne=hint)
-
-
-def human_bytes(count: float) -> str:
-    """A byte count with a binary unit: `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:  # noqa: PLR2004 - the step from one binary unit to the next
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def log_capture(report: CaptureReport, runner: str) -> None:
-    """One event for the whole capture, and one for each reason for which buckets failed."""
-    for reason in report.reasons:
-        log.warning("capture_failed", runner=runner, reason=reason)
-    memory = attrs.asdict(report.memory)
-    done, seconds = list(report.captured), round(report.seconds, 3)
-    log.info("captured", runner=runner, buckets=done, seconds=seconds, **memory, driver=report.driver)

@@ -16,8 +16,8 @@ from ..dataflow.inputs import Inputs
 from ..dataflow.slots import Constant, Output, Slot
 from ..dataflow.views import ViewInfo
 from .bits import bits
-from .captured import Captured
-from .parts import Parts
+from .capture import Captured
+from .runner import Parts
 from .running import Running, under_way
 from .state import State
 

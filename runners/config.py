@@ -1,23 +1,125 @@
-"""The options of runners: their table, from Python, TOML or JSON, and the keywords that each runner takes of it."""
+"""Arguments and options of runners: checks of them, buckets, and configurations from TOML or JSON."""
 
+import bisect
 import functools
 import inspect
 import math
 import os
 import pathlib
+import threading
 import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Final, Required, TypeAlias, TypedDict, get_args
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, NoReturn, TypeAlias, get_args
 
 import attrs
+import torch
 
 from ..backends import name_of
+from ..dataflow.axes import Axis, Dim
 from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
+from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError, hint
+from ..dataflow.inputs import Inputs
 from ..dataflow.serial import json_data
-from .arguments import refuse
-from .buckets import Buckets
-from .exclusive import Unique
+
+
+def refuse(argument: str, expected: str, value: object) -> NoReturn:
+    """Raise ConfigError for an argument of the wrong kind."""
+    got = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r:.80} of type {type(value).__name__}"
+    raise ConfigError(f"{argument}: expected {expected}, got {got}")
+
+
+def checked(argument: str, expected: str, value: Any, kind: type | tuple[type, ...]) -> Any:
+    """The value, which is of a kind. ConfigError where it is not; a bool is not a number."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        refuse(argument, expected, value)
+    return value
+
+
+def is_collection(value: object) -> bool:
+    """Whether it holds several values; a text is one, and so is a tensor."""
+    return isinstance(value, Collection) and not isinstance(value, str | bytes | Mapping | torch.Tensor)
+
+
+def declaration_of(inputs: Any) -> Declaration:
+    """What a declaration class declares. ConfigError where it is no subclass of Inputs."""
+    if not (isinstance(inputs, type) and issubclass(inputs, Inputs) and inputs is not Inputs):
+        refuse("inputs", "a declaration, a subclass of Inputs", inputs)
+    return inputs.slotgraph
+
+
+def check_step(argument: str, step: Any, takes: str = "the view") -> None:
+    """ConfigError where a step cannot be called."""
+    if not callable(step):
+        refuse(argument, f"a function of {takes}", step)
+
+
+def checked_sizes(sizes: Any) -> dict[Axis, int]:
+    """Sizes by axis. ConfigError where one is no whole number of at least 0, or its key no axis."""
+    checked("sizes", "a mapping of axes to their sizes, such as {HIDDEN: 64}", sizes, Mapping)
+    for axis, size in sizes.items():
+        checked("sizes", "an Axis as each key", axis, Axis)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            refuse(f"sizes of {axis.name}", "a whole number, at least 0", size)
+    return dict(sizes)
+
+
+def checked_relations(relations: Any) -> dict[Axis, Dim]:
+    """Axes that follow from others. ConfigError where a key is no axis, or its size no expression over axes."""
+    expected = "a mapping of axes to sizes over other axes, such as {TOKENS: BATCH * 4}"
+    for axis, size in checked("relations", expected, {} if relations is None else relations, Mapping).items():
+        checked("relations", expected, axis, Axis)
+        checked(f"relations of {axis.name}", "an axis, or an expression over axes", size, (Axis, Dim))
+    return {axis: Dim.of(size) for axis, size in (relations or {}).items()}
+
+
+def checked_names(argument: str, names: Any) -> tuple[str, ...]:
+    """Names of slots. ConfigError where it is one bare text, or not all are texts."""
+    expected = "names of slots in a list or tuple"
+    if not is_collection(names):
+        refuse(argument, expected, names)
+    return tuple(checked(argument, expected, name, str) for name in names)
+
+
+def check_seconds(argument: str, seconds: Any) -> None:
+    """ConfigError where it is no number of seconds that a wait can take."""
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not 0 < seconds <= threading.TIMEOUT_MAX:
+        refuse(argument, f"seconds, more than 0 and at most {threading.TIMEOUT_MAX:g}", seconds)
+
+
+def check_slots(argument: str, declaration: Declaration, names: Collection[str]) -> None:
+    """ConfigError where a name is no slot's, of those that settings switch off neither."""
+    for name in names:
+        if name not in declaration.slots and name not in declaration.disabled:
+            raise ConfigError(f"{argument} names {name!r}, which is no slot of {declaration.name}")
+
+
+def checked_by_slot(argument: str, given: Any, what: str) -> Mapping[str, Any]:
+    """What is given by slot. ConfigError where it is no mapping of names."""
+    checked(argument, f"a mapping of slots' names to {what}", given, Mapping)
+    for name in given:
+        checked(argument, "a slot's name as each key", name, str)
+    return dict(given)
+
+
+def patterns_of(declaration: Declaration, absent: Any) -> set[frozenset[str]]:
+    """Patterns of absent slots to capture: none absent, and those declared.
+
+    A slot that the settings switch off is absent from every batch, so its name adds nothing to a pattern. ConfigError
+    where a pattern is no collection of names, or names what is no optional slot.
+    """
+    expected = "a list of patterns, each a collection of slots' names, such as [{'embeds'}, {'embeds', 'mask'}]"
+    if not is_collection(absent) or not all(map(is_collection, absent)):
+        refuse("absent", expected, absent)
+    patterns = [frozenset(checked_names("absent", one)) - {*declaration.disabled} for one in absent]
+    optional = [name for name, _ in declaration.optional]
+    for name in sorted(frozenset().union(*patterns).difference(optional)):
+        instead = hint(name, optional, f"optional are {', '.join(optional) or 'none'}")
+        raise ConfigError(f"absent names {name!r}, which is no optional slot of {declaration.name}: {instead}")
+    return {frozenset(), *patterns}
+
 
 MOST: Final = 1 << 24
 """Rows that a configuration may ask for: a runner has a table over as many, which a slip of the keyboard would fill."""
@@ -33,6 +135,8 @@ MODES: Final = (GENERATIONS, ADDRESSES, STREAMS, POISON, PARITY)
 CHEAP: Final = frozenset({GENERATIONS, ADDRESSES, STREAMS})
 """What `True` means: the modes that run no step a second time."""
 OFF: Final[frozenset[str]] = frozenset()
+KINDS: Final[list[type]] = []
+"""The classes of runners, each added when it is defined."""
 Wanted: TypeAlias = bool | str | Collection[str] | None
 _WORDS: Final = {"0": OFF, "false": OFF, "off": OFF, "1": CHEAP, "true": CHEAP, "on": CHEAP}
 """What the environment may say in place of names."""
@@ -77,14 +181,58 @@ def _is(kind: type, value: object) -> bool:
 
 
 def _rows(value: Any) -> tuple[int, ...]:
-    """Buckets; the empty tuple where none are given."""
-    if isinstance(value, tuple) and not value:
-        return value
+    """Buckets in ascending order."""
     several = isinstance(value, list | tuple | set | frozenset | range) and len(value) > 0
     if not several or not all(_is(int, one) and 1 <= one <= MOST for one in value) or len({*value}) < len(value):
         expected = f"a list or tuple of at least one int between 1 and {MOST}, each once"
         refuse("option 'buckets'", expected, value)
-    return tuple(value)
+    return tuple(sorted(value))
+
+
+def _rows_or_none(value: Any) -> tuple[int, ...]:
+    """Buckets; the empty tuple where none are given."""
+    return () if isinstance(value, tuple) and not value else _rows(value)
+
+
+@attrs.frozen
+class Buckets:
+    """Padded row counts in ascending order, and the largest share of padding that is worth a replay.
+
+    max_waste: a batch of which more than this share of the padded rows would be padding is refused.
+    """
+
+    sizes: tuple[int, ...] = attrs.field(converter=_rows)
+    max_waste: float = _option(float, 1.0, 0, 1)
+
+    @classmethod
+    def ladder(cls, largest: int, max_waste: float = 1.0) -> "Buckets":
+        """A default ladder up to `largest` rows: powers of two to 8, then by 8 to 256, by 16 to 512, by 32 beyond."""
+        steps = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, largest, 32))
+        return cls({largest, *(size for size in steps if size < largest)}, max_waste)
+
+    @classmethod
+    def doubling(cls, largest: int, max_waste: float = 1.0) -> "Buckets":
+        """Buckets for tokens: 16, 32, then two for each power of two (48 and 64, 96 and 128, ...) up to `largest`.
+
+        At most a third of a batch of more than 16 tokens is padding; a graph of many tokens is dear to keep.
+        """
+        powers = [1 << power for power in range(5, max(largest, 1).bit_length())]
+        steps = {16, *powers, *(power * 3 // 2 for power in powers)}
+        return cls({largest, *(size for size in steps if size < largest)}, max_waste)
+
+    @property
+    def largest(self) -> int:
+        """The largest bucket."""
+        return self.sizes[-1]
+
+    def fit(self, rows: int) -> int | None:
+        """The smallest bucket that holds `rows`, or None where none does; no rows go to the smallest."""
+        index = bisect.bisect_left(self.sizes, rows)
+        return self.sizes[index] if index < len(self.sizes) else None
+
+    def waste(self, rows: int, bucket: int) -> float:
+        """The share of a bucket's rows that would be padding; none for the batch of an idle rank, which has no rows."""
+        return (bucket - rows) / bucket if rows else 0.0
 
 
 def _debug(value: Any) -> Any:
@@ -118,7 +266,7 @@ class RunnerConfig:
     """
 
     backend: str = _option(str, AUTO)
-    buckets: tuple[int, ...] = attrs.field(default=(), converter=_rows)
+    buckets: tuple[int, ...] = attrs.field(default=(), converter=_rows_or_none)
     max_batch: int = _option(int, 32, 1, MOST)
     max_tokens: int = _option(int, 2048, 1, MOST)
     max_waste: float = _option(float, 1.0, 0, 1)
@@ -197,55 +345,15 @@ class RunnerConfig:
         """The modes of debugging that are on. ConfigError where the environment names an unknown one."""
         return modes_of(self.debug)
 
-    def ladder(self) -> Buckets:
-        """The buckets that were given, or the default ladder."""
-        given = Buckets(self.buckets, self.max_waste) if self.buckets else None
-        return given or Buckets.ladder(self.max_batch, self.max_waste)
-
-    def token_ladder(self) -> Buckets:
-        """The buckets that were given, or the default ones for tokens."""
-        given = Buckets(self.buckets, self.max_waste) if self.buckets else None
-        return given or Buckets.doubling(self.max_tokens, self.max_waste)
-
-
-class EagerOptions(TypedDict, total=False):
-    """Of a runner that captures nothing."""
-
-    no_copy: bool | None
-
-
-class CaptureOptions(TypedDict, total=False):
-    """Of every runner that captures."""
-
-    buckets: tuple[int, ...] | list[int]
-    max_batch: int
-    max_waste: float
-    warmups: int
-    progress: bool
-    debug: Wanted
-    sharing: bool | None
-    graphs: bool
-    lowering: str
-    lazy: bool
-    error_mode: str | None
-
-
-class DecodeOptions(CaptureOptions, total=False):
-    """Of a runner whose buckets are requests of `width` tokens."""
-
-    width: int
-
-
-class StackOptions(CaptureOptions, total=False):
-    """Of a runner whose buckets are tokens, up to `max_tokens`."""
-
-    max_tokens: int
-
-
-class ExtendOptions(CaptureOptions, total=False):
-    """Of a runner over the `width` tokens that each request brings after a verify."""
-
-    width: Required[int]
+    def ladder(self, *, of_tokens: bool = False) -> Buckets:
+        """The buckets that were given, or the default ones."""
+        if self.buckets:
+            return Buckets(self.buckets, self.max_waste)
+        return (
+            Buckets.doubling(self.max_tokens, self.max_waste)
+            if of_tokens
+            else Buckets.ladder(self.max_batch, self.max_waste)
+        )
 
 
 def config_of(kind: type, options: Mapping[str, Any]) -> RunnerConfig:
@@ -275,7 +383,7 @@ def keywords_of(kind: type) -> frozenset[str]:
 def _refusal(kind: type, name: str) -> str:
     """The error for a keyword that a runner does not take."""
     own, users = keywords_of(kind), dict[str, list[str]]()
-    for runner in sorted({kind, *_runners()}, key=lambda one: one.__name__):
+    for runner in sorted({kind, *filter(_takes_options, KINDS)}, key=lambda one: one.__name__):
         for known in keywords_of(runner):
             users.setdefault(known, []).append(runner.__name__)
     if name in users:
@@ -289,10 +397,5 @@ def _refusal(kind: type, name: str) -> str:
     return f"{kind.__name__}: unknown option {name!r}: {meant}{foreign}"
 
 
-def _runners(kind: type = Unique) -> Iterator[type]:
-    """All classes of runners: those that take options."""
-    if not inspect.isabstract(kind) and "options" in inspect.signature(kind).parameters:
-        yield kind
-    subclasses: list[type] = kind.__subclasses__()
-    for one in subclasses:
-        yield from _runners(one)
+def _takes_options(kind: type) -> bool:
+    return not inspect.isabstract(kind) and "options" in inspect.signature(kind).parameters

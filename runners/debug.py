@@ -12,16 +12,16 @@ from ..dataflow.errors import CheckError, ConfigError
 from ..dataflow.inputs import Inputs
 from ..dataflow.sources import Side
 from ..dataflow.tails import Pad, resolve_value
-from .captured import Captured
+from .capture import Captured
 from .check.memory import readers
 from .check.replays import COPIES, Poisoning, parity_fault
 from .check.trial import CheckedBatch, Together, Trial, unwatched
 from .comparison import graph_of, info_of, state_on, tails_of
 from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
 from .holdings import Change
+from .hooks import WATCHERS, Watcher, watchers_of
 from .runner import Runner
 from .state import State
-from .watching import WATCHERS, Watcher, watchers_of
 
 
 class Prover(Watcher, abc.ABC):

@@ -13,13 +13,13 @@ from ..dataflow.guard import own_guard
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from .captured import Captured
+from .capture import Captured
 from .config import config_of
-from .decision import Decision
 from .graph_runner import DecodeArguments, Finish, GraphRunner
 from .outputs import rows_each
 from .runner import Filled
 from .stage import NO_SIZES, Stage, V, joined, staged
+from .statistics import Decision
 
 
 class Widths:
@@ -126,7 +126,7 @@ class RequestRunner(GraphRunner[V]):
     def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
         del ready
         graphs, hosts, rows = self.graphs, self.graphs.filler.hosts, filled.rows
-        clock, live, counted = graphs.clock, captured.live, self._tally.repeats(captured.rows, rows)
+        clock, live, counted = graphs.clock, captured.live, self._tally.repeated[captured.rows, rows]
         shown = None if self._rows_each is None else rows * self._rows_each
         graph, note = captured.graph, hosts.note if hosts.possible else None
         replay, unchanged, last, kept, pointer = graph.replay, own_guard(()), None, None, 0

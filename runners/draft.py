@@ -13,7 +13,7 @@ from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
 from ..dataflow.tails import Number, Once, Pad, resolve_value
 from ..dataflow.views import make_view
-from .arguments import check_step, checked_by_slot, checked_names, declaration_of
+from .config import check_step, checked_by_slot, checked_names, declaration_of
 from .decode import RequestRunner
 from .graph_runner import DraftArguments, ExtendArguments
 from .pool import Chain

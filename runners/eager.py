@@ -2,29 +2,27 @@
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Unpack, final
+from typing import Any, Final, TypedDict, Unpack, final
 
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Sizes
 from ..dataflow.bucket import Absent
-from ..dataflow.buffers import BufferTurn
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from .config import EagerOptions, config_of
-from .coordination import Live
-from .decision import Decision
+from .config import config_of
 from .eagerly import Eagerly
-from .parts import Parts
+from .hooks import Live
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .runner import Runner
 from .stage import Lend, Stage, V, staged
+from .statistics import Decision
 
 NO_COPY_VARIABLE: Final = "SLOTGRAPH_EAGER_NO_COPY"
 _ALWAYS: Final = Decision("eager", None, "always_eager", "an eager runner captures nothing")
 
 
-class EagerArguments(EagerOptions, total=False):
+class EagerArguments(TypedDict, total=False):
     """What an eager runner takes beside its declaration and its step."""
 
     sizes: Sizes
@@ -33,6 +31,7 @@ class EagerArguments(EagerOptions, total=False):
     lend: Mapping[str, Lend]
     ranks: Ranks | None
     backend: str | Backend
+    no_copy: bool | None
 
 
 @final
@@ -77,11 +76,6 @@ class EagerRunner(Runner[V]):
         return self._own
 
     @property
-    def _turn(self) -> BufferTurn | None:
-        buffers = self._own.buffers
-        return None if buffers is None else buffers.turn
-
-    @property
     def no_copy(self) -> bool:
         """Whether the step sees the batch's own tensors."""
         return self._own.no_copy
@@ -90,11 +84,6 @@ class EagerRunner(Runner[V]):
     def nbytes(self) -> int:
         """Bytes of the buffers at their present capacity."""
         return self._own.nbytes
-
-    @property
-    def parts(self) -> Parts[V]:
-        """What it is made of, for tools that look at runners."""
-        return self._parts({}, (), None, None)
 
     def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Decision:
         del absent

@@ -20,9 +20,9 @@ from ..dataflow.sizing import Sizer
 from ..dataflow.slots import Slot
 from ..dataflow.sources import Side, look_up
 from ..dataflow.specialization import Specializations
-from .hostreads import HostReads
 from .running import Running, under_way
 from .stage import Stage, V
+from .traffic import HostReads
 
 
 class Eagerly(Generic[V]):

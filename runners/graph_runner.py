@@ -2,46 +2,49 @@
 
 import abc
 import functools
+import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Required, TypedDict
 
+import attrs
 import torch
 
 from ..backends.base import Backend
-from ..dataflow.axes import Axis, Dim, Sizes
+from ..dataflow.axes import BATCH, Axis, Dim, Sizes
 from ..dataflow.bucket import Absent
-from ..dataflow.buffers import Buffers, BufferTurn
+from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import Lowering
-from ..dataflow.errors import RankError
-from ..dataflow.plan import FillPlan
+from ..dataflow.computation import field_of
+from ..dataflow.errors import ConfigError, RankError, ReplayError
+from ..dataflow.explain import check_named
+from ..dataflow.plan import FillPlan, Pattern, plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
-from ..dataflow.sources import Side
+from ..dataflow.sources import Side, look_up
 from ..dataflow.specialization import Run, Specialization, Specializations
-from .arguments import checked_names, patterns_of
-from .bound import Holds, bind
-from .buckets import Buckets, Router
-from .capture import CaptureReport
-from .captured import Captured
-from .config import CaptureOptions, DecodeOptions, ExtendOptions, RunnerConfig, StackOptions
-from .coordination import Live
-from .decision import Decision, Path
+from .capture import Captured
+from .config import (
+    Buckets,
+    RunnerConfig,
+    Wanted,
+    checked_names,
+    patterns_of,
+)
 from .eagerly import Eagerly
-from .filler import Filler
-from .graphs import GraphSet, Order
-from .parts import Parts
+from .graphs import Filler, GraphSet, Order
+from .hooks import Live, watchers_of
 from .pool import Bindings, Phase, Seat
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
-from .runner import Filled, Runner
+from .runner import Filled, Holds, Runner, bind
 from .stage import Lend, Stage, V
-from .watching import watchers_of
+from .statistics import CaptureReport, Decision, Path, Why
 
 Finish = Callable[[Any], Any]
 """What follows the writes of a short way's fill: the rest of the step, given the batch; its outputs."""
 
 
-class CaptureArguments(CaptureOptions, total=False):
+class CaptureArguments(TypedDict, total=False):
     """What every runner that captures takes beside its declaration and its step: see `DecodeRunner`."""
 
     sizes: Sizes
@@ -53,10 +56,23 @@ class CaptureArguments(CaptureOptions, total=False):
     state: Iterable[torch.Tensor] | None
     ranks: Ranks | None
     backend: str | Backend
+    buckets: tuple[int, ...] | list[int]
+    max_batch: int
+    max_waste: float
+    warmups: int
+    progress: bool
+    debug: Wanted
+    sharing: bool | None
+    graphs: bool
+    lowering: str
+    lazy: bool
+    error_mode: str | None
 
 
-class StackArguments(CaptureArguments, StackOptions, total=False):
-    """Of a runner whose buckets are tokens."""
+class StackArguments(CaptureArguments, total=False):
+    """Of a runner whose buckets are tokens, up to `max_tokens`."""
+
+    max_tokens: int
 
 
 class DraftArguments(CaptureArguments, total=False):
@@ -65,16 +81,103 @@ class DraftArguments(CaptureArguments, total=False):
     bind: Bindings
 
 
-class ExtendArguments(DraftArguments, ExtendOptions, total=False):
-    """Of one that is made for a width."""
+class ExtendArguments(DraftArguments, total=False):
+    """Of one over the `width` tokens that each request brings after a verify."""
 
+    width: Required[int]
     output_rows: Axis | None
 
 
-class DecodeArguments(DraftArguments, DecodeOptions, total=False):
-    """Of one that has a width."""
+class DecodeArguments(DraftArguments, total=False):
+    """Of one whose buckets are requests of `width` tokens."""
 
+    width: int
     output_rows: Axis | None
+
+
+class Router:
+    """Decides for one runner which bucket a batch goes to, or why it runs eagerly.
+
+    enabled: whether anything is captured at all. leading: axes that the bucket decides. path: what a batch takes that
+    fits one.
+    """
+
+    def __init__(
+        self,
+        graphs: GraphSet[Any],
+        buckets: Buckets,
+        capacity: Sizes,
+        *,
+        enabled: bool,
+        leading: Collection[Axis],
+        path: Path,
+    ) -> None:
+        declaration = graphs.stage.declaration
+        self._graphs, self._buckets, self._enabled = graphs, buckets, enabled
+        self._fits = {rows: Decision(path, rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
+        self._counted = "rows" if BATCH in leading else "tokens"
+        own = [(place, axis) for place, axis in enumerate(declaration.varying) if axis not in leading]
+        self._limits = [(place, axis, capacity[axis]) for place, axis in own]
+        fields = declaration.fields.items()
+        self._fields = {name: field_of(None, name, seen) for name, seen in fields if seen is not attrs.NOTHING}
+
+    def decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
+        """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""
+        graphs, buckets, rows = self._graphs, self._buckets, live[-1]
+        report, bucket = graphs.report, buckets.fit(rows)
+        over = next(((live[place], axis, most) for place, axis, most in self._limits if live[place] > most), None)
+        why: Why
+        if report is None:
+            raise ReplayError("nothing is captured yet: call capture() first")
+        if not self._enabled:
+            why, reason = "disabled", "graphs are switched off, by graphs=False"
+        elif over is not None:
+            why, reason = "too_large", "{} rows on {} are more than the {} of every bucket".format(*over)
+        elif bucket is None:
+            why = "too_large"
+            reason = f"{rows} {self._counted} are more than the largest bucket, {buckets.largest}"
+        elif (share := buckets.waste(rows, bucket)) > buckets.max_waste:
+            why = "waste"
+            reason = f"bucket {bucket} would be {share:.0%} padding, over the limit of {buckets.max_waste:.0%}"
+        elif bucket in report.failed:
+            why, reason = "not_captured", report.failed[bucket]
+        elif not graphs.has(bucket, absent):
+            names = ", ".join(map(repr, sorted(absent)))
+            why = "absent"
+            reason = f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one"
+        elif name := self._differing(batch):
+            came, seen = _brief(look_up(batch, name)), self._fields[name]
+            why, reason = "field_differs", f"field {name!r} is {came}, not {seen!r}, with which graphs were captured"
+        else:
+            return self._fits[bucket]
+        return Decision("eager", None, why, reason)
+
+    @property
+    def decides_by_fields(self) -> bool:
+        """Whether some fields must have the values that graphs saw."""
+        return bool(self._fields)
+
+    def same_fields(self, batch: Any) -> bool:
+        """Whether all of them do."""
+        return not self._differing(batch)
+
+    def _differing(self, batch: Any) -> str:
+        """The first field whose value in the batch is not the one that graphs saw, or nothing."""
+        for name, captured in self._fields.items():
+            value = look_up(batch, name)
+            if value is not None and not _same(value, captured):
+                return name
+        return ""
+
+
+def _same(value: Any, captured: Any) -> bool:
+    """Whether two field values are one; a tensor or an array, of which `==` makes another, is never the same."""
+    return value is captured or (not hasattr(value, "shape") and bool(value == captured))
+
+
+def _brief(value: Any) -> str:
+    """A field's value in a sentence; of a tensor or an array its kind alone, which asks no device."""
+    return type(value).__name__ if hasattr(value, "shape") else reprlib.repr(value)
 
 
 class GraphRunner(Runner[V]):
@@ -115,23 +218,27 @@ class GraphRunner(Runner[V]):
         self.buckets = buckets
         self._leading = tuple(leading)
         self._rows_each, self.cuts = rows_each, rows_each is not None
-        self._sizes = {rows: stage.padded(counts(rows), said) for rows in buckets.sizes}
-        self._capacity = self._sizes[buckets.largest]
+        sizes = {rows: stage.padded(counts(rows), said) for rows in buckets.sizes}
+        self._capacity = sizes[buckets.largest]
         config.check(stage.backend.capabilities)
         self._carry = checked_names("carry", given.get("carry", ()))
         stage.declaration.carrying(self._carry)
-        self._patterns = patterns_of(stage.declaration, given.get("absent", ()))
+        patterns = patterns_of(stage.declaration, given.get("absent", ()))
         size = Sizer(stage.declaration, relations, self._capacity, lead)
-        coordinator = coordinator_of(stage.declaration, type(self).__name__, config, self._sizes, lead)
+        coordinator = coordinator_of(stage.declaration, type(self).__name__, config, sizes, lead)
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
+        self._sizes, self._patterns = sizes, patterns
         phase = given.get("phase")
-        self.seat = Seat(self.name, stage, self._capacity, given.get("bind", {}), phase, sharing=config.sharing)
+        self.seat: Seat[V] = Seat(  # pyright: ignore[reportIncompatibleVariableOverride] - never None here
+            self.name, stage, self._capacity, given.get("bind", {}), phase, sharing=config.sharing
+        )
         if phase is None:
             _ = self._router, self._eager  # what is wrong with them is said now
 
-    def _graph_set(self, buffers: Buffers, filler: Filler[V]) -> GraphSet[V]:
-        """The graphs over these buffers, none of them captured yet."""
-        return GraphSet(self.stage, buffers, filler, rows_each=self._rows_each, modes=self.config.modes)
+    def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
+        """What of a step is captured, as arguments of `GraphSet`: here the whole step."""
+        del buffers
+        return {}
 
     def _viewer(self, ready: Ready) -> Callable[[Any], V]:
         """A call that makes the view of a batch that was filled."""
@@ -151,31 +258,23 @@ class GraphRunner(Runner[V]):
         return self.config.lowering
 
     @functools.cached_property
-    def graphs(self) -> GraphSet[V]:
+    def graphs(self) -> GraphSet[V]:  # pyright: ignore[reportIncompatibleMethodOverride] - a property that is kept
         """The captured buckets, and the buffers that they read; those of a pool are laid out when first asked for."""
-        config, buffers, sizes = self.config, self.seat.buffers(), list(self._sizes.values())
-        made, mode = (self.stage, buffers, self._lowering, sizes), config.error_mode
-        return self._graph_set(buffers, Filler(*made, modes=config.modes, error_mode=mode, table=self._table))
+        config, stage, buffers = self.config, self.stage, self.seat.buffers()
+        made, modes = (stage, buffers, self._lowering, [*self._sizes.values()]), config.modes
+        filler = Filler(*made, modes=modes, error_mode=config.error_mode, table=self._table)
+        order = Order(config, self._sizes if config.graphs else {}, self._patterns, self.name, self.coordinator)
+        return GraphSet(stage, buffers, filler, order, rows_each=self._rows_each, **self._captures(buffers))
 
     @functools.cached_property
     def _router(self) -> Router:
-        graphs, enabled = self.graphs, self.config.graphs
-        known = self.stage.declaration, self.buckets, self._capacity, graphs.has, lambda: graphs.report
+        known, enabled = (self.graphs, self.buckets, self._capacity), self.config.graphs
         return Router(*known, enabled=enabled, leading=self._leading, path=self._tally.path)
 
     @functools.cached_property
     def _eager(self) -> Eagerly[V]:  # pyright: ignore[reportIncompatibleMethodOverride] - a property that is kept
         made = self.stage, self.name, self._size
         return Eagerly(*made, carry=self._carry, buffers=self.graphs.buffers, table=self._table)
-
-    @property
-    def _turn(self) -> BufferTurn:
-        return self.graphs.buffers.turn
-
-    @property
-    def parts(self) -> Parts[V]:
-        """What it is made of, for tools that look at runners."""
-        return self._parts(self._sizes, self._patterns, self.graphs, self.seat)
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it.
@@ -185,8 +284,7 @@ class GraphRunner(Runner[V]):
         """
         try:
             with self._gate.open():
-                order = Order.of(self.config, self._sizes, self._patterns, self.name, self.coordinator)
-                return self.graphs.capture(order)
+                return self.graphs.capture()
         finally:
             self._debug()
             self._bound = self._bound_steps()
@@ -226,31 +324,18 @@ class GraphRunner(Runner[V]):
 
         ConfigError where there is no such bucket or slot.
         """
-        foreign = self.graphs.buffers.foreign
-        return self.stage.plan(self._sizes, bucket, self.lowering, absent, in_place, hosted, foreign)
+        declaration, sizes = self.stage.declaration, self._sizes.get(bucket)
+        check_named(declaration, absent, in_place, hosted)
+        if sizes is None:
+            known = ", ".join(map(str, sorted(self._sizes)))
+            raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")
+        pattern, foreign = Pattern(absent, in_place, hosted), self.graphs.buffers.foreign
+        capabilities = self.stage.backend.capabilities
+        return plan_fill(declaration, sizes, capabilities, pattern, lowering=self.lowering, foreign=foreign)
 
     def decide(self, batch: Any, **side: Any) -> Decision:
         """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
         return self._router.decide(self._size(batch, side), self.stage.absent(batch, side), batch)
-
-    @property
-    def _late(self) -> int:
-        return self.graphs.filler.late
-
-    def _begin(self) -> None:
-        graphs = self.graphs
-        graphs.buffers.turn.fills += 1
-        graphs.filler.order()
-
-    def _undo(self) -> None:
-        self.graphs.buffers.turn.fills -= 1
-
-    def _order(self) -> None:
-        self.graphs.filler.order()
-
-    def _broke_off(self) -> None:
-        super()._broke_off()
-        self.graphs.buffers.distrust()
 
     def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Captured | Decision:
         own, graphs, coordinator = self._router.decide(live, absent, batch), self.graphs, self.coordinator
@@ -288,7 +373,7 @@ class GraphRunner(Runner[V]):
         if isinstance(route, Decision):
             return super()._run(filled)
         outputs = self._run_graph(filled, route)
-        self._tally.replayed(route.rows, filled.rows)
+        self._tally.stepped(route.rows, filled.rows)
         return outputs
 
     def _repeats(self, filled: Filled[V]) -> bool:
@@ -314,7 +399,7 @@ class GraphRunner(Runner[V]):
             turn=graphs.buffers.turn,
             times=self._tally.buckets[captured.rows].times,
             graphs=graphs,
-            hosts=filler.hosts if filler.hosts.possible else None,
+            hosts=filler.hosts,
             launch=launch,
             device=() if self.is_whole else ready.device,
             holds=self._holds(),

@@ -1,5 +1,6 @@
-"""The graphs of one runner: what is captured of each bucket, and how it is replayed."""
+"""The graphs of one runner: how a bucket is filled, what is captured of it, and how it is replayed."""
 
+import collections
 import contextlib
 import functools
 import sys
@@ -10,73 +11,215 @@ from typing import Any, Generic
 import attrs
 import torch
 
+from ..backends.base import Fusion
+from ..dataflow import log
 from ..dataflow.axes import Sizes
-from ..dataflow.bucket import Absent
+from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.buffers import Buffers, at_rest, overlaps, span
-from ..dataflow.errors import CaptureError, ReplayError
-from ..dataflow.ready import Ready
+from ..dataflow.capabilities import Lowering, chosen_lowering
+from ..dataflow.errors import CaptureError, ConfigError, ReplayError
+from ..dataflow.packet import WORD, Feed, table_of
+from ..dataflow.plan import FUSED, plan_fill
+from ..dataflow.ready import Lanes, Ready, most_for_copies
 from ..dataflow.slots import Output
+from ..dataflow.sources import Side
+from ..dataflow.specialization import Specializations
 from .capture import (
-    CaptureReport,
-    MemoryAccount,
+    FORKS,
+    Captured,
+    Filling,
     capture_step,
-    driver_bytes,
+    clock_of,
     frozen_garbage,
-    log_capture,
     progress_over,
     told_as_capture_error,
     warm_up,
-    warn_of_many,
 )
-from .captured import FORKS, Captured, Filling, clock_of
-from .config import ADDRESSES, GENERATIONS, RunnerConfig
-from .coordination import Coordinator
-from .filler import Filler
+from .config import ADDRESSES, GENERATIONS, OFF, STREAMS, RunnerConfig
 from .holdings import Holdings
+from .hooks import Coordinator
 from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .running import Running, under_way
 from .stage import Stage, V
 from .state import State, check_writes
+from .statistics import CaptureReport, MemoryAccount
+from .traffic import HostReads
 
 
-@attrs.frozen
-class Order:
-    """What is to be captured: buckets and their sizes, patterns of absent slots, and how.
+class Filler(Generic[V]):
+    """Fills a runner's buckets by one lowering, and by the next where a batch asks for it.
 
-    warmups: runs before each capture, of which the look at the step's state may be the first.
+    modes: of debugging: order sources of other streams. table: where buckets keep their specializations. lowered: fills
+    by each lowering. detours: why batches were filled by a later one than chosen. late: when something was last
+    captured in the middle of a fill, whose time then says nothing of fills, by `perf_counter_ns`.
     """
 
+    def __init__(
+        self,
+        stage: Stage[V],
+        buffers: Buffers,
+        lowering: str,
+        buckets: "list[Sizes]",
+        *,
+        modes: frozenset[str] = OFF,
+        error_mode: str | None = None,
+        table: Specializations | None = None,
+    ) -> None:
+        self.stage = stage
+        self.buffers = buffers
+        self.lowering: Lowering = chosen_lowering(stage.backend.capabilities, lowering)
+        self.lowered: collections.Counter[str] = collections.Counter()
+        self.detours: collections.Counter[str] = collections.Counter()
+        self.late = 0
+        self._orders_sources = STREAMS in modes
+        self._error_mode = error_mode
+        self._tables = 0
+        self._table = Specializations(stage.declaration) if table is None else table
+        self.stream = stage.backend.stream_key()
+        buffers.turn.stream = self.stream()
+        self.hosts = HostReads(stage.backend, buffers)
+        self._fusion = self._fusion_of(stage) if self.lowering in FUSED else None
+        self._feed = Feed(stage.backend.upload, max(map(self._most, buckets), default=WORD))
+        if self._fusion is not None:
+            _ = self._feed.upload
+
+    @staticmethod
+    def _fusion_of(stage: Stage[V]) -> Fusion:
+        fusion = stage.backend.fusion()
+        if fusion is None:
+            raise ConfigError(f"backend {stage.backend.name!r} names fused lowerings, but fusion() gives none")
+        return fusion
+
+    def _most(self, sizes: Sizes) -> int:
+        """Bytes of the largest packet that a bucket may ask for."""
+        declaration, capabilities = self.stage.declaration, self.stage.backend.capabilities
+        most = most_for_copies(declaration, sizes, capabilities) if capabilities.packed_uploads else WORD
+        if self._fusion is None:
+            return most
+        plan = plan_fill(declaration, sizes, capabilities, lowering=self.lowering, foreign=self.buffers.foreign)
+        return max(most, Lanes.of(plan, declaration, self.buffers).most)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tables, of the packet, and of the host memory that uploads start from."""
+        return self._tables + self._feed.nbytes
+
+    def make(self, sizes: Sizes, absent: Absent) -> Filling:
+        """A bucket with all that fills it but what must be captured."""
+        stage, fusion = self.stage, self._fusion
+        capabilities = stage.backend.capabilities
+        feed = self._feed if capabilities.packed_uploads or fusion is not None else None
+        over = stage.declaration, sizes, capabilities, self.buffers
+        bucket = Bucket(*over, lowering=self.lowering, feed=feed, table=self._table)
+        lanes = bucket.planned(absent).lanes
+        if fusion is None or lanes is None:
+            return Filling(bucket)
+        rows = table_of(lanes.lanes, fusion.block, lanes.owner)
+        with torch.inference_mode(mode=False):
+            table = torch.from_numpy(rows).to(stage.backend.device)
+        self._tables += table.nbytes
+        targets = [lane.target for lane in lanes.lanes]
+        return Filling(bucket, table, fusion.kernel(table, self._feed.upload.packet, targets))
+
+    def capture_alone(self, filling: Filling, *, warm: bool = False) -> None:
+        """Capture the kernel by itself; where it is a step's first node too, it must not run there a second time."""
+        backend, kernel = self.stage.backend, filling.kernel
+        with torch.inference_mode(mode=False):
+            armed = self._feed.upload.packet[:WORD].view(torch.int64)
+
+        def alone() -> None:
+            kernel()
+            if self.lowering == "in_graph":
+                armed.zero_()
+
+        if warm:
+            warm_up(backend, alone)
+        filling.alone = capture_step(backend, alone, pool=backend.pool(), error_mode=self._error_mode)
+
+    def captured_late(self) -> None:
+        """Something was captured that had been put off."""
+        self.late = time.perf_counter_ns()
+
+    def first_node(self, filling: Filling) -> None:
+        """Run what a step's graph begins with."""
+        if self.lowering == "in_graph":
+            filling.kernel()
+
+    def rest(self) -> None:
+        """Have the kernel leave the slots alone until a batch comes."""
+        self._feed.disarm()
+
+    def order(self) -> None:
+        """Let a step that comes on another stream than the last one wait for it: both use the same memory."""
+        turn, stream = self.buffers.turn, self.stream()  # asked once: it takes longer than all that follows
+        if turn.stream != stream:
+            turn.stream = self.follow(turn.stream)
+        for other in turn.neighbours:
+            if other.stream != stream:
+                self.follow(other.stream)
+
+    def follow(self, last: int | None) -> int:
+        """Let what comes now wait for what was handed to another stream, where there is one; the current stream."""
+        stream = self.stream()
+        if last is not None and stream != last:
+            self.stage.backend.order(last, stream)
+        return stream
+
+    def fill(
+        self, filling: Filling, batch: Any, live: tuple[int, ...], absent: Absent, side: Side, *, whole: bool
+    ) -> Ready:
+        """Fill a bucket. whole: the step's graph is replayed at once, and may do what is its own part of the fill.
+
+        Raises MissingSourceError and BatchError before anything is written.
+        """
+        if self.hosts.possible:
+            self.hosts.wait()
+        backend, here = self.stage.backend, self.stream()
+        foreign = self._foreign(filling, batch, side) - {here} if self._orders_sources else ()
+        for stream in foreign:  # after what they wrote
+            backend.order(stream, here)
+        fill = filling.bucket.fill_slot_by_slot if self.lowering == "slot_by_slot" else filling.bucket.fill
+        ready = fill(batch, live, absent, side)
+        if whole and not foreign and self.lowering == "in_graph":
+            self.lowered["in_graph"] += 1
+        else:  # a kernel in the graph reads sources later
+            self.launched(filling)
+        for stream in foreign:  # before what they write next
+            backend.order(here, stream)
+        if foreign:
+            self.detours["foreign_stream"] += 1
+        return ready
+
+    def launched(self, filling: Filling) -> None:
+        """Count a fill, and launch the kernel now where there is one."""
+        if filling.kernel is None:
+            self.lowered[self.lowering] += 1
+            return
+        self.lowered["fused"] += 1
+        if filling.alone is None:  # the first time: a graph that does it itself has no need of this before
+            self.capture_alone(filling)
+            self.captured_late()
+        if filling.alone is not None:
+            filling.alone.replay()
+        if self.lowering == "in_graph":
+            self._feed.was_disarmed()
+
+    def _foreign(self, filling: Filling, batch: Any, side: Side) -> frozenset[int]:
+        """The streams that sources' memory belongs to."""
+        sources, device = filling.bucket.gather(batch, side), self.stage.backend.device
+        tensors = [one for one in sources if isinstance(one, torch.Tensor) and one.device == device and one.numel()]
+        return frozenset(self.stage.backend.streams_of(tensors))
+
+
+@attrs.frozen(eq=False)
+class Order:
+    """What is to be captured of the runner of that name: buckets and their sizes, and patterns of absent slots."""
+
+    config: RunnerConfig
     buckets: Mapping[int, Sizes]
     patterns: Collection[Absent]
-    warmups: int
-    error_mode: str | None
-    progress: bool
-    lazy: bool
     runner: str
     coordinator: Coordinator
-
-    @classmethod
-    def of(
-        cls,
-        config: RunnerConfig,
-        buckets: Mapping[int, Sizes],
-        patterns: Collection[Absent],
-        runner: str,
-        coordinator: Coordinator,
-    ) -> "Order":
-        """What a configuration asks for: none where its graphs are off. Of several ranks one shows a bar."""
-        wanted = buckets if config.graphs else {}
-        shown = config.progress and coordinator.rank == 0
-        return cls(wanted, patterns, config.warmups, config.error_mode, shown, config.lazy, runner, coordinator)
-
-    def warmups_after_look(self) -> int:
-        """Runs between the look and the capture.
-
-        The look is a warm-up where nothing can be compiled: compiled functions run as they were written under it. Of
-        several ranks all run a step equally often, whatever each has imported.
-        """
-        looked = self.coordinator.size == 1 and "torch._dynamo" not in sys.modules
-        return max(0, self.warmups - 1) if looked else self.warmups
 
 
 Key = tuple[int, Absent]
@@ -89,11 +232,10 @@ Recipe = Callable[[Filling, Absent, Look], tuple[Callable[[], Any], State]]
 class GraphSet(Generic[V]):
     """The graphs of one runner over one set of buffers.
 
-    rows_each: output rows for each row of the leading axis, or None where outputs are handed out whole.
-    modes: of debugging: stamp outputs, and check addresses at each replay instead of the first only. recipe: makes what
-    is captured of a bucket; the whole step, where it is not given. holder: what reaches the tensors that graphs read
-    beside slots; the step, where no recipe is given. parameters: slots whose values each replay hands to its graph,
-    by the operator's argument; all that are declared, where it is not given.
+    rows_each: output rows for each row of the leading axis, or None where outputs are handed out whole. recipe: makes
+    what is captured of a bucket; the whole step, where it is not given. holder: what reaches the tensors that graphs
+    read beside slots; the step, where no recipe is given. parameters: slots whose values each replay hands to its
+    graph, by the operator's argument; all that are declared, where it is not given.
     """
 
     def __init__(
@@ -101,9 +243,9 @@ class GraphSet(Generic[V]):
         stage: Stage[V],
         buffers: Buffers,
         filler: Filler[V],
+        order: Order,
         *,
         rows_each: int | None,
-        modes: frozenset[str],
         recipe: "Recipe | None" = None,
         holder: Callable[..., Any] | None = None,
         parameters: Mapping[str, str] | None = None,
@@ -115,13 +257,14 @@ class GraphSet(Generic[V]):
         self._pool = stage.backend.pool()
         self.clock = clock_of(self._pool)
         self.rows_each = rows_each
+        modes = order.config.modes
         self._stamps, self._verifies = GENERATIONS in modes, ADDRESSES in modes
         self._holder = stage.step if recipe is None else holder
         self.holdings = Holdings(self._holder)
         self._recipe = self._whole_step if recipe is None else recipe
         self._parameters = stage.declaration.parameters if parameters is None else parameters
         self._captured: dict[Key, Captured] = {}
-        self._order: Order | None = None
+        self._order = order
         self._forks = FORKS.count
 
     @property
@@ -135,26 +278,28 @@ class GraphSet(Generic[V]):
 
     def get(self, bucket: int | None, absent: Absent) -> Captured | None:
         """The graph of one bucket and pattern, captured now if that was put off; None where there is none."""
-        captured = self._captured.get((bucket, absent)) if bucket is not None else None
-        if captured is None and bucket is not None and self._is_pending(bucket, absent):
-            return self._capture_late(bucket, absent)
-        return captured
+        if bucket is None:
+            return None
+        if (bucket, absent) not in self._captured and self._is_pending(bucket, absent):
+            self._capture_buckets([bucket], late=True)
+            self.filler.captured_late()
+        return self._captured.get((bucket, absent))
 
-    def capture(self, order: Order) -> CaptureReport:
+    def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first, for every pattern. CaptureError at the end if some failed.
 
-        A bucket that fails is left out and the others stay usable. A lazy order captures nothing yet.
+        A bucket that fails is left out and the others stay usable. With the option `lazy` nothing is captured yet.
         """
         if self.report is not None:
             raise CaptureError(
                 "this runner is captured already: its addresses are sealed; make a new runner to capture again"
             )
-        backend, runner = self.stage.backend, order.runner
-        warn_of_many(len(order.buckets) * len(order.patterns), backend.capabilities.graphs_hint, runner)
+        order, borne = self._order, self.stage.backend.capabilities.graphs_hint
+        wanted = len(order.buckets) * len(order.patterns)
+        if borne is not None and wanted > borne:  # which is said before minutes are spent on them
+            log.warning("many_graphs", runner=order.runner, wanted=wanted, borne=borne)
         order.coordinator.meet(f"captures begin, of buckets {', '.join(map(str, order.buckets)) or 'none'}")
-        self._order = order
-        buckets = [] if order.lazy else sorted(order.buckets, reverse=True)
-        report, failed = self._capture_buckets(order, buckets, late=False)
+        report, failed = self._capture_buckets(() if order.config.lazy else sorted(order.buckets, reverse=True))
         self._forks = FORKS.count
         if failed:
             message = f"{len(failed)} of {len(order.buckets)} buckets were not captured and run eagerly: "
@@ -162,42 +307,35 @@ class GraphSet(Generic[V]):
         return report
 
     def _capture_buckets(
-        self, order: Order, buckets: Sequence[int], *, late: bool
+        self, buckets: Sequence[int], *, late: bool = False
     ) -> tuple[CaptureReport, list[CaptureError]]:
         """Capture some buckets; the report, and the errors of those that failed. late: a batch has come for them."""
-        start, before, known = time.perf_counter(), self.stage.backend.memory(), self.report
-        errors = list[CaptureError]()
-        reasons = {} if known is None else dict(known.failed)
+        backend, order, errors = self.stage.backend, self._order, list[CaptureError]()
+        start, before = time.perf_counter(), backend.memory()
+        known = self.report or CaptureReport((), {}, 0.0, self.memory())
+        reasons, shows = dict(known.failed), order.config.progress and order.coordinator.rank == 0 and not late
         with frozen_garbage(), self._at_rest(always=late):
-            for rows in progress_over(buckets, self.stage.backend, show=order.progress and not late):
+            for rows in progress_over(buckets, backend, show=shows):
                 try:
-                    self._capture_bucket(rows, order)
+                    self._capture_bucket(rows)
                 except CaptureError as error:
                     errors.append(error)
                     reasons[rows] = str(error)
         if buckets and self._holder is not None and all(one.graph.is_recorded for one in self._captured.values()):
             self.holdings = self.holdings.joined(Holdings.of(self._holder))
-        seconds, driver = time.perf_counter() - start, driver_bytes(before, self.stage.backend.memory())
-        if known is not None:
-            seconds, driver = seconds + known.seconds, driver + known.driver
+        seconds, after = known.seconds + time.perf_counter() - start, backend.memory()
+        driver = max(0, (before.free - after.free) - (after.allocated - before.allocated)) + known.driver
         done = tuple(sorted({rows for rows, _ in self._captured}))
         self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver)
-        log_capture(report, order.runner)
+        report.log(order.runner)
         return report, errors
 
     def _is_pending(self, bucket: int | None, absent: Absent) -> bool:
+        """Whether a bucket is captured once the first batch comes for it; never again where that failed."""
         order, report = self._order, self.report
-        if order is None or report is None or not order.lazy or bucket in report.failed:
+        if report is None or not order.config.lazy or bucket in report.failed:
             return False
         return bucket in order.buckets and absent in order.patterns
-
-    def _capture_late(self, rows: int, absent: Absent) -> Captured | None:
-        """Capture a bucket whose first batch has come; None, and never again, where it fails."""
-        if self._order is None:
-            return None
-        self._capture_buckets(self._order, [rows], late=True)
-        self.filler.captured_late()
-        return self._captured.get((rows, absent))
 
     def _at_rest(self, *, always: bool) -> contextlib.AbstractContextManager[None]:
         """Initial values in the buffers, as at first, where a fill or another runner of a pool may have been since."""
@@ -206,12 +344,12 @@ class GraphSet(Generic[V]):
         wanted = always or any(buffer.pooled for buffer in self.buffers)
         return at_rest(self.buffers, self.stage.backend.capabilities) if wanted else contextlib.nullcontext()
 
-    def _capture_bucket(self, rows: int, order: Order) -> None:
+    def _capture_bucket(self, rows: int) -> None:
         """Capture one bucket for every pattern. CaptureError, with nothing of it kept, also of another rank."""
-        gradients = torch.is_grad_enabled()
+        order, gradients = self._order, torch.is_grad_enabled()
         try:
             for absent in sorted(order.patterns, key=sorted):
-                self._captured[rows, absent] = self._capture(rows, absent, order)
+                self._captured[rows, absent] = self._capture(rows, absent)
             failed = order.coordinator.meet(f"captured bucket {rows}")
         except CaptureError as error:
             order.coordinator.meet(f"captured bucket {rows}", error)
@@ -228,32 +366,36 @@ class GraphSet(Generic[V]):
         self._captured = {key: one for key, one in self._captured.items() if key[0] != rows}
         self.buffers.distrust()
 
-    def _capture(self, rows: int, absent: Absent, order: Order) -> Captured:
-        stage, filler = self.stage, self.filler
+    def _capture(self, rows: int, absent: Absent) -> Captured:
+        stage, filler, order = self.stage, self.filler, self._order
         filling = filler.make(order.buckets[rows], absent)
         filler.rest()
         as_warm_up = functools.partial(order.coordinator.warm_up, backend=stage.backend)
         step, state = self._recipe(filling, absent, lambda run: self._look(as_warm_up(run), absent))
-        for _ in range(order.warmups_after_look()):
+        for _ in range(self._warmups_after_look()):
             with told_as_capture_error(), state.kept():
                 warm_up(stage.backend, as_warm_up(step))
         views = self._whole(filling, absent).views  # of an optional slot that is absent, None
         named = ((argument, views[name]) for argument, name in self._parameters.items())
         parameters = {argument: view for argument, view in named if view is not None}
         with told_as_capture_error(), state.kept():
-            graph = capture_step(
-                stage.backend,
-                step,
-                pool=self._pool,
-                error_mode=order.error_mode,
-                parameters=parameters,
-            )
+            mode = order.config.error_mode
+            graph = capture_step(stage.backend, step, pool=self._pool, error_mode=mode, parameters=parameters)
         if self.rows_each is not None:
             check_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
         if filler.lowering == "fused":
             filler.capture_alone(filling, warm=True)
         _ = self.buffers.addresses
         return Captured(rows, filling, graph, step)
+
+    def _warmups_after_look(self) -> int:
+        """Runs between the look and the capture.
+
+        The look is a warm-up where nothing can be compiled: compiled functions run as they were written under it. Of
+        several ranks all run a step equally often, whatever each has imported.
+        """
+        looked = self._order.coordinator.size == 1 and "torch._dynamo" not in sys.modules
+        return max(0, self._order.config.warmups - looked)
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
         """Run the whole step once: its first warm-up. What it changes beside its slots, which is put back.

@@ -1,5 +1,6 @@
 """Holdings: the tensors that a step reaches without its view (closures, globals, attributes), and where they lay."""
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -135,6 +136,11 @@ def _place(storage: torch.UntypedStorage) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
+def _has_address(tensor: torch.Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+    return plain and tensor.numel() > 0
+
+
 def _holdings(root: Any) -> Iterator[Holding]:
     seen, todo = set[int](), [(root, _START)]
     while todo and len(seen) < MOST:
@@ -149,56 +155,36 @@ def _holdings(root: Any) -> Iterator[Holding]:
                 kept_by_others = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # torch's own
                 yield Holding(way, (id(one), one.data_ptr()), kept_by_others, _place(storage), text)
         elif way.depth < DEPTH:
-            inside = (step for step in _inside(one) if not isinstance(step[2], _CLOSED))
-            todo += [(inner, Way(way.path + said, way.depth + 1, way, lead)) for said, lead, inner in inside]
+            for said, lead in _leads(one):
+                with contextlib.suppress(*_LOST):  # such as a closure's variable that is not bound yet
+                    if not isinstance(inner := lead(one), _CLOSED):
+                        todo.append((inner, Way(way.path + said, way.depth + 1, way, lead)))
 
 
-def _has_address(tensor: torch.Tensor) -> bool:
-    plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
-    return plain and tensor.numel() > 0
-
-
-def _inside(one: Any) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
+def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     """What an object leads to: what its author calls that, and how it is reached."""
     if isinstance(one, types.FunctionType):
-        for place, name in enumerate(one.__code__.co_freevars):
-            try:
-                yield f".{name}", functools.partial(_cell, place), _cell(place, one)
-            except ValueError:  # not bound yet
-                continue
-        named = (name for name in one.__code__.co_names if name in one.__globals__)
-        yield from (
-            (f".{name}", functools.partial(_held, "__globals__", name), one.__globals__[name]) for name in named
-        )
-        yield "", attrgetter("__wrapped__"), getattr(one, "__wrapped__", None)
+        code = one.__code__
+        yield from ((f".{name}", functools.partial(_cell, place)) for place, name in enumerate(code.co_freevars))
+        yield from ((f".{name}", functools.partial(_held, "__globals__", name)) for name in code.co_names)
+        yield "", attrgetter("__wrapped__")
     elif isinstance(one, types.MethodType):
-        yield ".self", attrgetter("__self__"), one.__self__
-        yield "", attrgetter("__func__"), one.__func__
+        yield from ((".self", attrgetter("__self__")), ("", attrgetter("__func__")))
     elif isinstance(one, functools.partial):
-        yield from (("", attrgetter(name), getattr(one, name)) for name in ("func", "args", "keywords"))
+        yield from (("", attrgetter(name)) for name in ("func", "args", "keywords"))
     elif isinstance(one, Mapping | list | tuple):
-        items = list(one.items()) if isinstance(one, Mapping) else enumerate(one)
-        yield from ((f"[{key!r}]", itemgetter(key), value) for key, value in items if _is_looked_into(key, value))
+        keys = list(one) if isinstance(one, Mapping) else range(len(one))
+        yield from ((f"[{key!r}]", itemgetter(key)) for key in keys if isinstance(key, str | int))
     else:
-        yield from _attributes(one)
-
-
-def _is_looked_into(key: Any, value: Any) -> bool:
-    return isinstance(key, str | int) and not isinstance(value, _CLOSED)
-
-
-def _attributes(one: Any) -> Iterator[tuple[str, Callable[[Any], Any], Any]]:
-    for kind in type(one).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in [slots] if isinstance(slots, str) else slots:
-            yield f".{name}", attrgetter(name), getattr(one, name, None)
-    held: dict[str, Any] = getattr(one, "__dict__", {})
-    is_module = isinstance(one, nn.Module)
-    for name, value in held.items():
-        if is_module and name in _MODULE:
-            yield from ((f".{key}", functools.partial(_held, name, key), inner) for key, inner in value.items())
-        elif not (is_module and name.startswith("_")):
-            yield f".{name}", functools.partial(_held, "__dict__", name), value
+        for kind in type(one).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            yield from ((f".{name}", attrgetter(name)) for name in ([slots] if isinstance(slots, str) else slots))
+        held, is_module = getattr(one, "__dict__", {}), isinstance(one, nn.Module)
+        for name in held:
+            if is_module and name in _MODULE:
+                yield from ((f".{key}", functools.partial(_held, name, key)) for key in held[name])
+            elif not (is_module and name.startswith("_")):
+                yield f".{name}", functools.partial(_held, "__dict__", name)
 
 
 def _cell(place: int, function: types.FunctionType) -> Any:

@@ -9,15 +9,15 @@ from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Bound
 from ..dataflow.capabilities import AUTO, Lowering
 from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError
-from ..dataflow.explain import check_optional
+from ..dataflow.explain import check_named
 from ..dataflow.plan import FillPlan
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
-from .arguments import checked_by_slot, checked_sizes
-from .captured import Filling
-from .exclusive import Gate
-from .filler import Filler
+from .capture import Filling
+from .config import checked_by_slot, checked_sizes
+from .graphs import Filler
+from .running import Gate
 from .stage import NO_BINDINGS, NO_SIZES, Stage, V
 
 NONE_ABSENT: Final[Collection[str]] = ()
@@ -209,9 +209,8 @@ class InputBuffers(Generic[V]):
 
     def _key(self, padded: Sizes, absent: Collection[str]) -> _Key:
         """Padded sizes by varying axis, and absent slots. ConfigError where they do not fit."""
-        pattern = (
-            absent if isinstance(absent, frozenset) else frozenset(check_optional(self._stage.declaration, absent))
-        )
+        if not isinstance(absent, frozenset):
+            check_named(self._stage.declaration, absent)
         for axis, size in checked_sizes(padded).items():
             most = self.capacity.get(axis)
             if most is None or (axis.fixed and size != most):
@@ -220,7 +219,9 @@ class InputBuffers(Generic[V]):
                 )
             if size > most:
                 raise ConfigError(f"padded size {size} of {axis} is more than its capacity, {most}")
-        return tuple(padded.get(axis, self.capacity[axis]) for axis in self._stage.declaration.varying), pattern
+        return tuple(padded.get(axis, self.capacity[axis]) for axis in self._stage.declaration.varying), frozenset(
+            absent
+        )
 
     def _axes(self) -> str:
         return ", ".join(axis.name for axis in self._stage.declaration.varying)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, get_args
 
 from ..dataflow.capabilities import LADDER
 from ..dataflow.errors import ConfigError
-from .decision import EVERY, FillTimes, FillTimesData, Why
 from .runner import Runner
-from .statistics import Statistics
+from .statistics import EVERY, FillTimes, FillTimesData, Statistics, Why
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

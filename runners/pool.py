@@ -13,8 +13,8 @@ from ..dataflow.buffers import Bound, Buffers, BufferTurn, Exclusive, Ledger, Sh
 from ..dataflow.capabilities import resolve_dtype
 from ..dataflow.errors import ConfigError
 from ..dataflow.sharing import Carry, Layout, Member, Schedule, lay_out
-from .arguments import check_slots, checked, checked_by_slot, checked_names
-from .exclusive import Unique
+from .config import check_slots, checked, checked_by_slot, checked_names
+from .running import Unique
 from .stage import Stage, V
 
 

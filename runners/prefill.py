@@ -11,12 +11,9 @@ from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import chosen_lowering
 from ..dataflow.errors import ConfigError, ReplayError
 from ..dataflow.ready import Ready
-from .arguments import check_step
-from .captured import Captured
-from .config import config_of
-from .filler import Filler
+from .capture import Captured
+from .config import check_step, config_of
 from .graph_runner import Finish, GraphRunner, StackArguments
-from .graphs import GraphSet
 from .outputs import live_rows, map_tensors
 from .runner import Filled
 from .stacked.capture import Boundary, Part, StackCapture, live_viewer
@@ -61,7 +58,7 @@ class StackRunner(GraphRunner[V]):
         super().__init__(
             config,
             stage,
-            config.token_ladder(),
+            config.ladder(of_tokens=True),
             lambda tokens: {TOKENS: tokens, BATCH: config.max_batch},
             given,
             said="max_batch= and buckets=",
@@ -80,20 +77,12 @@ class StackRunner(GraphRunner[V]):
         lowering = chosen_lowering(self.stage.backend.capabilities, self.config.lowering)
         return "fused" if lowering == "in_graph" else lowering  # what runs before the graphs reads the slots, too
 
-    def _graph_set(self, buffers: Buffers, filler: Filler[V]) -> GraphSet[V]:
+    def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
         stage, slots = self.stage, self.stage.declaration.slots
         capturing = StackCapture(stage, self._boundary, buffers, self.output_rows)
         handed = stage.declaration.parameters.items()  # those over requests are for breaks: no graph knows of requests
-        return GraphSet(
-            stage,
-            buffers,
-            filler,
-            rows_each=None,
-            modes=self.config.modes,
-            recipe=capturing,
-            holder=capturing.holder,
-            parameters={argument: name for argument, name in handed if BATCH not in slots[name].axes},
-        )
+        parameters = {argument: name for argument, name in handed if BATCH not in slots[name].axes}
+        return {"recipe": capturing, "holder": capturing.holder, "parameters": parameters}
 
     def _viewer(self, ready: Ready) -> Callable[[Any], V]:
         """Token slots padded to the bucket, request slots live."""
@@ -109,7 +98,7 @@ class StackRunner(GraphRunner[V]):
             raise
 
     def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
-        filler, counted = self.graphs.filler, self._tally.repeats(captured.rows, filled.rows)
+        filler, counted = self.graphs.filler, self._tally.repeated[captured.rows, filled.rows]
         how = {"stream": filler.stream, "follow": filler.follow, "show": self._viewer(ready), "counted": counted}
         return self._stack_step(captured, filled, **how)
 

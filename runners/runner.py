@@ -2,8 +2,8 @@
 
 import abc
 import time
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Final, Generic
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeAlias
 
 import attrs
 import torch
@@ -12,51 +12,48 @@ from ..dataflow import log
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import BufferTurn
+from ..dataflow.computation import Computation
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
+from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, without_gradients
 from ..dataflow.sampling import sample_batch
 from ..dataflow.sizing import Limits, Sizer
-from ..dataflow.sources import Side
+from ..dataflow.sources import Side, Sources
 from ..dataflow.specialization import MISS, Run, Specialization, Specializations
-from .bound import Holds, bind
-from .captured import Captured
-from .config import RunnerConfig
-from .coordination import Coordinator, Live
-from .decision import Decision, Path, Tally
+from .capture import FORKS, Captured
+from .config import KINDS, RunnerConfig
 from .eagerly import Eagerly
-from .exclusive import Gate, Unique, opaque
 from .graphs import GraphSet
-from .parts import Parts
+from .hooks import Coordinator, Live, Watch
 from .pool import Seat
+from .running import Gate, Unique, opaque
 from .stage import Stage, V
-from .statistics import Statistics, statistics_of
-from .watching import Watch
+from .statistics import EVERY, FIRST, CaptureReport, Decision, FillTimes, MemoryAccount, Path, Statistics, Tally
+from .traffic import HostReads
+
+Holds: TypeAlias = Callable[[Any, Side], bool]
 
 
-def empty_batch(parts: Parts[V], batch: Any, side: Side) -> tuple[Any, Side]:
-    """A batch of zero live rows and its side arguments: a given one, or what the declaration makes, which is kept.
+@attrs.frozen(eq=False)
+class Parts(Generic[V]):
+    """What one runner is made of, for tools that look at runners.
 
-    BatchError where the given one has rows, ConfigError where the declaration does not tell how one looks.
+    sizes: each bucket's padded sizes, by its rows. patterns: of absent slots, that graphs are captured for. graphs:
+    None of a runner that captures nothing. eager: runs the batches that no graph takes. size: tells a batch's live
+    sizes, and last those of the leading axis. seat: where its buffers come from; None where they grow.
     """
-    if batch is not None:
-        rows = max(parts.size(batch, side), default=0)
-        if rows:
-            raise BatchError(f"an idle rank's batch has no rows, and this one has {rows}: call the runner with it")
-        return batch, side
-    coordinator = parts.coordinator
-    if coordinator.empty is None:
-        stage = parts.stage
-        live = {axis: stage.sizes[axis] if axis.fixed else 0 for axis in stage.declaration.axes}
-        device, capabilities = stage.backend.device, stage.backend.capabilities
-        try:
-            coordinator.empty = sample_batch(stage.declaration, capabilities, live, torch.Generator(), device=device)
-        except ConfigError as error:
-            raise ConfigError(
-                f"idle() cannot make a batch without rows, so give it one, idle(batch): {error}"
-            ) from error
-    return coordinator.empty.batch, {**coordinator.empty.side, **side}
 
-
-_STALE: Final = "this view was not filled last: a later fill has overwritten its slots"
+    name: str
+    config: RunnerConfig
+    stage: Stage[V]
+    sizes: Mapping[int, Sizes]
+    patterns: Collection[Absent]
+    graphs: GraphSet[V] | None
+    eager: Eagerly[V]
+    coordinator: Coordinator
+    size: Sizer
+    tally: Tally
+    watch: Watch
+    seat: Seat[V] | None
 
 
 @attrs.define(eq=False)
@@ -92,6 +89,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     is_whole: ClassVar[bool] = True
     cuts: bool = True
+    seat: Seat[V] | None = None
 
     def __init__(
         self,
@@ -128,16 +126,25 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self._bound: Specializations | None = None
         self._filled: Filled[V] | None = None
         self._others = 0
+        self._sizes: Mapping[int, Sizes] = {}
+        self._patterns: Collection[Absent] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Keep the compiler out of a subclass' own methods, too."""
+        """Note the class, and keep the compiler out of its own methods, too."""
         super().__init_subclass__(**options)
+        KINDS.append(cls)
         opaque(cls)
 
     @property
-    @abc.abstractmethod
+    def graphs(self) -> GraphSet[V] | None:
+        """The captured buckets, and the buffers that they read; None of a runner that captures nothing."""
+        return None
+
+    @property
     def parts(self) -> Parts[V]:
         """What it is made of, for tools that look at runners."""
+        made = self.name, self.config, self.stage, self._sizes, self._patterns, self.graphs, self._eager
+        return Parts(*made, self.coordinator, self._size, self._tally, self.watch, self.seat)
 
     @property
     @abc.abstractmethod
@@ -145,19 +152,15 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """What runs steps without a graph."""
 
     @property
-    @abc.abstractmethod
     def _turn(self) -> BufferTurn | None:
         """The turn of the memory that was filled last; None where there is none yet."""
+        graphs = self.graphs
+        buffers = self._eager.buffers if graphs is None else graphs.buffers
+        return None if buffers is None else buffers.turn
 
     @abc.abstractmethod
     def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Captured | Decision:
         """The graph that takes a batch, or why it is run eagerly. Raises as a call does."""
-
-    def _parts(
-        self, sizes: Mapping[int, Sizes], patterns: Collection[Absent], graphs: GraphSet[V] | None, seat: Seat[V] | None
-    ) -> Parts[V]:
-        made = self.name, self.config, self.stage, sizes, patterns, graphs, self._eager
-        return Parts(*made, self.coordinator, self._size, self._tally, self.watch, seat)
 
     @abc.abstractmethod
     def decide(self, batch: Any, **side: Any) -> Decision:
@@ -233,12 +236,13 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def _replay_view(self, view: V) -> Any:
         with self._gate.open():
-            filled, turn = self._filled, self._turn
+            filled, turn, graphs = self._filled, self._turn, self.graphs
             if filled is None or filled.view is not view or turn is None:
-                raise ReplayError(_STALE)
+                raise ReplayError("this view was not filled last: a later fill has overwritten its slots")
             turn.check_others(self._others)
             try:
-                self._order()
+                if graphs is not None:
+                    graphs.filler.order()
                 return self.coordinator.run(self._run, filled)
             except BaseException:  # what the step writes on the way may not be as it was filled
                 self._filled = None
@@ -247,9 +251,11 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def _fill(self, batch: Any, side: Side, *, whole: bool) -> Filled[V]:
         """The long way. whole: the step runs at once, and nobody asks for the view that its graph sees."""
         before, self._filled = self._filled, None
-        eager, start = self._eager, time.perf_counter_ns() if next(self._tally.turns) else 0
+        eager, graphs, start = self._eager, self.graphs, time.perf_counter_ns() if next(self._tally.turns) else 0
         held = eager.held
-        self._begin()
+        if graphs is not None:
+            graphs.buffers.turn.fills += 1
+            graphs.filler.order()
         self.coordinator.begin()
         try:
             live = self._size(batch, side)
@@ -266,15 +272,16 @@ class Runner(Unique, abc.ABC, Generic[V]):
                 eager.held = held  # what grew for this batch goes again
                 if isinstance(refused, BatchError):
                     self._filled = before  # nothing was written: the view filled last still stands
-                    self._undo()
+                    if graphs is not None:
+                        graphs.buffers.turn.fills -= 1
                 raise
         except BaseException as error:
             self.coordinator.refuse(error)
             eager.held = held
             raise
-        route = filled.route
+        route, late = filled.route, 0 if graphs is None else graphs.filler.late
         counted = route if isinstance(route, Decision) else route.rows
-        self._tally.filled(counted, start if start > self._late else 0, self.name)
+        self._tally.filled(counted, start if start > late else 0, self.name)
         return filled
 
     def _fill_by(
@@ -289,31 +296,17 @@ class Runner(Unique, abc.ABC, Generic[V]):
         del batch, side
         raise refused
 
-    @property
-    def _late(self) -> int:
-        """When something was last captured in the middle of a fill, whose time then says nothing of fills."""
-        return 0
-
-    def _begin(self) -> None:
-        """A fill begins."""
-
-    def _undo(self) -> None:
-        """A fill that began was refused, and has written nothing."""
-
-    def _order(self) -> None:
-        """Let a replay wait for what was handed to other streams."""
-
     def _broke_off(self) -> None:
         """A step ended in the middle, which nobody may believe to be filled."""
         self._filled = None
-        buffers = self._eager.buffers
-        if buffers is not None:
-            buffers.distrust()
+        for held in (self._eager, self.graphs):
+            if held is not None and held.buffers is not None:
+                held.buffers.distrust()
 
     def _run(self, filled: Filled[V]) -> Any:
         """Run a filled step, and count it: here without a graph."""
         outputs = self._eager.run(filled.view)  # type: ignore[arg-type] # a step without a graph has its view
-        self._tally.fell_back(filled.route, filled.rows)  # type: ignore[arg-type] # or why there is no graph
+        self._tally.stepped(filled.route, filled.rows)  # type: ignore[arg-type] # why there is no graph
         return outputs
 
     def _learn(self, bound: Specializations, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:
@@ -332,7 +325,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def _short(self, found: Specialization, filled: Filled[V], *, whole: bool) -> Run:
         """Make a step, or a fill where it is not `whole`, that goes as this one did: here without a graph."""
         eager, ready, route, live, rows = self._eager, found.ready, filled.route, filled.live, filled.rows
-        held, hosts, counted = eager.held, eager.hosts(), self._tally.reasons[route.why]  # type: ignore[union-attr] # see `_repeats`
+        held, counted = eager.held, self._tally.reasons[route.why]  # type: ignore[union-attr] # see `_repeats`
         show, run = eager.stage.viewer(ready), eager.repeated()
 
         def finish(batch: Any) -> Any:
@@ -346,10 +339,10 @@ class Runner(Unique, abc.ABC, Generic[V]):
             finish if whole else lambda batch: Filled(show(batch), route, live),
             turn=held.buffers.turn,  # type: ignore[union-attr] # see `_repeats`
             times=counted.times,
-            graphs=self.parts.graphs,
-            hosts=hosts if hosts.possible else None,
-            device=ready.device,
+            hosts=eager.hosts(),
             holds=[lambda *_: eager.held is held, *self._holds()],
+            graphs=self.graphs,
+            device=ready.device,
         )
 
     def _holds(self) -> list[Holds]:
@@ -382,14 +375,33 @@ class Runner(Unique, abc.ABC, Generic[V]):
         it, where none is given. Raises as a call does; BatchError where the batch has rows, ConfigError where one must
         be given, because a field has no default.
         """
-        parts, coordinator = self.parts, self.coordinator
+        coordinator = self.coordinator
         if coordinator.size == 1:
-            parts.stage.declaration.check_side(side)
+            self.stage.declaration.check_side(side)
             return None
         with coordinator.before():
-            empty, given = empty_batch(parts, batch, side)
-            own, live = self.decide(empty, **given), parts.size(empty, given)
+            empty, given = self._empty(batch, side)
+            own, live = self.decide(empty, **given), self._size(empty, given)
         return None if coordinator.idle(own, live) else self(empty, **given)
+
+    def _empty(self, batch: Any, side: Side) -> tuple[Any, Side]:
+        """An idle rank's batch and its side arguments: what was given, or what the declaration makes, which is kept."""
+        coordinator, stage = self.coordinator, self.stage
+        if batch is not None:
+            rows = max(self._size(batch, side), default=0)
+            if rows:
+                raise BatchError(f"an idle rank's batch has no rows, and this one has {rows}: call the runner with it")
+            return batch, side
+        if coordinator.empty is None:
+            live = {axis: stage.sizes[axis] if axis.fixed else 0 for axis in stage.declaration.axes}
+            made, device = (stage.declaration, stage.backend.capabilities, live), stage.backend.device
+            try:
+                coordinator.empty = sample_batch(*made, torch.Generator(), device=device)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"idle() cannot make a batch without rows, so give it one, idle(batch): {error}"
+                ) from error
+        return coordinator.empty.batch, {**coordinator.empty.side, **side}
 
     def wait(self) -> None:
         """Wait until the device has done what was asked of it: the step that was called last, for one.
@@ -401,9 +413,98 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.coordinator.wait(backend.event(), backend.device)
 
     def stats(self) -> Statistics:
-        """Its books as plain data: what was counted so far, and some of the times of its fills."""
-        return statistics_of(self._tally, self.parts.graphs, self._eager.buffers, self.coordinator)
+        """Its books as plain data: what was counted so far, and some of the times of its fills.
+
+        They are read as they are, while steps may be under way in another thread.
+        """
+        graphs, own, tally = self.graphs, self._eager.buffers, self._tally
+        eager = 0 if own is None else own.nbytes
+        if graphs is None:
+            memory, eager, made = MemoryAccount(inputs=eager, graphs=0, outputs=0), 0, 0
+            lowered, detours, report = dict[str, int](), dict[str, int](), None
+        else:
+            eager = 0 if own is graphs.buffers else eager
+            memory, report, made = graphs.memory(), graphs.report, len(graphs.captured)
+            lowered, detours = dict[str, int](graphs.filler.lowered), dict[str, int](graphs.filler.detours)
+            if by_shortcut := tally.by_shortcut():
+                lowered[graphs.filler.lowering] = lowered.get(graphs.filler.lowering, 0) + by_shortcut
+        report = report or CaptureReport((), {}, 0.0, memory)
+        return {
+            **tally.as_data(),
+            "lowerings": lowered,
+            "detours": detours,
+            "memory": {**attrs.asdict(memory), "eager": eager, "total": memory.total + eager},
+            "capture": {
+                "buckets": list(report.captured),
+                "failed": dict(report.failed),
+                "graphs": made,
+                "seconds": report.seconds,
+                "driver": report.driver,
+            },
+            "ranks": self.coordinator.as_data(),
+        }
 
     def log_stats(self) -> None:
         """One event, `statistics`, with all of them."""
         log.info("statistics", runner=self.name, **self.stats())
+
+
+def bind(
+    found: Specialization,
+    finish: Callable[[Any], Any],
+    *,
+    turn: BufferTurn,
+    times: FillTimes,
+    hosts: HostReads,
+    holds: Sequence[Holds],
+    graphs: GraphSet[Any] | None = None,
+    launch: Callable[[], object] | None = None,
+    device: Sequence[Computation] = (),
+) -> Run:
+    """Make a bound step: straight-line code over local names. Where its guard says no, the long way follows.
+
+    Args:
+        found: The specialization that fills the slots.
+        finish: Does the rest with the batch, once the slots are filled.
+        turn: Of the memory that is filled.
+        times: Takes the time of some fills.
+        hosts: What device work reads of host slots.
+        holds: What must be true of a batch beside its sources.
+        graphs: The runner's graphs, whose streams a fill waits for.
+        launch: What a fill does after it has written, such as a launch of the kernel.
+        device: What the device computes from slots and the batch, where the graph does not do it.
+
+    """
+    take, write, forks = found.take, found.write, FORKS.count
+    also = (lambda batch, side: all(one(batch, side) for one in holds)) if len(holds) > 1 else next(iter(holds), None)
+    stream, read = None if graphs is None else graphs.filler.stream, hosts if hosts.possible else None
+    clock, order, neighbours = (turn, None, ()) if graphs is None else (graphs.clock, graphs.order, turn.neighbours)
+    now, note, modes, gradients, left, start = time.perf_counter_ns, times.add, FUNCTION_MODES, GRADIENTS, FIRST, 0
+
+    def run(batch: Any, side: Side, sources: Sources) -> Any:
+        nonlocal left, start
+        left -= 1
+        if left <= 0:
+            start = now()
+        if forks != FORKS.count or (also is not None and not also(batch, side)):
+            return MISS
+        if stream is not None and (
+            not (here := stream()) == turn.stream == clock.stream or (neighbours and not turn.follows(here))
+        ):
+            order()  # type: ignore[misc] # before sources are read, which may lie in slots
+        if (taken := below_modes(take, sources) if modes() else take(sources)) is None:
+            return MISS
+        turn.fills += 1  # before the first write: what follows may raise in the middle
+        if read is not None:
+            read.wait()
+        without_gradients(write, taken, batch) if gradients() else write(taken, batch)
+        if launch is not None:
+            launch()
+        for one in device:
+            without_gradients(one.run, batch) if gradients() else one.run(batch)
+        if left <= 0:
+            note(now() - start)
+            left = EVERY
+        return finish(batch)
+
+    return run

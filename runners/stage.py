@@ -1,7 +1,7 @@
 """What every runner stands on: a declaration under its settings, a backend, the step, and its sizes."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 import attrs
@@ -12,24 +12,13 @@ from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, Axis, Dim, Sizes
 from ..dataflow.bucket import absent_from
 from ..dataflow.buffers import Bound, Buffers, SharedMemory, allocate, overlaps, span
-from ..dataflow.capabilities import Lowering
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import ConfigError
-from ..dataflow.explain import check_copied, check_hosted, check_optional
 from ..dataflow.inputs import Inputs
-from ..dataflow.plan import FillPlan, plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from ..dataflow.views import ViewInfo, viewer
-from .arguments import (
-    check_slots,
-    check_step,
-    checked,
-    checked_names,
-    checked_relations,
-    checked_sizes,
-    declaration_of,
-)
+from .config import check_slots, check_step, checked, checked_names, checked_relations, checked_sizes, declaration_of
 from .outputs import map_tensors
 
 V = TypeVar("V", bound=Inputs)
@@ -76,7 +65,6 @@ class Stage(Generic[V]):
     step: Callable[[V], Any]
     sizes: Sizes
     relations: Mapping[Axis, Dim]
-    optional: bool
     lend: Mapping[str, Lend]
     restored: tuple[str, ...]
     state: tuple[torch.Tensor, ...] | None
@@ -113,10 +101,9 @@ class Stage(Generic[V]):
             raise ConfigError(f"{declaration.name} needs sizes= for its fixed axes {', '.join(unsized)}")
         lend = _checked_loans(declaration, lend)
         slots = declaration.slots
-        optional = any(slot.optional for slot in slots.values())
         restored = tuple(name for name in slots if slots[name].restored)
         kept = _checked_state(state)
-        return cls(inputs, declaration, choose(backend), step, sizes, follow, optional, lend, restored, kept)
+        return cls(inputs, declaration, choose(backend), step, sizes, follow, lend, restored, kept)
 
     def allocate(
         self,
@@ -145,38 +132,9 @@ class Stage(Generic[V]):
             raise ConfigError(f"{name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings")
         return padded
 
-    def plan(
-        self,
-        buckets: Mapping[int, Sizes],
-        bucket: int,
-        lowering: Lowering,
-        absent: Collection[str],
-        in_place: Collection[str],
-        hosted: Collection[str],
-        foreign: frozenset[str],
-    ) -> FillPlan:
-        """How a bucket is filled, some slots being absent, in place or on the host. ConfigError for what is unknown."""
-        declaration = self.declaration
-        missing, written = check_optional(declaration, absent), check_copied(declaration, in_place)
-        brought = check_hosted(declaration, hosted)
-        sizes = buckets.get(bucket)
-        if sizes is None:
-            raise ConfigError(f"there is no bucket {bucket}: buckets are {', '.join(map(str, sorted(buckets)))}")
-        capabilities = self.backend.capabilities
-        return plan_fill(
-            declaration,
-            sizes,
-            capabilities,
-            lowering=lowering,
-            absent=missing,
-            in_place=written,
-            hosted=brought,
-            foreign=foreign,
-        )
-
     def absent(self, batch: Any, side: Side) -> frozenset[str]:
         """Optional slots that a batch comes without."""
-        return absent_from(self.declaration, batch, side) if self.optional else frozenset()
+        return absent_from(self.declaration, batch, side) if self.declaration.optional else frozenset()
 
     def view(self, ready: Ready, batch: Any, relations: Mapping[Axis, Dim] | None = None) -> V:
         """The view of a fill. relations: those that hold for its sizes, where they are not the stage's."""

@@ -19,8 +19,8 @@ from ..dataflow.buffers import Buffers, span
 from ..dataflow.errors import CaptureError, CheckError
 from ..dataflow.slots import Output
 from .bits import bits, first_unequal
-from .capture import human_bytes
 from .holdings import Holdings
+from .statistics import human_bytes
 from .traffic import Traffic, run_seen
 
 SHARE: Final = 0.5
@@ -187,16 +187,10 @@ class _Finder:
         if device not in self.free:
             self.free[device] = _free_on(self.backend, device)
         try:
-            _check_room(found, device, self.free[device], names=lambda: self._names(found))
+            _check_room(found, device, self.free[device], holder=self.holder)
         except CheckError as error:
             self.refused = self.refused or error
             raise
-
-    def _names(self, found: Iterable[Piece]) -> Iterable[str]:
-        """What was found, by the names of the step's variables if they reach it."""
-        held = [] if self.holder is None else Holdings.of(self.holder).found
-        names = {one.place[0]: f"{one.name}: " for one in held}
-        return dict.fromkeys(names.get(one.memory.untyped_storage().data_ptr(), "") + one.told for one in found)
 
     def restore(self) -> None:
         """Put all of it back, the last one first: what was noted before it may lie in it, too."""
@@ -286,20 +280,23 @@ class _as_it_is:  # noqa: N801 - a context; a generator that an interrupt leaves
 
 
 def _check_room(
-    pieces: Iterable[Piece],
+    pieces: Sequence[Piece],
     device: torch.device,
     free: int,
     copies: int = 1,
-    names: Callable[[], Iterable[str]] = list,
+    holder: Callable[..., Any] | None = None,
 ) -> None:
     nbytes = sum(piece.nbytes for piece in pieces if piece.memory.device == device)
     if copies * nbytes > SHARE * free:
         them = "a copy" if copies == 1 else f"{copies} copies"
-        named = "; ".join(names())
+        held = () if holder is None else Holdings.of(holder).found
+        names = {one.place[0]: f"{one.name}: " for one in held}
+        told = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.told for one in pieces)
+        named = "; ".join(dict.fromkeys(told))
         raise CheckError(
-            f"the step changes {human_bytes(nbytes)} on {device} beside its slots{f' ({named})' if named else ''}, of "
-            f"which {them} would take more than {SHARE:.0%} of the {human_bytes(free)} that are free: give state= with "
-            "those tensors, or parts of them, that must be put back after runs that nobody asked for"
+            f"the step changes {human_bytes(nbytes)} on {device} beside its slots ({named}), of which {them} would "
+            f"take more than {SHARE:.0%} of the {human_bytes(free)} that are free: give state= with those tensors, or "
+            "parts of them, that must be put back after runs that nobody asked for"
         )
 
 

@@ -1,14 +1,306 @@
-"""The books of a runner as plain data, the same for every kind of runner."""
+"""Decisions and statistics: which path a batch takes and why, what captures came to, and what fills took."""
 
-from typing import Any, TypedDict
+import bisect
+import collections
+import itertools
+import time
+from typing import Final, Literal, TypedDict
 
 import attrs
 
-from ..dataflow.buffers import Buffers
-from .capture import MemoryAccount
-from .coordination import Coordinator, RanksData
-from .decision import Tally, TallyData
-from .graphs import GraphSet
+from ..dataflow import log
+
+EVERY: Final = 61
+"""One fill in so many is timed. A prime, so that buckets which take turns are all timed sooner or later."""
+FIRST: Final = 2
+"""Which of them: not a runner's first, which makes what the next ones find."""
+_STEPS: Final = (100, 112, 125, 140, 160, 180, 200, 224, 250, 280, 315, 355, 400, 450, 500, 560, 630, 710, 800, 900)
+"""Twenty steps a decade, the preferred numbers R20 of ISO 3: 1, 2 and 5 are among them."""
+BOUNDS: Final[tuple[int, ...]] = (*(step * 10**power for power in range(1, 7) for step in _STEPS), 10**9)
+"""Upper bounds of the histogram's bins in nanoseconds, themselves in: from 1 us to 1 s; what is longer has one more."""
+_US: Final = 1000
+
+
+class FillTimesData(TypedDict):
+    """Fills that were timed, in microseconds of the host.
+
+    count: how many were. total: of all of them together. mean, p50, p90, p99: None where none was; percentiles are
+    right to a seventh. histogram: upper bound and count of each bin that has any; no bound for what took over 1 s.
+    """
+
+    count: int
+    total: float
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+    histogram: list[tuple[float | None, int]]
+
+
+class FillTimes:
+    """The times of some fills."""
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._bins: dict[int, int] = {}
+
+    def add(self, nanoseconds: int) -> None:
+        """One more fill."""
+        place = bisect.bisect_left(BOUNDS, nanoseconds)
+        self._bins[place] = self._bins.get(place, 0) + 1
+        self._total += nanoseconds
+
+    def as_data(self) -> FillTimesData:
+        """Plain data."""
+        total, bins = self._total, sorted(self._bins.copy().items())
+        count = sum(number for _, number in bins)
+        return {
+            "count": count,
+            "total": total / _US,
+            "mean": total / _US / count if count else None,
+            "p50": _quantile(bins, count * 0.5),
+            "p90": _quantile(bins, count * 0.9),
+            "p99": _quantile(bins, count * 0.99),
+            "histogram": [(BOUNDS[place] / _US if place < len(BOUNDS) else None, number) for place, number in bins],
+        }
+
+
+def _quantile(bins: list[tuple[int, int]], rank: float) -> float | None:
+    """The time, in microseconds, that so many fills stayed below, if those of a bin are spread over it evenly."""
+    edges = (0, *BOUNDS, BOUNDS[-1])
+    reached = itertools.accumulate((number for _, number in bins), initial=0)
+    for (place, number), before in zip(bins, reached, strict=False):
+        if before + number >= rank:
+            low, high = edges[place], edges[place + 1]
+            return (low + (high - low) * (rank - before) / number) / _US
+    return None
+
+
+Path = Literal["graph", "piecewise", "breakable", "eager"]
+Why = Literal[
+    "fits",
+    "too_large",
+    "waste",
+    "not_captured",
+    "absent",
+    "field_differs",
+    "width_differs",
+    "disabled",
+    "always_eager",
+]
+
+
+@attrs.frozen
+class Decision:
+    """The path of one batch: one with its bucket, or `eager`, with the reason in one word and in one sentence.
+
+    rank: the one that forced it, where ranks agreed on it.
+    """
+
+    path: Path
+    bucket: int | None
+    why: Why
+    reason: str
+    rank: int | None = attrs.field(default=None, repr=False)
+
+
+class BucketData(TypedDict):
+    """Steps that one bucket's graph did, of how many live and padded rows; waste: the padding's share of the latter."""
+
+    path: str
+    steps: int
+    live: int
+    padded: int
+    waste: float
+
+
+class EagerData(TypedDict):
+    """Steps that were run eagerly for one reason, of how many live rows."""
+
+    steps: int
+    live: int
+
+
+class FillsData(TypedDict):
+    """What fills took, one in `every` of them: those of each bucket, and of eager steps by reason."""
+
+    every: int
+    buckets: dict[int, FillTimesData]
+    eager: dict[str, FillTimesData]
+
+
+class TallyData(TypedDict):
+    """What a tally counts: steps by path, by bucket, and, of those without a graph, by reason; and what fills took."""
+
+    steps: dict[str, int]
+    buckets: dict[int, BucketData]
+    eager: dict[str, EagerData]
+    fills: FillsData
+
+
+@attrs.define(eq=False)
+class Counts:
+    """Steps, their live rows, and the times of some of their fills."""
+
+    steps: int = 0
+    live: int = 0
+    times: FillTimes = attrs.field(factory=FillTimes)
+
+
+class Tally:
+    """Counts steps once they are done. Whoever reads it, from whatever thread, holds up no one.
+
+    path: the one that batches take which fit a bucket. buckets: steps by bucket, but for those of shortcuts. repeated:
+    these, by bucket and live rows: of them nothing but steps is counted. reasons: eager steps by reason. turns: for
+    each fill that begins, whether it is to be timed; to ask costs less than to count.
+    """
+
+    def __init__(self, path: Path = "graph") -> None:
+        self.path: Path = path
+        self.buckets: dict[int, Counts] = collections.defaultdict(Counts)
+        self.repeated: dict[tuple[int, int], Counts] = collections.defaultdict(Counts)
+        self.reasons: dict[Why, Counts] = collections.defaultdict(Counts)
+        self.turns = itertools.cycle([number == FIRST for number in range(1, EVERY + 1)])
+        self._warned: set[tuple[Why, int | None]] = set()
+
+    def of(self, route: int | Decision) -> Counts:
+        """Steps of a bucket, or of a reason why there was no graph."""
+        return self.buckets[route] if isinstance(route, int) else self.reasons[route.why]
+
+    def stepped(self, route: int | Decision, rows: int) -> None:
+        """A step of so many live rows."""
+        counts = self.of(route)
+        counts.steps += 1
+        counts.live += rows
+
+    def filled(self, route: int | Decision, start: int, runner: str) -> None:
+        """A fill is done.
+
+        The first fill without a graph for a reason, and for a rank that forces it, sends one event.
+
+        Args:
+            route: The bucket, or why there is no graph.
+            start: When a fill that is timed began, by `perf_counter_ns`; 0 for another.
+            runner: Its name, for the event.
+
+        """
+        if start:
+            self.of(route).times.add(time.perf_counter_ns() - start)
+        if isinstance(route, int) or route.why == "always_eager":
+            return
+        if (route.why, route.rank) not in self._warned:
+            self._warned.add((route.why, route.rank))
+            ranks = {} if route.rank is None else {"rank": route.rank}
+            log.warning("fallback", runner=runner, why=route.why, reason=route.reason, **ranks)
+
+    def by_shortcut(self) -> int:
+        """Steps that shortcuts did."""
+        return sum(one.steps for one in self.repeated.copy().values())
+
+    def as_data(self) -> TallyData:
+        """Plain data: the keys of `buckets` and `eager` are those of which there were steps."""
+        found, reasons = dict[int, list[int]](), sorted(self.reasons.copy().items())
+        counted = [(size, one.steps, one.live) for size, one in self.buckets.copy().items()]
+        counted += [(size, steps := one.steps, rows * steps) for (size, rows), one in self.repeated.copy().items()]
+        for size, steps, live in sorted(counted):
+            if steps:
+                before = found.setdefault(size, [0, 0])
+                before[:] = before[0] + steps, before[1] + live
+        buckets: dict[int, BucketData] = {
+            size: {
+                "path": self.path,
+                "steps": steps,
+                "live": live,
+                "padded": size * steps,
+                "waste": (size * steps - live) / (size * steps),
+            }
+            for size, (steps, live) in found.items()
+        }
+        eager: dict[str, EagerData] = {why: {"steps": one.steps, "live": one.live} for why, one in reasons if one.steps}
+        graphs, others = (sum(one["steps"] for one in of.values()) for of in (buckets, eager))
+        return {
+            "steps": {self.path: graphs, "eager": others},
+            "buckets": buckets,
+            "eager": eager,
+            "fills": {
+                "every": EVERY,
+                "buckets": {size: self.buckets[size].times.as_data() for size in buckets},
+                "eager": {why: one.times.as_data() for why, one in reasons if why in eager},
+            },
+        }
+
+
+@attrs.frozen
+class MemoryAccount:
+    """Bytes that a runner holds: buffers, graphs beside them, other outputs, and what feeds the fused kernel.
+
+    uploads: tables and packet on the device, and the host memory that uploads start from. shared: of its slots in a
+    pool's memory, which is no runner's own.
+    """
+
+    inputs: int
+    graphs: int
+    outputs: int
+    uploads: int = 0
+    shared: int = 0
+
+    @property
+    def total(self) -> int:
+        """All that is its own."""
+        return self.inputs + self.graphs + self.outputs + self.uploads
+
+
+@attrs.frozen
+class CaptureReport:
+    """What a capture came to: buckets captured, those that failed with the reason, seconds, and bytes.
+
+    driver: bytes that the device has less of since, beside what torch's allocator took: the driver's own for graphs,
+    and whatever else went on there.
+    """
+
+    captured: tuple[int, ...]
+    failed: dict[int, str]
+    seconds: float
+    memory: MemoryAccount
+    driver: int = 0
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Each reason for a failure once, with the buckets that failed for it."""
+        buckets: dict[str, list[str]] = {}
+        for rows, reason in sorted(self.failed.items()):
+            buckets.setdefault(reason, []).append(str(rows))
+        return tuple(f"bucket {', '.join(rows)}: {reason}" for reason, rows in buckets.items())
+
+    def log(self, runner: str) -> None:
+        """One event for the whole capture, and one for each reason for which buckets failed."""
+        for reason in self.reasons:
+            log.warning("capture_failed", runner=runner, reason=reason)
+        done, seconds, memory = list(self.captured), round(self.seconds, 3), attrs.asdict(self.memory)
+        log.info("captured", runner=runner, buckets=done, seconds=seconds, **memory, driver=self.driver)
+
+
+def human_bytes(count: float) -> str:
+    """A byte count with a binary unit: `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:  # noqa: PLR2004 - the step from one binary unit to the next
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+class RanksData(TypedDict):
+    """Which rank this is, of how many, and what its `Ranks` exchanged.
+
+    quiet: whether nothing is exchanged before a step. exchanges: how many there were. forced: steps by the rank that
+    forced them and the reason.
+    """
+
+    rank: int
+    size: int
+    quiet: bool
+    exchanges: int
+    forced: dict[int, dict[str, int]]
 
 
 class CaptureData(TypedDict):
@@ -37,37 +329,3 @@ class Statistics(TallyData):
     memory: dict[str, int]
     capture: CaptureData
     ranks: RanksData
-
-
-def statistics_of(
-    tally: Tally, graphs: GraphSet[Any] | None, own: Buffers | None, coordinator: Coordinator
-) -> Statistics:
-    """The books of a runner. They are read as they are, while steps may be under way in another thread.
-
-    own: the buffers of its eager steps, which may be those of its graphs.
-    """
-    eager = 0 if own is None else own.nbytes
-    memory, report = MemoryAccount(inputs=eager, graphs=0, outputs=0), None
-    lowered, detours, captured = dict[str, int](), dict[str, int](), 0
-    if graphs is None:
-        eager = 0
-    else:
-        eager = 0 if own is graphs.buffers else eager
-        memory, report, captured = graphs.memory(), graphs.report, len(graphs.captured)
-        lowered, detours = dict[str, int](graphs.filler.lowered), dict[str, int](graphs.filler.detours)
-        if by_shortcut := tally.by_shortcut():
-            lowered[graphs.filler.lowering] = lowered.get(graphs.filler.lowering, 0) + by_shortcut
-    return {
-        **tally.as_data(),
-        "lowerings": lowered,
-        "detours": detours,
-        "memory": {**attrs.asdict(memory), "eager": eager, "total": memory.total + eager},
-        "capture": {
-            "buckets": [] if report is None else list(report.captured),
-            "failed": {} if report is None else dict(report.failed),
-            "graphs": captured,
-            "seconds": 0.0 if report is None else report.seconds,
-            "driver": 0 if report is None else report.driver,
-        },
-        "ranks": coordinator.as_data(),
-    }

@@ -8,17 +8,16 @@ from typing import Any
 
 import attrs
 import numpy as np
-import torch
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Inputs, copied
+from slotgraph import BATCH, TOKENS, Inputs
 from slotgraph.dataflow.axes import WIDTH
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sharing import Carry, Layout, Member, Schedule, lay_out
 from slotgraph.dataflow.slots import Constant
 from slotgraph.dataflow.tails import Keep, Once
-from tests.strategies import DTYPES, HIDDEN, PAGES, declaration_of, declarations
+from tests.strategies import HIDDEN, PAGES, declaration_of, declarations
 
 PHASES = ("prefill", "draft", "verify", "extend", "prepare")
 
@@ -40,20 +39,6 @@ def schedules(draw: st.DrawFn) -> Schedule:
     pairs = list(itertools.combinations(names[:ordered], 2))
     overlaps = draw(st.lists(st.sampled_from(pairs), max_size=2)) if pairs else []
     return Schedule(names[:ordered], overlaps, names[ordered : ordered + free])
-
-
-@st.composite
-def plain_declarations(draw: st.DrawFn) -> type[Inputs]:
-    """Slots on the device that each step writes, of a few names that members have in common."""
-    names = draw(st.sets(st.sampled_from("abcdef"), min_size=1))
-    return declaration_of({name: draw(plain_slots()) for name in sorted(names)})
-
-
-def plain_slots() -> st.SearchStrategy[Any]:
-    """Copied slots with a tail that is reset."""
-    sizes = st.sampled_from([(TOKENS,), (BATCH,), (TOKENS, HIDDEN), (BATCH, PAGES * 40), (TOKENS * 90,), (3, TOKENS)])
-    dtypes = st.sampled_from([dtype for dtype in DTYPES if dtype != torch.bool])
-    return st.builds(lambda shape, dtype: copied(*shape, dtype=dtype, pad=1), sizes, dtypes)
 
 
 @attrs.frozen

@@ -18,9 +18,9 @@ from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.bucket import Absent
 from ...dataflow.errors import CheckError, ConfigError, ReplayError
 from ...dataflow.sampling import NO_VALUES, Values, sample_batch
-from ..decision import Decision
 from ..runner import Runner
 from ..state import State
+from ..statistics import Decision
 from .memory import check_coverage, check_moves, check_races
 from .replays import check_parity, check_poison
 from .trial import CheckedBatch, Finding, Subject, state_of, unwatched

@@ -29,7 +29,7 @@ from ...dataflow.tails import Once
 from ..bits import garbage, unequal_rows
 from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slots_kept
 from ..holdings import Change
-from ..parts import Parts
+from ..runner import Parts
 from ..running import running
 from ..stacked.watch import parts_of
 from ..traffic import Traffic, run_seen

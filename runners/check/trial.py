@@ -13,13 +13,11 @@ from ...dataflow.errors import RankError
 from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.sources import NO_SIDE, Side
 from ..comparison import info_of, ran_eagerly, state_on
-from ..coordination import Coordinator
 from ..graphs import GraphSet
-from ..parts import Parts
-from ..runner import Runner
+from ..hooks import Coordinator, Watch
+from ..runner import Parts, Runner
 from ..stage import V
 from ..state import State
-from ..watching import Watch
 
 T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]

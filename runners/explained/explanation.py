@@ -17,12 +17,11 @@ from ...dataflow.explain import NOT_SIZED, Explanation, explain_declaration
 from ...dataflow.plan import FUSED, CopyGroup, FillPlan, plan_fill, slot_bytes
 from ...dataflow.sharing import Layout, lasting
 from ...dataflow.slots import Output
-from ..decision import Decision
 from ..graphs import GraphSet
 from ..outputs import nbytes_of
-from ..parts import Parts
 from ..ranks.group import Ranks
-from ..runner import Runner
+from ..runner import Parts, Runner
+from ..statistics import Decision
 
 Kind = Literal["reset", "copy", "compute", "upload", "kernel", "graph", "step"]
 Phase = Literal["fill", "kernel", "replay", "outputs"]

@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ...dataflow.explain import Explanation, SlotFacts
-from ..capture import human_bytes
+from ..statistics import human_bytes
 from .explanation import RunnerExplanation
 
 WIDE: Final = 200
@@ -202,7 +202,7 @@ def _of_runner(one: RunnerExplanation) -> Iterator[Table]:
     yield Table("memory layout", rows_of(one.memory.places))
     yield Table("allocations", rows_of(one.memory.allocations))
     if one.pool is not None:
-        yield Table("shared memory", text=printed(one.pool).rstrip())
+        yield Table("shared memory", text=one.pool)
     yield Table("statistics", [{"what": what, "": value} for what, value in _counted(one.statistics)])
     if one.ranks is not None:
         yield Table("ranks", rows_of([one.ranks]))

@@ -13,10 +13,9 @@ from ...backends.base import Backend, Event
 from ...dataflow.axes import TOKENS, Axis, Sizes
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import ConfigError, RankError
-from ..arguments import checked
-from ..config import RunnerConfig
-from ..coordination import Coordinator, Live, RanksData, Run, Step, T
-from ..decision import Decision, Why
+from ..config import RunnerConfig, checked
+from ..hooks import Coordinator, Live, Run, Step, T
+from ..statistics import Decision, RanksData, Why
 from .group import AXES, EAGER, FITS, REFUSED, Exchange, Message, Ranks
 
 _WHYS: Final[tuple[Why, ...]] = get_args(Why)

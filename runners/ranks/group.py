@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ...backends.base import Event
 from ...dataflow.axes import Axis
 from ...dataflow.errors import ConfigError, RankError
-from ..arguments import check_seconds, checked, refuse
-from ..exclusive import Unique
+from ..config import check_seconds, checked, refuse
+from ..running import Unique
 
 if TYPE_CHECKING:
     from torch.distributed import Work

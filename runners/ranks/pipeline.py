@@ -15,10 +15,10 @@ from ...dataflow.admission import Wanted, fits
 from ...dataflow.axes import extent
 from ...dataflow.capabilities import DEVICE, dtype_text, resolve_dtype
 from ...dataflow.errors import ConfigError, RankError, ReplayError
-from ...dataflow.sources import Side, SideArgument
-from ..arguments import check_seconds, checked, refuse
-from ..exclusive import Unique, opaque
+from ...dataflow.sources import Path, Side
+from ..config import check_seconds, checked, refuse
 from ..runner import Runner
+from ..running import Unique, opaque
 from ..stage import Stage
 from .group import GRACE, checked_group
 
@@ -436,7 +436,7 @@ def proxies_of(stage: Stage[Any], argument: str) -> Iterator[tuple[str, Wanted]]
     backend = stage.backend
     for name, slot in stage.declaration.slots.items():
         source = slot.reads(name)
-        if isinstance(source, SideArgument) and source.parts[0] == argument:
+        if isinstance(source, Path) and source.beside and source.parts[0] == argument:
             if len(source.parts) != 2:  # noqa: PLR2004 - the argument and a key
                 raise ConfigError(
                     f"slot {name!r} reads {source}: proxies are tensors by key, side('{argument}.hidden_states')"

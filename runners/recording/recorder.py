@@ -15,10 +15,10 @@ from ...dataflow.errors import ConfigError
 from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Slot, Staged
 from ...dataflow.sources import Side, look_up
-from ..arguments import checked, refuse
 from ..comparison import live_part, named
+from ..config import checked, refuse
+from ..hooks import Watcher
 from ..runner import Runner
-from ..watching import Watcher
 from .records import Raised, RecordedFile, RunnerRecord, StepRecord, Value, need, versions
 
 _LONGEST: Final = 4000

@@ -19,9 +19,9 @@ from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
 from ...dataflow.explain import explain_declaration
 from ...dataflow.serial import from_data, json_data, to_data
-from ..decision import Decision
-from ..parts import Parts
 from ..ranks.group import Message
+from ..runner import Parts
+from ..statistics import Decision
 
 FORMAT: Final = 4
 """The number of this format. A file of another number is refused."""

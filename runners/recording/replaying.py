@@ -16,7 +16,7 @@ from ...dataflow.capabilities import DEVICE
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CheckError, RecordingError
 from ...dataflow.inputs import Inputs
-from ...dataflow.sources import Answering, Call, Path, Side, SideArgument, Source
+from ...dataflow.sources import Answering, Call, Path, Side, Source
 from ..comparison import (
     USUAL,
     Mismatch,
@@ -32,10 +32,10 @@ from ..comparison import (
     slots_kept,
     state_on,
 )
-from ..decision import Decision
 from ..ranks.group import HOST, Exchange, Message, Ranks
 from ..runner import Runner
 from ..stage import Stage
+from ..statistics import Decision
 from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value, plain_from_text
 
 Values = Mapping[str, Any]
@@ -186,8 +186,8 @@ def rebuilt(declaration: Declaration, slots: Values, fields: Values) -> tuple[Re
         source = None if slot is None else slot.reads(name)
         if isinstance(source, Call):
             batch.answers[id(source)] = value
-        elif isinstance(source, Path | SideArgument):
-            holder: Any = batch if isinstance(source, Path) else side
+        elif isinstance(source, Path):
+            holder: Any = side if source.beside else batch
             *outer, last = source.parts
             for part in outer:
                 holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None

@@ -21,13 +21,12 @@ from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.ready import Ready
 from ...dataflow.tails import holds
 from ...dataflow.views import Aliases, ViewInfo, carried, viewer
-from ..capture import told_as_capture_error
-from ..captured import Filling
-from ..decision import Path
+from ..capture import Filling, told_as_capture_error
 from ..outputs import check_rows
 from ..running import Running, running, under_way
 from ..stage import Stage, V
 from ..state import State
+from ..statistics import Path
 from .replay import Stack, StackCall, other_object, stand_ins
 from .splitting import Splitter
 from .watch import Fenced, ReadWatch

@@ -16,10 +16,10 @@ from ...dataflow.buffers import Buffers
 from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ...dataflow.guard import GRADIENTS, without_gradients
 from ...dataflow.inputs import Inputs
-from ..captured import Captured, Clock
-from ..decision import Repeated
+from ..capture import Captured, Clock
 from ..running import RUNNING, Running, running
 from ..stage import Stage
+from ..statistics import Counts
 from .watch import Use, tensors_within
 
 VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -419,7 +419,7 @@ class StackStep:
     stream: Callable[[], int | None] = lambda: None
     follow: Callable[[int | None], int | None] = lambda last: last
     show: Callable[[Any], Inputs] | None = None
-    counted: Repeated | None = None
+    counted: Counts | None = None
     _run: Callable[[Any], Any] = attrs.field(init=False)
     _calls: int = attrs.field(init=False)
     _step: "weakref.ref[Running]" = attrs.field(init=False)

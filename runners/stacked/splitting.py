@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ...dataflow.errors import CaptureError
-from ..arguments import is_collection, refuse
+from ..config import is_collection, refuse
 from ..outputs import map_tensors
 from .replay import broken
 from .watch import operator_name

@@ -21,7 +21,6 @@ from ...dataflow.capabilities import Lowering, resolve_dtype
 from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
 from ...dataflow.sampling import NO_VALUES, Sample, Values, path_of, sample_batch, sampled_slots
-from ...dataflow.sources import Path
 from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences, scribble, spoilt, untouched
 
@@ -149,7 +148,7 @@ def _schedules(draw: st.DrawFn, ground: Ground, values: Values, least: int, turn
 def _bring_as_list(ground: Ground, sample: Sample, name: str) -> None:
     """Bring a slot as a list: host data, which a fill takes as well."""
     path = path_of(name, ground.declaration.slots[name])
-    value, holder = path.read(sample.batch, sample.side), sample.batch if isinstance(path, Path) else sample.side
+    value, holder = path.read(sample.batch, sample.side), sample.side if path.beside else sample.batch
     if isinstance(value, torch.Tensor):
         for part in path.parts[:-1]:
             holder = holder[part]

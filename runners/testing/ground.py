@@ -21,8 +21,8 @@ from ...dataflow.sources import Side
 from ...dataflow.tails import Keep, Once
 from ...dataflow.views import Views
 from ..bits import first_unequal, garbage
-from ..captured import Filling
-from ..filler import Filler
+from ..capture import Filling
+from ..graphs import Filler
 from ..stage import NO_SIZES, Stage
 
 VARYING: Final = 8

@@ -1,6 +1,5 @@
 """Options of runners from a file, and their buckets."""
 
-from slotgraph.runners.buckets import Buckets
-from slotgraph.runners.config import RunnerConfig
+from slotgraph.runners.config import Buckets, RunnerConfig
 
 __all__ = ["Buckets", "RunnerConfig"]

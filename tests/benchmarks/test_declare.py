@@ -9,7 +9,6 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from slotgraph import BATCH, TOKENS
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.plan import plan_fill
-from slotgraph.dataflow.serial import plan_from_json, plan_to_json
 from slotgraph.runners.commands.bench import declare_decode
 
 SLOTS = 50
@@ -19,7 +18,6 @@ PLAN = plan_fill(DECLARED, SIZES, Capabilities())
 CALLS: dict[str, Callable[[], Any]] = {
     "declare and plan": lambda: plan_fill(declare_decode(SLOTS).slotgraph, SIZES, Capabilities()),
     "plan": lambda: plan_fill(DECLARED, SIZES, Capabilities()),
-    "plan through JSON": lambda: plan_from_json(plan_to_json(PLAN)),
 }
 """Goal: under 20 ms for the first."""
 

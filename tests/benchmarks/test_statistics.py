@@ -11,10 +11,11 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from slotgraph.backends import load
 from slotgraph.dataflow.capabilities import Lowering
-from slotgraph.runners import bound, decision
+from slotgraph.runners import runner as runners
+from slotgraph.runners import statistics
 from slotgraph.runners.commands.bench import captured, declare_decode, draw
-from slotgraph.runners.decision import EVERY, FIRST
 from slotgraph.runners.metrics import exposition
+from slotgraph.runners.statistics import EVERY, FIRST
 
 pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
 SLOTS = 12
@@ -37,9 +38,9 @@ def test_step(
     """By shortcut where fills are in the graph, and by the general way."""
     benchmark.group = f"{backend_name}: whole step, {lowering}: {SLOTS} slots, {LIVE} rows"
     every, first = TIMED[row]
-    monkeypatch.setattr(decision, "EVERY", every)
-    monkeypatch.setattr(decision, "FIRST", first)
-    monkeypatch.setattr(bound, "EVERY", every)
+    monkeypatch.setattr(statistics, "EVERY", every)
+    monkeypatch.setattr(statistics, "FIRST", first)
+    monkeypatch.setattr(runners, "EVERY", every)
     drawn, runner = draw_and_runner(backend_name, lowering)
     turns = itertools.cycle([drawn(LIVE, number) for number in range(4)])
     with torch.no_grad():

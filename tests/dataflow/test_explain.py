@@ -97,7 +97,7 @@ def test_slots_in_words() -> None:
         "input_ids": {"dtype": "int64", "role": None, "tail": "pad=0", "source": "batch.input_ids"},
         "seq_lens": {"placement": "host", "tail": "pad=seq_len_fill"},
         "out_cache_loc": {"dtype": "int32", "role": "cache_loc", "source": "batch.spec.locations"},
-        "tables": {"source": "argument tables.decode", "argument": "tables", "tail": "keep (not read)"},
+        "tables": {"source": "argument tables.decode", "tail": "keep (not read)"},
         "mrope": {"optional": True, "when": "_windowed"},
         "count": {"function": "_live_tokens", "needs": ("step",), "runs_on": "host", "tail": None},
         "rows": {"needs": ("seq_lens",), "runs_on": "host"},
@@ -142,19 +142,6 @@ def test_absent_slots_and_slots_in_place() -> None:
     assert (whole.nbytes - in_place.nbytes, copied_of_whole - copied_beside) == (48 * 8, 37 * 8)
     by_slot, _ = plan_of(lowering="slot_by_slot")
     assert {group.how for group in by_slot.copies} == {"single"}
-
-
-def test_host_data() -> None:
-    """Where the device packs uploads, the plan of a batch with host data says what rides; elsewhere it is the same."""
-    plans = [
-        explain_declaration(Explained.slotgraph, capabilities, "some", SIZES, hosted=["input_ids"]).plan
-        for capabilities in (Capabilities(packed_uploads=True), Capabilities())
-    ]
-    assert plans[0] is not None
-    assert "input_ids" in plans[0].packed
-    assert plans[1] == explain_declaration(Explained.slotgraph, Capabilities(), "some", SIZES).plan
-    with pytest.raises(ConfigError, match="a batch cannot bring host data for 'count': it is no slot that is copied"):
-        explain_declaration(Explained.slotgraph, Capabilities(), "some", SIZES, hosted=["count"])
 
 
 def test_without_sizes_the_declaration_alone() -> None:

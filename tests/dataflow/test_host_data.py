@@ -125,17 +125,17 @@ REFUSED: Final[dict[str, tuple[Any, torch.dtype, str]]] = {
     "nested": ([[3.0, -1e39]], torch.float32, r"float32 cannot hold -1e\+39"),
     "too large for float16": ([65520], torch.float16, r"float16 cannot hold 65520.0"),
     "too large for bfloat16": ([[3.4e38]], torch.bfloat16, r"bfloat16 cannot hold 3.4e\+38"),
-    "too large for any": ([0.5, 10**400], torch.float64, r"int too large"),
+    "too large for any": ([0.5, 10**400], torch.float64, r"can't convert np.ndarray of type numpy.object_"),
     "negative": ([3, -1], torch.uint8, r"uint8 cannot hold -1"),
     "negative and nested": ([[3], [-7]], torch.uint16, r"uint16 cannot hold -7"),
     "bools among numbers": ([[2, 3], [True, 4]], torch.int64, r"bools and numbers together"),
-    "unlike lengths": ([[1], [1, 2]], torch.int64, r"its rows are ragged, of 1 and of 2 numbers along dim 1: pad them"),
-    "a number beside a list": ([[1], 2], torch.int64, r"some of its entries along dim 0 are rows and some are not"),
-    "a mapping beside a list": (
-        [[1], {2: 3}],
+    "unlike lengths": (
+        [[1], [1, 2]],
         torch.int64,
-        r"some of its entries along dim 0 are rows and some are not",
+        r"its rows are ragged, or stand beside numbers: pad them to one length",
     ),
+    "a number beside a list": ([[1], 2], torch.int64, r"its rows are ragged, or stand beside numbers"),
+    "a mapping beside a list": ([[1], {2: 3}], torch.int64, r"its rows are ragged, or stand beside numbers"),
 }
 
 

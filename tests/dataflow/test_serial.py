@@ -15,13 +15,8 @@ from hypothesis import strategies as st
 from slotgraph.dataflow.capabilities import LADDER, Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, explain_declaration
-from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, TailReset, plan_fill
-from slotgraph.dataflow.serial import (
-    from_data,
-    plan_from_json,
-    plan_to_json,
-    to_data,
-)
+from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, Pattern, TailReset, plan_fill
+from slotgraph.dataflow.serial import from_data, to_data
 from tests.strategies import AXES, CAPABILITIES, HIDDEN, declarations
 
 Change = Callable[[dict[str, Any]], object]
@@ -30,7 +25,7 @@ PLAN = FillPlan(
     declaration="Decode",
     sizes=(("BATCH", 8), ("TOKENS", 16)),
     absent=("mrope_positions",),
-    tails=(TailReset("seq_lens", (0,), 1, always=False), TailReset("scales", (0, 1), -math.inf, always=True)),
+    tails=(TailReset("seq_lens", 1, always=False), TailReset("scales", -math.inf, always=True)),
     copies=(
         CopyGroup(("input_ids", "positions"), torch.int64, torch.int64, "device", "foreach"),
         CopyGroup(("hidden",), torch.bfloat16, torch.float32, "host", "single", "large"),
@@ -40,7 +35,7 @@ PLAN = FillPlan(
 )
 FUSED = attrs.evolve(
     PLAN,
-    tails=(TailReset("seq_lens", (0,), 1, always=False, fused=True), TailReset("embeds", (0,), 0, always=True)),
+    tails=(TailReset("seq_lens", 1, always=False, fused=True), TailReset("embeds", 0, always=True)),
     copies=(
         CopyGroup(("input_ids", "seq_lens"), torch.int64, torch.int64, "device", "fused"),
         CopyGroup(("positions",), torch.int64, torch.int64, "device", "in place"),
@@ -48,6 +43,11 @@ FUSED = attrs.evolve(
     computed=(ComputeStep("count", "live_tokens", ("step",), "host", packed=True),),
     lowering="in_graph",
 )
+
+
+def through_json(plan: FillPlan) -> FillPlan:
+    """The plan, written and read again."""
+    return from_data(json.loads(json.dumps(to_data(plan), allow_nan=False)), FillPlan)
 
 
 def without_nan(plan: FillPlan) -> FillPlan:
@@ -68,11 +68,10 @@ def test_round_trip_gives_an_equal_plan(data: st.DataObject) -> None:
         declaration,
         sizes,
         data.draw(st.sampled_from(CAPABILITIES)),
+        Pattern(absent, data.draw(st.sets(st.sampled_from(copied))) - absent),
         lowering=data.draw(st.sampled_from(LADDER)),
-        absent=absent,
-        in_place=data.draw(st.sets(st.sampled_from(copied))) - absent,
     )
-    again = plan_from_json(plan_to_json(plan))
+    again = through_json(plan)
     assert without_nan(again) == without_nan(plan)
     assert str(again) == str(plan)
 
@@ -89,7 +88,7 @@ def test_round_trip_of_an_explanation(data: st.DataObject) -> None:
 def test_round_trip_by_hand() -> None:
     """What the kernel does, and what rests where it is, comes back from JSON and stands in the text."""
     for plan in (PLAN, FUSED):
-        assert plan_from_json(plan_to_json(plan)) == plan
+        assert through_json(plan) == plan
     assert FUSED.fused == ("input_ids", "seq_lens", "count")
     assert [*FUSED.lines()] == [
         "plan of Decode for BATCH=8, TOKENS=16: 1 copy call, 4096 bytes, in_graph",
@@ -109,13 +108,13 @@ def _extents() -> Any:
 
 def test_json_is_plain() -> None:
     """Dtypes stand by their short names, tuples as lists, nothing needs a parser that takes NaN, and types stay."""
-    data = json.loads(plan_to_json(PLAN, indent=2), parse_constant=pytest.fail)
+    data = json.loads(json.dumps(to_data(PLAN)), parse_constant=pytest.fail)
     assert data == to_data(PLAN)
     assert (data["copies"][1]["src_dtype"], data["tails"][1]["value"]) == ("float32", "-inf")
     assert data["sizes"] == [["BATCH", 8], ["TOKENS", 16]]
     for value in (True, 0, -7, 0.5, math.inf, -math.inf, math.nan, 1 << 62):
-        plan = attrs.evolve(PLAN, tails=(TailReset("x", (0,), value, always=True),))
-        found = plan_from_json(plan_to_json(plan)).tails[0].value
+        plan = attrs.evolve(PLAN, tails=(TailReset("x", value, always=True),))
+        found = through_json(plan).tails[0].value
         assert (type(found), repr(found)) == (type(value), repr(value))
     capabilities = to_data(Capabilities(roles={"loc": torch.int32}, capture_copies=frozenset({"pinned", "device"})))
     assert (capabilities["roles"], capabilities["capture_copies"]) == ({"loc": "int32"}, ["device", "pinned"])
@@ -125,27 +124,18 @@ def test_json_is_plain() -> None:
     ("change", "message"),
     [
         (lambda d: d.update(tailz=[]), "unknown key 'tailz'; did you mean 'tails'?"),
-        (lambda d: d.update(zebra=1), "unknown key 'zebra' @ $"),
-        (lambda d: d["copies"][0].update(dst="int64"), "unknown key 'dst'"),
         (lambda d: d.pop("tails"), "'tails' is missing"),
         (lambda d: d["tails"][1].pop("value"), "'value' is missing @ $.tails[1].value"),
         (lambda d: d["tails"][0].update(value="many"), "expected a number, true, false"),
-        (lambda d: d["tails"][0].update(value=None), "got None @ $.tails[0].value"),
-        (lambda d: d["tails"][0].update(dims="01"), "expected a list, got '01' @ $.tails[0].dims"),
-        (lambda d: d["tails"][0].update(dims=[True]), "expected int, got True @ $.tails[0].dims[0]"),
+        (lambda d: d.update(absent="01"), "expected a list, got '01' @ $.absent"),
+        (lambda d: d.update(absent=[True]), "expected str, got True @ $.absent[0]"),
         (lambda d: d["tails"][0].update(always=1), "expected bool, got 1"),
         (lambda d: d["tails"].append(3), "expected keys and values, got 3 @ $.tails[2]"),
         (lambda d: d["copies"][0].update(dst_dtype="int65"), "torch has no dtype 'int65'"),
-        (lambda d: d["copies"][0].update(dst_dtype=64), "expected str, got 64"),
         (lambda d: d["copies"][0].update(placement="moon"), "moon"),
-        (lambda d: d["copies"][0].update(how="somehow"), "somehow"),
-        (lambda d: d["copies"][0].update(together=True), "unknown key 'together'"),
-        (lambda d: d.update(lowering="folded"), "folded"),
-        (lambda d: d["computed"][0].update(packed=1), "expected bool, got 1 @ $.computed[0].packed"),
         (lambda d: d.update(sizes=[["BATCH"]]), "expected 2 values, got ['BATCH']"),
         (lambda d: d.update(sizes=[["BATCH", "8"]]), "expected int, got '8'"),
         (lambda d: d.update(nbytes=5.0), "expected int, got 5.0 @ $.nbytes"),
-        (lambda d: d.update(declaration=5), "expected str, got 5 @ $.declaration"),
         (lambda d: d.update(tails=3, nbytes="x"), "got 3 @ $.tails; expected int, got 'x' @ $.nbytes"),
     ],
 )
@@ -156,10 +146,3 @@ def test_what_is_no_plan_is_refused(change: Change, message: str) -> None:
     with pytest.raises(ConfigError, match="no FillPlan: ") as caught:
         from_data(data, FillPlan)
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "null", '"plan"'])
-def test_text_that_is_no_plan(text: str) -> None:
-    """Text that does not parse, or parses to something else, is refused in the same way."""
-    with pytest.raises(ConfigError, match="no FillPlan: "):
-        plan_from_json(text)

@@ -19,8 +19,8 @@ from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sources import Side
 from slotgraph.extend import side
 from slotgraph.pool import InputPool
+from slotgraph.runners.hooks import Watcher
 from slotgraph.runners.ranks.pipeline import PipelineStage, proxies_of
-from slotgraph.runners.watching import Watcher
 from tests.ranks.processes import Processes, raised, ranks
 from tests.ranks.staged import ALL, CHANGES, ROOM, SIZES, First, Later, Part, batch_of, eager_part, expected, weights
 from tests.runners import prefilled

@@ -11,12 +11,12 @@ from structlog.testing import capture_logs
 import slotgraph
 from slotgraph.dataflow.explain import mermaid
 from slotgraph.dataflow.serial import from_data, to_data
-from slotgraph.runners.decision import Decision
 from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.explained.pages import html, printed, tables
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.statistics import Decision
 from tests.ranks import stepping
 from tests.ranks.processes import Processes
 from tests.ranks.stepping import Gathered, runner_on, soon

@@ -17,9 +17,9 @@ from slotgraph.dataflow.axes import WIDTH, Axis, Sizes, extent
 from slotgraph.dataflow.capabilities import HOST, LADDER, resolve_dtype
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.errors import BatchError
+from slotgraph.runners.hooks import Watcher
 from slotgraph.runners.runner import Runner
 from slotgraph.runners.statistics import Statistics
-from slotgraph.runners.watching import Watcher
 from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
 from tests.runners import prefilled
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch

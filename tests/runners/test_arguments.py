@@ -288,11 +288,11 @@ def loose(value: Any) -> Any:
 
 
 ELSEWHERE: list[tuple[Callable[[], Any], str]] = [
-    (lambda: loose(Buckets)([]), "buckets are whole numbers"),
-    (lambda: loose(Buckets)(3), "buckets are whole numbers of at least 1, at least one of them, got 3"),
-    (lambda: loose(Buckets)(["1"]), "buckets are whole numbers"),
-    (lambda: loose(Buckets)((2, 2)), "buckets are given once each"),
-    (lambda: loose(Buckets)((2, 4), "0.5"), "max_waste is a share"),
+    (lambda: loose(Buckets)([]), "option 'buckets': expected a list or tuple of at least one int"),
+    (lambda: loose(Buckets)(3), "option 'buckets': expected a list or tuple of at least one int"),
+    (lambda: loose(Buckets)(["1"]), "option 'buckets': expected a list or tuple of at least one int"),
+    (lambda: loose(Buckets)((2, 2)), "option 'buckets': expected a list or tuple of at least one int"),
+    (lambda: loose(Buckets)((2, 4), "0.5"), "option 'max_waste': expected float between 0 and 1"),
     (lambda: loose(choose)(3), "backend: expected a backend's name"),
     (lambda: loose(InputPool)(3), "phases: expected names"),
     (lambda: loose(InputPool)(["draft"]), "phases: expected names"),

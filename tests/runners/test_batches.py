@@ -373,7 +373,7 @@ def ragged(draw: random.Random, *, of: str) -> Any:
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([[7, 8], 9], "some of its entries along dim 0 are rows and some are not: bring rows of one length"),
+        ([[7, 8], 9], "its rows are ragged, or stand beside numbers: pad them to one length"),
         (
             [torch.tensor([7, 8]), torch.tensor([9, 10])],
             r"a list of tensors: bring one tensor, such as torch\.stack makes",

@@ -13,8 +13,8 @@ from slotgraph.pool import InputPool
 from slotgraph.runners.comparison import named
 from slotgraph.runners.config import CHEAP, MODES, VARIABLE, modes_of
 from slotgraph.runners.debug import debugged
+from slotgraph.runners.hooks import Watcher
 from slotgraph.runners.outputs import Stamped
-from slotgraph.runners.watching import Watcher
 from tests.runners import prefilled, test_draft, test_draft_extend, test_multi_layer
 from tests.runners.check.sound import KINDS, Found
 from tests.runners.models import (

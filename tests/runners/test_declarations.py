@@ -77,18 +77,6 @@ def test_wrong_declaration(name: str) -> None:
     assert_right(EagerRunner(PlainInputs, plain_step, backend="cpu")(batch), batch)
 
 
-def test_a_name_twice_in_one_body() -> None:
-    """The second would silently win."""
-    with pytest.raises((DeclarationErrors, DeclarationError)) as refused:
-
-        class Wrong(Inputs):
-            ids: torch.Tensor = ids_slot()
-            ids: torch.Tensor = ids_slot(1)  # type: ignore[no-redef]  # noqa: PIE794 - the point
-
-    found = getattr(refused.value, "exceptions", (refused.value,))
-    assert "slot 'ids': the class declares it twice: rename one" in str(found[0])
-
-
 def test_tail_that_the_dtype_cannot_hold() -> None:
     """A tail's value, or a constant, that its dtype cannot hold is refused, not rounded, wrapped or truncated."""
     misfits: list[tuple[torch.dtype, Any]] = [
@@ -303,9 +291,6 @@ def test_bases_that_say_different_things() -> None:
             assert len(faults) == 1
             assert "'ids': " in faults[0]
             assert "declare it again to say which is meant, or drop it" in faults[0]
-    assert (
-        "Other declares it, and Without drops another" in refused(lambda: types.new_class("Made", (Without, Other)))[0]
-    )
     assert_filled(types.new_class("Made", (Again, Without)), ["ids", "more"])
     made: Any = types.new_class("Made", (Other, Without), {"drop": ["ids"]})
     assert list(made.slotgraph.slots) == ["more"]

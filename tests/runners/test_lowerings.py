@@ -317,7 +317,7 @@ class Game:
         bucket = next((one for one in BUCKETS if one >= size), None)
         runner = self.pair.mine
         if bucket is not None and absent in (ABSENT, frozenset()) and runner.graphs.has(bucket, absent & ABSENT):
-            view = runner.inputs(bucket, absent if runner.stage.optional else ())
+            view = runner.inputs(bucket, absent if runner.stage.declaration.optional else ())
             for name in ("ids", "places", "pairs"):
                 getattr(view, name).fill_(5)
         return ("in place", "in place", "in place", "plain")

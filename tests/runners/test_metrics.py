@@ -13,9 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.runners.decision import BOUNDS, Why
 from slotgraph.runners.metrics import EDGES, Collector, exposition
-from slotgraph.runners.statistics import Statistics
+from slotgraph.runners.statistics import BOUNDS, Statistics, Why
 from tests.runners.kinds import EVERY_KIND, Act, act, counted, schedules
 from tests.runners.models import plain_runner, random_batch
 

@@ -19,10 +19,20 @@ from structlog.testing import capture_logs
 from slotgraph import DecodeRunner, EagerRunner
 from slotgraph.dataflow.errors import ReplayError
 from slotgraph.pool import InputPool
-from slotgraph.runners.decision import BOUNDS, EVERY, FIRST, BucketData, EagerData, FillsData, FillTimes, FillTimesData
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.runner import Runner
-from slotgraph.runners.statistics import CaptureData, Statistics
+from slotgraph.runners.statistics import (
+    BOUNDS,
+    EVERY,
+    FIRST,
+    BucketData,
+    CaptureData,
+    EagerData,
+    FillsData,
+    FillTimes,
+    FillTimesData,
+    Statistics,
+)
 from tests.runners.kinds import EVERY_KIND, Act, Books, act, anew, counted, schedules
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 
@@ -217,14 +227,16 @@ def test_read_while_steps_run(cpu: str) -> None:
 
     reader = threading.Thread(target=read)
     reader.start()
-    for number in range(200):
-        runner(random_batch(1 + number * 7 % 9, seed=number % 3))
+    steps = 0
+    while steps < 200 or len(seen) < 4:
+        runner(random_batch(1 + steps * 7 % 9, seed=steps % 3))
+        steps += 1
     done.set()
     reader.join()
     for totals in ([sum(stats[of].values()) for stats in (*seen, runner.stats())] for of in ("steps", "lowerings")):
         assert totals == sorted(totals)
         assert len(set(totals)) > 2
-    assert sum(runner.stats()["steps"].values()) == 200
+    assert sum(runner.stats()["steps"].values()) == steps
 
 
 ROOT = Path(__file__).parents[2]

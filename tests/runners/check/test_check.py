@@ -14,7 +14,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, errors, stage
 from slotgraph.extend import once
 from slotgraph.runners.check.checks import CheckReport, batches_of
 from slotgraph.runners.check.trial import Finding
-from slotgraph.runners.watching import Watcher
+from slotgraph.runners.hooks import Watcher
 from tests.runners.check.planted import OURS, runner_of, sound, tables_on
 from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
 

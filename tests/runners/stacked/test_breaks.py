@@ -9,7 +9,7 @@ import torch
 from slotgraph import BATCH, DecodeRunner, Inputs, copied, current_view, graph_break
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
-from slotgraph.runners.captured import Clock
+from slotgraph.runners.capture import Clock
 from tests.backends.test_contract import has_true_graphs
 from tests.runners.prefilled import Prefill, around, assert_equal, batch_of
 

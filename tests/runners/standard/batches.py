@@ -8,7 +8,7 @@ from slotgraph import BATCH, TOKENS, Axis, Inputs, standard
 from slotgraph.dataflow.axes import extent
 from slotgraph.dataflow.capabilities import Capabilities, resolve_dtype
 from slotgraph.dataflow.declaration import Declaration
-from slotgraph.dataflow.sources import Path, SideArgument
+from slotgraph.dataflow.sources import Path
 from slotgraph.ranks import Ranks
 from slotgraph.speculative import WIDTH
 from tests.strategies import noise
@@ -65,11 +65,11 @@ def batch_of(
     beside: dict[str, Any] = {}
     for turn, (name, slot) in enumerate(declaration.slots.items()):
         source = slot.reads(name)
-        if not isinstance(source, Path | SideArgument) or name in absent:
+        if not isinstance(source, Path) or name in absent:
             continue
         taken = (resolve_dtype(slot.dtype, CUDA), *slot.converts_from())
         value = noise(extent(slot.shape, live), taken[(turn + seed) % len(taken)], seed + turn)
-        holder = beside if isinstance(source, SideArgument) else batch
+        holder = beside if source.beside else batch
         for part in source.parts[:-1]:
             holder = holder.setdefault(part, {})
         holder[source.parts[-1]] = value if slot.placement == "host" else value.to(device)

@@ -15,6 +15,7 @@ from slotgraph.dataflow.errors import ConfigError, WrongBytesError
 from slotgraph.dataflow.ready import Ready
 from slotgraph.dataflow.sampling import Sample
 from slotgraph.dataflow.specialization import Specialization
+from slotgraph.runners.testing import ground
 from slotgraph.testing import Turn, assert_fill_equals_oracle, batches, schedules
 from tests.packing import PackingBackend
 from tests.runners.testing.declared import HIDDEN, PAGES, Mixed
@@ -108,8 +109,8 @@ def test_it_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     plain = oracle._reset_tail
 
-    def wrong(slot: Any, view: torch.Tensor, step: Any, *rest: Any, absent: bool) -> None:
-        plain(slot, view, step, *rest, absent=absent)
+    def wrong(slot: Any, view: torch.Tensor, step: Any, number: Any) -> None:
+        plain(slot, view, step, number)
         if step.padded(TOKENS) >= 5 and slot is Small.slotgraph.slots["ids"] and step.live(TOKENS) < 5:
             view[4] = 99
 
@@ -121,11 +122,9 @@ def test_it_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot whose view is there where it ought to be absent."""
-    monkeypatch.setattr(oracle, "_value", lambda name, *rest: None if name == "flags" else VALUE(name, *rest))
+    fill = oracle.fill_slot_by_slot
+    monkeypatch.setattr(ground, "fill_slot_by_slot", lambda *given, **more: {**fill(*given, **more), "flags": None})
     assert "slot 'flags' is there, and the oracle's is not" in found(lowerings=("foreach",))
-
-
-VALUE = oracle._value
 
 
 def test_sizes_that_do_not_fit() -> None:

@@ -12,8 +12,8 @@ from serving.ranks import ALONE, World
 from serving.request import Request
 from slotgraph import Axis, Inputs, standard
 from slotgraph.ranks import PipelineStage, Ranks
-from slotgraph.runners.decision import Decision
 from slotgraph.runners.runner import Runner
+from slotgraph.runners.statistics import Decision
 
 Outputs: TypeAlias = "torch.Tensor | None"
 """Logits, or None where the rank has none of them."""

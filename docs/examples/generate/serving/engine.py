@@ -19,7 +19,7 @@ from serving.scheduler import Scheduler
 from serving.steps import Steps
 from slotgraph import DecodeRunner, EagerRunner
 from slotgraph.ranks import PipelineStage
-from slotgraph.runners.capture import CaptureReport
+from slotgraph.runners.statistics import CaptureReport
 
 Prepare = Callable[[DecodeInputs], DecodeInputs]
 

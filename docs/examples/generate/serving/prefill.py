@@ -12,7 +12,7 @@ from serving.inputs import PrefillInputs
 from serving.options import Options
 from serving.steps import Steps
 from slotgraph import BATCH, TOKENS, BreakableRunner, EagerRunner, PrefillRunner
-from slotgraph.runners.decision import Decision
+from slotgraph.runners.statistics import Decision
 
 Runner: TypeAlias = "EagerRunner[PrefillInputs] | BreakableRunner[PrefillInputs] | PrefillRunner[PrefillInputs]"
 

@@ -32,7 +32,7 @@ from serving.summary import summarise
 from serving.tables import show
 from slotgraph import backends
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError
-from slotgraph.runners.capture import CaptureReport
+from slotgraph.runners.statistics import CaptureReport
 
 
 def main(argv: Sequence[str] | None = None) -> int:

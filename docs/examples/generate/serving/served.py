@@ -8,7 +8,7 @@ import attrs
 from serving.engine import Engine, Work
 from serving.report import BucketUse, MemoryUse
 from slotgraph import EagerRunner
-from slotgraph.runners.capture import CaptureReport
+from slotgraph.runners.statistics import CaptureReport
 
 
 @attrs.frozen(eq=False, kw_only=True)

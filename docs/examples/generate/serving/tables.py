@@ -10,7 +10,7 @@ from serving.comparison import Comparison
 from serving.ranks import WAYS
 from serving.report import BucketUse, PrefillUse, Report
 from serving.times import prefill_sentence, show_times
-from slotgraph.runners.capture import human_bytes
+from slotgraph.runners.statistics import human_bytes
 
 SAMPLES = 6
 COLUMNS = {"request": 7, "steps": 7, "prompt": 20, "text": 33}

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             names = "; ".join(cycle.name for cycle in cycles(scale, capabilities))
             sys.stderr.write(f"no cycle {options.layout!r}: there are {names}\n")
             return 2
-        console.print(chosen[0].layout)
+        sys.stdout.write(f"{chosen[0].layout}\n")
         return 0
     found = [*figures(scale, capabilities)]
     if options.json:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from slotgraph import DecodeRunner, EagerRunner, standard
 from slotgraph.backends import Backend
-from slotgraph.runners.capture import CaptureReport
+from slotgraph.runners.statistics import CaptureReport
 from states.inputs import DecodeInputs, PromptInputs
 from states.models import VOCABULARY
 from states.pools import RowAllocator

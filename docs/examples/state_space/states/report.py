@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from slotgraph.runners.capture import CaptureReport
+from slotgraph.runners.statistics import CaptureReport
 from states.comparison import Comparison
 from states.engine import Engine
 from states.options import Options
