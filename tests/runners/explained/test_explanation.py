@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slotgraph
-from slotgraph import TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied
+from slotgraph import TOKENS, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.dataflow.serial import from_data, to_data
@@ -19,8 +19,6 @@ from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_r
 from tests.runners.kinds import STANDARD, Kind
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 from tests.runners.prefilled import KINDS, Model, runner_of
-
-NOTHING = Axis("NOTHING", fixed=True)
 
 
 def read_back(explanation: RunnerExplanation) -> RunnerExplanation:
@@ -256,21 +254,3 @@ def test_explaining_changes_nothing() -> None:
     assert first == second
     assert runner.stats() == before
     assert runner.replay(view).shape[0] == 3
-
-
-class EmptyInputs(Inputs):
-    """A slot without a byte among others."""
-
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
-    nothing: torch.Tensor = copied(TOKENS, NOTHING, dtype=torch.float32, pad=0.5)
-    last: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
-
-
-def test_a_slot_without_bytes(backend: Backend) -> None:
-    """It lies where its place is, and no memory is told twice for its sake."""
-    runner = DecodeRunner(EmptyInputs, lambda view: view.ids + 1, sizes={NOTHING: 0}, buckets=[4], backend=backend)
-    found = slotgraph.explain(runner)
-    assert sum(one.nbytes for one in found.memory.allocations) == found.statistics["memory"]["inputs"]
-    if backend.capabilities.arenas:
-        assert len({place.allocation for place in found.memory.places}) == 1
-        assert len({place.offset for place in found.memory.places}) == len(found.memory.places)
