@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast, get_args
 from ..dataflow.capabilities import LADDER
 from ..dataflow.errors import ConfigError
 from .runner import Runner
-from .statistics import EVERY, FillTimes, FillTimesData, Statistics, Why
+from .statistics import EVERY, Counts, FillTimesData, Statistics, Why
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 INSTALL: Final = "pip install 'slotgraph[metrics]'"
 FITS: Final = "fits"
 """The reason of a step that a graph did, in a `Decision` as in the label."""
-EDGES: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
-"""Upper bounds of the histogram of fills, in microseconds: bounds of `FillTimes` too, so that no bin is split."""
 _PER_SECOND: Final = 1_000_000
 Samples: TypeAlias = Iterable[tuple[Any, ...]]
 """The values of the labels of one metric, and what it counts."""
@@ -89,7 +87,7 @@ def _ways(stats: Statistics) -> Iterator[tuple[tuple[str, str, str], tuple[int, 
 
     Every bucket that was captured and every reason is there, so that counts begin at zero.
     """
-    path, none = next(iter(stats["steps"])), FillTimes().as_data()
+    path, none = next(iter(stats["steps"])), Counts().times()
     times, eager = stats["fills"]["buckets"], stats["fills"]["eager"]
     for bucket in sorted({*stats["capture"]["buckets"], *stats["buckets"]}):
         one = stats["buckets"].get(bucket)
@@ -107,12 +105,9 @@ def _counted(place: int) -> Callable[[Statistics], Samples]:
 
 
 def _fills(stats: Statistics) -> Samples:
-    """How many fills took at most as long as each edge, and at last all; and how long they took together."""
-    for labels, _, times in _ways(stats):
-        if times is not None:
-            bins = [(bound, count) for bound, count in times["histogram"] if bound is not None]
-            upto = [(str(edge / _PER_SECOND), sum(n for bound, n in bins if bound <= edge)) for edge in EDGES]
-            yield labels, [*upto, ("+Inf", times["count"])], times["total"] / _PER_SECOND
+    """How many fills were timed, and how long they took together."""
+    timed = ((labels, times) for labels, _, times in _ways(stats) if times is not None)
+    return ((labels, times["count"], times["total"] / _PER_SECOND) for labels, times in timed)
 
 
 def _forced(stats: Statistics) -> Samples:
@@ -151,7 +146,7 @@ _TABLE: Final[tuple[tuple[str, str, str, Sequence[str], Callable[[Statistics], S
     ("Counter", "steps", "Steps that were done.", _WAY, _counted(0)),
     ("Counter", "live_rows", _ROWS, _WAY, _counted(1)),
     ("Counter", "padded_rows", "Rows that were computed for these, with padding.", _WAY, _counted(2)),
-    ("Histogram", "fill_seconds", _FILLS, _WAY, _fills),
+    ("Summary", "fill_seconds", _FILLS, _WAY, _fills),
     ("Counter", "fills", "Fills of buckets.", ["lowering"], _LOWERINGS),
     ("Counter", "detours", "Fills by a later lowering than the runner's.", ["reason"], _DETOURS),
     ("Counter", "capture_seconds", "Time that captures took.", [], _one("capture", "seconds")),
