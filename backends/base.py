@@ -95,7 +95,7 @@ class Event(abc.ABC):
 
 
 class Fusion(abc.ABC):
-    """A device's own way to fill a bucket in one upload and one launch: `dataflow.lanes` says of what."""
+    """A device's own way to fill a bucket in one upload and one launch: `dataflow.packet` says of what."""
 
     @property
     @abc.abstractmethod

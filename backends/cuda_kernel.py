@@ -1,6 +1,6 @@
 """The fused fill: one Triton kernel that copies, converts and pads every lane of a bucket.
 
-`..dataflow.lanes` says what the table and the packet hold. A program takes one row of the table: one block of one lane.
+`..dataflow.packet` says what table and packet hold. A program takes one row of the table: one block of one lane.
 Where source, slot and all that is to be written of the block are multiples of eight bytes, whatever the dtype, it moves
 eight at a time, else element by element. Addresses come from memory, so the compiler assumes no more of them than that
 each is a multiple of its own dtype's size; the packer sees to that.

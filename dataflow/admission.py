@@ -99,27 +99,18 @@ def check_sources(
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
 
-def admit(
-    wanted: Sequence[Wanted],
-    sources: Sequence[Any],
-    shapes: Sequence[Extent],
-    buffers: Buffers,
-    move: Move | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """Make tensors of all sources: host data goes where its slot is, what lies in a buffer is copied first.
+def placed(want: Wanted, source: Any, tensor: torch.Tensor, buffers: Buffers, move: Move | None) -> torch.Tensor:
+    """An admitted source as a tensor where its slot is, which can be read while slots are written.
 
-    move: what takes host data to the device, in memory of its own there. Raises as `check_sources`.
+    move: what takes host data to the device, in memory of its own there.
     """
-    placed = []
-    for want, source, tensor in zip(wanted, sources, check_sources(wanted, sources, shapes, buffers), strict=True):
-        if want.is_hosted(source):
-            made = _dense(tensor, want.dtype, buffers)
-            placed.append(made.to(want.device, copy=True) if move is None else move(made))
-        elif is_in_place(tensor, buffers[want.name]):
-            placed.append(tensor)
-        else:
-            placed.append(_readable(tensor, buffers))
-    return tuple(placed)
+    if want.is_hosted(source):
+        made = _dense(tensor, want.dtype, buffers)
+        return made.to(want.device, copy=True) if move is None else move(made)
+    askew = tensor.is_neg() or tensor.is_conj() or tensor.data_ptr() % tensor.itemsize
+    if is_in_place(tensor, buffers[want.name]) or not (askew or buffers.holds(tensor)):
+        return tensor
+    return tensor.clone().resolve_neg().resolve_conj()
 
 
 def check_carried(want: Wanted, source: Any, shape: Extent) -> None:
@@ -160,13 +151,6 @@ def _admit(want: Wanted, source: Any, shape: Extent, buffer: Buffer) -> torch.Te
     elif is_in_place(source, buffer) and tuple(source.shape) == shape:
         return made  # type: ignore[no-any-return] # a tensor, as was just found
     return [_expected(want, shape) + fault for fault in _faults(want, made, shape)] or made
-
-
-def _readable(tensor: torch.Tensor, buffers: Buffers) -> torch.Tensor:
-    """A source whose bytes can be read while slots are written: itself, or a copy."""
-    if tensor.is_neg() or tensor.is_conj() or tensor.data_ptr() % tensor.itemsize or buffers.holds(tensor):
-        return tensor.clone().resolve_neg().resolve_conj()
-    return tensor
 
 
 def is_in_place(source: Any, buffer: Buffer) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, Final
 import attrs
 import torch
 
-from .admission import Extent, Kind, Wanted, admit, check_sources, kind_of
+from .admission import Extent, Kind, Wanted, check_sources, kind_of, placed
 from .axes import Sizes, extent
 from .buffers import Buffers
 from .capabilities import DEVICE, Capabilities, Lowering, resolve_dtype
@@ -111,8 +111,9 @@ class Bucket:
         """
         ready, sources = self.ready(live, absent), self.gather(batch, side)
         wanted, brought, shapes = self._present(sources, live, absent)
-        admitted = admit(wanted, brought, shapes, self.buffers, self._move if self._packs else None)
-        return ready, dict(zip([want.name for want in wanted], admitted, strict=True))
+        move, admitted = self._move if self._packs else None, check_sources(wanted, brought, shapes, self.buffers)
+        rows = zip(wanted, brought, admitted, strict=True)
+        return ready, {want.name: placed(want, one, tensor, self.buffers, move) for want, one, tensor in rows}
 
     def ready(self, live: tuple[int, ...], absent: Absent = NONE) -> Ready:
         """What live sizes need, of batches that come without some optional slots. BatchError if they do not fit."""

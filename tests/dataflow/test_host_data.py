@@ -147,6 +147,12 @@ def test_what_is_no_box_of_numbers(value: str) -> None:
         tensor_of(given_value, dtype)
 
 
+def test_lists_of_nothing() -> None:
+    """Empty lists keep the dims that they show."""
+    shapes = {repr(value): [*tensor_of(value, torch.int32).shape] for value in ([], [[]], [[], []], [[[]]])}
+    assert shapes == {"[]": [0], "[[]]": [1, 0], "[[], []]": [2, 0], "[[[]]]": [1, 1, 0]}
+
+
 def test_infinity_is_a_float() -> None:
     """Infinity and NaN that were brought are taken."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
