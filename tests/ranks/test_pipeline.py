@@ -433,14 +433,15 @@ NO_PROXIES: tuple[tuple[Any, str], ...] = (
 def refusals(rank: int) -> list[str]:
     """What makes no sense: of the constructor, proxies that are given to a call, and steps that return none."""
     runner, later = eager_part(rank, 2), EagerRunner(LaterPrefill, print, backend="cpu")
-    for made, options, said in (
+    refused: list[tuple[Any, dict[str, Any], str]] = [
         (runner, {"proxies": "a b"}, r"proxies: expected the name"),
         (runner, {"timeout": 0}, r"timeout: expected seconds"),
         (EagerRunner(Whole, print, backend="cpu"), {}, "slot 'hidden' reads argument pp_proxy_tensors: proxies are"),
         (eager_part(0, 2), {}, "stage 1 of 2 has no slot that reads pp_proxy_tensors")
         if rank
         else (later, {"proxies": "pipe"}, "its slots require 'hidden_states' of pipe"),
-    ):
+    ]
+    for made, options, said in refused:
         with pytest.raises(ConfigError, match=said):
             PipelineStage(made, **options)
     outputs, answers = list[Any](), Part(0, 2)
