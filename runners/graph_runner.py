@@ -12,7 +12,7 @@ import torch
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, Axis, Sizes
 from ..dataflow.bucket import Absent
-from ..dataflow.buffers import Buffers
+from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import Lowering
 from ..dataflow.computation import field_of
 from ..dataflow.errors import ConfigError, RankError, ReplayError
@@ -33,7 +33,7 @@ from .config import (
 from .eagerly import Eagerly
 from .graphs import Filler, GraphSet, Order
 from .hooks import Live, watchers_of
-from .pool import Bindings, Phase, Seat
+from .pool import Phase, Seat
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .runner import Filled, Holds, Runner, bind
@@ -78,7 +78,7 @@ class StackArguments(CaptureArguments, total=False):
 class DraftArguments(CaptureArguments, total=False):
     """Of a runner whose buckets are requests, and whose outputs are one row a request."""
 
-    bind: Bindings
+    bind: Mapping[str, Bound]
 
 
 class ExtendArguments(DraftArguments, total=False):

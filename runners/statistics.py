@@ -31,7 +31,6 @@ Why = Literal[
     "not_captured",
     "absent",
     "field_differs",
-    "width_differs",
     "disabled",
     "always_eager",
 ]

@@ -6,7 +6,7 @@ import math
 import operator
 import types
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import attrs
 import torch
@@ -54,16 +54,9 @@ _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
 Row = dict[str, Any]
 
 
-class Effort(NamedTuple):
-    """How long to measure: rounds on host and device, and the steps of each round."""
-
-    rounds: int
-    steps: int
-    device_rounds: int
-
-
-FULL: Final = Effort(rounds=50, steps=20, device_rounds=9)
-QUICK: Final = Effort(rounds=5, steps=5, device_rounds=3)
+FULL: Final = (50, 20, 9)
+QUICK: Final = (5, 5, 3)
+"""How long to measure: rounds on the host, the steps of each round, and rounds on the device."""
 
 
 class Batch(types.SimpleNamespace):
@@ -198,7 +191,7 @@ def verify(title: str, found: Sequence[Contestant], batches: Iterable[tuple[int,
                 raise WrongBytesError(f"{title}, {rows} rows, the {one.what} of {one.name}: {faults[0]}")
 
 
-def measured_rows(backend: Backend, counts: Sequence[int], effort: Effort) -> list[Row]:
+def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, int, int]) -> list[Row]:
     """Fills and whole steps of all contestants, for each number of slots. WrongBytesError if one fills wrongly."""
     rows, runs = list[Row](), list[Run]()
     for count, (live, padded) in itertools.product(counts, SIZES):

@@ -357,15 +357,13 @@ def _memory(parts: Parts[Any], plan: FillPlan | None, pool: Layout | None) -> Me
     for buffer in buffers or ():  # storages without bytes are each by itself
         storage = buffer.tensor.untyped_storage()
         found.setdefault((storage.data_ptr(), "" if storage.nbytes() else buffer.name), []).append(buffer)
-    chained = {tensor.untyped_storage().data_ptr() for tensor in (() if buffers is None else buffers.beside)}
     names, allocations, places = collections.Counter[str](), list[Allocation](), list[SlotPlace]()
-    for (address, _), members in sorted(found.items(), key=lambda one: _order(one[1][0])):
+    for _, members in sorted(found.items(), key=lambda one: _order(one[1][0])):
         first = members[0]
         kind = f"{'pooled ' if first.pooled else ''}{first.slot.placement} memory"
         names[kind] += 1
         name = kind if names[kind] == 1 else f"{kind} {names[kind]}"
-        is_own = address in chained or not first.adopted
-        allocations.append(Allocation(name, first.tensor.untyped_storage().nbytes(), not is_own))
+        allocations.append(Allocation(name, first.tensor.untyped_storage().nbytes(), first.adopted))
         for buffer in sorted(members, key=lambda buffer: (_offset(buffer), buffer.nbytes, buffer.name)):
             lasts = lasting(buffer.slot, buffer.name, kept)
             since, until = _span(buffer, parts, plan) if lasts is None else (phases[0], phases[-1])

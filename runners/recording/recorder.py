@@ -18,7 +18,7 @@ from ...dataflow.sources import Side, look_up
 from ..comparison import live_part, named
 from ..config import checked, refuse
 from ..hooks import Watcher
-from ..runner import Parts, Runner
+from ..runner import Runner
 from .records import Raised, RecordedFile, RunnerRecord, StepRecord, Value, need, versions
 
 _LONGEST: Final = 4000
@@ -44,6 +44,9 @@ class Recording(Watcher):
         self._outputs = outputs
         self._staged = staged
         self._declaration = runner.parts.stage.declaration
+        own, carried = self._declaration, runner.parts.eager.stage.declaration.fields
+        more = (name for name in carried if name in own.slots and own.slots[name].reads(name) is None)
+        self._fields = (*own.fields, *more)  # with slots that a batch may carry to an eager step
         self._agreed = runner.agreed
         self._count = 0
         self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
@@ -80,7 +83,7 @@ class Recording(Watcher):
         try:
             sources = ((name, slot.reads(name)) for name, slot in self._declaration.slots.items())
             slots = [(name, source.read(batch, side)) for name, source in sources if source is not None]
-            fields = [(name, look_up(batch, name)) for name in _fields_of(parts)]
+            fields = [(name, look_up(batch, name)) for name in self._fields]
         except Exception as error:  # noqa: BLE001 - as above
             step.note(f"the batch could not be read: {type(error).__name__}: {error}"[:_LONGEST])
             return
@@ -222,12 +225,6 @@ class Recording(Watcher):
             if not value.arrived:
                 value.lose(f"the device failed before it was copied: {self._fault}")
             value.arrived = None
-
-
-def _fields_of(parts: Parts[Any]) -> list[str]:
-    """Fields, and slots that a batch may carry to an eager step."""
-    own, carried = parts.stage.declaration, parts.eager.stage.declaration.fields
-    return [*own.fields, *(name for name in carried if name in own.slots and own.slots[name].reads(name) is None)]
 
 
 def record(

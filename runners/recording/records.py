@@ -19,7 +19,7 @@ from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
 from ...dataflow.explain import explain_declaration
 from ...dataflow.serial import from_data, json_data, to_data
-from ..ranks.group import Message, Ranks
+from ..ranks.group import Message
 from ..runner import Parts
 from ..statistics import Decision
 
@@ -37,7 +37,6 @@ _WHY: Final = 300
 _LONGEST: Final = 2000
 """The letters of why a value is not kept, and of an error about a file."""
 _KEY: Final = "slotgraph"
-_FACTS: Final = ("tail", "source", "function", "optional")
 _PARTS: Final = ("slots", "fields", "staged", "outputs")
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPES: Final = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_FLOATS}
@@ -168,36 +167,35 @@ class StepRecord:
 
 @attrs.frozen(kw_only=True)
 class RunnerRecord:
-    """The runner that was recorded: facts in text, by subject."""
+    """The runner that was recorded.
 
+    needed: what a runner must have alike to run its steps: sizes, copied slots and ranks, in text. facts: what else is
+    worth a note where it differs.
+    """
+
+    needed: dict[str, str]
     facts: dict[str, str]
     ranks: RanksRecord | None = None
 
     @classmethod
     def of(cls, parts: Parts[Any]) -> "RunnerRecord":
         """A runner as it is now."""
-        stage, declaration = parts.stage, parts.stage.declaration
-        ranks: Ranks | None = declaration.ranks
-        record = None
+        stage, declaration, graphs = parts.stage, parts.stage.declaration, parts.graphs
+        facts = {"kind": parts.name, "inputs": declaration.name, "backend": stage.backend.name}
+        facts |= {"lowering": "" if graphs is None else graphs.filler.lowering, "buckets": str(sorted(parts.sizes))}
+        facts |= {"disabled": ", ".join(declaration.disabled), "fields": ", ".join(declaration.fields)}
+        facts |= {f"config {name!r}": str(value) for name, value in parts.config.as_data().items()}
+        needed = {f"size of {axis}": str(size) for axis, size in stage.sizes.items() if axis.fixed}
+        for slot in explain_declaration(declaration, stage.backend.capabilities, stage.backend.name).slots:
+            held = facts if slot.source is None else needed
+            what = f"{slot.kind} {slot.role or slot.dtype} [{', '.join(slot.shape)}]"
+            held[f"slot {slot.name!r}"] = f"{what} on {slot.placement}"
+            facts[f"filling of slot {slot.name!r}"] = ", ".join(filter(None, (slot.tail, slot.source, slot.function)))
+        record, ranks = None, declaration.ranks
         if ranks is not None:
             record = RanksRecord(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
-        facts = {
-            "kind": parts.name,
-            "inputs": declaration.name,
-            "backend": stage.backend.name,
-            "lowering": "" if parts.graphs is None else parts.graphs.filler.lowering,
-            "buckets": ", ".join(map(str, sorted(parts.sizes))),
-            "disabled": ", ".join(declaration.disabled),
-            "fields": ", ".join(declaration.fields),
-            "ranks": str(record or ""),
-            **{f"config {name!r}": str(value) for name, value in parts.config.as_data().items()},
-        }
-        facts |= {f"size of {axis}": str(size) for axis, size in stage.sizes.items() if axis.fixed}
-        for slot in explain_declaration(declaration, stage.backend.capabilities, stage.backend.name).slots:
-            dtype, shape = slot.role or slot.dtype, ", ".join(slot.shape)
-            facts[f"slot {slot.name!r}"] = f"{slot.kind} {dtype} [{shape}] on {slot.placement}"
-            facts |= {f"slot {slot.name!r}: {fact}": str(getattr(slot, fact) or "") for fact in _FACTS}
-        return cls(facts=facts, ranks=record)
+            needed["ranks"] = str(record)
+        return cls(needed=needed, facts=facts, ranks=record)
 
 
 @attrs.define(kw_only=True)
@@ -281,11 +279,10 @@ class RecordedFile:
     def only(self, number: int | None = None) -> tuple[StepRecord, ...]:
         """All steps, or the one of a number. RecordingError if there is none."""
         found = tuple(step for step in self.steps if number in (None, step.number))
-        if found:
-            return found
-        known = ", ".join(str(step.number) for step in self.steps) or "none"
-        none = "no steps: none was run while it was recorded" if number is None else f"no step {number}: it has {known}"
-        raise RecordingError(f"{self.name} has {none}")
+        if not found:
+            known = ", ".join(str(step.number) for step in self.steps) or "none"
+            raise RecordingError(f"{self.name} has no step{'' if number is None else f' {number}'}: it has {known}")
+        return found
 
 
 def need(holds: object, fault: str) -> None:

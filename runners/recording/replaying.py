@@ -33,7 +33,7 @@ from ..comparison import (
     state_on,
 )
 from ..ranks.group import HOST, Exchange, Message, Ranks
-from ..runner import Parts, Runner
+from ..runner import Runner
 from ..stage import Stage
 from ..statistics import Decision
 from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value, plain_from_text
@@ -131,35 +131,23 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
     Raises:
         RecordingError: The file does not fit the runner, has no such step, or has none that can run.
     """
-    refused, noted = unlike(file.runner, runner.parts)
+    theirs, ours = file.runner, RunnerRecord.of(runner.parts)
+    refused = unlike(theirs.needed, ours.needed)
     if refused:
-        raise RecordingError(f"{file.name} does not fit the runner: {'; '.join(refused)}")
+        way = "; make it of ranks=RecordedRanks.of(file), without a process group" if theirs.ranks != ours.ranks else ""
+        raise RecordingError(f"{file.name} does not fit the runner: {'; '.join(refused)}{way}")
     done = tuple(replay_step(step, runner) for step in file.only(only))
     if all(step.outcome == "left out" for step in done):
         raise RecordingError(f"{file.name} has no step that can be run: {done[-1].lines[0]}")
-    return ReplayReport(file=file.name, runner=runner.parts.name, notes=tuple(noted), steps=done)
+    return ReplayReport(
+        file=file.name, runner=runner.parts.name, notes=tuple(unlike(theirs.facts, ours.facts)), steps=done
+    )
 
 
-def unlike(theirs: RunnerRecord, parts: Parts[Any]) -> tuple[list[str], list[str]]:
-    """Where a runner differs from the recorded one: what keeps its steps from running, and what is worth a note."""
-    ours, slots = RunnerRecord.of(parts), parts.stage.declaration.slots
-    needed = {f"slot {name!r}": slot.optional for name, slot in slots.items() if slot.reads(name) is not None}
-    old, new = theirs.facts, ours.facts
-    refused: list[str] = []
-    noted: list[str] = []
-    for name in dict.fromkeys([*old, *new]):
-        is_shared = name in old and name in new
-        line = f"{name}: the file has {old.get(name) or 'none'}, the runner {new.get(name) or 'none'}"
-        if old.get(name) == new.get(name) or (not is_shared and ":" in name):  # more of a slot that one does not have
-            continue
-        must = is_shared and name.startswith("size of ")
-        if name in needed:
-            must = is_shared or not needed[name]
-        elif name == "ranks":
-            must = theirs.ranks is not None or (ours.ranks is not None and ours.ranks.size > 1)
-            line += "; make it of ranks=RecordedRanks.of(file), without a process group" if theirs.ranks else ""
-        (refused if must else noted).append(line)
-    return refused, noted
+def unlike(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
+    """What a runner has otherwise than the recorded one, a line each."""
+    names = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+    return [f"{one}: the file has {theirs.get(one) or 'none'}, the runner {ours.get(one) or 'none'}" for one in names]
 
 
 class RecordedBatch(dict[str, Any], Answering):

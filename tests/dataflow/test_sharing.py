@@ -14,11 +14,10 @@ from slotgraph import BATCH, CACHE_LOC, TOKENS, Step, computed, constant, copied
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError, LayoutError
 from slotgraph.dataflow.serial import to_data
-from slotgraph.dataflow.sharing import Carry, Member, Schedule, check_layout, lay_out
+from slotgraph.dataflow.sharing import Member, Schedule, check_layout, lay_out
 from slotgraph.dataflow.slots import Constant, Copied, Slot, slot
 from slotgraph.extend import host_parameter, once
 from tests.sharing import Loop, Shared, member_of, shared
-from tests.strategies import HIDDEN
 
 CYCLE = Schedule(("draft", "verify", "extend"))
 
@@ -131,93 +130,6 @@ def test_members_have_names_and_phases_of_the_schedule() -> None:
         lay_out([attrs.evolve(member, phase="prefill")], CYCLE)
 
 
-HIDDEN_STATES = copied(TOKENS, HIDDEN, dtype=torch.float32, pad=0)
-PHASES = ("draft", "verify", "extend")
-
-
-def cycle() -> list[Member]:
-    """One member a phase, each with hidden states."""
-    return [member_of(name, name, {"hidden": HIDDEN_STATES}) for name in PHASES]
-
-
-OTHERS: dict[str, Any] = {
-    "half": copied(TOKENS, HIDDEN, dtype=torch.float16, pad=0),
-    "wide": copied(TOKENS, HIDDEN * 2, dtype=torch.float32, pad=0),
-    "host": copied(TOKENS, HIDDEN, dtype=torch.float32, pad=0, placement="host"),
-    "fixed": constant(1.0, shape=(TOKENS, HIDDEN), dtype=torch.float32),
-    "hidden": HIDDEN_STATES,
-}
-
-
-@pytest.mark.parametrize(
-    ("carry", "said"),
-    [
-        (Carry("hidden", "verify", "none"), "there is no member 'none': members are 'draft', 'verify', 'extend'"),
-        (Carry("none", "verify", "extend"), "member 'verify' has no slot 'none'; member 'extend' has no slot 'none'"),
-        (Carry("hidden", "verify", "extend", "states"), "member 'extend' has no slot 'states'"),
-        (Carry("hidden", "verify", "extend", "bound"), r"the memory of extend\.bound was handed in"),
-        (Carry("hidden", "verify", "verify"), "both are in phase 'verify'"),
-        (
-            Carry("hidden", "verify", "extend", "half"),
-            r"verify.hidden is float32 \[8, 3\] and extend.half is float16 \[8, 3\]",
-        ),
-        (
-            Carry("hidden", "verify", "extend", "wide"),
-            r"verify.hidden is float32 \[8, 3\] and extend.wide is float32 \[8, 6\]: make all but dim 0 alike",
-        ),
-        (Carry("hidden", "verify", "extend", "host"), "they lie in cpu's device memory and cpu's host memory"),
-        (Carry("hidden", "verify", "extend", "fixed"), "extend.fixed is constant, and so never what a step leaves"),
-        (Carry("fixed", "verify", "extend", "hidden"), "verify.fixed is constant, and so never what a step leaves"),
-    ],
-)
-def test_what_cannot_carry_over_is_refused(carry: Carry, said: str) -> None:
-    """Each names the slots, and how they differ."""
-    fields = {**OTHERS, "bound": HIDDEN_STATES}
-    members = [member_of(name, name, fields, bound={"bound"}) for name in PHASES]
-    with pytest.raises(ConfigError, match=said):
-        lay_out(members, CYCLE, [carry])
-
-
-@pytest.mark.parametrize("schedule", [Schedule(PHASES, [("extend", "verify")]), Schedule(PHASES[1:], (), ("draft",))])
-def test_a_value_that_the_next_one_may_overtake_is_refused(schedule: Schedule) -> None:
-    """Where writer and reader may be in use at once, the next value is written while this one is read."""
-    carry = Carry("hidden", "verify", "extend" if schedule.overlaps else "draft")
-    with pytest.raises(ConfigError, match="may be in use at once, so that the next value would be written"):
-        lay_out(cycle(), schedule, [carry])
-
-
-@pytest.mark.parametrize(
-    ("carries", "schedule"),
-    [
-        ([Carry("hidden", "draft", "extend"), Carry("hidden", "verify", "extend")], CYCLE),
-        ([Carry("hidden", "draft", "verify"), Carry("hidden", "draft", "extend")], CYCLE),
-        (
-            [Carry("hidden", "draft", "verify"), Carry("hidden", "verify", "extend")],
-            Schedule(PHASES, [("draft", "extend")]),
-        ),
-    ],
-)
-def test_a_value_that_another_would_spoil_is_refused(carries: list[Carry], schedule: Schedule) -> None:
-    """Slots that carries make one memory must not be in use while one of the values waits in it."""
-    with pytest.raises(ConfigError, match="which other carries make the same memory, is in use"):
-        lay_out(cycle(), schedule, carries)
-
-
-def test_a_value_may_go_through_all_phases() -> None:
-    """From each phase to the next: one memory, which is never free."""
-    carries = [Carry("hidden", a, b) for a, b in (("draft", "verify"), ("verify", "extend"), ("extend", "draft"))]
-    layout = lay_out(cycle(), CYCLE, carries)
-    assert {(place.offset, place.phases) for place in layout.places} == {(0, PHASES)}
-
-
-def test_carries_with_a_member_that_does_not_share_are_copied() -> None:
-    """Each has its own memory; the batch brings the value, as it would without a pool."""
-    members = cycle()
-    members[2] = attrs.evolve(members[2], shares=False)
-    layout = lay_out(members, CYCLE, [Carry("hidden", "verify", "extend")])
-    assert layout.shared_with("extend", "hidden") == ()
-
-
 PLAIN = copied(TOKENS, dtype=torch.int32, pad=0)
 
 
@@ -244,7 +156,7 @@ def test_layouts_are_small_and_data(case: Shared) -> None:
 def test_without_arenas_all_begin_where_their_allocation_does(case: Shared) -> None:
     """Peer communication may want a storage offset of 0."""
     members = [attrs.evolve(one, capabilities=attrs.evolve(one.capabilities, arenas=False)) for one in case.members]
-    assert {place.offset for place in lay_out(members, case.schedule, case.carries).places} <= {0}
+    assert {place.offset for place in lay_out(members, case.schedule).places} <= {0}
 
 
 @given(shared(), st.data())
@@ -275,7 +187,6 @@ def test_every_broken_promise_is_found(case: Shared, data: st.DataObject) -> Non
         ({"offset": -256}, "ends at byte 0 of a block"),
         ({"block": 1}, "verify.slot must not begin at byte 256 of cpu's host memory"),
         ({"offset": 0}, r"share memory, but draft\.slot is needed in draft, and verify\.slot in verify"),
-        ({"allocation": 0}, "hold one value, and do not begin at one address"),
     ],
 )
 def test_the_proof_names_what_is_wrong(changed: dict[str, Any], said: str) -> None:
@@ -315,42 +226,6 @@ def test_slots_share_where_it_is_safe(slot: Any, changed: dict[str, Any], one: b
     layout = lay_out(two(slot, **changed), CYCLE)
     assert (len({(place.block, place.offset) for place in layout.places}) == 1) is one
     assert (layout.shared_with("draft", "slot") != ()) is one
-
-
-def test_what_carries_over_is_one_memory_for_as_long_as_it_takes() -> None:
-    """Also under another name, and where one has fewer rows; in between, no other slot lies there."""
-    fields = {"plain": copied(TOKENS * 40, dtype=torch.float32, pad=0)}
-    hidden = copied(TOKENS, HIDDEN * 100, dtype=torch.float32, pad=0)
-    members = [
-        member_of("draft", "draft", {**fields, "states": hidden}),
-        member_of("verify", "verify", fields),
-        member_of("extend", "extend", {**fields, "hidden": hidden}, capacity={BATCH: 2, TOKENS: 4, HIDDEN: 3}),
-    ]
-    layout = lay_out(members, CYCLE, [Carry("hidden", "extend", "draft", "states")])
-    ends = [layout.place("extend", "hidden"), layout.place("draft", "states")]
-    assert {(end.offset, end.phases) for end in ends} == {(ends[0].offset, ("draft", "extend"))}
-    others = {str(other) for other in layout.shared_with("draft", "states")}
-    assert "extend.hidden" in others
-    assert others.isdisjoint({"draft.plain", "extend.plain"})
-    told = "its value carries over from extend.hidden to draft.states"
-    assert layout.why("draft", "states").startswith(f"{told}; shares with ")
-    further = lay_out(members, CYCLE, [Carry("states", "draft", "extend", "hidden")])
-    assert {str(other) for other in further.shared_with("draft", "states")} == {"extend.hidden"}
-    assert further.place("extend", "hidden").phases == CYCLE.phases
-
-
-def test_a_chained_slot_has_room_for_all_its_parts() -> None:
-    """Its parent is laid out, and what carries over is its first part, which must be large enough for it."""
-    hidden = copied(TOKENS, HIDDEN * 100, dtype=torch.float32, pad=0)
-    members = [member_of(name, name, {"hidden": hidden}) for name in ("verify", "extend")]
-    members[1] = attrs.evolve(members[1], chained={"hidden": 3})
-    carry = Carry("hidden", "verify", "extend")
-    layout = lay_out(members, CYCLE, [carry])
-    assert layout.place("extend", "hidden").shape == (3, 8, 300)
-    assert layout.nbytes == layout.place("extend", "hidden").nbytes >= 3 * 8 * 300 * 4
-    members[1] = attrs.evolve(members[1], capacity={TOKENS: 4, HIDDEN: 3})
-    with pytest.raises(ConfigError, match="one of both is chained, and a part of it has fewer rows"):
-        lay_out(members, CYCLE, [carry])
 
 
 def test_the_layout_says_why() -> None:

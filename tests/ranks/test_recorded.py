@@ -20,7 +20,7 @@ from slotgraph.runners.hooks import Watcher
 from slotgraph.runners.ranks.group import Ranks
 from slotgraph.runners.recording.records import RecordedFile
 from slotgraph.runners.recording.replaying import RecordedRanks, replay_file, replay_step
-from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.standard.counts import DP
 from slotgraph.runners.statistics import Decision
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
@@ -223,7 +223,7 @@ ENGINE: Final = """
 import torch
 from slotgraph import DecodeRunner
 from slotgraph.ranks import Ranks
-from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.standard.counts import DP
 from tests.ranks.test_recorded import Placed, step
 
 def decode(ranks=None):

@@ -15,7 +15,7 @@ from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.explained.pages import html, printed, tables
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.ranks.group import Ranks
-from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.standard.counts import DP
 from slotgraph.runners.statistics import Decision
 from tests.ranks import stepping
 from tests.ranks.processes import Processes

@@ -74,7 +74,7 @@ USED: dict[str, set[str]] = {
 }
 
 
-FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "advances", "relations", "absent"}
+FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "relations", "absent"}
 """Arguments that some runners have and others do not."""
 
 
@@ -167,7 +167,6 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "absent": no_list,
     "carry": no_list,
     "chained": no_list,
-    "advances": lambda value: value is None or no_list(value),
     "output_rows": lambda value: value is None or (isinstance(value, Axis) and value in (BATCH, TOKENS)),
     "one_width": lambda value: isinstance(value, bool),
     "phase": lambda value: value is None or value is PHASE,
@@ -338,8 +337,7 @@ def runners() -> dict[str, Any]:
 @given(name=st.sampled_from([*RUNNERS]), data=st.data())
 def test_an_unknown_side_argument_is_refused(way: str, runners: dict[str, Any], name: str, data: st.DataObject) -> None:
     """It is named with the nearest known one; the view that was filled last is still good, and so are later steps."""
-    most = 4 if name == "MultiLayerDraftExtendRunner" else 6  # its eager steps cannot have more than its buckets
-    runner, requests = runners[name], data.draw(st.integers(1, most))
+    runner, requests = runners[name], data.draw(st.integers(1, 6))
     batch, seed = batch_of(name, requests, requests), data.draw(st.integers(0, 9))
     meant = data.draw(st.sampled_from(["proxies", "window_lens"]))
     place = data.draw(st.integers(0, len(meant) - 1))

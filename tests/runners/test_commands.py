@@ -108,14 +108,10 @@ def quits():
 def raises(rows, generator):
     raise KeyError("no such thing")
 
-def one(rows):
-    return {"ids": torch.arange(rows)}
 
 def three(rows, generator, more):
     return {"ids": torch.arange(rows)}
 
-def nothing(rows, generator):
-    return None
 
 def leaves(rows, generator):
     sys.exit(0)
@@ -311,7 +307,7 @@ def test_backends() -> None:
     found = {one["name"]: one for one in json.loads(result.stdout)}
     assert set(found) == set(names())
     assert found["cpu"]["available"]
-    assert found["cpu"]["capabilities"]["capture_copies"] == ["device", "pageable", "pinned"]
+    assert found["cpu"]["capabilities"]["lowerings"][0] == "foreach"
     for part in ("cpu-capture", "foreach_device", "reason", "global, thread_local, relaxed"):
         assert part in run("backends").stdout
 
@@ -421,30 +417,22 @@ TARGETS: Final = (
 
 UNUSABLE: Final = [
     ("check", "failing_module:make", "--seed", HUGE),
-    ("check", "failing_module:make", "--seed", "-1"),
     ("check", "failing_module:make", "--rounds", HUGE),
-    ("check", "failing_module:make", "--rounds", "-3"),
     *(
         ("check", "failing_module:make", "--only", "coverage", "--batches", name)
-        for name in ("raises", "one", "three", "nothing", "leaves", "broken", "large", "empty", "odd", "no_such_name")
+        for name in ("raises", "three", "leaves", "broken", "large", "empty", "odd", "no_such_name")
     ),
     ("check", "failing_module:make_without_graphs"),
     ("check", "failing_module:make_quitting"),
     *(("check", target) for target in TARGETS),
     ("explain", "failing_module:Ids", "--size", f"batch={LONG}"),
-    ("explain", "failing_module:Ids", "--size", "batch=-1"),
     ("explain", "failing_module:Ids", "--size", "batch=1", "--width", "-1"),
     ("explain", "failing_module:Ids", "--output", "folder"),
     ("explain", "failing_module:Ids", "--output", "no_such_folder/x"),
-    ("explain", "failing_module:Ids", "--output", "x" * 300),
-    ("explain", "failing_module:Ids", "--format", "html"),
-    ("explain", "failing_module:make", "--size", "batch=1"),
     ("bench", "--slots", HUGE),
-    ("bench", "--slots", LONG),
     ("replay", "folder"),
     ("replay", "pipe"),
     ("replay", "no_such_file"),
-    ("replay", "x" * 300),
     ("replay", "failing_module.py"),
     ("replay", "no_text.py"),
     ("replay", "failing_module.py", "failing_module:make", "--step", HUGE),

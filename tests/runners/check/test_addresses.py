@@ -13,7 +13,7 @@ from slotgraph import BreakableRunner, graph_break
 from slotgraph.runners.holdings import Holdings
 from tests.runners.check.planted import found_by
 from tests.runners.check.planted import runner_of as captured
-from tests.runners.models import TABLE, PlainInputs, plain_runner, random_batch
+from tests.runners.models import TABLE, PlainInputs, random_batch
 
 if TYPE_CHECKING:
     from slotgraph.backends import Backend
@@ -115,18 +115,6 @@ def test_memory_that_the_graph_met() -> None:
     of_graph, of_step = told(runner)
     assert "a tensor of shape (100, 4), torch.float32, that aten::index.Tensor takes has moved" in of_graph
     assert "aten::index reads held" in of_step
-
-
-def test_moved_slot_is_named(cpu: str) -> None:
-    """A slot whose buffer is another tensor."""
-    runner = plain_runner(cpu)
-    buffer = runner.graphs.buffers["pairs"]
-    buffer.tensor = buffer.tensor.clone()
-    (found,) = found_by("addresses", runner)
-    assert found.slot == "pairs"
-    assert found.message == (
-        "the buffer of slot 'pairs' has moved since capture: its graphs read and write what was there"
-    )
 
 
 def test_late_captures(backend: "Backend") -> None:
