@@ -33,9 +33,7 @@ from .base import (
 
 LOWERINGS: Final[tuple[Lowering, ...]] = ("foreach", "slot_by_slot", "in_graph", "fused")
 """Foreach is the fastest here; the fused ones show what a device will do."""
-_CAPABILITIES = Capabilities(
-    foreach_mixed=True, capture_copies=frozenset({"device", "pinned", "pageable"}), lowerings=LOWERINGS
-)
+_CAPABILITIES = Capabilities(foreach_mixed=True, lowerings=LOWERINGS)
 
 
 class HostEvent(Event):
@@ -157,7 +155,7 @@ class HostBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Foreach everywhere, copies in capture from any memory, int64 cache locations."""
+        """Foreach everywhere, int64 cache locations."""
         return _CAPABILITIES
 
     @property

@@ -29,8 +29,21 @@ from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.guard import FUNCTION_MODES, below_modes, without_gradients
 from .base import NO_PARAMETERS, Graph, Interruption, mode_of
 from .cpu import LOWERINGS, HostBackend, raised_by_step
-from .operators import OperatorWatch, call_again, compiled_eagerly, is_composite, run_under, tensors_in, written
-from .refusals import NO_GRADIENTS, check_function, check_operator, copies_to_host, fixed_key, refuse
+from .operators import (
+    NO_GRADIENTS,
+    OperatorWatch,
+    call_again,
+    check_function,
+    check_operator,
+    compiled_eagerly,
+    copies_to_host,
+    fixed_key,
+    is_composite,
+    refuse,
+    run_under,
+    tensors_in,
+    written,
+)
 
 _C: Final[Any] = torch._C  # noqa: SLF001 - what follows has no public name
 T = TypeVar("T")
@@ -50,12 +63,7 @@ _BELOW: Final = (
 _below_autograd: Final[Any] = _C._ExcludeDispatchKeyGuard  # noqa: SLF001
 
 _ERROR_MODES: Final = ("global", "thread_local", "relaxed")
-_CAPABILITIES: Final = Capabilities(
-    foreach_mixed=True,
-    capture_copies=frozenset({"device", "pinned"}),
-    capture_error_modes=_ERROR_MODES,
-    lowerings=LOWERINGS,
-)
+_CAPABILITIES: Final = Capabilities(foreach_mixed=True, capture_error_modes=_ERROR_MODES, lowerings=LOWERINGS)
 
 
 def active_recorder() -> "Recorder | None":
@@ -374,7 +382,7 @@ class CpuCaptureBackend(HostBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """As CUDA's: copies in a capture from the device and from pinned memory, which are one here."""
+        """The CPU's, with CUDA's modes of capture."""
         return _CAPABILITIES
 
     def capture(

@@ -33,11 +33,7 @@ from .ring import Inline, Start, copy_slice, ring_on
 
 DriverCopy = Callable[[int, int | bytes, int, int], int]
 _C: Final[Any] = torch._C  # noqa: SLF001 - the allocator's side of a capture has no public name
-_CAPABILITIES: Final = Capabilities(
-    packed_uploads=True,
-    capture_copies=frozenset({"device", "pinned"}),
-    capture_error_modes=StreamBackend.error_modes,
-)
+_CAPABILITIES: Final = Capabilities(packed_uploads=True, capture_error_modes=StreamBackend.error_modes)
 _WITH_FUSION: Final = attrs.evolve(_CAPABILITIES, lowerings=LADDER)
 _MOST_INLINE: Final = 32 << 10
 """Bytes up to which a copy from pageable memory beats a pinned entry. One H200, driver 580, host and device us: 216
@@ -107,7 +103,7 @@ class CudaBackend(StreamBackend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Foreach copies of one dtype a call, copies in a capture from the device and from pinned memory.
+        """Foreach copies of one dtype a call.
 
         The fused lowerings come first where triton can compile for the device.
         """

@@ -15,7 +15,7 @@ from .errors import BatchError
 from .guard import below_modes, without_gradients
 from .oracle import fill_slot_by_slot
 from .packet import Feed
-from .plan import FUSED, LARGE_BYTES, NONE, plan_fill, slot_bytes
+from .plan import FUSED, LARGE_BYTES, NONE, Pattern, plan_fill, slot_bytes
 from .ready import Lanes, Planned, Ready
 from .sources import NO_SIDE, Side, Sources
 from .specialization import Specialization, Specializations, Taken, keep_newest
@@ -28,16 +28,6 @@ PATTERNS: Final = 64
 def absent_from(declaration: Declaration, batch: Any, side: Side = NO_SIDE) -> Absent:
     """Optional slots that a batch comes without."""
     return frozenset([name for name, source in declaration.optional if source.read(batch, side) is None])
-
-
-@attrs.frozen
-class _Pattern:
-    """What batches differ in, so that each needs a plan of its own; see `plan_fill`."""
-
-    absent: Absent
-    in_place: frozenset[str] = NONE
-    source_dtypes: frozenset[tuple[str, torch.dtype]] = frozenset()
-    hosted: frozenset[str] = NONE
 
 
 class Bucket:
@@ -81,7 +71,7 @@ class Bucket:
             Wanted(name, slot, resolve_dtype(slot.dtype, capabilities), buffers[name].tensor.device)
             for name, slot in slots
         ]
-        self._plans: dict[_Pattern, Planned] = {}
+        self._plans: dict[Pattern, Planned] = {}
 
     @property
     def feed(self) -> Feed:
@@ -130,7 +120,7 @@ class Bucket:
 
     def planned(self, absent: Absent = NONE) -> Planned:
         """The plan for batches that come without some optional slots, made on its first use."""
-        return self._planned(_Pattern(absent))
+        return self._planned(Pattern(absent))
 
     def _take(self, batch: Any, live: tuple[int, ...], absent: Absent, side: Side) -> tuple[Specialization, Taken]:
         """The specialization for a batch, and what it took of its sources; nothing is written."""
@@ -172,30 +162,29 @@ class Bucket:
             found[name] = kind_of(want, source, tensor, self.buffers, fused=fused, carries=carries, move=move)
         return found
 
-    def _pattern(self, kinds: Mapping[str, Kind], absent: Absent) -> _Pattern:
+    def _pattern(self, kinds: Mapping[str, Kind], absent: Absent) -> Pattern:
         """The plan that sources of some kinds need: the kernel takes them all by one."""
         if self.lowering in FUSED:
-            return _Pattern(absent)
-        dtypes = {(want.name, want.dtype) for want in self._wanted}
-        others = frozenset((name, kind.dtype) for name, kind in kinds.items()) - dtypes
-        in_place = frozenset(name for name, kind in kinds.items() if kind.in_place)
-        return _Pattern(absent, in_place, others, frozenset(name for name, kind in kinds.items() if kind.hosted))
+            return Pattern(absent)
+        others = {(name, kind.dtype) for name, kind in kinds.items()} - {
+            (want.name, want.dtype) for want in self._wanted
+        }
+        in_place = [name for name, kind in kinds.items() if kind.in_place]
+        return Pattern(absent, in_place, [name for name, kind in kinds.items() if kind.hosted], frozenset(others))
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.feed.upload.move(tensor)
 
-    def _planned(self, pattern: _Pattern) -> Planned:
+    def _planned(self, pattern: Pattern) -> Planned:
         known = self._plans.get(pattern)
         if known is None:
-            given = {"absent": pattern.absent, "in_place": pattern.in_place, "hosted": pattern.hosted}
             plan = plan_fill(
                 self.declaration,
                 self.sizes,
                 self._capabilities,
+                pattern,
                 lowering=self.lowering,
-                source_dtypes=dict(pattern.source_dtypes),
                 foreign=self.buffers.foreign,
-                **given,
             )
             lanes, carried = None, NONE
             if self.lowering in FUSED:

@@ -194,7 +194,7 @@ class Buffers:
 
     ledger: tells which fill came last, so that a repeated one finds tails clean; mine: the last one to these buffers.
     turn: what is to be known of others in the same memory. unmarked: whether a kernel has written slots since, which
-    keeps no marks. beside: memory that steps write too, and no fill.
+    keeps no marks.
     """
 
     def __init__(self, buffers: Mapping[str, Buffer], capacity: Sizes, shared: SharedMemory | None = None) -> None:
@@ -204,7 +204,6 @@ class Buffers:
         self.ledger, self.turn = shared.ledger, shared.turn
         self.mine: object | None = None
         self.unmarked = False
-        self.beside: tuple[torch.Tensor, ...] = ()
 
     def __getitem__(self, name: str) -> Buffer:
         """One slot's buffer."""
@@ -229,7 +228,7 @@ class Buffers:
         """Bytes allocated here, alignment included; memory of others and of a pool belongs to these."""
         own = [buffer.tensor for buffer in self if not (buffer.adopted or buffer.pooled)]
         shared = {buffer.tensor.untyped_storage().data_ptr() for buffer in self if buffer.pooled}
-        storages = [tensor.untyped_storage() for tensor in (*own, *self.beside)]
+        storages = [tensor.untyped_storage() for tensor in own]
         return sum({one.data_ptr(): one.nbytes() for one in storages if one.data_ptr() not in shared}.values())
 
     @functools.cached_property
@@ -361,14 +360,13 @@ def _initialise(buffers: Buffers, capabilities: Capabilities, *, adopted: bool =
 def at_rest(buffers: Buffers, capabilities: Capabilities) -> Iterator[None]:
     """Have all slots hold their initial values for a while, on which a step does no harm; then what they held."""
     with torch.inference_mode(mode=False), torch.no_grad():
-        tensors = [*(buffer.tensor for buffer in buffers), *buffers.beside]
-        kept = [tensor.clone() for tensor in tensors]
+        kept = [(buffer.tensor, buffer.tensor.clone()) for buffer in buffers]
     try:
         _initialise(buffers, capabilities)
         yield
     finally:
         with torch.inference_mode(mode=False), torch.no_grad():
-            for tensor, before in zip(tensors, kept, strict=True):
+            for tensor, before in kept:
                 tensor.copy_(before)
         buffers.distrust()
 

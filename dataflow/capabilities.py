@@ -38,7 +38,6 @@ class Capabilities:
     already; where not, each piece is moved by itself.
     arenas: whether slots may be carved out of one allocation (peer communication may want `storage_offset() == 0`).
     host_parameters: whether a graph takes host values at each replay beside its buffers.
-    capture_copies: memory kinds that a copy may read from while a graph is being captured.
     capture_error_modes: the modes that capture accepts, the default first.
     graphs_hint: how many graphs the device bears, or None where no limit is known.
     lowerings: those of `LADDER` that the device can run, the preferred first.
@@ -54,7 +53,6 @@ class Capabilities:
     packed_uploads: bool = False
     arenas: bool = True
     host_parameters: bool = False
-    capture_copies: frozenset[str] = frozenset({"device", "pinned"})
     capture_error_modes: tuple[str, ...] = ()
     graphs_hint: int | None = None
     lowerings: tuple[Lowering, ...] = ("foreach", "slot_by_slot")

@@ -10,7 +10,7 @@ from .axes import Axis, Sizes, extent
 from .capabilities import Capabilities, Lowering, Placement, Role, chosen_lowering, dtype_text, resolve_dtype
 from .declaration import Declaration
 from .errors import ConfigError
-from .plan import FillPlan, plan_fill, slot_bytes
+from .plan import FillPlan, Pattern, plan_fill, slot_bytes
 from .slots import Constant, Padded, Slot
 from .sources import RANKS, SETTINGS, STEP
 
@@ -120,9 +120,7 @@ def explain_declaration(
     slots = tuple(_facts(name, declaration, capabilities, live, padded, moving) for name in declaration.slots)
     plan = None
     if extents:
-        plan = plan_fill(
-            declaration, padded, capabilities, lowering=how, absent=absent, in_place=in_place, hosted=hosted
-        )
+        plan = plan_fill(declaration, padded, capabilities, Pattern(absent, in_place, hosted), lowering=how)
     return Explanation(
         declaration=declaration.name,
         backend=backend,

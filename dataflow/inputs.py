@@ -28,32 +28,13 @@ def slot_in(field: object) -> Slot | None:
     return found if isinstance(found, Slot) else None
 
 
-class _Namespace(dict[str, Any]):
-    """A class body that remembers which slot it was given twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice: list[str] = []
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if slot_in(self.get(name)) is not None:
-            self.twice.append(name)
-        super().__setitem__(name, value)
-
-
 class _Declaring(type):
-    """Keeps a class body's duplicates for the check, and refuses to lose slots once a class is declared."""
-
-    @classmethod
-    def __prepare__(cls, name: str, bases: tuple[type, ...], /, **keywords: Any) -> _Namespace:
-        del name, bases, keywords
-        return _Namespace()
+    """Refuses to lose slots once a class is declared."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **keywords: Any) -> Any:
         if isinstance(namespace.get("slotgraph"), Declaration):
             raise _made_already(name)
-        twice = tuple(namespace.twice) if isinstance(namespace, _Namespace) else ()
-        return super().__new__(cls, name, bases, {**namespace, "_slotgraph_twice": twice}, **keywords)
+        return super().__new__(cls, name, bases, namespace, **keywords)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if isinstance(vars(cls).get("slotgraph"), Declaration):
@@ -89,7 +70,6 @@ class Inputs(metaclass=_Declaring):
     slotgraph: ClassVar[Declaration]
     _slotgraph_drops: ClassVar[frozenset[str]] = frozenset()
     _slotgraph_dropped: ClassVar[frozenset[str]] = frozenset()
-    _slotgraph_twice: ClassVar[tuple[str, ...]] = ()
     _slotgraph_view: ViewInfo | None = None
 
     def __init_subclass__(cls, *, drop: Iterable[str] = (), **keywords: Any) -> None:
@@ -191,8 +171,6 @@ def _define(cls: type[Inputs]) -> Faults:
     if "slotgraph" in vars(cls):
         wrong["slotgraph"] = _name_fault("slotgraph") or ""
     yield from wrong.items()
-    for name in cls._slotgraph_twice:
-        yield name, "the class declares it twice: rename one"
 
 
 def _name_fault(name: Any) -> str | None:

@@ -22,13 +22,12 @@ FUSED: Final = frozenset({"in_graph", "fused"})
 
 @attrs.frozen
 class TailReset:
-    """Rows beyond the live size are set to `value`, along the dims that vary; in each step where `always`.
+    """Rows beyond the live size are set to `value`, along each dim that varies; in each step where `always`.
 
     fused: whether the fused kernel does it, which writes every tail in each step.
     """
 
     slot: str
-    dims: tuple[int, ...]
     value: Number
     always: bool
     fused: bool = False
@@ -148,34 +147,46 @@ FEW_NUMBERS: Final = 2
 """So many numbers that the host computes are filled in one by one where nothing else goes up. One H100, host us of a
 fill of 12 slots on the device, one of them such a number: 70 filled in, 79 by an upload."""
 
-NO_CASTS: Final[Mapping[str, torch.dtype]] = {}
 NONE: Final[frozenset[str]] = frozenset()
+
+
+def _names(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(names)
+
+
+@attrs.frozen
+class Pattern:
+    """What batches differ in, so that each needs a plan of its own.
+
+    absent: optional slots that the batch comes without. in_place: slots that a producer has written. hosted: slots on
+    the device that the batch brings host data for; it counts where foreach copies take it out of a packet, cast
+    already. source_dtypes: for slots whose source has another dtype than the slot, which one.
+    """
+
+    absent: frozenset[str] = attrs.field(default=NONE, converter=_names)
+    in_place: frozenset[str] = attrs.field(default=NONE, converter=_names)
+    hosted: frozenset[str] = attrs.field(default=NONE, converter=_names)
+    source_dtypes: frozenset[tuple[str, torch.dtype]] = frozenset()
+
+
+PLAIN: Final = Pattern()
 
 
 def plan_fill(
     declaration: Declaration,
     sizes: Sizes,
     capabilities: Capabilities,
+    pattern: Pattern = PLAIN,
     *,
     lowering: Lowering = "foreach",
-    absent: Iterable[str] = NONE,
-    in_place: Iterable[str] = NONE,
-    source_dtypes: Mapping[str, torch.dtype] = NO_CASTS,
-    hosted: Iterable[str] = NONE,
     foreign: frozenset[str] = NONE,
 ) -> FillPlan:
     """The plan that fills one bucket.
 
-    sizes: padded size of every axis. lowering: how the plan is to be run. absent: optional slots that the batch comes
-    without. in_place: slots that a producer has written. source_dtypes: for slots whose source has another dtype than
-    the slot, which one. hosted: slots on the device that the batch brings host data for; it counts where foreach copies
-    take it out of a packet, cast already. foreign: slots whose memory others may write between steps.
+    sizes: padded size of every axis. pattern: what the batch is like. lowering: how the plan is to be run. foreign:
+    slots whose memory others may write between steps.
     """
-    missing, written = frozenset(absent), frozenset(in_place)
-    brought = frozenset(hosted) if capabilities.packed_uploads and lowering == "foreach" else NONE
-    return _Planning(
-        declaration, sizes, capabilities, lowering, missing, written, source_dtypes, brought, foreign
-    ).plan()
+    return _Planning(declaration, sizes, capabilities, pattern, lowering, foreign).plan()
 
 
 def slot_bytes(slot: Slot, sizes: Sizes, capabilities: Capabilities) -> int:
@@ -190,27 +201,24 @@ class _Planning:
     declaration: Declaration
     sizes: Sizes
     capabilities: Capabilities
+    pattern: Pattern
     lowering: Lowering
-    absent: frozenset[str]
-    in_place: frozenset[str]
-    source_dtypes: Mapping[str, torch.dtype]
-    hosted: frozenset[str]
     foreign: frozenset[str]
 
     def plan(self) -> FillPlan:
         sizes, capabilities = self.sizes, self.capabilities
-        present = {name: slot for name, slot in self.declaration.slots.items() if name not in self.absent}
+        present = {name: slot for name, slot in self.declaration.slots.items() if name not in self.pattern.absent}
         carried = self._carried(present)
         copied = {name: slot for name, slot in present.items() if name in self.declaration.sources or name in carried}
         packed = tuple(name for name in carried if not self._is_large(present[name]))
         return FillPlan(
             declaration=self.declaration.name,
             sizes=tuple((axis.name, sizes[axis]) for axis in self.declaration.axes),
-            absent=tuple(sorted(self.absent)),
+            absent=tuple(sorted(self.pattern.absent)),
             tails=tuple(self._tails(present)),
             copies=tuple(self._copies(copied)),
             computed=tuple(self._computed(packed)),
-            nbytes=sum(self._nbytes(slot) for name, slot in copied.items() if name not in self.in_place),
+            nbytes=sum(self._nbytes(slot) for name, slot in copied.items() if name not in self.pattern.in_place),
             mixed=capabilities.foreach_mixed and not capabilities.foreach_chunk and not carried,
             lowering=self.lowering,
             packed=packed,
@@ -228,16 +236,16 @@ class _Planning:
             rule = slot.rule()
             if slot.varying and isinstance(rule, Pad):
                 value = resolve_value(rule.value, self.capabilities, self.sizes)
-                written = slot.rewritten or name in self.in_place or name in self.foreign
+                written = slot.rewritten or name in self.pattern.in_place or name in self.foreign
                 always = written or self.lowering == "slot_by_slot"
-                yield TailReset(name, slot.varying, value, always, fused=not self._apart(slot))
+                yield TailReset(name, value, always, fused=not self._apart(slot))
 
     def _carried(self, slots: Mapping[str, Slot]) -> list[str]:
         """Slots on the device whose values foreach copies have from the host; those of the host are filled before."""
         if self.lowering != "foreach" or not self.capabilities.packed_uploads:
             return []
-        there = self.hosted & slots.keys()
-        brought = [name for name in sorted(there - self.in_place) if slots[name].placement == DEVICE]
+        there = self.pattern.hosted & slots.keys()
+        brought = [name for name in sorted(there - self.pattern.in_place) if slots[name].placement == DEVICE]
         computed = [name for name in self.declaration.order if name in slots and self._is_value(name, slots[name])]
         few = len(computed) <= FEW_NUMBERS and all(math.prod(extent(slots[n].shape, self.sizes)) <= 1 for n in computed)
         return brought if few and not brought else brought + computed
@@ -261,9 +269,10 @@ class _Planning:
     def _copies(self, slots: Mapping[str, Slot]) -> Iterator[CopyGroup]:
         """Groups of slots that are copied alike; of foreach copies no group is larger than the device bears."""
         groups: dict[tuple[torch.dtype, torch.dtype, Placement, How, str], list[str]] = {}
+        casts = dict(self.pattern.source_dtypes)
         for name, slot in sorted(slots.items()):
             dtype = resolve_dtype(slot.dtype, self.capabilities)
-            alike = dtype, self.source_dtypes.get(name, dtype), slot.placement, *self._how(name, slot)
+            alike = dtype, casts.get(name, dtype), slot.placement, *self._how(name, slot)
             groups.setdefault(alike, []).append(name)
         for alike in sorted(groups, key=lambda alike: (_ORDER.index(alike[3]), *map(str, alike))):
             names = groups[alike]
@@ -273,7 +282,7 @@ class _Planning:
 
     def _how(self, name: str, slot: Slot) -> tuple[How, str]:
         """How a slot is copied, and what sets it apart."""
-        if name in self.in_place:
+        if name in self.pattern.in_place:
             return "in place", ""
         if self.lowering == "slot_by_slot":
             return "single", "slot by slot"
@@ -297,7 +306,8 @@ class _Planning:
         on_device = slot.placement == DEVICE
         if not (self.capabilities.foreach_device if on_device else self.capabilities.foreach_host):
             return f"no foreach on the {slot.placement}"
-        if (slot.strided and name not in self.hosted) or any(dim > 0 for dim in slot.varying):
+        packs = self.capabilities.packed_uploads
+        if (slot.strided and not (packs and name in self.pattern.hosted)) or any(dim > 0 for dim in slot.varying):
             return "strided"
         return "large" if self._is_large(slot) else ""
 

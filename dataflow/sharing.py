@@ -1,7 +1,7 @@
 """Sharing: memory of several runners, laid out by the lifetimes that their slots declare, and proven.
 
-A lifetime is made of the phases of a loop in which a slot's bytes must hold. Slots of several runners are one memory on
-purpose where a value carries over from one to the other. A layout is a pure function of what the runners are.
+A lifetime is made of the phases of a loop in which a slot's bytes must hold. A layout is a pure function of what the
+runners are.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 
 from .axes import Sizes, extent
 from .buffers import ALIGNMENT, aligned
-from .capabilities import HOST, Capabilities, Placement, dtype_text, resolve_dtype
+from .capabilities import HOST, Capabilities, Placement, resolve_dtype
 from .declaration import Declaration
 from .errors import ConfigError, LayoutError
 from .slots import Constant, Output, Slot, Staged
@@ -78,12 +78,6 @@ class Schedule:
         free = first in self.anytime or second in self.anytime
         return first == second or free or (first, second) in self.overlaps or (second, first) in self.overlaps
 
-    def span(self, first: str, last: str) -> tuple[str, ...]:
-        """The phases from one to another in order, both included, past the end of a round where need be."""
-        start, count = self.order.index(first), len(self.order)
-        steps = (self.order.index(last) - start) % count
-        return tuple(self.order[(start + step) % count] for step in range(steps + 1))
-
     @property
     def at_once(self) -> list[frozenset[str]]:
         """The largest sets of phases that may all be in use at once."""
@@ -111,12 +105,11 @@ class Place:
         slot: The slot's name.
         device: The device that its memory belongs to.
         placement: Whether that is the device's own memory, or what the host has for it.
-        shape: The slot's shape at full capacity. Of a chained slot: its parent's.
+        shape: The slot's shape at full capacity.
         dtype: The slot's dtype on that device.
         phases: The phases in which its bytes must hold, in the schedule's order.
         always: Whether they must hold in all phases and also between them.
         why: The reason for that, in words.
-        allocation: A number that slots have in common which are one memory, because a value carries over.
         block: The index of its block in the layout.
         offset: Bytes from the start of the block.
     """
@@ -131,7 +124,6 @@ class Place:
     phases: tuple[str, ...]
     always: bool
     why: str
-    allocation: int
     block: int = 0
     offset: int = 0
 
@@ -171,7 +163,6 @@ class Member:
         capabilities: The record of the runner's backend.
         device: The device that its device slots lie on.
         bound: Slots whose memory was handed in. They get no place.
-        chained: By slot, the parts of its parent allocation, one behind the other. The slot itself is part 0.
         kept: Slots whose bytes must hold from step to step: their producer writes only what changed.
         shares: Whether the runner shares at all. None leaves it to the backend's record.
     """
@@ -183,7 +174,6 @@ class Member:
     capabilities: Capabilities = attrs.field(repr=False)
     device: str = "cpu"
     bound: Collection[str] = frozenset()
-    chained: Mapping[str, int] = attrs.field(factory=dict)
     kept: Collection[str] = frozenset()
     shares: bool | None = None
 
@@ -192,14 +182,13 @@ class Member:
         """Whether its slots may share."""
         return self.capabilities.pools_inputs if self.shares is None else self.shares
 
-    def lifetime(self, name: str, schedule: Schedule, allocation: int) -> Place:
-        """A slot by itself. A value that carries over makes it live longer. ConfigError for an unknown phase."""
+    def lifetime(self, name: str, schedule: Schedule) -> Place:
+        """A slot by itself. ConfigError for an unknown phase."""
         if self.phase not in schedule.phases:
             known = ", ".join(map(repr, schedule.phases)) or "none"
             raise ConfigError(f"member {self.name!r}: phase {self.phase!r} is not in the schedule: phases are {known}")
-        slot, parts = self.declaration.slots[name], self.chained.get(name)
-        part, dtype = extent(slot.shape, self.capacity), resolve_dtype(slot.dtype, self.capabilities)
-        shape = part if parts is None else (parts, *part)
+        slot = self.declaration.slots[name]
+        shape, dtype = extent(slot.shape, self.capacity), resolve_dtype(slot.dtype, self.capabilities)
         why = lasting(slot, name, self.kept) if self.pooled else "its backend pools no inputs"
         return Place(
             member=self.name,
@@ -212,7 +201,6 @@ class Member:
             phases=(self.phase,) if why is None else schedule.phases,
             always=why is not None,
             why=why or f"each step of {self.phase} writes it",
-            allocation=allocation,
         )
 
 
@@ -247,118 +235,18 @@ def _written(slot: Slot, name: str) -> bool:
     return ruled if slot.reads(name) is not None else isinstance(slot, Output) or (isinstance(slot, Staged) and ruled)
 
 
-@attrs.frozen
-class Carry:
-    """A value that one member writes in its phase and another reads in a later phase, of this round or the next.
-
-    Args:
-        slot: The writer's slot.
-        writer: The writing member's name.
-        reader: The reading member's name.
-        into: The reader's slot, where it has another name.
-    """
-
-    slot: str
-    writer: str
-    reader: str
-    into: str | None = None
-
-    @property
-    def ends(self) -> tuple[Key, Key]:
-        """The writer and its slot, the reader and its slot."""
-        return (self.writer, self.slot), (self.reader, self.into or self.slot)
-
-    def __str__(self) -> str:
-        """From which slot to which."""
-        return " to ".join(map(".".join, self.ends))
-
-
-def _lifetimes(members: Sequence[Member], schedule: Schedule, carries: Sequence[Carry] = ()) -> dict[Key, Place]:
-    """Every slot that needs a place, and when its bytes must hold.
-
-    Slots that a value carries over between are one allocation, from the first writer's phase to the last reader's. A
-    member that shares nothing keeps its own memory: the batch brings it the value.
-
-    Raises:
-        ConfigError: Names or phases do not fit together, two slots of a carry cannot be one memory, or another slot is
-            written while the value waits.
-    """
-    named = {member.name: member for member in members}
-    if len(named) < len(members):
+def _lifetimes(members: Sequence[Member], schedule: Schedule) -> list[Place]:
+    """Every slot that needs a place, and when its bytes must hold. ConfigError where two members have one name."""
+    if len({member.name for member in members}) < len(members):
         raise ConfigError(
             f"two members have one name, of {', '.join(one.name for one in members)}: give one another name"
         )
-    keys = [(member.name, slot) for member in members for slot in member.declaration.slots if slot not in member.bound]
-    found = {key: named[key[0]].lifetime(key[1], schedule, number) for number, key in enumerate(keys)}
-    for carry in carries:
-        faults = [fault for end in carry.ends if end not in found for fault in _missing(*end, named)]
-        if not faults:
-            writer, reader = (found[end] for end in carry.ends)
-            faults = [*_misfits(writer, reader, named, schedule)]
-        if faults:
-            raise ConfigError(f"{carry} cannot carry over: {'; '.join(faults)}")
-    joined = [carry for carry in carries if named[carry.writer].pooled and named[carry.reader].pooled]
-    for carry in joined:
-        first, second = (found[end].allocation for end in carry.ends)
-        found |= {key: attrs.evolve(one, allocation=first) for key, one in found.items() if one.allocation == second}
-    for number in {found[carry.ends[0]].allocation for carry in joined}:
-        group = {key: one for key, one in found.items() if one.allocation == number}
-        found |= _carried(group, [carry for carry in joined if carry.ends[0] in group], schedule)
-    return found
-
-
-def _carried(group: Mapping[Key, Place], carries: Sequence[Carry], schedule: Schedule) -> dict[Key, Place]:
-    """Slots that are one memory, each with the lifetime of all values in it."""
-    alive = set[str]()
-    for carry in carries:
-        waiting = schedule.span(*(group[end].phase for end in carry.ends))
-        alive |= {*waiting}
-        for one in (one for key, one in group.items() if key not in carry.ends):
-            if any(schedule.meet(one.phase, phase) for phase in waiting):
-                raise ConfigError(
-                    f"{carry} cannot carry over: {one}, which other carries make the same memory, is in use in "
-                    f"{one.phase!r}, before {waiting[-1]!r} is over; carry the value through, from a phase to the next"
-                )
-    lasting = [one.why for one in group.values() if one.always]
-    why = "; ".join([*(f"its value carries over from {carry}" for carry in carries), *lasting[:1]])
-    phases = tuple(phase for phase in schedule.phases if lasting or phase in alive)
-    return {key: attrs.evolve(one, phases=phases, always=bool(lasting), why=why) for key, one in group.items()}
-
-
-def _missing(name: str, slot: str, members: Mapping[str, Member]) -> Iterator[str]:
-    """Why a carry's end has no place."""
-    if name not in members:
-        yield f"there is no member {name!r}: members are {', '.join(map(repr, members)) or 'none'}"
-    elif slot in members[name].bound:
-        yield f"the memory of {name}.{slot} was handed in: hand the same to both, and leave this out"
-    else:
-        yield f"member {name!r} has no slot {slot!r}"
-
-
-def _misfits(writer: Place, reader: Place, members: Mapping[str, Member], schedule: Schedule) -> Iterator[str]:
-    """Why two slots cannot be one memory, in which the reader finds the rows that the writer left."""
-    ends = writer, reader
-    for one in ends:
-        slot = members[one.member].declaration.slots[one.slot]
-        if is_constant(slot, one.slot) or (one is reader and slot.computes() is not None):
-            yield f"{one} is {slot.kind}, and so never what a step leaves there: let it be copied or staged"
-    if (writer.device, writer.placement) != (reader.device, reader.placement):
-        where = " and ".join(f"{one.device}'s {one.placement} memory" for one in ends)
-        yield f"they lie in {where}: place both alike"
-    chained = [one.slot in members[one.member].chained for one in ends]
-    first, last = (one.shape[1:] if parts else one.shape for one, parts in zip(ends, chained, strict=True))
-    told = f"{writer} is {dtype_text(writer.dtype)} {[*first]} and {reader} is {dtype_text(reader.dtype)} {[*last]}"
-    if writer.dtype != reader.dtype or len(first) != len(last) or first[1:] != last[1:]:
-        yield f"their rows differ, {told}: make all but dim 0 alike"
-    elif (chained[0] and first < last) or (chained[1] and last < first):
-        yield f"one of both is chained, and a part of it has fewer rows than the other: {told}"
-    if writer.phase == reader.phase:
-        yield f"both are in phase {writer.phase!r}, and may be in use at once: give each a phase of its own"
-    elif schedule.meet(writer.phase, reader.phase):
-        yield (
-            f"{writer.phase!r} and {reader.phase!r} may be in use at once, so that the next value would be written "
-            "while this one is read: let the batch bring it, to memory of the reader's own"
-        )
+    return [
+        member.lifetime(name, schedule)
+        for member in members
+        for name in member.declaration.slots
+        if name not in member.bound
+    ]
 
 
 @attrs.frozen(kw_only=True)
@@ -438,32 +326,29 @@ class Layout:
         return "\n".join([*lines, f"{saved}; {self.peak:,} must hold at once"])
 
 
-def lay_out(members: Sequence[Member], schedule: Schedule, carries: Sequence[Carry] = ()) -> Layout:
+def lay_out(members: Sequence[Member], schedule: Schedule) -> Layout:
     """Lay out all slots of all members, so that no two share a byte that both may need at once, and prove it.
 
     Args:
         members: The runners.
         schedule: The phases that they are used in.
-        carries: Values that go from one member to another, for which both have the same memory.
 
     Raises:
-        ConfigError: Names, phases or carries do not fit together.
+        ConfigError: Names or phases do not fit together.
         LayoutError: The proof fails.
     """
-    slots = _lifetimes(members, schedule, carries).values()
-    largest = {one.allocation: one for one in sorted(slots, key=lambda one: one.nbytes)}
+    slots = _lifetimes(members, schedule)
     homes: set[tuple[str, Placement]] = {(one.device, one.placement) for one in slots}
-    blocks, spots, peak = list[Block](), dict[int, tuple[int, int]](), 0
+    blocks, spots, peak = list[Block](), dict[Place, tuple[int, int]](), 0
     for device, placement in sorted(homes):
         arenas = all(member.capabilities.arenas for member in members if member.device == device)
-        mine = [one for one in largest.values() if (one.device, one.placement) == (device, placement)]
+        mine = [one for one in slots if (one.device, one.placement) == (device, placement)]
         mine.sort(key=lambda one: (not one.always, -one.nbytes, str(one)))
         sizes, found = _first_fit(mine, schedule, arenas=arenas)
-        spots |= {one.allocation: (len(blocks) + at, offset) for one, (at, offset) in zip(mine, found, strict=True)}
+        spots |= {one: (len(blocks) + at, offset) for one, (at, offset) in zip(mine, found, strict=True)}
         blocks += [Block(device=device, placement=placement, nbytes=nbytes) for nbytes in sizes]
         peak += max(sum(one.nbytes for one in mine if not some.isdisjoint(one.phases)) for some in schedule.at_once)
-    where = ((one, *spots[one.allocation]) for one in slots)
-    places = tuple(attrs.evolve(one, block=block, offset=offset) for one, block, offset in where)
+    places = tuple(attrs.evolve(one, block=spots[one][0], offset=spots[one][1]) for one in slots)
     layout = Layout(schedule=schedule, blocks=tuple(blocks), places=places, peak=peak)
     check_layout(layout)
     return layout
@@ -473,7 +358,7 @@ def _first_fit(slots: Sequence[Place], schedule: Schedule, *, arenas: bool) -> t
     """The sizes of blocks, and a block and an offset for each slot: the lowest that is free while the slot is needed.
 
     Args:
-        slots: One slot for each allocation. The largest come first, so that a block is as large as its first slot.
+        slots: The largest come first, so that a block is as large as its first slot.
         schedule: Tells which slots may be needed at once.
         arenas: Whether one block holds all slots, at any offset. Else all slots of a block begin where it does.
     """
@@ -516,8 +401,5 @@ def _misplaced(layout: Layout) -> Iterator[str]:
 def _meeting(layout: Layout) -> Iterator[str]:
     """Pairs of slots that lie where they must not."""
     for one, other in itertools.combinations(layout.places, 2):
-        if one.allocation == other.allocation:
-            if (one.block, one.offset) != (other.block, other.offset):
-                yield f"{one} and {other} hold one value, and do not begin at one address"
-        elif one.touches(other) and (met := one.meeting(other, layout.schedule)) is not None:
+        if one.touches(other) and (met := one.meeting(other, layout.schedule)) is not None:
             yield f"{one} and {other} share memory, but {one} is needed in {met[0]}, and {other} in {met[1]}"

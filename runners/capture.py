@@ -13,8 +13,9 @@ import rich.progress
 import torch
 
 from ..backends.base import NO_PARAMETERS, Backend, Graph
-from ..dataflow.bucket import Bucket
+from ..dataflow.bucket import Absent, Bucket
 from ..dataflow.errors import CaptureError, CheckError, ComputeError
+from ..dataflow.ready import Ready
 from ..dataflow.views import alias
 from .outputs import live_rows, map_tensors
 from .statistics import human_bytes
@@ -32,6 +33,11 @@ class Filling:
     table: torch.Tensor | None = None
     kernel: Any = None
     alone: Graph | None = None
+
+    def whole(self, absent: Absent) -> Ready:
+        """What the bucket needs where every row is live."""
+        sizes = self.bucket.sizes
+        return self.bucket.ready(tuple(sizes[axis] for axis in self.bucket.declaration.varying), absent)
 
 
 @attrs.define(eq=False)

@@ -270,8 +270,7 @@ def ran_eagerly(parts: Parts[Any], view: Inputs) -> Any:
     captured = graph_of(parts, view)
     with torch.no_grad():
         if captured is not None and parts.tally.path == "graph":  # of which the graph alone computes on the device
-            bucket, varying = captured.filling.bucket, parts.stage.declaration.varying
-            bucket.ready(tuple(bucket.sizes[axis] for axis in varying), _absent_in(parts, view)).compute_on_device()
+            captured.filling.whole(_absent_in(parts, view)).compute_on_device()
         return under_way(Running(view), parts.stage.run, view)
 
 

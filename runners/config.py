@@ -122,7 +122,7 @@ def patterns_of(declaration: Declaration, absent: Any) -> set[frozenset[str]]:
 
 
 MOST: Final = 1 << 24
-"""Rows that a configuration may ask for: a runner has a table over as many, which a slip of the keyboard would fill."""
+"""Rows that a bucket may have: more are a slip of the keyboard."""
 VARIABLE: Final = "SLOTGRAPH_DEBUG"
 """The environment variable that says which debug modes are on, where a runner is not told."""
 GENERATIONS: Final = "generations"
@@ -198,7 +198,7 @@ def _rows_or_none(value: Any) -> tuple[int, ...]:
 class Buckets:
     """Padded row counts in ascending order, and the largest share of padding that is worth a replay.
 
-    max_waste: a batch of which more than this share of the padded rows would be padding is refused.
+    max_waste: a batch of which more than this share of the padded rows would be padding runs eagerly.
     """
 
     sizes: tuple[int, ...] = attrs.field(converter=_rows)

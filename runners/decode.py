@@ -7,76 +7,15 @@ import attrs
 import torch
 
 from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Sizes
-from ..dataflow.declaration import Declaration
-from ..dataflow.errors import BatchError, ConfigError, DeclarationError, MissingSourceError
+from ..dataflow.errors import ConfigError
 from ..dataflow.guard import own_guard
 from ..dataflow.ready import Ready
-from ..dataflow.sizing import Sizer
-from ..dataflow.sources import Side
 from .capture import Captured
 from .config import config_of
 from .graph_runner import DecodeArguments, Finish, GraphRunner
 from .outputs import rows_each
 from .runner import Filled
 from .stage import NO_SIZES, Stage, V, joined, staged
-from .statistics import Decision
-
-
-class Widths:
-    """Tells batches of another width by their sizes on TOKENS and BATCH, each read by itself.
-
-    width: tokens a request, in every bucket. Only required sources are believed: where they do not tell both axes, each
-    batch counts as one of the captured width, and is refused where it is none. only: whether the step stands for that
-    width alone.
-    """
-
-    def __init__(self, declaration: Declaration, width: int, fixed: Sizes, *, only: bool = False) -> None:
-        self._width = width
-        self._only = only
-        self._name = declaration.name
-        self._bound = [name for name, slot in declaration.slots.items() if WIDTH in slot.axes]
-        self._size = _apart(declaration, fixed)
-        self._tokens = declaration.varying.index(TOKENS) if self._size is not None else 0
-
-    def of(self, batch: Any, side: Side) -> tuple[int, tuple[int, ...]] | None:
-        """The width and live sizes of a batch whose requests have as many tokens each, but not as captured; or None."""
-        if self._size is None:
-            return None
-        try:
-            live = self._size(batch, side)
-        except BatchError:  # which the captured width's own sizes word better
-            return None
-        tokens, requests = live[self._tokens], live[-1]
-        if not tokens or not requests or tokens % requests or tokens == requests * self._width:
-            return None
-        return tokens // requests, live
-
-    def decision(self, width: int) -> Decision:
-        """Eager, for a batch of this width. BatchError where the step, or slots, would be of another than the batch."""
-        said = f"requests have {_tokens(width)} each, and graphs were captured for {_tokens(self._width)}"
-        if self._only:
-            raise BatchError(f"{said}, the only width of this runner's step: bring {_tokens(self._width)} a request")
-        if self._bound:
-            names = ", ".join(map(repr, self._bound))
-            raise BatchError(
-                f"{said}; slots {names} of {self._name} follow from WIDTH: make a runner with width={width}"
-            )
-        return Decision("eager", None, "width_differs", said)
-
-
-def _apart(declaration: Declaration, fixed: Sizes) -> Sizer | None:
-    """What reads TOKENS and BATCH apart; None where they cannot be, or where one may be absent."""
-    if TOKENS not in declaration.varying or BATCH not in declaration.varying:
-        return None
-    try:
-        size = Sizer(declaration, {}, fixed, BATCH)
-    except DeclarationError:  # one of them follows from the other, and is told by nothing else
-        return None
-    return size if size.required else None
-
-
-def _tokens(count: int) -> str:
-    return "1 token" if count == 1 else f"{count} tokens"
 
 
 class RequestRunner(GraphRunner[V]):
@@ -100,16 +39,15 @@ class RequestRunner(GraphRunner[V]):
             given: The other arguments.
             output_rows: The axis that the rows of outputs follow, where they do not say so.
             known: Sizes that the runner knows.
-            width: The one that the step stands for alone: a batch of another is refused, not run eagerly.
+            width: The one that the step stands for, in place of an option.
 
         """
         config = config_of(type(self), given)
         if width is not None:
             config = attrs.evolve(config, width=width)
-        only, width = width is not None, config.width
+        width = config.width
         relations, sizes = {TOKENS: BATCH * width}, joined(inputs, given.get("sizes", {}), {WIDTH: width, **known})
         stage = Stage.of(inputs, step, relations=relations, **{**staged(given), "sizes": sizes})
-        self._widths = Widths(stage.declaration, width, stage.sizes, only=only)
         super().__init__(
             config,
             stage,
@@ -118,7 +56,6 @@ class RequestRunner(GraphRunner[V]):
             given,
             said="buckets= and width=",
             leading=(BATCH, TOKENS),
-            relations=relations,
             path="graph",
             rows_each=rows_each(given.get("output_rows", output_rows), width),
         )
@@ -170,30 +107,6 @@ class RequestRunner(GraphRunner[V]):
                 f"there is no graph of bucket {bucket}{without}: buckets are {self.buckets.sizes}, after capture()"
             )
         return self.graphs.view(captured, pattern)
-
-    def _fill_otherwise(self, refused: BatchError, batch: Any, side: Side) -> Filled[V]:
-        """Fill without a graph where requests have another width than was captured and all else fits."""
-        other = self._widths.of(batch, side)
-        if other is None:
-            raise refused
-        width, live = other
-        eager, own, relations = self._eager, self._widths.decision(width), {TOKENS: BATCH * width}
-        sizes = live[: self._axes]
-        try:
-            decision = self.coordinator.settle(own, live, lambda: eager.admit(batch, sizes, side))
-            view = eager.fill_sized(batch, sizes, side, relations)
-        except MissingSourceError:  # of any width, and the plainer thing to say
-            raise
-        except BatchError:
-            raise refused from None
-        return Filled(view, decision, live)
-
-    def decide(self, batch: Any, **side: Any) -> Decision:
-        """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
-        other = self._widths.of(batch, side)
-        if other is not None and self.report is not None:
-            return self._widths.decision(other[0])
-        return super().decide(batch, **side)
 
 
 @final

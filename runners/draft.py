@@ -1,7 +1,6 @@
 """The draft runners: a tree drafted in one graph, and what takes in the accepted tokens to begin the next one."""
 
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeAlias, Unpack, final
 
 import attrs
@@ -13,18 +12,16 @@ from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
 from ..dataflow.tails import Number, Once, Pad, resolve_value
 from ..dataflow.views import make_view
-from .config import check_step, checked_by_slot, checked_names, declaration_of
+from .config import check_step, checked_names, declaration_of
 from .decode import RequestRunner
 from .graph_runner import DraftArguments, ExtendArguments
-from .pool import Chain
 from .stage import V
-from .standard.axes import STEPS, TOPK
+from .standard.counts import STEPS, TOPK
 from .tree import Drafts, Frontier, top_tokens
 
 CHAINED: Final = ("input_ids", "hidden_states")
 ChainedStep: TypeAlias = Callable[[V, V | None], Any]
 POSITIONS: Final = ("positions", "mrope_positions")
-_FIRST: Final = ("topk_p", "topk_index")
 _IDS: Final = "input_ids"
 
 
@@ -51,7 +48,9 @@ Forward: TypeAlias = Callable[[V, DraftStep], tuple[torch.Tensor, torch.Tensor |
 class DraftRunner(RequestRunner[V]):
     """Drafts a tree of tokens for each request: `steps` deep, with topk nodes a step, by one replay.
 
-    TOKENS is BATCH * topk; TOPK and STEPS have their sizes. A call returns `Drafts` with one row a request.
+    TOKENS is BATCH * topk; TOPK and STEPS have their sizes. A call returns `Drafts` with one row a request. Slots
+    `positions` and `mrope_positions` are one more after each call of `forward`, and as before after the last: they are
+    `restored`, as any slot must be that `forward` itself advances.
 
     Args:
         inputs: The declaration, with `topk_p` and `topk_index` [BATCH, TOPK], the children of the tokens that are
@@ -60,8 +59,6 @@ class DraftRunner(RequestRunner[V]):
             hidden states [TOKENS, ...], or None.
         topk: Nodes that each step goes on from.
         steps: The depth of the tree.
-        advances: Slots that are one more after each call, and as before after the last; they must be `restored`. By
-            default `positions` and `mrope_positions`, where they are declared.
         options: As of `DecodeRunner`.
     """
 
@@ -72,12 +69,11 @@ class DraftRunner(RequestRunner[V]):
         *,
         topk: int,
         steps: int,
-        advances: Sequence[str] | None = None,
         **options: Unpack[DraftArguments],
     ) -> None:
         _check_counts(topk, steps)
         check_step("forward", forward, "the view and a DraftStep")
-        advances = _checked_advances(declaration_of(inputs), advances)
+        advances = _advancing(declaration_of(inputs))
         self.topk, self.steps = topk, steps
         step = _Drafting(forward, topk, steps, advances)
         super().__init__(inputs, step, options, output_rows=BATCH, known={TOPK: topk, STEPS: steps}, width=topk)
@@ -95,38 +91,22 @@ class _Drafting(Generic[V]):
     def __call__(self, view: V) -> Drafts:
         slots = view.__dict__
         frontier = Frontier.begin(slots["topk_p"], slots["topk_index"])
-        hidden = slots.get("hidden_states")
+        shape, staged, hidden = (-1, self.topk, self.topk), slots.get(_IDS), slots.get("hidden_states")
         if hidden is not None:
             hidden = hidden[:, None].expand(-1, self.topk, *hidden.shape[1:]).flatten(0, 1)
         for index in range(self.steps - 1):
-            step = DraftStep(index, _ids(slots, frontier), hidden, frontier.branches)
+            ids = frontier.tokens.flatten()
+            step = DraftStep(index, ids if staged is None else staged.copy_(ids), hidden, frontier.branches)
             logits, hidden = _checked(self.forward(view, step), step, self.topk)
             for name in self.advances:
                 if slots[name] is not None:
                     slots[name].add_(1)
             shares, tokens = top_tokens(logits, self.topk)
-            frontier = frontier.grow(_by_request(shares, frontier), _by_request(tokens, frontier))
-            hidden = _of_rows(hidden, frontier.rows) if hidden is not None else None
+            frontier = frontier.grow(shares.view(shape), tokens.view(shape))
+            if hidden is not None:  # of the nodes that are gone on from
+                first = torch.arange(len(frontier.rows), device=hidden.device)[:, None] * self.topk
+                hidden = hidden.index_select(0, (frontier.rows + first).flatten())
         return frontier.drafts()
-
-
-def _ids(slots: Mapping[str, Any], frontier: Frontier) -> torch.Tensor:
-    """The tokens that a step reads, written to their slot where there is one."""
-    ids = frontier.tokens.flatten()
-    staged: torch.Tensor | None = slots.get(_IDS)
-    return ids if staged is None else staged.copy_(ids)
-
-
-def _by_request(rows: torch.Tensor, frontier: Frontier) -> torch.Tensor:
-    """[TOKENS, topk] as [BATCH, topk, topk]."""
-    return rows.view(*frontier.tokens.shape, rows.shape[1])
-
-
-def _of_rows(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The hidden states of the nodes that are gone on from, given which of their request's rows they come from."""
-    requests, topk = rows.shape
-    first = torch.arange(requests, device=rows.device)[:, None] * topk
-    return hidden.index_select(0, (rows + first).flatten())
 
 
 def _checked(returned: Any, step: DraftStep, topk: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -155,21 +135,21 @@ def _check_counts(topk: int, steps: int) -> None:
             raise ConfigError(f"a draft needs {name}= of at least 1, got {count!r}")
 
 
-def _checked_advances(declaration: Declaration, wanted: Sequence[str] | None) -> Sequence[str]:
-    """The slots that advance. ConfigError where one that the runner reads or writes is missing or of another kind."""
+def _advancing(declaration: Declaration) -> Sequence[str]:
+    """The slots that each step advances. ConfigError where one that the draft reads or writes is of another kind."""
     slots = declaration.slots
-    advances = [name for name in POSITIONS if name in slots] if wanted is None else checked_names("advances", wanted)
-    for name in _FIRST:
+    for name in ("topk_p", "topk_index"):
         if name not in slots or slots[name].shape != (Dim.of(BATCH), Dim.of(TOPK)):
             raise ConfigError(
                 f"{declaration.name} needs a slot {name!r} of shape [BATCH, TOPK]: the draft's tree begins with it"
             )
     if _IDS in slots and not slots[_IDS].rewritten:
         raise ConfigError(f"slot {_IDS!r}: the draft writes it in each step: declare it with staged(), or leave it out")
+    advances = [name for name in POSITIONS if name in slots]
     for name in advances:
-        if name not in slots or not slots[name].restored:
+        if not slots[name].restored:
             raise ConfigError(
-                f"{declaration.name} needs a slot {name!r} with restored=True: each draft step advances it (advances=)"
+                f"slot {name!r} of {declaration.name}: each draft step advances it: give it restored=True"
             )
     return advances
 
@@ -197,9 +177,9 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
     Args:
         inputs: The declaration class.
         steps: Each called with its view and the next step's, None for the last; returns one row a request.
-        chained: Slots of which every step has its own: step i reads part i of the parent allocation `parents[name]`,
-            [steps, capacity...]. Part 0 is filled from the batch. All rows of the others hold the slot's tail value
-            when a replay begins, until the step before writes them. All other slots are the same for every step.
+        chained: Slots of which every step has its own. The first step's are filled from the batch; all rows of the
+            others hold the slot's tail value until the step before writes them. All other slots are the same for
+            every step.
         options: As of `DraftExtendRunner`.
     """
 
@@ -212,81 +192,37 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
         **options: Unpack[ExtendArguments],
     ) -> None:
         _check_width(type(self), options)
-        whole, chained = declaration_of(inputs), checked_names("chained", chained)
-        bind = checked_by_slot("bind", options.get("bind", {}), "tensors")
-        _check_chained(whole, steps, chained, bind)
-        slots = whole.under(options.get("settings"), ranks=options.get("ranks")).slots
-        parts = dict.fromkeys([name for name in chained if name in slots], Chain(len(steps)))
-        step = _Chain(tuple(steps), lambda: (self.parents, self._tails))
-        super().__init__(inputs, step, {**options, "bind": {**bind, **parts}}, output_rows=BATCH)
+        chained = checked_names("chained", chained)
+        _check_chained(declaration_of(inputs), steps, chained)
+        super().__init__(inputs, _Chain(tuple(steps), chained, self._tail), options, output_rows=BATCH)
 
-    @property
-    def parents(self) -> Mapping[str, torch.Tensor]:
-        """By chained slot, memory for every step's, [steps, capacity...]."""
-        _ = self.graphs  # with which they are made
-        return self.seat.parents
-
-    @functools.cached_property
-    def _tails(self) -> Mapping[str, Number]:
-        """What padded rows of chained slots hold, and what they hold at first where they are kept."""
+    def _tail(self, name: str) -> Number:
+        """What padded rows of a slot hold, or what it holds at first where they are kept."""
         stage, capacity = self.stage, self._capacity
-        capabilities, tails = stage.backend.capabilities, dict[str, Number]()
-        for name in self.parents:
-            slot = stage.declaration.slots[name]
-            rule = slot.rule()
-            value = rule.value if isinstance(rule, Pad | Once) else initial_value(name, slot, capacity, capabilities)
-            tails[name] = resolve_value(value, capabilities, capacity)
-        return tails
+        slot, capabilities = stage.declaration.slots[name], stage.backend.capabilities
+        rule = slot.rule()
+        value = rule.value if isinstance(rule, Pad | Once) else initial_value(name, slot, capacity, capabilities)
+        return resolve_value(value, capabilities, capacity)
 
 
 @attrs.frozen(eq=False)
 class _Chain(Generic[V]):
-    """What is captured: every step on its own view.
-
-    later: tells, by slot, the memory of all parts, and what the rows of later ones hold until a step writes them.
-    """
+    """What is captured: every step on its own view. tail: what the rows of a later one's slots hold at first."""
 
     steps: Sequence[ChainedStep[V]]
-    later: Callable[[], tuple[Mapping[str, torch.Tensor], Mapping[str, Number]]]
+    chained: Sequence[str]
+    tail: Callable[[str], Number]
 
     def __call__(self, view: V) -> tuple[Any, ...]:
-        views = [view, *(_later(view, part) for part in self._parts(view))]
-        following = [*views[1:], None]
-        return tuple(step(own, after) for step, own, after in zip(self.steps, views, following, strict=True))
-
-    def _parts(self, view: V) -> list[dict[str, torch.Tensor]]:
-        """The chained slots of each later step, as large as the first one's, reset."""
-        slots = view.__dict__
-        parents, tails = self.later()
-        found: list[dict[str, torch.Tensor]] = [{} for _ in self.steps[1:]]
-        for name, parent in parents.items():
-            if slots[name] is None or not found:
-                continue
-            later = _cut(parent[1:], slots[name].shape).fill_(tails[name])
-            for part, own in zip(found, later, strict=True):
-                part[name] = own
-        return found
+        values, views = view.__dict__, [view]
+        there = [name for name in self.chained if values.get(name) is not None]
+        for _ in self.steps[1:]:
+            own = {name: torch.full_like(values[name], self.tail(name)) for name in there}
+            views.append(make_view(type(view), {**values, **own}, values["_slotgraph_view"]))
+        return tuple(step(own, after) for step, own, after in zip(self.steps, views, [*views[1:], None], strict=True))
 
 
-def _later(view: V, part: Mapping[str, torch.Tensor]) -> V:
-    """A later step's view: the first one's, but for the chained slots."""
-    values: dict[str, Any] = {**view.__dict__, **part}
-    return make_view(type(view), values, values["_slotgraph_view"])
-
-
-def _cut(parts: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The first rows of all parts, along each dim."""
-    for dim, size in enumerate(shape, start=1):
-        parts = parts.narrow(dim, 0, size)
-    return parts
-
-
-def _check_chained(
-    declaration: Declaration,
-    steps: Sequence[Callable[..., Any]],
-    chained: Sequence[str],
-    bind: Collection[str],
-) -> None:
+def _check_chained(declaration: Declaration, steps: Sequence[Callable[..., Any]], chained: Sequence[str]) -> None:
     """ConfigError where there is nothing to run, or a slot cannot be chained."""
     if not isinstance(steps, Sequence) or not steps or not all(map(callable, steps)):
         raise ConfigError(f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}")
@@ -294,10 +230,6 @@ def _check_chained(
         slot = declaration.slots.get(name)
         if slot is None or slot.reads(name) is None:
             raise ConfigError(f"chained names {name!r}, which is no slot that {declaration.name} copies from the batch")
-        if name in bind:
-            raise ConfigError(
-                f"slot {name!r} is chained, so that it is part 0 of parents[{name!r}]: it cannot be bound too"
-            )
         if slot.is_parameter:
             raise ConfigError(
                 f"slot {name!r} is a host parameter, one for the graph of all steps: it cannot be chained"

@@ -83,7 +83,8 @@ class EagerRunner(Runner[V]):
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers at their present capacity."""
-        return self._own.nbytes
+        buffers = self._own.buffers
+        return 0 if buffers is None else buffers.nbytes
 
     def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Decision:
         del absent

@@ -1,6 +1,6 @@
 """Steps without a graph: exact fills, of memory that grows on demand or of a runner's own, and the step run on them."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, Generic
 
 import attrs
@@ -8,8 +8,8 @@ import torch
 
 from ..dataflow import log
 from ..dataflow.admission import Wanted, check_carried, unreadable
-from ..dataflow.axes import Axis, Dim, Sizes, extent
-from ..dataflow.bucket import Bucket, hand_over
+from ..dataflow.axes import extent
+from ..dataflow.bucket import Absent, Bucket, hand_over
 from ..dataflow.buffers import Buffers, BufferTurn
 from ..dataflow.capabilities import DEVICE, resolve_dtype
 from ..dataflow.errors import BatchError
@@ -17,7 +17,6 @@ from ..dataflow.guard import GRADIENTS, without_gradients
 from ..dataflow.packet import Feed
 from ..dataflow.ready import most_for_copies
 from ..dataflow.sizing import Sizer
-from ..dataflow.slots import Slot
 from ..dataflow.sources import Side, look_up
 from ..dataflow.specialization import Specializations
 from .running import Running, under_way
@@ -67,9 +66,10 @@ class Eagerly(Generic[V]):
         self.no_copy = no_copy
         self.size = size
         self._runner = runner
+        homes = {DEVICE: stage.backend.device}
         self._carried = [
-            Wanted(name, slots[name], resolve_dtype(slots[name].dtype, capabilities), self._home(slots[name]))
-            for name in carry
+            Wanted(name, slot, resolve_dtype(slot.dtype, capabilities), homes.get(slot.placement, torch.device("cpu")))
+            for name, slot in ((name, slots[name]) for name in carry)
         ]
         self._table = table if self.repeats else Specializations(self.stage.declaration)
         self.held = None if buffers is None else self._over(buffers)
@@ -86,12 +86,6 @@ class Eagerly(Generic[V]):
         held = self.held  # read once: another thread may ask
         return None if held is None else held.buffers
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers at their present capacity."""
-        buffers = self.buffers
-        return 0 if buffers is None else buffers.nbytes
-
     def __call__(self, batch: Any, **side: Any) -> Any:
         """Run one step, of which no books are kept."""
         return self.run(self.fill(batch, **side))
@@ -100,64 +94,43 @@ class Eagerly(Generic[V]):
         """Fill from a batch and return the exact view. Raises MissingSourceError and BatchError."""
         return self.fill_sized(batch, self.size(batch, side), side)
 
-    def fill_sized(
-        self, batch: Any, live: tuple[int, ...], side: Side, relations: Mapping[Axis, Dim] | None = None
-    ) -> V:
-        """Fill from a batch of these live sizes.
-
-        Args:
-            batch: The batch.
-            live: Its rows on each varying axis of the runner's declaration.
-            side: Side arguments.
-            relations: Axes that follow from others, where these are not the stage's.
-
-        Raises:
-            BatchError: A source does not fit. Nothing was written.
-
-        """
-        live = self.own(live)
-        self._check_carried(batch, live)
-        bucket, absent = self.bucket(live), self.stage.absent(batch, side)
+    def fill_sized(self, batch: Any, live: tuple[int, ...], side: Side) -> V:
+        """Fill from a batch of these rows on each varying axis. BatchError, before anything is written."""
+        bucket, live, absent = self._found(batch, live, side)
         hosts = self.hosts()
         if hosts.possible:
             hosts.wait()
         fill = hand_over if self.no_copy else Bucket.fill
         ready = fill(bucket, batch, live, absent, side)
         ready.compute_on_device(batch)
-        return self.stage.view(ready, batch, relations)
+        return self.stage.view(ready, batch)
 
     def admit(self, batch: Any, live: tuple[int, ...], side: Side) -> None:
         """Raise as a fill of these live sizes would; memory grows as for a fill."""
-        live = self.own(live)
-        self._check_carried(batch, live)
-        self.bucket(live).admit(batch, live, self.stage.absent(batch, side), side)
+        bucket, live, absent = self._found(batch, live, side)
+        bucket.admit(batch, live, absent, side)
 
-    def own(self, live: tuple[int, ...]) -> tuple[int, ...]:
-        """The runner's live sizes without those of axes that carried slots alone are over."""
-        return tuple([live[place] for place in self._places])
+    def _found(self, batch: Any, live: tuple[int, ...], side: Side) -> tuple[Bucket, tuple[int, ...], Absent]:
+        """What a batch is filled into, its live sizes there, and its absent slots; carried ones are checked."""
+        live = tuple([live[place] for place in self._places])  # without axes that carried slots alone are over
+        self._check_carried(batch, live)
+        return self._bucket(live), live, self.stage.absent(batch, side)
 
     def run(self, view: V) -> Any:
         """Run the step on the view that was filled last.
 
         The first run without some slots finds which slots in host memory the step's operators read.
         """
-        buffers, hosts = self.buffers, self.hosts()
-        if buffers is not None:
-            buffers.turn.eager_runs += 1
-        run: Callable[[V], Any] = self.stage.run
+        hosts, run = self.hosts(), self.repeated()
         if hosts.possible:
             values = view.__dict__
             absent = frozenset(name for name, _ in self.stage.declaration.optional if values[name] is None)
             if hosts.wants(absent):
-                outputs = without_gradients(under_way, Running(view), hosts.look, lambda: run(view), absent)
-                hosts.note()
-                return outputs
-        outputs = without_gradients(under_way, Running(view), run, view)
-        hosts.note()
-        return outputs
+                return hosts.look(lambda: run(view), absent)
+        return run(view)
 
     def repeated(self) -> Callable[[V], Any]:
-        """A call that runs the step again on views like one that it was run on."""
+        """A call that runs the step on views of the present buffers."""
         buffers, hosts, stage = self.buffers, self.hosts(), self.stage
         step: Callable[[V], Any] = stage.run if stage.lend or stage.restored else stage.step
         turn = BufferTurn() if buffers is None else buffers.turn
@@ -183,38 +156,28 @@ class Eagerly(Generic[V]):
             self._reads = HostReads(self.stage.backend, buffers)
         return self._reads
 
-    def bucket(self, live: tuple[int, ...]) -> Bucket:
+    def _bucket(self, live: tuple[int, ...]) -> Bucket:
         """The bucket for these live sizes, grown if it must. BatchError where its memory is bound and cannot grow."""
-        capacity = self._capacity
-        axes = self.stage.declaration.varying
-        short = {axis: rows for axis, rows in zip(axes, live, strict=True) if rows > capacity[axis]}
-        if self.held is None or short:
-            self.held = self._grown(
-                capacity, {axis: 1 << max(rows - 1, 0).bit_length() for axis, rows in short.items()}
-            )
-        return self.held
-
-    @property
-    def _capacity(self) -> Sizes:
-        if self.held is not None:
-            return self.held.buffers.capacity
-        declaration = self.stage.declaration
-        return dict.fromkeys((*declaration.axes, *declaration.following), 0) | dict(self.stage.sizes)
-
-    def _grown(self, before: Sizes, more: Sizes) -> Bucket:
-        stage, held = self.stage, self.held
+        stage, held, declaration = self.stage, self.held, self.stage.declaration
+        if held is None:
+            before = dict.fromkeys((*declaration.axes, *declaration.following), 0) | dict(stage.sizes)
+        else:
+            before = dict(held.buffers.capacity)
+        short = {axis: rows for axis, rows in zip(declaration.varying, live, strict=True) if rows > before[axis]}
+        if held is not None and not short:
+            return held
         bound = [buffer.name for buffer in held.buffers if buffer.adopted] if held is not None else []
         if bound:
-            most = ", ".join(f"{axis} {rows}" for axis, rows in before.items() if axis in more)
+            most = ", ".join(f"{axis} {rows}" for axis, rows in before.items() if axis in short)
             raise BatchError(
                 f"slot {bound[0]!r} is bound to memory that cannot grow, and the batch has more rows than {most}"
             )
-        capacity = {**before, **more}
+        capacity = before | {axis: 1 << max(rows - 1, 0).bit_length() for axis, rows in short.items()}
         buffers = stage.allocate(capacity)
         sizes = {axis.name: size for axis, size in capacity.items()}
-        name = stage.declaration.name
-        log.debug("grown", runner=self._runner, declaration=name, nbytes=buffers.nbytes, sizes=sizes)
-        return self._over(buffers)
+        log.debug("grown", runner=self._runner, declaration=declaration.name, nbytes=buffers.nbytes, sizes=sizes)
+        self.held = held = self._over(buffers)
+        return held
 
     def _over(self, buffers: Buffers) -> Bucket:
         declaration, backend = self.stage.declaration, self.stage.backend
@@ -233,6 +196,3 @@ class Eagerly(Generic[V]):
             known = sized is not None or not isinstance(source, torch.Tensor) or unreadable(source)
             shape = sized or () if known else tuple(source.shape)  # of an axis that no copied slot tells, any size
             check_carried(want, source, shape)
-
-    def _home(self, slot: Slot) -> torch.device:
-        return self.stage.backend.device if slot.placement == DEVICE else torch.device("cpu")

@@ -10,14 +10,14 @@ import attrs
 import torch
 
 from ..backends.base import Backend
-from ..dataflow.axes import BATCH, Axis, Dim, Sizes
+from ..dataflow.axes import BATCH, Axis, Sizes
 from ..dataflow.bucket import Absent
-from ..dataflow.buffers import Buffers
+from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import Lowering
 from ..dataflow.computation import field_of
 from ..dataflow.errors import ConfigError, RankError, ReplayError
 from ..dataflow.explain import check_named
-from ..dataflow.plan import FillPlan, plan_fill
+from ..dataflow.plan import FillPlan, Pattern, plan_fill
 from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side, look_up
@@ -33,7 +33,7 @@ from .config import (
 from .eagerly import Eagerly
 from .graphs import Filler, GraphSet, Order
 from .hooks import Live, watchers_of
-from .pool import Bindings, Phase, Seat
+from .pool import Phase, Seat
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .runner import Filled, Holds, Runner, bind
@@ -78,7 +78,7 @@ class StackArguments(CaptureArguments, total=False):
 class DraftArguments(CaptureArguments, total=False):
     """Of a runner whose buckets are requests, and whose outputs are one row a request."""
 
-    bind: Bindings
+    bind: Mapping[str, Bound]
 
 
 class ExtendArguments(DraftArguments, total=False):
@@ -139,12 +139,10 @@ class Router:
         elif (share := buckets.waste(rows, bucket)) > buckets.max_waste:
             why = "waste"
             reason = f"bucket {bucket} would be {share:.0%} padding, over the limit of {buckets.max_waste:.0%}"
-        elif bucket in report.failed:
-            why, reason = "not_captured", report.failed[bucket]
         elif not graphs.has(bucket, absent):
-            names = ", ".join(map(repr, sorted(absent)))
-            why = "absent"
-            reason = f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one"
+            names, failed = ", ".join(map(repr, sorted(absent))), report.failed.get(bucket)
+            why = "absent" if failed is None else "not_captured"
+            reason = failed or f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one"
         elif name := self._differing(batch):
             came, seen = _brief(look_up(batch, name)), self._fields[name]
             why, reason = "field_differs", f"field {name!r} is {came}, not {seen!r}, with which graphs were captured"
@@ -195,7 +193,6 @@ class GraphRunner(Runner[V]):
         *,
         said: str,
         leading: Collection[Axis],
-        relations: Mapping[Axis, Dim],
         path: Path,
         rows_each: int | None = None,
     ) -> None:
@@ -209,7 +206,6 @@ class GraphRunner(Runner[V]):
             given: The arguments, of which those about captures are used here.
             said: The options that decide padded sizes, for an error.
             leading: The axes that the bucket decides; buckets are rows on the first.
-            relations: Axes that follow from others.
             path: What a batch takes that fits a bucket.
             rows_each: Output rows for each row of the leading axis; None where outputs are handed out whole.
 
@@ -224,7 +220,7 @@ class GraphRunner(Runner[V]):
         self._carry = checked_names("carry", given.get("carry", ()))
         stage.declaration.carrying(self._carry)
         patterns = patterns_of(stage.declaration, given.get("absent", ()))
-        size = Sizer(stage.declaration, relations, self._capacity, lead)
+        size = Sizer(stage.declaration, stage.relations, self._capacity, lead)
         coordinator = coordinator_of(stage.declaration, type(self).__name__, config, sizes, lead)
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
         self._sizes, self._patterns = sizes, patterns
@@ -329,16 +325,9 @@ class GraphRunner(Runner[V]):
         if sizes is None:
             known = ", ".join(map(str, sorted(self._sizes)))
             raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")
-        return plan_fill(
-            declaration,
-            sizes,
-            self.stage.backend.capabilities,
-            lowering=self.lowering,
-            absent=absent,
-            in_place=in_place,
-            hosted=hosted,
-            foreign=self.graphs.buffers.foreign,
-        )
+        pattern, foreign = Pattern(absent, in_place, hosted), self.graphs.buffers.foreign
+        capabilities = self.stage.backend.capabilities
+        return plan_fill(declaration, sizes, capabilities, pattern, lowering=self.lowering, foreign=foreign)
 
     def decide(self, batch: Any, **side: Any) -> Decision:
         """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
@@ -404,7 +393,7 @@ class GraphRunner(Runner[V]):
             found,
             finish,
             turn=graphs.buffers.turn,
-            times=self._tally.buckets[captured.rows].times,
+            counts=self._tally.buckets[captured.rows],
             graphs=graphs,
             hosts=filler.hosts,
             launch=launch,

@@ -11,7 +11,7 @@ from typing import Any, Generic
 import attrs
 import torch
 
-from ..backends.base import Fusion
+from ..backends.base import Graph
 from ..dataflow import log
 from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent, Bucket
@@ -59,7 +59,7 @@ class Filler(Generic[V]):
         stage: Stage[V],
         buffers: Buffers,
         lowering: str,
-        buckets: "list[Sizes]",
+        buckets: Sequence[Sizes],
         *,
         modes: frozenset[str] = OFF,
         error_mode: str | None = None,
@@ -78,17 +78,12 @@ class Filler(Generic[V]):
         self.stream = stage.backend.stream_key()
         buffers.turn.stream = self.stream()
         self.hosts = HostReads(stage.backend, buffers)
-        self._fusion = self._fusion_of(stage) if self.lowering in FUSED else None
+        self._fusion = stage.backend.fusion() if self.lowering in FUSED else None
+        if self.lowering in FUSED and self._fusion is None:
+            raise ConfigError(f"backend {stage.backend.name!r} names fused lowerings, but fusion() gives none")
         self._feed = Feed(stage.backend.upload, max(map(self._most, buckets), default=WORD))
         if self._fusion is not None:
             _ = self._feed.upload
-
-    @staticmethod
-    def _fusion_of(stage: Stage[V]) -> Fusion:
-        fusion = stage.backend.fusion()
-        if fusion is None:
-            raise ConfigError(f"backend {stage.backend.name!r} names fused lowerings, but fusion() gives none")
-        return fusion
 
     def _most(self, sizes: Sizes) -> int:
         """Bytes of the largest packet that a bucket may ask for."""
@@ -121,7 +116,7 @@ class Filler(Generic[V]):
         targets = [lane.target for lane in lanes.lanes]
         return Filling(bucket, table, fusion.kernel(table, self._feed.upload.packet, targets))
 
-    def capture_alone(self, filling: Filling, *, warm: bool = False) -> None:
+    def capture_alone(self, filling: Filling, *, warm: bool = False) -> Graph:
         """Capture the kernel by itself; where it is a step's first node too, it must not run there a second time."""
         backend, kernel = self.stage.backend, filling.kernel
         with torch.inference_mode(mode=False):
@@ -134,11 +129,8 @@ class Filler(Generic[V]):
 
         if warm:
             warm_up(backend, alone)
-        filling.alone = capture_step(backend, alone, pool=backend.pool(), error_mode=self._error_mode)
-
-    def captured_late(self) -> None:
-        """Something was captured that had been put off."""
-        self.late = time.perf_counter_ns()
+        graph = filling.alone = capture_step(backend, alone, pool=backend.pool(), error_mode=self._error_mode)
+        return graph
 
     def first_node(self, filling: Filling) -> None:
         """Run what a step's graph begins with."""
@@ -175,7 +167,11 @@ class Filler(Generic[V]):
         if self.hosts.possible:
             self.hosts.wait()
         backend, here = self.stage.backend, self.stream()
-        foreign = self._foreign(filling, batch, side) - {here} if self._orders_sources else ()
+        foreign = frozenset[int]()
+        if self._orders_sources:
+            device, sources = backend.device, filling.bucket.gather(batch, side)
+            mine = [one for one in sources if isinstance(one, torch.Tensor) and one.device == device and one.numel()]
+            foreign = frozenset(backend.streams_of(mine)) - {here}
         for stream in foreign:  # after what they wrote
             backend.order(stream, here)
         fill = filling.bucket.fill_slot_by_slot if self.lowering == "slot_by_slot" else filling.bucket.fill
@@ -196,19 +192,13 @@ class Filler(Generic[V]):
             self.lowered[self.lowering] += 1
             return
         self.lowered["fused"] += 1
-        if filling.alone is None:  # the first time: a graph that does it itself has no need of this before
-            self.capture_alone(filling)
-            self.captured_late()
-        if filling.alone is not None:
-            filling.alone.replay()
+        alone = filling.alone
+        if alone is None:  # the first time: a graph that does it itself has no need of this before
+            alone = self.capture_alone(filling)
+            self.late = time.perf_counter_ns()
+        alone.replay()
         if self.lowering == "in_graph":
             self._feed.was_disarmed()
-
-    def _foreign(self, filling: Filling, batch: Any, side: Side) -> frozenset[int]:
-        """The streams that sources' memory belongs to."""
-        sources, device = filling.bucket.gather(batch, side), self.stage.backend.device
-        tensors = [one for one in sources if isinstance(one, torch.Tensor) and one.device == device and one.numel()]
-        return frozenset(self.stage.backend.streams_of(tensors))
 
 
 @attrs.frozen(eq=False)
@@ -282,7 +272,7 @@ class GraphSet(Generic[V]):
             return None
         if (bucket, absent) not in self._captured and self._is_pending(bucket, absent):
             self._capture_buckets([bucket], late=True)
-            self.filler.captured_late()
+            self.filler.late = time.perf_counter_ns()
         return self._captured.get((bucket, absent))
 
     def capture(self) -> CaptureReport:
@@ -375,7 +365,7 @@ class GraphSet(Generic[V]):
         for _ in range(self._warmups_after_look()):
             with told_as_capture_error(), state.kept():
                 warm_up(stage.backend, as_warm_up(step))
-        views = self._whole(filling, absent).views  # of an optional slot that is absent, None
+        views = filling.whole(absent).views  # of an optional slot that is absent, None
         named = ((argument, views[name]) for argument, name in self._parameters.items())
         parameters = {argument: view for argument, view in named if view is not None}
         with told_as_capture_error(), state.kept():
@@ -420,13 +410,13 @@ class GraphSet(Generic[V]):
 
     def _whole_step(self, filling: Filling, absent: Absent, look: Look) -> tuple[Callable[[], Any], State]:
         """The whole step without gradients: first the fused kernel, where it is the first node, and computed slots."""
-        stage, filler, ready = self.stage, self.filler, self._whole(filling, absent)
+        stage, filler, ready = self.stage, self.filler, filling.whole(absent)
 
         def step() -> Any:
             with torch.no_grad():
                 filler.first_node(filling)
                 ready.compute_on_device()
-                view = stage.capture_view(ready)
+                view = stage.sealed(stage.view(ready, None))
                 return under_way(Running(view), stage.run, view)
 
         return step, look(step)
@@ -434,12 +424,7 @@ class GraphSet(Generic[V]):
     def view(self, captured: Captured, absent: Absent) -> V:
         """A bucket's slots at their padded size, for producers who write them."""
         self.buffers.ledger.handed_out = True
-        return self.stage.view(self._whole(captured.filling, absent), None)
-
-    def _whole(self, filling: Filling, absent: Absent) -> Ready:
-        """What a bucket needs where every row is live."""
-        bucket = filling.bucket
-        return bucket.ready(tuple(bucket.sizes[axis] for axis in self.stage.declaration.varying), absent)
+        return self.stage.view(captured.filling.whole(absent), None)
 
     def replay(self, captured: Captured, rows: int) -> Any:
         """Replay a filled bucket and return its outputs for `rows` live rows of the leading axis."""
@@ -460,7 +445,7 @@ class GraphSet(Generic[V]):
         self.clock.replays += 1
         if self.filler.hosts.possible:
             self.filler.hosts.note()
-        outputs = self.outputs(captured, rows)
+        outputs = captured.live(None if self.rows_each is None else rows * self.rows_each)
         return map_tensors(outputs, self._stamp) if self._stamps else outputs
 
     def order(self) -> None:
@@ -469,10 +454,6 @@ class GraphSet(Generic[V]):
         last = turn.stream
         filler.order()
         clock.stream = turn.stream if clock.stream == last else filler.follow(clock.stream)
-
-    def outputs(self, captured: Captured, rows: int) -> Any:
-        """What the last replay of a graph left, for `rows` live rows of the leading axis."""
-        return captured.live(None if self.rows_each is None else rows * self.rows_each)
 
     def memory(self) -> MemoryAccount:
         """Bytes of inputs, graphs and outputs."""

@@ -1,17 +1,17 @@
 """Buffers and fills without a runner, for engines that capture and replay graphs of their own."""
 
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any, Final, Generic, final
 
 from ..backends.base import Backend
-from ..dataflow.axes import Axis, Sizes
+from ..dataflow.axes import Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Bound
 from ..dataflow.capabilities import AUTO, Lowering
 from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError
 from ..dataflow.explain import check_named
 from ..dataflow.plan import FillPlan
-from ..dataflow.ready import Ready
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .capture import Filling
@@ -63,19 +63,19 @@ class InputBuffers(Generic[V]):
 
         """
         sizes = checked_sizes(sizes)
-        self._stage = stage = Stage.of(inputs, _no_step, backend, sizes, settings)
+        self._stage = stage = Stage.of(inputs, lambda _: None, backend, sizes, settings)
         declaration = stage.declaration
         missing = sorted(axis.name for axis in declaration.axes if axis not in sizes)
         if missing:
             raise ConfigError(
                 f"{declaration.name} needs sizes= for {', '.join(missing)}: the most rows that a batch brings"
             )
+        self._axes = declaration.varying
         self.capacity = {axis: sizes[axis] for axis in declaration.axes}
         bound = checked_by_slot("bind", bind, "tensors")
         self._buffers = stage.allocate(self.capacity, bound, keep_bound=keep_bound)
         self._filler = Filler(stage, self._buffers, lowering, [self.capacity])
         self._waits = graphs_read_host_slots
-        self._sizer, self._untold = _sizer_of(stage, self.capacity)
         self._fillings: dict[_Key, Filling] = {}
         self._in_graph: set[_Key] = set()
         self._gate = Gate(type(self).__name__)
@@ -143,7 +143,7 @@ class InputBuffers(Generic[V]):
                 ready = self._filler.fill(filling, batch, rows, key[1], side, whole=whole)
             except BatchError as error:
                 turn.fills -= 1
-                if self._sizer is not None and not live:
+                if not live:
                     self._sizer.explain(error, batch, side)
                 raise
             if not whole:
@@ -164,9 +164,12 @@ class InputBuffers(Generic[V]):
             key = self._key(padded, absent)
             filling = self._fillings.get(key)
             if filling is None:
-                raise CaptureError(f"{self._said(key)} are new: call fill() or prepare() with them before the capture")
+                sizes = ", ".join(f"{axis} {size}" for axis, size in zip(self._axes, key[0], strict=True))
+                raise CaptureError(
+                    f"padded sizes {sizes} are new: call fill() or prepare() with them before the capture"
+                )
             self._filler.first_node(filling)
-            self._ready(filling, key).compute_on_device()
+            filling.whole(key[1]).compute_on_device()
             self._in_graph.add(key)
 
     def view(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = NONE_ABSENT, written: bool = False) -> V:
@@ -185,7 +188,7 @@ class InputBuffers(Generic[V]):
             key = self._key(padded, absent)
             if written:
                 self._buffers.ledger.handed_out = True
-            return self._stage.sealed(self._stage.view(self._ready(self._filling(key), key), None))
+            return self._stage.sealed(self._stage.view(self._filling(key).whole(key[1]), None))
 
     def plan(self, padded: Sizes = NO_SIZES, *, absent: Collection[str] = NONE_ABSENT) -> FillPlan:
         """How a fill of these padded sizes is run, for tensors on the device of their slots' dtypes."""
@@ -196,62 +199,39 @@ class InputBuffers(Generic[V]):
         """Fills by lowering, and why fills took another one."""
         return {"lowerings": dict(self._filler.lowered), "detours": dict(self._filler.detours)}
 
-    def _ready(self, filling: Filling, key: _Key) -> Ready:
-        bucket = filling.bucket
-        return bucket.ready(tuple(bucket.sizes[axis] for axis in self._stage.declaration.varying), key[1])
-
     def _filling(self, key: _Key) -> Filling:
-        made = self._fillings.get(key)
-        if made is None:
-            sizes = {**self.capacity, **dict(zip(self._stage.declaration.varying, key[0], strict=True))}
-            made = self._fillings[key] = self._filler.make(sizes, key[1])
-        return made
+        if key not in self._fillings:
+            sizes = {**self.capacity, **dict(zip(self._axes, key[0], strict=True))}
+            self._fillings[key] = self._filler.make(sizes, key[1])
+        return self._fillings[key]
 
     def _key(self, padded: Sizes, absent: Collection[str]) -> _Key:
         """Padded sizes by varying axis, and absent slots. ConfigError where they do not fit."""
+        capacity = self.capacity
         if not isinstance(absent, frozenset):
             check_named(self._stage.declaration, absent)
         for axis, size in checked_sizes(padded).items():
-            most = self.capacity.get(axis)
+            most = capacity.get(axis)
             if most is None or (axis.fixed and size != most):
-                raise ConfigError(
-                    f"padded names {axis}: it takes the axes of slots that vary, and these are {self._axes()}"
-                )
+                axes = ", ".join(one.name for one in self._axes)
+                raise ConfigError(f"padded names {axis}: it takes the axes of slots that vary, and these are {axes}")
             if size > most:
                 raise ConfigError(f"padded size {size} of {axis} is more than its capacity, {most}")
-        return tuple(padded.get(axis, self.capacity[axis]) for axis in self._stage.declaration.varying), frozenset(
-            absent
-        )
+        return tuple(padded.get(axis, capacity[axis]) for axis in self._axes), frozenset(absent)
 
-    def _axes(self) -> str:
-        return ", ".join(axis.name for axis in self._stage.declaration.varying)
-
-    def _said(self, key: _Key) -> str:
-        """Padded sizes in words."""
-        sizes = zip(self._stage.declaration.varying, key[0], strict=True)
-        return "padded sizes " + ", ".join(f"{axis} {size}" for axis, size in sizes)
+    @functools.cached_property
+    def _sizer(self) -> Sizer:
+        """What tells live sizes. DeclarationError where no copied slot does."""
+        try:
+            return Sizer(self._stage.declaration, {}, self.capacity)
+        except DeclarationError as error:
+            raise DeclarationError(f"{error}, or give live=") from None
 
     def _live(self, batch: Any, live: Sizes, side: Side) -> tuple[int, ...]:
         """Live rows by varying axis: those that were given, and those that sources tell."""
-        varying = self._stage.declaration.varying
-        given = checked_sizes(live)
-        if all(axis in given for axis in varying):
-            self._stage.declaration.check_side(side)
-            return tuple(given[axis] for axis in varying)
-        if self._sizer is None:
-            raise DeclarationError(f"{self._untold}, or give live=")
+        declaration, given = self._stage.declaration, checked_sizes(live)
+        if all(axis in given for axis in self._axes):
+            declaration.check_side(side)
+            return tuple(given[axis] for axis in self._axes)
         told = self._sizer(batch, side)
-        return tuple(given.get(axis, rows) for axis, rows in zip(varying, told, strict=True))
-
-
-def _sizer_of(stage: Stage[Any], capacity: Mapping[Axis, int]) -> tuple[Sizer | None, str]:
-    """What tells live sizes, or why no copied slot does."""
-    try:
-        return Sizer(stage.declaration, {}, capacity), ""
-    except DeclarationError as error:
-        return None, str(error)
-
-
-def _no_step(view: Any) -> None:
-    """There is no step here."""
-    del view
+        return tuple(given.get(axis, rows) for axis, rows in zip(self._axes, told, strict=True))

@@ -1,23 +1,21 @@
 """The prefill runners: a part of the step is captured by tokens, and the rest runs eagerly around it."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Literal, Unpack, final
 
-import torch
 from torch import nn
 
 from ..dataflow.axes import BATCH, TOKENS, Axis
 from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import chosen_lowering
-from ..dataflow.errors import ConfigError, ReplayError
+from ..dataflow.errors import ConfigError
 from ..dataflow.ready import Ready
 from .capture import Captured
 from .config import check_step, config_of
 from .graph_runner import Finish, GraphRunner, StackArguments
-from .outputs import live_rows, map_tensors
 from .runner import Filled
-from .stacked.capture import Boundary, Part, StackCapture, live_viewer
-from .stacked.replay import Rows, Stack, StackStep
+from .stacked.capture import StackCapture, live_viewer
+from .stacked.replay import Stack, stack_step
 from .stacked.splitting import Operator, Splitter
 from .stage import Stage, V, staged
 
@@ -40,20 +38,29 @@ class StackRunner(GraphRunner[V]):
         self,
         inputs: type[V],
         step: Callable[[V], Any],
-        boundary: Boundary,
         given: Mapping[str, Any],
+        stack: Stack | None,
+        splitter: Splitter | None,
         output_rows: Axis | Literal["auto"] | None,
     ) -> None:
-        """Check what is given; `capture` makes the graphs."""
+        """Check what is given; `capture` makes the graphs.
+
+        Args:
+            inputs: The declaration class.
+            step: Called with its view.
+            given: The other arguments.
+            stack: What of the step is captured; None for all of it.
+            splitter: What marks its breaks, if not its code.
+            output_rows: The axis that the rows of outputs follow.
+
+        """
         config, stage = config_of(type(self), given), Stage.of(inputs, step, **staged(given))
-        axes = stage.declaration.axes
+        axes, varying = stage.declaration.axes, stage.declaration.varying
         if output_rows == "auto":
             output_rows = BATCH if BATCH in axes else TOKENS
         if output_rows not in (TOKENS, BATCH, None):
             raise ConfigError(f"output_rows is TOKENS, BATCH or None, got {output_rows!r}")
-        self._boundary = boundary
-        self.output_rows = output_rows
-        varying = stage.declaration.varying
+        self._stack, self._splitter, self.output_rows = stack, splitter, output_rows
         self._requests = varying.index(BATCH) if BATCH in varying else None
         super().__init__(
             config,
@@ -63,8 +70,7 @@ class StackRunner(GraphRunner[V]):
             given,
             said="max_batch= and buckets=",
             leading=(TOKENS,),
-            relations={},
-            path=boundary.path,
+            path="breakable" if splitter is None else "piecewise",
         )
         self.cuts = output_rows is not None
         if output_rows not in (*axes, None):
@@ -79,7 +85,7 @@ class StackRunner(GraphRunner[V]):
 
     def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
         stage, slots = self.stage, self.stage.declaration.slots
-        capturing = StackCapture(stage, self._boundary, buffers, self.output_rows)
+        capturing = StackCapture(stage, buffers, self._stack, self._splitter, self.output_rows)
         handed = stage.declaration.parameters.items()  # those over requests are for breaks: no graph knows of requests
         parameters = {argument: name for argument, name in handed if BATCH not in slots[name].axes}
         return {"recipe": capturing, "holder": capturing.holder, "parameters": parameters}
@@ -90,54 +96,21 @@ class StackRunner(GraphRunner[V]):
 
     def _run_graph(self, filled: Filled[V], captured: Captured) -> Any:
         graphs = self.graphs
-        run = self._stack_step(captured, filled, replay=lambda: graphs.replay(captured, captured.rows))
         try:
-            return run(filled.view)
+            return stack_step(graphs, self._stack, captured, *self._rows(captured, filled))(filled.view)
         except BaseException:  # slots may be as the step has written them
             graphs.buffers.distrust()
             raise
 
     def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
-        filler, counted = self.graphs.filler, self._tally.repeated[captured.rows, filled.rows]
-        how = {"stream": filler.stream, "follow": filler.follow, "show": self._viewer(ready), "counted": counted}
-        return self._stack_step(captured, filled, **how)
+        rows, counted = self._rows(captured, filled), self._tally.repeated[captured.rows, filled.rows]
+        return stack_step(self.graphs, self._stack, captured, *rows, self._viewer(ready), counted)
 
-    def _stack_step(self, captured: Captured, filled: Filled[V], **how: Any) -> StackStep:
-        part: Part[Any] = captured.step  # type: ignore[assignment] # as StackCapture made it
-        hosts, rows = self.graphs.filler.hosts, self._rows(captured.rows, filled)
-        note = hosts.note if hosts.possible else None
-        return StackStep(
-            self.stage, self._boundary.stack, part.call, captured, self.graphs.clock, rows, note=note, **how
-        )
-
-    def _rows(self, bucket: int, filled: Filled[V]) -> Rows:
-        """Which rows of outputs are live."""
-        if self.output_rows is None:
-            return Rows(None, None, lambda outputs: outputs)
+    def _rows(self, captured: Captured, filled: Filled[V]) -> tuple[int | None, int | None]:
+        """How many rows outputs must have, and how many of them are live; None for any, and for all."""
         if self.output_rows == BATCH:
-            requests = 0 if self._requests is None else filled.live[self._requests]
-            return Rows(requests, None, lambda outputs: _checked(outputs, requests, *_BY_REQUEST))
-        live = filled.rows
-        return Rows(bucket, live, lambda outputs: live_rows(_checked(outputs, bucket, *_BY_TOKEN), live))
-
-
-_BY_REQUEST: Final = "requests", "TOKENS, if its rows are tokens"
-_BY_TOKEN: Final = "tokens of the bucket", "BATCH, if its rows are requests"
-
-
-def _checked(outputs: Any, rows: int, what: str, otherwise: str) -> Any:
-    """Outputs of which every tensor has so many rows: ReplayError."""
-
-    def check(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0 or tensor.shape[0] != rows:
-            raise ReplayError(
-                f"the step returned a tensor of shape {list(tensor.shape)}, expected {rows} rows, the {what}: pass "
-                f"output_rows={otherwise}, or None to get it whole"
-            )
-        return tensor
-
-    map_tensors(outputs, check)
-    return outputs
+            return 0 if self._requests is None else filled.live[self._requests], None
+        return (None, None) if self.output_rows is None else (captured.rows, filled.rows)
 
 
 @final
@@ -166,8 +139,7 @@ class PrefillRunner(StackRunner[V]):
         output_rows: Axis | None = TOKENS,
         **options: Unpack[StackArguments],
     ) -> None:
-        boundary = Boundary(find_stack(step, stack), "piecewise", Splitter(splits))
-        super().__init__(inputs, step, boundary, options, output_rows)
+        super().__init__(inputs, step, options, find_stack(step, stack), Splitter(splits), output_rows)
 
 
 @final
@@ -205,7 +177,7 @@ class BreakableRunner(StackRunner[V]):
                 f"{kind} offers no method {OFFER}(); name the model's inner layers, as in stack='model' or "
                 "stack=model.layers"
             )
-        super().__init__(inputs, step, Boundary(found, "breakable"), options, output_rows)
+        super().__init__(inputs, step, options, found, None, output_rows)
 
 
 def find_stack(step: Callable[..., Any], stack: nn.Module | str | None) -> Stack | None:
@@ -217,35 +189,27 @@ def find_stack(step: Callable[..., Any], stack: nn.Module | str | None) -> Stack
     if isinstance(stack, nn.Module):
         return Stack(stack, type(stack).__name__)
     if isinstance(stack, str):
-        return Stack(_followed(step, stack), stack)
-    if stack is not None:
+        found: Any = step
+        name = getattr(step, "__qualname__", type(step).__name__)
+        for part in stack.split("."):
+            inner = getattr(found, part, None)
+            if inner is None:
+                held = {**getattr(found, "__dict__", {}), **getattr(found, "_modules", {})}
+                there = [repr(one) for one, value in held.items() if isinstance(value, nn.Module)]
+                raise ConfigError(
+                    f"stack={stack!r} leads nowhere: {name} has no {part!r}; modules there: "
+                    f"{', '.join(there) or 'none'}"
+                )
+            found, name = inner, part if found is step else f"{name}.{part}"
+        said, name = f"stack={stack!r} leads to", stack
+    elif stack is not None:
         raise ConfigError(f"stack is a module, or a dotted path to one under the step, not {type(stack).__name__}")
-    offer = getattr(step, OFFER, None)
-    if offer is None:
-        return None
-    offered, name = offer(), f"{type(step).__name__}.{OFFER}()"
-    if not isinstance(offered, nn.Module):
-        raise ConfigError(f"{name} returned {type(offered).__name__}, no module")
-    return Stack(offered, name)
-
-
-def _followed(step: Callable[..., Any], path: str) -> nn.Module:
-    holder: Any = step
-    walked: Sequence[str] = path.split(".")
-    for place, part in enumerate(walked):
-        inner = getattr(holder, part, None)
-        if inner is None:
-            where = ".".join(walked[:place]) or getattr(step, "__qualname__", type(step).__name__)
-            raise ConfigError(
-                f"stack={path!r} leads nowhere: {where} has no {part!r}; modules there: {_modules_of(holder)}"
-            )
-        holder = inner
-    if not isinstance(holder, nn.Module):
-        raise ConfigError(f"stack={path!r} leads to {type(holder).__name__}, which is no module")
-    return holder
-
-
-def _modules_of(holder: Any) -> str:
-    named = dict(holder.named_children()) if isinstance(holder, nn.Module) else {}
-    own = {name: value for name, value in getattr(holder, "__dict__", {}).items() if isinstance(value, nn.Module)}
-    return ", ".join(map(repr, {**named, **own})) or "none"
+    else:
+        offer = getattr(step, OFFER, None)
+        if offer is None:
+            return None
+        found, name = offer(), f"{type(step).__name__}.{OFFER}()"
+        said = f"{name} returned"
+    if not isinstance(found, nn.Module):
+        raise ConfigError(f"{said} {type(found).__name__}, which is no module")
+    return Stack(found, name)

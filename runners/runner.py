@@ -27,7 +27,7 @@ from .hooks import Coordinator, Live, Watch
 from .pool import Seat
 from .running import Gate, Unique, opaque
 from .stage import Stage, V
-from .statistics import EVERY, FIRST, CaptureReport, Decision, FillTimes, MemoryAccount, Path, Statistics, Tally
+from .statistics import EVERY, FIRST, CaptureReport, Counts, Decision, MemoryAccount, Path, Statistics, Tally
 from .traffic import HostReads
 
 Holds: TypeAlias = Callable[[Any, Side], bool]
@@ -263,21 +263,14 @@ class Runner(Unique, abc.ABC, Generic[V]):
                 self._limits.check(batch, side)
             absent = self.stage.absent(batch, side)
             filled = self._fill_by(self._route(live, absent, batch, side), batch, side, live, absent, whole=whole)
-        except BatchError as error:
-            self._size.explain(error, batch, side)
-            try:
-                filled = self._fill_otherwise(error, batch, side)
-            except BaseException as refused:
-                self.coordinator.refuse(refused)
-                eager.held = held  # what grew for this batch goes again
-                if isinstance(refused, BatchError):
-                    self._filled = before  # nothing was written: the view filled last still stands
-                    if graphs is not None:
-                        graphs.buffers.turn.fills -= 1
-                raise
         except BaseException as error:
+            if isinstance(error, BatchError):
+                self._size.explain(error, batch, side)
+                self._filled = before  # nothing was written: the view filled last still stands
+                if graphs is not None:
+                    graphs.buffers.turn.fills -= 1
             self.coordinator.refuse(error)
-            eager.held = held
+            eager.held = held  # what grew for this batch goes again
             raise
         route, late = filled.route, 0 if graphs is None else graphs.filler.late
         counted = route if isinstance(route, Decision) else route.rows
@@ -290,11 +283,6 @@ class Runner(Unique, abc.ABC, Generic[V]):
         """Fill for one route: here for a step without a graph."""
         del absent, whole
         return Filled(self._eager.fill_sized(batch, live[: self._axes], side), route, live)
-
-    def _fill_otherwise(self, refused: BatchError, batch: Any, side: Side) -> Filled[V]:
-        """Fill in another way what was refused. Raises what refused it where there is none."""
-        del batch, side
-        raise refused
 
     def _broke_off(self) -> None:
         """A step ended in the middle, which nobody may believe to be filled."""
@@ -319,8 +307,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def _repeats(self, filled: Filled[V]) -> bool:
         """Whether a step may go as this one did: here one without a graph."""
         eager, route = self._eager, filled.route
-        is_eager = isinstance(route, Decision) and route.why != "width_differs"
-        return is_eager and eager.repeats and eager.held is not None
+        return isinstance(route, Decision) and eager.repeats and eager.held is not None
 
     def _short(self, found: Specialization, filled: Filled[V], *, whole: bool) -> Run:
         """Make a step, or a fill where it is not `whole`, that goes as this one did: here without a graph."""
@@ -338,7 +325,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             found,
             finish if whole else lambda batch: Filled(show(batch), route, live),
             turn=held.buffers.turn,  # type: ignore[union-attr] # see `_repeats`
-            times=counted.times,
+            counts=counted,
             hosts=eager.hosts(),
             holds=[lambda *_: eager.held is held, *self._holds()],
             graphs=self.graphs,
@@ -454,7 +441,7 @@ def bind(
     finish: Callable[[Any], Any],
     *,
     turn: BufferTurn,
-    times: FillTimes,
+    counts: Counts,
     hosts: HostReads,
     holds: Sequence[Holds],
     graphs: GraphSet[Any] | None = None,
@@ -467,7 +454,7 @@ def bind(
         found: The specialization that fills the slots.
         finish: Does the rest with the batch, once the slots are filled.
         turn: Of the memory that is filled.
-        times: Takes the time of some fills.
+        counts: Takes the time of some fills.
         hosts: What device work reads of host slots.
         holds: What must be true of a batch beside its sources.
         graphs: The runner's graphs, whose streams a fill waits for.
@@ -479,7 +466,7 @@ def bind(
     also = (lambda batch, side: all(one(batch, side) for one in holds)) if len(holds) > 1 else next(iter(holds), None)
     stream, read = None if graphs is None else graphs.filler.stream, hosts if hosts.possible else None
     clock, order, neighbours = (turn, None, ()) if graphs is None else (graphs.clock, graphs.order, turn.neighbours)
-    now, note, modes, gradients, left, start = time.perf_counter_ns, times.add, FUNCTION_MODES, GRADIENTS, FIRST, 0
+    now, note, modes, gradients, left, start = time.perf_counter_ns, counts.time, FUNCTION_MODES, GRADIENTS, FIRST, 0
 
     def run(batch: Any, side: Side, sources: Sources) -> Any:
         nonlocal left, start

@@ -136,20 +136,16 @@ class Stage(Generic[V]):
         """Optional slots that a batch comes without."""
         return absent_from(self.declaration, batch, side) if self.declaration.optional else frozenset()
 
-    def view(self, ready: Ready, batch: Any, relations: Mapping[Axis, Dim] | None = None) -> V:
-        """The view of a fill. relations: those that hold for its sizes, where they are not the stage's."""
-        return self.viewer(ready, relations)(batch)
+    def view(self, ready: Ready, batch: Any) -> V:
+        """The view of a fill."""
+        return self.viewer(ready)(batch)
 
-    def viewer(self, ready: Ready, relations: Mapping[Axis, Dim] | None = None) -> Callable[[Any], V]:
+    def viewer(self, ready: Ready) -> Callable[[Any], V]:
         """A call that makes the view of a batch that was filled."""
-        known: Callable[[Any], V] | None = ready.notes.get("viewer") if relations is None else None
-        if known is not None:
-            return known
-        follow = self.relations if relations is None else relations
-        info = ViewInfo(ready.step, follow, self.declaration, exact=ready.exact)
-        made = viewer(self.inputs, ready.shown, self.declaration.fields, info)
-        if relations is None:
-            ready.notes["viewer"] = made
+        made: Callable[[Any], V] | None = ready.notes.get("viewer")
+        if made is None:
+            info = ViewInfo(ready.step, self.relations, self.declaration, exact=ready.exact)
+            made = ready.notes["viewer"] = viewer(self.inputs, ready.shown, self.declaration.fields, info)
         return made
 
     def run(self, view: V, step: Callable[[V], Any] | None = None) -> Any:
@@ -177,10 +173,6 @@ class Stage(Generic[V]):
                 loans.callback(take, None)
                 take(view.__dict__[name])
             yield
-
-    def capture_view(self, ready: Ready) -> V:
-        """The view that a step sees while it is captured: fields only where the declaration gives a default."""
-        return self.sealed(self.view(ready, None))
 
     def sealed(self, view: V) -> V:
         """The view, of which no micro-batch has what the host computes, nor a part of what replays hand over."""

@@ -8,17 +8,15 @@ from typing import Any
 
 import attrs
 import numpy as np
-import torch
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Inputs, copied
+from slotgraph import BATCH, TOKENS, Inputs
 from slotgraph.dataflow.axes import WIDTH
 from slotgraph.dataflow.capabilities import Capabilities
-from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.sharing import Carry, Layout, Member, Schedule, lay_out
+from slotgraph.dataflow.sharing import Layout, Member, Schedule, lay_out
 from slotgraph.dataflow.slots import Constant
 from slotgraph.dataflow.tails import Keep, Once
-from tests.strategies import DTYPES, HIDDEN, PAGES, declaration_of, declarations
+from tests.strategies import HIDDEN, PAGES, declaration_of, declarations
 
 PHASES = ("prefill", "draft", "verify", "extend", "prepare")
 
@@ -42,37 +40,22 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return Schedule(names[:ordered], overlaps, names[ordered : ordered + free])
 
 
-@st.composite
-def plain_declarations(draw: st.DrawFn) -> type[Inputs]:
-    """Slots on the device that each step writes, of a few names that members have in common."""
-    names = draw(st.sets(st.sampled_from("abcdef"), min_size=1))
-    return declaration_of({name: draw(plain_slots()) for name in sorted(names)})
-
-
-def plain_slots() -> st.SearchStrategy[Any]:
-    """Copied slots with a tail that is reset."""
-    sizes = st.sampled_from([(TOKENS,), (BATCH,), (TOKENS, HIDDEN), (BATCH, PAGES * 40), (TOKENS * 90,), (3, TOKENS)])
-    dtypes = st.sampled_from([dtype for dtype in DTYPES if dtype != torch.bool])
-    return st.builds(lambda shape, dtype: copied(*shape, dtype=dtype, pad=1), sizes, dtypes)
-
-
 @attrs.frozen
 class Shared:
-    """Members, how they relate, and what carries over."""
+    """Members, and how they relate."""
 
     schedule: Schedule
     members: list[Member]
-    carries: list[Carry]
 
     @property
     def layout(self) -> Layout:
         """How they are laid out."""
-        return lay_out(self.members, self.schedule, self.carries)
+        return lay_out(self.members, self.schedule)
 
 
 @st.composite
 def shared(draw: st.DrawFn, kinds: st.SearchStrategy[type[Inputs]] | None = None) -> Shared:
-    """Random members of a few declarations, several in one phase now and then, and values that carry over."""
+    """Random members of a few declarations, several in one phase now and then."""
     schedule = draw(schedules())
     declared = draw(st.lists(declarations() if kinds is None else kinds, min_size=1, max_size=2))
     capabilities = draw(st.sampled_from([Capabilities(), Capabilities(arenas=False), Capabilities(pools_inputs=False)]))
@@ -92,27 +75,8 @@ def shared(draw: st.DrawFn, kinds: st.SearchStrategy[type[Inputs]] | None = None
             kept=draw(st.sets(st.sampled_from(slots), max_size=1)),
             shares=draw(st.sampled_from([None, None, None, True, False])),
         )
-        free = sorted({*slots}.difference(member.bound))
-        chained = draw(st.dictionaries(st.sampled_from(free), st.integers(1, 3), max_size=1)) if free else {}
-        members.append(attrs.evolve(member, chained=chained))
-    return Shared(schedule, members, draw(_carries(schedule, members)))
-
-
-@st.composite
-def _carries(draw: st.DrawFn, schedule: Schedule, members: list[Member]) -> list[Carry]:
-    """Some of those values that can carry over."""
-    pairs = [(a, b) for a in members for b in members if a.phase != b.phase and {a.phase, b.phase} <= {*schedule.order}]
-    every = [
-        Carry(slot, a.name, b.name) for a, b in pairs for slot in a.declaration.slots if slot in b.declaration.slots
-    ]
-    carries: list[Carry] = []
-    for one in draw(st.lists(st.sampled_from(every), max_size=4, unique=True)) if every else []:
-        try:
-            lay_out(members, schedule, [*carries, one])
-        except ConfigError:
-            continue
-        carries.append(one)
-    return carries
+        members.append(member)
+    return Shared(schedule, members)
 
 
 Name = tuple[str, str]
@@ -134,8 +98,6 @@ class Loop:
         self.wrong: list[str] = []
         self.active: list[str] = []
         self.marks: dict[Name, np.ndarray] = {}
-        self.waiting: dict[Carry, np.ndarray] = {}
-        self.joined = [carry for carry in shared.carries if all(self.members[end[0]].pooled for end in carry.ends)]
         for name in self.places:
             self._write(name)
 
@@ -150,10 +112,6 @@ class Loop:
             self._look_around()
 
     def _begin(self, phase: str) -> None:
-        for carry in [one for one in self.waiting if self._spoils(phase, one)]:
-            del self.waiting[carry]
-        for carry in [one for one in self.waiting if self._phase(one.ends[1]) == phase]:
-            self._look(carry.ends[1], self.waiting.pop(carry), f"what carries over from {carry}")
         self.active.append(phase)
         mine = [name for name in self.places if self._phase(name) == phase]
         for name in self.random.sample(mine, len(mine)):
@@ -162,16 +120,6 @@ class Loop:
     def _end(self, phase: str) -> None:
         self._look_around()
         self.active.remove(phase)
-        for carry in self.joined:
-            if self._phase(carry.ends[0]) == phase:
-                self.waiting[carry] = self.marks[carry.ends[0]]
-
-    def _spoils(self, phase: str, carry: Carry) -> bool:
-        """Whether a phase may overwrite a value on its way: the writer's own, or one that never overlaps the way."""
-        order, (first, last) = self.schedule.order, map(self._phase, carry.ends)
-        order = order[order.index(first) :] + order
-        way = [first, *order[1 : order.index(last, 1) + 1]]
-        return phase == first or (phase not in way and not any(self._meet(phase, one) for one in way))
 
     def _meet(self, one: str, other: str) -> bool:
         """Whether a phase may begin while another is in use."""
@@ -181,13 +129,9 @@ class Loop:
     def _look_around(self) -> None:
         """Every slot that is in use holds what was written; a slot that lives always holds it, too."""
         for name in self.places:
-            if self._phase(name) in self.active or self._lives_always(name):
-                self._look(name, self.marks[name], "its own value")
-
-    def _look(self, name: Name, value: np.ndarray, what: str) -> None:
-        size = min(len(value), self._used(name))
-        if not np.array_equal(self._bytes(name)[:size], value[:size]):
-            self.wrong.append(f"{'.'.join(name)} lost {what} while {self.active} were in use")
+            needed = self._phase(name) in self.active or self._lives_always(name)
+            if needed and not np.array_equal(self._bytes(name), self.marks[name]):
+                self.wrong.append(f"{'.'.join(name)} lost its value while {self.active} were in use")
 
     def _write(self, name: Name) -> None:
         used = self._used(name)
@@ -195,12 +139,11 @@ class Loop:
         self._bytes(name)[:] = self.marks[name]
 
     def _lives_always(self, name: Name) -> bool:
-        """Whether no other slot may ever write a byte of it; where a value carries over, another member does."""
+        """Whether no other slot may ever write a byte of it."""
         member = self.members[name[0]]
         slot = member.declaration.slots[name[1]]
         asked = name[1] in member.kept or slot.placement == "host" or isinstance(slot.rule(), Once | Keep)
-        carried = any(name in carry.ends for carry in self.joined)
-        return not member.pooled or isinstance(slot, Constant) or (asked and not carried)
+        return not member.pooled or isinstance(slot, Constant) or asked
 
     def _phase(self, name: Name) -> str:
         return self.members[name[0]].phase

@@ -32,7 +32,7 @@ from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slot
 from ..holdings import Change
 from ..runner import Parts
 from ..running import running
-from ..stacked.watch import parts_of
+from ..stacked.capture import parts_of
 from ..traffic import Traffic, run_seen
 from .trial import Finding, Subject, Tensors, Trial
 

@@ -25,7 +25,7 @@ from ..check.checks import CHECKS
 from ..check.checks import check as check_runner
 from ..explained.explanation import RunnerExplanation
 from ..explained.explanation import explain as explain_runner
-from ..explained.pages import Table, html, printable, printed, tables
+from ..explained.pages import Row, Table, html, printable, printed, tables
 from ..recording.records import RecordedFile, StepRecord, versions
 from ..recording.replaying import RecordedRanks, Replayed, ReplayReport, replay_file
 from ..runner import Runner
@@ -121,14 +121,6 @@ _Settings = Annotated[
     typer.Option("--set", metavar="NAME=VALUE", help="A setting that slots with `when=` ask for; no value means true."),
 ]
 _Absent = Annotated[list[str] | None, typer.Option(metavar="SLOT", help="An optional slot that the batch has not.")]
-_InPlace = Annotated[
-    list[str] | None,
-    typer.Option("--in-place", metavar="SLOT[,SLOT]", help="Copied slots that a producer writes in place of a copy."),
-]
-_Hosted = Annotated[
-    list[str] | None,
-    typer.Option("--hosted", metavar="SLOT[,SLOT]", help="Slots that the batch brings host data for: lists, arrays."),
-]
 _Lowering = Annotated[
     str, typer.Option(metavar="NAME", help=f"How the plan is run: {', '.join(LADDER)}, or what the backend prefers.")
 ]
@@ -150,8 +142,6 @@ def explain(
     width: _Width = 1,
     setting: _Settings = None,
     absent: _Absent = None,
-    in_place: _InPlace = None,
-    hosted: _Hosted = None,
     backend: _PlanFor = AUTO,
     lowering: _Lowering = AUTO,
     capture: _Capture = False,
@@ -169,8 +159,8 @@ def explain(
       slotgraph explain inputs.py:DecodeInputs --format mermaid > inputs.mmd
       slotgraph explain my_engine.serving:decode --capture --format html --output decode.html
     """  # noqa: D301 - as above
-    of_a_step = {"size": size, "width": width > 1, "set": setting, "absent": absent, "in-place": in_place}
-    of_a_step |= {"hosted": hosted, "backend": backend != AUTO, "lowering": lowering != AUTO}
+    of_a_step = {"size": size, "width": width > 1, "set": setting, "absent": absent}
+    of_a_step |= {"backend": backend != AUTO, "lowering": lowering != AUTO}
     found: Explanation | RunnerExplanation
     with reported():
         named = find(target, is_explained, "no subclass of slotgraph.Inputs, nor a runner")
@@ -182,10 +172,7 @@ def explain(
             declared, on = named.slotgraph, choose(backend)
             declared = declared.under(_settings_of(setting)) if setting else declared
             extents, how = _extents_of(size or (), width, declared), chosen_lowering(on.capabilities, lowering)
-            written, lists = parted(in_place), parted(hosted)
-            found = explain_declaration(
-                declared, on.capabilities, on.name, extents, absent or (), written, how, hosted=lists
-            )
+            found = explain_declaration(declared, on.capabilities, on.name, extents, absent or (), lowering=how)
     if output is not None:
         try:
             output.write_text(_text(found, form), encoding="utf-8")
@@ -399,17 +386,13 @@ def check(
             given = find(f"{target.rpartition(':')[0] or target}:{batches}", are_batches, why)
         named: dict[str, Any] = {"only": parted(only), "read_outside": parted(read_outside)}
         report = check_runner(runner, given, rounds=rounds, seed=seed, **named)
-    lines = str(report).splitlines()
-    rows = [
-        {
-            "check": name,
-            "steps": steps,
-            "findings": len(report.of(name)),
-            "slots": [one.slot for one in report.of(name) if one.slot],
-        }
-        for name, steps in report.steps.items()
-    ]
-    show(form, report.as_data(), Table(lines[0], rows, "\n".join(lines[1:])))
+    title, *lines = str(report).splitlines()
+    rows = list[Row]()
+    for name, steps in report.steps.items():
+        found = report.of(name)
+        slots = [one.slot for one in found if one.slot]
+        rows.append({"check": name, "steps": steps, "findings": len(found), "slots": slots})
+    show(form, report.as_data(), Table(title, rows, "\n".join(lines)))
     if not report.ok:
         raise typer.Exit(FAILED)
 
@@ -502,9 +485,9 @@ def _step(step: StepRecord, *, traceback: bool = False) -> Table:
     """One step: what the batch brought."""
     rows = [{"slot or field": one.name, "what it brought": str(one)} for one in (*step.slots, *step.fields)]
     lines = list(step.notes)
-    if step.ranks is not None:
-        brought = "; ".join(f"{axis} {', '.join(map(str, rows))}" for axis, rows in step.ranks.live)
-        lines.append(f"ranks brought {brought}; alone, this one: {step.ranks.alone}")
+    if step.messages:
+        brought = "; ".join(", ".join(map(str, one.live[: len(step.live)])) for one in step.messages)
+        lines.append(f"ranks brought {brought}; alone, this one: {step.alone}")
     if step.raised is not None:
         lines.append(f"it raised {step.raised.kind}: {step.raised.message}")
         lines.append(step.raised.traceback if traceback else f"where it was raised: --step {step.number}")

@@ -3,9 +3,10 @@
 import functools
 import itertools
 import math
+import operator
 import types
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import attrs
 import torch
@@ -28,13 +29,10 @@ from ..testing.timing import Run, measure
 
 SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))
 """Live and padded rows."""
-CASES: Final = [*(("device", *size) for size in SIZES), ("numpy", *SIZES[3]), ("lists", *SIZES[3])]
-"""What batches bring, with their live and padded rows."""
 BARE: Final = "bare"
 ORACLE: Final[Lowering] = "slot_by_slot"
 FILL: Final = "fill"
 STEP: Final = "step"
-_LISTS: Final = 3
 _TITLES: Final = {FILL: "fill and view", STEP: "whole step: fill, view and replay"}
 _TIMES: Final = {"host_us": "host", "gpu_us": "device"}
 _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
@@ -55,16 +53,9 @@ _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
 Row = dict[str, Any]
 
 
-class Effort(NamedTuple):
-    """How long to measure: rounds on host and device, and the steps of each round."""
-
-    rounds: int
-    steps: int
-    device_rounds: int
-
-
-FULL: Final = Effort(rounds=50, steps=20, device_rounds=9)
-QUICK: Final = Effort(rounds=5, steps=5, device_rounds=3)
+FULL: Final = (50, 20, 9)
+QUICK: Final = (5, 5, 3)
+"""How long to measure: rounds on the host, the steps of each round, and rounds on the device."""
 
 
 class Batch(types.SimpleNamespace):
@@ -100,21 +91,14 @@ def _live_tokens(step: Step) -> int:
     return step.live(TOKENS)
 
 
-def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0, case: str = "device") -> Batch:
-    """A batch with seeded values, all of them others than under another number, but for those of bools.
-
-    case: what it brings: tensors on the "device", arrays of "numpy", or "lists" for some slots and arrays for others.
-    """
+def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> Batch:
+    """A batch with seeded values, all of them others than under another number, but for those of bools."""
     declaration, seeded = inputs.slotgraph, torch.Generator().manual_seed(rows)
     low = 100 * number
     values = {name: (low, low + 99) for name, slot in sampled_slots(declaration) if slot.dtype != torch.bool}
     live, capabilities = {BATCH: rows, TOKENS: rows}, backend.capabilities
     sample = sample_batch(declaration, capabilities, live, seeded, values=values, device=backend.device)
-    sources = {**sample.batch, **sample.side}
-    if case != "device":
-        lists = list(sources)[: _LISTS if case == "lists" else 0]
-        sources = {name: one.tolist() if name in lists else one.cpu().numpy() for name, one in sources.items()}
-    return Batch(rows=rows, **sources)
+    return Batch(rows=rows, **sample.batch, **sample.side)
 
 
 @attrs.frozen(eq=False)
@@ -206,16 +190,16 @@ def verify(title: str, found: Sequence[Contestant], batches: Iterable[tuple[int,
                 raise WrongBytesError(f"{title}, {rows} rows, the {one.what} of {one.name}: {faults[0]}")
 
 
-def measured_rows(backend: Backend, counts: Sequence[int], effort: Effort) -> list[Row]:
+def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, int, int]) -> list[Row]:
     """Fills and whole steps of all contestants, for each number of slots. WrongBytesError if one fills wrongly."""
     rows, runs = list[Row](), list[Run]()
-    for count, (case, live, padded) in itertools.product(counts, CASES):
+    for count, (live, padded) in itertools.product(counts, SIZES):
         inputs = declare_decode(count)
-        found, drawn = contestants(inputs, backend, padded), functools.partial(draw, inputs, backend, case=case)
+        found, drawn = contestants(inputs, backend, padded), functools.partial(draw, inputs, backend)
         batches = [drawn(live, number) for number in range(SETS)]
         others = [(size, drawn(size)) for size in (padded, 1, live)]  # that grow and shrink
-        verify(case, found, [*((live, batch) for batch in batches), *others])
-        told = {"sources": case, "slots": count, "live": live, "padded": padded}
+        verify(f"{count} slots", found, [*((live, batch) for batch in batches), *others])
+        told = {"slots": count, "live": live, "padded": padded}
         rows += [{"what": one.what, "lowering": one.name, **told} for one in found]
         runs += [Run(one.call, batches) for one in found]
     measure(runs, backend, *effort)
@@ -228,11 +212,9 @@ def show_rows(rows: Sequence[Row], ours: str, console: Console) -> None:
         timed = [row for row in rows if row["what"] == what and row[time] is not None]
         names = list(dict.fromkeys(row["lowering"] for row in timed))
         shown = list[Row]()
-        for key, group in itertools.groupby(
-            timed, lambda row: (row["slots"], f"{row['live']}/{row['padded']}", row["sources"])
-        ):
+        for (slots, live, padded), group in itertools.groupby(timed, operator.itemgetter("slots", "live", "padded")):
             times = {row["lowering"]: row[time] for row in group}
-            cells = dict(zip(("slots", "rows", "sources"), key, strict=True))
+            cells: Row = {"slots": slots, "rows": f"{live}/{padded}"}
             cells |= {name.replace("_", "\n"): times.get(name) for name in names}
             for name in (PER_SLOT, REGROUPED) if ours in names else ():
                 ratio = times.get(name, math.nan) / times.get(ours, math.nan)
@@ -240,4 +222,4 @@ def show_rows(rows: Sequence[Row], ours: str, console: Console) -> None:
             shown.append(cells)
         if shown:
             console.print(Table(f"{where} microseconds, {title}", shown))
-    console.print(f"ours: {ours}, which this backend prefers. lists: three slots come as lists, the others as arrays")
+    console.print(f"ours: {ours}, which this backend prefers")

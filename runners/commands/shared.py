@@ -110,8 +110,6 @@ def is_explained(value: Any) -> bool:
 
 def are_batches(value: Any) -> bool:
     """Whether a value may be what a runner is checked with: several batches, or a function that makes one."""
-    if inspect.isroutine(value):
-        return _arguments(value, 1, None) is not None
     return callable(value) or (isinstance(value, Iterable) and not isinstance(value, str))
 
 
@@ -157,12 +155,12 @@ def captured(runner: Runner[Any]) -> Runner[Any]:
     return runner
 
 
-def _arguments(function: Any, *positional: Any, **given: Any) -> dict[str, Any] | None:
-    """The given arguments that a function takes. None if it cannot be called with them and the positional ones."""
+def _arguments(function: Any, **given: Any) -> dict[str, Any] | None:
+    """The given arguments that a function takes. None if it cannot be called with them."""
     try:
         signature = inspect.signature(function)
         found = {name: given[name] for name in signature.parameters if name in given}
-        signature.bind(*positional, **found)
+        signature.bind(**found)
     except (TypeError, ValueError):
         return None
     return found

@@ -17,7 +17,6 @@ from ...dataflow.explain import NOT_SIZED, Explanation, explain_declaration
 from ...dataflow.plan import FUSED, CopyGroup, FillPlan, plan_fill, slot_bytes
 from ...dataflow.sharing import Layout, lasting
 from ...dataflow.slots import Output
-from ...dataflow.sources import RANKS
 from ..graphs import GraphSet
 from ..outputs import nbytes_of
 from ..ranks.group import Ranks
@@ -103,7 +102,7 @@ class Allocation:
 
 @attrs.frozen(kw_only=True)
 class SlotPlace:
-    """Where a slot lies: its allocation, the offset there, its bytes, and those behind it that alignment costs.
+    """Where a slot lies: its allocation, the offset there, and its bytes.
 
     shape: at full capacity. since, until: the phases of a step between which its value counts. lasting: why its bytes
     must hold between steps, too. None if they need not. shares: slots of other runners that have some of its bytes,
@@ -114,7 +113,6 @@ class SlotPlace:
     allocation: str
     offset: int
     nbytes: int
-    gap: int
     shape: tuple[int, ...]
     since: Phase
     until: Phase
@@ -137,7 +135,7 @@ class RankFacts:
 
     rank, size: which one this is, of how many. on: where they exchange before a step, "host" or a device's kind. None
     if they do not. equal: whether all are known to get the same batches. shards: over how many ranks a bucket's tokens
-    are spread. asked: computed slots that need the ranks. agreed: what all did in the last step.
+    are spread. agreed: what all did in the last step.
     """
 
     rank: int
@@ -145,7 +143,6 @@ class RankFacts:
     on: str | None
     equal: bool
     shards: int
-    asked: tuple[str, ...]
     agreed: Decision | None
 
 
@@ -157,7 +154,7 @@ class RunnerExplanation:
     `RunnerConfig.of` reads back. declaration: explained for the largest bucket, or the present capacity. eager: how
     steps without a graph are filled. None before the first. statistics: the runner's `stats()`, with text for keys.
     pool: the layout of the memory that it shares with other runners, and member: its name there, if it shares any.
-    ranks: None if there are none. asked: what this rank alone would do with the batch that was given, if one was.
+    ranks: None if there are none.
     """
 
     kind: str
@@ -174,7 +171,6 @@ class RunnerExplanation:
     member: str | None
     pool: Layout | None
     ranks: RankFacts | None
-    asked: Decision | None
 
     @property
     def fills(self) -> list[tuple[str, Fill]]:
@@ -190,23 +186,18 @@ class RunnerExplanation:
         return found if self.eager is None else [*found, ("eager, not padded", self.eager)]
 
 
-def explain(runner: Runner[Any], batch: Any = None, **side: Any) -> RunnerExplanation:
+def explain(runner: Runner[Any]) -> RunnerExplanation:
     """What a runner declares, plans, captured, holds in memory and has decided, as data; for tables and pictures, too.
 
     Nothing is run or captured. The memory of a pool that is not laid out yet is laid out now.
+    `runner.decide(batch)` tells what it would do with a batch.
 
     Args:
         runner: Any runner, captured or not.
-        batch: A batch whose path is explained, too; with several ranks, the path that this rank alone would take.
-        side: The batch's side arguments.
-
-    Raises:
-        BatchError: The batch does not fit the declaration.
     """
     parts = runner.parts
     stage, graphs, seat, buffers = parts.stage, parts.graphs, parts.seat, parts.eager.buffers
     declared, capabilities = stage.declaration, stage.backend.capabilities
-    declared.check_side(side)
     lowering = "foreach" if graphs is None else graphs.filler.lowering
     sizes = parts.sizes[max(parts.sizes)] if parts.sizes else {} if buffers is None else buffers.capacity
     extents = {axis: (size, size) for axis, size in sizes.items()} or NOT_SIZED
@@ -215,7 +206,12 @@ def explain(runner: Runner[Any], batch: Any = None, **side: Any) -> RunnerExplan
     if buffers is not None:
         plan = attrs.evolve(plan_fill(declared, buffers.capacity, capabilities), tails=())
         eager = _fill(plan, declared, capabilities, parts=0)
-    pool = None if seat is None else seat.layout
+    pool, facts = None if seat is None else seat.layout, None
+    ranks: Ranks | None = declared.ranks
+    if ranks is not None:
+        where = None if ranks.quiet else ranks.on
+        told: dict[str, Any] = {name: getattr(ranks, name) for name in ("rank", "size", "equal", "shards")}
+        facts = RankFacts(**told, on=where, agreed=runner.agreed)
     return RunnerExplanation(
         kind=type(runner).__name__,
         backend=stage.backend.name,
@@ -230,8 +226,7 @@ def explain(runner: Runner[Any], batch: Any = None, **side: Any) -> RunnerExplan
         statistics=_as_json(runner.stats()),
         member=seat.name if seat is not None and pool is not None else None,
         pool=pool,
-        ranks=_ranks(parts),
-        asked=None if batch is None else runner.decide(batch, **side),
+        ranks=facts,
     )
 
 
@@ -265,23 +260,6 @@ def _graph(parts: Parts[Any], graphs: GraphSet[Any], rows: int, absent: Absent) 
     return GraphFacts(absent=names, why=why)
 
 
-def _ranks(parts: Parts[Any]) -> RankFacts | None:
-    declaration = parts.stage.declaration
-    ranks: Ranks | None = declaration.ranks
-    if ranks is None:
-        return None
-    computed = ((name, slot.computes()) for name, slot in declaration.slots.items())
-    return RankFacts(
-        rank=ranks.rank,
-        size=ranks.size,
-        on=None if ranks.quiet else ranks.on,
-        equal=ranks.equal,
-        shards=ranks.shards,
-        asked=tuple(name for name, compute in computed if compute is not None and RANKS in compute.needs),
-        agreed=parts.coordinator.agreed,
-    )
-
-
 @attrs.frozen
 class _Listing:
     """The steps of a plan while they are listed. nbytes: of each slot, padded."""
@@ -307,14 +285,15 @@ class _Listing:
 
     def copy(self, groups: Iterable[CopyGroup]) -> None:
         """One step for each group, and one for all that a single foreach call takes."""
-        apart = [group for group in groups if group.how in ("foreach", "single")]
-        together = [group for group in apart if self.plan.mixed and group.how == "foreach"]
-        if together:
-            self.add("copy", "foreach of all dtypes", (name for group in together for name in group.slots), 1)
-        for group in apart:
-            if group not in together:
-                label = ", ".join(filter(None, (dtype_text(group.dst_dtype), group.placement, group.how, group.why)))
+        together = list[str]()
+        for group in groups:
+            label = ", ".join(filter(None, (dtype_text(group.dst_dtype), group.placement, group.how, group.why)))
+            if group.how == "foreach" and self.plan.mixed:
+                together += group.slots
+            elif group.how in ("foreach", "single"):
                 self.add("copy", label, group.slots, 1 if group.how == "foreach" else len(group.slots))
+        if together:
+            self.add("copy", "foreach of all dtypes", together, 1)
 
     def upload(self) -> None:
         """The packet of words and values, the kernel that takes it up, and values sent by themselves."""
@@ -329,12 +308,12 @@ class _Listing:
         for name in plan.moved:
             self.add("upload", "by itself", (name,), 1)
 
-    def compute(self, place: str, ride: Iterable[str] = (), *, inside: bool = False) -> None:
-        """Computed slots of one place. ride: those that another call sends."""
+    def compute(self, place: str, *, inside: bool = False) -> None:
+        """Computed slots of one place, of which some ride in a call that sends them."""
         for one in self.plan.computed:
             if one.on == place:
-                calls = 0 if inside or one.packed or one.slot in ride else 1
-                self.add("compute", f"{one.function} on the {place}", (one.slot,), calls, inside=inside)
+                rides = inside or one.packed or one.slot in self.plan.moved
+                self.add("compute", f"{one.function} on the {place}", [one.slot], int(not rides), inside=inside)
 
 
 def _fill(
@@ -350,7 +329,7 @@ def _fill(
     between = plan.lowering not in FUSED and bool(plan.packed or plan.moved)  # an upload comes between copies
     listing.reset()
     listing.copy(group for group in plan.copies if not between or group.placement == HOST)
-    listing.compute(HOST, plan.moved)
+    listing.compute(HOST)
     listing.upload()
     listing.copy(group for group in plan.copies if between and group.placement == DEVICE)
     listing.compute(DEVICE, inside=whole and parts > 0 and plan.lowering != "slot_by_slot")
@@ -378,25 +357,21 @@ def _memory(parts: Parts[Any], plan: FillPlan | None, pool: Layout | None) -> Me
     for buffer in buffers or ():  # storages without bytes are each by itself
         storage = buffer.tensor.untyped_storage()
         found.setdefault((storage.data_ptr(), "" if storage.nbytes() else buffer.name), []).append(buffer)
-    chained = {tensor.untyped_storage().data_ptr() for tensor in (() if buffers is None else buffers.beside)}
-    numbers, allocations, places = collections.Counter[str](), list[Allocation](), list[SlotPlace]()
-    order = sorted(found.items(), key=lambda one: (one[1][0].adopted, one[1][0].slot.placement != DEVICE))
-    for (address, _), members in order:
-        first, nbytes = members[0], members[0].tensor.untyped_storage().nbytes()
+    names, allocations, places = collections.Counter[str](), list[Allocation](), list[SlotPlace]()
+    for _, members in sorted(found.items(), key=lambda one: _order(one[1][0])):
+        first = members[0]
         kind = f"{'pooled ' if first.pooled else ''}{first.slot.placement} memory"
-        numbers[kind] += 1
-        name = kind if numbers[kind] == 1 else f"{kind} {numbers[kind]}"
-        allocations.append(Allocation(name, nbytes, first.adopted and address not in chained))  # chained: its own
-        members.sort(key=lambda buffer: (_offset(buffer), buffer.nbytes, buffer.name))
-        for buffer, after in zip(members, [*map(_offset, members[1:]), nbytes], strict=True):
-            lasts, start = lasting(buffer.slot, buffer.name, kept), _offset(buffer)
+        names[kind] += 1
+        name = kind if names[kind] == 1 else f"{kind} {names[kind]}"
+        allocations.append(Allocation(name, first.tensor.untyped_storage().nbytes(), first.adopted))
+        for buffer in sorted(members, key=lambda buffer: (_offset(buffer), buffer.nbytes, buffer.name)):
+            lasts = lasting(buffer.slot, buffer.name, kept)
             since, until = _span(buffer, parts, plan) if lasts is None else (phases[0], phases[-1])
             place = SlotPlace(
                 slot=buffer.name,
                 allocation=name,
-                offset=start,
+                offset=_offset(buffer),
                 nbytes=buffer.nbytes,
-                gap=0 if buffer.adopted or buffer.pooled else max(0, after - start - buffer.nbytes),
                 shape=tuple(buffer.tensor.shape),
                 since=since,
                 until=until,
@@ -405,6 +380,10 @@ def _memory(parts: Parts[Any], plan: FillPlan | None, pool: Layout | None) -> Me
             )
             places.append(place)
     return MemoryFacts(phases, tuple(allocations), tuple(places))
+
+
+def _order(buffer: Buffer) -> tuple[bool, bool]:
+    return buffer.adopted, buffer.slot.placement != DEVICE
 
 
 def _span(buffer: Buffer, parts: Parts[Any], plan: FillPlan | None) -> tuple[Phase, Phase]:

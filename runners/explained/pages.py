@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ...dataflow.explain import Explanation, SlotFacts
-from ..statistics import Decision, human_bytes
+from ..statistics import human_bytes
 from .explanation import RunnerExplanation
 
 WIDE: Final = 200
@@ -68,12 +68,11 @@ pre{background:var(--panel);padding:10px 14px;overflow-x:auto;font:12px/1.4 $fon
 <h1>$title</h1>
 <h2 id="fills">What a step does</h2>
 <p>A box for each step, in the plan's order, as wide as it has calls; a dashed one has none of its own in most steps.
-A bar below marks the graph and what it does. The strip has the same steps, as wide as the bytes that they move.
-Neither is measured time.</p>
+A bar below marks the graph and what it does. It is not measured time.</p>
 <div class="wide">$fills</div>
 <h2 id="memory">Memory over a step</h2>
 <p>Addresses run downwards, phases of one step to the right. A slot is coloured while its value counts, and pale where
-its bytes are only held. Heights grow with the logarithm of bytes; what follows a plus sign is what alignment costs.</p>
+its bytes are only held. Heights grow with the logarithm of bytes.</p>
 <div class="wide">$memory</div>
 <h2 id="tables">Tables</h2>
 <pre>$tables</pre>
@@ -118,14 +117,12 @@ def printable(text: str) -> str:
 
 def cell(value: Any) -> str:
     """What stands in a cell: text, numbers, names, or names with values."""
-    if isinstance(value, Decision):
-        bucket = "" if value.bucket is None else f", bucket {value.bucket}"
-        forced = "" if value.rank is None else f", forced by rank {value.rank}"
-        return printable(f"{value.path}{bucket}{forced}: {value.reason}")
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float):
         return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= _LARGE else f"{value:.4g}"
+    if attrs.has(type(value)):
+        value = attrs.asdict(value, recurse=False)
     if isinstance(value, Mapping):
         value = [f"{name}={cell(one)}" for name, one in value.items()]
     text = ", ".join(map(cell, value)) if isinstance(value, list | tuple) else str(value or "")
@@ -166,23 +163,20 @@ def _slots(title: str, one: Explanation) -> Table:
 
 
 def _slot(slot: SlotFacts) -> Row:
-    kind = [
-        slot.kind if slot.runs_on is None else f"{slot.kind} on the {slot.runs_on}",
-        "" if slot.parameter is None else f"argument {slot.parameter}",
-        "optional" if slot.optional else "",
-        "" if slot.when is None else f"when {slot.when}",
-    ]
-    origin = {"staged": "a producer", "output": "the step writes it"}.get(slot.kind)
+    kind = [slot.kind if slot.runs_on is None else f"{slot.kind} on the {slot.runs_on}"]
+    kind += [f"argument {slot.parameter}"] if slot.parameter else []
+    kind += ["optional"] if slot.optional else []
+    kind += [f"when {slot.when}"] if slot.when else []
+    origin = "batch" if slot.source == f"batch.{slot.name}" else slot.source
     if slot.function is not None:
         origin = f"{slot.function}({', '.join(slot.needs)})"
     elif slot.value is not None:
         origin = f"set once: {slot.value}"
-    elif slot.source is not None:
-        origin = "batch" if slot.source == f"batch.{slot.name}" else slot.source
-        origin += "" if slot.limit is None else f", at most {slot.limit}"
+    elif slot.limit is not None:
+        origin = f"{origin}, at most {slot.limit}"
     row = {
         "slot": slot.name,
-        "kind": ", ".join(filter(None, kind)),
+        "kind": ", ".join(kind),
         "shape": f"[{', '.join(slot.shape)}]",
         "dtype": f"{slot.dtype} ({slot.role})" if slot.role else slot.dtype,
         "on": slot.placement,
@@ -193,12 +187,8 @@ def _slot(slot: SlotFacts) -> Row:
 
 
 def _of_runner(one: RunnerExplanation) -> Iterator[Table]:
-    lines = [f"path {one.path}, lowering {one.lowering}", cell(one.configuration)]
-    if one.asked is not None:
-        alone = one.ranks is not None and one.ranks.on is not None
-        told = "; what this rank would do alone: the others were not asked" if alone else ""
-        lines.append(f"this batch: {cell(one.asked)}{told}")
-    yield Table(f"{one.kind} on {one.backend} ({one.device})", text="\n".join(lines))
+    told = f"path {one.path}, lowering {one.lowering}\n{cell(one.configuration)}"
+    yield Table(f"{one.kind} on {one.backend} ({one.device})", text=told)
     yield _slots(f"slots of {one.declaration.declaration}", one.declaration)
     for name, fill in one.fills:
         steps = [{"step": number, **row} for number, row in enumerate(rows_of(fill.steps), 1)]
@@ -215,8 +205,7 @@ def _of_runner(one: RunnerExplanation) -> Iterator[Table]:
         yield Table("shared memory", text=one.pool)
     yield Table("statistics", [{"what": what, "": value} for what, value in _counted(one.statistics)])
     if one.ranks is not None:
-        facts = attrs.asdict(one.ranks, recurse=False)
-        yield Table("ranks", [{"ranks": what, "": cell(told)} for what, told in facts.items()])
+        yield Table("ranks", rows_of([one.ranks]))
 
 
 def _counted(counts: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
@@ -283,35 +272,26 @@ def _colour(kind: str) -> str:
 
 
 def _fills(explanation: RunnerExplanation) -> str:
-    """A row for all buckets that do the same: a box a step, as wide as its calls, and a strip as wide as its bytes."""
+    """A row for all buckets that do the same, with a box for each step, as wide as its calls."""
     fills = explanation.fills
     unit = min(96.0, _AREA / max((sum(step.calls or 1 for step in fill.steps) for _, fill in fills), default=1))
     shapes, widest, top = list[str](), _AREA, _EDGE
     for name, fill in fills:
         told = ", ".join(f"{kind} {calls}" for kind, calls in fill.calls.items() if calls)
         shapes.append(_text(f"{name}: calls of {told}", _EDGE, top + 12, "title"))
-        widths = [max(20.0, unit * (step.calls or 1)) for step in fill.steps]
-        total, wide = sum(step.nbytes or 0 for step in fill.steps), sum(widths) + 4 * len(widths) - 4
-        x = moved = _EDGE
-        for number, (step, width) in enumerate(zip(fill.steps, widths, strict=True), 1):
+        x = _EDGE
+        for number, step in enumerate(fill.steps, 1):
+            width = max(20.0, unit * (step.calls or 1))
             lines = (f"{number} {step.kind}", *(() if step.nbytes is None else (human_bytes(step.nbytes),)))
             lines = lines if width > 8 * len(lines[0]) else (str(number),)
             riding = " riding" if step.maybe or not step.calls else ""
             shapes.append(_box((x, top + 26, width, 44), f"{_colour(step.kind)}{riding}", lines, step))
             if step.inside or step.kind == "graph":
                 shapes.append(_box((x, top + 73, width, 3), "graph"))
-            if step.nbytes:
-                share = step.nbytes / total * wide
-                shapes.append(_box((moved, top + 84, max(share - 1, 0.5), 9), _colour(step.kind), record=step))
-                moved += share
             x += width + 4
-        if total:
-            line = f"bytes moved, {human_bytes(total)} when every row is live"
-            shapes.append(_text(line, _EDGE, top + 106, "faint"))
-        widest, top = max(widest, wide), top + 124
-    return _svg(
-        f"What a step of {explanation.kind} does, in the plan's order", widest + 2 * _EDGE, max(top, 40.0), shapes
-    )
+        widest, top = max(widest, x - _EDGE), top + 96
+    title = f"What a step of {explanation.kind} does, in the plan's order"
+    return _svg(title, widest + 2 * _EDGE, max(top, 40.0), shapes)
 
 
 def _memory(explanation: RunnerExplanation) -> str:
@@ -328,14 +308,14 @@ def _memory(explanation: RunnerExplanation) -> str:
         top += 26
         for place in (place for place in memory.places if place.allocation == one.name):
             height = 20 + 2.5 * max(0.0, math.log2(max(place.nbytes, 1) / 64))
-            middle, gap, kind = top + height / 2 + 4, f" + {place.gap:,}" if place.gap else "", kinds[place.slot]
+            middle, kind = top + height / 2 + 4, kinds[place.slot]
             since, until = phases.index(place.since), phases.index(place.until) + 1
             span = (_LEFT + since * column + 2, top, (until - since) * column - 4, height)
             shapes += [
                 _text(f"{place.offset:,}", _LEFT - 8, middle, "faint", "end"),
                 _box((_LEFT, top, _AREA, height), "held"),
                 _box(span, _colour(kind), (f"{place.slot}, {kind}",), place),
-                _text(f"{place.nbytes:,} B{gap}", _LEFT + _AREA + 8, middle, "faint"),
+                _text(f"{place.nbytes:,} B", _LEFT + _AREA + 8, middle, "faint"),
             ]
             top += height + 3
     return _svg(f"Memory of {explanation.kind} over a step", _LEFT + _AREA + _RIGHT, top + _EDGE, shapes)

@@ -69,6 +69,7 @@ class Agreement(Coordinator):
             )
         self._check_shared(messages)
         self.ranks.brought({axis: tuple(one.live[i] for one in messages) for i, axis in enumerate(self.axes)})
+        self.ranks.said = tuple(messages)
         self._joined = True
         self.agreed, rank = agree(own, messages, len(self.axes) - 1)
         self.forced[rank][self.agreed.why] += 1

@@ -184,6 +184,8 @@ class Ranks(Unique):
 
     alone = False
     """Whether this is the only process, and the other ranks speak from a recording."""
+    said: tuple[Message, ...] = ()
+    """What each rank said of the last step that was agreed on."""
 
     def __init__(
         self,

@@ -18,8 +18,8 @@ from ...dataflow.sources import Side, look_up
 from ..comparison import live_part, named
 from ..config import checked, refuse
 from ..hooks import Watcher
-from ..runner import Parts, Runner
-from .records import Raised, RecordedFile, RunnerRecord, StepRanks, StepRecord, Value, need, versions
+from ..runner import Runner
+from .records import Raised, RecordedFile, RunnerRecord, StepRecord, Value, need, versions
 
 _LONGEST: Final = 4000
 """The letters of an error that are kept."""
@@ -44,6 +44,9 @@ class Recording(Watcher):
         self._outputs = outputs
         self._staged = staged
         self._declaration = runner.parts.stage.declaration
+        own, carried = self._declaration, runner.parts.eager.stage.declaration.fields
+        more = (name for name in carried if name in own.slots and own.slots[name].reads(name) is None)
+        self._fields = (*own.fields, *more)  # with slots that a batch may carry to an eager step
         self._agreed = runner.agreed
         self._count = 0
         self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
@@ -80,7 +83,7 @@ class Recording(Watcher):
         try:
             sources = ((name, slot.reads(name)) for name, slot in self._declaration.slots.items())
             slots = [(name, source.read(batch, side)) for name, source in sources if source is not None]
-            fields = [(name, look_up(batch, name)) for name in _fields_of(parts)]
+            fields = [(name, look_up(batch, name)) for name in self._fields]
         except Exception as error:  # noqa: BLE001 - as above
             step.note(f"the batch could not be read: {type(error).__name__}: {error}"[:_LONGEST])
             return
@@ -96,11 +99,8 @@ class Recording(Watcher):
     def _note_ranks(self) -> None:
         """Keep what the ranks told each other, and what they agreed on as the step's decision."""
         ranks, step = self._declaration.ranks, self._step
-        if ranks is None or step is None or step.ranks is not None:
-            return
-        live = tuple((axis.name, ranks.live(axis)) for axis in dict.fromkeys(self._runner.parts.coordinator.axes))
-        step.ranks = StepRanks(live=live, alone="" if step.decision is None else step.decision.reason)
-        if not ranks.quiet:
+        if ranks is not None and step is not None and not (ranks.quiet or step.messages):
+            step.messages, step.alone = ranks.said, "" if step.decision is None else step.decision.reason
             step.decision = self._runner.agreed or step.decision
 
     def before_replay(self, view: Inputs) -> None:
@@ -225,12 +225,6 @@ class Recording(Watcher):
             if not value.arrived:
                 value.lose(f"the device failed before it was copied: {self._fault}")
             value.arrived = None
-
-
-def _fields_of(parts: Parts[Any]) -> list[str]:
-    """Fields, and slots that a batch may carry to an eager step."""
-    own, carried = parts.stage.declaration, parts.eager.stage.declaration.fields
-    return [*own.fields, *(name for name in carried if name in own.slots and own.slots[name].reads(name) is None)]
 
 
 def record(

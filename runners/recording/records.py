@@ -6,7 +6,7 @@ import os
 import pathlib
 import platform
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 import attrs
@@ -19,7 +19,7 @@ from ...dataflow.capabilities import dtype_text
 from ...dataflow.errors import RecordingError
 from ...dataflow.explain import explain_declaration
 from ...dataflow.serial import from_data, json_data, to_data
-from ..ranks.group import Ranks
+from ..ranks.group import Message
 from ..runner import Parts
 from ..statistics import Decision
 
@@ -37,7 +37,6 @@ _WHY: Final = 300
 _LONGEST: Final = 2000
 """The letters of why a value is not kept, and of an error about a file."""
 _KEY: Final = "slotgraph"
-_FACTS: Final = ("tail", "source", "function", "optional")
 _PARTS: Final = ("slots", "fields", "staged", "outputs")
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPES: Final = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_FLOATS}
@@ -130,14 +129,6 @@ class RanksRecord:
         return f"rank {self.rank} of {self.size}{shards}{', known to get the same batches' if self.equal else ''}"
 
 
-@attrs.frozen(kw_only=True)
-class StepRanks:
-    """What the ranks told each other before a step."""
-
-    live: tuple[tuple[str, tuple[int, ...]], ...]  # the live rows of each rank, by varying axis
-    alone: str = ""  # what this rank would have done by itself, in a sentence
-
-
 @attrs.define(kw_only=True)
 class StepRecord:
     """One step."""
@@ -153,7 +144,8 @@ class StepRecord:
     replays: int = 0
     raised: Raised | None = None
     notes: tuple[str, ...] = ()  # what is missing from the file, and why
-    ranks: StepRanks | None = None  # None without ranks, or if the step ended before they exchanged anything
+    messages: tuple[Message, ...] = ()  # what each rank said, if they agreed on the step
+    alone: str = ""  # what this rank would have done by itself then
 
     def values(self) -> Iterator[tuple[str, Value]]:
         """All values, each with the name of its elements in the file."""
@@ -175,43 +167,35 @@ class StepRecord:
 
 @attrs.frozen(kw_only=True)
 class RunnerRecord:
-    """The runner that was recorded: facts in text, by subject."""
+    """The runner that was recorded.
 
+    needed: what a runner must have alike to run its steps: sizes, copied slots and ranks, in text. facts: what else is
+    worth a note where it differs.
+    """
+
+    needed: dict[str, str]
     facts: dict[str, str]
     ranks: RanksRecord | None = None
 
     @classmethod
     def of(cls, parts: Parts[Any]) -> "RunnerRecord":
         """A runner as it is now."""
-        stage, declaration = parts.stage, parts.stage.declaration
-        ranks: Ranks | None = declaration.ranks
-        settings: Any = declaration.settings
-        record = None
+        stage, declaration, graphs = parts.stage, parts.stage.declaration, parts.graphs
+        facts = {"kind": parts.name, "inputs": declaration.name, "backend": stage.backend.name}
+        facts |= {"lowering": "" if graphs is None else graphs.filler.lowering, "buckets": str(sorted(parts.sizes))}
+        facts |= {"disabled": ", ".join(declaration.disabled), "fields": ", ".join(declaration.fields)}
+        facts |= {f"config {name!r}": str(value) for name, value in parts.config.as_data().items()}
+        needed = {f"size of {axis}": str(size) for axis, size in stage.sizes.items() if axis.fixed}
+        for slot in explain_declaration(declaration, stage.backend.capabilities, stage.backend.name).slots:
+            held = facts if slot.source is None else needed
+            what = f"{slot.kind} {slot.role or slot.dtype} [{', '.join(slot.shape)}]"
+            held[f"slot {slot.name!r}"] = f"{what} on {slot.placement}"
+            facts[f"filling of slot {slot.name!r}"] = ", ".join(filter(None, (slot.tail, slot.source, slot.function)))
+        record, ranks = None, declaration.ranks
         if ranks is not None:
             record = RanksRecord(rank=ranks.rank, size=ranks.size, equal=ranks.equal, shards=ranks.shards)
-        facts = {
-            "kind": parts.name,
-            "inputs": declaration.name,
-            "backend": stage.backend.name,
-            "lowering": "" if parts.graphs is None else parts.graphs.filler.lowering,
-            "buckets": ", ".join(map(str, sorted(parts.sizes))),
-            "disabled": ", ".join(declaration.disabled),
-            "fields": ", ".join(declaration.fields),
-            "ranks": str(record or ""),
-        }
-        if attrs.has(type(settings)):
-            settings = attrs.asdict(settings, recurse=False)
-        elif not isinstance(settings, Mapping):
-            settings = getattr(settings, "__dict__", {})
-        for what, given in (("config", parts.config.as_data()), ("settings", settings)):
-            found = (Value.of(name, value, stage.backend.device) for name, value in given.items())
-            facts |= {f"{what} {one.name!r}": one.why or one.data for one in found}
-        facts |= {f"size of {axis}": str(size) for axis, size in stage.sizes.items() if axis.fixed}
-        for slot in explain_declaration(declaration, stage.backend.capabilities, stage.backend.name).slots:
-            dtype, shape = slot.role or slot.dtype, ", ".join(slot.shape)
-            facts[f"slot {slot.name!r}"] = f"{slot.kind} {dtype} [{shape}] on {slot.placement}"
-            facts |= {f"slot {slot.name!r}: {fact}": str(getattr(slot, fact) or "") for fact in _FACTS}
-        return cls(facts=facts, ranks=record)
+            needed["ranks"] = str(record)
+        return cls(needed=needed, facts=facts, ranks=record)
 
 
 @attrs.define(kw_only=True)
@@ -295,11 +279,10 @@ class RecordedFile:
     def only(self, number: int | None = None) -> tuple[StepRecord, ...]:
         """All steps, or the one of a number. RecordingError if there is none."""
         found = tuple(step for step in self.steps if number in (None, step.number))
-        if found:
-            return found
-        known = ", ".join(str(step.number) for step in self.steps) or "none"
-        none = "no steps: none was run while it was recorded" if number is None else f"no step {number}: it has {known}"
-        raise RecordingError(f"{self.name} has {none}")
+        if not found:
+            known = ", ".join(str(step.number) for step in self.steps) or "none"
+            raise RecordingError(f"{self.name} has no step{'' if number is None else f' {number}'}: it has {known}")
+        return found
 
 
 def need(holds: object, fault: str) -> None:
@@ -315,10 +298,8 @@ def _check_ranks(file: RecordedFile) -> None:
         known = 0 <= ranks.rank < size <= MOST_RANKS and ranks.shards > 0
         need(known, f"there is no rank {ranks.rank} of {size} with {ranks.shards} shards")
     for step in file.steps:
-        forced = 0 if step.decision is None else step.decision.rank or 0
-        if step.ranks is not None:
-            fits = all(len(rows) == size and min(rows) >= 0 for _, rows in step.ranks.live) and 0 <= forced < size
-            need(fits, f"step {step.number}: its ranks are not the {size} that its runner had")
+        told = f"step {step.number}: its ranks are not the {size} that its runner had"
+        need(not step.messages or len(step.messages) == size, told)
 
 
 def versions() -> dict[str, str]:

@@ -6,13 +6,12 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Literal, final, get_args
+from typing import Any, Final, Literal, final
 
 import attrs
 import torch
 
 from ...backends.base import Event
-from ...dataflow.axes import Axis
 from ...dataflow.capabilities import DEVICE
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CheckError, RecordingError
@@ -33,10 +32,10 @@ from ..comparison import (
     slots_kept,
     state_on,
 )
-from ..ranks.group import EAGER, HOST, Exchange, Message, Ranks
-from ..runner import Parts, Runner
+from ..ranks.group import HOST, Exchange, Message, Ranks
+from ..runner import Runner
 from ..stage import Stage
-from ..statistics import Decision, Why
+from ..statistics import Decision
 from .records import RanksRecord, RecordedFile, RunnerRecord, StepRecord, Value, plain_from_text
 
 Values = Mapping[str, Any]
@@ -63,7 +62,7 @@ class RecordedRanks(Ranks):
         self.exchanges = 0
         self.broken = None
         self._live = {}
-        self._others: Sequence[Message] | None = None
+        self._others: Sequence[Message] = ()
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> "RecordedRanks":
@@ -74,28 +73,13 @@ class RecordedRanks(Ranks):
         return cls(file.runner.ranks)
 
     @contextlib.contextmanager
-    def telling(self, step: StepRecord, axes: Sequence[Axis]) -> Iterator[None]:
-        """While a step is replayed: the others tell what they did in it. axes: whose rows are told, in that order."""
-        self._others = None if step.ranks is None else self._messages(step, dict(step.ranks.live), axes)
+    def telling(self, messages: Sequence[Message]) -> Iterator[None]:
+        """While a step is replayed, the others tell what they did in it."""
+        self._others = messages
         try:
             yield
         finally:
-            self._others = None
-
-    def _messages(self, step: StepRecord, rows: Mapping[str, Sequence[int]], axes: Sequence[Axis]) -> list[Message]:
-        """What each rank told of a step: its rows, and, of the one that forced it, what it needs."""
-        missing = [axis.name for axis in axes if axis.name not in rows]
-        if missing:
-            raise RecordingError(f"step {step.number}: the file does not have what ranks brought on {missing[0]}")
-        found = [Message(0, live=tuple(rows[axis.name][rank] for axis in axes)) for rank in range(self.size)]
-        agreed = step.decision
-        if agreed is not None and agreed.rank is not None:
-            needs: dict[str, Any] = {"bucket": agreed.bucket}
-            if agreed.bucket is None:
-                text = agreed.reason.removeprefix(f"rank {agreed.rank}: ")
-                needs = {"answer": EAGER, "why": get_args(Why).index(agreed.why), "text": text}
-            found[agreed.rank] = attrs.evolve(found[agreed.rank], **needs)
-        return found
+            self._others = ()
 
     def begin(self, message: Message, told: str) -> Exchange:
         """All have told what they have to tell."""
@@ -147,35 +131,23 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
     Raises:
         RecordingError: The file does not fit the runner, has no such step, or has none that can run.
     """
-    refused, noted = unlike(file.runner, runner.parts)
+    theirs, ours = file.runner, RunnerRecord.of(runner.parts)
+    refused = unlike(theirs.needed, ours.needed)
     if refused:
-        raise RecordingError(f"{file.name} does not fit the runner: {'; '.join(refused)}")
+        way = "; make it of ranks=RecordedRanks.of(file), without a process group" if theirs.ranks != ours.ranks else ""
+        raise RecordingError(f"{file.name} does not fit the runner: {'; '.join(refused)}{way}")
     done = tuple(replay_step(step, runner) for step in file.only(only))
     if all(step.outcome == "left out" for step in done):
         raise RecordingError(f"{file.name} has no step that can be run: {done[-1].lines[0]}")
-    return ReplayReport(file=file.name, runner=runner.parts.name, notes=tuple(noted), steps=done)
+    return ReplayReport(
+        file=file.name, runner=runner.parts.name, notes=tuple(unlike(theirs.facts, ours.facts)), steps=done
+    )
 
 
-def unlike(theirs: RunnerRecord, parts: Parts[Any]) -> tuple[list[str], list[str]]:
-    """Where a runner differs from the recorded one: what keeps its steps from running, and what is worth a note."""
-    ours, slots = RunnerRecord.of(parts), parts.stage.declaration.slots
-    needed = {f"slot {name!r}": slot.optional for name, slot in slots.items() if slot.reads(name) is not None}
-    old, new = theirs.facts, ours.facts
-    refused: list[str] = []
-    noted: list[str] = []
-    for name in dict.fromkeys([*old, *new]):
-        is_shared = name in old and name in new
-        line = f"{name}: the file has {old.get(name) or 'none'}, the runner {new.get(name) or 'none'}"
-        if old.get(name) == new.get(name) or (not is_shared and ":" in name):  # more of a slot that one does not have
-            continue
-        must = is_shared and name.startswith("size of ")
-        if name in needed:
-            must = is_shared or not needed[name]
-        elif name == "ranks":
-            must = theirs.ranks is not None or (ours.ranks is not None and ours.ranks.size > 1)
-            line += "; make it of ranks=RecordedRanks.of(file), without a process group" if theirs.ranks else ""
-        (refused if must else noted).append(line)
-    return refused, noted
+def unlike(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
+    """What a runner has otherwise than the recorded one, a line each."""
+    names = [name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name)]
+    return [f"{one}: the file has {theirs.get(one) or 'none'}, the runner {ours.get(one) or 'none'}" for one in names]
 
 
 class RecordedBatch(dict[str, Any], Answering):
@@ -265,7 +237,10 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
     found: list[list[Mismatch]] = []
     try:
         decision = runner.decide(batch, **side)
-        with _others_of(step, parts, lines):
+        ranks = parts.stage.declaration.ranks
+        if isinstance(ranks, RecordedRanks) and not (ranks.quiet or step.messages):
+            lines.append("what the other ranks told is not in the file: they are taken to bring what this one brings")
+        with ranks.telling(step.messages) if isinstance(ranks, RecordedRanks) else contextlib.nullcontext():
             found = _compared(step, runner, lines)
         outcome = "different" if found else "equal"
     except Exception as error:  # noqa: BLE001 - what a step raises is a result
@@ -278,16 +253,6 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
         differences=tuple(itertools.chain.from_iterable(found)),
         lines=tuple(lines),
     )
-
-
-def _others_of(step: StepRecord, parts: Parts[Any], lines: list[str]) -> AbstractContextManager[None]:
-    """A block in which the other ranks tell what they told in this step, if there were any."""
-    ranks = parts.stage.declaration.ranks
-    if not isinstance(ranks, RecordedRanks):
-        return contextlib.nullcontext()
-    if step.ranks is None:
-        lines.append("what the other ranks told is not in the file: they are taken to bring what this one brings")
-    return ranks.telling(step, parts.coordinator.axes)
 
 
 def _compared(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[list[Mismatch]]:

@@ -4,30 +4,31 @@ import enum
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NoReturn, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, ParamSpec, TypeVar
 
 import attrs
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ...dataflow.buffers import Buffers
+from ...backends.base import Backend
 from ...dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ...dataflow.guard import GRADIENTS, without_gradients
 from ...dataflow.inputs import Inputs
-from ..capture import Captured, Clock
-from ..running import RUNNING, Running, running
+from ..capture import Captured
+from ..graphs import GraphSet
+from ..outputs import map_tensors
+from ..running import RUNNING, Running, running, under_way
 from ..stage import Stage
 from ..statistics import Counts
-from .watch import Use, tensors_within
 
 VALUES: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size, enum.Enum)
 """What a graph takes in as a value; any other object is handed on to breaks, each step's own."""
 EAGER: Final[Sequence[Any]] = []
 """Where the answer of a break goes that runs outside of graphs: to its caller alone."""
-_LATE: Final = "the stack was called after its step had ended"
 _FACTS: Final = operator.attrgetter("shape", "dtype")
+_NOTHING: Final[Mapping[int, Any]] = {}
 P = ParamSpec("P")
 R = TypeVar("R")
 V = TypeVar("V", bound=Inputs)
@@ -98,7 +99,7 @@ class Break:
         self._changing: list[tuple[int, int]] | None = None
         self._answered: Any = None
 
-    def __call__(self, places: Sequence[Any] | None) -> Any:  # noqa: C901 - in one piece, for each step's sake
+    def __call__(self, places: Sequence[Any] | None) -> Any:  # noqa: C901, PLR0912 - in one piece, for each step's sake
         """Call it in the step that runs, and write the answer to the places which later graphs read.
 
         Args:
@@ -111,8 +112,13 @@ class Break:
         """
         reference = RUNNING.get()
         step = None if reference is None else reference()
-        if step is None or step.inside is not None:
-            self._refuse(step)
+        if step is None:
+            raise ReplayError(f"break {self._name!r} needs a step: replay through the runner, not the graph")
+        if step.inside is not None:
+            raise CaptureError(
+                f"break {self._name!r} is called inside break {step.inside!r}, which runs eagerly as a whole already: "
+                "leave out the inner mark"
+            )
         if self._changing is None:  # in each step the same ones
             self._changing = [(place, id(leaf)) for place, leaf in enumerate(self._leaves) if id(leaf) in step.now]
         args, kwargs = self._fixed
@@ -137,38 +143,25 @@ class Break:
         finally:
             step.inside = None
         if places is None:
-            self._answered = self._structure_of(answer)
-            self._borrow(step)
+            self._keep(answer, step)
         elif len(places) == 1 and type(answer) is torch.Tensor and _FACTS(answer) == _FACTS(places[0]):
             places[0].copy_(answer)
         elif places is not EAGER:
             self._move(answer, places)
         return answer
 
-    def _refuse(self, step: Running | None) -> NoReturn:
-        if step is None:
-            raise ReplayError(f"break {self._name!r} needs a step: replay through the runner, not the graph")
-        raise CaptureError(
-            f"break {self._name!r} is called inside break {step.inside!r}, which runs eagerly as a whole already: "
-            "leave out the inner mark"
-        )
-
-    def _structure_of(self, answer: Any) -> Any:
-        """The structure of an answer. CaptureError where it holds what no graph can be handed."""
-        leaves, structure = pytree.tree_flatten(answer)
-        for leaf in leaves:
+    def _keep(self, answer: Any, step: Running) -> None:
+        """Note the answer's structure, and hold what later graphs may use again only as memory."""
+        found, self._answered = pytree.tree_flatten(answer)
+        for leaf in found:
             if not isinstance(leaf, (torch.Tensor, *VALUES)):
                 raise CaptureError(
                     f"break {self._name!r} returned {type(leaf).__name__}, of which graphs cannot be handed each "
                     "step's own: return tensors, or tuples, lists and dicts of them"
                 )
-        return structure
-
-    def _borrow(self, step: Running) -> None:
-        """Hold what later graphs may use again only as memory."""
         if step.backend is not None:
-            leaves, borrow = self._leaves, step.backend.borrow
-            self._leaves = [borrow(one) if isinstance(one, torch.Tensor) else one for one in leaves]
+            borrow = step.backend.borrow
+            self._leaves = [borrow(one) if isinstance(one, torch.Tensor) else one for one in self._leaves]
             self._fixed = pytree.tree_unflatten(self._leaves, self._arguments)
 
     def _move(self, answer: Any, places: Sequence[Any]) -> None:
@@ -219,75 +212,61 @@ class StackCall:
     """What is captured of one bucket: a function and its arguments.
 
     own: the view that the step was called with. view: what the captured part sees in its place. Tensors that are no
-    slots are kept in memory of their own; `use` has the places of the arguments that graphs read, and write.
+    slots are kept in memory of their own. read, written: the places of arguments that graphs read, and write.
     """
 
     def __init__(
         self,
+        stage: Stage[Any],
         run: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         *,
         own: Inputs,
         view: Inputs,
-        buffers: Buffers,
+        holds: Callable[[torch.Tensor], bool],
     ) -> None:
         self.run = run
         self.view = view
-        self._buffers = buffers
+        self._stage = stage
+        self._own = own
         leaves, self._structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
         given = (*args, *kwargs.values())
         is_flat = len(leaves) == len(given) and all(one is other for one, other in zip(leaves, given, strict=True))
         self._kinds = (*map(type, given), *kwargs) if is_flat else None
-        self.leaves: list[Any] = [view if leaf is own else self._kept(leaf) for leaf in leaves]
-        self._slots = _slots_of(view)
-        self.learn(Use())
+        self._inside = {place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and holds(leaf)}
+        self.leaves = [view if leaf is own else self._kept(place, leaf) for place, leaf in enumerate(leaves)]
+        self._slots = slots_of(view)
+        self.read, self.written = set[int](), set[int]()
 
-    def learn(self, use: Use) -> None:
-        """Note what graphs do with the arguments."""
-        self.use = use
-        places, leaves = range(len(self.leaves)), self.leaves
-        rest = [place for place in places if place not in use.read and leaves[place] is not self.view]
-        self._views = [place for place in places if leaves[place] is self.view]
-        read = [(place, leaves[place]) for place in sorted(use.read) if leaves[place] is not self.view]
-        holds = self._buffers.holds
-        self._read = [(place, leaf, isinstance(leaf, torch.Tensor) and holds(leaf)) for place, leaf in read]
-        self._handed_on = [(place, id(leaves[place])) for place in rest if not isinstance(leaves[place], VALUES)]
-        self._values = [(place, leaves[place]) for place in rest if isinstance(leaves[place], VALUES)]
-
-    def _kept(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or self._buffers.holds(leaf):
+    def _kept(self, place: int, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or place in self._inside:
             return leaf
         with torch.inference_mode(mode=False):  # a step outside of it will write there
             return leaf.detach().clone()
 
-    def arguments_in(self, view: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the capture, with another view and its slots in the place of those that they are of."""
-        stands = stand_ins(self.view, view)
-        args, kwargs = pytree.tree_unflatten([stands.get(id(leaf), leaf) for leaf in self.leaves], self._structure)
+    def arguments(self, stand_ins: Mapping[int, Any] = _NOTHING) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the capture, some replaced by identity."""
+        leaves = [stand_ins.get(id(leaf), leaf) for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return args, kwargs
 
+    def at_capture(self, shown: Inputs, recording: Backend | None = None) -> Running:
+        """The step of the capture, whose graphs see the view that is shown; it has every key that `take` may give."""
+        rest = [leaf for place, leaf in enumerate(self.leaves) if place not in self.read]
+        now = {id(leaf): leaf for leaf in rest if not isinstance(leaf, VALUES)}
+        now |= {**stand_ins(self.view, self._own), **stand_ins(shown, self._own)}
+        return Running(self._own, "capture", now, recording, shown)
+
     def __call__(self) -> Any:
-        """Run what is captured."""
+        """Run it as it is captured, and as a backend without graphs replays it."""
+        step = running()
         args, kwargs = pytree.tree_unflatten(self.leaves, self._structure)
-        return self.run(*args, **kwargs)
-
-    def tensors(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Tensors that came with an argument, and its place; those inside of an object that are the view's are not."""
-        slots = {key for key, _ in self._slots}  # of those a fill takes care
-        for place, leaf in enumerate(self.leaves):
-            if isinstance(leaf, torch.Tensor):
-                yield place, leaf
-            elif leaf is not self.view and not isinstance(leaf, VALUES):
-                yield from ((place, one) for one in tensors_within(leaf) if id(one) not in slots)
-
-    def objects(self) -> list[int]:
-        """Places of objects inside of which graphs read tensors."""
-        return [place for place, leaf, _ in self._read if not isinstance(leaf, torch.Tensor)]
-
-    def at_capture(self, view: Inputs) -> Mapping[int, Any]:
-        """What stands for what in the step of the capture; every key that `take` may give is in it."""
-        return {key: self.leaves[place] for place, key in self._handed_on} | stand_ins(self.view, view)
+        if step is not None and id(self.view) in step.now:  # a replay, which lends its own slots
+            return self.run(*args, **kwargs)
+        stage = self._stage
+        with torch.no_grad(), stage.lent(self._own):
+            return under_way(self.at_capture(self.view, stage.backend), lambda: self.run(*args, **kwargs))
 
     def take(  # noqa: C901, PLR0912 - in one piece, for each step's sake
         self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running
@@ -296,63 +275,56 @@ class StackCall:
 
         Returns the arguments, flat. ReplayError where a graph would read something else than at capture.
         """
-        leaves, view = [*args, *kwargs.values()], step.view
+        leaves, view, shown, read = [*args, *kwargs.values()], step.view, self.view, self.read
         if (*map(type, leaves), *kwargs) != self._kinds:  # what follows takes ten times as long
             leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
             if structure != self._structure:
                 raise ReplayError("the stack was called with other arguments than at capture")
         values, now = view.__dict__, dict[int, Any]()
-        now[id(self.view)] = view
+        now[id(shown)] = view
         for key, name in self._slots:
             now[key] = values[name]
-        for place in self._views:
-            if leaves[place] is not view:
+        for place, kept in enumerate(self.leaves):
+            leaf = leaves[place]
+            if kept is shown:
+                if leaf is not view:
+                    raise ReplayError(
+                        f"argument {place} of the stack was the step's own view at capture, and is another one now"
+                    )
+            elif place in read:
+                if leaf is kept:
+                    continue
+                if not isinstance(kept, torch.Tensor):
+                    raise ReplayError(other_object(place, kept))
+                if not isinstance(leaf, torch.Tensor) or _FACTS(leaf) != _FACTS(kept):
+                    raise ReplayError(
+                        f"argument {place} of the stack is {_briefly(leaf)}, and its graphs read one of "
+                        f"{list(kept.shape)}"
+                    )
+                if leaf.data_ptr() != kept.data_ptr() or leaf.stride() != kept.stride():
+                    if place in self._inside:
+                        raise ReplayError(
+                            f"argument {place} of the stack was a slot at capture, which graphs read, and is other "
+                            "memory now"
+                        )
+                    kept.copy_(leaf)
+            elif not isinstance(kept, VALUES):
+                now[id(kept)] = leaf
+            elif type(leaf) is not type(kept) or leaf != kept:
+                got = _briefly(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
                 raise ReplayError(
-                    f"argument {place} of the stack was the step's own view at capture, and is another one now"
+                    f"argument {place} of the stack is {got}, and its graphs were captured with {kept!r}: hand over "
+                    "what changes as a tensor, or in the view"
                 )
-        for place, kept, is_slot in self._read:
-            leaf = leaves[place]
-            if leaf is kept:
-                continue
-            if not (isinstance(leaf, torch.Tensor) and isinstance(kept, torch.Tensor) and _FACTS(leaf) == _FACTS(kept)):
-                raise ReplayError(_unlike(place, leaf, kept))
-            if leaf.data_ptr() != kept.data_ptr() or leaf.stride() != kept.stride():
-                if is_slot:
-                    raise ReplayError(_elsewhere(place))
-                kept.copy_(leaf)
-        for place, key in self._handed_on:
-            now[key] = leaves[place]
-        for place, kept in self._values:
-            leaf = leaves[place]
-            if type(leaf) is not type(kept) or leaf != kept:
-                raise ReplayError(_other_value(place, leaf, kept))
-        step.now, step.shown = now, self.view
+        step.now, step.shown = now, shown
         return leaves
 
     def give_back(self, leaves: Sequence[Any]) -> None:
         """Move what graphs wrote into arguments to where the step has them."""
-        for place in self.use.written:
+        for place in self.written:
             leaf, kept = leaves[place], self.leaves[place]
             if isinstance(kept, torch.Tensor) and leaf.data_ptr() != kept.data_ptr():
                 leaf.copy_(kept)
-
-
-def _unlike(place: int, leaf: Any, kept: Any) -> str:
-    if not isinstance(kept, torch.Tensor):
-        return other_object(place, kept)
-    return f"argument {place} of the stack is {_briefly(leaf)}, and its graphs read one of {list(kept.shape)}"
-
-
-def _elsewhere(place: int) -> str:
-    return f"argument {place} of the stack was a slot at capture, which graphs read, and is other memory now"
-
-
-def _other_value(place: int, leaf: Any, kept: Any) -> str:
-    got = _briefly(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
-    return (
-        f"argument {place} of the stack is {got}, and its graphs were captured with {kept!r}: hand over what changes "
-        "as a tensor, or in the view"
-    )
 
 
 def _briefly(leaf: Any) -> str:
@@ -370,113 +342,96 @@ def other_object(place: int, kept: Any) -> str:
 def stand_ins(seen: Inputs, view: Inputs) -> dict[int, Any]:
     """A view and its slots, by the identity of another one and of that one's slots."""
     values = view.__dict__
-    return {id(seen): view, **{key: values[name] for key, name in _slots_of(seen)}}
+    return {id(seen): view, **{key: values[name] for key, name in slots_of(seen)}}
 
 
-def _slots_of(view: Inputs) -> list[tuple[int, str]]:
+def slots_of(view: Inputs) -> list[tuple[int, str]]:
+    """Names of a view's slots, by the identity of its tensors."""
     return [(id(value), name) for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)]
 
 
-@attrs.frozen(eq=False)
-class Rows:
-    """What live rows of a step's outputs are: of `padded` rows the first `live`; all where that is None.
+def stack_step(
+    graphs: GraphSet[Any],
+    stack: Stack | None,
+    captured: Captured,
+    rows: int | None,
+    live: int | None,
+    show: Callable[[Any], Inputs] | None = None,
+    counted: Counts | None = None,
+) -> Callable[[Any], Any]:
+    """A call that runs a step on a batch, whose stack replays graphs in the place of its code; outputs for live rows.
 
-    cut: does it for what is no single tensor, or raises.
-    """
-
-    padded: int | None
-    live: int | None
-    cut: Callable[[Any], Any]
-
-
-@attrs.define(eq=False)
-class StackStep:
-    """A call that runs a step, whose stack replays graphs in the place of its code.
-
-    Attributes:
-        stage: The step, and what is lent to it.
-        stack: What of it is captured; None where that is all of it.
-        call: The call that the graphs are of.
-        captured: The graphs.
-        clock: Of their memory.
-        rows: The live rows of what the step returns.
-        note: Called behind work of the device that may read host slots.
-        replay: Replays the graphs, and gives what the stack returns; None where they were replayed before.
-        stream: Tells the current stream.
-        follow: Lets it wait for another one.
-        show: Makes the view of a batch; None where the call gets views.
+    Args:
+        graphs: The runner's.
+        stack: What of the step is captured; None where that is all of it.
+        captured: The bucket.
+        rows: Rows that outputs must have; None where they are handed out whole.
+        live: Rows of them to return; None for all.
+        show: Makes the view of a batch; None where the call gets views, whose graphs are looked at before a replay.
         counted: Counts steps.
+
     """
+    stage, hosts, calls = graphs.stage, graphs.filler.hosts, [0]
+    note, answer = hosts.note if hosts.possible else None, _answering(graphs, captured, calls, looks=show is None)
+    whole = answer if stack is None else stage.step
+    run = functools.partial(stage.run, step=whole) if stage.lend or stage.restored else whole
 
-    stage: Stage[Any]
-    stack: Stack | None
-    call: StackCall
-    captured: Captured
-    clock: Clock
-    rows: Rows
-    note: Callable[[], object] | None
-    replay: Callable[[], Any] | None = None
-    stream: Callable[[], int | None] = lambda: None
-    follow: Callable[[int | None], int | None] = lambda last: last
-    show: Callable[[Any], Inputs] | None = None
-    counted: Counts | None = None
-    _run: Callable[[Any], Any] = attrs.field(init=False)
-    _calls: int = attrs.field(init=False)
-    _step: "weakref.ref[Running]" = attrs.field(init=False)
-
-    def __attrs_post_init__(self) -> None:
-        """Look at the stage once."""
-        stage, what = self.stage, self._answer if self.stack is None else self.stage.step
-        self._run = functools.partial(stage.run, step=what) if stage.lend or stage.restored else what
-
-    def __call__(self, batch: Any) -> Any:
-        """Run the step on a batch, or a view; its outputs for live rows."""
+    def step_of(batch: Any) -> Any:
         if GRADIENTS():
-            return without_gradients(self.__call__, batch)
-        view = batch if self.show is None else self.show(batch)
-        stack, note, counted = self.stack, self.note, self.counted
-        step, self._calls = Running(view, "replay"), 0
-        self._step = weakref.ref(step)  # an interrupt leaves no step behind: only this call holds it
-        token = RUNNING.set(self._step)
+            return without_gradients(step_of, batch)
+        view = batch if show is None else show(batch)
+        step, calls[0] = Running(view, "replay"), 0
+        token = RUNNING.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call holds it
         try:
-            outputs = self._run(view) if stack is None else stack.answered(self._run, view, self._answer)
+            outputs = run(view) if stack is None else stack.answered(run, view, answer)
         finally:
             RUNNING.reset(token)
-        if self._calls != 1:
+        if calls[0] != 1:
             name = "" if stack is None else stack.name
-            raise ReplayError(f"the step called the stack, {name}, {self._calls} times, and once at capture")
+            raise ReplayError(f"the step called the stack, {name}, {calls[0]} times, and once at capture")
         if note is not None:
             note()
-        rows, live = self.rows.padded, self.rows.live
         if rows is not None:
             if type(outputs) is torch.Tensor and outputs.dim() and outputs.shape[0] == rows:
                 outputs = outputs if live is None else outputs[:live]
             else:
-                outputs = self.rows.cut(outputs)
+                outputs = _cut(outputs, rows, live)
         if counted is not None:
             counted.steps += 1
         return outputs
 
-    def _answer(self, *args: Any, **kwargs: Any) -> Any:
-        """What the stack does: it takes the arguments, and replays its graphs."""
-        self._calls += 1
-        step, clock, call = self._step(), self.clock, self.call
+    return step_of
+
+
+def _answering(graphs: GraphSet[Any], captured: Captured, calls: list[int], *, looks: bool) -> Callable[..., Any]:
+    """What a stack does in a step: it takes the arguments, and replays its graphs. looks: are these looked at before.
+
+    calls: counts how often it is asked.
+    """
+    call: StackCall = captured.step  # type: ignore[assignment] # as StackCapture made it
+    clock, filler, graph, stream = graphs.clock, graphs.filler, captured.graph, graphs.filler.stream
+    note = filler.hosts.note if filler.hosts.possible else None
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        reference = RUNNING.get()
+        step = None if reference is None else reference()
         if step is None:
-            raise ReplayError(_LATE)
+            raise ReplayError("the stack was called after its step had ended")
         leaves, before = call.take(args, kwargs, step), clock.replays
         try:
-            if self.replay is not None:
-                outputs = self.replay()
+            if looks:
+                outputs = graphs.replay(captured, captured.rows)
             else:
-                if self.stream() != clock.stream:
-                    clock.stream = self.follow(clock.stream)
-                self.captured.graph.replay()
+                if stream() != clock.stream:
+                    clock.stream = filler.follow(clock.stream)
+                graph.replay()
                 clock.replays += 1
-                if self.note is not None:
-                    self.note()
-                outputs = self.captured.graph.outputs
+                if note is not None:
+                    note()
+                outputs = graph.outputs
                 # never the graph's own tensor, whose shape a caller might change
-                outputs = outputs.detach() if type(outputs) is torch.Tensor else self.captured.live(None)
+                outputs = outputs.detach() if type(outputs) is torch.Tensor else captured.live(None)
         finally:
             step.shown = None
         if clock.replays != before + 1:
@@ -484,6 +439,24 @@ class StackStep:
                 "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
                 "later graphs read: run that runner before or after this one's step, or eagerly within the break"
             )
-        if call.use.written:
+        if call.written:
             call.give_back(leaves)
         return outputs
+
+    return answer
+
+
+def _cut(outputs: Any, rows: int, live: int | None) -> Any:
+    """The live rows of outputs, all of which must have so many: of tokens, or of requests where all are live."""
+    by_request = "requests", "TOKENS, if its rows are tokens"
+    what, otherwise = by_request if live is None else ("tokens of the bucket", "BATCH, if its rows are requests")
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] != rows:
+            raise ReplayError(
+                f"the step returned a tensor of shape {list(tensor.shape)}, expected {rows} rows, the {what}: pass "
+                f"output_rows={otherwise}, or None to get it whole"
+            )
+        return tensor[:live]
+
+    return map_tensors(outputs, cut)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import attrs
 import torch
 from torch import fx
 
@@ -20,41 +19,12 @@ from ...dataflow.errors import CaptureError
 from ..config import is_collection, refuse
 from ..outputs import map_tensors
 from .replay import broken
-from .watch import operator_name
 
 Operator = str | Callable[..., Any]
 _PLACE: Final = re.compile(r'File "([^"]+)", line (\d+)')
 _OWN: Final = str(Path(__file__).parents[1])
 _SHOWN: Final = 12
 """Operators that an error lists."""
-
-
-class _BreakModule(torch.nn.Module):
-    """A part of a traced step that runs between graphs."""
-
-    def __init__(self, name: str, part: torch.nn.Module) -> None:
-        super().__init__()
-        self._run = broken(name, part.forward)
-
-    def forward(self, *args: Any) -> Any:
-        """Run it as it is."""
-        return self._run(*args)
-
-
-@attrs.define(eq=False)
-class _Traced:
-    """What the tracer made of a step, and what one call of it was given and returned."""
-
-    module: fx.GraphModule
-    given: tuple[Any, ...] = ()
-    returned: Sequence[Any] = ()
-
-    def __call__(self, *given: Any) -> Any:
-        """Run the parts, and note."""
-        self.given = given
-        outputs = self.module(*given)
-        self.returned = outputs if isinstance(outputs, list | tuple) else (outputs,)
-        return outputs
 
 
 class Splitter:
@@ -64,22 +34,21 @@ class Splitter:
         if not is_collection(operators) or not operators:
             refuse("splits", "names of the operators to cut at, at least one, in a list or tuple", operators)
         self.names = frozenset(_name_of(operator) for operator in operators)
-        self._last: _Traced | None = None
-        self._compiled: dict[tuple[int, int], tuple[Callable[..., Any], Any]] = {}
+        self._compiled: Callable[..., Any] | None = None
+        self._runs: list[tuple[fx.GraphModule, tuple[Any, ...], Sequence[Any]]] = []
 
     def __call__(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
-        """The parts of `run` on these arguments, as a call that gives what `run` gives.
+        """The parts of `run`, always the same function, on these arguments, as a call that gives what it gives.
 
         Runs it once. CaptureError where it cannot be traced whole, or calls none of the operators.
         """
-        same = _identity(run)
-        if same not in self._compiled:
-            self._compiled[same] = (self._compile(run), run)
-        self._last = None
+        if self._compiled is None:
+            self._compiled = self._compile(run)
+        self._runs.clear()
         try:
             with warnings.catch_warnings(), _floats_are_values():
                 warnings.simplefilter("ignore")  # the tracer's own remarks
-                outputs = self._compiled[same][0](*args, **kwargs)
+                outputs = self._compiled(*args, **kwargs)
         except CaptureError:
             raise
         except Exception as error:
@@ -87,9 +56,16 @@ class Splitter:
             if isinstance(inner, CaptureError):
                 raise inner from None
             raise CaptureError(f"the step could not be traced whole: {_told(error)}") from error
-        if self._last is None:
+        if not self._runs:
             raise CaptureError("the step could not be traced: it calls no operator of torch")
-        return _call_of(self._last, outputs)
+        module, given, returned = self._runs[-1]
+        known = {id(value): place for place, value in enumerate(returned)}
+
+        def call() -> Any:
+            made = _several(module(*given))
+            return map_tensors(outputs, lambda tensor: made[known[id(tensor)]] if id(tensor) in known else tensor)
+
+        return call
 
     def _compile(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def entry(*args: Any, **kwargs: Any) -> Any:
@@ -102,11 +78,12 @@ class Splitter:
 
     def _receive(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         """What torch.compile hands over, cut."""
-        traced = _Traced(self._cut(module))
+        cut = self._cut(module)
 
         def run(*given: Any) -> Any:
-            self._last = traced
-            return traced(*given)
+            outputs = cut(*given)
+            self._runs.append((cut, given, _several(outputs)))
+            return outputs
 
         return run
 
@@ -117,7 +94,7 @@ class Splitter:
         for node in module.graph.nodes:
             if node.op in {"placeholder", "output"}:
                 continue
-            name = _operator_of(node)
+            name = operator_name(node.target) if node.op == "call_function" else str(node.target)
             seen.append(name)
             if name in self.names:
                 parts[node], breaks[at + 1] = at + 1, name
@@ -131,9 +108,15 @@ class Splitter:
         from torch.fx.passes.split_module import split_module  # noqa: PLC0415 - a tenth of the package's own import
 
         cut = split_module(module, None, parts.__getitem__, keep_original_order=True)  # type: ignore[arg-type]
-        for part, name in breaks.items():
-            setattr(cut, f"submod_{part}", _BreakModule(name, getattr(cut, f"submod_{part}")))
+        for number, name in breaks.items():
+            part = getattr(cut, f"submod_{number}")
+            _ = part.code  # has torch make its forward, which it puts off
+            part.forward = broken(name, part.forward)
         return cut
+
+
+def _several(outputs: Any) -> Sequence[Any]:
+    return outputs if isinstance(outputs, list | tuple) else (outputs,)
 
 
 def _floats_are_values() -> Any:
@@ -143,38 +126,22 @@ def _floats_are_values() -> Any:
     return torch._dynamo.config.patch(specialize_float=True)  # noqa: SLF001 - where torch documents it
 
 
-def _call_of(traced: _Traced, outputs: Any) -> Callable[[], Any]:
-    """A call of the parts on the arguments of the last one, with its outputs in the structure of `outputs`."""
-    module, given = traced.module, traced.given
-    known = {id(value): place for place, value in enumerate(traced.returned)}
-
-    def call() -> Any:
-        made = module(*given)
-        made = made if isinstance(made, list | tuple) else (made,)
-        return map_tensors(outputs, lambda tensor: made[known[id(tensor)]] if id(tensor) in known else tensor)
-
-    return call
-
-
-def _identity(run: Callable[..., Any]) -> tuple[int, int]:
-    """What tells one function from another: a method is a new object each time that it is asked for."""
-    return id(getattr(run, "__self__", run)), id(getattr(run, "__func__", run))
-
-
 def _name_of(operator: Operator) -> str:
     if isinstance(operator, str):
         return operator
-    for attribute in ("_qualname", "_qualified_op_name"):  # of a custom operator, and of one in torch.ops
-        name = getattr(operator, attribute, None)
-        if isinstance(name, str):
-            return name
     if not callable(operator):
         refuse("splits", "an operator's name, or the operator", operator)
-    return operator_name(operator)
+    name = getattr(operator, "_qualname", None)  # of a custom operator
+    return name if isinstance(name, str) else operator_name(operator)
 
 
-def _operator_of(node: fx.Node) -> str:
-    return str(node.target) if node.op != "call_function" else operator_name(node.target)
+def operator_name(target: Any) -> str:
+    """An operator's name, "namespace::operator"; of a function in Python its own."""
+    if isinstance(target, torch._ops.OpOverload):  # noqa: SLF001 - no public name
+        return str(target._schema.name).split(".")[0]  # noqa: SLF001 - likewise
+    if isinstance(target, torch._ops.OpOverloadPacket):  # noqa: SLF001 - likewise
+        return target._qualified_op_name  # noqa: SLF001 - likewise
+    return str(getattr(target, "__name__", target))
 
 
 def _listed(names: Collection[str]) -> str:

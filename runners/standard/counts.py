@@ -1,13 +1,64 @@
-"""Computed counts: how a step's tokens are spread over ranks, and the functions of the counts that follow from it."""
+"""What standard declarations are made of: axes of a model's sizes, its dtype, and counts of a step's tokens by rank."""
+
+import types
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import attrs
 import torch
 
 from ...dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Step
-from ...dataflow.errors import ComputeError, ConfigError
+from ...dataflow.capabilities import Role, dtype_text
+from ...dataflow.errors import ComputeError, ConfigError, DeclarationError
+from ...dataflow.inputs import Inputs
+from ...dataflow.slots import slot
 from ...dataflow.sources import look_up
 from ..ranks.group import Ranks
-from .axes import DP
+
+HIDDEN: Final = Axis("HIDDEN", fixed=True)
+"""Elements of one token's hidden state."""
+VOCAB: Final = Axis("VOCAB", fixed=True)
+"""Tokens that the model knows: elements of one row of logits."""
+CONTEXT: Final = Axis("CONTEXT", fixed=True)
+"""The most tokens that one request may come to, prompt and answer together."""
+FILL: Final = Axis("FILL", fixed=True)
+"""Cached tokens of each request that a tree mask has room for: the backend's fill value, or up to CONTEXT."""
+TOPK: Final = Axis("TOPK", fixed=True)
+"""Branches of a draft tree: a draft step's tokens a request."""
+STEPS: Final = Axis("STEPS", fixed=True)
+"""Draft steps in one graph."""
+FRONT: Final = Axis("FRONT", fixed=True)
+"""Tokens of a request that stand before its drafts in a multi-layer draft-extend."""
+INDEX_TOPK: Final = Axis("INDEX_TOPK", fixed=True)
+"""Cached tokens that sparse attention chooses for each token."""
+DP: Final = Axis("DP", fixed=True)
+"""Data-parallel ranks whose token counts are kept apart; 1 where one count serves all."""
+V = TypeVar("V", bound=Inputs)
+MODEL_DTYPE: Final = Role("model_dtype", torch.bfloat16)
+"""What the model computes in: bfloat16 unless `model_dtype` says otherwise."""
+
+
+def model_dtype(dtype: torch.dtype) -> Callable[[type[V]], type[V]]:
+    """Decorate a declaration: each slot of the model's dtype has this one, inherited slots, too.
+
+    Raises DeclarationError where no slot has the model's dtype, or where a slot's values do not fit.
+    """
+
+    def settle(inputs: type[V]) -> type[V]:
+        slots, fields = inputs.slotgraph.slots, attrs.fields(inputs)  # type: ignore[arg-type] # made one in place
+        own = [one for one in fields if one.name in slots and slots[one.name].dtype == MODEL_DTYPE]
+        if not own:
+            raise DeclarationError(
+                f"{inputs.__name__}: no slot has the model's dtype: leave out model_dtype({dtype_text(dtype)})"
+            )
+        body: dict[str, Any] = {name: getattr(inputs, name) for name in ("__module__", "__qualname__", "__doc__")}
+        body["__annotations__"] = {one.name: one.type for one in own}
+        for one in own:
+            body[one.name] = slot(attrs.evolve(slots[one.name], dtype=dtype), init=one.init, default=one.default)
+        made: type[V] = types.new_class(inputs.__name__, (inputs,), {}, lambda namespace: namespace.update(body))
+        return made
+
+    return settle
 
 
 @attrs.frozen(kw_only=True)

@@ -67,7 +67,6 @@ def test_capabilities(backend: Backend) -> None:
     assert CACHE_LOC.on(record) in CACHE_LOC.accepts
     assert SEQ_LEN_FILL.on(record) in {0, 1}
     assert record.foreach_chunk >= 0
-    assert record.capture_copies <= {"device", "pinned", "pageable"}
     assert record.graphs_hint is None or record.graphs_hint > 0
     assert len(set(record.lowerings)) == len(record.lowerings)
     assert {"slot_by_slot"} <= set(record.lowerings) <= set(LADDER)

@@ -57,4 +57,4 @@ def test_read(benchmark: BenchmarkFixture, backend_name: str, row: str) -> None:
     for live in range(1, LIVE):
         for number in range(3):
             runner(drawn(live, number))
-    benchmark(runner.stats if row == "stats" else lambda: exposition(runner))
+    benchmark(runner.stats if row == "stats" else lambda: exposition(mine=runner))

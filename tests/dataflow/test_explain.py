@@ -144,19 +144,6 @@ def test_absent_slots_and_slots_in_place() -> None:
     assert {group.how for group in by_slot.copies} == {"single"}
 
 
-def test_host_data() -> None:
-    """Where the device packs uploads, the plan of a batch with host data says what rides; elsewhere it is the same."""
-    plans = [
-        explain_declaration(Explained.slotgraph, capabilities, "some", SIZES, hosted=["input_ids"]).plan
-        for capabilities in (Capabilities(packed_uploads=True), Capabilities())
-    ]
-    assert plans[0] is not None
-    assert "input_ids" in plans[0].packed
-    assert plans[1] == explain_declaration(Explained.slotgraph, Capabilities(), "some", SIZES).plan
-    with pytest.raises(ConfigError, match="a batch cannot bring host data for 'count': it is no slot that is copied"):
-        explain_declaration(Explained.slotgraph, Capabilities(), "some", SIZES, hosted=["count"])
-
-
 def test_without_sizes_the_declaration_alone() -> None:
     """No sizes, no plan and no bytes; all that is declared is there all the same."""
     found = explained({})

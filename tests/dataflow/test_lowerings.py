@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -331,17 +330,6 @@ def small(lowering: Lowering = "in_graph") -> tuple[Bucket, Kernel]:
 def contents(bucket: Bucket) -> list[Any]:
     """What the buffers hold."""
     return [buffer.tensor.tolist() for buffer in bucket.buffers]
-
-
-def test_by_hand() -> None:
-    """Three live rows of four, host data but for one, a number computed on the host: values worked out by hand."""
-    fused, kernel = small()
-    weights = torch.tensor([[1, 2], [3, 4], [5, 6.0]])
-    batch = {"rows": [3, 4, 5], "ends": np.array([1, 2, 3], np.int16), "starts": (7, 8, 9), "weights": weights}
-    fused.fill(batch, (3,))
-    kernel()
-    pairs = [[1, 2], [3, 4], [5, 6], [-1.5, -1.5]]
-    assert contents(fused) == [[3, 4, 5, 7], [1, 2, 3, -9], [7, 8, 9, -8], pairs, [103]]
 
 
 def three_rows() -> dict[str, torch.Tensor]:

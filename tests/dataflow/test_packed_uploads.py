@@ -18,7 +18,7 @@ from slotgraph.dataflow.bucket import Bucket, hand_over
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, MissingSourceError
 from slotgraph.dataflow.packet import Feed, Upload
-from slotgraph.dataflow.plan import FEW_NUMBERS, LARGE_BYTES, FillPlan, plan_fill
+from slotgraph.dataflow.plan import FEW_NUMBERS, LARGE_BYTES, FillPlan, Pattern, plan_fill
 from slotgraph.dataflow.ready import most_for_copies
 from slotgraph.dataflow.serial import from_data, to_data
 from tests.strategies import declaration_of, noise, poisoned
@@ -121,7 +121,7 @@ def expected(batch: dict[str, Any], scale: int = 2) -> dict[str, Any]:
 
 def test_plan() -> None:
     """The plan says what rides, and copies it together with what does not; it comes back from JSON as it was."""
-    plan = plan_fill(Small.slotgraph, SIZES, PACKS, hosted=["rows", "lens"])
+    plan = plan_fill(Small.slotgraph, SIZES, PACKS, Pattern(hosted=["rows", "lens"]))
     assert [line for line in plan.lines() if not line.startswith("reset")] == [
         "plan of Small for BATCH=4: 5 copy calls, 148 bytes, foreach",
         "upload  rows, steps, here in one packet",
@@ -139,7 +139,7 @@ def test_plan() -> None:
 def test_plan_of_large_slots() -> None:
     """What is too large for the packet goes by itself; other lowerings and other devices have no packet to plan."""
     large = {BATCH: LARGE_BYTES // 8}
-    plan = plan_fill(Small.slotgraph, large, PACKS, hosted=["rows", "places"])
+    plan = plan_fill(Small.slotgraph, large, PACKS, Pattern(hosted=["rows", "places"]))
     assert (plan.packed, plan.moved) == (("places", "here"), ("rows", "steps"))
     assert [line for line in plan.lines() if line.startswith("upload")] == [
         "upload  places, here in one packet",
@@ -147,14 +147,16 @@ def test_plan_of_large_slots() -> None:
         "upload  steps by itself",
     ]
     others = [
-        plan_fill(Small.slotgraph, large, PACKS, hosted=["rows"], lowering="slot_by_slot"),
-        plan_fill(Small.slotgraph, large, PACKS, hosted=["rows"], lowering="in_graph"),
-        plan_fill(Small.slotgraph, large, Capabilities(), hosted=["rows"]),
+        plan_fill(Small.slotgraph, large, PACKS, Pattern(hosted=["rows"]), lowering="slot_by_slot"),
+        plan_fill(Small.slotgraph, large, PACKS, Pattern(hosted=["rows"]), lowering="in_graph"),
+        plan_fill(Small.slotgraph, large, Capabilities(), Pattern(hosted=["rows"])),
     ]
     assert [(other.packed, other.moved) for other in others] == [((), ())] * 3
     more = copied(BATCH, dtype=torch.int64, pad=0, default=None)
     maybe = declaration_of({"rows": copied(BATCH, dtype=torch.int64, pad=0), "more": more}).slotgraph
-    plan = plan_fill(maybe, SIZES, PACKS, absent=["more"], hosted=["rows", "more"])  # which a batch may come without
+    plan = plan_fill(
+        maybe, SIZES, PACKS, Pattern(absent=["more"], hosted=["rows", "more"])
+    )  # which a batch may come without
     assert (plan.absent, plan.packed, plan.moved) == (("more",), ("rows",), ())
 
 
@@ -322,17 +324,6 @@ def test_devices_without_a_packet() -> None:
         bucket = Bucket(Small.slotgraph, SIZES, PACKS, poisoned(Small, PACKS, SIZES, 5), feed=feed)
         with pytest.raises(why):
             bucket.fill(batch, (3,))
-
-
-def test_a_packet_is_made_when_the_host_brings_something() -> None:
-    """Who brings tensors on the device, and computes nothing on the host, never has a packet."""
-    plain = declaration_of({"rows": copied(BATCH, dtype=torch.int64, pad=0)})
-    rig = Rig(plain)
-    rig.bucket.fill({"rows": torch.tensor([1, 2, 3])}, (3,))
-    assert rig.feed.nbytes == 0
-    rig.bucket.fill({"rows": [4, 5]}, (2,))
-    assert rig.contents() == {"rows": [4, 5, 0, 0]}
-    assert rig.feed.nbytes == rig.upload.packet.nbytes == 64
 
 
 def counts(number: int) -> dict[str, Any]:

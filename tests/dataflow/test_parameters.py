@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, computed, copied
-from slotgraph.dataflow.errors import DeclarationError
-from slotgraph.dataflow.slots import Constant, Copied, HostParameter
+from slotgraph.dataflow.slots import Constant, HostParameter
 from slotgraph.extend import HOST, host_parameter, side, slot
 
 CONTEXT = Axis("CONTEXT", fixed=True)
@@ -44,22 +43,6 @@ def test_by_argument() -> None:
     assert carried.parameters == {}
 
 
-def test_a_host_slot_like_any() -> None:
-    """A parameter is a copied slot on the host: source, tail, limit, dtypes and all."""
-    kind = Parameters.slotgraph.slots["kv_lens"]
-    assert isinstance(kind, Copied)
-    assert (kind.kind, kind.placement, kind.argument) == ("parameter", HOST, "actual_seq_lengths_kv")
-    plain = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, source="lens", placement=HOST, limit=CONTEXT)
-    other = plain.metadata["slotgraph.slot"]
-    told = ("shape", "dtype", "placement", "pad", "source", "limit", "starts", "converts", "optional")
-    assert all(getattr(kind, name) == getattr(other, name) for name in told)
-    assert [name for name, one in Parameters.slotgraph.slots.items() if one.is_parameter] == [
-        "kv_lens",
-        "context_lens",
-        "actual_seq_lengths",
-    ]
-
-
 def test_placement_cannot_be_said() -> None:
     """A parameter is on the host, whoever makes it."""
     make: Any = HostParameter
@@ -89,19 +72,3 @@ def test_roles_and_constants() -> None:
         )
 
     assert Odd.slotgraph.parameters == {"where": "where", "lens": "four"}
-
-
-def test_settings_are_asked_for() -> None:
-    """A parameter that exists by configuration needs the setting as any slot does."""
-    with pytest.raises(DeclarationError, match="slot 'context_lens' exists when 'paged' is set"):
-        Parameters.slotgraph.under({})
-
-
-def test_as_a_batch() -> None:
-    """The constructor asks for a parameter as for any copied slot, and not for a computed one."""
-    ids = torch.arange(3)
-    made = Parameters(input_ids=ids, kv_lens=ids.int(), seq_lens_cpu=ids.int())
-    assert made.context_lens is None
-    make: Any = Parameters
-    with pytest.raises(TypeError, match="kv_lens"):
-        make(input_ids=ids, seq_lens_cpu=ids.int())

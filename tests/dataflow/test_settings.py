@@ -16,7 +16,6 @@ from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.declaration import Declaration
 from slotgraph.dataflow.errors import DeclarationError
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.dataflow.plan import plan_fill
 from slotgraph.dataflow.sources import look_up
 from slotgraph.dataflow.views import Views
 from slotgraph.extend import HOST
@@ -117,19 +116,6 @@ def test_every_way_to_fill_knows_them(*, ranks: Ranks, shape: Any, rows: int, to
     for ready in (exact.fill(batch, sizes), hand_over(exact, batch, sizes)):
         ready.compute_on_device()
         assert shown(ready.views) == right_views(batch, ranks, live)
-
-
-def test_plan() -> None:
-    """The plan says who asks for settings, and where; it is the same for all settings."""
-    plan = plan_fill(Ranked.slotgraph, CAPACITY, Capabilities())
-    assert plan == plan_fill(Ranked.slotgraph.under(Ranks(1, (2, 3, 4))), CAPACITY, Capabilities())
-    assert {step.slot: (step.needs, step.on) for step in plan.computed} == {
-        "of_rank": (("step", "settings"), "host"),
-        "here": (("settings",), "host"),
-        "moved": (("ids", "settings"), "device"),
-        "wide": (("settings", "lens", "out"), "device"),
-        "after": (("moved", "of_rank"), "device"),
-    }
 
 
 def test_missing_settings_are_refused_when_a_runner_is_made() -> None:

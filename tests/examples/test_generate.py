@@ -5,7 +5,6 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -158,16 +157,6 @@ def test_checkpoints(generate: Generate, checkpoint: Path, prompts: str) -> None
     assert (status, report["texts"][0]["prompt_tokens"]) == (0, 2)  # "Hi", "!"
 
 
-def test_given_tolerance_decides(generate: Generate, prompts: str) -> None:
-    """`--tolerance` stands for what would have been measured, in every precision."""
-    argv = ("--prompts", prompts, "--max-new-tokens", "4", "--tolerance")
-    status, report, _ = generate("--dtype", "bfloat16", *argv, "1.5")
-    assert (status, report["comparison"]["bounds"]["logits"], report["comparison"]["bounds"]["tie"]) == (0, 1.5, 3.0)
-    status, report, out = generate("--dtype", "bfloat16", *argv, "0.00001")
-    assert (status, report["comparison"]["difference"]["near_tie"]) == (1, False)
-    assert "by other logits" in out
-
-
 @pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
 def test_as_on_a_device(generate: Generate, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device every bucket is timed, with the host waiting for each step and without, and torch.compile too."""
@@ -182,19 +171,6 @@ def test_as_on_a_device(generate: Generate, backend: str, monkeypatch: pytest.Mo
     ]
     assert [one["compiled"] is not None for one in times] == [False] * 4 + [True] * 2
     assert 'torch.compile(mode="reduce-overhead")' in " ".join(out.split())
-
-
-def test_failure_to_compile_is_told(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where torch cannot compile, one line says why, and the demo passes."""
-
-    def refuse(*_: Any, **__: Any) -> Callable[..., Any]:
-        raise RuntimeError("\n  no compiler was found\nand more lines")
-
-    monkeypatch.setattr(torch, "compile", refuse)
-    status, report, out = generate(*SHORT, "--compare")
-    assert (status, report["measured"]["times"][0]["compiled"]) == (0, None)
-    assert report["measured"]["note"] == "torch.compile was not timed: RuntimeError: no compiler was found"
-    assert "no compiler was found." in " ".join(out.split())
 
 
 def shifted(batch: Any) -> Any:
@@ -278,17 +254,6 @@ def test_bad_options_say_what_to_change(
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n  \n"))
     assert module("serving.program").main(argv) == 2
     assert message in capsys.readouterr().err
-
-
-def test_misspelt_options_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    """The command line refuses what it cannot read with the usual status, and explains itself."""
-    wrong = ("--buckets 0", "--max-batch -1", "--dtype int8", "--rounds -1", "--prefill sideways", "--unheard-of")
-    for text in (*wrong, "--help"):
-        with pytest.raises(SystemExit) as leave:
-            module("serving.options").parse(text.split())
-        assert leave.value.code == 2 * (text != "--help")
-    out = capsys.readouterr().out
-    assert all(words in out for words in ("exit status", "--model FOLDER", "--no-compare", "--rounds N"))
 
 
 def test_other_families_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

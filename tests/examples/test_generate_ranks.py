@@ -17,8 +17,8 @@ pytest.importorskip("transformers", reason=NEEDS)
 
 PATIENCE = 600
 """Seconds after which a launch has failed, that no test ever waits for a rank in vain."""
-SHORT = ("--max-new-tokens", "12", "--max-prefill-tokens", "64", "--max-batch", "3", "--rounds", "0")
-FEW = ("--max-new-tokens", "6", "--arrival-gap", "0", "--prefill", "eager", "--rounds", "0")
+SHORT = ("--max-new-tokens", "5", "--max-prefill-tokens", "64", "--max-batch", "2", "--rounds", "0")
+FEW = ("--max-new-tokens", "4", "--arrival-gap", "0", "--prefill", "eager", "--rounds", "0")
 ODD = {
     "vocab_size": 301,  # no two ranks can share these out
     "hidden_size": 64,
@@ -53,15 +53,7 @@ def launch(*command: str) -> "subprocess.CompletedProcess[str]":
 def lines(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A file of prompts, an odd number of them."""
     file: Path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
-    file.write_text("\n".join([*PROMPTS, "0 1 1 2 3 5 8 13", "a"]), encoding="utf-8")
-    return str(file)
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The first two of them."""
-    file: Path = tmp_path_factory.mktemp("prompts") / "two.txt"
-    file.write_text("\n".join(PROMPTS[:2]), encoding="utf-8")
+    file.write_text("\n".join(PROMPTS), encoding="utf-8")
     return str(file)
 
 
@@ -87,10 +79,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def several(tmp_path_factory: pytest.TempPathFactory, two: str, checkpoint: str) -> dict[str, Any]:
+def several(tmp_path_factory: pytest.TempPathFactory, lines: str, checkpoint: str) -> dict[str, Any]:
     """Reports of several runs, in the same two processes one after another."""
     folder = tmp_path_factory.mktemp("reports")
     cases = {
+        "dp": (["--dp", "2", *SHORT], ""),
+        "pp": (["--pp", "2", *SHORT], ""),
         "replayed": (["--tp", "2", "--backend", "cpu"], ""),
         "checkpoint": (["--tp", "2", "--model", checkpoint, "--prefill", "breakable", "--rounds", "2"], ""),
         "bfloat16": (["--tp", "2", "--dtype", "bfloat16"], ""),
@@ -101,7 +95,8 @@ def several(tmp_path_factory: pytest.TempPathFactory, two: str, checkpoint: str)
         "traced": (["--pp", "2", "--prefill", "piecewise"], ""),
     }
     runs = [
-        (["--prompts", two, *FEW, *argv, "--json", str(folder / name)], plant) for name, (argv, plant) in cases.items()
+        (["--prompts", lines, *([] if name in ("dp", "pp") else FEW), *argv, "--json", str(folder / name)], plant)
+        for name, (argv, plant) in cases.items()
     ]
     done = launch(str(Path(__file__).with_name("several_runs.py")), json.dumps(runs))
     assert done.returncode == 0, done.stderr
@@ -113,52 +108,53 @@ def texts_of(report: Any) -> list[list[int]]:
     return [text["tokens"] for text in report["texts"]]
 
 
-def reported(file: Path, *arguments: str) -> tuple[Any, str]:
-    """The report of the program over two processes, which goes to a file, and all that it prints."""
-    done = launch(str(FOLDER), *arguments, "--json", str(file))
+def test_torchrun(tmp_path: Path, lines: str, single: Result) -> None:
+    """`torchrun docs/examples/generate --tp 2`: each rank has half of the heads, and all is said once."""
+    file = tmp_path / "report.json"
+    done = launch(str(FOLDER), "--tp", "2", "--prompts", lines, *SHORT, "--json", str(file))
     assert done.returncode == 0, done.stderr
-    return json.loads(file.read_text(encoding="utf-8")), done.stdout
+    report, said = json.loads(file.read_text(encoding="utf-8")), " ".join(done.stdout.split())
+    check_shared(report, single[1], "tp", [3, 3])
+    assert said.count("2, tensor parallel") == said.count("decode steps by bucket") == 1
+    assert (report["ranks"]["alone"]["difference"], report["ranks"]["alone"]["apart"]) == (None, 0)
+    assert "beside the same ranks, eagerly: equal to generate(): all" in said
+    assert "beside one process: equal" in said
+    assert 2 * report["memory"]["kv_cache"] == single[1]["memory"]["kv_cache"]
 
 
-@pytest.mark.parametrize("way", ["tp", "dp", "pp"])
-def test_two_ranks_make_the_tokens_of_one(tmp_path: Path, lines: str, single: Result, way: str) -> None:
-    """`torchrun docs/examples/generate`: each rank has half of the heads, the prompts or the layers; said once."""
-    report, printed = reported(tmp_path / "report.json", f"--{way}", "2", "--prompts", lines, *SHORT)
-    ranks, alone, said = report["ranks"], single[1], " ".join(printed.split())
-    assert [text["prompt"] for text in report["texts"]] == [text["prompt"] for text in alone["texts"]]
+def check_shared(report: Any, alone: Any, way: str, shares: list[int]) -> None:
+    """Two ranks make the tokens of one process, by as many steps."""
     assert texts_of(report) == texts_of(alone)
     assert (report["backend"], report["comparison"]["difference"]) == ("cpu-capture", None)
-    shares = [3, 2] if way == "dp" else [5, 5]
+    ranks = report["ranks"]
     assert (ranks["way"], ranks["size"], ranks["requests"], ranks["differing"]) == (way, 2, shares, [])
     assert report["counted"] == report["decoded"] == alone["decoded"]
     assert report["prefill"]["tokens"] == alone["prefill"]["tokens"]
-    name = {"tp": "tensor", "dp": "data", "pp": "pipeline"}[way]
-    assert said.count(f"2, {name} parallel") == said.count("decode steps by bucket") == 1
-    if way == "dp":
-        replayed = sum(one["steps"] for one in report["prefill"]["buckets"] + report["buckets"])
-        eager = sum(ranks["forced"].values()) - replayed / 2
-        assert 0 < eager <= report["prefill"]["paths"]["eager"], "both run each step in one way, whoever has prompts"
-        return
-    assert 2 * report["memory"]["kv_cache"] == alone["memory"]["kv_cache"]
-    if way == "tp":
-        assert (ranks["alone"]["difference"], ranks["alone"]["apart"]) == (None, 0)
-        assert "beside the same ranks, eagerly: equal to generate(): all" in said
-        assert "beside one process: equal" in said
-    else:
-        assert report["comparison"] == alone["comparison"], "the same sums in the same order"
-        assert (report["buckets"], report["prefill"]["paths"]) == (alone["buckets"], alone["prefill"]["paths"])
 
 
-def test_other_runs(several: dict[str, Any], generate: Generate, single: Result, checkpoint: str, two: str) -> None:
+def test_two_ranks_make_the_tokens_of_one(several: dict[str, Any], single: Result) -> None:
+    """Each rank has half of the prompts or of the layers."""
+    report, pipeline, alone = several["dp"], several["pp"], single[1]
+    check_shared(report, alone, "dp", [2, 1])
+    check_shared(pipeline, alone, "pp", [3, 3])
+    replayed = sum(one["steps"] for one in report["prefill"]["buckets"] + report["buckets"])
+    eager = sum(report["ranks"]["forced"].values()) - replayed / 2
+    assert 0 < eager <= report["prefill"]["paths"]["eager"], "both run each step in one way, whoever has prompts"
+    assert 2 * pipeline["memory"]["kv_cache"] == alone["memory"]["kv_cache"]
+    assert pipeline["comparison"] == alone["comparison"], "the same sums in the same order"
+    assert (pipeline["buckets"], pipeline["prefill"]["paths"]) == (alone["buckets"], alone["prefill"]["paths"])
+
+
+def test_other_runs(several: dict[str, Any], generate: Generate, single: Result, checkpoint: str, lines: str) -> None:
     """Steps that run again, an odd vocabulary with tied embeddings, traced layers and low precision are right, too."""
-    longer = [text[:6] for text in texts_of(single[1])[:2]]
+    shorter = [text[:4] for text in texts_of(single[1])]
     assert all(several[name]["passed"] for name in ("replayed", "checkpoint", "traced", "bfloat16"))
-    assert texts_of(several["replayed"]) == texts_of(several["traced"]) == longer
+    assert texts_of(several["replayed"]) == texts_of(several["traced"]) == shorter
     assert several["traced"]["prefill"]["paths"] == {"piecewise": 1}
-    alone = generate("--model", checkpoint, "--prompts", two, *FEW)[1]
+    alone = generate("--model", checkpoint, "--prompts", lines, *FEW)[1]
     assert texts_of(several["checkpoint"]) == texts_of(alone)
     [times] = several["checkpoint"]["measured"]["times"]  # how many steps are timed is the same in all ranks
-    assert (times["live"], times["bucket"], times["compiled"]) == (2, 2, None)
+    assert (times["live"], times["bucket"], times["compiled"]) == (3, 4, None)
     ranks = several["bfloat16"]["ranks"]["alone"]
     assert ranks["largest"] <= ranks["bounds"]["logits"]
 
@@ -169,7 +165,7 @@ def test_bugs_are_found(several: dict[str, Any]) -> None:
     assert several["shifted"]["comparison"]["difference"] is not None
     assert several["forgotten"]["comparison"]["difference"] is None
     assert several["forgotten"]["ranks"]["alone"]["difference"] is not None
-    assert (several["apart"]["comparison"]["apart"], several["apart"]["ranks"]["requests"]) == (2, [1, 1])
+    assert (several["apart"]["comparison"]["apart"], several["apart"]["ranks"]["requests"]) == (3, [2, 1])
 
 
 @pytest.mark.parametrize(

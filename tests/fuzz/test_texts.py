@@ -23,7 +23,7 @@ PLAN = FillPlan(
     declaration="Decode",
     sizes=(("BATCH", 8),),
     absent=("positions",),
-    tails=(TailReset("seq_lens", (0,), 1, always=False),),
+    tails=(TailReset("seq_lens", 1, always=False),),
     copies=(CopyGroup(("input_ids",), torch.int64, torch.int64, "device", "foreach"),),
     computed=(ComputeStep("count", "live_tokens", ("step",), "host"),),
     nbytes=4096,

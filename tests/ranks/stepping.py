@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, computed, copied
 from slotgraph.runners.ranks.group import Ranks
-from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.standard.counts import DP
 
 BUCKETS = (2, 4, 8)
 

@@ -7,13 +7,11 @@ from typing import Any, Final
 import pytest
 import torch
 
-from slotgraph import DecodeRunner, EagerRunner, computed, standard
+from slotgraph import DecodeRunner, computed
 from slotgraph.dataflow.errors import BatchError, ConfigError, RankError
-from slotgraph.runners.standard.axes import DP
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import Counted, Kept, runner_on, soon
-from tests.runners import prefilled
 
 THOROUGH: Final = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
 
@@ -124,48 +122,6 @@ def test_another_batch_than_was_agreed_on(two: Processes) -> None:
     assert second.startswith(told)
 
 
-class Prefills(prefilled.Prefill, standard.DataParallelAgreed, standard.ExpertParallelSharded):
-    """Tokens of several requests, in pieces, counted."""
-
-
-PREFILLS: Final[tuple[list[int], ...]] = ([4], [2, 4, 2], [], [16], [9, 9], [1] * 6, [2])
-
-
-def prefills(rank: int, kind: str) -> list[tuple[bool, str, int | None]]:
-    """Two batches of two ranks each, whose outputs are held to an eager runner on this rank alone."""
-    models = [prefilled.Model(named=kind == "piecewise") for _ in range(2)]
-    options: dict[str, Any] = {"inputs": Prefills, "sizes": {DP: 2}, "ranks": soon(shards=2)}
-    runner: Any = prefilled.runner_of(kind, models[0], "cpu", **options)
-    runner.capture()
-    twin, found = EagerRunner(prefilled.Prefill, models[1], backend="cpu"), list[tuple[bool, str, int | None]]()
-    for number, _ in enumerate(PREFILLS):
-        brought = [PREFILLS[(number + 3 * place) % len(PREFILLS)] for place in range(2)]
-        tokens, own = [sum(one) for one in brought], brought[rank // 2]
-        batch = prefilled.batch_of(own, number, "cpu")
-        prefilled.poison(runner)
-        view = runner.fill(batch)
-        chunk = view.input_ids.shape[0] // 2
-        part = range(chunk * (rank % 2), chunk * (rank % 2 + 1))
-        right = view.global_num_tokens.tolist() == view.global_num_tokens_for_logprob.tolist() == tokens
-        if runner.agreed.bucket is not None:
-            right &= view.num_token_non_padded.tolist() == [sum(row < sum(own) for row in part)]
-        right &= torch.equal(runner.replay(view), twin(batch))
-        found.append((right, runner.agreed.path, runner.agreed.bucket))
-    return found
-
-
-@pytest.mark.parametrize("kind", prefilled.KINDS)
-def test_prefill(four: Processes, kind: str) -> None:
-    """By tokens; a rank whose requests are too many, or too long together, has all run eagerly."""
-    found = four.run(prefills, kind)
-    assert found == [found[0]] * 4
-    for number, (right, path, bucket) in enumerate(found[0]):
-        brought = [PREFILLS[(number + 3 * place) % 7] for place in range(2)]
-        most, over = max(map(sum, brought)), any(len(one) > 5 for one in brought)
-        wanted = None if most > 16 or over else 4 if most <= 4 else 16
-        assert (right, path, bucket) == (True, kind if wanted else "eager", wanted)
-
-
 def test_alone_and_quiet() -> None:
     """A runner without ranks agrees with itself: whatever is asked of ranks does nothing."""
     runner = DecodeRunner(Counted, lambda view: view.ids, buckets=[2], backend="cpu", progress=False)
@@ -175,3 +131,4 @@ def test_alone_and_quiet() -> None:
     assert runner.agreed is None
     assert runner.stats()["ranks"] == {"rank": 0, "size": 1, "quiet": True, "exchanges": 0, "forced": {}}
     assert runner(stepping.batch_of(2, 3)).shape[0] == 2
+    runner.wait()

@@ -13,7 +13,7 @@ from slotgraph import BATCH, DecodeRunner, Step, computed, copied, keep
 from slotgraph.runners.check.checks import CHECKS
 from slotgraph.runners.debug import debugged
 from slotgraph.runners.ranks.group import Ranks
-from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.standard.counts import DP
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import Counted, runner_on, soon, tokens_of_ranks

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from slotgraph import TOKENS, EagerRunner, copied
-from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.standard.counts import DP
 from tests.ranks import stepping
 from tests.ranks.processes import Processes, all_gather, raised, ranks
 from tests.ranks.stepping import Counted, Gathered, runner_on, soon

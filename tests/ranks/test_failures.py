@@ -160,18 +160,6 @@ def test_a_bucket_that_one_cannot_capture(two: Processes) -> None:
     assert "no room for this one" in second[1][4]
 
 
-def behind(rank: int) -> str:
-    """Rank 1 is a bucket list behind."""
-    return raised(stepping.make, rank, buckets=(2, 4) if rank == 1 else stepping.BUCKETS)
-
-
-def test_a_bucket_list_behind(two: Processes) -> None:
-    """It is refused when captures begin, with both lists."""
-    for error in two.run(behind):
-        assert "rank 0 is at DecodeRunner: captures begin, of buckets 2, 4, 8; rank 1 is at" in error
-        assert error.endswith("of buckets 2, 4")
-
-
 def lost(rank: int, stalls: bool) -> list[str]:  # noqa: FBT001 - sent as it is
     """Rank 2 stops after some steps, for good or for long; what the others are told in two steps."""
     stepping.make(rank)
@@ -268,16 +256,6 @@ def test_a_device_that_stands_still(two: Processes, absent: int, warm_up: bool) 
         assert runs == 3
         assert error.startswith(f"RankError: {what}: {why}")
         assert f"these ranks are lost to each other: {what}: {why}" in again
-
-
-def test_waiting_alone() -> None:
-    """Without other ranks it is the device's own wait."""
-    runner = DecodeRunner(Counted, lambda view: view.ids, buckets=[2], backend="cpu", progress=False)
-    runner.capture()
-    batch = stepping.batch_of(2, 3)
-    outputs = runner(batch)
-    runner.wait()
-    assert outputs.tolist() == batch["ids"].tolist()
 
 
 def nonsense(rank: int) -> None:

@@ -7,24 +7,21 @@ import pathlib
 import random
 from typing import Any
 
-import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from slotgraph import TOKENS, BreakableRunner, DecodeRunner, EagerRunner, PrefillRunner, copied
+from slotgraph import TOKENS, DecodeRunner, EagerRunner, copied
 from slotgraph.dataflow.admission import is_in_place
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sources import Side
 from slotgraph.extend import side
-from slotgraph.pool import InputPool
 from slotgraph.runners.hooks import Watcher
 from slotgraph.runners.ranks.pipeline import PipelineStage, proxies_of
 from tests.ranks.processes import Processes, raised, ranks
-from tests.ranks.staged import ALL, CHANGES, ROOM, SIZES, First, Later, Part, batch_of, eager_part, expected, weights
+from tests.ranks.staged import ALL, CHANGES, SIZES, First, Later, Part, batch_of, eager_part, expected, weights
 from tests.runners import prefilled
-from tests.runners.prefilled import HIDDEN, SPLIT, VOCAB, Layers, Prefill
+from tests.runners.prefilled import HIDDEN, VOCAB, Prefill
 
 POISON = 77
 
@@ -198,84 +195,6 @@ class LaterPrefill(Prefill):
     hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0, source=side("pipe.hidden_states"))
 
 
-class Piece(nn.Module):
-    """Inner layers of one stage, with attention and caches of their own."""
-
-    def __init__(self, rank: int, size: int, *, named: bool) -> None:
-        super().__init__()
-        self.rank, self.size = rank, size
-        self.inner = Layers(torch.Generator().manual_seed(rank), named=named)
-
-    def forward(self, view: Any, hidden: torch.Tensor | None = None) -> Any:
-        """Proxies, or logits of the last. hidden: from the piece before, where one process has them all."""
-        if hidden is None:
-            hidden = view.hidden_states if self.rank else self.embedded(view)
-        out: torch.Tensor = self.inner(hidden, view)
-        if self.rank < self.size - 1:
-            return {"hidden_states": out, "nothing": None}
-        return out @ weights(402, HIDDEN, VOCAB)
-
-    def embedded(self, view: Prefill) -> torch.Tensor:
-        """What the first one begins with."""
-        return weights(400, VOCAB, HIDDEN)[view.input_ids] + weights(401, ROOM, HIDDEN)[view.positions]
-
-
-@attrs.frozen(eq=False)
-class Pieces:
-    """Those of both stages in one process."""
-
-    pieces: list[Piece]
-
-    def __call__(self, view: Prefill) -> torch.Tensor:
-        """Logits."""
-        first, last = self.pieces
-        out: torch.Tensor = last(view, first(view)["hidden_states"])
-        return out
-
-
-def prefills(rank: int, kind: str) -> None:
-    """Random prompts, and decode steps by turns; in the same memory where graphs have breaks."""
-    named, pool, draw = kind == "piecewise", InputPool("prefill", "decode"), random.Random(9)  # noqa: S311 - steps
-    of_pool: list[dict[str, Any]] = [
-        {} if named else {"phase": pool[phase], "sharing": True} for phase in ("prefill", "decode")
-    ]
-    inputs: type[Prefill] = LaterPrefill if rank else Prefill
-    made: dict[str, Any] = {"stack": "inner", "buckets": [4, 16], "max_batch": 5, "output_rows": TOKENS}
-    made |= {"backend": "cpu", "progress": False, **of_pool[0]}
-    piece = Piece(rank, 2, named=named)
-    runner: Any = (
-        PrefillRunner(inputs, piece, splits=[SPLIT], **made) if named else BreakableRunner(inputs, piece, **made)
-    )
-    decoder = part_of(rank, 2, **of_pool[1])
-    assert named or pool.seal().saved > 0
-    for one in (runner,) if named else (runner, decoder):
-        one.capture()
-    stage, decode = PipelineStage(runner, proxies="pipe"), PipelineStage(decoder)
-    reference = EagerRunner(Prefill, Pieces([Piece(place, 2, named=named) for place in range(2)]), backend="cpu")
-    seen = Seen(runner, "pipe") if rank else None
-    for step in range(30):
-        if draw.random() < 0.3:
-            check(decode, batch_of(draw.randint(1, 10), step))
-        lengths = [draw.randint(1, 5) for _ in range(draw.randint(1, 5))]
-        batch, tokens = prefilled.batch_of(lengths, step), sum(lengths)
-        if named:
-            poison(runner)
-        check(stage, batch, reference(batch))
-        if seen is not None and tokens <= 16:
-            assert seen.in_place == {"hidden_states": True}
-            graphs, full = runner.graphs, frozenset[str]()
-            padded = graphs.view(graphs.get(4 if tokens <= 4 else 16, full), full)
-            assert not padded.hidden_states[tokens:].any()
-    stage.flush()
-    decode.flush()
-
-
-@pytest.mark.parametrize("kind", prefilled.KINDS)
-def test_prefill(two: Processes, kind: str) -> None:
-    """Graphs in parts, and too large prompts eagerly; padded rows of proxies are 0; two stages a rank."""
-    two.run(prefills, kind)
-
-
 def mismatched(rank: int) -> list[str]:
     """In every second step the first stage sends what the second does not expect; errors of each."""
     part = Part(0, 2)
@@ -433,14 +352,15 @@ NO_PROXIES: tuple[tuple[Any, str], ...] = (
 def refusals(rank: int) -> list[str]:
     """What makes no sense: of the constructor, proxies that are given to a call, and steps that return none."""
     runner, later = eager_part(rank, 2), EagerRunner(LaterPrefill, print, backend="cpu")
-    for made, options, said in (
+    refused: list[tuple[Any, dict[str, Any], str]] = [
         (runner, {"proxies": "a b"}, r"proxies: expected the name"),
         (runner, {"timeout": 0}, r"timeout: expected seconds"),
         (EagerRunner(Whole, print, backend="cpu"), {}, "slot 'hidden' reads argument pp_proxy_tensors: proxies are"),
         (eager_part(0, 2), {}, "stage 1 of 2 has no slot that reads pp_proxy_tensors")
         if rank
         else (later, {"proxies": "pipe"}, "its slots require 'hidden_states' of pipe"),
-    ):
+    ]
+    for made, options, said in refused:
         with pytest.raises(ConfigError, match=said):
             PipelineStage(made, **options)
     outputs, answers = list[Any](), Part(0, 2)

@@ -15,7 +15,7 @@ from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError
 from slotgraph.extend import HOST
 from slotgraph.runners.ranks.group import Ranks
-from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.standard.counts import DP
 from tests.ranks.processes import Processes
 from tests.ranks.stepping import runner_on, soon, tokens_of_ranks
 from tests.strategies import noise

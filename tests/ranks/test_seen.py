@@ -15,7 +15,7 @@ from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.explained.pages import html, printed, tables
 from slotgraph.runners.metrics import exposition
 from slotgraph.runners.ranks.group import Ranks
-from slotgraph.runners.standard.axes import DP
+from slotgraph.runners.standard.counts import DP
 from slotgraph.runners.statistics import Decision
 from tests.ranks import stepping
 from tests.ranks.processes import Processes
@@ -46,7 +46,7 @@ def shown(rank: int) -> Found:
     """Explained before and after some steps, whose metrics and events are kept."""
     ranks = soon()
     runner = runner_of_counts(ranks)
-    before = slotgraph.explain(runner, stepping.batch_of(1 + 2 * rank, rank))
+    before = slotgraph.explain(runner)
     with capture_logs() as events:
         for seed, rows in enumerate(SCHEDULE[:-1]):
             runner(stepping.batch_of(rows[rank], seed))
@@ -69,7 +69,6 @@ def test_explained(found: list[Found]) -> None:
         ranks = one.after.ranks
         assert ranks is not None
         assert (ranks.rank, ranks.size, ranks.on, ranks.equal, ranks.shards) == (rank, 2, "host", False, 1)
-        assert ranks.asked == ("global_num_tokens",)
         reason = "rank 1: 11 rows are more than the largest bucket, 8"
         assert ranks.agreed == Decision("eager", None, "too_large", reason, rank=1)
         forced = one.after.statistics["ranks"]["forced"]
@@ -86,16 +85,13 @@ def said(explanation: RunnerExplanation) -> str:
 
 
 def test_shown(found: list[Found]) -> None:
-    """Tables, page and diagram say the same; of a batch that is asked about, each rank tells its own way."""
-    agreed = "eager, forced by rank 1: rank 1: 11 rows are more than the largest bucket, 8"
-    for rank, one in enumerate(found):
+    """Tables, page and diagram say the same."""
+    agreed = "reason=rank 1: 11 rows are more than the largest bucket, 8, rank=1"
+    for one in found:
         for text in (said(one.after), html(one.after)):
             assert "global_num_tokens" in text
             assert agreed in text
         assert "ranks of the runner" in mermaid(one.after.declaration)
-        assert one.before.asked == Decision("graph", 2 + 2 * rank, "fits", f"bucket {2 + 2 * rank} fits")
-        for text in (said(one.before), html(one.before)):
-            assert "what this rank would do alone" in text
 
 
 def test_quiet_ranks_are_explained(two: Processes) -> None:
@@ -103,8 +99,6 @@ def test_quiet_ranks_are_explained(two: Processes) -> None:
     for one in two.run(quiet):
         assert one.ranks is not None
         assert (one.ranks.on, one.ranks.equal, one.ranks.agreed) == (None, True, None)
-        assert one.asked is not None
-        assert "alone" not in said(one)
 
 
 def quiet(rank: int) -> RunnerExplanation:
@@ -112,8 +106,8 @@ def quiet(rank: int) -> RunnerExplanation:
     del rank
     runner = runner_of_counts(soon(equal=True))
     runner(stepping.batch_of(3, 1))
-    assert "slotgraph_forced_steps_total{" not in exposition(runner)
-    return slotgraph.explain(runner, stepping.batch_of(3, 1))
+    assert "slotgraph_forced_steps_total{" not in exposition(quiet=runner)
+    return slotgraph.explain(runner)
 
 
 def samples(text: str, name: str) -> dict[tuple[str, ...], float]:

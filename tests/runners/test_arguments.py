@@ -12,10 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import slotgraph
 from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
-from slotgraph.config import Buckets
 from slotgraph.dataflow.errors import BatchError, ConfigError, DeclarationError, SlotGraphError
 from slotgraph.dataflow.sources import Source
 from slotgraph.extend import side
@@ -76,7 +74,7 @@ USED: dict[str, set[str]] = {
 }
 
 
-FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "advances", "relations", "absent"}
+FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "relations", "absent"}
 """Arguments that some runners have and others do not."""
 
 
@@ -169,7 +167,6 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "absent": no_list,
     "carry": no_list,
     "chained": no_list,
-    "advances": lambda value: value is None or no_list(value),
     "output_rows": lambda value: value is None or (isinstance(value, Axis) and value in (BATCH, TOKENS)),
     "one_width": lambda value: isinstance(value, bool),
     "phase": lambda value: value is None or value is PHASE,
@@ -289,11 +286,6 @@ def loose(value: Any) -> Any:
 
 
 ELSEWHERE: list[tuple[Callable[[], Any], str]] = [
-    (lambda: loose(Buckets)([]), "option 'buckets': expected a list or tuple of at least one int"),
-    (lambda: loose(Buckets)(3), "option 'buckets': expected a list or tuple of at least one int"),
-    (lambda: loose(Buckets)(["1"]), "option 'buckets': expected a list or tuple of at least one int"),
-    (lambda: loose(Buckets)((2, 2)), "option 'buckets': expected a list or tuple of at least one int"),
-    (lambda: loose(Buckets)((2, 4), "0.5"), "option 'max_waste': expected float between 0 and 1"),
     (lambda: loose(choose)(3), "backend: expected a backend's name"),
     (lambda: loose(InputPool)(3), "phases: expected names"),
     (lambda: loose(InputPool)(["draft"]), "phases: expected names"),
@@ -329,8 +321,6 @@ WAYS: dict[str, Callable[..., Any]] = {
     "call": lambda runner, batch, **beside: runner(batch, **beside),
     "fill": lambda runner, batch, **beside: runner.fill(batch, **beside),
     "decide": lambda runner, batch, **beside: runner.decide(batch, **beside),
-    "explain": slotgraph.explain,
-    "explain nothing": lambda runner, _, **beside: slotgraph.explain(runner, **beside),
     "agree_ahead": lambda runner, batch, **beside: runner.agree_ahead(batch, **beside),
     "idle": lambda runner, _, **beside: runner.idle(**beside),
     "stage": lambda runner, batch, **beside: PipelineStage(runner)(batch, **beside),
@@ -347,8 +337,7 @@ def runners() -> dict[str, Any]:
 @given(name=st.sampled_from([*RUNNERS]), data=st.data())
 def test_an_unknown_side_argument_is_refused(way: str, runners: dict[str, Any], name: str, data: st.DataObject) -> None:
     """It is named with the nearest known one; the view that was filled last is still good, and so are later steps."""
-    most = 4 if name == "MultiLayerDraftExtendRunner" else 6  # its eager steps cannot have more than its buckets
-    runner, requests = runners[name], data.draw(st.integers(1, most))
+    runner, requests = runners[name], data.draw(st.integers(1, 6))
     batch, seed = batch_of(name, requests, requests), data.draw(st.integers(0, 9))
     meant = data.draw(st.sampled_from(["proxies", "window_lens"]))
     place = data.draw(st.integers(0, len(meant) - 1))

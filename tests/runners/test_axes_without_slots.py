@@ -1,12 +1,11 @@
 """Sizes of axes that no slot has: told by a relation or refused, never the bucket's in place of the batch's."""
 
-import functools
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -16,20 +15,16 @@ from slotgraph import (
     Axis,
     BreakableRunner,
     DecodeRunner,
-    EagerRunner,
     Inputs,
-    PrefillRunner,
     Step,
     computed,
     copied,
     errors,
-    standard,
 )
 from slotgraph.backends import Backend
 from slotgraph.extend import DEVICE, HOST
-from slotgraph.speculative import DraftExtendRunner, DraftRunner, MultiLayerDraftExtendRunner
-from slotgraph.testing import assert_fill_equals_oracle
 from tests.packing import NAME, backend_of
+from tests.runners.prefilled import Inner
 from tests.strategies import asked, declaration_of, one_sided
 
 BUCKETS = [2, 5]
@@ -52,7 +47,7 @@ def batch_of(inputs: type[Inputs], live: Sizes, seed: int, device: Any = "cpu") 
     found = {}
     for name, slot in inputs.slotgraph.slots.items():
         if slot.reads(name) is not None:
-            shape = [dim.at(live | {standard.TOPK: 2}) for dim in slot.shape]
+            shape = [dim.at(live) for dim in slot.shape]
             dtype = slot.dtype if isinstance(slot.dtype, torch.dtype) else torch.int64
             found[name] = torch.randint(1, 99, shape, generator=generator).to(device, dtype)
     return found
@@ -72,53 +67,22 @@ def told(inputs: type[Inputs], live: Sizes, padded: Sizes) -> dict[str, list[int
     }
 
 
-def made(kind: str, inputs: type[Inputs], **options: Any) -> Any:
-    """A runner of a kind whose requests have as many tokens each, captured."""
-    runner: Any
-    if kind == "multi layer":  # of two steps, of which the first one's outputs are looked at
-        steps = [lambda view, _: all_asked(view)] * 2
-        runner = MultiLayerDraftExtendRunner(inputs, steps, chained=[], output_rows=None, **options)
-    elif kind == "draft":  # of one step, which calls no model
-        forward: Any = print
-        runner = DraftRunner(inputs, forward, topk=options.pop("width"), steps=1, **options)
-    else:
-        make: Any = {"decode": DecodeRunner, "extend": DraftExtendRunner}[kind]
-        runner = make(inputs, all_asked, output_rows=None, **options)
-    runner.capture()
-    return runner
-
-
-@pytest.mark.parametrize("kind", ["decode", "extend", "multi layer", "draft"])
-@settings(max_examples=settings().max_examples // 5)
+@settings(max_examples=settings().max_examples // 2)
 @given(data=st.data(), width=st.integers(1, 3), packs=st.booleans())
-def test_live_sizes_are_the_batchs(
-    kind: str, backend: Backend, data: st.DataObject, width: int, *, packs: bool
-) -> None:
+def test_live_sizes_are_the_batchs(backend: Backend, data: st.DataObject, width: int, *, packs: bool) -> None:
     """Slots over one of BATCH and TOKENS tell both, in each lowering, in graphs, on the eager path and in parts."""
-    is_draft = kind == "draft"
-    inputs = data.draw(one_sided(BATCH if is_draft else None))
-    if is_draft:
-        width = 2
-
-        class Drafted(inputs):  # type: ignore[valid-type,misc] # as it was drawn
-            """With what a draft begins with."""
-
-            topk_p: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.float32, pad=0)
-            topk_index: torch.Tensor = copied(BATCH, standard.TOPK, dtype=torch.int64, pad=0)
-
-        inputs = Drafted
+    inputs = data.draw(one_sided())
     backend = backend_of(NAME) if packs and backend.name == "cpu-capture" else backend
     lowering = data.draw(st.sampled_from(backend.capabilities.lowerings))
-    runner = made(kind, inputs, backend=backend, width=width, progress=False, lowering=lowering, buckets=BUCKETS)
+    options: dict[str, Any] = {"backend": backend, "width": width, "lowering": lowering, "buckets": BUCKETS}
+    runner = DecodeRunner(inputs, all_asked, output_rows=None, progress=False, **options)
+    runner.capture()
     for requests in data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=6)):
         rows = next((bucket for bucket in BUCKETS if requests <= bucket), requests)  # their own where they run eagerly
         live, padded = sizes_of(requests, width), sizes_of(rows, width)
         batch = batch_of(inputs, live, requests, backend.device)
         assert seen(runner.fill(batch)) == told(inputs, live, padded)
-        if not is_draft:
-            outputs = runner(batch)
-            outputs = outputs[0] if isinstance(outputs, tuple) else outputs
-            assert outputs.tolist() == outputs_of(inputs, live, padded)
+        assert runner(batch).tolist() == outputs_of(inputs, live, padded)
         assert_parts(runner.fill(batch), live, padded, width, data)
 
 
@@ -149,13 +113,6 @@ def assert_parts(view: Any, live: Sizes, padded: Sizes, width: int, data: st.Dat
         view.narrow(BATCH, 0, padded[BATCH] + 1)
 
 
-@settings(max_examples=settings().max_examples // 10, suppress_health_check=[HealthCheck.nested_given])
-@given(inputs=one_sided(), width=st.integers(1, 3))
-def test_the_oracle_of_the_testing_module(inputs: type[Inputs], width: int) -> None:
-    """Each lowering is told what the oracle is told, where a relation tells one axis by another."""
-    assert_fill_equals_oracle(inputs, backend="cpu", relations={TOKENS: BATCH * width}, max_examples=3)
-
-
 def of_issue(axis: Axis, other: Axis, *, live: bool, placement: Any = "device") -> type[Inputs]:
     """A declaration over one axis whose function asks for another."""
 
@@ -177,16 +134,6 @@ SAID = (
 )
 
 
-def test_an_eager_runner_alone_refuses() -> None:
-    """Nothing tells it how requests and tokens go together, so neither size stands in for the other."""
-    pairs = [(BATCH, TOKENS), (TOKENS, BATCH), (BATCH, PAGES)]
-    for (axis, other), live, no_copy in itertools.product(pairs, (True, False), (True, False)):
-        runner = EagerRunner(of_issue(axis, other, live=live), ids_of, backend="cpu", no_copy=no_copy)
-        for rows in (3, 1):
-            with pytest.raises(errors.DeclarationError, match=SAID.format(other, axis)):
-                runner({"ids": torch.arange(1, rows + 1)})
-
-
 @pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
 def test_an_axis_of_nothing_is_refused_at_capture(backend: str) -> None:
     """Of an axis that no slot and no relation has, each lowering says so at capture, before anything is written."""
@@ -205,90 +152,45 @@ def test_an_axis_of_nothing_is_refused_at_capture(backend: str) -> None:
         assert all(torch.equal(before[buffer.name], buffer.tensor) for buffer in eager.graphs.buffers)
 
 
-@torch.library.custom_op("slotgraph_tests::sine", mutates_args=())
-def sine(hidden: torch.Tensor) -> torch.Tensor:
-    """Where a step is cut."""
-    return torch.sin(hidden)
-
-
-@sine.register_fake
-def _(hidden: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(hidden)
-
-
-class Inner(nn.Module):
-    """Two pieces around a sine, where it is cut."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """One row a token."""
-        return torch.add(sine(hidden * 3), 1)
-
-
 class Around(nn.Module):
     """A step around a stack."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Inner()
+        self.inner = Inner(lambda hidden: hidden * 3)
 
     def forward(self, view: Any) -> Any:
         """One row a token."""
         return self.inner(view.ids.double()[:, None])
 
 
-PREFILLS: dict[str, Any] = {
-    "breakable": functools.partial(BreakableRunner, stack="inner"),
-    "piecewise": functools.partial(PrefillRunner, stack="inner", splits=["slotgraph_tests::sine"]),
-}
-
-
-def test_prefill_refuses_requests_that_nothing_tells(cpu: str) -> None:
-    """Tokens tell no number of requests: refused at capture, and on the eager path that such a runner then takes."""
-    for make, live in itertools.product(PREFILLS.values(), (True, False)):
-        options = {"output_rows": TOKENS, "buckets": [4, 8], "max_batch": 3, "backend": cpu}
-        runner = make(of_issue(TOKENS, BATCH, live=live), Around(), **options)
-        with pytest.raises(errors.CaptureError, match=SAID.format("BATCH", "TOKENS")):
-            runner.capture()
-        for tokens in (3, 9):
-            with pytest.raises(errors.DeclarationError, match=SAID.format("BATCH", "TOKENS")):
-                runner({"ids": torch.arange(1, tokens + 1)})
-
-
-@pytest.mark.parametrize("kind", PREFILLS)
 @settings(max_examples=settings().max_examples // 16)
 @given(data=st.data())
-def test_prefill_tells_what_slots_tell(kind: str, data: st.DataObject) -> None:
+def test_prefill_tells_what_slots_tell(data: st.DataObject) -> None:
     """Tokens are the batch's; so are requests where a slot is over them; else nobody may cut a view along them."""
     requested = data.draw(st.booleans())
-    lens = {"lens": copied(BATCH, dtype=torch.int64, pad=0)} if requested else {}
-    inputs = declaration_of(
-        {
-            "ids": copied(TOKENS, dtype=torch.int64, pad=0),
-            **lens,
-            "tokens": computed(_tokens, shape=2, dtype=torch.int64),
-            **({"requests": computed(_requests, shape=2, dtype=torch.int64)} if requested else {}),
-        }
-    )
+    fields: dict[str, Any] = {
+        "ids": copied(TOKENS, dtype=torch.int64, pad=0),
+        "tokens": computed(lambda step: [step.live(TOKENS), step.padded(TOKENS)], shape=2, dtype=torch.int64),
+    }
+    if requested:
+        fields["lens"] = copied(BATCH, dtype=torch.int64, pad=0)
+        fields["requests"] = computed(lambda step: [step.live(BATCH), step.padded(BATCH)], shape=2, dtype=torch.int64)
     lowering = data.draw(st.sampled_from(LOWERINGS))
-    options = {"output_rows": TOKENS, "buckets": [4, 8], "max_batch": 3, "backend": "cpu-capture", "lowering": lowering}
-    runner = PREFILLS[kind](inputs, Around(), **options)
+    options: dict[str, Any] = {"buckets": [4, 8], "max_batch": 3, "backend": "cpu-capture", "stack": "inner"}
+    runner = BreakableRunner(declaration_of(fields), Around(), output_rows=TOKENS, lowering=lowering, **options)
     runner.capture()
     for tokens in data.draw(st.lists(st.integers(1, 10), min_size=1, max_size=4)):
         bucket, requests = (4 if tokens <= 4 else max(8, tokens)), min(tokens, 1 + tokens % 3)
         batch = {"ids": torch.arange(1, tokens + 1), "lens": torch.arange(1, requests + 1)}
-        view = runner.fill(batch)
+        view: Any = runner.fill(batch)
         assert view.tokens.tolist() == [tokens, bucket]
         if requested:
             assert view.requests.tolist() == [requests, 3 if tokens <= 8 else requests]
         else:
             with pytest.raises(errors.BatchError, match="no rows on BATCH, which no slot of Drawn tells"):
                 view.narrow(BATCH, 0, 1, tokens=(0, 1))
-        assert torch.equal(runner(batch)[:, 0], torch.sin(batch["ids"].double() * 3) + 1)
-
-
-def _tokens(step: Step) -> list[int]:
-    return [step.live(TOKENS), step.padded(TOKENS)]
-
-
-def _requests(step: Step) -> list[int]:
-    return [step.live(BATCH), step.padded(BATCH)]
+        assert torch.equal(runner(batch)[:, 0], batch["ids"].double() * 3)
+    refused = BreakableRunner(of_issue(TOKENS, BATCH, live=True), Around(), output_rows=TOKENS, **options)
+    with pytest.raises(errors.CaptureError, match=SAID.format("BATCH", "TOKENS")):
+        refused.capture()

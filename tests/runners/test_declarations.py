@@ -77,18 +77,6 @@ def test_wrong_declaration(name: str) -> None:
     assert_right(EagerRunner(PlainInputs, plain_step, backend="cpu")(batch), batch)
 
 
-def test_a_name_twice_in_one_body() -> None:
-    """The second would silently win."""
-    with pytest.raises((DeclarationErrors, DeclarationError)) as refused:
-
-        class Wrong(Inputs):
-            ids: torch.Tensor = ids_slot()
-            ids: torch.Tensor = ids_slot(1)  # type: ignore[no-redef]  # noqa: PIE794 - the point
-
-    found = getattr(refused.value, "exceptions", (refused.value,))
-    assert "slot 'ids': the class declares it twice: rename one" in str(found[0])
-
-
 def test_tail_that_the_dtype_cannot_hold() -> None:
     """A tail's value, or a constant, that its dtype cannot hold is refused, not rounded, wrapped or truncated."""
     misfits: list[tuple[torch.dtype, Any]] = [

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Inputs, copied, standard
 from slotgraph.backends import Backend, load
-from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
+from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
 from slotgraph.runners.draft import DraftStep
-from slotgraph.runners.eagerly import Eagerly
 from slotgraph.runners.tree import Drafts, top_tokens
 from slotgraph.speculative import DraftRunner
 from tests.runners.models import Batch, same_batch, snapshot
@@ -173,28 +172,6 @@ def test_drafts_are_the_plain_ones(
         assert same_batch(batch, given)
 
 
-def test_positions_are_put_back(backend: "Backend") -> None:
-    """After a replay the slot holds what the batch brought, and its tail is zero; so does the view that was filled."""
-    runner = captured(backend.name, 2, 3)
-    batch = batch_of(3, 2, 3, 1, backend.device)
-    view = runner.fill(batch)
-    seen = view.positions.tolist()
-    assert seen == [*batch["positions"].tolist(), 0, 0]
-    runner.replay(view)
-    assert view.positions.tolist() == seen
-
-
-def test_a_draft_of_one_step(cpu: str) -> None:
-    """One step is the children of the known tokens: the model is not asked at all."""
-    runner = made(cpu, 3, 1)
-    runner.capture()
-    batch = batch_of(3, 3, 1, 5)
-    drafts = runner(batch)
-    assert torch.equal(torch.as_tensor(drafts.tokens), batch["topk_index"])
-    assert torch.equal(torch.as_tensor(drafts.scores), batch["topk_p"])
-    assert bool((drafts.parents == -1).all())
-
-
 def test_a_bare_declaration(cpu: str) -> None:
     """Positions, ids and hidden states are there for those who want them."""
     table = torch.randn(WORDS, WORDS, generator=torch.Generator().manual_seed(1))
@@ -213,43 +190,6 @@ def test_a_bare_declaration(cpu: str) -> None:
             grown = [top_tokens(table[tree.nodes[node].token], 2) for node in tree.frontier]
             tree.grow([one.tolist() for one, _ in grown], [two.tolist() for _, two in grown])
         assert drafts.tokens[row].tolist() == [node.token for node in tree.nodes]
-
-
-def far(batch: Batch, topk: int) -> Batch:
-    """The same batch, but the last request is so long that its second step finds no place in the model's table."""
-    positions = batch["positions"].clone()
-    positions[-topk:] = PLACES - 1
-    return {**batch, "positions": positions}
-
-
-def test_a_replay_that_raises(cpu: str) -> None:
-    """A replay that breaks off in its second step leaves the batch alone, and the next steps are right."""
-    runner = captured(cpu, 2, 3)
-    batch = far(batch_of(3, 2, 3, 2), 2)
-    given = snapshot(batch)
-    with pytest.raises((IndexError, ReplayError), match=r"out of bounds|out of range"):
-        runner(batch)
-    assert same_batch(batch, given)
-    for requests in (1, 4, 2):
-        good = batch_of(requests, 2, 3, requests)
-        view = runner.fill(good)
-        assert view.positions.tolist()[2 * requests :] == [0] * (2 * (runner.decide(good).bucket or 0) - 2 * requests)
-        assert_right(runner.replay(view), good, 2, 3)
-
-
-@pytest.mark.parametrize("no_copy", [False, True])
-def test_an_eager_step_that_raises(cpu: str, *, no_copy: bool) -> None:
-    """Neither a step that breaks off nor one that is done moves the batch's own positions, handed through or copied."""
-    runner = made(cpu, 2, 3)
-    eager = Eagerly(runner.stage, "eager", runner.parts.size, no_copy=no_copy)
-    for batch, raises in ((far(batch_of(3, 2, 3, 2), 2), True), (batch_of(3, 2, 3, 4), False)):
-        given = snapshot(batch)
-        if raises:
-            with pytest.raises(IndexError):
-                eager(batch)
-        else:
-            assert_right(eager(batch), batch, 2, 3)
-        assert same_batch(batch, given)
 
 
 class PlainPositions(BareInputs):
@@ -277,8 +217,8 @@ def test_batches_of_another_shape(cpu: str) -> None:
         runner({**good, "topk_p": torch.rand(2, 3)})
     steps = runner.stats()["steps"]
     other = {**good, "positions": torch.arange(1, 7), "out_cache_loc": torch.arange(1, 19)}
-    for use in (runner.decide, runner.fill, runner):
-        with pytest.raises(BatchError, match=r"3 tokens each, .* for 2 tokens, the only width .*: bring 2 tokens"):
+    for use in (runner.fill, runner):
+        with pytest.raises(BatchError, match=r"slot 'positions': expected int64 of shape \[4\]"):
             use(other)
     assert runner.stats()["steps"] == steps
     assert_right(runner(good), good, 2, 3)
@@ -289,34 +229,28 @@ class Mrope(standard.DraftMrope, standard.DraftInputs):
 
 
 def test_positions_of_three_parts(backend: "Backend") -> None:
-    """All parts are one more in each step, as if the model counted itself, and as before at its end."""
-    device = backend.device
+    """All parts are one more in each step, and as before at its end."""
+    device, seen = backend.device, list[torch.Tensor]()
+    table = torch.cat([TABLE, TABLE], 1).to(device)
 
     def forward(view: Any, step: DraftStep) -> tuple[torch.Tensor, None]:
         """What hangs on all parts."""
-        places = view.mrope_positions + (step.index if counts else 0)
-        return (placed[places].sum(0)[:, None] * table + ids[step.input_ids]).double(), None
+        seen.append(view.mrope_positions.clone())
+        return (table[step.input_ids] * view.mrope_positions.sum(0)[:, None]).double(), None
 
-    tables = (PLACED[:, 0], TABLE[:1].repeat(1, 2), torch.cat([TABLE, TABLE], 1))
-    placed, table, ids = (tensor.to(device) for tensor in tables)
-    found = []
-    for counts in (False, True):
-        advances = ("positions",) if counts else None
-        given: dict[str, Any] = {"topk": 2, "steps": 3, "sizes": {standard.HIDDEN: WIDE}, "buckets": [4]}
-        absent = [{"seq_lens_cpu"}]
-        runner = DraftRunner(Mrope, forward, advances=advances, absent=absent, backend=backend, **given)
-        runner.capture()
-        batch = batch_of(3, 2, 3, 4, device)
-        batch["hidden_states"] = batch["hidden_states"].to(torch.bfloat16)
-        batch["mrope_positions"] = torch.randint(1, 40, (3, 6), generator=torch.Generator().manual_seed(5)).to(device)
-        view = runner.fill(batch)
-        drafts = runner.replay(view)
-        assert runner.stats()["steps"]["graph"] == 1
-        assert view.mrope_positions is not None
-        assert view.mrope_positions[:, :6].tolist() == batch["mrope_positions"].tolist()
-        assert view.mrope_positions[:, 6:].tolist() == [[0, 0]] * 3
-        found.append((drafts.tokens.tolist(), drafts.parents.tolist()))
-    assert found[0] == found[1]
+    given: dict[str, Any] = {"sizes": {standard.HIDDEN: WIDE}, "buckets": [4], "absent": [{"seq_lens_cpu"}]}
+    runner = DraftRunner(Mrope, forward, topk=2, steps=3, backend=backend, **given)
+    runner.capture()
+    batch = batch_of(3, 2, 3, 4, device)
+    batch["hidden_states"] = batch["hidden_states"].to(torch.bfloat16)
+    batch["mrope_positions"] = torch.randint(1, 40, (3, 6), generator=torch.Generator().manual_seed(5)).to(device)
+    view = runner.fill(batch)
+    runner.replay(view)
+    assert runner.stats()["steps"]["graph"] == 1
+    assert view.mrope_positions is not None
+    assert view.mrope_positions.tolist() == [[*row, 0, 0] for row in batch["mrope_positions"].tolist()]
+    first, second = seen[:2]  # of the first run for the capture
+    assert torch.equal(first + 1, second)
 
 
 def test_what_cannot_be_drafted() -> None:
@@ -325,8 +259,7 @@ def test_what_cannot_be_drafted() -> None:
         (BareInputs, {"topk": 0}, r"a draft needs topk= of at least 1, got 0"),
         (BareInputs, {"steps": 1.5}, r"a draft needs steps= of at least 1, got 1.5"),
         (BareInputs, {"sizes": {standard.TOPK: 3}}, r"sizes of TOPK is 3, and topk= is 2: give topk= alone"),
-        (BareInputs, {"advances": ["positions"]}, r"needs a slot 'positions' with restored=True"),
-        (PlainPositions, {}, r"PlainPositions needs a slot 'positions' with restored=True"),
+        (PlainPositions, {}, r"slot 'positions' of PlainPositions: .* give it restored=True"),
         (CopiedIds, {}, r"slot 'input_ids': the draft writes it in each step: declare it with staged\(\)"),
         (FlatFirst, {}, r"FlatFirst needs a slot 'topk_index' of shape \[BATCH, TOPK\]"),
     ]

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, standard
+from slotgraph import standard
 from slotgraph.backends import load
-from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
+from slotgraph.dataflow.errors import ConfigError
 from slotgraph.speculative import WIDTH, DraftExtendRunner
 from tests.runners.models import Batch, same_batch, snapshot
 
@@ -99,17 +99,6 @@ def test_one_row_a_request(backend_name: str, width: int, drawn: list[tuple[int,
         assert same_batch(batch, given)
 
 
-def test_constants_follow_the_width(cpu: str) -> None:
-    """Two runners of two widths have their own counts and indices, and each says which batches it takes."""
-    for width in (2, 3):
-        view = captured(cpu, width).fill(batch_of(3, width, 1))
-        captured(cpu, width).replay(view)
-        assert view.extend_seq_lens.tolist() == [width] * 5
-        assert view.select_index.tolist()[3:] == [width * row + width - 1 for row in (3, 4)]
-        with pytest.raises(BatchError, match=rf"have {5 - width} tokens each, .* captured for {width}|expected int64"):
-            captured(cpu, width)(batch_of(3, 5 - width, 1))
-
-
 def test_a_width_is_needed() -> None:
     """There is no width to assume, and none that contradicts itself."""
     with pytest.raises(ConfigError, match="DraftExtendRunner needs width=: how many tokens each request has in a step"):
@@ -118,19 +107,3 @@ def test_a_width_is_needed() -> None:
         DraftExtendRunner(ExtendInputs, step, width=2, sizes={standard.HIDDEN: WIDE, WIDTH: 3}, backend="cpu")
     with pytest.raises(ConfigError, match="option 'width': expected int between 1 and 16777216, got 0"):
         DraftExtendRunner(ExtendInputs, step, width=0, sizes={standard.HIDDEN: WIDE}, backend="cpu")
-
-
-def test_a_row_a_token_is_no_row_a_request(cpu: str) -> None:
-    """A step that returns a row for each token is refused, unless that is what was asked for."""
-
-    def whole(view: Any) -> Any:
-        return view.input_ids + 1
-
-    options: dict[str, Any] = {"width": 2, "sizes": {standard.HIDDEN: WIDE}, "buckets": [4], "backend": cpu}
-    with pytest.raises(CaptureError, match="output_rows="):
-        DraftExtendRunner(ExtendInputs, whole, **options).capture()
-    runner = DraftExtendRunner(ExtendInputs, whole, **options, output_rows=None, absent=[{"seq_lens_cpu"}])
-    runner.capture()
-    batch = batch_of(3, 2, 1)
-    assert torch.equal(runner(batch)[:6], batch["input_ids"] + 1)
-    assert BATCH in runner.stage.declaration.varying

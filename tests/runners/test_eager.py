@@ -1,7 +1,5 @@
 """The eager runner: unpadded views, buffers that grow, batches handed through, slots that are carried."""
 
-import concurrent.futures
-import threading
 from typing import Any
 
 import pytest
@@ -23,9 +21,9 @@ from slotgraph import (
 )
 from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.dataflow.errors import BatchError, ConfigError, DeclarationError, MissingSourceError, ReplayError
+from slotgraph.dataflow.errors import BatchError, DeclarationError, MissingSourceError
 from slotgraph.runners.eager import NO_COPY_VARIABLE
-from tests.runners.models import PlainInputs, assert_right, bytes_of, memory_of, plain_step, random_batch, snapshot
+from tests.runners.models import PlainInputs, assert_right, bytes_of, plain_step, random_batch, snapshot
 from tests.runners.prefilled import KINDS, Model, Prefill, runner_of
 from tests.runners.prefilled import batch_of as prefill_batch
 
@@ -127,62 +125,6 @@ def test_what_is_handed_through_is_checked(cpu: str) -> None:
     assert runner.parts.eager.buffers is None
 
 
-def test_sizes_that_are_wrong(cpu: str) -> None:
-    """A fixed axis needs its size, a size needs its axis, and what is carried is a slot."""
-    with pytest.raises(ConfigError, match="PrefillInputs needs sizes= for its fixed axes WIDTH"):
-        EagerRunner(PrefillInputs, as_seen, backend=cpu)
-    with pytest.raises(ConfigError, match="sizes names 'PAGES', an axis that no slot of PlainInputs has"):
-        EagerRunner(PlainInputs, plain_step, backend=cpu, sizes={PAGES: 4})
-    with pytest.raises(DeclarationError, match="carry names 'rowz', which is no slot of PlainInputs"):
-        EagerRunner(PlainInputs, plain_step, backend=cpu, carry=("rowz",))
-
-
-class SummedInputs(PlainInputs):
-    total: torch.Tensor = computed(lambda rows, places: rows + places, shape=TOKENS, dtype=torch.int64)
-
-
-def summed_step(view: SummedInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the step sees of three slots."""
-    return view.rows.clone(), view.total.clone(), view.ids.clone()
-
-
-def test_slot_computed_from_a_carried_one(cpu: str) -> None:
-    """A slot that needs a carried one is computed from the batch's values."""
-    runner = EagerRunner(SummedInputs, summed_step, backend=cpu, carry=("rows",))
-    for requests in (3, 9):
-        batch = {**random_batch(requests, seed=8), "rows": torch.randint(100, 200, (requests,))}
-        rows, total, ids = runner(batch)
-        assert torch.equal(rows, batch["rows"])
-        assert torch.equal(total, batch["rows"] + batch["places"])
-        assert torch.equal(ids, batch["ids"])
-
-
-def test_a_stale_view_is_not_run() -> None:
-    """Of several views only the one filled last is run, by whatever name, and by one thread at a time."""
-    entered, leave = threading.Event(), threading.Event()
-
-    def step(view: PlainInputs) -> torch.Tensor:
-        if view.ids[0] == 7:
-            entered.set()
-            leave.wait(60)
-        return view.ids + 100
-
-    runner = EagerRunner(PlainInputs, step, backend="cpu")
-    first = runner.fill(random_batch(3, seed=1))
-    second = runner.fill({**random_batch(3, seed=2), "ids": torch.tensor([1, 3, 5])})
-    assert runner.replay(second).tolist() == [101, 103, 105]
-    with pytest.raises(ReplayError, match="not filled last"):
-        runner.replay(first)
-    slow = runner.fill({**random_batch(3, seed=3), "ids": torch.tensor([7, 7, 7])})
-    with concurrent.futures.ThreadPoolExecutor(1) as other:
-        answer = other.submit(runner.replay, slow)
-        assert entered.wait(60)
-        with pytest.raises(ReplayError, match="in the middle of a step"):
-            runner.replay(slow)
-        leave.set()
-        assert answer.result().tolist() == [107, 107, 107]
-
-
 CARRY = ("num_token_non_padded", "global_num_tokens")
 
 
@@ -203,13 +145,13 @@ def counted_step(view: CountedInputs) -> torch.Tensor:
     return view.ids[:, None] * 100 + counts
 
 
-def counted_batch(tokens: int, seed: int, device: torch.device, width: int = 1, **more: Any) -> dict[str, Any]:
+def counted_batch(tokens: int, seed: int, device: torch.device, **more: Any) -> dict[str, Any]:
     """Tokens at random, and counts that no runner would compute."""
     draw = torch.Generator().manual_seed(seed)
     counts = torch.randint(50, 99, (3,), generator=draw, dtype=torch.int32)
     batch = {
         "ids": torch.randint(1, 99, (tokens,), generator=draw),
-        "lens": torch.randint(1, 9, (tokens // width,), generator=draw, dtype=torch.int32),
+        "lens": torch.randint(1, 9, (tokens,), generator=draw, dtype=torch.int32),
         "extra": torch.randint(1, 9, (tokens,), generator=draw),
         "num_token_non_padded": counts[:1],
         "global_num_tokens": counts[1:],
@@ -232,35 +174,25 @@ def test_fallbacks_have_the_batchs_counts(backend: Backend, lowering: str) -> No
     if lowering not in backend.capabilities.lowerings:
         pytest.skip(f"{backend.name} has no {lowering}")
     runner = carrying(backend, lowering=lowering)
-    turns: list[tuple[int, int, dict[str, Any]]] = [(3, 1, {}), (5, 1, {}), (2, 1, {}), (3, 1, {"extra": None})]
-    turns += [(9, 3, {}), (4, 1, {}), (11, 1, {}), (3, 1, {})]
-    for seed, (tokens, width, more) in enumerate(turns):
-        batch = counted_batch(tokens, seed, backend.device, width, **more)
+    turns: list[tuple[int, dict[str, Any]]] = [
+        (3, {}),
+        (5, {}),
+        (2, {}),
+        (3, {"extra": None}),
+        (4, {}),
+        (11, {}),
+        (3, {}),
+    ]
+    for seed, (tokens, more) in enumerate(turns):
+        batch = counted_batch(tokens, seed, backend.device, **more)
         given, why = snapshot(batch), runner.decide(batch).why
         padded = 2 if tokens <= 2 else 4
         own = [max(tokens - padded // 2, 0), padded, padded]
         counts = own if why == "fits" else [int(count) for name in CARRY for count in batch[name]]
         assert runner(batch).tolist() == [[100 * one + count for count in counts] for one in batch["ids"].tolist()]
         assert all(bytes_of(batch[name]) == bytes_of(given[name]) for name in batch)
-    assert runner.stats()["steps"] == {"graph": 4, "eager": 4}
-    assert set(runner.stats()["eager"]) == {"too_large", "absent", "width_differs"}
-
-
-@pytest.mark.parametrize(("tokens", "width"), [(5, 1), (9, 3)])
-def test_a_batch_without_them(cpu: str, tokens: int, width: int) -> None:
-    """An eager step without a carried slot is refused by the slot's name, and changes nothing; a replay needs none."""
-    runner = carrying(cpu)
-    runner(counted_batch(20, 1, torch.device("cpu")))  # so that there is nothing to grow
-    good = counted_batch(3, 2, torch.device("cpu"), global_num_tokens=None, num_token_non_padded=None)
-    view = runner.fill(good)
-    before, counted, right = memory_of(runner), runner.stats(), runner.replay(view).tolist()
-    with pytest.raises(
-        MissingSourceError, match=r"^slot 'global_num_tokens' is carried from the batch, which has none"
-    ):
-        runner(counted_batch(tokens, 3, torch.device("cpu"), width, global_num_tokens=None))
-    assert memory_of(runner) == before
-    assert runner.stats()["eager"] == counted["eager"]
-    assert runner.replay(view).tolist() == right
+    assert runner.stats()["steps"] == {"graph": 4, "eager": 3}
+    assert set(runner.stats()["eager"]) == {"too_large", "absent"}
 
 
 class CountedPrefill(Prefill):

@@ -29,10 +29,10 @@ from slotgraph import (
     staged,
 )
 from slotgraph.backends import Backend
-from slotgraph.dataflow.errors import BatchError, BindError, ComputeError, ConfigError, ReplayError, StaleOutputError
+from slotgraph.dataflow.errors import BindError, ComputeError, ConfigError, ReplayError, StaleOutputError
 from slotgraph.extend import HOST, once
 from slotgraph.pool import InputPool
-from slotgraph.speculative import WIDTH, MultiLayerDraftExtendRunner
+from slotgraph.speculative import WIDTH
 
 VOCABULARY: Final = Axis("VOCABULARY", fixed=True)
 HIDDEN: Final = Axis("HIDDEN", fixed=True)
@@ -206,27 +206,6 @@ def test_shared_memory_changes_no_output(
                 assert filled(shared, phase, requests, seed) == filled(alone, phase, requests, seed)
 
 
-@pytest.mark.parametrize("sharing", [True, False])
-def test_carried_value_is_read_where_it_was_written(backend: Backend, sharing: bool) -> None:  # noqa: FBT001 - a parameter
-    """What one runner's step leaves is the next one's source, in place; a runner with its own memory copies it."""
-    pool = InputPool(*PHASES)
-    pool.carry("next_hidden", "verify", "extend", into="hidden")
-    verify, extend = runner_of(backend, pool, "verify"), runner_of(backend, pool, "extend", sharing=sharing)
-    alone = runners_of(backend, None)
-    for runner in (verify, extend):
-        runner.capture()
-    left = verify.graphs.buffers["next_hidden"].tensor
-    assert (left.data_ptr() == extend.graphs.buffers["hidden"].tensor.data_ptr()) is sharing
-    for requests, seed in ((3, 1), (5, 2), (1, 4), (4, 7)):
-        for runners in ({"verify": verify}, alone):
-            run(runners, "verify", requests, seed)
-        batch = batch_of("extend", requests, seed)
-        batch.proxy = {"hidden": alone["verify"].graphs.buffers["next_hidden"].tensor[:requests]}
-        expected = alone["extend"](batch).clone()
-        batch.proxy = {"hidden": left[:requests]}
-        assert torch.equal(extend(batch), expected)
-
-
 def test_constants_and_set_once_are_established_for_each(backend: Backend) -> None:
     """Constants and what is set once are nobody else's, and hold after steps of all. Their bytes are the pool's."""
     shared = runners_of(backend, InputPool(*PHASES))
@@ -288,66 +267,12 @@ def test_memory_goes_with_the_last_runner(backend: Backend) -> None:
 
 
 def test_faults_are_said_at_once() -> None:
-    """Unknown phases, carried slots that nobody has, tensors that cannot be adopted: refused where they are said."""
+    """Unknown phases, tensors that cannot be adopted: refused where they are said."""
     pool = InputPool("draft", "verify")
     with pytest.raises(ConfigError, match="no phase 'extend'"):
         pool["extend"]
-    with pytest.raises(ConfigError, match="no phase 'extend'"):
-        pool.carry("hidden", "draft", "extend")
     with pytest.raises(BindError, match="slot 'ids': expected shape"):
         runner_of("cpu", pool, "draft", bind={"ids": torch.zeros(3, dtype=torch.int64)})
-    pool.carry("next_hidden", "verify", "draft", into="hidden")
-    runner = runner_of("cpu", pool, "draft")
-    for _ in range(2):  # the pool is as it was, not half laid out
-        with pytest.raises(ConfigError, match="expected one runner of phase 'verify' with that slot"):
-            runner.capture()
-    runner_of("cpu", pool, "verify")
-    runner.capture()
-    with pytest.raises(ConfigError, match="laid out"):
-        pool.carry("ids", "draft", "verify")
-
-
-class ChainInputs(Inputs):
-    """What each of several steps reads for itself."""
-
-    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=2)
-    hidden_states: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0.5)
-    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1)
-
-
-def chained(view: ChainInputs, following: ChainInputs | None) -> torch.Tensor:
-    """One row a request; writes what the next step reads."""
-    rows = view.hidden_states + view.input_ids[:, None] * view.lens.repeat_interleave(2)[:, None]
-    if following is not None:
-        following.hidden_states.copy_(rows + 1)
-        following.input_ids.copy_(view.input_ids * 2)
-    return rows[::2]
-
-
-def test_parents_of_chained_slots_are_shared_too(backend: Backend) -> None:
-    """A runner of several steps has all parts of its chained slots in the pool, and is right after others' phases."""
-    pool = InputPool("verify", "extend")
-    options: dict[str, Any] = {"sizes": {HIDDEN: 6}, "width": 2, "buckets": BUCKETS, "backend": backend}
-    alone = MultiLayerDraftExtendRunner(ChainInputs, [chained] * 3, **options)
-    mine = MultiLayerDraftExtendRunner(ChainInputs, [chained] * 3, **options, sharing=True, phase=pool["extend"])
-    other = runner_of(backend, pool, "verify")
-    for runner in (alone, mine, other):
-        runner.capture()
-    shared = other.graphs.buffers["logits"].tensor.untyped_storage().data_ptr()
-    if backend.capabilities.arenas:
-        assert mine.parents["hidden_states"].untyped_storage().data_ptr() == shared
-    for seed, requests in enumerate((3, 1, 5, 2)):
-        run({"verify": other}, "verify", 5, seed)
-        draw = torch.Generator().manual_seed(seed)
-        batch = {
-            "input_ids": torch.randint(1, 9, (2 * requests,), generator=draw),
-            "hidden_states": torch.randn(2 * requests, 6, generator=draw, dtype=torch.float64),
-            "lens": torch.randint(1, 9, (requests,), generator=draw),
-        }
-        expected = [one.clone() for one in alone(batch)]
-        assert all(torch.equal(one, wanted) for one, wanted in zip(mine(batch), expected, strict=True))
-    with pytest.raises(BatchError, match="cannot grow"):
-        mine({"input_ids": [1] * 64, "hidden_states": torch.rand(64, 6, dtype=torch.float64), "lens": [1] * 32})
 
 
 def test_a_step_of_another_ends_a_view(backend: Backend) -> None:
@@ -368,10 +293,7 @@ def test_a_late_capture_leaves_others_alone(backend: Backend) -> None:
     """A runner that is captured, or asked about, between another's fill and its replay changes neither of them."""
     pool, alone = InputPool(*PHASES), runners_of(backend, None, lowering="foreach")
     first, second = (runner_of(backend, pool, phase, lowering="foreach") for phase in ("verify", "extend"))
-    options: dict[str, Any] = {"buckets": BUCKETS, "backend": backend, "sharing": True, "lowering": "foreach"}
-    third = MultiLayerDraftExtendRunner(
-        ChainInputs, [chained] * 3, sizes={HIDDEN: 6}, width=2, **options, phase=pool["draft"]
-    )
+    third = runner_of(backend, pool, "draft", lowering="foreach")
     first.capture()
     runners = {"verify": first}
     for seed, late in enumerate((lambda: second.parts, second.capture, third.capture)):
@@ -462,44 +384,6 @@ def test_a_step_that_broke_off_ends_the_view_of_another(backend: Backend) -> Non
             COUNTED.clear()
         with pytest.raises(ReplayError, match="another runner of this one's pool was filled since"):
             wide.replay(view)
-
-
-class WrittenInputs(Inputs):
-    """Hidden states that the step before leaves there, and no batch brings."""
-
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
-    hidden: torch.Tensor = staged(TOKENS, HIDDEN, dtype=torch.float64, pad=0.25)
-
-
-def carried(backend: Backend | str, *, writes: bool, reads: bool) -> Runners:
-    """A runner that leaves hidden states, and one in whose staged slot they are to be."""
-    pool = InputPool("verify", "extend")
-    pool.carry("next_hidden", "verify", "extend", into="hidden")
-    verify = runner_of(backend, pool, "verify", sharing=writes)
-    options: dict[str, Any] = {"buckets": BUCKETS, "sizes": {HIDDEN: 6}, "backend": backend, "sharing": reads}
-    extend = DecodeRunner(WrittenInputs, lambda view: view.hidden + view.ids[:, None], phase=pool["extend"], **options)
-    return {"verify": verify, "extend": extend}
-
-
-def test_a_value_that_no_batch_brings_needs_shared_memory() -> None:
-    """Where one of both runners shares nothing, what is carried to a staged slot would never get there: refused."""
-    for writes, reads in ((False, True), (True, False), (False, False)):
-        runners = carried("cpu", writes=writes, reads=reads)
-        runners["verify"].capture()
-        with pytest.raises(ConfigError, match="slot 'next_hidden' of phase 'verify' would never get to slot 'hidden'"):
-            runners["extend"].capture()
-
-
-def test_a_value_that_no_batch_brings_is_where_it_was_written(backend: Backend) -> None:
-    """A staged slot that a value is carried to holds it, in every live row."""
-    runners = carried(backend, writes=True, reads=True)
-    for runner in runners.values():
-        runner.capture()
-    for seed, requests in enumerate((3, 5, 1, 4)):
-        run(runners, "verify", requests, seed)
-        left = runners["verify"].graphs.buffers["next_hidden"].tensor[:requests].clone()
-        ids = torch.arange(requests) + seed
-        assert torch.equal(runners["extend"]({"ids": ids}), left + ids.to(left.device)[:, None])
 
 
 def test_a_capture_waits_for_steps_on_other_streams(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,6 @@ from slotgraph import (
     graph_break,
 )
 from slotgraph.backends import Backend
-from slotgraph.dataflow.errors import BatchError, ReplayError
-from slotgraph.extend import side
 from tests.runners.prefilled import (
     HIDDEN,
     KINDS,
@@ -31,7 +29,6 @@ from tests.runners.prefilled import (
     Model,
     Prefill,
     around,
-    assert_equal,
     batch_of,
     caches_of,
     captured,
@@ -64,40 +61,6 @@ def test_any_schedule(backend: Backend, kind: str, schedule: list[tuple[list[int
         with torch.inference_mode(inference):
             assert torch.equal(runner(batch), eager(batch))
         assert torch.equal(caches_of(runner), caches_of(eager))
-
-
-@each_kind
-def test_fill_and_replay(backend: Backend, kind: str) -> None:
-    """A filled view has padded tokens and live requests; it is good for replays until the next fill."""
-    runner, eager = captured(kind, backend.name)
-    batch = batch_of([2, 3], 6, backend.device)
-    view = runner.fill(batch)
-    assert view.input_ids.shape == (16,)
-    assert view.extend_seq_lens.tolist() == [2, 3]
-    assert view.extend_start_loc.tolist() == [0, 2]
-    assert view.input_ids[5:].tolist() == [0] * 11
-    assert view.scale == 3
-    for _ in range(2):
-        assert torch.equal(runner.replay(view), eager(batch))
-    other = runner.fill(batch_of([17], 7, backend.device))
-    with pytest.raises(ReplayError, match="this view was not filled last"):
-        runner.replay(view)
-    assert torch.equal(runner.replay(other), eager(batch_of([17], 7, backend.device)))
-
-
-@each_kind
-def test_bad_batches(backend: Backend, kind: str) -> None:
-    """A batch that does not fit its declaration is refused before anything is written: the view filled last stands."""
-    runner, eager = captured(kind, backend.name)
-    batch = batch_of([2, 3], 8, backend.device)
-    view = runner.fill(batch)
-    for lengths in ([5], [2], [20]):
-        bad = batch_of(lengths, 9, backend.device)
-        with pytest.raises(BatchError, match="slot 'positions': expected int64 of shape"):
-            runner(bad | {"positions": bad["positions"][:-1]})
-        with pytest.raises(BatchError, match="slot 'out_cache_loc'"):
-            runner.fill({name: value for name, value in bad.items() if name != "out_cache_loc"})
-    assert torch.equal(runner.replay(view), eager(batch))
 
 
 @each_kind
@@ -143,43 +106,9 @@ def test_decisions(backend: Backend, kind: str) -> None:
         known: Any = before["eager"].get(why) if bucket is None else before["buckets"].get(bucket)
         assert counts["live"] - (known or {"live": 0})["live"] == sum(lengths)
         assert bucket is None or (counts["path"], counts["padded"]) == (kind, bucket * counts["steps"])
-    wasteful = runner_of(kind, Model(named=kind == "piecewise").to(backend.device), backend, max_waste=0.5, lazy=True)
-    wasteful.capture()
-    reasons = [wasteful.decide(batch_of([tokens] if tokens else [], 1)).reason for tokens in (0, 1, 7)]
-    assert reasons[0] == "bucket 4 fits"
-    assert reasons[1:] == [
-        f"bucket {size} would be {part}% padding, over the limit of 50%" for size, part in ((4, 75), (16, 56))
-    ]
-    off = runner_of(kind, Model(named=kind == "piecewise").to(backend.device), backend, graphs=False)
-    assert off.capture().captured == ()
-    assert torch.equal(off(batch_of([2, 1], 2, backend.device)), eager(batch_of([2, 1], 2, backend.device)))
-    assert off.stats()["eager"] == {"disabled": {"steps": 1, "live": 3}}
 
 
 PAGES = Axis("PAGES")
-
-
-class Staged(Prefill):
-    """Inputs of a stage that is not the first, with a mode that graphs hold for."""
-
-    hidden_states: torch.Tensor | None = copied(
-        TOKENS, HIDDEN, dtype=torch.float64, pad=0, default=None, source=side("proxy.hidden_states")
-    )
-    residual: torch.Tensor | None = copied(
-        TOKENS, HIDDEN, dtype=torch.float64, pad=0, default=None, source=side("proxy.residual")
-    )
-    mode: str = "last"
-
-
-class StageModel(Model):
-    """A stage of a pipeline: hidden states of the stage before, or embeddings where it is the first."""
-
-    def hidden(self, view: Any) -> torch.Tensor:
-        """What the inner layers make of each token; the residual is added after them."""
-        first = view.hidden_states is None
-        hidden = self.embed[view.input_ids] + self.rope[view.positions] if first else view.hidden_states
-        out: torch.Tensor = self.inner(hidden, view)
-        return out if view.residual is None else out + view.residual
 
 
 class TokensOnly(Inputs):
@@ -198,37 +127,6 @@ class Paged(Prefill):
 def scaled(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
     """One break, with the number of requests and a field."""
     return torch.add(hidden * view.extend_seq_lens.shape[0], view.scale)
-
-
-def staged_batch(lengths: list[int], seed: int, device: torch.device, *keys: str) -> dict[str, Any]:
-    """Requests, and the named tensors of the stage before."""
-    draw, total = torch.Generator().manual_seed(seed), sum(lengths)
-    proxy = {key: torch.randint(0, 9, (total, HIDDEN), generator=draw).double().to(device) for key in keys}
-    return {"batch": batch_of(lengths, seed, device), "proxy": proxy}
-
-
-@each_kind
-def test_absent_slots_and_fields(backend: Backend, kind: str) -> None:
-    """Each declared pattern of absent slots has graphs; another one, or another field, runs eagerly and says so."""
-    models = [StageModel(named=kind == "piecewise").to(backend.device) for _ in range(2)]
-    runner = runner_of(kind, models[0], backend, inputs=Staged, buckets=[8], absent=[{"hidden_states", "residual"}])
-    eager = EagerRunner(Staged, models[1], backend=backend)
-    assert runner.capture().captured == (8,)
-    for number, keys in enumerate([(), ("hidden_states", "residual"), ("hidden_states",), ("residual",), ()]):
-        given = staged_batch([2, 1, 3], number, backend.device, *keys)
-        poison(runner)
-        assert torch.equal(runner(given["batch"], proxy=given["proxy"]), eager(given["batch"], proxy=given["proxy"]))
-    assert runner.stats()["steps"] == {kind: 3, "eager": 2}
-    lone = staged_batch([2], 1, backend.device, "residual")
-    reason = "no graph was captured without 'hidden_states'; pass absent=[{'hidden_states'}] to capture one"
-    assert runner.decide(lone["batch"], proxy=lone["proxy"]).reason == reason
-    batch = {**batch_of([2, 3], 4, backend.device), "mode": "all"}
-    assert runner.decide(batch).reason == "field 'mode' is 'all', not 'last', with which graphs were captured"
-    assert torch.equal(runner(batch), eager(batch))
-    assert {why: counts["steps"] for why, counts in runner.stats()["eager"].items()} == {
-        "absent": 2,
-        "field_differs": 1,
-    }
 
 
 @each_kind
@@ -293,14 +191,6 @@ def test_outputs_of_other_rows(cpu: str) -> None:
     for outer, output_rows, said in wrong:
         with pytest.raises(errors.CaptureError, match=said):
             around(scaled, cpu, outer, buckets=[4], output_rows=output_rows)
-
-
-def test_every_lowering(cpu: str) -> None:
-    """However a fill is run, it is done before the step's eager parts read the slots; never inside of a graph."""
-    for lowering in ("fused", "in_graph", "slot_by_slot"):
-        runner, eager = around(scaled, cpu, lowering=lowering)
-        assert runner.lowering == ("fused" if lowering == "in_graph" else lowering)
-        assert_equal(runner, eager, torch.device("cpu"), 1, 2)
 
 
 COLUMNS = 4
@@ -428,37 +318,6 @@ def test_split_that_the_step_does_not_call() -> None:
     assert said.endswith("(splits names mylib::attention)")
 
 
-def reads_the_host(view: Prefill) -> torch.Tensor:
-    """Python's way hangs on a number of the device."""
-    hidden: torch.Tensor = by_requests(embedded(view), view.extend_seq_lens)
-    return hidden * 2 if hidden.sum() > 0 else hidden
-
-
-def reads_a_slot(view: Prefill) -> torch.Tensor:
-    """A piece depends on requests."""
-    return torch.add(by_requests(embedded(view), view.extend_seq_lens), view.extend_seq_lens.sum())
-
-
-def counts_requests(view: Prefill) -> torch.Tensor:
-    """A piece depends on how many they are, which the tracer would take for a constant."""
-    return torch.mul(by_requests(embedded(view), view.extend_seq_lens), view.extend_seq_lens.shape[0])
-
-
-def reads_a_field(view: Prefill) -> torch.Tensor:
-    """A piece depends on what each step brings."""
-    return torch.mul(by_requests(embedded(view), view.extend_seq_lens), view.scale)
-
-
-def asks_for_the_view(view: Prefill) -> torch.Tensor:
-    """Code that is traced asks for what runs."""
-    return torch.mul(by_requests(embedded(view), view.extend_seq_lens), current_view(Prefill).scale)
-
-
-def marks_a_break(view: Prefill) -> torch.Tensor:
-    """A break of the other runner's kind."""
-    return marked(by_requests(embedded(view), view.extend_seq_lens))
-
-
 def unlisted(view: Prefill) -> torch.Tensor:
     """An operator that asks for the view, and is no split."""
     hidden = by_requests(embedded(view), view.extend_seq_lens)
@@ -466,16 +325,36 @@ def unlisted(view: Prefill) -> torch.Tensor:
     return attention
 
 
+def around_split(after: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """A step with a split, and something after it."""
+    return lambda view: after(by_requests(embedded(view), view.extend_seq_lens), view)
+
+
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (reads_the_host, ("could not be traced whole: ", "data-dependent")),
-        (reads_a_slot, ("sum", "reads slot 'extend_seq_lens', whose rows are requests, outside of a break")),
-        (counts_requests, ("shape reads slot 'extend_seq_lens', whose rows are requests, outside of a break",)),
-        (reads_a_field, ("'scale' is carried from the batch and has no default",)),
-        (asks_for_the_view, ("'scale' is carried from the batch and has no default",)),
         (
-            marks_a_break,
+            around_split(lambda hidden, _: hidden * 2 if hidden.sum() > 0 else hidden),
+            ("could not be traced whole: ", "data-dependent"),
+        ),
+        (
+            around_split(lambda hidden, view: torch.add(hidden, view.extend_seq_lens.sum())),
+            ("sum", "reads slot 'extend_seq_lens', whose rows are requests, outside of a break"),
+        ),
+        (
+            around_split(lambda hidden, view: torch.mul(hidden, view.extend_seq_lens.shape[0])),
+            ("shape reads slot 'extend_seq_lens', whose rows are requests, outside of a break",),
+        ),
+        (
+            around_split(lambda hidden, view: torch.mul(hidden, view.scale)),
+            ("'scale' is carried from the batch and has no default",),
+        ),
+        (
+            around_split(lambda hidden, _: torch.mul(hidden, current_view(Prefill).scale)),
+            ("'scale' is carried from the batch and has no default",),
+        ),
+        (
+            around_split(lambda hidden, _: marked(hidden)),
             ("could not be traced whole: ", "test_prefill.py, line", "belongs in an operator of splits"),
         ),
         (unlisted, ("operator slotgraph_tests::attention asks for the step's view inside of a", "by splits=")),

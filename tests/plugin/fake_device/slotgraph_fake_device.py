@@ -20,7 +20,6 @@ _RECORD = Capabilities(
     foreach_host=False,
     foreach_chunk=2,
     arenas=False,
-    capture_copies=frozenset({"device"}),
     graphs_hint=1800,
 )
 

@@ -155,7 +155,7 @@ class DraftHalf(Inputs):
 
 
 def pooled_runner() -> DecodeRunner[FullInputs]:
-    """A runner that shares its memory with two others, one of which hands it a value."""
+    """A runner that shares its memory with two others."""
     pool = InputPool("draft", "verify", "extend", overlaps=[("verify", "extend")])
     options: dict[str, Any] = {"backend": "cpu", "buckets": [4], "progress": False}
 
@@ -163,7 +163,6 @@ def pooled_runner() -> DecodeRunner[FullInputs]:
         return view.input_ids * 2
 
     others = [DecodeRunner(DraftHalf, doubled, phase=pool[phase], **options) for phase in ("draft", "extend")]
-    pool.carry("input_ids", "draft", "verify")
     runner = full_runner(phase=pool["verify"])
     for one in others:
         one.capture()

@@ -9,19 +9,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slotgraph
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied
+from slotgraph import TOKENS, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
 from slotgraph.dataflow.errors import CaptureError
 from slotgraph.dataflow.serial import from_data, to_data
 from slotgraph.runners.explained.explanation import RunnerExplanation
 from slotgraph.runners.pool import InputPool
-from slotgraph.speculative import MultiLayerDraftExtendRunner
 from tests.runners.explained.houses import SIZES, FullInputs, full_batch, full_runner, full_step, places, proxy, steps
 from tests.runners.kinds import STANDARD, Kind
 from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
 from tests.runners.prefilled import KINDS, Model, runner_of
-
-NOTHING = Axis("NOTHING", fixed=True)
 
 
 def read_back(explanation: RunnerExplanation) -> RunnerExplanation:
@@ -140,7 +137,7 @@ def test_launches_of_a_model_in_parts(kind: str, backend: Backend) -> None:
 
 
 def test_places_are_addresses() -> None:
-    """Offsets, bytes and gaps are those of the buffers, and add up to each allocation."""
+    """Offsets and bytes are those of the buffers, and fit into each allocation."""
     found, runner = slotgraph.explain(full_runner()), full_runner()
     for buffer in runner.graphs.buffers:
         place, storage = places(slotgraph.explain(runner))[buffer.name], buffer.tensor.untyped_storage()
@@ -148,16 +145,16 @@ def test_places_are_addresses() -> None:
         assert (place.nbytes, place.shape) == (buffer.tensor.nbytes, tuple(buffer.tensor.shape))
     for one in found.memory.allocations:
         members = [place for place in found.memory.places if place.allocation == one.name]
-        assert sum(place.nbytes + place.gap for place in members) == one.nbytes
+        assert sum(place.nbytes for place in members) <= one.nbytes
     assert sum(one.nbytes for one in found.memory.allocations) == found.statistics["memory"]["inputs"]
 
 
 def test_bound_memory_is_someone_elses() -> None:
-    """An adopted slot shows the offset in the memory that it is part of, costs no gap, and is in no account."""
+    """An adopted slot shows the offset in the memory that it is part of, and is in no account."""
     memory = torch.zeros(64, dtype=torch.int64)
     runner = plain_runner("cpu", bind={"ids": memory[16:24]})
     place, found = places(slotgraph.explain(runner))["ids"], slotgraph.explain(runner)
-    assert (place.offset, place.gap) == (128, 0)
+    assert place.offset == 128
     assert [one.name for one in found.memory.allocations if one.adopted] == [place.allocation]
     assert found.statistics["memory"]["inputs"] == runner.graphs.buffers.nbytes
     assert [one.nbytes for one in found.memory.allocations if one.adopted] == [memory.nbytes]
@@ -257,46 +254,3 @@ def test_explaining_changes_nothing() -> None:
     assert first == second
     assert runner.stats() == before
     assert runner.replay(view).shape[0] == 3
-
-
-class EmptyInputs(Inputs):
-    """A slot without a byte among others."""
-
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
-    nothing: torch.Tensor = copied(TOKENS, NOTHING, dtype=torch.float32, pad=0.5)
-    last: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
-
-
-def test_a_slot_without_bytes(backend: Backend) -> None:
-    """It lies where its place is, and no memory is told twice for its sake."""
-    runner = DecodeRunner(EmptyInputs, lambda view: view.ids + 1, sizes={NOTHING: 0}, buckets=[4], backend=backend)
-    found = slotgraph.explain(runner)
-    assert sum(one.nbytes for one in found.memory.allocations) == found.statistics["memory"]["inputs"]
-    if backend.capabilities.arenas:
-        assert len({place.allocation for place in found.memory.places}) == 1
-        assert len({place.offset for place in found.memory.places}) == len(found.memory.places)
-
-
-class ChainInputs(Inputs):
-    """What each of several steps reads for itself."""
-
-    input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=2)
-    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_parts_of_chained_slots_are_the_runners_own(shared: bool) -> None:  # noqa: FBT001 - a parameter
-    """Nobody handed them in: they count as the runner's inputs, or as the pool's memory."""
-    phase = InputPool("extend")["extend"] if shared else None
-    runner = MultiLayerDraftExtendRunner(
-        ChainInputs,
-        [lambda view, _: view.input_ids[::2] + view.lens] * 3,
-        chained=["input_ids"],
-        width=2,
-        buckets=[64],
-        backend="cpu",
-        phase=phase,
-    )
-    found = slotgraph.explain(runner)
-    assert not any(one.adopted for one in found.memory.allocations)
-    assert found.statistics["memory"]["inputs"] == (0 if shared else 3 * 128 * 8 + 64 * 8)

@@ -179,30 +179,6 @@ def test_pictures_are_sound(explained: Callable[[], RunnerExplanation], name: st
     assert {one.tag.removeprefix(NAMESPACE) for one in root.iter()} <= {"svg", "style", "g", "title", "rect", "text"}
 
 
-def test_fills_are_as_wide_as_calls() -> None:
-    """A step of more calls has the wider box, in proportion; bars mark the graph and what it does."""
-    for explanation, inside in ((many(), 0), (full(), 3)):
-        root = ET.fromstring(pictures(explanation)["fills"])  # noqa: S314 - our own text
-        _, fill = explanation.fills[0]
-        drawn = [shape for shape in boxes(root) if shape.bottom - shape.top > 40]
-        widths = [(shape.right - shape.left, step.calls or 1) for step, shape in zip(fill.steps, drawn, strict=False)]
-        assert len({round(width / calls, 3) for width, calls in widths if width > 20}) == 1
-        assert sum(step.inside for step in fill.steps) == inside
-        bars = [one for one in boxes(root, "graph") if one.bottom - one.top == 3]
-        assert len(bars) == inside + 1
-
-
-def test_memory_is_drawn_while_it_counts() -> None:
-    """Each slot has a pale box over all phases and a coloured one from the first to the last in which it counts."""
-    explanation = full()
-    root, memory = ET.fromstring(pictures(explanation)["memory"]), explanation.memory  # noqa: S314 - our own text
-    column = 760 / len(memory.phases)
-    spans = [(memory.phases.index(place.since), memory.phases.index(place.until) + 1) for place in memory.places]
-    drawn = [(round((one.left - 112) / column), round((one.right - 108) / column)) for one in boxes(root)]
-    assert drawn == spans
-    assert len(boxes(root, "held")) == len(memory.places)
-
-
 def test_alike_buckets_share_a_row() -> None:
     """Buckets that do the same are one row; the eager fill has one of its own."""
     assert [name for name, _ in many().fills] == ["9 buckets, 1 to 256", "eager, not padded"]

@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 
-from slotgraph import BATCH, DecodeRunner, Inputs, copied, current_view, graph_break
+from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, copied, current_view, graph_break
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BatchError, CaptureError, ReplayError
 from slotgraph.runners.capture import Clock
@@ -78,6 +78,19 @@ def test_outside_of_steps() -> None:
     assert value.grad.item() == 27
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         square()  # type: ignore[call-arg] # that is the test
+
+
+def test_view_that_is_not_there(cpu: str) -> None:
+    """A view is asked for in a step, by its own declaration."""
+
+    class Other(Prefill):
+        """Another declaration."""
+
+    with pytest.raises(ReplayError, match="no step is running"):
+        current_view(Prefill)
+    eager = EagerRunner(Prefill, lambda _: current_view(Other), backend=cpu)
+    with pytest.raises(ReplayError, match="the running step's view is of Prefill, not of Other"):
+        eager(batch_of([2], 1))
 
 
 @pytest.mark.parametrize(

@@ -107,21 +107,6 @@ def test_values_that_do_not_fit(values: dict[str, Any], said: str) -> None:
         around(noting, "cpu-capture", inputs=placeholder_that_gives(**values), buckets=[4])
 
 
-def test_placeholder_that_raises() -> None:
-    """A placeholder's own error is the reason that a bucket is not captured."""
-
-    class Raising(Prefill):
-        @classmethod
-        def placeholder(cls, step: Step) -> Mapping[str, Any]:
-            """Nothing for two tokens."""
-            if step.live(TOKENS) == 2:
-                raise ValueError("too few tokens")
-            return Prefill.placeholder(step)
-
-    with pytest.raises(errors.CaptureError, match=r"1 of 2 .*: bucket 2: the step raised ValueError: too few tokens"):
-        around(noting, "cpu-capture", inputs=Raising, buckets=[2, 4])
-
-
 def test_field_without_a_value() -> None:
     """A break that reads a field which the placeholder leaves out is told which one."""
 

@@ -53,28 +53,6 @@ def test_num_token_non_padded(
     assert counts.num_token_non_padded(step, way(sharding)) == sharded(live, padded, sharding)
 
 
-@given(requests=st.integers(0, 9), width=st.integers(1, 5), ranks=st.integers(1, 8), data=st.data())
-def test_gathered_counts(requests: int, width: int, ranks: int, data: st.DataObject) -> None:
-    """Every rank's count is the bucket's, whatever is live, also on a rank with nothing to do."""
-    live = data.draw(st.integers(0, requests))
-    fixed = {WIDTH: width, standard.DP: ranks}
-    step = Step({BATCH: live, TOKENS: live * width, **fixed}, {BATCH: requests, TOKENS: requests * width, **fixed})
-    assert counts.padded_tokens(step) == [requests * width for _ in range(ranks)]
-    assert counts.padded_requests(step) == [requests for _ in range(ranks)]
-
-
-@given(width=st.integers(1, 6), data=st.data())
-def test_last_accepted(width: int, data: st.DataObject) -> None:
-    """Draft-extend: a request's last accepted row lies in its own rows, in padded ones, too."""
-    accepted = data.draw(st.lists(st.integers(1, width), max_size=8))
-    padded = [*accepted, *[width] * data.draw(st.integers(0, 4))]
-    given_rows = torch.tensor(padded, dtype=torch.int32)
-    found = counts.last_accepted(given_rows, torch.full_like(given_rows, width))
-    assert found.dtype == torch.int64
-    assert found.tolist() == [i * width + count - 1 for i, count in enumerate(padded)]
-    assert all(row // width == i for i, row in enumerate(found.tolist()))
-
-
 @given(width=st.integers(1, 6), data=st.data())
 def test_last_correct(width: int, data: st.DataObject) -> None:
     """Multi-layer: behind the front, and within a request's own rows where a padded one has -1."""
@@ -258,10 +236,3 @@ def test_an_axis_that_nobody_tells() -> None:
     assert counts.agreed_requests(step, ranks) == [2, 3]
     with pytest.raises(ConfigError, match="ranks do not tell each other their live rows on TOKENS: declare"):
         counts.agreed_tokens(step, ranks)
-
-
-def test_before_the_first_step() -> None:
-    """Nobody has told anything yet."""
-    sizes = {BATCH: 4, TOKENS: 4, standard.DP: 2}
-    ranks = ranked(1, 4, 2, [{}, {}])
-    assert counts.agreed_tokens(Step(sizes, sizes), ranks) == [0, 0]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, copied, standard
+from slotgraph import BATCH, TOKENS, Inputs, copied, standard
 from slotgraph.dataflow.axes import Step
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
@@ -102,13 +102,12 @@ def test_override_and_drop() -> None:
 
 
 def test_mixins_that_say_different_things_are_refused() -> None:
-    """Counts are of buckets, told by ranks or carried, tails of proxies kept or reset: not both."""
+    """Counts are of buckets, told by ranks or carried: not both."""
     for bases in (
         (standard.DataParallelGathered, standard.DataParallelCarried),
         (standard.DataParallelGathered, standard.DataParallelAgreed),
         (standard.DataParallelCarried, standard.DataParallelAgreedExtend),
         (standard.ExpertParallel, standard.ExpertParallelSharded),
-        (standard.PipelineProxies, standard.PrefillPipelineProxies),
         (standard.DecodeInputs, standard.PrefillInputs),
     ):
         with pytest.raises(DeclarationErrors, match="breaks"):
@@ -160,11 +159,3 @@ def test_bounded_context() -> None:
             limits.check({"seq_lens": torch.tensor([3, 17]), "seq_lens_cpu": lens})
     with pytest.raises(BatchError, match=r"slot 'seq_lens': row 1 is 17"):
         limits.check({"seq_lens": [3, 17]})
-
-
-def test_sizes_are_asked_for() -> None:
-    """A runner names the fixed axes that it was not given sizes of."""
-    with pytest.raises(ValueError, match="needs sizes= for its fixed axes VOCAB"):
-        DecodeRunner(standard.DecodeInputs, lambda view: view.positions, buckets=[2], backend="cpu")
-    with pytest.raises(ValueError, match="needs sizes= for its fixed axes HIDDEN, STEPS, TOPK"):
-        EagerRunner(standard.DraftInputs, lambda view: view.positions, backend="cpu")

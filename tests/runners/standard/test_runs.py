@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, Step, standard
-from slotgraph.backends import Backend, load
+from slotgraph.backends import load
 from slotgraph.dataflow.buffers import Buffers
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.speculative import WIDTH
-from slotgraph.testing import assert_fill_equals_oracle
 from tests.runners.standard.batches import batch_of, fixed_of, sizes_of
 from tests.strategies import poisoned, same_bytes
 
@@ -43,9 +41,9 @@ class Verify(standard.TargetVerifyInputs, standard.DataParallelCarried, standard
 
 class Prefill(
     standard.Mrope,
-    standard.PrefillPipelineProxies,
+    standard.PipelineProxies,
     standard.DraftPrefillInputs,
-    standard.PrefillPipelineIndices,
+    standard.PipelineIndices,
     standard.InputEmbeds,
     standard.ExpertParallel,
 ):
@@ -157,66 +155,6 @@ def test_decode_runner(
     game = world(inputs, backend_name, data.draw(st.sampled_from(lowerings)))
     for live, seed, absent in played:
         game.play(live, seed, absent=absent)
-
-
-@each_class
-def test_every_lowering(inputs: type[Inputs], slotgraph_backend: Backend) -> None:
-    """Fills of any size, absent slots and host data, over buffers full of random bytes, outside of any runner."""
-    follow = {TOKENS: BATCH * WIDTHS[inputs]}
-    sizes = {**fixed_of(inputs), **({WIDTH: WIDTHS[inputs]} if WIDTH in inputs.slotgraph.axes else {})}
-    assert_fill_equals_oracle(
-        inputs, sizes, backend=slotgraph_backend, settings=SHARDING, relations=follow, least=0, max_examples=5
-    )
-
-
-@each_class
-@given(live=st.integers(0, 5), seed=st.integers(0, 1 << 16), absent=st.booleans(), no_copy=st.booleans())
-@settings(max_examples=20)
-def test_eager_runner(
-    *, inputs: type[Inputs], backend_name: str, live: int, seed: int, absent: bool, no_copy: bool
-) -> None:
-    """Exact views hold what the oracle gives without padding; with no_copy also where a source is handed through."""
-    width = WIDTHS[inputs]
-    sizes = {axis: size for axis, size in sizes_of(inputs, live, width).items() if axis in inputs.slotgraph.axes}
-    fixed = {axis: size for axis, size in sizes.items() if axis not in (BATCH, TOKENS)}
-    runner = EagerRunner(
-        inputs,
-        reads_tokens,
-        sizes=fixed,
-        settings=SHARDING,
-        no_copy=no_copy,
-        backend=backend_name,
-    )
-    declaration, capabilities = runner.stage.declaration, runner.stage.backend.capabilities
-    optional = frozenset(n for n, slot in declaration.slots.items() if slot.optional) if absent else frozenset()
-    batch, beside = batch_of(declaration, {**sizes, WIDTH: width}, seed, optional)
-    view = runner.fill(batch, **beside)
-    assert runner.replay(view).shape[0] == live * width
-    right = fill_slot_by_slot(
-        declaration, poisoned(inputs, capabilities, sizes, seed), capabilities, Step(sizes, sizes), batch, beside
-    )
-    for name, expected in right.items():
-        got, kind = getattr(view, name), declaration.slots[name].kind
-        assert (got is None) == (expected is None), name
-        if got is None or expected is None or kind in ("output", "staged"):
-            continue
-        assert same_bytes(got.cpu().to(expected.dtype) if no_copy else got.cpu(), expected), name
-
-
-def test_hidden_states_go_another_way(backend_name: str) -> None:
-    """A batch that asks for hidden states does not go through a graph that was captured without them."""
-    sizes = {standard.VOCAB: 5}
-
-    def step(view: standard.DecodeInputs) -> torch.Tensor:
-        return view.positions * (2 if view.capture_hidden_mode == "null" else 3)
-
-    runner = DecodeRunner(standard.DecodeInputs, step, buckets=[4], sizes=sizes, backend=backend_name)
-    runner.capture()
-    batch, _ = batch_of(standard.DecodeInputs.slotgraph, sizes_of(standard.DecodeInputs, 3, 1), 5)
-    decision = runner.decide({**batch, "capture_hidden_mode": "last"})
-    assert (decision.path, decision.why) == ("eager", "field_differs")
-    assert torch.equal(runner(batch).cpu(), batch["positions"] * 2)
-    assert torch.equal(runner({**batch, "capture_hidden_mode": "last"}).cpu(), batch["positions"] * 3)
 
 
 def test_placeholder_is_a_batch(backend_name: str) -> None:

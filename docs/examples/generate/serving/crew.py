@@ -10,7 +10,7 @@ from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs, after_other
 from serving.model import Language
 from serving.ranks import ALONE, World
 from serving.request import Request
-from slotgraph import Axis, Inputs, standard
+from slotgraph import Axis, standard
 from slotgraph.ranks import PipelineStage, Ranks
 from slotgraph.runners.runner import Runner
 from slotgraph.runners.statistics import Decision
@@ -123,14 +123,14 @@ class Pipeline(Crew):
 
     def decode_inputs(self, declaration: type[D]) -> type[D]:
         """The same, and hidden states but on the first rank."""
-        return self._after_others(declaration, standard.PipelineProxies)
+        return self._after_others(declaration)
 
     def prefill_inputs(self, declaration: type[P]) -> type[P]:
         """The same, and hidden states but on the first rank."""
-        return self._after_others(declaration, standard.PrefillPipelineProxies)
+        return self._after_others(declaration)
 
-    def _after_others(self, declaration: type[T], proxies: type[Inputs]) -> type[T]:
-        return declaration if self.world.begins else after_others(declaration, proxies, self._model.dtype)
+    def _after_others(self, declaration: type[T]) -> type[T]:
+        return declaration if self.world.begins else after_others(declaration, self._model.dtype)
 
     @property
     def sizes(self) -> Mapping[Axis, int]:

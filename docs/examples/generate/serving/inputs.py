@@ -70,10 +70,10 @@ def all_counts(view: Any) -> torch.Tensor:
     return counts
 
 
-def after_others(declaration: type[T], proxies: type[Inputs], dtype: torch.dtype) -> type[T]:
+def after_others(declaration: type[T], dtype: torch.dtype) -> type[T]:
     """A declaration for layers that others run before; their hidden states come from there."""
 
-    class Later(declaration, proxies, drop=["pp_residual"]):  # type: ignore[misc, valid-type, call-arg]
+    class Later(declaration, standard.PipelineProxies, drop=["pp_residual"]):  # type: ignore[misc, valid-type]
         """A part of the model that does not begin with tokens."""
 
     return cast("type[T]", standard.model_dtype(dtype)(Later))

@@ -81,7 +81,7 @@ class StageVerify(standard.TargetVerifyInputs, standard.PipelineProxies, standar
     """The same in a verification."""
 
 
-class StagePrefill(standard.BreakableInputs, standard.PrefillPipelineProxies, standard.NgramEmbedding):
+class StagePrefill(standard.BreakableInputs, standard.PipelineProxies, standard.NgramEmbedding):
     """The same in a prefill."""
 
 

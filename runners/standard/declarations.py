@@ -1,0 +1,442 @@
+"""Declarations to subclass: what each phase of a step reads, and mixins for kinds of models and of parallelism.
+
+Mixins are plain bases, which combine in any order.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, float32, int32, int64
+
+from ...dataflow.axes import BATCH, TOKENS, WIDTH, Step
+from ...dataflow.capabilities import CACHE_LOC, HOST, SEQ_LEN_FILL
+from ...dataflow.inputs import Inputs
+from ...dataflow.slots import computed, constant, copied, host_parameter, output, staged
+from ...dataflow.sources import side
+from ...dataflow.tails import keep, once
+from .counts import (
+    CONTEXT,
+    DP,
+    FILL,
+    FRONT,
+    HIDDEN,
+    INDEX_TOPK,
+    MODEL_DTYPE,
+    STEPS,
+    TOPK,
+    VOCAB,
+    agreed_requests,
+    agreed_tokens,
+    even_starts,
+    first_tokens,
+    last_accepted,
+    last_correct,
+    num_token_non_padded,
+    own_tokens,
+    padded_requests,
+    padded_tokens,
+)
+
+
+class Requests(Inputs):
+    """Where each request's cache is, and how long each is.
+
+    req_pool_indices: padded rows look up row 0 of the request table, which no request is given.
+    seq_lens: padded rows run attention over the fewest tokens that the backend's kernels bear.
+    seq_lens_cpu: plans of attention are made on the host; reading seq_lens back would wait for the device.
+    """
+
+    req_pool_indices: Tensor = copied(BATCH, dtype=int64, pad=0, poison=())
+    seq_lens: Tensor = copied(BATCH, dtype=int32, pad=SEQ_LEN_FILL, converts=(int64,))
+    seq_lens_cpu: Tensor | None = copied(
+        BATCH, dtype=int32, pad=SEQ_LEN_FILL, placement=HOST, converts=(int64,), default=None
+    )
+
+
+class BoundedContext(Requests):
+    """A mixin: a request longer than the context is refused before anything is written.
+
+    seq_lens: lists and arrays are looked into; a tensor on the device is not, since that would wait for it.
+    seq_lens_cpu: one position too many reads past the rope table and writes past the request's pages.
+    """
+
+    seq_lens: Tensor = copied(BATCH, dtype=int32, pad=SEQ_LEN_FILL, converts=(int64,), limit=CONTEXT)
+    seq_lens_cpu: Tensor | None = copied(
+        BATCH,
+        dtype=int32,
+        pad=SEQ_LEN_FILL,
+        placement=HOST,
+        converts=(int64,),
+        limit=CONTEXT,
+        default=None,
+    )
+
+
+class HostLengths(Inputs):
+    """A mixin: fused attention that takes lengths as a host argument, which an NPU's graphs are handed at each replay.
+
+    actual_seq_lengths_kv: the host's own lengths, since reading seq_lens back would wait; padded rows as those of it.
+    """
+
+    actual_seq_lengths_kv: Tensor = host_parameter(
+        BATCH, dtype=int32, pad=SEQ_LEN_FILL, source="seq_lens_cpu", converts=(int64,)
+    )
+
+
+class ContextLengths(Inputs):
+    """A mixin: paged attention that takes lengths as a host tensor, likewise.
+
+    context_lens: int32, which the operator wants; padded rows as those of seq_lens.
+    """
+
+    context_lens: Tensor = host_parameter(
+        BATCH, dtype=int32, pad=SEQ_LEN_FILL, source="seq_lens_cpu", converts=(int64,)
+    )
+
+
+class DecodeInputs(Requests):
+    """What one decode step reads, and where it writes its logits.
+
+    input_ids: a stale id is still a row of the embedding table, and nobody reads what comes of it.
+    positions: a stale position indexes the rope table past its end, an illegal access after hours.
+    out_cache_loc: padded rows write their keys and values, too; location 0 is kept free for that.
+    next_token_logits: one allocation for all buckets, at an address that samplers and collectives know.
+    """
+
+    input_ids: Tensor = copied(
+        TOKENS, dtype=int64, pad=keep("any id will do, its row's result is dropped"), poison="stale"
+    )
+    positions: Tensor = copied(TOKENS, dtype=int64, pad=0)
+    out_cache_loc: Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
+    next_token_logits: Tensor = output(TOKENS, VOCAB, dtype=float32)
+    capture_hidden_mode: str = "null"
+
+
+class TargetVerifyInputs(DecodeInputs):
+    """What the target model reads to verify a tree of WIDTH draft tokens for each request.
+
+    custom_mask: which tokens each draft token sees, written by who builds the tree; True at first and in padded rows,
+    since a softmax over nothing is NaN.
+    """
+
+    custom_mask: Tensor = staged((BATCH * FILL + TOKENS) * WIDTH, dtype=torch.bool, pad=True)
+
+
+class EagerInputs(DecodeInputs):
+    """What an eager step reads: the decode set, never padded.
+
+    It has no counts of its own. Those that a mixin would compute, an eager batch has right already: name them in the
+    runner's `carry=`, so that nothing is written over them.
+    """
+
+
+class PrefillInputs(Inputs):
+    """What the captured pieces of a prefill read: tokens alone, so that no piece hangs on how many requests there are.
+
+    input_ids: padded rows are executed, by kernels that may sort or route by id: one and the same id each time.
+    positions: padded rows are executed; a stale position indexes the rope table past its end.
+    out_cache_loc: padded rows are executed, and write to location 0, which is kept free for that.
+    """
+
+    input_ids: Tensor = copied(TOKENS, dtype=int64, pad=0)
+    positions: Tensor = copied(TOKENS, dtype=int64, pad=0)
+    out_cache_loc: Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
+
+
+class BreakableInputs(PrefillInputs, Requests, drop=["seq_lens_cpu"]):
+    """What breaks and eager parts of a prefill read beside: how its tokens belong to requests.
+
+    Only whole-model capture pads requests; a padded one has no tokens.
+
+    extend_seq_lens: new tokens of each request; 0 in padded rows, so that attention does nothing for them.
+    extend_prefix_lens: cached tokens before the new ones; 0 in padded rows, which have no cache.
+    extend_start_loc: where each request's tokens begin; a padded row stays inside the tokens.
+    orig_seq_lens: lengths before anything was chunked, for rope scaling that hangs on them.
+    """
+
+    extend_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=0, poison=(), converts=(int64,))
+    extend_prefix_lens: Tensor = copied(BATCH, dtype=int32, pad=0, converts=(int64,))
+    extend_start_loc: Tensor = computed(first_tokens, shape=BATCH, dtype=int32)
+    orig_seq_lens: Tensor = copied(BATCH, dtype=int32, pad=SEQ_LEN_FILL, converts=(int64,))
+
+    @classmethod
+    def placeholder(cls, step: Step) -> Mapping[str, Any]:
+        """One request without a prefix, which owns every token of the bucket."""
+        whole, none = [step.padded(TOKENS)], [0]
+        mine = {"seq_lens": whole, "extend_seq_lens": whole, "orig_seq_lens": whole}
+        mine |= {"extend_prefix_lens": none, "req_pool_indices": none}
+        present = {name: value for name, value in mine.items() if name in cls.slotgraph.slots}
+        return {**super().placeholder(step), **present}
+
+
+class DraftPrefillInputs(PrefillInputs):
+    """What the prefill of a draft model reads beside: the target's hidden states.
+
+    hidden_states: one for each token of the target's prefill; padded rows are executed, on zeros.
+    """
+
+    hidden_states: Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0)
+
+
+class DraftInputs(Requests):
+    """What drafting a tree reads: TOPK tokens a request, STEPS steps of them in one graph.
+
+    input_ids: no batch brings them; each step writes the ids of the branches that it goes on with, all rows of them.
+    positions: each step advances them in place; the graph puts them back, so that no one else sees that.
+    out_cache_loc: a location for each branch of each step; padded rows write to location 0, which is kept free.
+    extend_seq_lens: each branch grows by one token a step.
+    topk_p: the probabilities of the branches to begin with; 0 in padded rows, which win nothing.
+    topk_index: the ids of these branches; 0 in padded rows, an id like any other.
+    hidden_states: the target's last one for each request; so large that it is copied by itself, not in a group.
+    """
+
+    input_ids: Tensor = staged(TOKENS, dtype=int64, pad=keep("written before it is read, all rows"))
+    positions: Tensor = copied(TOKENS, dtype=int64, pad=0, restored=True)
+    out_cache_loc: Tensor = copied(TOKENS * STEPS, dtype=CACHE_LOC, pad=0)
+    extend_seq_lens: Tensor = constant(1, shape=BATCH, dtype=int32)
+    topk_p: Tensor = copied(BATCH, TOPK, dtype=float32, pad=0)
+    topk_index: Tensor = copied(BATCH, TOPK, dtype=int64, pad=0)
+    hidden_states: Tensor = copied(BATCH, HIDDEN, dtype=MODEL_DTYPE, pad=0)
+    capture_hidden_mode: str = "null"
+
+
+class DraftSampling(Inputs):
+    """A mixin: what drafting reads where drafts are sampled, not taken greedily.
+
+    draft_probs: what the first branches were drawn from, to be held against the target's probabilities.
+    sampling_seed: one a request, so that a run can be repeated.
+    temperatures: logits are divided by them; 1 in padded rows, since 0 would make NaN of them.
+    top_ks: the whole vocabulary in padded rows, which cuts nothing off.
+    """
+
+    draft_probs: Tensor = copied(BATCH, VOCAB, dtype=float32, pad=0)
+    sampling_seed: Tensor = copied(BATCH, dtype=int64, pad=0)
+    temperatures: Tensor = copied(BATCH, 1, dtype=float32, pad=1)
+    top_ks: Tensor = copied(BATCH, dtype=int32, pad=VOCAB)
+
+
+class DraftExtendInputs(Requests):
+    """What the draft model reads after a verification: WIDTH tokens a request, as many as were drafted.
+
+    input_ids: a stale id is still a row of the embedding table, and nobody reads what comes of it.
+    positions: a stale position indexes the rope table past its end.
+    out_cache_loc: while a bucket is captured all rows write to location 1, in a step padded ones to 0, both kept free.
+    hidden_states: the target's, one for each token; padded rows are executed, on zeros.
+    extend_seq_lens: each request has WIDTH tokens, accepted or not.
+    num_correct_drafts: WIDTH in padded rows, as if all of their drafts were right.
+    num_accept_tokens: WIDTH in padded rows, whose select_index is then the last of their own rows.
+    select_index: the row of each request's last accepted token; it hangs on WIDTH, so no two widths may share it.
+    next_token_logits: one row a request, that of select_index.
+    """
+
+    input_ids: Tensor = copied(
+        TOKENS, dtype=int64, pad=keep("any id will do, its row's result is dropped"), poison="stale"
+    )
+    positions: Tensor = copied(TOKENS, dtype=int64, pad=0)
+    out_cache_loc: Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0, starts=1)
+    hidden_states: Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0)
+    extend_seq_lens: Tensor = constant(WIDTH, shape=BATCH, dtype=int32)
+    num_correct_drafts: Tensor = copied(BATCH, dtype=int32, pad=WIDTH)
+    num_accept_tokens: Tensor = copied(BATCH, dtype=int32, pad=WIDTH)
+    select_index: Tensor = computed(last_accepted, shape=BATCH, dtype=int64)
+    next_token_logits: Tensor = output(BATCH, VOCAB, dtype=float32)
+    capture_hidden_mode: str = "null"
+
+
+class MultiLayerDraftExtendInputs(DraftExtendInputs):
+    """What a draft of several layers reads, one step a layer: FRONT tokens and the drafts, WIDTH together a request.
+
+    One set serves all layers.
+
+    hidden_states: each layer writes them in the graph for the next one, so that no tail is known to be clean.
+    num_correct_drafts: 1 while a bucket is captured, an ordinary count; -1 in padded rows: nothing was drafted.
+    num_accept_tokens: likewise.
+    extend_start_loc: where each request's tokens begin, the same in each step.
+    front_tokens: FRONT where the device can read it, to find the drafts behind them.
+    select_index: the row of each request's last correct draft, in padded rows one of their own.
+    """
+
+    hidden_states: Tensor = copied(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, rewritten=True)
+    num_correct_drafts: Tensor = copied(BATCH, dtype=int32, pad=-1, starts=1)
+    num_accept_tokens: Tensor = copied(BATCH, dtype=int32, pad=-1, starts=1)
+    extend_start_loc: Tensor = constant(even_starts, shape=BATCH, dtype=int32)
+    front_tokens: Tensor = constant(FRONT, shape=1, dtype=int32)
+    select_index: Tensor = computed(last_correct, shape=BATCH, dtype=int64)
+
+
+class SlidingWindow(Inputs):
+    """A mixin: models some of whose layers see a window only, with a KV pool of its own.
+
+    out_cache_loc_swa: lent to the KV pool while buckets are captured, so that graphs write there without a translation.
+    """
+
+    out_cache_loc_swa: Tensor = copied(TOKENS, dtype=int32, pad=0, poison=())
+
+
+class Mrope(Inputs):
+    """A mixin: multimodal models, whose positions have three parts.
+
+    mrope_positions: absent where a batch is text alone; padded columns are executed, at position 0.
+    """
+
+    mrope_positions: Tensor | None = copied(3, TOKENS, dtype=int64, pad=0, strided=True, default=None)
+
+
+class DraftMrope(Mrope):
+    """A mixin for draft: the same, where each step advances the positions.
+
+    mrope_positions: advanced in place, all three parts, and put back by the graph; absent where a batch is text alone.
+    """
+
+    mrope_positions: Tensor | None = copied(3, TOKENS, dtype=int64, pad=0, strided=True, default=None, restored=True)
+
+
+class InputEmbeds(Inputs):
+    """A mixin: multimodal models, which make one sequence of what images and texts are embedded to.
+
+    input_embeds: the model writes it inside the step, where each batch differs; padded rows are executed, on zeros.
+    """
+
+    input_embeds: Tensor = staged(TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0)
+
+
+class Mamba(Inputs):
+    """A mixin: state-space models, which keep a state a request and snapshots of it.
+
+    mamba_track_indices: where snapshots go; padded rows name entry 0, which is kept free.
+    mamba_track_mask: which requests take one; padded rows take none.
+    mamba_track_seqlens: how many tokens a snapshot stands for.
+    """
+
+    mamba_track_indices: Tensor = copied(BATCH, dtype=int64, pad=0, poison=())
+    mamba_track_mask: Tensor = copied(BATCH, dtype=torch.bool, pad=False)
+    mamba_track_seqlens: Tensor = copied(BATCH, dtype=int32, pad=0)
+
+
+class EncoderDecoder(Inputs):
+    """A mixin: models with an encoder, to whose output decoder layers attend.
+
+    encoder_lens: 0 at first, written for live rows alone; a stale length is one that some encoder output had.
+    """
+
+    encoder_lens: Tensor = copied(BATCH, dtype=int32, pad=once(0))
+
+
+class NgramEmbedding(Inputs):
+    """A mixin: models that embed a token together with those before it.
+
+    ngram_column_starts: where each request's tokens stand in the table of ids.
+    ngram_req_lens: how many of them; 1 at first, so that a row never written has a token.
+    """
+
+    ngram_column_starts: Tensor = copied(
+        BATCH,
+        dtype=int32,
+        pad=keep("a stale start is one that a request had"),
+        poison="stale",
+        source="ngram_embedding_info.column_starts",
+    )
+    ngram_req_lens: Tensor = copied(
+        BATCH,
+        dtype=int32,
+        pad=keep("a stale length is one that a request had"),
+        poison="stale",
+        starts=1,
+        source="ngram_embedding_info.req_lens",
+    )
+
+
+class PipelineProxies(Inputs):
+    """A mixin: `runner(batch, pp_proxy_tensors=...)` brings what the stage before computed.
+
+    pp_hidden_states: a stale row would enter what is computed over all rows at once, scales and routing.
+    pp_residual: likewise; absent where the model adds it before it hands on.
+    """
+
+    pp_hidden_states: Tensor | None = copied(
+        TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, poison=(), source=side("pp_proxy_tensors.hidden_states"), default=None
+    )
+    pp_residual: Tensor | None = copied(
+        TOKENS, HIDDEN, dtype=MODEL_DTYPE, pad=0, poison=(), source=side("pp_proxy_tensors.residual"), default=None
+    )
+
+
+class PipelineIndices(Inputs):
+    """A mixin: the tokens that sparse attention chose on the stage before, which later layers use again.
+
+    pp_topk_indices: padded rows attend to token 0, which is always there.
+    """
+
+    pp_topk_indices: Tensor | None = copied(
+        TOKENS, INDEX_TOPK, dtype=int32, pad=0, source=side("pp_proxy_tensors.topk_indices"), default=None
+    )
+
+
+class ExpertParallel(Inputs):
+    """A mixin: experts and gathered data parallelism, which must not route padded rows. Needs settings: see `Sharding`.
+
+    num_token_non_padded: live tokens of this rank's part of the padded bucket; the rest is routed to no expert.
+    """
+
+    num_token_non_padded: Tensor = computed(num_token_non_padded, shape=1, dtype=int32)
+
+
+class ExpertParallelSharded(Inputs):
+    """A mixin: the same, where the runner's `Ranks(shards=)` says over which ranks a bucket's tokens are spread.
+
+    num_token_non_padded: live tokens of this rank's part, all of them where there is one shard; needs no settings.
+    """
+
+    num_token_non_padded: Tensor = computed(own_tokens, shape=1, dtype=int32)
+
+
+class DataParallelGathered(Inputs):
+    """A mixin: data-parallel attention whose ranks gather their tokens, all of them in the same bucket.
+
+    global_num_tokens: the padded count, live or not, also on an idle rank: collectives move whole buckets.
+    global_num_tokens_for_logprob: likewise, a row of logits a token.
+    """
+
+    global_num_tokens: Tensor = computed(padded_tokens, shape=DP, dtype=int32)
+    global_num_tokens_for_logprob: Tensor = computed(padded_tokens, shape=DP, dtype=int32)
+
+
+class DataParallelGatheredExtend(DataParallelGathered):
+    """A mixin for draft-extend: the same, with a row of logits a request.
+
+    global_num_tokens_for_logprob: the padded request count, since select_index leaves one row of each request.
+    """
+
+    global_num_tokens_for_logprob: Tensor = computed(padded_requests, shape=DP, dtype=int32)
+
+
+class DataParallelAgreed(Inputs):
+    """A mixin: data-parallel attention whose ranks do not gather, so that their counts differ and `Ranks` tells them.
+
+    global_num_tokens: live tokens of each batch, as ranks told before this step; 0 of an idle one, padding of none.
+    global_num_tokens_for_logprob: likewise, a row of logits a token.
+    """
+
+    global_num_tokens: Tensor = computed(agreed_tokens, shape=DP, dtype=int32)
+    global_num_tokens_for_logprob: Tensor = computed(agreed_tokens, shape=DP, dtype=int32)
+
+
+class DataParallelAgreedExtend(DataParallelAgreed):
+    """A mixin for draft-extend: the same, with a row of logits a request.
+
+    global_num_tokens_for_logprob: live requests of each batch, since select_index leaves one row of each.
+    """
+
+    global_num_tokens_for_logprob: Tensor = computed(agreed_requests, shape=DP, dtype=int32)
+
+
+class DataParallelCarried(Inputs):
+    """A mixin: data-parallel attention whose ranks do not gather, where no `Ranks` but the batch has their counts.
+
+    global_num_tokens: what the scheduler's ranks agreed on; a buffer of zeros in its place is a known bug.
+    global_num_tokens_for_logprob: likewise.
+    """
+
+    global_num_tokens: Tensor = copied(DP, dtype=int32)
+    global_num_tokens_for_logprob: Tensor = copied(DP, dtype=int32)
