@@ -149,7 +149,8 @@ def test_what_is_no_box_of_numbers(value: str) -> None:
 
 def test_lists_of_nothing() -> None:
     """Empty lists keep the dims that they show."""
-    shapes = {repr(value): [*tensor_of(value, torch.int32).shape] for value in ([], [[]], [[], []], [[[]]])}
+    values: list[Any] = [[], [[]], [[], []], [[[]]]]
+    shapes = {repr(value): [*tensor_of(value, torch.int32).shape] for value in values}
     assert shapes == {"[]": [0], "[[]]": [1, 0], "[[], []]": [2, 0], "[[[]]]": [1, 1, 0]}
 
 
