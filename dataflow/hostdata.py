@@ -57,7 +57,9 @@ def tensor_of(value: Any, dtype: torch.dtype, dims: int = MOST_DIMS) -> torch.Te
         is_plain = flags.writeable and flags.c_contiguous and min(array.strides, default=0) >= 0  # of one row any
         return torch.from_numpy(array if is_plain else array.copy())
     numbers, shape = unnested(value, dims)
-    made = _packed(numbers, dtype) if numbers else torch.empty(0, dtype=dtype, device="cpu")
+    if not numbers:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    made = _packed(numbers, dtype)
     if made is None:
         made = _converted(numbers, dtype)
     return made if len(shape) == 1 else made.view(*shape, *made.shape[1:])

@@ -23,8 +23,7 @@ from ...dataflow.sources import look_up
 from ...dataflow.tails import Number
 from ..decode import DecodeRunner
 from ..explained.pages import Table
-from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, Way
-from ..testing.by_hand import FillByHand
+from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, FillByHand, Way
 from ..testing.ground import difference, differences
 from ..testing.timing import Run, measure
 

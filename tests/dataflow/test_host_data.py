@@ -149,8 +149,9 @@ def test_what_is_no_box_of_numbers(value: str) -> None:
 
 def test_lists_of_nothing() -> None:
     """Empty lists keep the dims that they show."""
-    nested: list[list[Any]] = [[], [[]], [[], []], [[[]]]]
-    assert [[*tensor_of(value, torch.int32).shape] for value in nested] == [[0], [1, 0], [2, 0], [1, 1, 0]]
+    values: list[Any] = [[], [[]], [[], []], [[[]]]]
+    shapes = {repr(value): [*tensor_of(value, torch.int32).shape] for value in values}
+    assert shapes == {"[]": [0], "[[]]": [1, 0], "[[], []]": [2, 0], "[[[]]]": [1, 1, 0]}
 
 
 def test_infinity_is_a_float() -> None:
