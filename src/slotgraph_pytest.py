@@ -97,12 +97,6 @@ def benchmark_fill(request: pytest.FixtureRequest, slotgraph_backend: "Backend")
 
 
 @pytest.fixture
-def benchmark_runner(request: pytest.FixtureRequest) -> "Callable[..., Figures]":
-    """Times a captured runner's steps: `benchmark_runner(runner, batches, most=1.0)`."""
-    return _timer(request).runner
-
-
-@pytest.fixture
 def benchmark_ways(request: pytest.FixtureRequest, slotgraph_backend: "Backend") -> "Callable[..., Figures]":
     """Times ways of one's own in turn: `benchmark_ways({"by hand": fill, "ours": runner.fill}, batches, "fill")`."""
     return functools.partial(_timer(request).ways, slotgraph_backend)

@@ -179,8 +179,10 @@ def batches_of(
 
 def _paired(made: Any) -> Sample:
     """A batch, or a pair of a batch and its side arguments."""
-    is_pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)  # noqa: PLR2004 - a pair
-    return Sample(made[0], dict(made[1])) if is_pair else Sample(made, {})
+    batch, side = made, {}
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping):  # noqa: PLR2004 - a pair
+        batch, side = made[0], dict(made[1])
+    return Sample(batch, side)
 
 
 def _drawn(

@@ -1,11 +1,9 @@
-"""Benchmarks: fills and steps by this library and by hand, in turn in one run, for pytest-benchmark."""
+"""Benchmarks: fills by this library and by hand, and ways of one's own, in turn in one run, for pytest-benchmark."""
 
-import contextlib
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, final
 
 import attrs
@@ -18,10 +16,8 @@ from ...dataflow.errors import ConfigError, RegressionError, WrongBytesError
 from ...dataflow.inputs import Inputs
 from ...dataflow.sampling import NO_VALUES, Sample, Values, sample_batch
 from ...dataflow.slots import Output, Slot, Staged
-from ...dataflow.sources import NO_SIDE
 from ...dataflow.tails import Keep, Once
-from ..runner import Runner
-from ..stage import NO_SIZES, Stage
+from ..stage import NO_SIZES
 from .by_hand import FillByHand
 from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences
 from .timing import Run, Spread, measure
@@ -31,8 +27,6 @@ SETS: Final = 4
 could spare itself the upload."""
 PER_SLOT: Final = "per_slot"
 REGROUPED: Final = "regrouped"
-EAGER: Final = "eager"
-RUNNER: Final = "runner"
 PADDED: Final = 256
 LIVE: Final = 0.75
 """A bucket's rows, and the part of them that is live, by default."""
@@ -61,7 +55,7 @@ class Figures:
     ratios: Mapping[str, float]
 
     @classmethod
-    def of(cls, samples: Mapping[str, Sequence[float]], rounds: int, base: str = PER_SLOT) -> "Figures":
+    def of(cls, samples: Mapping[str, Sequence[float]], rounds: int, base: str) -> "Figures":
         """Figures of all steps' times, as many a round; ratios are to the way named `base`."""
         medians = {}
         for name, times in samples.items():
@@ -72,45 +66,24 @@ class Figures:
         return cls({name: Spread.of(times) for name, times in samples.items()}, ratios)
 
 
-@attrs.frozen(eq=False)
-class Contest:
-    """Ways to do the same, and the batches that take turns.
-
-    Attributes:
-        title: What is done.
-        ways: By name.
-        batches: What each way is called with.
-        ours: The way whose time is the library's.
-        backend: Where it is done.
-        base: The way that all others are held to.
-        around: What a round of some ways runs in.
-    """
-
-    title: str
-    ways: Mapping[str, Way]
-    batches: Sequence[Any]
-    ours: str
-    backend: Backend
-    base: str = PER_SLOT
-    around: Mapping[str, Callable[[], AbstractContextManager[object]]] = attrs.field(factory=dict)
-
-    def run(self, rounds: int, steps: int) -> Figures:
-        """Time all ways, round by round in turn."""
-        none = contextlib.nullcontext
-        runs = {name: Run(way, self.batches, self.around.get(name, none)) for name, way in self.ways.items()}
-        measure(list(runs.values()), self.backend, rounds, steps)
-        return Figures.of({name: run.host for name, run in runs.items()}, rounds, self.base)
-
-
-def contest_of_fills(
+def ways_to_fill(
     ground: Ground, live: Sizes, values: Values, absent: Collection[str], lowerings: Sequence[Lowering]
-) -> Contest:
-    """Fill and view of one bucket: two by hand, and each lowering. WrongBytesError if one leaves other bytes.
+) -> tuple[dict[str, Way], list[Sample]]:
+    """Fill and view of one bucket: by hand, by each lowering, by hand in groups; and the batches that take turns.
 
-    lowerings: those that are timed, the one that counts first; by default all that the backend has.
+    Args:
+        ground: The declaration, and the bucket's sizes.
+        live: The batches' sizes.
+        values: What slots hold.
+        absent: Optional slots that batches come without.
+        lowerings: Those that are timed, the one that counts first. By default all that the backend has.
+
+    Raises:
+        WrongBytesError: A way leaves other bytes than the oracle.
     """
     stage, padded, rows, gone = ground.stage, ground.most, ground.live(live), frozenset(absent)
-    had = ground.backend.capabilities.lowerings
+    capabilities = ground.backend.capabilities
+    had = capabilities.lowerings
     timed = tuple(lowerings) or tuple(one for one in had if one not in _UNTIMED) or had
 
     def by_hand(name: str) -> Way:
@@ -122,11 +95,15 @@ def contest_of_fills(
         fill, filling = made.fill, made.filling(padded, gone)
         return lambda one: stage.view(fill(filling, one.batch, one.side, rows, gone), one.batch)
 
-    ways = {name: by_hand(name) for name in (PER_SLOT, REGROUPED)} | {name: lowered(name) for name in timed}
-    samples = draw_for(stage, live, values, absent)
+    ways = {PER_SLOT: by_hand(PER_SLOT)}
+    ways |= {name: lowered(name) for name in timed}
+    ways[REGROUPED] = by_hand(REGROUPED)
+    drawn: dict[str, Any] = {"absent": absent, "values": values, "device": ground.backend.device}
+    seeded = (torch.Generator().manual_seed(seed) for seed in range(SETS))
+    samples = [sample_batch(ground.declaration, capabilities, live, one, **drawn) for one in seeded]
     with torch.no_grad():
         _verify(ways, samples, ground, live)
-    return Contest(f"fill of {stage.inputs.__name__}", ways, samples, timed[0], ground.backend)
+    return ways, samples
 
 
 def _verify(ways: Mapping[str, Way], samples: Sequence[Sample], ground: Ground, live: Sizes) -> None:
@@ -148,62 +125,10 @@ def _is_loose(slot: Slot) -> bool:
     return isinstance(slot, Output | Staged) or isinstance(slot.rule(), Keep | Once)
 
 
-def draw_for(stage: Stage[Any], live: Sizes, values: Values = NO_VALUES, absent: Collection[str] = ()) -> list[Sample]:
-    """Batches of given live sizes that take turns."""
-    sizes = {axis: size for axis, size in stage.sizes.items() if axis.fixed} | dict(live)
-    sizes |= {axis: size.at(sizes) for axis, size in stage.relations.items() if size.axes <= sizes.keys()}
-    given = stage.declaration, stage.backend.capabilities, sizes
-    drawn: dict[str, Any] = {"absent": absent, "values": values, "device": stage.backend.device}
-    return [sample_batch(*given, torch.Generator().manual_seed(seed), **drawn) for seed in range(SETS)]
-
-
-def contest_of_steps(runner: Runner[Any], samples: Sequence[Sample]) -> Contest:
-    """Whole steps of a captured runner: its own, eager ones, and a fill by hand before the same replay.
-
-    Raises:
-        ConfigError: Nothing is captured, or the batches differ in what a step's time depends on.
-    """
-    parts = runner.parts
-    stage = parts.stage
-    if parts.graphs is None or parts.graphs.report is None:
-        raise ConfigError(f"{parts.name} has captured nothing: call capture() first, and give a runner that has graphs")
-    kinds = set[tuple[Any, ...]]()
-    for one in samples:
-        decision, absent = runner.decide(one.batch, **one.side), stage.absent(one.batch, one.side)
-        live = tuple(parts.size(one.batch, one.side)[: len(stage.declaration.varying)])
-        kinds.add((decision.bucket, live, decision.path, tuple(sorted(absent))))
-    bucket, rows, *_ = next(iter(kinds), (None, ()))
-    if len(kinds) != 1 or bucket is None:
-        took = ", ".join(sorted(map(str, kinds))) or "nothing"
-        raise ConfigError(
-            f"batches must be of one size, without the same slots, and take one bucket's graph; they took {took}"
-        )
-    by_hand = FillByHand(stage.declaration, stage.backend, parts.sizes[bucket])
-    view: Any = None
-
-    @contextlib.contextmanager
-    def filled() -> Iterator[None]:
-        """Fill by the runner, so that there is a view to replay."""
-        nonlocal view
-        view = runner.fill(samples[0].batch, **samples[0].side)
-        yield
-
-    def replayed(one: Sample) -> Any:
-        by_hand.fill(one.batch, rows, one.side)
-        return runner.replay(view)
-
-    ways: dict[str, Way] = {
-        PER_SLOT: replayed,
-        EAGER: lambda one: parts.eager(one.batch, **one.side),
-        RUNNER: lambda one: runner(one.batch, **one.side),
-    }
-    return Contest(f"step of {stage.inputs.__name__}", ways, samples, RUNNER, stage.backend, around={PER_SLOT: filled})
-
-
 @final
 @attrs.frozen
 class Timer:
-    """Times contests in one test by pytest-benchmark's fixture, which saves their figures."""
+    """Times ways to do the same in one test by pytest-benchmark's fixture, which saves their figures."""
 
     benchmark: Any
 
@@ -233,7 +158,7 @@ class Timer:
             relations: Axes that follow from others.
             absent: Optional slots that batches come without.
             lowerings: The one that counts first. By default all that the backend has.
-            **options: As `contest` has them; the ratio is to the fill slot by slot by hand.
+            **options: As `ways` has them; the ratio is to the fill slot by slot by hand.
 
         Returns:
             What each way took.
@@ -250,94 +175,65 @@ class Timer:
             raise ConfigError(
                 f"live: sizes of the axes {list(ground.leads)}, at most the padded ones, got {dict(live)}"
             )
-        return self.contest(contest_of_fills(ground, part, values, absent, lowerings), **options)
-
-    def runner(
-        self,
-        runner: Runner[Any],
-        batches: Sequence[Any] = (),
-        *,
-        side: Mapping[str, Any] = NO_SIDE,
-        live: Sizes = NO_SIZES,
-        values: Values = NO_VALUES,
-        absent: Collection[str] = (),
-        **options: Any,
-    ) -> Figures:
-        """Time whole steps of a captured runner, against eager ones, and against a fill by hand before its replay.
-
-        Args:
-            runner: The runner.
-            batches: Batches of one size that take turns. By default they are drawn.
-            side: The side arguments of all of them.
-            live: Rows of drawn batches on each varying axis.
-            values: For drawn batches, as `slotgraph.testing.batches` has them.
-            absent: Optional slots that drawn batches come without.
-            **options: As `contest` has them; the ratio is to the fill by hand with the runner's replay.
-
-        Returns:
-            What each way took.
-
-        Raises:
-            ConfigError: The runner has captured nothing, or batches differ in size.
-            RegressionError: The ratio is too high.
-        """
-        samples = [Sample(batch, dict(side)) for batch in batches] or draw_for(runner.parts.stage, live, values, absent)
-        return self.contest(contest_of_steps(runner, samples), **options)
+        ways, samples = ways_to_fill(ground, part, values, absent, lowerings)
+        return self.ways(backend, ways, samples, f"fill of {inputs.__name__}", **options)
 
     def ways(
-        self, backend: Backend, ways: Mapping[str, Way], batches: Sequence[Any], title: str, **options: Any
+        self,
+        backend: Backend,
+        ways: Mapping[str, Way],
+        batches: Sequence[Any],
+        title: str,
+        *,
+        most: float | None = None,
+        rounds: int = ROUNDS,
+        steps: int = STEPS,
     ) -> Figures:
         """Time ways of one's own to do the same, in turn, such as an engine's fill and this library's.
+
+        If pytest-benchmark is disabled, each way runs once, and no ratio is held to anything.
 
         Args:
             backend: Where it is done; the fixture gives it.
             ways: Calls that take a batch, by name. All are held to the first, and the second is the one that counts.
             batches: Batches of one size that take turns.
             title: What is done.
-            **options: As `contest` has them.
+            most: The largest ratio that is allowed.
+            rounds: Rounds in which the ways take turns.
+            steps: Steps of each round.
 
         Returns:
             What each way took.
 
         Raises:
-            RegressionError: The ratio is too high.
+            RegressionError: The ratio is over `most` each time that it is measured.
         """
         if len(ways) < 2 or not batches:  # noqa: PLR2004 - a ratio is of two
             raise ConfigError(
                 f"ways to time: at least two, the one that others are held to first, and batches; got {list(ways)}"
             )
         base, ours, *_ = ways
-        return self.contest(Contest(title, ways, batches, ours, backend, base), **options)
-
-    def contest(
-        self, contest: Contest, *, most: float | None = None, rounds: int = ROUNDS, steps: int = STEPS
-    ) -> Figures:
-        """Time a contest. If pytest-benchmark is disabled, each way runs once, and no ratio is held to anything.
-
-        Args:
-            contest: The contest.
-            most: The largest ratio that is allowed.
-            rounds: Rounds in which the ways take turns.
-            steps: Steps of each round.
-
-        Raises:
-            RegressionError: The ratio is over `most` each time that it is measured.
-        """
-        benchmark, title = self.benchmark, f"{contest.backend.name}: {contest.title}"
+        benchmark, title = self.benchmark, f"{backend.name}: {title}"
         limit = math.inf if most is None or benchmark.disabled else most
         if benchmark.disabled:
             rounds, steps = 1, 1
         benchmark.group = benchmark.group or title
-        figures = contest.run(rounds, steps)
+
+        def figured() -> Figures:
+            runs = {name: Run(way, batches) for name, way in ways.items()}
+            measure(list(runs.values()), backend, rounds, steps)
+            return Figures.of({name: run.host for name, run in runs.items()}, rounds, base)
+
+        figures = figured()
         for _ in range(ATTEMPTS - 1):
-            if figures.ratios[contest.ours] > limit:
-                figures = contest.run(rounds, steps)
+            if figures.ratios[ours] > limit:
+                figures = figured()
         benchmark.extra_info[KEY] = attrs.asdict(figures)
-        way, turns = contest.ways[contest.ours], itertools.cycle(contest.batches)
+        way, turns = ways[ours], itertools.cycle(batches)
         with torch.no_grad():
             benchmark.pedantic(lambda: way(next(turns)), rounds=rounds, iterations=steps, warmup_rounds=1)
-        ratio = figures.ratios[contest.ours]
+        ratio = figures.ratios[ours]
         if ratio > limit:
-            told = f"{contest.ours} takes {ratio:.3f} of the time of {contest.base}, where {limit} is allowed"
+            told = f"{ours} takes {ratio:.3f} of the time of {base}, where {limit} is allowed"
             raise RegressionError(f"{title}: {told} (measured {ATTEMPTS} times)")
         return figures

@@ -41,11 +41,12 @@ def test_fill(benchmark_fill):
     benchmark_fill(Mine, {BATCH: 64}, rounds=5, steps=10)
 
 
-def test_runner(benchmark_runner, slotgraph_backend):
+def test_ways(benchmark_ways, slotgraph_backend):
     runner = DecodeRunner(Mine, lambda view: view.slot_0 + 1, buckets=[64], backend=slotgraph_backend, progress=False)
     runner.capture()
     batch = {f"slot_{number}": torch.ones(48, dtype=DTYPES[number % 3]) for number in range(12)}
-    benchmark_runner(runner, [batch, {**batch}], rounds=5, steps=10)
+    ways = {"fill": runner.fill, "runner": runner}
+    benchmark_ways(ways, [batch, {**batch}], "a step", rounds=5, steps=10)
 """
 BACKENDS = """
 import pytest
@@ -158,7 +159,7 @@ def test_without_pytest_benchmark(project: Path) -> None:
     (project / "test_mine.py").write_text(SUITE)
     done = run(project, "-m", "pytest", "-p", "no:benchmark", "--slotgraph-backends=cpu")
     assert done.returncode == 1
-    for name in ("benchmark_fill", "benchmark_runner"):
+    for name in ("benchmark_fill", "benchmark_ways"):
         assert f"{name} needs pytest-benchmark, which is not there: pip install 'slotgraph[testing]'" in done.stdout
 
 

@@ -146,9 +146,9 @@ def test_every_slot_has_the_same_bytes(homes: tuple[str, list[Home]]) -> None:
             assert (done.outcome, done.lines) == ("equal", ())
             assert slots.steps[-1] == bytes_then, (number, record.messages)
             assert runner.agreed == home.agreed[number]
+            assert done.decision is not None
             assert done.decision == record.decision
-            assert record.decision is not None
-            forced += record.alone not in ("", record.decision.reason)
+            forced += record.alone not in ("", done.decision.reason)
     assert forced == {"quiet": 0, "eager": 2 * STEPS}.get(kind, forced) >= 0
     assert kind not in BACKENDS or forced > STEPS
     decisions = [one.decision for one in RecordedFile.read(found[0].file).steps]
