@@ -14,7 +14,7 @@ from .axes import Sizes, extent
 from .capabilities import Capabilities, Placement, dtype_text, resolve_dtype
 from .computation import initial_value, write_all
 from .declaration import Declaration
-from .errors import BindError, ReplayError
+from .errors import BindError, ReplayError, did_you_mean
 from .slots import Slot
 from .tails import Pad
 
@@ -382,7 +382,8 @@ def check_bindings(
     faults, spans = list[str](), list[tuple[tuple[int, int], str]]()
     for name, tensor in ((name, _tensor_in(bound)) for name, bound in bind.items()):
         if name not in declaration.slots:
-            faults.append(f"bind names {name!r}, which is no slot of {declaration.name}")
+            near = did_you_mean(name, declaration.slots)
+            faults.append(f"bind names {name!r}, which is no slot of {declaration.name}{near}")
         elif not isinstance(tensor, torch.Tensor):
             faults.append(f"slot {name!r}: expected a tensor to adopt, got {type(tensor).__name__}")
         else:

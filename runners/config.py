@@ -18,7 +18,7 @@ from ..backends import name_of
 from ..dataflow.axes import Axis, Dim
 from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ..dataflow.declaration import Declaration
-from ..dataflow.errors import ConfigError, hint
+from ..dataflow.errors import ConfigError, did_you_mean, hint
 from ..dataflow.inputs import Inputs
 from ..dataflow.serial import json_data
 
@@ -93,7 +93,8 @@ def check_slots(argument: str, declaration: Declaration, names: Collection[str])
     """ConfigError where a name is no slot's, of those that settings switch off neither."""
     for name in names:
         if name not in declaration.slots and name not in declaration.disabled:
-            raise ConfigError(f"{argument} names {name!r}, which is no slot of {declaration.name}")
+            near = did_you_mean(name, declaration.slots)
+            raise ConfigError(f"{argument} names {name!r}, which is no slot of {declaration.name}{near}")
 
 
 def checked_by_slot(argument: str, given: Any, what: str) -> Mapping[str, Any]:

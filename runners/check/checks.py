@@ -18,6 +18,7 @@ from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.bucket import Absent
 from ...dataflow.errors import CheckError, ConfigError, ReplayError
 from ...dataflow.sampling import NO_VALUES, Sample, Values, sample_batch
+from ..config import check_slots
 from ..runner import Runner
 from ..state import State
 from ..statistics import Decision
@@ -139,9 +140,7 @@ def _check_options(
         raise ConfigError(f"rounds= is a whole number from 1, got {rounds!r:.100}")
     if parts.graphs is not None and parts.graphs.report is None:
         raise ReplayError("this runner is not captured: call capture() before check()")
-    for name in read_outside:
-        if name not in declaration.slots and name not in declaration.disabled:
-            raise ConfigError(f"read_outside names {name!r}, which is no slot of {declaration.name}")
+    check_slots("read_outside", declaration, read_outside)
 
 
 def batches_of(
