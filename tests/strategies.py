@@ -255,12 +255,12 @@ def asked(name: str, live: Any, padded: Any, rows: int | None = None) -> list[in
 
 
 @st.composite
-def one_sided(draw: st.DrawFn, axis: Axis | None = None) -> type[Inputs]:
+def one_sided(draw: st.DrawFn) -> type[Inputs]:
     """A declaration whose copied slots are over BATCH alone, or over TOKENS alone, and whose functions ask for both.
 
-    axis: the one that they are over; either, where it is not given. Slots named `asked...` hold what `asked` gives.
+    Slots named `asked...` hold what `asked` gives.
     """
-    over = draw(st.sampled_from([BATCH, TOKENS])) if axis is None else axis
+    over = draw(st.sampled_from([BATCH, TOKENS]))
     fields: dict[str, Any] = {}
     for index in range(draw(st.integers(1, 3))):
         shape = draw(st.sampled_from([(over,), (over, 2), (over * 2,)] if index else [(over,), (over, 2)]))
