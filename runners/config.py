@@ -239,7 +239,7 @@ class Buckets:
 def _debug(value: Any) -> Any:
     """Debug modes as they were said, several as a tuple; what the environment says is read when a runner is made."""
     if isinstance(value, list | tuple | set | frozenset) and all(isinstance(one, str) for one in value):
-        value = tuple(sorted(value) if isinstance(value, set | frozenset) else value)
+        value = tuple(sorted(value) if isinstance(value, set | frozenset) else value) or False  # not the environment's
     elif value is not None and not isinstance(value, bool | str):
         refuse("option 'debug'", "true, false or names of debug modes", value)
     if value is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slotgraph.config import RunnerConfig
@@ -126,6 +126,7 @@ def load(file: pathlib.Path) -> None:
 
 
 @settings(max_examples=2 * settings().max_examples)
+@example(options={"debug": []})  # none, whatever the environment says
 @given(st.dictionaries(keys | leaves, values | numbers | st.lists(numbers, max_size=4), max_size=4))
 def test_any_keys_and_values(options: dict[Any, Any]) -> None:
     """Random keys, those of the configuration among them, with random values."""

@@ -319,22 +319,3 @@ def test_a_step_without_padding_whose_tokens_do_not_divide(two: Processes) -> No
         )
         assert "for steps that run eagerly pad the batch, or name the slot in carry=" in told
         assert wrong == []
-
-
-def of_another_width(rank: int) -> list[list[int]]:
-    """Requests of three tokens and of two, in graphs for two: counts by step."""
-    runner = runner_on(soon(), lambda view: view.ids + 1, Extended, buckets=[4], width=2, sizes={DP: 2})
-    found = []
-    for widths in ((3, 2), (2, 2), (2, 3)):
-        rows, width = 3 - rank, widths[rank]
-        view = runner.fill({"ids": torch.arange(rows * width) + 5, "weights": torch.ones(rows)})
-        found.append([count for name in COUNTS for count in getattr(view, name).tolist()])
-        runner.replay(view)
-    return found
-
-
-def test_a_step_of_another_width(two: Processes) -> None:
-    """Live tokens are what each rank's own requests have, whatever graphs were captured for."""
-    first, second = two.run(of_another_width)
-    assert first == [[9, 4, 3, 2, 9], [6, 4, 3, 2, 6], [6, 6, 3, 2, 6]]
-    assert second == [[9, 4, 3, 2, 4], [6, 4, 3, 2, 4], [6, 6, 3, 2, 6]]

@@ -126,7 +126,7 @@ def test_metrics(found: list[Found]) -> None:
         forced = samples(one.metrics, "slotgraph_forced_steps_total")
         assert {key for key, steps in forced.items() if steps} == {(str(rank), why) for rank, why in FORCED}
         assert all(forced[str(rank), why] == steps for (rank, why), steps in FORCED.items())
-        assert len(forced) == 2 * 9
+        assert len(forced) == 2 * 8
         assert samples(one.metrics, "slotgraph_exchanges_total") == {(): one.exchanges}
         assert one.exchanges > len(SCHEDULE)
 
