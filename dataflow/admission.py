@@ -238,11 +238,21 @@ def kind_of(
         or isinstance(source, torch.Tensor)
     ):
         return _of_any(want, tuple(tensor.shape), buffers, carries=carries, move=move)
-    carry, dtype, shape = kind.carrier, kind.dtype, tensor.shape
-    return Kind(
-        dtype,
-        prepare=lambda brought: torch.frombuffer(bytearray(memoryview(carry(brought))), dtype=dtype).view(shape),
-    )
+    return Kind(kind.dtype, prepare=_by_copy(kind.carrier, tensor))
+
+
+def _by_copy(carry: Any, like: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    """Puts host data into one tensor, which is written anew for each batch, and copied at once."""
+    with torch.inference_mode(mode=False):
+        made = torch.empty_like(like, memory_format=torch.contiguous_format)
+    array: Any = made.numpy()
+    room = memoryview(array).cast("B")
+
+    def prepare(brought: Any) -> torch.Tensor:
+        room[:] = memoryview(carry(brought)).cast("B")
+        return made
+
+    return prepare
 
 
 def _of_any(want: Wanted, shape: Extent, buffers: Buffers, *, carries: bool, move: Move | None) -> Kind:
