@@ -201,6 +201,31 @@ def test_lazy_capture_that_fails(cpu: str) -> None:
     assert tries == [1]
 
 
+class WithExtra(Inputs):
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    extra: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=0, default=None)
+
+
+def test_a_pattern_that_fails(cpu: str) -> None:
+    """Where one pattern of a bucket fails, no graph of the bucket is kept: batches of every pattern run eagerly."""
+    tries = [1]
+
+    def step(view: WithExtra) -> torch.Tensor:
+        if view.extra is None and tries:
+            raise RuntimeError(f"out of workspace, {tries.pop()}")
+        return view.ids if view.extra is None else view.ids + view.extra
+
+    runner = DecodeRunner(WithExtra, step, buckets=[4], absent=[["extra"]], backend=cpu, output_rows=None)
+    with pytest.raises(CaptureError, match="out of workspace"):
+        runner.capture()
+    assert runner.report is not None
+    assert runner.report.captured == ()
+    ids = torch.arange(3)
+    assert runner({"ids": ids, "extra": ids}).tolist() == [0, 2, 4]
+    assert runner({"ids": ids}).tolist() == [0, 1, 2]
+    assert runner.stats()["steps"] == {"graph": 0, "eager": 2}
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 def test_error_mode_reaches_the_backend(monkeypatch: pytest.MonkeyPatch, *, lazy: bool) -> None:
     """Every capture of a runner runs in the mode that was said, that of the fill alone among them."""
