@@ -7,9 +7,7 @@ ARGS ?=
 BIN := .venv/bin
 NPU := .venv-npu
 NPU_LACKS := $(shell tests/npu/run lacks)
-# A test that hangs ends the tests, with where it waits.
-HANGS := -o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
-PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile $(HANGS)
+PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 PIP := python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help

@@ -17,7 +17,7 @@ from .hostdata import HOST_KINDS, letter_of, tensor_of
 from .packet import WORD, rounded
 from .slots import Slot
 from .sources import OUT, STEP, Compute, look_up
-from .tails import holds, resolve_value
+from .tails import holds, range_of, resolve_value
 
 _VERSION: Final = operator.attrgetter("_version")
 _FACTS: Final = operator.attrgetter("shape", "dtype", "layout", "device")
@@ -92,17 +92,6 @@ def field_of(batch: Any, name: str, default: Any) -> Any:
     return default.factory() if isinstance(default, attrs.Factory) else default  # type: ignore[arg-type]
 
 
-def _numbers_of(target: torch.Tensor) -> tuple[Any, float, float]:
-    """The kind of number that fills a one-element tensor, the least and the most of it. Any other goes by `write`."""
-    if target.numel() != 1 or target.is_complex():
-        return None, 0, 0
-    if target.dtype == torch.bool:
-        return bool, 0, 1
-    if target.is_floating_point():
-        return float, torch.finfo(target.dtype).min, torch.finfo(target.dtype).max
-    return int, torch.iinfo(target.dtype).min, torch.iinfo(target.dtype).max
-
-
 @attrs.frozen(eq=False)
 class Computation:
     """A function with all that is known of its arguments before the batch; `fields` come from the batch.
@@ -139,8 +128,10 @@ class Computation:
         unknown = {need: fields[need] for need in compute.needs if need not in known}
         function = functools.partial(compute.function, **given)
         aliases = tuple(alias for _, alias in read.values())
+        is_number = target.numel() == 1 and not target.is_complex()
+        numbers = range_of(target.dtype) if is_number else (None, 0, 0)
         versions = [*map(_VERSION, aliases)]
-        return cls(slot, compute, function, unknown, target, _numbers_of(target), read, aliases, versions)
+        return cls(slot, compute, function, unknown, target, numbers, read, aliases, versions)
 
     def on(self, known: Mapping[str, Any], fields: Mapping[str, Any]) -> "Computation":
         """The same function and target with other arguments."""
@@ -183,7 +174,7 @@ class Computation:
     def store(self, value: Any) -> None:
         """Write what the function returned. ComputeError where the slot cannot hold it."""
         kind, least, most = self.numbers
-        if type(value) is kind and least <= value <= most:  # an NPU refuses another where nobody can catch that
+        if type(value) is kind and least <= value <= most:  # an NPU raises for others later, out of reach
             self.target.fill_(value)
         elif not self.compute.writes_out:
             write(self.target, value, f"slot {self.slot!r}: its function's result")

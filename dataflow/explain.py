@@ -1,7 +1,7 @@
 """What a declaration says, as data, as text and as a picture."""
 
 import html
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 import attrs
@@ -211,11 +211,8 @@ def _named(value: object | Callable[..., object]) -> str:
     return str(getattr(value, "__qualname__", None) or getattr(value, "name", None) or value)
 
 
-def mermaid(explanation: Explanation, step: Sequence[str] = ("captured step",)) -> str:
-    """The diagram as text, for a Markdown block or mermaid's own tools; the same for equal explanations.
-
-    step: what is written on the step, a line each.
-    """
+def mermaid(explanation: Explanation) -> str:
+    """The diagram as text, for a Markdown block or mermaid's own tools; the same for equal explanations."""
     names = {slot.name for slot in explanation.slots}
     nodes, slots, edges = dict[str, None](), list[str](), dict[str, None]()
     for slot in explanation.slots:
@@ -238,7 +235,8 @@ def mermaid(explanation: Explanation, step: Sequence[str] = ("captured step",)) 
         handed = "" if slot.parameter is None else f"|{_quoted(f'argument {slot.parameter}')}|"
         edges[f"captured --> {here}" if slot.kind == "output" else f"{here} -->{handed} captured"] = None
     styles = (f"classDef {kind} {style}" for kind, style in _STYLES.items())
-    return "\n    ".join(["flowchart LR", *nodes, *slots, f"captured[[{_quoted(*step)}]]", *edges, *styles]) + "\n"
+    step = f"captured[[{_quoted('captured step')}]]"
+    return "\n    ".join(["flowchart LR", *nodes, *slots, step, *edges, *styles]) + "\n"
 
 
 def _outside(node: str, label: str) -> str:

@@ -124,14 +124,6 @@ def _converted(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     return made
 
 
-def array_dtype(array: np.ndarray[Any, Any]) -> torch.dtype | None:
-    """The torch dtype of an array, or None where torch has none for it."""
-    try:
-        return torch.from_numpy(np.empty(0, array.dtype)).dtype
-    except (TypeError, ValueError):
-        return None
-
-
 Bytes = Any
 """Bytes, or what holds them: anything that `bytes.join` takes."""
 

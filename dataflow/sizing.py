@@ -183,7 +183,7 @@ def _votes(tellers: tuple[Gauge, ...], batch: Any, side: Side) -> dict[Gauge, in
 
 _PLAIN: Final = (int, float)
 _NO_NUMBERS: Final = (RuntimeError, TypeError, ValueError)
-"""What a value raises that is no box of numbers; the fill refuses it in words of its own."""
+"""The errors of a value that is not a box of numbers. No limit is held against it: the fill refuses it."""
 
 
 @attrs.frozen

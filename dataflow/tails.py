@@ -91,20 +91,27 @@ def resolve_value(value: PadValue, capabilities: Capabilities, fixed: Sizes) -> 
     return value
 
 
+def range_of(dtype: torch.dtype) -> tuple[type[bool] | type[int] | type[float], float, float]:
+    """The kind of number that a dtype is of, the least and the most that it can hold."""
+    if dtype is torch.bool:
+        return bool, 0, 1
+    if dtype.is_floating_point or dtype.is_complex:
+        return float, torch.finfo(dtype).min, torch.finfo(dtype).max
+    return int, torch.iinfo(dtype).min, torch.iinfo(dtype).max
+
+
 def holds(dtype: torch.dtype, value: Number) -> bool:
     """Whether a dtype can hold a number exactly in kind: no float in an index, nothing out of range.
 
     A bool slot holds bools, and 0 and 1, which engines write for them. No other slot holds a bool.
     """
-    if dtype is torch.bool:
-        return isinstance(value, int) and value in (0, 1)
-    if isinstance(value, bool):
+    kind, least, most = range_of(dtype)
+    if isinstance(value, bool) and kind is not bool:
         return False
-    if dtype.is_floating_point or dtype.is_complex:
-        fits = isinstance(value, int | float) and abs(value) <= torch.finfo(dtype).max
+    if kind is float:
+        fits = isinstance(value, int | float) and least <= value <= most
         return fits or (isinstance(value, float) and not math.isfinite(value))
-    info = torch.iinfo(dtype)
-    return isinstance(value, int) and info.min <= value <= info.max
+    return isinstance(value, int) and least <= value <= most
 
 
 def value_faults(value: Any, dtype: torch.dtype) -> Iterator[str]:

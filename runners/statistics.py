@@ -105,7 +105,7 @@ class Counts:
 
 
 class Tally:
-    """Counts steps once they are done. Whoever reads it, from whatever thread, holds up no one.
+    """Counts steps once they are done. Any thread may read it, and no step waits for that.
 
     path: the one that batches take which fit a bucket. buckets: steps by bucket, but for those of shortcuts. repeated:
     these, by bucket and live rows: of them nothing but steps is counted. reasons: eager steps by reason. turns: for

@@ -112,7 +112,7 @@ class HostReads:
 
     @property
     def notes(self) -> bool:
-        """Whether steps are followed by an event: operators read host slots, or nobody could tell."""
+        """Whether steps are followed by an event: operators read host slots, or it is not known whether they do."""
         return bool(self.slots) or self._unsure or (self.possible and not self._looked)
 
     def look(self, run: Callable[[], Any], absent: Absent = NONE) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...backends.base import Backend
-from ...backends.operators import run_under
+from ...backends.operators import run_under, storage_key
 from ...backends.ring import ENTRIES, SEGMENT
 from ...dataflow.buffers import overlaps, span
 from ...dataflow.capabilities import HOST
@@ -73,13 +73,13 @@ def check_moves(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Fi
 
 def readers(trial: Trial[Any], changes: Sequence[Change]) -> dict[str, str]:
     """What is to be said of tensors that have moved, by their name, if the step reads them."""
-    by_storage = {_storage(change.now): change for change in changes}
+    by_storage = {storage_key(change.now): change for change in changes}
     told: dict[str, str] = {}
 
     def note(operator: str, taken: Iterable[torch.Tensor], _: object = None) -> None:
         step = running()
         for tensor in taken if step is None or step.inside is None else ():  # breaks run anew in each step
-            change = by_storage.get(_storage(tensor))
+            change = by_storage.get(storage_key(tensor))
             if change is not None:
                 name = change.holding.name
                 told.setdefault(
@@ -96,10 +96,6 @@ def readers(trial: Trial[Any], changes: Sequence[Change]) -> dict[str, str]:
         if raised is not None:
             raise raised
     return told
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch compares storages by it
 
 
 def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:

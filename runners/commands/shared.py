@@ -38,7 +38,7 @@ FormOption = Annotated[Form, typer.Option("--format", help="Tables, or JSON for 
 
 
 def screen(least: int = 0) -> Console:
-    """Standard output: as wide as the terminal, or wide if it is none and nobody set COLUMNS. least: its columns."""
+    """Standard output: as wide as the terminal or as COLUMNS says, else wide. least: its columns."""
     console = Console(highlight=False)
     if not (console.is_terminal or os.environ.get("COLUMNS")):
         console.width = WIDE

@@ -369,7 +369,7 @@ class Timer:
 
         Args:
             backend: Where it is done; the fixture gives it.
-            ways: Calls that take a batch, by name. All are held to the first, and the second is the one that counts.
+            ways: Calls that take a batch, by name. The first gives the right outputs, the second is what you measure.
             batches: Batches of one size that take turns.
             title: What is done.
             most: The largest ratio that is allowed.
