@@ -109,7 +109,7 @@ def holds(dtype: torch.dtype, value: Number) -> bool:
     if isinstance(value, bool) and kind is not bool:
         return False
     if kind is float:
-        fits = isinstance(value, int | float) and least <= value <= most
+        fits = isinstance(value, int | float) and abs(value) <= most  # float8_e8m0fnu names a least above 0
         return fits or (isinstance(value, float) and not math.isfinite(value))
     return isinstance(value, int) and least <= value <= most
 
