@@ -108,7 +108,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def moved_to(device: torch.device, one: torch.Tensor) -> torch.Tensor:
-    """A copy on the device. A host slot that is cut in its second dimension goes by rows: CUDA captures no other copy."""
+    """A copy on the device. Columns of a host slot go row by row: CUDA captures no other copy of them."""
     if one.is_cpu and not one.is_contiguous():
         return torch.stack([row.to(device, non_blocking=True) for row in one])
     return one.to(device, non_blocking=True)
