@@ -9,6 +9,7 @@ import torch
 from serving.bounds import Bounds
 from serving.reference import Answer
 from serving.request import Request
+from serving.sampling import Sampler
 
 
 @attrs.frozen(kw_only=True)
@@ -94,15 +95,21 @@ class _Held:
     wrong: int
 
     @classmethod
-    def of(cls, request: Request, answer: Answer, bounds: Bounds) -> "_Held":
-        """Texts are compared for as long as both go on after the same tokens, or after ties."""
+    def of(cls, request: Request, answer: Answer, bounds: Bounds, sampler: Sampler) -> "_Held":
+        """Texts are compared for as long as both go on after the same tokens, or after ties.
+
+        Another token is a tie where the bounds allow any, the logits are within them, and the sampler makes this token
+        of the request's own logits.
+        """
         count = min(len(request.generated), len(answer.tokens))
         chosen, logits = torch.tensor(request.generated[:count]), answer.logits[:count]
         gaps = logits.amax(dim=1) - logits.gather(1, chosen[:, None])[:, 0]
         others = chosen != torch.tensor(answer.tokens[:count])
-        beyond = others & ~(gaps <= bounds.tie) if bounds.tie else others
+        mine = torch.stack(request.logits[:count])
+        apart = (mine - logits).abs().amax(dim=1).nan_to_num(nan=math.inf)
+        own = chosen == torch.tensor(sampler.choices(mine, request))
+        beyond = others & ~(own & (apart <= bounds.logits)) if bounds.tie else others
         wrong = next(iter(beyond.nonzero().flatten().tolist()), count)
-        apart = (torch.stack(request.logits[:count]) - logits).abs().amax(dim=1).nan_to_num(nan=math.inf)
         return cls(request, answer, others, gaps, apart[: wrong + 1], wrong)
 
     @property
@@ -131,9 +138,9 @@ class _Held:
         )
 
 
-def compare(requests: Sequence[Request], answers: Sequence[Answer], bounds: Bounds) -> Comparison:
+def compare(requests: Sequence[Request], answers: Sequence[Answer], bounds: Bounds, sampler: Sampler) -> Comparison:
     """Every token must be the same, or tie where the bounds have room for that, and every logit be within them."""
-    held = [_Held.of(request, answer, bounds) for request, answer in zip(requests, answers, strict=True)]
+    held = [_Held.of(request, answer, bounds, sampler) for request, answer in zip(requests, answers, strict=True)]
     differences = [difference for one in held for difference in one.difference(bounds)]
     ties = torch.cat([one.ties for one in held])
     return Comparison(

@@ -10,6 +10,7 @@ from serving.inputs import DecodeInputs, PrefillInputs, TokenInputs, after_other
 from serving.model import Language
 from serving.ranks import ALONE, World
 from serving.request import Request
+from serving.sampling import Sampler
 from slotgraph import Axis, standard
 from slotgraph.ranks import PipelineStage, Ranks
 from slotgraph.runners.runner import Runner
@@ -58,11 +59,11 @@ class Crew:
         """What runs a batch through what this process has of the model."""
         return runner
 
-    def tokens(self, logits: Outputs, count: int) -> list[int]:
-        """The next token of each of so many requests; greedy: the largest logit is the token."""
+    def tokens(self, logits: Outputs, requests: Sequence[Request], sampler: Sampler) -> list[int]:
+        """The next token of each request."""
         if logits is None:
-            raise RuntimeError(f"there are no logits for {count} requests")
-        return logits.argmax(dim=-1).tolist()
+            raise RuntimeError(f"there are no logits for {len(requests)} requests")
+        return sampler.choose(logits, requests)
 
     def decision(self, runner: Runner[Any], batch: PrefillInputs) -> Decision:
         """The path that a batch has just taken, and why."""
@@ -141,9 +142,10 @@ class Pipeline(Crew):
         """Hidden states come from the rank before, and go to the one after."""
         return PipelineStage(runner)
 
-    def tokens(self, logits: Outputs, count: int) -> list[int]:
+    def tokens(self, logits: Outputs, requests: Sequence[Request], sampler: Sampler) -> list[int]:
         """The last rank chooses, and tells the others."""
-        tokens = torch.empty(count, dtype=torch.int64) if logits is None else logits.argmax(dim=-1).cpu()
+        chosen = [0] * len(requests) if logits is None else sampler.choose(logits, requests)
+        tokens = torch.tensor(chosen)
         dist.broadcast(tokens, self.world.size - 1)
         return tokens.tolist()
 

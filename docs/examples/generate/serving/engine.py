@@ -15,6 +15,7 @@ from serving.model import Language
 from serving.options import Options
 from serving.prefill import Prefills, prefill_runner
 from serving.request import Request
+from serving.sampling import Sampler
 from serving.scheduler import Scheduler
 from serving.steps import Steps
 from slotgraph import DecodeRunner, EagerRunner
@@ -94,6 +95,7 @@ class Engine:
         self.decode = DecodeRunner(declaration, self.steps.decode, sizes=sizes, **graphs)
         self._stages = {"prefill": crew.stage(self.prefill), "decode": crew.stage(self.decode)}
         self._eos = language.eos
+        self._sampler = Sampler.of(options)
         self._page_size = options.page_size
         self._device = language.model.device
         self._prepare = prepare
@@ -163,7 +165,7 @@ class Engine:
 
     def _add(self, requests: Sequence[Request], logits: Outputs) -> None:
         """A token each, with the logits that chose it where they are known: the next replay overwrites them."""
-        tokens = self._crew.tokens(logits, len(requests))
+        tokens = self._crew.tokens(logits, requests, self._sampler)
         rows = [None] * len(requests) if logits is None else logits.to("cpu", copy=True)
         for request, token, row in zip(requests, tokens, rows, strict=True):
             request.add(token, row, self.work.steps)

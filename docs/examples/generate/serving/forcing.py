@@ -7,6 +7,7 @@ import torch
 from serving.model import Language
 from serving.reference import Answer
 from serving.request import Request
+from serving.sampling import Sampler
 
 Text = tuple[Sequence[int], Sequence[int]]
 """A prompt's ids, and the ids of the tokens that follow it."""
@@ -34,7 +35,7 @@ def _padded(texts: Sequence[Text], device: torch.device) -> torch.Tensor:
     return torch.tensor([row + [0] * (width - len(row)) for row in ids], device=device)
 
 
-def answer_to(language: Language, request: Request, alone: Answer) -> Answer:
+def answer_to(language: Language, request: Request, alone: Answer, sampler: Sampler) -> Answer:
     """What the reference says of a request's own tokens, each after those before it.
 
     alone: what generate() made of the prompt. Up to the first other token that is the answer; from there on its text is
@@ -46,7 +47,7 @@ def answer_to(language: Language, request: Request, alone: Answer) -> Answer:
     due = _tokens_due(request, language.eos)
     [forced] = forced_logits(language, [(request.prompt_ids, due)])
     logits = torch.cat([alone.logits[: parted + 1], forced[parted + 1 :]])
-    return Answer(logits.argmax(dim=-1).tolist(), logits)
+    return Answer(sampler.choices(logits, request), logits)
 
 
 def first_other(tokens: Sequence[int], others: Sequence[int]) -> int | None:

@@ -12,6 +12,7 @@ from serving.model import Language
 from serving.options import Options
 from serving.reference import Answer, reference_answers
 from serving.request import Request
+from serving.sampling import Sampler
 
 Watch = Callable[[Iterator[Answer], int], Iterable[Answer]]
 """What sees so many answers pass, one after another."""
@@ -25,14 +26,16 @@ class Judge:
     answers: Sequence[Answer]
     bounds: Bounds
     seconds: float
+    sampler: Sampler
 
     @classmethod
     def asked(cls, options: Options, language: Language, requests: Sequence[Request], watch: Watch) -> "Judge":
         """The reference comes first: whatever the engine might do to the weights does not reach it."""
+        sampler = Sampler.of(options)
         begin = time.perf_counter()
-        answers = list(watch(reference_answers(language, requests), len(requests)))
+        answers = list(watch(reference_answers(language, requests, sampler), len(requests)))
         seconds = time.perf_counter() - begin
-        return cls(language, answers, bounds_for(options, language, requests, answers), seconds)
+        return cls(language, answers, bounds_for(options, language, requests, answers), seconds, sampler)
 
     def within(self, others: Iterable[Bounds]) -> "Judge":
         """The same with the widest of its bounds and others."""
@@ -54,5 +57,5 @@ class Judge:
         answers = self.answers
         if self.bounds.tie:
             pairs = zip(requests, answers, strict=True)
-            answers = [answer_to(self.language, request, answer) for request, answer in pairs]
-        return compare(requests, answers, self.bounds)
+            answers = [answer_to(self.language, request, answer, self.sampler) for request, answer in pairs]
+        return compare(requests, answers, self.bounds, self.sampler)

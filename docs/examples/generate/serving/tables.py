@@ -1,28 +1,31 @@
-"""The report as tables on a terminal."""
+"""The report on a terminal: texts, a table of figures, and the verdict."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
+import rich.box
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from serving.comparison import Comparison
 from serving.ranks import WAYS
-from serving.report import BucketUse, PrefillUse, Report
+from serving.report import PrefillUse, Report
 from serving.times import prefill_sentence, show_times
 from slotgraph.runners.statistics import human_bytes
 
-SAMPLES = 6
-COLUMNS = {"request": 7, "steps": 7, "prompt": 20, "text": 33}
+MOST_TEXTS = 16
+"""Texts that are printed."""
 
 
 def show(report: Report, console: Console) -> None:
-    """Print what the run did, bucket by bucket, a sample of the texts, and the verdict."""
-    console.print(_run(report))
-    if report.prefill.buckets:
-        console.print(_buckets("prefill steps by bucket", "tokens", report.prefill.buckets))
-    console.print(_buckets("decode steps by bucket", "rows", report.buckets))
-    console.print(_texts(report))
+    """Print the texts, what the run took, and the verdict. Nothing is wider than 80 columns."""
+    for text in report.texts[:MOST_TEXTS]:
+        console.print(Text(_line(text.prompt), style="bold"), no_wrap=True, overflow="ellipsis")
+        console.print(Padding(Text(_line(text.text, keep="\n").strip()), (0, 0, 1, 2)))
+    if report.requests > MOST_TEXTS:
+        console.print(f"... and {report.requests - MOST_TEXTS} more texts")
+    console.print(_figures(report))
     if report.prefill_times is not None:
         console.print(prefill_sentence(report.prefill_times), highlight=False)
     if report.measured is not None:
@@ -30,67 +33,60 @@ def show(report: Report, console: Console) -> None:
     console.print(_verdict(report), soft_wrap=True)
 
 
-def _run(report: Report) -> Table:
-    table = Table(title=f"{report.model}, {report.parameters:,} parameters, {report.dtype}")
-    table.add_column("what")
-    table.add_column("value", justify="right")
-    for name, value in (*_work(report), *_costs(report)):
-        table.add_row(name, value)
+def _figures(report: Report) -> Table:
+    table = Table(
+        box=rich.box.SIMPLE_HEAD, show_header=False, title=f"{report.model}, {report.dtype}, {report.backend}"
+    )
+    table.add_column("what", no_wrap=True)
+    table.add_column("figure")
+    for name, figure in (*_speeds(report), *_work(report), *_costs(report)):
+        table.add_row(name, figure)
     return table
 
 
+def _speeds(report: Report) -> Iterable[tuple[str, str]]:
+    batched = report.batched
+    yield "tokens/s, this program", f"{report.tokens_per_second:.1f}"
+    yield "tokens/s, generate() one at a time", f"{report.reference_tokens_per_second:.1f}"
+    speed = batched.tokens_per_second
+    yield (
+        "tokens/s, transformers' continuous batching",
+        f"not measured: {batched.note}" if speed is None else f"{speed:.1f}",
+    )
+
+
 def _work(report: Report) -> Iterable[tuple[str, str]]:
-    steps = report.prefill.steps, report.decode_steps, report.eager_steps
-    yield "backend", report.backend
     if report.ranks is not None:
+        forced = (f"rank {rank}: {count}" for rank, count in report.ranks.forced.items())
         yield "ranks", f"{report.ranks.size}, {WAYS[report.ranks.way]}"
-        if report.ranks.forced:
-            forced = (f"rank {rank}: {count}" for rank, count in report.ranks.forced.items())
-            yield "steps by the rank that forced their bucket", ", ".join(forced)
-    yield "requests", f"{report.requests}"
-    yield "steps: prefill / decode / decode, eagerly", _slashed(*steps)
-    yield "prefill steps by path", _by_path(report.prefill)
-    yield "prompt tokens / requests in one prefill, at most", _slashed(report.prefill.tokens, report.prefill.most)
-    yield "tokens generated", f"{report.tokens}"
-    yield "decoded rows: host's count / graphs' count", _slashed(report.decoded, report.counted)
-    yield "tokens per second", f"{report.tokens_per_second:.0f}"
-    yield "the same, generate() one at a time", f"{report.reference_tokens_per_second:.0f}"
+        yield "steps by the rank that forced their bucket", ", ".join(forced) or "-"
+    yield "requests, tokens generated", f"{report.requests}, {report.tokens}"
+    eagerly = f", {report.eager_steps} of them eagerly" if report.eager_steps else ""
+    yield "decode steps", f"{report.decode_steps}{eagerly}"
+    yield "decode steps by bucket", ", ".join(f"{use.bucket}: {use.steps}" for use in report.buckets)
+    yield "prefill steps", _by_path(report.prefill)
+    yield "time in prefill steps, of all steps", f"{report.prefill.share:.1%}"
 
 
 def _costs(report: Report) -> Iterable[tuple[str, str]]:
     memory, prefill = report.memory, report.prefill
-    yield "padding waste: prefill / decode", f"{prefill.padding_waste:.1%} / {report.padding_waste:.1%}"
-    yield "time in prefill steps, of all steps", f"{prefill.share:.1%}"
+    yield "padding in decode steps, of all rows", f"{report.padding_waste:.1%}"
+    if prefill.buckets:
+        yield "padding in prefill steps, of all tokens", f"{prefill.padding_waste:.1%}"
     if report.fill.fills:
-        yield "host time per fill, median / p99", f"{report.fill.median_us:.1f} / {report.fill.p99_us:.1f} us"
-    yield "capture: prefill / decode", f"{prefill.capture_seconds:.2f} / {report.capture_seconds:.2f} s"
-    yield "memory: inputs", human_bytes(memory.inputs)
-    yield "memory: graphs / outputs", _slashed(human_bytes(memory.graphs), human_bytes(memory.outputs))
-    yield "memory: of prefill, all of it", human_bytes(prefill.memory)
-    yield "memory: paged KV cache", human_bytes(memory.kv_cache)
+        yield "host time of a fill, median", f"{report.fill.median_us:.0f} us"
+    yield "capture, decode", f"{len(report.buckets)} graphs used, {report.capture_seconds:.2f} s"
+    if prefill.buckets:
+        yield "capture, prefill", f"{prefill.capture_seconds:.2f} s"
+        yield "memory of prefill's inputs and graphs", human_bytes(prefill.memory)
+    yield "memory of decode's inputs", human_bytes(memory.inputs)
+    yield "memory of its graphs and outputs", human_bytes(memory.graphs + memory.outputs)
+    yield "memory of the paged KV cache", human_bytes(memory.kv_cache)
 
 
 def _by_path(prefill: PrefillUse) -> str:
     why = "".join(f", {word}" for word in prefill.reasons) if prefill.asked != "eager" else ""
-    return _slashed(*(f"{path} {steps}{why if path == 'eager' else ''}" for path, steps in prefill.paths.items()))
-
-
-def _buckets(title: str, rows: str, uses: Sequence[BucketUse]) -> Table:
-    table = Table(title=title)
-    for name in ("bucket", "steps", f"live {rows}", f"padded {rows}", "waste"):
-        table.add_column(name, justify="right")
-    for use in uses:
-        table.add_row(f"{use.bucket}", f"{use.steps}", f"{use.live}", f"{use.padded}", f"{use.waste:.1%}")
-    return table
-
-
-def _texts(report: Report) -> Table:
-    table = Table(title=f"{min(SAMPLES, report.requests)} of {report.requests} texts")
-    for name, width in COLUMNS.items():
-        table.add_column(name, width=width)
-    for text in report.texts[:: max(1, report.requests // SAMPLES)][:SAMPLES]:
-        table.add_row(f"{text.request}", f"{text.arrived}-{text.ended}", _line(text.prompt), _line(text.text))
-    return table
+    return ", ".join(f"{steps} {path}{why if path == 'eager' else ''}" for path, steps in prefill.paths.items())
 
 
 def _verdict(report: Report) -> Text:
@@ -137,10 +133,6 @@ def _logits(comparison: Comparison) -> str:
     return f"{found} ({context})"
 
 
-def _line(text: str) -> Text:
-    """Printable characters only; the column cuts them to its width."""
-    return Text("".join(sign if sign.isprintable() else "·" for sign in text), overflow="ellipsis", no_wrap=True)
-
-
-def _slashed(*values: object) -> str:
-    return " / ".join(map(str, values))
+def _line(text: str, keep: str = "") -> str:
+    """The text with a dot for what cannot be printed."""
+    return "".join(sign if sign.isprintable() or sign in keep else "·" for sign in text)

@@ -50,22 +50,27 @@ class CheckpointTokens(Tokens):
     tokenizer: PreTrainedTokenizerBase
 
     def encode(self, text: str) -> list[int]:
-        """As the tokenizer does it, with the special tokens that it adds."""
-        ids: list[int] = self.tokenizer(text)["input_ids"]
-        return ids
+        """The text as a user's message, where the tokenizer has a chat template; else the text alone."""
+        if self.tokenizer.chat_template is not None:
+            message = [{"role": "user", "content": text}]
+            ids: Any = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True)
+        else:
+            ids = self.tokenizer(text)
+        return list(ids["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-def checkpoint_tokens(folder: Path, config: Any) -> Tokens:
-    """The folder's tokenizer, or bytes where it has none; OptionsError where these do not fit the vocabulary."""
-    if any((folder / name).exists() for name in TOKENIZER_FILES):
-        return CheckpointTokens(AutoTokenizer.from_pretrained(folder, local_files_only=True))
+def checkpoint_tokens(place: str, config: Any) -> Tokens:
+    """The checkpoint's tokenizer, or bytes where a folder has none; OptionsError where bytes do not fit."""
+    folder = Path(place)
+    if not folder.is_dir() or any((folder / name).exists() for name in TOKENIZER_FILES):
+        return CheckpointTokens(AutoTokenizer.from_pretrained(place))
     if config.vocab_size < BYTES:
         raise OptionsError(
-            f"--model {folder}: no tokenizer, and {config.vocab_size} tokens are too few for bytes: add a tokenizer"
+            f"--model {place}: no tokenizer, and {config.vocab_size} tokens are too few for bytes: add a tokenizer"
         )
     bos = config.bos_token_id
     return ByteTokens(bos=bos if bos is not None and BYTES <= bos < config.vocab_size else None)
