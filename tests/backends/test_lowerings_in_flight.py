@@ -26,17 +26,7 @@ from slotgraph.dataflow.tails import Once
 from slotgraph.dataflow.views import Views
 from tests.packing import NAME, backend_of
 from tests.sources import Given, Maker
-from tests.strategies import (
-    AXES,
-    HIDDEN,
-    Round,
-    batch_of,
-    declarations,
-    noise,
-    rounds,
-    same_bytes,
-    source_for,
-)
+from tests.strategies import AXES, HIDDEN, Round, batch_of, declarations, noise, rounds, same_bytes, source_for
 
 WAYS = ("fused", "fused", "foreach", "foreach", "slot_by_slot")
 KINDS = ("plain", "list", "array", "turned array", "host", "expanded", "askew")

@@ -78,11 +78,7 @@ def test_own_names(installed: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [
-        ("cpu_capture", r" \(did you mean 'cpu-capture'\?\)"),
-        ("cpuu", r" \(did you mean 'cpu'\?\)"),
-        ("quantum", ""),
-    ],
+    [("cpu_capture", r" \(did you mean 'cpu-capture'\?\)"), ("cpuu", r" \(did you mean 'cpu'\?\)"), ("quantum", "")],
 )
 def test_unknown_name(name: str, hint: str) -> None:
     """A name that is none is refused with the nearest one, if there is one, and all that are known."""
