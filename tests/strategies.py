@@ -67,6 +67,11 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor
     return torch.randint(low, 101, shape, generator=generator, dtype=torch.int64).to(dtype)
 
 
+def draw(low: int, high: int, shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Random whole numbers from low to high."""
+    return torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors hold the same bytes; NaN equals itself here."""
     if left.shape != right.shape or left.dtype != right.dtype:
