@@ -48,6 +48,7 @@ DTYPES = (
 )
 Sizes = dict[Axis, int]
 NOTHING_GIVEN: Mapping[str, Any] = {}
+Empty = Callable[[tuple[int, ...], torch.dtype, Placement], torch.Tensor]
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
@@ -360,7 +361,9 @@ def source_for(slot: Slot, capabilities: Capabilities, turn: Round, choice: int)
     return value
 
 
-def poisoned(declaration: type[Inputs], capabilities: Capabilities, capacity: Sizes, seed: int) -> Buffers:
+def poisoned(
+    declaration: type[Inputs], capabilities: Capabilities, capacity: Sizes, seed: int, empty: Empty = empty
+) -> Buffers:
     """Buffers whose every byte that no declaration promises is random: all but constants and `once` values."""
     buffers = allocate(declaration.slotgraph, capacity, capabilities, empty)
     for index, buffer in enumerate(sorted(buffers, key=lambda one: one.name)):
