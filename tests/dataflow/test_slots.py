@@ -239,6 +239,9 @@ def test_at_rest() -> None:
             }
         buffers["counts"].tensor.fill_(33)
     assert buffers["counts"].tensor.tolist() == [33] * 4
+    batch = {"counts": [8], "wide": [[8, 8]], "plain": [8]}
+    shown = {"counts": [8, -1, -1, -1], "wide": [[8, 8], *[[1, 1]] * 3], "plain": [8, -2, -2, -2]}
+    assert fill(fields, batch, 1, Capabilities()) == shown  # from the first fill on no tail holds what came before it
 
 
 class Parameters(Inputs):
