@@ -159,7 +159,6 @@ class World:
         return mine, right
 
     def step(self, turn: Turn) -> None:
-        """Fill both, and compare."""
         if turn.produced is not None and self.mine.ledger.handed_out:
             self.produce(turn.produced)
         mine, right = self.play(turn)

@@ -74,7 +74,6 @@ class Rig:
         self.upload = upload
 
     def contents(self) -> dict[str, Any]:
-        """What the buffers hold."""
         return {buffer.name: buffer.tensor.tolist() for buffer in self.buffers}
 
     def assert_fills(self, batch: dict[str, Any], scale: int = 2) -> None:

@@ -56,7 +56,6 @@ class Shared:
 
     @property
     def layout(self) -> Layout:
-        """How they are laid out."""
         return lay_out(self.members, self.schedule)
 
 

@@ -149,7 +149,6 @@ class Passed:
         """Nowhere."""
 
     def query(self) -> bool:
-        """Always."""
         return True
 
     def synchronize(self) -> None:
