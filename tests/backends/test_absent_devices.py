@@ -229,7 +229,8 @@ RAN_OUT = {
 def test_memory_that_ran_out() -> None:
     """Too little memory is told apart from other errors, with what was asked for and what to lower."""
     errors = [torch.OutOfMemoryError(next(iter(RAN_OUT))), *map(RuntimeError, RAN_OUT)]
-    for error, device in itertools.product(errors, (CudaBackend, NpuBackend)):
+    kinds: tuple[type[CudaBackend | NpuBackend], ...] = (CudaBackend, NpuBackend)
+    for error, device in itertools.product(errors, kinds):
         assert device_graph.ran_out_of_memory(error)
         said = told(error, device)
         assert said.startswith(f"the device's memory ran out while this bucket was captured ({RAN_OUT[str(error)]}")

@@ -286,7 +286,7 @@ def test_modes_of_the_user(interrupting: Backend) -> None:
         counts.append(mode.seen - before)
         return result
 
-    with Operators() as mode:
+    with Operators() as mode:  # type: ignore[no-untyped-call]  # torch's own
         graph = captured(interrupting, lambda: between(interrupting, body) + 1)
         graph.replay()
         before = mode.seen

@@ -23,7 +23,7 @@ class PreferredBackend(CpuBackend):  # type: ignore[misc]  # final to users; her
     priority = 1000
 
 
-class AbsentBackend(PreferredBackend):
+class AbsentBackend(PreferredBackend):  # type: ignore[misc]  # as above
     """A backend whose device is never there."""
 
     name = "absent"
@@ -33,7 +33,7 @@ class AbsentBackend(PreferredBackend):
         return Availability(available=False, reason="no such card here: pip install card")
 
 
-class BrokenBackend(PreferredBackend):
+class BrokenBackend(PreferredBackend):  # type: ignore[misc]  # as above
     """A backend that breaks when it is asked whether it can run."""
 
     name = "broken"

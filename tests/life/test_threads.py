@@ -124,7 +124,7 @@ def test_another_thread_is_refused(pausing: Pausing, size: int) -> None:
     view = runner.fill(pausing.batch(3, 2))
     other, held = pausing.batch(3, 3), Held()
     steps = steps_of(runner)
-    acts = (lambda: runner(other), lambda: runner.fill(other), lambda: runner.replay(view))
+    acts: list[Callable[[], object]] = [lambda: runner(other), lambda: runner.fill(other), lambda: runner.replay(view)]
     with held.within(lambda: runner(pausing.batch(size, 1, held.pause))):
         for act in acts:
             with pytest.raises(ReplayError, match=BUSY):
