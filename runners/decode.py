@@ -63,7 +63,7 @@ class RequestRunner(GraphRunner[V]):
     def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
         del ready
         graphs, hosts, rows = self.graphs, self.graphs.filler.hosts, filled.rows
-        clock, live, counted = graphs.clock, captured.live, self._tally.repeated[captured.rows, rows]
+        clock, live, counted = graphs.clock, captured.live, self.tally.repeated[captured.rows, rows]
         shown = None if self._rows_each is None else rows * self._rows_each
         graph, note = captured.graph, hosts.note if hosts.possible else None
         replay, unchanged, last, kept, pointer = graph.replay, own_guard(()), None, None, 0

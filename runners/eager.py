@@ -68,27 +68,23 @@ class EagerRunner(Runner[V]):
         size = Sizer(declaration, stage.relations, stage.sizes, lead)
         coordinator = coordinator_of(declaration, name, config, {}, *([] if lead is None else [lead]))
         super().__init__(config, stage, size, coordinator, capacity=stage.sizes)
-        self._own = Eagerly(stage, name, size, carry=carry, no_copy=no_copy, table=self._table)
+        self.eager = Eagerly(stage, name, size, carry=carry, no_copy=no_copy, table=self._table)
         self._bound = self._table if self.coordinator.quiet else None
-
-    @property
-    def _eager(self) -> Eagerly[V]:
-        return self._own
 
     @property
     def no_copy(self) -> bool:
         """Whether the step sees the batch's own tensors."""
-        return self._own.no_copy
+        return self.eager.no_copy
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers at their present capacity."""
-        buffers = self._own.buffers
+        buffers = self.eager.buffers
         return 0 if buffers is None else buffers.nbytes
 
     def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Decision:
         del absent
-        return self.coordinator.settle(_ALWAYS, live, lambda: self._own.admit(batch, live[: self._axes], side))
+        return self.coordinator.settle(_ALWAYS, live, lambda: self.eager.admit(batch, live[: self._axes], side))
 
     def decide(self, batch: Any, **side: Any) -> Decision:
         """Always eager. BatchError for a side argument that no slot reads."""

@@ -223,13 +223,13 @@ class GraphRunner(Runner[V]):
         size = Sizer(stage.declaration, stage.relations, self._capacity, lead)
         coordinator = coordinator_of(stage.declaration, type(self).__name__, config, sizes, lead)
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
-        self._sizes, self._patterns = sizes, patterns
+        self.sizes, self.patterns = sizes, patterns
         phase = given.get("phase")
         self.seat: Seat[V] = Seat(  # pyright: ignore[reportIncompatibleVariableOverride] - never None here
             self.name, stage, self._capacity, given.get("bind", {}), phase, sharing=config.sharing
         )
         if phase is None:
-            _ = self._router, self._eager  # what is wrong with them is said now
+            _ = self._router, self.eager  # what is wrong with them is said now
 
     def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
         """What of a step is captured, as arguments of `GraphSet`: here the whole step."""
@@ -254,22 +254,23 @@ class GraphRunner(Runner[V]):
         return self.config.lowering
 
     @functools.cached_property
-    def graphs(self) -> GraphSet[V]:  # pyright: ignore[reportIncompatibleMethodOverride] - a property that is kept
+    def graphs(self) -> GraphSet[V]:  # type: ignore[override] # one that is kept
         """The captured buckets, and the buffers that they read; those of a pool are laid out when first asked for."""
         config, stage, buffers = self.config, self.stage, self.seat.buffers()
-        made, modes = (stage, buffers, self._lowering, [*self._sizes.values()]), config.modes
+        made, modes = (stage, buffers, self._lowering, [*self.sizes.values()]), config.modes
         filler = Filler(*made, modes=modes, error_mode=config.error_mode, table=self._table)
-        order = Order(config, self._sizes if config.graphs else {}, self._patterns, self.name, self.coordinator)
+        order = Order(config, self.sizes if config.graphs else {}, self.patterns, self.name, self.coordinator)
         return GraphSet(stage, buffers, filler, order, rows_each=self._rows_each, **self._captures(buffers))
 
     @functools.cached_property
     def _router(self) -> Router:
         known, enabled = (self.graphs, self.buckets, self._capacity), self.config.graphs
-        return Router(*known, enabled=enabled, leading=self._leading, path=self._tally.path)
+        return Router(*known, enabled=enabled, leading=self._leading, path=self.tally.path)
 
     @functools.cached_property
-    def _eager(self) -> Eagerly[V]:  # pyright: ignore[reportIncompatibleMethodOverride] - a property that is kept
-        made = self.stage, self.name, self._size
+    def eager(self) -> Eagerly[V]:  # type: ignore[override] # one that is kept
+        """Runs the batches that no graph takes, in the same buffers."""
+        made = self.stage, self.name, self.size
         return Eagerly(*made, carry=self._carry, buffers=self.graphs.buffers, table=self._table)
 
     def capture(self) -> CaptureReport:
@@ -320,10 +321,10 @@ class GraphRunner(Runner[V]):
 
         ConfigError where there is no such bucket or slot.
         """
-        declaration, sizes = self.stage.declaration, self._sizes.get(bucket)
+        declaration, sizes = self.stage.declaration, self.sizes.get(bucket)
         check_named(declaration, absent, in_place, hosted)
         if sizes is None:
-            known = ", ".join(map(str, sorted(self._sizes)))
+            known = ", ".join(map(str, sorted(self.sizes)))
             raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")
         pattern, foreign = Pattern(absent, in_place, hosted), self.graphs.buffers.foreign
         capabilities = self.stage.backend.capabilities
@@ -331,7 +332,7 @@ class GraphRunner(Runner[V]):
 
     def decide(self, batch: Any, **side: Any) -> Decision:
         """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
-        return self._router.decide(self._size(batch, side), self.stage.absent(batch, side), batch)
+        return self._router.decide(self.size(batch, side), self.stage.absent(batch, side), batch)
 
     def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Captured | Decision:
         own, graphs, coordinator = self._router.decide(live, absent, batch), self.graphs, self.coordinator
@@ -339,7 +340,7 @@ class GraphRunner(Runner[V]):
         def admit() -> None:
             captured = graphs.get(own.bucket, absent)
             if captured is None:
-                self._eager.admit(batch, live[: self._axes], side)
+                self.eager.admit(batch, live[: self._axes], side)
             else:
                 captured.filling.bucket.admit(batch, live[:-1], absent, side)
 
@@ -369,7 +370,7 @@ class GraphRunner(Runner[V]):
         if isinstance(route, Decision):
             return super()._run(filled)
         outputs = self._run_graph(filled, route)
-        self._tally.stepped(route.rows, filled.rows)
+        self.tally.stepped(route.rows, filled.rows)
         return outputs
 
     def _repeats(self, filled: Filled[V]) -> bool:
@@ -393,7 +394,7 @@ class GraphRunner(Runner[V]):
             found,
             finish,
             turn=graphs.buffers.turn,
-            counts=self._tally.buckets[captured.rows],
+            counts=self.tally.buckets[captured.rows],
             graphs=graphs,
             hosts=filler.hosts,
             launch=launch,

@@ -103,7 +103,7 @@ class StackRunner(GraphRunner[V]):
             raise
 
     def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
-        rows, counted = self._rows(captured, filled), self._tally.repeated[captured.rows, filled.rows]
+        rows, counted = self._rows(captured, filled), self.tally.repeated[captured.rows, filled.rows]
         return stack_step(self.graphs, self._stack, captured, *rows, self._viewer(ready), counted)
 
     def _rows(self, captured: Captured, filled: Filled[V]) -> tuple[int | None, int | None]:

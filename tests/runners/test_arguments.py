@@ -83,7 +83,7 @@ def test_an_option_is_used_or_refused(runner: str) -> None:
     """A runner tells a suitable value of an option that it uses; any other option is refused, with who uses it."""
     for option, value in SUITABLE.items():
         if option in USED[runner]:
-            assert make(runner, **{option: value}).parts.config.as_data()[option] == value
+            assert make(runner, **{option: value}).config.as_data()[option] == value
             continue
         with pytest.raises(ConfigError, match=f"^{runner} does not use option '{option}'") as refused:
             make(runner, **{option: value})
@@ -121,7 +121,7 @@ def test_a_misspelt_option_is_refused_with_the_nearest(runner: str, data: st.Dat
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_argument_of_another_runner_is_refused(runner: str) -> None:
     """An argument that only others have is refused as an option is; what is like none is told all that are known."""
-    own = {*make(runner).parts.config.as_data(), *ARGUMENTS.get(runner, {})}
+    own = {*make(runner).config.as_data(), *ARGUMENTS.get(runner, {})}
     for name in FOREIGN - own:
         try:
             make(runner, **{name: object()})

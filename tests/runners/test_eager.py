@@ -122,7 +122,7 @@ def test_what_is_handed_through_is_checked(cpu: str) -> None:
     for rows in ([1, 2, 3], torch.tensor([1, 2]), torch.rand(3)):
         with pytest.raises(BatchError, match="'rows'"):
             runner({**random_batch(3, seed=10), "rows": rows})
-    assert runner.parts.eager.buffers is None
+    assert runner.eager.buffers is None
 
 
 CARRY = ("num_token_non_padded", "global_num_tokens")

@@ -239,7 +239,7 @@ def test_every_difference_is_named(tmp_path: pathlib.Path) -> None:
         "the runner copied int32 [BATCH, 2] on device; slot 'more': the file has none, the runner copied int64 "
         "[TOKENS] on device"
     )
-    noted = unlike(RunnerRecord.of(runner.parts).facts, RunnerRecord.of(other.parts).facts)
+    noted = unlike(RunnerRecord.of(runner).facts, RunnerRecord.of(other).facts)
     assert "kind: the file has DecodeRunner, the runner EagerRunner" in noted
     assert "filling of slot 'ids': the file has pad=0, batch.ids, the runner pad=1, batch.ids" in noted
 
