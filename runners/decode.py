@@ -15,7 +15,7 @@ from .config import config_of
 from .graph_runner import DecodeArguments, Finish, GraphRunner
 from .outputs import rows_each
 from .runner import Filled
-from .stage import NO_SIZES, Stage, V, joined, staged
+from .stage import NO_SIZES, Stage, V, joined
 
 
 class RequestRunner(GraphRunner[V]):
@@ -47,7 +47,7 @@ class RequestRunner(GraphRunner[V]):
             config = attrs.evolve(config, width=width)
         width = config.width
         relations, sizes = {TOKENS: BATCH * width}, joined(inputs, given.get("sizes", {}), {WIDTH: width, **known})
-        stage = Stage.of(inputs, step, relations=relations, **{**staged(given), "sizes": sizes})
+        stage = Stage.of(inputs, step, relations=relations, **{**given, "sizes": sizes})
         super().__init__(
             config,
             stage,
@@ -121,9 +121,6 @@ class DecodeRunner(RequestRunner[V]):
         bind: Tensors to adopt as buffers, by slot.
         absent: Further patterns of absent optional slots to capture, each a collection of names. With none, a
             batch that lacks one runs eagerly.
-        lend: By slot, a call that gets its view before the step's code runs (warm-up, capture, eager runs), and
-            None after it: so an object outside, such as a KV cache, is part of what is captured.
-        carry: Slots that the batch has computed right where a step runs eagerly, such as counts of padded rows.
         output_rows: The axis that the rows of outputs follow, TOKENS or BATCH, or None to get outputs whole.
         phase: Of a pool, whose memory others use in theirs.
         state: The tensors beside slots, or parts of them, that captures and checks put back after each run of the

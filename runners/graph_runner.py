@@ -27,7 +27,6 @@ from .config import (
     Buckets,
     RunnerConfig,
     Wanted,
-    checked_names,
     patterns_of,
 )
 from .eagerly import Eagerly
@@ -37,7 +36,7 @@ from .pool import Phase, Seat
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .runner import Filled, Holds, Runner, bind
-from .stage import Lend, Stage, V
+from .stage import Stage, V
 from .statistics import CaptureReport, Decision, Path, Why
 
 Finish = Callable[[Any], Any]
@@ -50,8 +49,6 @@ class CaptureArguments(TypedDict, total=False):
     sizes: Sizes
     settings: object
     absent: Sequence[Collection[str]]
-    lend: Mapping[str, Lend]
-    carry: tuple[str, ...]
     phase: Phase | None
     state: Iterable[torch.Tensor] | None
     ranks: Ranks | None
@@ -217,8 +214,6 @@ class GraphRunner(Runner[V]):
         sizes = {rows: stage.padded(counts(rows), said) for rows in buckets.sizes}
         self._capacity = sizes[buckets.largest]
         config.check(stage.backend.capabilities)
-        self._carry = checked_names("carry", given.get("carry", ()))
-        stage.declaration.carrying(self._carry)
         patterns = patterns_of(stage.declaration, given.get("absent", ()))
         size = Sizer(stage.declaration, stage.relations, self._capacity, lead)
         coordinator = coordinator_of(stage.declaration, type(self).__name__, config, sizes, lead)
@@ -270,8 +265,7 @@ class GraphRunner(Runner[V]):
     @functools.cached_property
     def eager(self) -> Eagerly[V]:  # type: ignore[override] # one that is kept
         """Runs the batches that no graph takes, in the same buffers."""
-        made = self.stage, self.name, self.size
-        return Eagerly(*made, carry=self._carry, buffers=self.graphs.buffers, table=self._table)
+        return Eagerly(self.stage, self.name, self.size, self._table, buffers=self.graphs.buffers)
 
     def capture(self) -> CaptureReport:
         """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it.

@@ -17,7 +17,7 @@ from .runner import Filled
 from .stacked.capture import StackCapture, live_viewer
 from .stacked.replay import Stack, stack_step
 from .stacked.splitting import Operator, Splitter
-from .stage import Stage, V, staged
+from .stage import Stage, V
 
 OFFER: Final = "layer_stack"
 
@@ -54,7 +54,7 @@ class StackRunner(GraphRunner[V]):
             output_rows: The axis that the rows of outputs follow.
 
         """
-        config, stage = config_of(type(self), given), Stage.of(inputs, step, **staged(given))
+        config, stage = config_of(type(self), given), Stage.of(inputs, step, **given)
         axes, varying = stage.declaration.axes, stage.declaration.varying
         if output_rows == "auto":
             output_rows = BATCH if BATCH in axes else TOKENS

@@ -277,13 +277,13 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def _repeats(self, filled: Filled[V]) -> bool:
         """Whether a step may go as this one did: here one without a graph."""
         eager, route = self.eager, filled.route
-        return isinstance(route, Decision) and eager.repeats and eager.held is not None
+        return isinstance(route, Decision) and not eager.no_copy and eager.held is not None
 
     def _short(self, found: Specialization, filled: Filled[V], *, whole: bool) -> Run:
         """Make a step, or a fill where it is not `whole`, that goes as this one did: here without a graph."""
         eager, ready, route, live, rows = self.eager, found.ready, filled.route, filled.live, filled.rows
         held, counted = eager.held, self.tally.reasons[route.why]  # type: ignore[union-attr] # see `_repeats`
-        show, run = eager.stage.viewer(ready), eager.repeated()
+        show, run = self.stage.viewer(ready), eager.repeated()
 
         def finish(batch: Any) -> Any:
             outputs = run(show(batch))
@@ -294,9 +294,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return bind(
             found,
             finish if whole else lambda batch: Filled(show(batch), route, live),
-            turn=held.buffers.turn,  # type: ignore[union-attr] # see `_repeats`
+            turn=eager.hosts.turn,
             counts=counted,
-            hosts=eager.hosts(),
+            hosts=eager.hosts,
             holds=[lambda *_: eager.held is held, *self._holds()],
             graphs=self.graphs,
             device=ready.device,

@@ -22,7 +22,7 @@ from ..backends.operators import (
     written,
 )
 from ..dataflow.bucket import Absent
-from ..dataflow.buffers import Buffers, BufferTurn, span
+from ..dataflow.buffers import Buffers, span
 from ..dataflow.capabilities import HOST
 from ..dataflow.plan import NONE
 
@@ -90,15 +90,14 @@ class HostReads:
     possible: whether there is any slot in host memory. slots: those that operators were seen to read, and by which.
     """
 
-    def __init__(self, backend: Backend, buffers: Buffers | None) -> None:
-        self.buffers = buffers
+    def __init__(self, backend: Backend, buffers: Buffers) -> None:
+        self.turn = buffers.turn
         self.slots: dict[str, str] = {}
         self._backend = backend
-        self._turn = BufferTurn() if buffers is None else buffers.turn
         handed = backend.capabilities.host_parameters  # by the host, at each replay
         host = [
             buffer
-            for buffer in buffers or ()
+            for buffer in buffers
             if buffer.slot.placement == HOST and buffer.nbytes and not (handed and buffer.slot.is_parameter)
         ]
         self._spans = [(*span(buffer.tensor), buffer.name) for buffer in host]
@@ -139,12 +138,12 @@ class HostReads:
 
         No other runner's: of a pool's runners, each has its host slots for itself.
         """
-        event = self._turn.reading
+        event = self.turn.reading
         if event is not None:
             event.synchronize()
-            self._turn.reading = None
+            self.turn.reading = None
 
     def note(self) -> None:
         """A step was handed to the device."""
         if self.notes:
-            self._turn.reading = self._backend.event()
+            self.turn.reading = self._backend.event()

@@ -115,7 +115,7 @@ def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator
     for name, slot in subject.slots.items():
         if is_found or name not in present - read or isinstance(slot, Output) or slot.is_parameter:
             continue
-        reason = may_be_read(slot, lent=name in stage.lend, device=stage.backend.device)
+        reason = may_be_read(slot, stage.backend.device)
         if reason is not None:
             subject.notes[f"no operator of the step reads slot {name!r}: {reason}"] = None
             continue
@@ -153,12 +153,11 @@ _UNWRITTEN: Final = {
 }
 
 
-def may_be_read(slot: Slot, *, lent: bool, device: torch.device) -> str | None:
+def may_be_read(slot: Slot, device: torch.device) -> str | None:
     """Why a slot may well be read though no operator of the step takes it, or None."""
     reasons = {
         "it is optional": slot.optional,
         "it is constant": isinstance(slot, Constant),
-        "it is lent to something outside": lent,
         "it is written once": isinstance(slot.rule(), Once),
         "it is on the host, where it may be read before the replay": slot.placement == HOST,
         "a kernel that is launched by itself may": device.type != "cpu",

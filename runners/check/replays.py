@@ -16,7 +16,7 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS, Sizes, Step
 from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Capabilities
-from ...dataflow.errors import MissingSourceError, ReplayError
+from ...dataflow.errors import ReplayError
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.sampling import Sample, is_location
 from ...dataflow.slots import Constant, Output, Slot
@@ -38,7 +38,6 @@ from ..comparison import (
     slots_kept,
     tails_of,
 )
-from ..eagerly import Eagerly
 from .trial import NOTHING, Finding, Subject, Tensors, Trial
 
 POISON: Final = "poison"
@@ -389,12 +388,8 @@ def check_parity(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[F
 
 def _without_padding(subject: Subject[Any], one: Sample) -> Seen | str:
     """What the step does with a batch if nothing is padded. A sentence if it raises there."""
-    runner, eager = subject.runner, subject.runner.eager
-    try:
-        view = eager.fill(one.batch, **one.side)
-    except MissingSourceError:
-        eager = Eagerly(runner.stage, runner.name, runner.size, buffers=subject.graphs.buffers)  # which carries nothing
-        view = eager.fill(one.batch, **one.side)
+    eager = subject.runner.eager
+    view = eager.fill(one.batch, **one.side)
     try:
         return seen(view, eager.run(view))
     except Exception as error:  # noqa: BLE001 - whatever a step makes of other sizes is a result

@@ -44,9 +44,7 @@ class Recording(Watcher):
         self._outputs = outputs
         self._staged = staged
         self._declaration = runner.stage.declaration
-        own, carried = self._declaration, runner.eager.stage.declaration.fields
-        more = (name for name in carried if name in own.slots and own.slots[name].reads(name) is None)
-        self._fields = (*own.fields, *more)  # with slots that a batch may carry to an eager step
+        self._fields = self._declaration.fields
         self._agreed = runner.agreed
         self._count = 0
         self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)

@@ -39,8 +39,6 @@ def test_by_argument() -> None:
     declared = {"actual_seq_lengths_kv": "kv_lens", "actual_seq_lengths": "actual_seq_lengths"}
     assert Parameters.slotgraph.parameters == {**declared, "context_lens": "context_lens"}
     assert Parameters.slotgraph.under({"paged": False}).parameters == declared
-    carried = Parameters.slotgraph.under({"paged": False}, ["kv_lens", "actual_seq_lengths"])
-    assert carried.parameters == {}
 
 
 def test_placement_cannot_be_said() -> None:

@@ -158,10 +158,10 @@ def test_patterns_of_eager_steps_are_looked_at(cpu: str) -> None:
         Perhaps, lambda view: plain_step(view) if view.lens is None else hosted_step(view), backend=cpu
     )
     runner(random_batch(3, 1))
-    assert (runner.eager.hosts().slots, runner.eager.hosts().notes) == ({}, False)
+    assert (runner.eager.hosts.slots, runner.eager.hosts.notes) == ({}, False)
     runner(hosted_batch(3, 2))
-    assert runner.eager.hosts().slots == {"lens": "aten::clone"}
-    assert runner.eager.hosts().notes
+    assert runner.eager.hosts.slots == {"lens": "aten::clone"}
+    assert runner.eager.hosts.notes
 
 
 def test_batches_that_hold_more_than_data(cpu: str) -> None:
