@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from ..backends.base import Backend
-from ..dataflow.axes import BATCH, Axis, Sizes
+from ..dataflow.axes import Axis, Sizes
 from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Bound, Buffers
 from ..dataflow.capabilities import Lowering
@@ -30,7 +30,7 @@ from .config import (
     patterns_of,
 )
 from .eagerly import Eagerly
-from .graphs import Filler, GraphSet, Order
+from .graphs import Filler, GraphSet
 from .hooks import Live, watchers_of
 from .pool import Phase, Seat
 from .ranks.agreement import coordinator_of
@@ -92,77 +92,13 @@ class DecodeArguments(DraftArguments, total=False):
     output_rows: Axis | None
 
 
-class Router:
-    """Decides for one runner which bucket a batch goes to, or why it runs eagerly.
-
-    enabled: whether anything is captured at all. leading: axes that the bucket decides. path: what a batch takes that
-    fits one.
-    """
-
-    def __init__(
-        self,
-        graphs: GraphSet[Any],
-        buckets: Buckets,
-        capacity: Sizes,
-        *,
-        enabled: bool,
-        leading: Collection[Axis],
-        path: Path,
-    ) -> None:
-        declaration = graphs.stage.declaration
-        self._graphs, self._buckets, self._enabled = graphs, buckets, enabled
-        self._fits = {rows: Decision(path, rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
-        self._counted = "rows" if BATCH in leading else "tokens"
-        own = [(place, axis) for place, axis in enumerate(declaration.varying) if axis not in leading]
-        self._limits = [(place, axis, capacity[axis]) for place, axis in own]
-        fields = declaration.fields.items()
-        self._fields = {name: field_of(None, name, seen) for name, seen in fields if seen is not attrs.NOTHING}
-
-    def decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
-        """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""
-        graphs, buckets, rows = self._graphs, self._buckets, live[-1]
-        report, bucket = graphs.report, buckets.fit(rows)
-        over = next(((live[place], axis, most) for place, axis, most in self._limits if live[place] > most), None)
-        why: Why
-        if report is None:
-            raise ReplayError("nothing is captured yet: call capture() first")
-        if not self._enabled:
-            why, reason = "disabled", "graphs are switched off, by graphs=False"
-        elif over is not None:
-            why, reason = "too_large", "{} rows on {} are more than the {} of every bucket".format(*over)
-        elif bucket is None:
-            why = "too_large"
-            reason = f"{rows} {self._counted} are more than the largest bucket, {buckets.largest}"
-        elif (share := buckets.waste(rows, bucket)) > buckets.max_waste:
-            why = "waste"
-            reason = f"bucket {bucket} would be {share:.0%} padding, over the limit of {buckets.max_waste:.0%}"
-        elif not graphs.has(bucket, absent):
-            names, failed = ", ".join(map(repr, sorted(absent))), report.failed.get(bucket)
-            why = "absent" if failed is None else "not_captured"
-            reason = failed or f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one"
-        elif name := self._differing(batch):
-            came, seen = _brief(look_up(batch, name)), self._fields[name]
-            why, reason = "field_differs", f"field {name!r} is {came}, not {seen!r}, with which graphs were captured"
-        else:
-            return self._fits[bucket]
-        return Decision("eager", None, why, reason)
-
-    @property
-    def decides_by_fields(self) -> bool:
-        """Whether some fields must have the values that graphs saw."""
-        return bool(self._fields)
-
-    def same_fields(self, batch: Any) -> bool:
-        """Whether all of them do."""
-        return not self._differing(batch)
-
-    def _differing(self, batch: Any) -> str:
-        """The first field whose value in the batch is not the one that graphs saw, or nothing."""
-        for name, captured in self._fields.items():
-            value = look_up(batch, name)
-            if value is not None and not _same(value, captured):
-                return name
-        return ""
+def _differing(seen: Mapping[str, Any], batch: Any) -> str:
+    """The first field whose value in the batch is not the one that graphs saw, or nothing."""
+    for name, captured in seen.items():
+        value = look_up(batch, name)
+        if value is not None and not _same(value, captured):
+            return name
+    return ""
 
 
 def _same(value: Any, captured: Any) -> bool:
@@ -209,7 +145,6 @@ class GraphRunner(Runner[V]):
         """
         lead, *_ = leading
         self.buckets = buckets
-        self._leading = tuple(leading)
         self._rows_each, self.cuts = rows_each, rows_each is not None
         sizes = {rows: stage.padded(counts(rows), said) for rows in buckets.sizes}
         self._capacity = sizes[buckets.largest]
@@ -219,17 +154,22 @@ class GraphRunner(Runner[V]):
         coordinator = coordinator_of(stage.declaration, type(self).__name__, config, sizes, lead)
         super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
         self.sizes, self.patterns = sizes, patterns
+        self._fits = {rows: Decision(path, rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
+        own = [(place, axis) for place, axis in enumerate(stage.declaration.varying) if axis not in leading]
+        self._most = [(place, axis, self._capacity[axis]) for place, axis in own]
+        fields = stage.declaration.fields.items()
+        self._seen = {name: field_of(None, name, seen) for name, seen in fields if seen is not attrs.NOTHING}
         phase = given.get("phase")
         self.seat: Seat[V] = Seat(  # pyright: ignore[reportIncompatibleVariableOverride] - never None here
             self.name, stage, self._capacity, given.get("bind", {}), phase, sharing=config.sharing
         )
         if phase is None:
-            _ = self._router, self.eager  # what is wrong with them is said now
+            _ = self.eager  # what is wrong with it is said now
 
     def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
         """What of a step is captured, as arguments of `GraphSet`: here the whole step."""
         del buffers
-        return {}
+        return {"recipe": None, "holder": self.stage.step, "parameters": self.stage.declaration.parameters}
 
     def _viewer(self, ready: Ready) -> Callable[[Any], V]:
         """A call that makes the view of a batch that was filled."""
@@ -252,15 +192,19 @@ class GraphRunner(Runner[V]):
     def graphs(self) -> GraphSet[V]:  # type: ignore[override] # one that is kept
         """The captured buckets, and the buffers that they read; those of a pool are laid out when first asked for."""
         config, stage, buffers = self.config, self.stage, self.seat.buffers()
-        made, modes = (stage, buffers, self._lowering, [*self.sizes.values()]), config.modes
-        filler = Filler(*made, modes=modes, error_mode=config.error_mode, table=self._table)
-        order = Order(config, self.sizes if config.graphs else {}, self.patterns, self.name, self.coordinator)
-        return GraphSet(stage, buffers, filler, order, rows_each=self._rows_each, **self._captures(buffers))
-
-    @functools.cached_property
-    def _router(self) -> Router:
-        known, enabled = (self.graphs, self.buckets, self._capacity), self.config.graphs
-        return Router(*known, enabled=enabled, leading=self._leading, path=self.tally.path)
+        filler = Filler(stage, buffers, self._lowering, [*self.sizes.values()], config.error_mode, self._table)
+        return GraphSet(
+            stage,
+            buffers,
+            filler,
+            config,
+            self.sizes if config.graphs else {},
+            self.patterns,
+            self.name,
+            self.coordinator,
+            self._rows_each,
+            **self._captures(buffers),
+        )
 
     @functools.cached_property
     def eager(self) -> Eagerly[V]:  # type: ignore[override] # one that is kept
@@ -326,10 +270,39 @@ class GraphRunner(Runner[V]):
 
     def decide(self, batch: Any, **side: Any) -> Decision:
         """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
-        return self._router.decide(self.size(batch, side), self.stage.absent(batch, side), batch)
+        return self._decide(self.size(batch, side), self.stage.absent(batch, side), batch)
+
+    def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
+        """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""
+        buckets, rows, report = self.buckets, live[-1], self.graphs.report
+        bucket = buckets.fit(rows)
+        over = next(((live[place], axis, most) for place, axis, most in self._most if live[place] > most), None)
+        why: Why
+        if report is None:
+            raise ReplayError("nothing is captured yet: call capture() first")
+        if not self.config.graphs:
+            why, reason = "disabled", "graphs are switched off, by graphs=False"
+        elif over is not None:
+            why, reason = "too_large", "{} rows on {} are more than the {} of every bucket".format(*over)
+        elif bucket is None:
+            why, counted = "too_large", "rows" if self.is_whole else "tokens"
+            reason = f"{rows} {counted} are more than the largest bucket, {buckets.largest}"
+        elif (share := buckets.waste(rows, bucket)) > buckets.max_waste:
+            why = "waste"
+            reason = f"bucket {bucket} would be {share:.0%} padding, over the limit of {buckets.max_waste:.0%}"
+        elif not self.graphs.has(bucket, absent):
+            names, failed = ", ".join(map(repr, sorted(absent))), report.failed.get(bucket)
+            why = "absent" if failed is None else "not_captured"
+            reason = failed or f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one"
+        elif name := _differing(self._seen, batch):
+            came, seen = _brief(look_up(batch, name)), self._seen[name]
+            why, reason = "field_differs", f"field {name!r} is {came}, not {seen!r}, with which graphs were captured"
+        else:
+            return self._fits[bucket]
+        return Decision("eager", None, why, reason)
 
     def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Captured | Decision:
-        own, graphs, coordinator = self._router.decide(live, absent, batch), self.graphs, self.coordinator
+        own, graphs, coordinator = self._decide(live, absent, batch), self.graphs, self.coordinator
 
         def admit() -> None:
             captured = graphs.get(own.bucket, absent)
@@ -343,7 +316,7 @@ class GraphRunner(Runner[V]):
         if captured is not None or decision.bucket is None:
             return captured or decision
         if coordinator.quiet:  # a late capture that failed is decided anew
-            return self._router.decide(live, absent, batch)
+            return self._decide(live, absent, batch)
         missing = ", ".join(map(repr, sorted(absent)))
         raise RankError(f"ranks agreed on bucket {decision.bucket}, of which this one has no graph without {missing}")
 
@@ -369,8 +342,7 @@ class GraphRunner(Runner[V]):
 
     def _repeats(self, filled: Filled[V]) -> bool:
         # where fields decide, the next batch like one that took no graph may take one
-        by_fields = self._router.decides_by_fields
-        return isinstance(filled.route, Captured) or (not by_fields and super()._repeats(filled))
+        return isinstance(filled.route, Captured) or (not self._seen and super()._repeats(filled))
 
     def _short(self, found: Specialization, filled: Filled[V], *, whole: bool) -> Run:
         captured, graphs, ready = filled.route, self.graphs, found.ready
@@ -397,5 +369,5 @@ class GraphRunner(Runner[V]):
         )
 
     def _holds(self) -> list[Holds]:
-        router = self._router
-        return [*super()._holds(), *([lambda batch, _: router.same_fields(batch)] if router.decides_by_fields else [])]
+        seen = self._seen
+        return [*super()._holds(), *([lambda batch, _: not _differing(seen, batch)] if seen else [])]

@@ -378,18 +378,17 @@ class Runner(Unique, abc.ABC, Generic[V]):
         eager = 0 if own is None else own.nbytes
         if graphs is None:
             memory, eager, made = MemoryAccount(inputs=eager, graphs=0, outputs=0), 0, 0
-            lowered, detours, report = dict[str, int](), dict[str, int](), None
+            lowered, report = dict[str, int](), None
         else:
             eager = 0 if own is graphs.buffers else eager
             memory, report, made = graphs.memory(), graphs.report, len(graphs.captured)
-            lowered, detours = dict[str, int](graphs.filler.lowered), dict[str, int](graphs.filler.detours)
+            lowered = dict[str, int](graphs.filler.lowered)
             if by_shortcut := tally.by_shortcut():
                 lowered[graphs.filler.lowering] = lowered.get(graphs.filler.lowering, 0) + by_shortcut
         report = report or CaptureReport((), {}, 0.0, memory)
         return {
             **tally.as_data(),
             "lowerings": lowered,
-            "detours": detours,
             "memory": {**attrs.asdict(memory), "eager": eager, "total": memory.total + eager},
             "capture": {
                 "buckets": list(report.captured),
