@@ -19,10 +19,9 @@ from .check.replays import COPIES, Poisoning, parity_fault
 from .check.trial import Together, Trial, unwatched
 from .comparison import graph_of, info_of, state_on, tails_of
 from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
-from .holdings import Change
 from .hooks import WATCHERS, Watcher, watchers_of
 from .runner import Runner
-from .state import State
+from .state import Change, State
 
 
 class Prover(Watcher, abc.ABC):

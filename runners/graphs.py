@@ -36,12 +36,11 @@ from .capture import (
     warm_up,
 )
 from .config import ADDRESSES, GENERATIONS, RunnerConfig
-from .holdings import Holdings
 from .hooks import Coordinator
 from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .running import Running, under_way
 from .stage import Stage, V
-from .state import State, check_writes
+from .state import Holdings, State, check_writes
 from .statistics import CaptureReport, MemoryAccount
 from .traffic import HostReads
 

@@ -29,10 +29,10 @@ from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Once
 from ..bits import garbage, unequal_rows
 from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slots_kept
-from ..holdings import Change
 from ..runner import Runner
 from ..running import running
 from ..stacked.capture import parts_of
+from ..state import Change
 from ..traffic import Traffic, run_seen
 from .trial import Finding, Subject, Tensors, Trial
 

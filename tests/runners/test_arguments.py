@@ -47,7 +47,7 @@ WRONG: dict[str, list[Any]] = {
     "width": ["1", 1.0, None, True, 0, -1],
     "warmups": ["1", 1.0, None, True, -1],
     "progress": ["no", 1, None],
-    "debug": ["poisn", 1, ["streams", 1]],
+    "debug": ["poisn", 1, ["poison", 1]],
     "no_copy": ["yes", 1],
     "sharing": ["yes", 0],
     "graphs": ["no", 1, None],
