@@ -33,14 +33,8 @@ class RequestRunner(GraphRunner[V]):
     ) -> None:
         """Take the arguments of `DecodeRunner`.
 
-        Args:
-            inputs: The declaration class.
-            step: Called with its view.
-            given: The other arguments.
-            output_rows: The axis that the rows of outputs follow, where they do not say so.
-            known: Sizes that the runner knows.
-            width: The one that the step stands for, in place of an option.
-
+        output_rows: the axis that the rows of outputs follow, where `given` does not say so. known: sizes that the
+        runner knows. width: the one that the step stands for, in place of an option.
         """
         config = config_of(type(self), given)
         if width is not None:

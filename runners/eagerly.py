@@ -21,10 +21,8 @@ from .traffic import HostReads
 class Eagerly(Generic[V]):
     """Fills exact views and runs the step on them. Each axis grows to the next power of two when a batch asks for more.
 
-    Attributes:
-        held: The exact bucket at its present capacity, and what steps read of its slots in host memory; None before
-            the first batch.
-        no_copy: Whether views are of the batch's own tensors.
+    held: the exact bucket at its present capacity, and what steps read of its slots in host memory; None before the
+    first batch. no_copy: whether views are of the batch's own tensors.
     """
 
     def __init__(
@@ -37,17 +35,7 @@ class Eagerly(Generic[V]):
         buffers: Buffers | None = None,
         no_copy: bool = False,
     ) -> None:
-        """Use `buffers` as long as they are large enough.
-
-        Args:
-            stage: What the runner stands on.
-            runner: Its name in events.
-            size: Tells the live sizes of a batch, those of the leading axis last.
-            table: Where to keep specializations.
-            buffers: The memory of the runner's buckets, if it has any.
-            no_copy: Whether to hand the batch's own tensors through.
-
-        """
+        """Use `buffers`, those of a runner's buckets, as long as they are large enough. runner: its name in events."""
         self.stage = stage
         self.size = size
         self.no_copy = no_copy

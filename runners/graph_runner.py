@@ -23,12 +23,7 @@ from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side, look_up
 from ..dataflow.specialization import Run, Specialization, Specializations
 from .capture import Captured
-from .config import (
-    Buckets,
-    RunnerConfig,
-    Wanted,
-    patterns_of,
-)
+from .config import Buckets, RunnerConfig, Wanted, patterns_of
 from .eagerly import Eagerly
 from .graphs import Filler, GraphSet
 from .hooks import Live, watchers_of
@@ -131,17 +126,10 @@ class GraphRunner(Runner[V]):
     ) -> None:
         """Size the buckets, and take a seat in the pool.
 
-        Args:
-            config: The runner's options.
-            stage: The declaration, the backend and the step.
-            buckets: The rows that graphs are captured for.
-            counts: Tells a bucket's padded sizes of BATCH and TOKENS from its rows.
-            given: The arguments, of which those about captures are used here.
-            said: The options that decide padded sizes, for an error.
-            leading: The axes that the bucket decides; buckets are rows on the first.
-            path: What a batch takes that fits a bucket.
-            rows_each: Output rows for each row of the leading axis; None where outputs are handed out whole.
-
+        counts: tells a bucket's padded sizes of BATCH and TOKENS from its rows. given: the arguments, of which those
+        about captures are used here. said: the options that decide padded sizes, for an error. leading: the axes that
+        the bucket decides; buckets are rows on the first. path: of a batch that fits a bucket. rows_each: output rows
+        for each row of the leading axis; None where outputs are handed out whole.
         """
         lead, *_ = leading
         self.buckets = buckets
@@ -161,7 +149,7 @@ class GraphRunner(Runner[V]):
         self._seen = {name: field_of(None, name, seen) for name, seen in fields if seen is not attrs.NOTHING}
         phase = given.get("phase")
         self.seat: Seat[V] = Seat(  # pyright: ignore[reportIncompatibleVariableOverride] - never None here
-            self.name, stage, self._capacity, given.get("bind", {}), phase, sharing=config.sharing
+            self.name, stage, self._capacity, given.get("bind", {}), phase, config.sharing
         )
         if phase is None:
             _ = self.eager  # what is wrong with it is said now

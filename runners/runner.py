@@ -1,6 +1,7 @@
 """The base of all runners: one step from the batch to the outputs, and what can be asked of any runner."""
 
 import abc
+import collections
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeAlias
@@ -37,10 +38,8 @@ Holds: TypeAlias = Callable[[Any, Side], bool]
 class Filled(Generic[V]):
     """A filled step.
 
-    Attributes:
-        view: What the step sees; None where the graph is replayed at once, so that nobody asks for it.
-        route: The graph that takes the batch, or why it is run eagerly.
-        live: Live rows on each varying axis, and last those of the leading axis.
+    view: what the step sees; None where the graph is replayed at once. route: the graph that takes the batch, or why it
+    is run eagerly. live: rows on each varying axis, and last those of the leading axis.
     """
 
     view: V | None
@@ -60,6 +59,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
     A call is a fill and a replay, and watchers are told of both. A function under torch.compile may call it.
 
     Attributes:
+        config: Its options.
+        stage: The declaration, the backend and the step.
+        coordinator: With the same runner of other ranks.
         is_whole: Whether its graphs are of whole steps, which then compute on the device, and show nobody the view.
         cuts: Whether outputs are cut to live rows.
         graphs: The captured buckets, and the buffers that they read; None of a runner that captures nothing.
@@ -87,17 +89,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         capacity: Sizes,
         path: Path = "graph",
     ) -> None:
-        """Keep what every runner has.
-
-        Args:
-            config: Its options.
-            stage: The declaration, the backend and the step.
-            size: Tells live sizes, and last those of the leading axis.
-            coordinator: With the same runner of other ranks.
-            capacity: The largest size of each axis.
-            path: What a batch takes that fits a bucket.
-
-        """
+        """Keep what every runner has. capacity: the largest size of each axis. path: of a batch that fits a bucket."""
         self.config = config
         self.stage = stage
         self.coordinator = coordinator
@@ -375,20 +367,17 @@ class Runner(Unique, abc.ABC, Generic[V]):
         They are read as they are, while steps may be under way in another thread.
         """
         graphs, own, tally = self.graphs, self.eager.buffers, self.tally
-        eager = 0 if own is None else own.nbytes
+        eager = 0 if own is None or (graphs is not None and own is graphs.buffers) else own.nbytes
+        report, made, lowered = None, 0, collections.Counter[str]()
         if graphs is None:
-            memory, eager, made = MemoryAccount(inputs=eager, graphs=0, outputs=0), 0, 0
-            lowered, report = dict[str, int](), None
+            memory, eager = MemoryAccount(inputs=eager, graphs=0, outputs=0), 0
         else:
-            eager = 0 if own is graphs.buffers else eager
             memory, report, made = graphs.memory(), graphs.report, len(graphs.captured)
-            lowered = dict[str, int](graphs.filler.lowered)
-            if by_shortcut := tally.by_shortcut():
-                lowered[graphs.filler.lowering] = lowered.get(graphs.filler.lowering, 0) + by_shortcut
+            lowered = graphs.filler.lowered + collections.Counter({graphs.filler.lowering: tally.by_shortcut()})
         report = report or CaptureReport((), {}, 0.0, memory)
         return {
             **tally.as_data(),
-            "lowerings": lowered,
+            "lowerings": dict(lowered),
             "memory": {**attrs.asdict(memory), "eager": eager, "total": memory.total + eager},
             "capture": {
                 "buckets": list(report.captured),
@@ -419,17 +408,10 @@ def bind(
 ) -> Run:
     """Make a bound step: straight-line code over local names. Where its guard says no, the long way follows.
 
-    Args:
-        found: The specialization that fills the slots.
-        finish: Does the rest with the batch, once the slots are filled.
-        turn: Of the memory that is filled.
-        counts: Takes the time of some fills.
-        hosts: What device work reads of host slots.
-        holds: What must be true of a batch beside its sources.
-        graphs: The runner's graphs, whose streams a fill waits for.
-        launch: What a fill does after it has written, such as a launch of the kernel.
-        device: What the device computes from slots and the batch, where the graph does not do it.
-
+    found: what fills the slots. finish: does the rest with the batch. turn: of the memory that is filled. counts: takes
+    the time of some fills. hosts: what device work reads of host slots. holds: what must be true of a batch beside its
+    sources. graphs: those whose streams a fill waits for. launch: what follows the writes, such as a launch of the
+    kernel. device: what is computed there then, where the graph does not do it.
     """
     take, write, forks = found.take, found.write, FORKS.count
     also = (lambda batch, side: all(one(batch, side) for one in holds)) if len(holds) > 1 else next(iter(holds), None)

@@ -110,17 +110,10 @@ class State:
         exact: bool = False,
         holder: Callable[..., Any] | None = None,
     ) -> "State":
-        """Run a step once, note what it changes, and put that back.
+        """Run a step once, note what it changes, and put that back. CheckError if copies would take too much memory.
 
-        Args:
-            backend: The backend that the step runs on.
-            slots: Addresses that are no state.
-            run: Runs the step.
-            exact: Keep the elements that this very run writes, for runs that write the same. Otherwise whole storages.
-            holder: Reaches the state's tensors, for their names in an error.
-
-        Raises:
-            CheckError: Copies would take too much memory. All is put back.
+        slots: addresses that are no state. exact: keep the elements that this very run writes, for runs that write the
+        same; otherwise whole storages. holder: reaches the state's tensors, for their names in an error.
         """
         finder = _Finder(backend, slots, holder, exact)
         with _random_kept(backend):
@@ -222,11 +215,7 @@ class _Finder:
 
 
 def check_writes(step: Callable[[], Any], buffers: Buffers) -> None:
-    """Run a step once, which may write no slot that it should only read. Otherwise the tail would keep what it wrote.
-
-    Raises:
-        CaptureError: It wrote some. They are as they were.
-    """
+    """Run a step once. CaptureError if it writes a slot that it should only read, whose tail would keep that."""
     read = [one for one in buffers if not (one.slot.rewritten or one.slot.computes() or isinstance(one.slot, Output))]
     before = {buffer.name: buffer.tensor.clone() for buffer in read}
     step()

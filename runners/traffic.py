@@ -32,14 +32,11 @@ Done = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
 class Traffic(OperatorWatch):
-    """Tells of each operator that is run.
+    """Tells of each operator that is run. Kernels beside torch's dispatcher, such as Triton's, are not seen.
 
-    A kernel that does not go through torch's dispatcher, such as a bare Triton kernel, is not seen.
-
-    Args:
-        writes: Called before an operator writes memory that was there before the run: the tensor, the operator's name,
-            and its positional arguments.
-        done: Called after an operator that is no mere view: its name, the tensors that it took, and those it returned.
+    writes: called before an operator writes memory that was there before the run, with the tensor, the operator's name,
+    and its positional arguments. done: called after an operator that is no mere view, with its name, the tensors that
+    it took, and those that it returned.
     """
 
     def __init__(self, *, writes: Writes | None = None, done: Done | None = None) -> None:
