@@ -12,7 +12,7 @@ from ..dataflow.errors import ConfigError
 from ..dataflow.ready import Ready
 from .capture import Captured
 from .config import check_step, config_of
-from .graph_runner import Finish, GraphRunner, StackArguments
+from .decode import Finish, GraphRunner, StackArguments
 from .runner import Filled
 from .stacked.capture import StackCapture, live_viewer
 from .stacked.replay import Stack, stack_step
