@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, ClassVar, Final, final
 
 import attrs
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, copied, keep, output, staged
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, copied, keep, staged
 from slotgraph.backends import Backend, Graph, load
 from slotgraph.backends.cpu import HostBackend
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
@@ -28,7 +27,7 @@ from slotgraph.dataflow.explain import explain_declaration
 from slotgraph.dataflow.slots import Slot
 from slotgraph.extend import HOST, once, side
 from tests.packing import NAME, backend_of
-from tests.runners.models import PlainInputs, assert_right, memory_of, plain_step, random_batch, same_batch, snapshot
+from tests.runners.models import memory_of, same_batch, snapshot
 from tests.sources import FLAT, HOST_DATA, IN_BUFFERS, KINDS, Maker
 from tests.strategies import same_bytes
 
@@ -391,151 +390,50 @@ def test_any_sequence(place: str, lowering: str, data: st.DataObject, played: li
     assert not any(one.tensor.is_inference() or one.tensor.requires_grad for one in mine.graphs.buffers)
 
 
-class Converting(Inputs):
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, converts=(torch.int32,))
-
-
-def test_a_list_after_an_array_in_pieces(cpu: str) -> None:
-    """What a slot's source was in the step before says nothing of a list's numbers."""
-    for lowering in LADDER:
-        runner = DecodeRunner(Converting, lambda view: view.ids + 0, buckets=[4], backend=cpu, lowering=lowering)
-        runner.capture()
-        for source in (np.arange(3, dtype=np.int32)[::-1], [1 << 40, 2, 3]):
-            assert runner({"ids": source}).tolist() == list(source), lowering
-
-
-@each_lowering
-@pytest.mark.parametrize("backend", ["cpu", "cpu-capture", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_a_step_after_a_fill_of_the_same_batch(backend: str, lowering: str) -> None:
-    """A fill by itself leaves the graph's own fill to be done: the step reads sources as they are by then."""
-    if not load(backend).is_available() or lowering not in load(backend)().capabilities.lowerings:
-        pytest.skip(f"{backend} is not here, or has no {lowering}")
-    runner = DecodeRunner(Converting, lambda view: view.ids + 0, buckets=[4], backend=backend, lowering=lowering)
-    runner.capture()
-    ids = torch.arange(3, device=runner.stage.backend.device)
-    for number in range(6):
-        runner.fill({"ids": ids})
-        ids.add_(number)
-        assert torch.equal(runner({"ids": ids}), ids)
-
-
-class Stateful(Inputs):
-    """Slots that the step itself writes."""
-
-    ids: torch.Tensor = copied(BATCH, dtype=torch.float32, pad=0, rewritten=True)
-    made: torch.Tensor = staged(BATCH, dtype=torch.float32, pad=5)
-    logits: torch.Tensor = output(BATCH, dtype=torch.float32)
-
-
-def stateful_step(view: Stateful) -> torch.Tensor:
-    """Write into every kind of slot that may be written."""
-    view.made.copy_(view.ids + 1)
-    view.logits.copy_(view.ids * 2 + view.made)
-    view.ids.add_(100)
-    return view.logits
-
-
 @pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
 def test_every_mix_of_inference_mode(backend: str) -> None:
-    """A runner made, captured, filled and replayed inside or outside of it is right, through growth, and in place."""
-    mixes = itertools.product((False, True), repeat=4)
-    for (made, captured, filled, replayed), lowering in zip(mixes, itertools.cycle(LADDER[::-1]), strict=False):
-        options: dict[str, Any] = {"backend": backend, "lowering": lowering, "progress": False}
+    """A runner made inside or outside of it is right in steps of either kind, through growth, and in place."""
+    for made, lowering in itertools.product((False, True), LADDER):
         with torch.inference_mode(made):
-            runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], **options)
-            stateful = DecodeRunner(Stateful, stateful_step, buckets=[8], **options)
-        with torch.inference_mode(captured):
-            runner.capture()
-            stateful.capture()
-        for requests in (3, 9, 8, 40, 5):
-            batch, ids = random_batch(requests, seed=requests), torch.rand(min(requests, 8)) + 1
-            with torch.inference_mode(filled):
-                view, seen = runner.fill(batch), stateful.fill({"ids": ids})
-            assert seen.ids[len(ids) :].tolist() == [0] * (8 - len(ids))
-            assert seen.made[len(ids) :].tolist() == [5] * (8 - len(ids))
-            with torch.inference_mode(replayed):
-                outputs, others = runner.replay(view), stateful.replay(seen).clone()
-            assert_right(outputs, batch)
-            torch.testing.assert_close(others, ids * 3 + 1)
+            game = Game(Pair.of(Rich, backend, lowering))
+        for seed, (what, size) in enumerate(itertools.product(("run", "fill", "replay", "again"), (3, 9, 8, 40, 5))):
+            of = ("in place", "plain") if seed % 3 == 0 and size < 9 else PLAIN
+            game.play((what, size, seed, of, ABSENT, ("plain", "inference")[seed % 2]))
 
 
-class Adopting(Inputs):
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-3, rewritten=True)  # by whoever owns the memory
-    others: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-5)
+class Gaps(Inputs):
+    """Slots of which one may be adopted, with gaps behind slots of no bytes between them."""
 
-
-def adopting_step(view: Adopting) -> torch.Tensor:
-    """A row for each request, of all of both slots."""
-    return view.ids * 3 + view.others + view.ids.sum() * 5 + view.others.sum() * 7
-
-
-def answer(ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """What it must give in a bucket of four."""
-    tail = 4 - len(ids)
-    return ids * 3 + others + (ids.sum() - 3 * tail) * 5 + (others.sum() - 5 * tail) * 7
-
-
-def adopting(backend: Backend | str, lowering: str, **options: Any) -> DecodeRunner[Adopting]:
-    """A captured runner over them."""
-    runner = DecodeRunner(Adopting, adopting_step, buckets=[4], backend=backend, lowering=lowering, **options)
-    runner.capture()
-    return runner
+    a: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    b: torch.Tensor = copied(BATCH, 0, dtype=torch.int64, pad=0)
+    c: torch.Tensor = copied(BATCH, 0, dtype=torch.int64, pad=0)
+    d: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-3, rewritten=True)  # by the owner of its memory
+    e: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-5)
 
 
 @each_lowering
-def test_sources_in_the_memory_around_an_adopted_slot(cpu: str, lowering: str) -> None:
-    """A source before, behind, across the edges of or inside memory that a slot adopted is read as it was."""
-    memory = torch.arange(100, 124)
-    runner = adopting(cpu, lowering, bind={"ids": memory[8:12]})
-    for rows in (1, 3, 4):
-        for start in range(24 - rows):
-            memory.copy_(torch.randint(1, 999, (24,)))
-            source, own = memory[start : start + rows], torch.randint(1, 999, (rows,))
-            for name in ("ids", "others"):
-                batch = {"ids": own, "others": own + 1, name: source}
-                right = answer(batch["ids"].clone(), batch["others"].clone())
-                assert torch.equal(runner(batch), right), (start, name)
-    assert runner.stats()["detours"] == {}
-
-
-@each_lowering
-def test_wherever_a_source_begins(cpu: str, lowering: str) -> None:
-    """A source may begin anywhere in the allocation of slots, in gaps behind slots of no bytes, too."""
-
-    class Gaps(Inputs):
-        a: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-        b: torch.Tensor = copied(BATCH, 0, dtype=torch.int64, pad=0)
-        c: torch.Tensor = copied(BATCH, 0, dtype=torch.int64, pad=0)
-        d: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-        e: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-
-    count = 30
+@pytest.mark.parametrize("adopts", [False, True])
+def test_wherever_a_source_begins(cpu: str, lowering: str, *, adopts: bool) -> None:
+    """A source anywhere in the memory of slots, in gaps or around an adopted slot is read as it was."""
+    memory, count = torch.arange(100, 200), 4 if adopts else 30
+    bind = {"d": memory[48:52]} if adopts else {}
     step: Any = lambda view: torch.stack([view.a, view.d, view.e])  # noqa: E731 - as small as one can be
-    runner: Any = DecodeRunner(Gaps, step, buckets=[count], output_rows=None, backend=cpu, lowering=lowering)
+    options: dict[str, Any] = {"buckets": [count], "output_rows": None, "backend": cpu, "bind": bind}
+    runner: Any = DecodeRunner(Gaps, step, lowering=lowering, **options)
     runner.capture()
-    none = torch.empty(count, 0, dtype=torch.int64)
-    first = {name: torch.arange(count) + 100 * place for place, name in enumerate("ade", start=1)}
-    storage = runner.fill({**first, "b": none, "c": none}).a.untyped_storage()
-    for begin in range(storage.nbytes() // 8 - count + 1):
-        for name in "ade":
+    for rows in (1, 3, 4) if adopts else (count,):
+        none = torch.empty(rows, 0, dtype=torch.int64)
+        first = {name: torch.arange(rows) + 100 * place for place, name in enumerate("ade", start=1)}
+        view = runner.fill({**first, "b": none, "c": none})
+        storage = (memory if adopts else view.a).untyped_storage()
+        for begin, name in itertools.product(range(storage.nbytes() // 8 - rows + 1), "ade"):
             runner.fill({**first, "b": none, "c": none})
-            source = torch.empty(0, dtype=torch.int64).set_(storage, begin, (count,))  # type: ignore[call-overload]
+            source = torch.empty(0, dtype=torch.int64).set_(storage, begin, (rows,))  # type: ignore[call-overload]
             wanted = torch.stack([source.clone() if one == name else first[one] for one in "ade"])
-            assert torch.equal(runner({**first, name: source, "b": none, "c": none}), wanted), (begin, name)
-
-
-def test_a_view_as_the_next_batch(cpu: str) -> None:
-    """A view that is handed back is in place: the step sees what it saw, and then nothing is left of it."""
-    for lowering in LADDER:
-        runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu, lowering=lowering)
-        runner.capture()
-        for requests in (8, 3, 20):
-            batch = random_batch(requests, seed=10)
-            view = runner.fill(batch)
-            given = snapshot({name: getattr(view, name) for name in batch})  # padded rows are live in it
-            assert_right(runner(view), given)
-            small = random_batch(2, seed=12)
-            assert_right(runner(small), small)
+            found = runner({**first, name: source, "b": none, "c": none})
+            assert torch.equal(found[:, :rows], wanted), (begin, name)
+            assert found[:, rows:].tolist() == [[tail] * (count - rows) for tail in (0, -3, -5)]
+    assert runner.stats()["detours"] == {}
 
 
 def test_backend_without_the_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -549,32 +447,6 @@ def test_backend_without_the_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "fusion", lambda _: None)
     with pytest.raises(ConfigError, match=r"fusion\(\) gives none"):
         DecodeRunner(Quick, digest_step, backend=kind(), lowering="fused")
-
-
-@pytest.mark.parametrize(("backend", "lowering"), [*zip(["cpu-capture", "cpu"] * 2, LADDER, strict=True)])
-def test_lazy(backend: str, lowering: str) -> None:
-    """A bucket is captured, with all its patterns, when the first batch comes or a producer asks for it."""
-    pair = Pair.of(Rich, backend, lowering, lazy=True)
-    captured = set[int]()
-    for seed, (size, absent) in enumerate(
-        [(3, ABSENT), (1, frozenset[str]()), (3, frozenset()), (8, ABSENT), (7, ABSENT)]
-    ):
-        bucket = next(one for one in BUCKETS if one >= size)
-        assert pair.mine.report is not None
-        assert set(pair.mine.report.captured) == captured
-        if seed == 1:
-            pair.mine.inputs(bucket).ids.fill_(7)
-        batch, plain = pair.batches(size, 5 * seed + 1, ("in place", "plain") if seed == 1 else PLAIN, absent)
-        decision = pair.mine.decide(batch, **arguments(batch))
-        assert (decision.path, decision.bucket) == ("graph", bucket)
-        outputs, right = pair.mine(batch, **arguments(batch)), pair.right(plain, **arguments(plain))
-        for stale in ("scratch", "heat"):  # the other's warm-ups have written them
-            del outputs[stale], right[stale]
-        assert_same_outputs(outputs, right)
-        captured.add(bucket)
-    assert pair.mine.stats()["steps"] == {"graph": 5, "eager": 0}
-    with pytest.raises(ConfigError, match="no graph of bucket 3"):
-        pair.mine.inputs(3)
 
 
 class Large(Inputs):
