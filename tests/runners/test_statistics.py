@@ -203,7 +203,7 @@ def test_memory_of_a_pool(cpu: str) -> None:
     """What a pool's runners share is told by each of them, and is in no one's total."""
     pool, options = InputPool("first", "second"), {"backend": cpu, "buckets": [8], "sharing": True}
     options_of: Any = [{**options, "phase": pool[phase]} for phase in ("first", "second")]
-    for runner in [DecodeRunner(PlainInputs, plain_step, **given) for given in options_of]:
+    for runner in [DecodeRunner(PlainInputs, plain_step, **one) for one in options_of]:
         runner.capture()
         runner(random_batch(5, seed=1))
         stats = runner.stats()
