@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from slotgraph import (
     BATCH,
@@ -22,17 +21,14 @@ from slotgraph import (
     errors,
 )
 from slotgraph.backends import Backend
+from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.extend import DEVICE, HOST
 from tests.packing import NAME, backend_of
 from tests.runners.prefilled import Inner
 from tests.strategies import asked, declaration_of, one_sided
 
 BUCKETS = [2, 5]
-
 PAGES = Axis("PAGES")
-
-LOWERINGS = ("foreach", "slot_by_slot", "in_graph", "fused")
-
 Sizes = dict[Axis, int]
 
 
@@ -53,18 +49,19 @@ def batch_of(inputs: type[Inputs], live: Sizes, seed: int, device: Any = "cpu") 
     return found
 
 
+def asking(inputs: type[Inputs]) -> dict[str, Any]:
+    """The slots that say what functions were told."""
+    return {name: slot for name, slot in inputs.slotgraph.slots.items() if name.startswith("asked")}
+
+
 def seen(view: Inputs) -> dict[str, list[int]]:
-    """Every slot of a view that says what functions were told."""
-    return {name: getattr(view, name).flatten().tolist() for name in type(view).slotgraph.slots if name[:5] == "asked"}
+    """What they say."""
+    return {name: getattr(view, name).flatten().tolist() for name in asking(type(view))}
 
 
 def told(inputs: type[Inputs], live: Sizes, padded: Sizes) -> dict[str, list[int]]:
     """What they must be told, worked out from the batch alone."""
-    return {
-        name: asked(name, live, padded, slot.shape[0].at(padded))
-        for name, slot in inputs.slotgraph.slots.items()
-        if name[:5] == "asked"
-    }
+    return {name: asked(name, live, padded, slot.shape[0].at(padded)) for name, slot in asking(inputs).items()}
 
 
 @settings(max_examples=settings().max_examples // 2)
@@ -73,33 +70,20 @@ def test_live_sizes_are_the_batchs(backend: Backend, data: st.DataObject, width:
     """Slots over one of BATCH and TOKENS tell both, in each lowering, in graphs, on the eager path and in parts."""
     inputs = data.draw(one_sided())
     backend = backend_of(NAME) if packs and backend.name == "cpu-capture" else backend
+    on_device = [name for name, slot in asking(inputs).items() if slot.placement == DEVICE]
+    step: Any = lambda view: torch.cat([getattr(view, name).flatten() for name in on_device]) + 0  # noqa: E731
     lowering = data.draw(st.sampled_from(backend.capabilities.lowerings))
     options: dict[str, Any] = {"backend": backend, "width": width, "lowering": lowering, "buckets": BUCKETS}
-    runner = DecodeRunner(inputs, all_asked, output_rows=None, progress=False, **options)
+    runner = DecodeRunner(inputs, step, output_rows=None, progress=False, **options)
     runner.capture()
     for requests in data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=6)):
         rows = next((bucket for bucket in BUCKETS if requests <= bucket), requests)  # their own where they run eagerly
         live, padded = sizes_of(requests, width), sizes_of(rows, width)
         batch = batch_of(inputs, live, requests, backend.device)
-        assert seen(runner.fill(batch)) == told(inputs, live, padded)
-        assert runner(batch).tolist() == outputs_of(inputs, live, padded)
+        right = told(inputs, live, padded)
+        assert seen(runner.fill(batch)) == right
+        assert runner(batch).tolist() == [number for name in on_device for number in right[name]]
         assert_parts(runner.fill(batch), live, padded, width, data)
-
-
-def on_device(inputs: type[Inputs]) -> list[str]:
-    """Slots on the device that say what functions were told."""
-    return [name for name, slot in inputs.slotgraph.slots.items() if name[:5] == "asked" and slot.placement == DEVICE]
-
-
-def all_asked(view: Inputs) -> torch.Tensor:
-    """A step whose outputs are what functions were told."""
-    return torch.cat([getattr(view, name).flatten() for name in on_device(type(view))]) + 0
-
-
-def outputs_of(inputs: type[Inputs], live: Sizes, padded: Sizes) -> list[int]:
-    """What it must return."""
-    right = told(inputs, live, padded)
-    return [number for name in on_device(inputs) for number in right[name]]
 
 
 def assert_parts(view: Any, live: Sizes, padded: Sizes, width: int, data: st.DataObject) -> None:
@@ -123,45 +107,27 @@ def of_issue(axis: Axis, other: Axis, *, live: bool, placement: Any = "device") 
     return declaration_of({"ids": ids, "requests": computed(ask, shape=1, dtype=torch.int64, placement=placement)})
 
 
-def ids_of(view: Any) -> torch.Tensor:
-    """A step."""
-    ids: torch.Tensor = view.ids
-    return ids + 0
-
-
 SAID = (
     r"slot 'requests': its function asks for the size of {}, which this step does not know \(it knows {}\): declare a"
 )
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
-def test_an_axis_of_nothing_is_refused_at_capture(backend: str) -> None:
+def test_an_axis_of_nothing_is_refused_at_capture(cpu: str) -> None:
     """Of an axis that no slot and no relation has, each lowering says so at capture, before anything is written."""
     placements: tuple[Any, ...] = ("device", HOST)
-    for placement, lowering, live in itertools.product(placements, LOWERINGS, (True, False)):
+    for placement, lowering, live in itertools.product(placements, LADDER, (True, False)):
         inputs = of_issue(BATCH, PAGES, live=live, placement=placement)
         said = SAID.format("PAGES", "BATCH, TOKENS")
-        runner = DecodeRunner(inputs, ids_of, buckets=[2], backend=backend, lowering=lowering)
+        options: dict[str, Any] = {"buckets": [2], "backend": cpu, "lowering": lowering}
+        runner: Any = DecodeRunner(inputs, lambda view: view.ids + 0, **options)
         with pytest.raises((errors.CaptureError, errors.DeclarationError), match=said):
             runner.capture()
-        eager = DecodeRunner(inputs, ids_of, buckets=[2], backend=backend, graphs=False, lowering=lowering)
+        eager: Any = DecodeRunner(inputs, lambda view: view.ids + 0, graphs=False, **options)
         eager.capture()
         before = {buffer.name: buffer.tensor.clone() for buffer in eager.graphs.buffers}
         with pytest.raises(errors.DeclarationError, match=said):
             eager({"ids": torch.tensor([5, 6])})
         assert all(torch.equal(before[buffer.name], buffer.tensor) for buffer in eager.graphs.buffers)
-
-
-class Around(nn.Module):
-    """A step around a stack."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Inner(lambda hidden: hidden * 3)
-
-    def forward(self, view: Any) -> Any:
-        """One row a token."""
-        return self.inner(view.ids.double()[:, None])
 
 
 @settings(max_examples=settings().max_examples // 16)
@@ -176,9 +142,11 @@ def test_prefill_tells_what_slots_tell(data: st.DataObject) -> None:
     if requested:
         fields["lens"] = copied(BATCH, dtype=torch.int64, pad=0)
         fields["requests"] = computed(lambda step: [step.live(BATCH), step.padded(BATCH)], shape=2, dtype=torch.int64)
-    lowering = data.draw(st.sampled_from(LOWERINGS))
+    lowering = data.draw(st.sampled_from(LADDER))
     options: dict[str, Any] = {"buckets": [4, 8], "max_batch": 3, "backend": "cpu-capture", "stack": "inner"}
-    runner = BreakableRunner(declaration_of(fields), Around(), output_rows=TOKENS, lowering=lowering, **options)
+    step: Any = Inner(lambda view: step.inner(view.ids.double()[:, None]))
+    step.inner = Inner(lambda hidden: hidden * 3)
+    runner = BreakableRunner(declaration_of(fields), step, output_rows=TOKENS, lowering=lowering, **options)
     runner.capture()
     for tokens in data.draw(st.lists(st.integers(1, 10), min_size=1, max_size=4)):
         bucket, requests = (4 if tokens <= 4 else max(8, tokens)), min(tokens, 1 + tokens % 3)
@@ -191,6 +159,6 @@ def test_prefill_tells_what_slots_tell(data: st.DataObject) -> None:
             with pytest.raises(errors.BatchError, match="no rows on BATCH, which no slot of Drawn tells"):
                 view.narrow(BATCH, 0, 1, tokens=(0, 1))
         assert torch.equal(runner(batch)[:, 0], batch["ids"].double() * 3)
-    refused = BreakableRunner(of_issue(TOKENS, BATCH, live=True), Around(), output_rows=TOKENS, **options)
+    refused = BreakableRunner(of_issue(TOKENS, BATCH, live=True), step, output_rows=TOKENS, **options)
     with pytest.raises(errors.CaptureError, match=SAID.format("BATCH", "TOKENS")):
         refused.capture()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
 
 from slotgraph import TOKENS, DecodeRunner, EagerRunner, Inputs, copied, keep
 from slotgraph.backends.base import Backend
@@ -17,6 +18,7 @@ from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import CaptureError, DeclarationErrors, ReplayError
 from slotgraph.extend import once
 from tests.runners.models import bytes_of, same_batch, snapshot
+from tests.strategies import declaration_of
 
 STEPS = 3
 LIMIT = 200
@@ -121,73 +123,39 @@ def test_any_sequence(backend: Backend, lowering: str, turns: list[tuple[int, bo
         assert same_batch(batch, given_batch)
 
 
-class Flag:
-    """Raises once, when it is set."""
-
-    def __init__(self) -> None:
-        self.up = False
-
-    def __call__(self) -> bool:
-        """Whether it was up."""
-        self.up, was = False, self.up
-        return was
-
-
-@pytest.mark.parametrize("lowering", LADDER)
-def test_eager_step_that_raises(cpu: str, lowering: str) -> None:
-    """A step that raises midway spoils nothing: not the batch, and no tail of the graphs' next fills."""
-    flag = Flag()
-    runner = DecodeRunner(DraftInputs, Draft(TABLE, flag), backend=cpu, buckets=[8], max_waste=0.5, lowering=lowering)
-    runner.capture()
-    for seed, (rows, requests) in enumerate([(3, 4), (1, 7), (12, 5), (2, 8), (3, 6)]):
-        bad, good = batch_of(rows, seed), batch_of(requests, seed)
-        given_batch = snapshot(bad)
-        flag.up = True
-        with pytest.raises(RuntimeError, match="no kernel"):
-            runner(bad)
-        assert same_batch(bad, given_batch)
-        torch.testing.assert_close(runner(bad), answer(bad))
-        assert_clean(runner, good)
-        torch.testing.assert_close(runner(good), answer(good))
-
-
 @pytest.mark.parametrize("lowering", LADDER)
 def test_replay_that_raises(cpu: str, lowering: str) -> None:
-    """A replay that breaks off midway leaves no stale row: the batch is the caller's, and the next fills are clean."""
-    runner = runner_over(cpu, Draft(TABLE), lowering=lowering)
+    """A step that breaks off midway, in a replay or eagerly, spoils nothing: neither the batch nor a later tail."""
+    runner = runner_over(cpu, Draft(TABLE), lowering=lowering, max_waste=0.6)
     runner.capture()
-    for rows in (3, 7, 1):
+    assert runner.decide(batch_of(9, 1)).path == "eager"
+    for rows, others in itertools.product((3, 7, 1, 12), ((1, 5), (4, 8))):
         bad = batch_of(rows, rows)
         bad["positions"][0] = LIMIT - 2  # the second step's look-up is past the table
         given_batch = snapshot(bad)
         with pytest.raises((IndexError, ReplayError)):
             runner(bad)
         assert same_batch(bad, given_batch)
-        for smaller in (rows, 1, 5):
+        for smaller in (rows, *others):
             good = batch_of(smaller, smaller)
             assert_clean(runner, good)
             torch.testing.assert_close(runner(good), answer(good))
 
 
-def converted(value: torch.Tensor) -> dict[str, Any]:
-    """The same numbers as each kind of source."""
-    return {"tensor": value, "array": value.numpy().copy(), "list": value.tolist()}
-
-
 @pytest.mark.parametrize("inputs", [DraftInputs, RewrittenInputs])
 def test_no_copy_spares_the_batch(backend: Backend, inputs: type[DraftInputs] | type[RewrittenInputs]) -> None:
     """Handed through, a slot that the step writes is a copy: the caller's batch stays, also where the step raises."""
-    flag = Flag()
-    step = Draft(TABLE.to(backend.device), flag)
+    fails = [False]
+    step = Draft(TABLE.to(backend.device), lambda: fails[0])
     eager: EagerRunner[Any] = EagerRunner(inputs, step, backend=backend, no_copy=True)
-    for rows, kind, fails in itertools.product((3, 6), ("tensor", "array", "list"), (False, True)):
+    converted: dict[str, Any] = {"array": lambda one: one.numpy().copy(), "list": torch.Tensor.tolist}
+    for rows, kind, fails[0] in itertools.product((3, 6), ("tensor", "array", "list"), (False, True)):
         batch = batch_of(rows, rows, backend.device, mrope=inputs is DraftInputs)
         right = answer(batch)
-        if kind != "tensor":
-            batch["positions"] = converted(batch["positions"].cpu())[kind]
+        if kind in converted:
+            batch["positions"] = converted[kind](batch["positions"].cpu())
         given_batch = snapshot(batch)
-        flag.up = fails
-        if fails:
+        if fails[0]:
             with pytest.raises(RuntimeError, match="no kernel"):
                 eager(batch)
         else:
@@ -198,12 +166,12 @@ def test_no_copy_spares_the_batch(backend: Backend, inputs: type[DraftInputs] | 
 
 def test_outputs_keep_what_the_step_made(backend: Backend) -> None:
     """A restored slot that is returned, or a part of it, is returned as the step left it."""
-    made: list[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = [
-        (lambda slot: slot, lambda found: found),
-        (lambda slot: slot[:, None][:, 0], lambda found: found),
-        (lambda slot: {"at": [slot]}, lambda found: found["at"][0]),
+    made: list[Callable[[torch.Tensor], Any]] = [
+        lambda slot: slot,
+        lambda slot: slot[:, None][:, 0],
+        lambda slot: {"at": [slot]},
     ]
-    for make, found_in in made:
+    for make in made:
 
         def step(view: DraftInputs, make: Callable[[torch.Tensor], Any] = make) -> Any:
             view.positions.add_(STEPS)
@@ -211,11 +179,10 @@ def test_outputs_keep_what_the_step_made(backend: Backend) -> None:
 
         runner: Any = DecodeRunner(DraftInputs, step, backend=backend, buckets=[4], absent=[{"mrope"}])
         runner.capture()
-        eager: Any = EagerRunner(DraftInputs, step, backend=backend)
-        for rows in (3, 2, 9):
+        for rows, run in itertools.product((3, 2, 9), (runner, EagerRunner(DraftInputs, step, backend=backend))):
             batch = batch_of(rows, rows, backend.device, mrope=False)
-            for run in (runner, eager):
-                assert torch.equal(found_in(run(batch)), batch["positions"] + STEPS)
+            [found] = pytree.tree_leaves(run(batch))
+            assert torch.equal(found, batch["positions"] + STEPS)
 
 
 def test_writes_elsewhere_are_still_refused(cpu: str) -> None:
@@ -249,15 +216,12 @@ def test_tails_that_are_kept(cpu: str) -> None:
 
 def test_what_cannot_be_restored() -> None:
     """A slot is rewritten or restored, not both; and one whose tail is set once cannot lose it where a step raises."""
+    both = copied(TOKENS, dtype=torch.int64, pad=0, rewritten=True, restored=True)
     with pytest.raises(DeclarationErrors) as refused:
-
-        class Both(Inputs):
-            one: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, rewritten=True, restored=True)
-            two: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=once(1), restored=True)
-
-    said = [str(fault) for fault in refused.value.exceptions]
-    assert said[0].startswith("Both.one: slot 'one': it is both rewritten and restored")
-    assert said[1].startswith("Both.two: slot 'two': it is restored, and its tail is set once")
+        declaration_of({"one": both, "two": copied(TOKENS, dtype=torch.int64, pad=once(1), restored=True)})
+    one, two = map(str, refused.value.exceptions)
+    assert "slot 'one': it is both rewritten and restored" in one
+    assert "slot 'two': it is restored, and its tail is set once" in two
 
 
 LAYERS = 5
@@ -307,19 +271,10 @@ class SlidingInputs(Inputs):
     out_cache_loc_swa: torch.Tensor | None = copied(TOKENS, dtype=torch.int32, pad=0, default=None, when="window")
 
 
-@attrs.frozen(eq=False)
-class Model:
-    """Stores something of each token in each layer."""
-
-    pool: Pool
-
-    def __call__(self, view: SlidingInputs) -> torch.Tensor:
-        """[TOKENS, 2] floats."""
-        hidden = torch.stack([view.ids, view.ids + 1], 1).float()
-        for layer in range(LAYERS):
-            hidden = hidden * 0.5 + layer
-            self.pool.write(layer, view.out_cache_loc, hidden)
-        return hidden
+def layers_of(ids: torch.Tensor) -> list[torch.Tensor]:
+    """What each layer stores of each token."""
+    hidden = torch.stack([ids, ids + 1], 1).float()
+    return [hidden + layer for layer in range(LAYERS)]
 
 
 def pool_batch(pool: Pool, rows: int, seed: int) -> dict[str, torch.Tensor]:
@@ -330,18 +285,19 @@ def pool_batch(pool: Pool, rows: int, seed: int) -> dict[str, torch.Tensor]:
     return {"ids": ids, "out_cache_loc": at, "out_cache_loc_swa": pool.table[at]}
 
 
-def lending(pool: Pool, backend: Backend | str, **options: Any) -> DecodeRunner[SlidingInputs]:
+def lending(pool: Pool, backend: Backend | str, *, fails: bool = False, **options: Any) -> DecodeRunner[SlidingInputs]:
     """A runner for 2 and 4 requests that lends the pool its locations, unless told otherwise."""
+
+    def step(view: SlidingInputs) -> torch.Tensor:
+        made = layers_of(view.ids)
+        for layer, hidden in enumerate(made):
+            pool.write(layer, view.out_cache_loc, hidden)
+        if fails:
+            raise RuntimeError("no kernel")
+        return made[-1]
+
     given: dict[str, Any] = {"lend": {"out_cache_loc_swa": pool.lend}, "settings": {"window": True}, **options}
-    return DecodeRunner(SlidingInputs, Model(pool), backend=backend, buckets=[2, 4], **given)
-
-
-def assert_stored(pool: Pool, batch: dict[str, torch.Tensor]) -> None:
-    """The rows of a batch are where the table says, in each layer."""
-    hidden = torch.stack([batch["ids"], batch["ids"] + 1], 1).float()
-    for layer in range(LAYERS):
-        hidden = hidden * 0.5 + layer
-        assert torch.equal(pool.rows[layer][pool.table[batch["out_cache_loc"]].long()], hidden)
+    return DecodeRunner(SlidingInputs, step, backend=backend, **{"buckets": [2, 4], **given})
 
 
 def test_graph_has_no_translation(backend: Backend) -> None:
@@ -353,7 +309,8 @@ def test_graph_has_no_translation(backend: Backend) -> None:
         for seed, rows in enumerate((3, 1, 4, 2)):
             batch = pool_batch(pool, rows, seed)
             runner(batch)
-            assert_stored(pool, batch)
+            for layer, hidden in enumerate(layers_of(batch["ids"])):
+                assert torch.equal(pool.rows[layer][pool.table[batch["out_cache_loc"]].long()], hidden)
     assert pools[0].translations == 0 < pools[1].translations
     assert torch.equal(pools[0].rows[:, 1:], pools[1].rows[:, 1:])  # row 0 is the padded rows' own
 
@@ -376,26 +333,13 @@ def test_what_is_lent_and_when(cpu: str, *, lazy: bool) -> None:
     assert sorted(pool.seen, key=str) == sorted([(4,), None, (2,), None] * runs + replayed, key=str)
 
 
-class Broken(Model):
-    """A step that raises on the way."""
-
-    def __call__(self, view: SlidingInputs) -> torch.Tensor:
-        """Nothing."""
-        assert self.pool.lent is not None
-        super().__call__(view)
-        raise RuntimeError("no kernel")
-
-
 def test_taken_back_where_the_step_raises(cpu: str) -> None:
     """A step that raises at capture, or in an eager run, leaves nothing lent."""
     pool = Pool.on("cpu")
-    lend = {"out_cache_loc_swa": pool.lend}
-    runner = DecodeRunner(
-        SlidingInputs, Broken(pool), backend=cpu, buckets=[2], settings={"window": True}, lend=lend, warmups=0
-    )
+    runner = lending(pool, cpu, fails=True, buckets=[2], warmups=0)
     with pytest.raises(CaptureError, match="no kernel"):
         runner.capture()
-    assert pool.seen == [(2,), None]
     with pytest.raises(RuntimeError, match="no kernel"):
         runner(pool_batch(pool, 1, 1))
     assert pool.seen == [(2,), None, (1,), None]
+    assert pool.translations == 0
