@@ -77,11 +77,18 @@ def assert_right(outputs: torch.Tensor, batch: Batch) -> None:
     torch.testing.assert_close(torch.as_tensor(outputs), expected(batch))
 
 
-def plain_runner(backend: str | Backend, **options: Any) -> DecodeRunner[PlainInputs]:
-    """A captured runner over two buckets, of 4 and 8 requests, unless told otherwise."""
-    given: dict[str, Any] = {"buckets": [4, 8], **options}
-    runner = DecodeRunner(PlainInputs, plain_step, backend=backend, **given)
+def decoder(inputs: Any, step: Any, **options: Any) -> Any:
+    """A captured decode runner for 4 requests on the CPU, unless told otherwise."""
+    runner = DecodeRunner(inputs, step, **{"buckets": [4], "backend": "cpu", "progress": False, **options})
     runner.capture()
+    return runner
+
+
+def plain_runner(backend: str | Backend, **options: Any) -> DecodeRunner[PlainInputs]:
+    """One over two buckets, of 4 and 8 requests, unless told otherwise."""
+    runner: DecodeRunner[PlainInputs] = decoder(
+        PlainInputs, plain_step, **{"backend": backend, "buckets": [4, 8], **options}
+    )
     return runner
 
 

@@ -264,7 +264,7 @@ ELSEWHERE: list[tuple[Callable[..., Any], Any, dict[str, Any], str]] = [
     *((LOOSE.stage, make("EagerRunner"), {"proxies": proxies}, "proxies: expected") for proxies in (3, "a b")),
     (LOOSE.stage, make("EagerRunner"), {"timeout": "1"}, "timeout: expected seconds"),
 ]
-RANKS = {
+RANKS: dict[str, list[dict[str, Any]]] = {
     "timeout: expected seconds": [{"timeout": float("nan")}, {"timeout": 1e300}],
     "capture_timeout: expected seconds": [{"capture_timeout": True}],
     "shards: expected a whole number": [{"shards": 1.5}, {"shards": 0}],
@@ -278,9 +278,10 @@ def test_what_stands_beside_runners() -> None:
     for make_one, first, options, says in ELSEWHERE:
         with pytest.raises(ConfigError, match=says):
             make_one(first, **options)
-    for says, options in ((says, one) for says, wrong in RANKS.items() for one in wrong):
-        with pytest.raises(ConfigError, match=says):
-            LOOSE.ranks(**options)
+    for says, wrong in RANKS.items():
+        for options in wrong:
+            with pytest.raises(ConfigError, match=says):
+                LOOSE.ranks(**options)
 
 
 WAYS: dict[str, Callable[..., Any]] = {

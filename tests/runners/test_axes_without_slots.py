@@ -24,6 +24,7 @@ from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.extend import DEVICE, HOST
 from tests.packing import NAME, backend_of
+from tests.runners.models import decoder
 from tests.runners.prefilled import Inner
 from tests.strategies import asked, declaration_of, one_sided
 
@@ -74,8 +75,7 @@ def test_live_sizes_are_the_batchs(backend: Backend, data: st.DataObject, width:
     step: Any = lambda view: torch.cat([getattr(view, name).flatten() for name in on_device]) + 0  # noqa: E731
     lowering = data.draw(st.sampled_from(backend.capabilities.lowerings))
     options: dict[str, Any] = {"backend": backend, "width": width, "lowering": lowering, "buckets": BUCKETS}
-    runner = DecodeRunner(inputs, step, output_rows=None, progress=False, **options)
-    runner.capture()
+    runner = decoder(inputs, step, output_rows=None, **options)
     for requests in data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=6)):
         rows = next((bucket for bucket in BUCKETS if requests <= bucket), requests)  # their own where they run eagerly
         live, padded = sizes_of(requests, width), sizes_of(rows, width)
@@ -122,8 +122,7 @@ def test_an_axis_of_nothing_is_refused_at_capture(cpu: str) -> None:
         runner: Any = DecodeRunner(inputs, lambda view: view.ids + 0, **options)
         with pytest.raises((errors.CaptureError, errors.DeclarationError), match=said):
             runner.capture()
-        eager: Any = DecodeRunner(inputs, lambda view: view.ids + 0, graphs=False, **options)
-        eager.capture()
+        eager = decoder(inputs, lambda view: view.ids + 0, graphs=False, **options)
         before = {buffer.name: buffer.tensor.clone() for buffer in eager.graphs.buffers}
         with pytest.raises(errors.DeclarationError, match=said):
             eager({"ids": torch.tensor([5, 6])})

@@ -12,7 +12,7 @@ from slotgraph.backends import choose
 from slotgraph.dataflow.errors import BatchError
 from slotgraph.errors import BindError, CheckError
 from slotgraph.extend import Exclusive, once
-from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, assert_right, decoder, plain_runner, plain_step, random_batch
 
 
 def test_batch_larger_than_adopted_memory(cpu: str) -> None:
@@ -44,9 +44,7 @@ def test_adopted_constant_and_output(cpu: str) -> None:
         logits: torch.Tensor = output(BATCH, dtype=torch.int64)
 
     tensors = {name: torch.full((4,), 77) for name in ("ids", "fives", "logits")}
-    step: Any = lambda view: view.logits.copy_(view.ids * view.fives)  # noqa: E731 - as small as one can be
-    runner: Any = DecodeRunner(Fixed, step, buckets=[4], backend=cpu, bind=tensors)
-    runner.capture()
+    runner = decoder(Fixed, lambda view: view.logits.copy_(view.ids * view.fives), backend=cpu, bind=tensors)
     assert tensors["fives"].tolist() == tensors["ids"].tolist() == [5] * 4
     assert runner({"ids": torch.tensor([2, 3])}).data_ptr() == tensors["logits"].data_ptr()
     assert tensors["logits"].tolist() == [10, 15, 25, 25]
@@ -139,12 +137,10 @@ def memory() -> dict[str, torch.Tensor]:
     }
 
 
-def runner_of(lowering: str, backend: str, bind: Any, **options: Any) -> DecodeRunner[Adopted]:
+def runner_of(lowering: str, backend: str, bind: Any, **options: Any) -> Any:
     """A captured runner over it."""
     options |= {"bind": bind, "backend": backend, "lowering": lowering, "output_rows": None}
-    runner = DecodeRunner(Adopted, everything, buckets=[2, CAPACITY], **options)
-    runner.capture()
-    return runner
+    return decoder(Adopted, everything, buckets=[2, CAPACITY], **options)
 
 
 written = st.tuples(

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, copied, graph_break, output
+from slotgraph import BATCH, EagerRunner, Inputs, computed, copied, graph_break, output
 from slotgraph.backends import choose
 from slotgraph.errors import ComputeError
+from tests.runners.models import decoder
 from tests.runners.prefilled import Prefill, around, assert_equal
 from tests.strategies import declaration_of
 
@@ -80,12 +81,8 @@ def runner_of(way: str, inputs: Any, step: Callable[[Any], Any]) -> Any:
     if way in ("eager", "no copy"):
         return EagerRunner(inputs, step, backend="cpu", no_copy=way == "no copy")
     backend, lowering = way.split()
-    options: dict[str, Any] = {"backend": backend, "lowering": lowering, "output_rows": None}
-    runner = DecodeRunner(
-        inputs, step, buckets=[2, 6], **{**options, **({"output_rows": BATCH} if inputs is Wide else {})}
-    )
-    runner.capture()
-    return runner
+    rows = BATCH if inputs is Wide else None
+    return decoder(inputs, step, buckets=[2, 6], backend=backend, lowering=lowering, output_rows=rows)
 
 
 steps = st.lists(

@@ -17,7 +17,7 @@ from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, copied
 from slotgraph.config import Buckets
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
-from tests.runners.models import PlainInputs, assert_right, memory_of, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, assert_right, decoder, memory_of, plain_runner, plain_step, random_batch
 
 PAGES = Axis("PAGES")
 
@@ -171,8 +171,7 @@ class HookedInputs(Inputs):
 
 def test_a_field_with_a_factory(cpu: str) -> None:
     """It is seen in capture with what the factory makes; a batch with another value runs eagerly, and says so."""
-    runner = DecodeRunner(HookedInputs, lambda view: view.ids + sum(view.hooks), buckets=[4], backend=cpu)
-    runner.capture()
+    runner = decoder(HookedInputs, lambda view: view.ids + sum(view.hooks), backend=cpu)
     ids = torch.tensor([3, 1, 2])
     assert runner.decide({"ids": ids, "hooks": []}).why == "fits"
     assert runner.decide({"ids": ids}).why == "fits"
@@ -242,9 +241,9 @@ FAULTS: list[dict[str, Any]] = [
 
 def test_another_width_is_refused(cpu: str) -> None:
     """Batches of another width than the runner's are refused, and nothing changes: the view before still stands."""
-    step: Any = lambda view: view.ids * 1000 + view.marks * 10 + view.lens  # noqa: E731 - as small as one can be
-    runner: Any = DecodeRunner(VerifyInputs, step, backend=cpu, buckets=[2, 4], width=1)
-    runner.capture()
+    runner = decoder(
+        VerifyInputs, lambda view: view.ids * 1000 + view.marks * 10 + view.lens, backend=cpu, buckets=[2, 4], width=1
+    )
     runner(wide_batch(6, 1))  # so that there is nothing to grow
     view = runner.fill(wide_batch(3, 1))
     before, counted = memory_of(runner), runner.stats()
@@ -267,8 +266,7 @@ class OptionalRows(TokensOnly):
 def test_width_that_nothing_tells(cpu: str) -> None:
     """Without a required slot over requests, tokens that are no multiple of the width are refused as ever."""
     for inputs in (TokensOnly, OptionalRows):
-        runner = DecodeRunner(inputs, lambda view: view.ids * 2, backend=cpu, buckets=[2, 4], width=4)
-        runner.capture()
+        runner = decoder(inputs, lambda view: view.ids * 2, backend=cpu, buckets=[2, 4], width=4)
         batch = {"ids": torch.arange(1, 7), "lens": torch.tensor([1, 2, 3], dtype=torch.int32)}
         for use in (runner.decide, runner):
             with pytest.raises(BatchError, match="'ids'"):

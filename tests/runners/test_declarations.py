@@ -18,7 +18,7 @@ from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, co
 from slotgraph.dataflow.errors import CycleError, DeclarationError, DeclarationErrors
 from slotgraph.errors import ComputeError
 from slotgraph.extend import FillRole, Role, Slot, host_parameter, once
-from tests.runners.models import PlainInputs, assert_right, plain_step, random_batch
+from tests.runners.models import PlainInputs, assert_right, decoder, plain_step, random_batch
 
 
 def rows(pad: int = 0) -> Any:
@@ -116,8 +116,7 @@ T = TypeVar("T")
 def assert_filled(inputs: type[Inputs], names: list[str]) -> None:
     """Each slot of these names is declared, and holds the batch's rows and a tail."""
     assert sorted(inputs.slotgraph.slots) == sorted(names)
-    runner: Any = DecodeRunner(inputs, lambda view: view.ids + 0, buckets=[4], backend="cpu", progress=False)
-    runner.capture()
+    runner = decoder(inputs, lambda view: view.ids + 0)
     batch = {name: torch.randint(1, 99, (3,)) for name in names}
     view = runner.fill(batch)
     for name in names:
@@ -332,8 +331,7 @@ def test_zero_and_one_for_bools() -> None:
         count: torch.Tensor = computed(lambda step: step.live(BATCH) - 1, shape=1, dtype=torch.bool)
 
     for lowering in ("slot_by_slot", "foreach", "fused", "in_graph"):
-        runner = DecodeRunner(Masks, lambda view: view.ids, buckets=[4], backend="cpu", lowering=lowering)
-        runner.capture()
+        runner = decoder(Masks, lambda view: view.ids, lowering=lowering)
         live = torch.tensor([True, False])
         view = runner.fill({"ids": [5, 6], "mask": live, "other": live, "role": live})
         assert view.mask.tolist() == view.role.tolist() == [True, False, True, True]

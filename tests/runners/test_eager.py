@@ -22,7 +22,7 @@ from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, DeclarationError, MissingSourceError
 from slotgraph.runners.eager import NO_COPY_VARIABLE
-from tests.runners.models import PlainInputs, assert_right, plain_step, random_batch, same_batch, snapshot
+from tests.runners.models import PlainInputs, assert_right, decoder, plain_step, random_batch, same_batch, snapshot
 from tests.runners.prefilled import KINDS, Model, Prefill, runner_of
 from tests.runners.prefilled import batch_of as prefill_batch
 
@@ -139,8 +139,7 @@ def test_fallbacks_have_the_batchs_counts(backend: Backend, lowering: str) -> No
         return view.ids[:, None] * 100 + torch.cat([view.num_token_non_padded, view.global_num_tokens])
 
     options: dict[str, Any] = {"settings": RANKS, "sizes": {standard.DP: 2}, "buckets": [2, 4], "carry": CARRY}
-    runner = DecodeRunner(CountedInputs, step, backend=backend, lowering=lowering, **options)
-    runner.capture()
+    runner = decoder(CountedInputs, step, backend=backend, lowering=lowering, **options)
     for seed, (tokens, extra) in enumerate(((3, 1), (5, 1), (2, 1), (3, 0), (4, 1), (11, 1), (3, 1))):
         batch = counted_batch(tokens, seed, backend.device, extra=bool(extra))
         given, why = snapshot(batch), runner.decide(batch).why
@@ -195,6 +194,7 @@ def test_what_cannot_be_carried(cpu: str) -> None:
     """A slot that is off or unknown, or that the step would write in the caller's batch, is refused at once."""
     for name, said in CARRIED.items():
         given: dict[str, Any] = {"settings": {"counted": False}, "carry": (name,), "backend": cpu}
-        for kind, buckets in ((EagerRunner, {}), (DecodeRunner, {"buckets": [2]})):
+        kinds: tuple[Any, ...] = ((EagerRunner, {}), (DecodeRunner, {"buckets": [2]}))
+        for kind, buckets in kinds:
             with pytest.raises(DeclarationError, match=said):
                 kind(Switched, lambda view: view.ids, **buckets, **given)

@@ -12,6 +12,7 @@ import torch
 from slotgraph import BATCH, DecodeRunner, EagerRunner, Inputs, computed, constant, copied, errors
 from slotgraph.dataflow.capabilities import LADDER
 from tests.runners import prefilled
+from tests.runners.models import decoder
 
 PLACE: Final = r"at test_failing_functions\.py:\d+, `"
 
@@ -195,7 +196,6 @@ def test_higher_order_operators() -> None:
         assert f"a captured step cannot use the higher-order operator {name}: " in said
         assert advice in said
         assert "NotImplementedError" not in said
-        plain: Any = DecodeRunner(Rows, step, buckets=[4], backend="cpu", progress=False)
-        plain.capture()
+        plain = decoder(Rows, step)
         x = torch.randn(4, 4)
         assert torch.equal(plain({"x": x}), runner({"x": x}))  # which runs eagerly

@@ -27,7 +27,7 @@ from slotgraph.dataflow.explain import explain_declaration
 from slotgraph.dataflow.slots import Slot
 from slotgraph.extend import HOST, once, side
 from tests.packing import NAME, backend_of
-from tests.runners.models import memory_of, same_batch, snapshot
+from tests.runners.models import decoder, memory_of, same_batch, snapshot
 from tests.sources import FLAT, HOST_DATA, IN_BUFFERS, KINDS, Maker
 from tests.strategies import declaration_of, same_bytes
 
@@ -122,13 +122,11 @@ def digest_step(view: Any) -> dict[str, torch.Tensor]:
     return {"rows": ids * 3 + 1, **each}
 
 
-def runner_of(kind: type[Inputs], backend: str | Backend, **options: Any) -> DecodeRunner[Any]:
+def runner_of(kind: type[Inputs], backend: str | Backend, **options: Any) -> Any:
     """A captured runner."""
     given: dict[str, Any] = {"buckets": BUCKETS, "width": WIDTH, "sizes": SIZES[kind], "progress": False, **options}
     given["backend"] = backend_of(backend) if isinstance(backend, str) else backend
-    runner = DecodeRunner(kind, digest_step, absent=[ABSENT] if kind is Rich else [], **given)
-    runner.capture()
-    return runner
+    return decoder(kind, digest_step, absent=[ABSENT] if kind is Rich else [], **given)
 
 
 def values(slot: Slot, dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -419,8 +417,7 @@ def test_wherever_a_source_begins(cpu: str, lowering: str, *, adopts: bool) -> N
     bind = {"d": memory[48:52]} if adopts else {}
     step: Any = lambda view: torch.stack([view.a, view.d, view.e])  # noqa: E731 - as small as one can be
     options: dict[str, Any] = {"buckets": [count], "output_rows": None, "backend": cpu, "bind": bind}
-    runner: Any = DecodeRunner(Gaps, step, lowering=lowering, **options)
-    runner.capture()
+    runner = decoder(Gaps, step, lowering=lowering, **options)
     for rows in (1, 3, 4) if adopts else (count,):
         none = torch.empty(rows, 0, dtype=torch.int64)
         first = {name: torch.arange(rows) + 100 * place for place, name in enumerate("ade", start=1)}
@@ -459,8 +456,7 @@ class Large(Inputs):
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_nothing_for_the_kernel(cpu: str, lowering: str) -> None:
     """Where every slot is large or on the host, the kernel has nothing to do, and steps are right."""
-    runner = DecodeRunner(Large, lambda v: v.rows.sum(1) * v.here, buckets=[1, 4], backend=cpu, lowering=lowering)
-    runner.capture()
+    runner = decoder(Large, lambda v: v.rows.sum(1) * v.here, buckets=[1, 4], backend=cpu, lowering=lowering)
     for count in (1, 3, 4):
         large, here = torch.randint(0, 9, (count, 1 << 18)).float(), torch.arange(count)
         assert torch.equal(runner({"rows": large, "here": here}), large.sum(1) * here)
@@ -573,9 +569,14 @@ class Rows(Inputs):
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32])
 def test_rows_that_lie_apart_are_read_as_they_lie(kind: torch.dtype) -> None:
     """The kernel reads the first columns of something wider: no copy of them is made before it."""
-    step: Any = lambda view: [view.ids * 1, view.mrope * 1, view.spans * 1]  # noqa: E731 - as small as one can be
-    mine: Any = DecodeRunner(Rows, step, buckets=[4, 8], backend="cpu-capture", lowering="in_graph", output_rows=None)
-    mine.capture()
+    mine = decoder(
+        Rows,
+        lambda view: [view.ids * 1, view.mrope * 1, view.spans * 1],
+        buckets=[4, 8],
+        backend="cpu-capture",
+        lowering="in_graph",
+        output_rows=None,
+    )
     seen = Seen()
     for seed in range(4):
         draw, rows = torch.Generator().manual_seed(seed), 3 + seed % 2
@@ -598,8 +599,7 @@ def test_modes_are_not_told_of_each_source(lowering: str) -> None:
     for slots in (3, 24):
         body = {f"slot_{number}": copied(TOKENS, dtype=torch.int64, pad=0) for number in range(slots)}
         options: dict[str, Any] = {"buckets": [4], "backend": "cpu-capture", "lowering": lowering}
-        runner: Any = DecodeRunner(declaration_of(body), lambda view: view.slot_0 + 1, **options)
-        runner.capture()
+        runner = decoder(declaration_of(body), lambda view: view.slot_0 + 1, **options)
         batch = {name: torch.arange(3) for name in body}
         runner(batch)
         with Functions() as counted:
@@ -613,8 +613,7 @@ def test_sizes_that_were_seen_once_cut_no_more_views() -> None:
     lengths = copied(BATCH, dtype=torch.int32, pad=3)
     small = declaration_of({"ids": copied(TOKENS, dtype=torch.int64, pad=0), "lengths": lengths})
     options: dict[str, Any] = {"buckets": [48], "backend": "cpu", "lowering": "foreach", "output_rows": None}
-    runner: Any = DecodeRunner(small, lambda view: view.ids + 1, **options)
-    runner.capture()
+    runner = decoder(small, lambda view: view.ids + 1, **options)
     sizes = list(range(1, 49))
     batches = {rows: {"ids": torch.arange(rows), "lengths": torch.arange(rows).int()} for rows in sizes}
     with Seen() as seen:  # a mode that watches operators is part of what a guard looks at

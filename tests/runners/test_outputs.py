@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
 from slotgraph.backends import Graph
 from slotgraph.backends.cpu import CallableGraph, HostBackend
-from slotgraph.dataflow.errors import CaptureError, ReplayError, StaleOutputError
-from tests.runners.models import PlainInputs, assert_right, expected, plain_runner, plain_step, random_batch
+from slotgraph.dataflow.errors import CaptureError, StaleOutputError
+from tests.runners.models import PlainInputs, assert_right, decoder, expected, plain_runner, plain_step, random_batch
 
 
 class TokenInputs(Inputs):
@@ -49,13 +49,9 @@ def batch_of(requests: int, width: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def runner_of(
-    step: Callable[[TokenInputs], Any], backend: Any, width: int = 1, **more: Any
-) -> DecodeRunner[TokenInputs]:
+def runner_of(step: Callable[[TokenInputs], Any], backend: Any, width: int = 1, **more: Any) -> Any:
     """A captured runner for 4 and 8 requests."""
-    runner = DecodeRunner(TokenInputs, step, buckets=[4, 8], backend=backend, width=width, **more)
-    runner.capture()
-    return runner
+    return decoder(TokenInputs, step, buckets=[4, 8], backend=backend, width=width, **more)
 
 
 @attrs.define
@@ -92,9 +88,9 @@ def test_live_rows_of_a_structure(cpu: str, kind: str) -> None:
     runner = runner_of(lambda view: make(view.ids * 2, view.lens[:, None] + 1), cpu)
     for requests in (3, 3, 8, 20, 0, 3):
         batch = batch_of(requests, 1, seed=requests)
-        outputs = runner(batch)
-        assert isinstance(outputs, wanted)
-        right = make(batch["ids"] * 2, batch["lens"][:, None] + 1)
+        outputs: Any = runner(batch)
+        assert issubclass(type(outputs), wanted)
+        right: Any = make(batch["ids"] * 2, batch["lens"][:, None] + 1)
         if attrs.has(type(outputs)) or dataclasses.is_dataclass(outputs):
             outputs, right = [outputs.token], [right.token]
         elif isinstance(outputs, Named):
@@ -197,34 +193,14 @@ class OutputInputs(PlainInputs):
 
 def test_eager_step_into_the_same_output_slot(cpu: str) -> None:
     """An eager step that writes the output slot of the graph before makes that graph's output stale."""
-    step: Any = lambda view: view.result.copy_(plain_step(view))  # noqa: E731 - as small as one can be
-    runner: Any = DecodeRunner(OutputInputs, step, buckets=[4], backend=cpu, debug=True, max_waste=0.5)
-    runner.capture()
+    runner = decoder(
+        OutputInputs, lambda view: view.result.copy_(plain_step(view)), backend=cpu, debug=True, max_waste=0.5
+    )
     batch, small = random_batch(4, seed=27), random_batch(1, seed=28)
     out = runner(batch)
     assert_right(runner(small), small)
     with suppress(StaleOutputError):
         assert_right(out.clone(), batch)
-
-
-@pytest.mark.parametrize("debug", [False, True])
-def test_moved_addresses(cpu: str, *, debug: bool) -> None:
-    """A buffer that moved is refused at the first replay, and in debug mode at any; the message names it."""
-    runner = plain_runner(cpu, debug=debug)
-    buffer: Any = runner.graphs.buffers["weights"]
-    where = buffer.tensor
-    for replays in (0, 2):
-        for _ in range(replays):
-            runner(random_batch(3, seed=22))
-        buffer.tensor = where.clone()
-        if replays and not debug:
-            runner(random_batch(3, seed=23))
-        else:
-            with pytest.raises(ReplayError, match="'weights' moved since capture"):
-                runner(random_batch(3, seed=23))
-        buffer.tensor = where
-        batch = random_batch(2, seed=24)
-        assert_right(runner(batch).clone(), batch)
 
 
 def test_stale_view(debugged: DecodeRunner[PlainInputs]) -> None:
@@ -263,9 +239,7 @@ def test_other_stale_outputs(cpu: str, debugged: DecodeRunner[PlainInputs]) -> N
     debugged(random_batch(4, seed=18))
     assert_right(kept, batch)
     torch.testing.assert_close(mine, 3 * expected(batch))
-    step: Any = lambda view: {"a": (plain_step(view), view.ids)}  # noqa: E731 - as small as one can be
-    runner: Any = DecodeRunner(PlainInputs, step, buckets=[4], backend=cpu, debug=True)
-    runner.capture()
+    runner = decoder(PlainInputs, lambda view: {"a": (plain_step(view), view.ids)}, backend=cpu, debug=True)
     made, ids = runner(random_batch(3, seed=25))["a"]
     runner.fill(random_batch(3, seed=26))
     with pytest.raises(StaleOutputError):

@@ -15,7 +15,6 @@ from slotgraph import (
     SEQ_LEN_FILL,
     TOKENS,
     Axis,
-    DecodeRunner,
     EagerRunner,
     Inputs,
     computed,
@@ -29,6 +28,7 @@ from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
 from slotgraph.extend import HOST, host_parameter
 from slotgraph.speculative import MultiLayerDraftExtendRunner
+from tests.runners.models import decoder
 from tests.runners.prefilled import KINDS, Model, Prefill, batch_of, runner_of
 
 Handed = dict[str, Any]
@@ -152,18 +152,16 @@ def decode_step(view: Decoding) -> torch.Tensor:
 
 
 @functools.cache
-def decoding(inner: str, lowering: str, *, lazy: bool = False) -> tuple[DecodeRunner[Decoding], HandingBackend]:
+def decoding(inner: str, lowering: str, *, lazy: bool = False) -> tuple[Any, HandingBackend]:
     """A captured runner whose graphs are handed parameters."""
     backend = HandingBackend(inner)
-    return decoder(backend, lowering=lowering, lazy=lazy), backend
+    return handing(backend, lowering=lowering, lazy=lazy), backend
 
 
-def decoder(backend: Any, step: Any = decode_step, **options: Any) -> DecodeRunner[Decoding]:
+def handing(backend: Any, step: Any = decode_step, **options: Any) -> Any:
     """A captured runner."""
     known: dict[str, Any] = {"sizes": {CONTEXT: 500}, "settings": {"sparse": False}, "absent": [{"window"}]}
-    runner = DecodeRunner(Decoding, step, buckets=BUCKETS, backend=backend, **known, **options)
-    runner.capture()
-    return runner
+    return decoder(Decoding, step, buckets=BUCKETS, backend=backend, **known, **options)
 
 
 @st.composite
@@ -256,7 +254,7 @@ def test_ordinary_host_values(backend_name: str) -> None:
     device = choose(backend_name).device
     if choose(backend_name).capabilities.host_parameters:
         pytest.skip("operators take the parameters of this device: its own tests hold them")
-    runner = decoder(backend_name, step=lambda view: view.input_ids + 1)
+    runner = handing(backend_name, step=lambda view: view.input_ids + 1)
     for rows in (3, 1, 5, 2):
         batch: Batch = {"input_ids": torch.arange(rows, device=device), "lens": [9 + row for row in range(rows)]}
         view = runner.fill(batch)
@@ -277,7 +275,7 @@ def test_no_part_of_a_parameter(inner: str) -> None:
         return torch.cat([seen(view.narrow(BATCH, 0, 1)), seen(view.narrow(BATCH, 1, view.input_ids.shape[0]))])
 
     with pytest.raises(CaptureError, match=r"slot '(kv_lens|actual_seq_lengths|window)' is a host parameter, and"):
-        decoder(HandingBackend(inner), step=step)
+        handing(HandingBackend(inner), step=step)
     runner, backend = decoding(inner, "foreach")
     backend.since()
     view = runner.fill({"input_ids": torch.arange(4), "lens": [4, 3, 2, 1], "window": None})
@@ -306,7 +304,7 @@ def test_read_that_would_be_frozen() -> None:
         step: Any = lambda view, read=read: [read(view), view.input_ids][1]  # noqa: E731 - as small as one can be
         said = f"cannot use {name} of host parameter 'actual_seq_lengths_kv': this device has no host parameters, so"
         with pytest.raises(CaptureError, match=said):
-            decoder("cpu-capture", step=step)
+            handing("cpu-capture", step=step)
 
 
 @pytest.mark.parametrize("kind", KINDS)

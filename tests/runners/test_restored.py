@@ -17,7 +17,7 @@ from slotgraph.backends.base import Backend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import CaptureError, DeclarationErrors, ReplayError
 from slotgraph.extend import once
-from tests.runners.models import bytes_of, same_batch, snapshot
+from tests.runners.models import bytes_of, decoder, same_batch, snapshot
 from tests.strategies import declaration_of
 
 STEPS = 3
@@ -177,8 +177,7 @@ def test_outputs_keep_what_the_step_made(backend: Backend) -> None:
             view.positions.add_(STEPS)
             return make(view.positions)
 
-        runner: Any = DecodeRunner(DraftInputs, step, backend=backend, buckets=[4], absent=[{"mrope"}])
-        runner.capture()
+        runner = decoder(DraftInputs, step, backend=backend, absent=[{"mrope"}])
         for rows, run in itertools.product((3, 2, 9), (runner, EagerRunner(DraftInputs, step, backend=backend))):
             batch = batch_of(rows, rows, backend.device, mrope=False)
             [found] = pytree.tree_leaves(run(batch))
@@ -206,8 +205,7 @@ def test_tails_that_are_kept(cpu: str) -> None:
     def step(view: Kept) -> torch.Tensor:
         return view.positions.add_(1).clone()
 
-    runner = DecodeRunner(Kept, step, backend=cpu, buckets=[4])
-    runner.capture()
+    runner = decoder(Kept, step, backend=cpu)
     runner({"positions": [5, 6, 7, 8]})
     for _ in range(3):
         assert runner({"positions": np.array([9])}).tolist() == [10]

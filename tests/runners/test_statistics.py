@@ -37,7 +37,7 @@ from slotgraph.runners.statistics import (
     Why,
 )
 from tests.runners.kinds import EVERY_KIND, Act, Books, act, anew, counted, schedules
-from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, decoder, plain_runner, plain_step, random_batch
 
 each_kind = pytest.mark.parametrize(("kind", "lowering"), EVERY_KIND)
 MEMORY = {"inputs", "graphs", "outputs", "uploads", "shared", "eager", "total"}
@@ -104,7 +104,7 @@ def told(path: str, stats: Statistics) -> Parsed:
         counts: Any = stats["eager"].get(why, nothing)
         ways["mine", "eager", "", why] = {**counts, "padded": counts["live"]}
     del memory["total"], memory["shared"]
-    found = {
+    found: dict[str, dict[Any, Any]] = {
         "steps_total": {way: counts["steps"] for way, counts in ways.items()},
         "live_rows_total": {way: counts["live"] for way, counts in ways.items()},
         "padded_rows_total": {way: counts["padded"] for way, counts in ways.items()},
@@ -131,7 +131,7 @@ def test_every_step_is_counted(cpu: str, kind: str, lowering: str, schedule: lis
     books.expect(one, schedule)
     after = one.runner.stats()
     assert Books.of(after) == books
-    counts = {**books.buckets, **books.eager}.items()
+    counts: Any = [*books.buckets.items(), *books.eager.items()]
     assert sum(after["steps"].values()) == sum(count for (what, _), count in counts if what == "steps")
     assert after["capture"]["seconds"] >= before["capture"]["seconds"]
     assert_whole(after)
@@ -168,8 +168,7 @@ def test_a_step_that_raises_is_none(cpu: str) -> None:
 
     raises = False
     for lowering in ("in_graph", "foreach"):
-        runner = DecodeRunner(PlainInputs, step, buckets=[4], backend="cpu", lowering=lowering)
-        runner.capture()
+        runner = decoder(PlainInputs, step, lowering=lowering)
         for rows in (2, 3, 3, 3):
             runner(random_batch(rows, seed=rows))
         before, raises = runner.stats(), True

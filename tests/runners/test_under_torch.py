@@ -20,7 +20,7 @@ from slotgraph.extend import HOST
 from tests.regressions.engines import draw
 from tests.runners import prefilled
 from tests.runners.kinds import EVERY_KIND, anew
-from tests.runners.models import PlainInputs, plain_step, random_batch
+from tests.runners.models import PlainInputs, decoder, plain_step, random_batch
 from tests.strategies import declaration_of
 
 BATCHES = [(rows, seed) for seed, rows in enumerate((3, 8, 3, 9, 4))]
@@ -144,8 +144,7 @@ def test_graphs_cast_weights_themselves(device_backend: str, where: str, *, lazy
     outer: Any = nullcontext() if where == "inside" else torch.autocast(device, torch.bfloat16)
     with outer:
         model(Ids(ids=torch.arange(3, device=device)))  # as engines do, which fills the cache of casts
-        runner = DecodeRunner(Ids, model, buckets=CAST, backend=device_backend, lazy=lazy)
-        runner.capture()
+        runner = decoder(Ids, model, buckets=CAST, backend=device_backend, lazy=lazy)
         for rows in CAST if lazy else ():
             runner({"ids": draw(0, 31, (rows,), rows).to(device)})
     for turn in range(3):

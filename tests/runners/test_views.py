@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, constant, copied, output, staged
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, DeclarationError, ReplayError
-from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, assert_right, decoder, plain_runner, plain_step, random_batch
 
 
 def test_view_of_another_runner(cpu: str, runner: DecodeRunner[PlainInputs]) -> None:
@@ -43,8 +43,7 @@ class FieldInputs(PlainInputs):
 
 def test_fields_in_views(cpu: str) -> None:
     """A view carries the batch's fields, and the defaults of those that it lacks; a name that is none says so."""
-    runner = DecodeRunner(FieldInputs, plain_step, buckets=[4], backend=cpu)
-    runner.capture()
+    runner = decoder(FieldInputs, plain_step, backend=cpu)
     for requests in (3, 20):
         batch = random_batch(requests, seed=9)
         view = runner.fill({**batch, "scale": requests, "notes": ["note"]})
@@ -58,42 +57,13 @@ def test_fields_in_views(cpu: str) -> None:
 
 def test_default_in_capture(cpu: str) -> None:
     """A captured step may read a field with a default; another value runs eagerly; without a default it is refused."""
-    runner: Any = DecodeRunner(FieldInputs, lambda view: view.ids * len(view.mode), buckets=[4], backend=cpu)
-    runner.capture()
+    runner = decoder(FieldInputs, lambda view: view.ids * len(view.mode), backend=cpu)
     for mode in ("decode", "check", "decode"):
         batch = random_batch(3, seed=10)
         assert torch.equal(runner({**batch, "mode": mode}), batch["ids"] * len(mode))
     refusing: Any = DecodeRunner(FieldInputs, lambda view: view.ids * view.scale, buckets=[4], backend=cpu)
     with pytest.raises(CaptureError, match=r"'scale' is carried from the batch and has no default.*Make it a slot"):
         refusing.capture()
-
-
-class OptionalInputs(Inputs):
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1)
-    bias: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=2, default=None)
-
-
-def optional_step(view: OptionalInputs) -> torch.Tensor:
-    """[BATCH] int64."""
-    return view.ids if view.bias is None else view.ids + 100 * view.bias
-
-
-@pytest.mark.parametrize("patterns", [[], [{"bias"}]], ids=["present only", "both"])
-def test_optional_slot(cpu: str, patterns: list[set[str]]) -> None:
-    """An absent optional slot is None in the view, never the rows of an earlier step, whatever came before."""
-    runner = DecodeRunner(OptionalInputs, optional_step, buckets=[4, 8], backend=cpu, absent=patterns)
-    runner.capture()
-    for step, requests in enumerate((3, 3, 5, 2, 8, 8, 20, 3)):
-        ids, bias = torch.randint(1, 99, (requests,)), torch.randint(1, 99, (requests,))
-        if step % 2:
-            view = runner.fill({"ids": ids, "bias": bias})
-            assert view.bias is not None
-            assert torch.equal(view.bias[:requests], bias)
-            assert torch.equal(runner.replay(view), ids + 100 * bias)
-        else:
-            view = runner.fill({"ids": ids} if step % 4 else {"ids": ids, "bias": None})
-            assert view.bias is None
-            assert torch.equal(runner.replay(view), ids)
 
 
 class MovedInputs(Inputs):
@@ -110,8 +80,7 @@ def test_a_view_whose_step_raised() -> None:
             raise OSError("no")
         return view.places * 10
 
-    runner = DecodeRunner(MovedInputs, step, buckets=[2], backend="cpu", progress=False)
-    runner.capture()
+    runner = decoder(MovedInputs, step, buckets=[2])
     view = runner.fill({"places": torch.tensor([5, 6])})
     assert [runner.replay(view).tolist() for _ in range(2)] == [[60, 70]] * 2
     for fails[0], said in ((True, "OSError: no"), (False, "not filled last")):
@@ -160,8 +129,7 @@ def test_what_is_switched_off_or_absent(cpu: str) -> None:
         if lowering != "eager":
             absent = [{"extra"}, {"swa"}, {"extra", "swa"}] if sliding else [{"extra"}]
             options |= {"absent": absent, "lowering": lowering, "output_rows": None, "sizes": {PATCHES: 5}}
-            runner = DecodeRunner(Switched, lambda view: view.length * 1, buckets=[4], **options)
-            runner.capture()
+            runner = decoder(Switched, lambda view: view.length * 1, **options)
             names = {buffer.name for buffer in runner.graphs.buffers}
             assert ("swa" in names, "twice" in names, "rare" in names) == (sliding,) * 3
         for brought in ({}, {"extra": two}, {"swa": two}, {"swa": two, "extra": two}):
@@ -229,12 +197,10 @@ def sliced(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
 
 
 @functools.cache
-def decode(rows: int) -> DecodeRunner[MicroInputs]:
+def decode(rows: int) -> Any:
     """A captured runner for two tokens a request, with the optional slot and without it."""
     options: dict[str, Any] = {"width": WIDTH, "sizes": {PAGES: 4}, "absent": [{"bias"}], "output_rows": BATCH}
-    runner = DecodeRunner(MicroInputs, lambda view: view.lens, buckets=[rows], backend="cpu", **options)
-    runner.capture()
-    return runner
+    return decoder(MicroInputs, lambda view: view.lens, buckets=[rows], **options)
 
 
 WHOLE = decode(8)
