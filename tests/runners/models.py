@@ -2,14 +2,15 @@
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, Inputs, Step, computed, copied
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, copied
 from slotgraph.backends import Backend
+from slotgraph.dataflow.axes import extent
 from slotgraph.dataflow.buffers import Buffers
 
 Batch = dict[str, Any]
@@ -61,6 +62,16 @@ def random_batch(requests: int, seed: int) -> Batch:
         "weights": torch.rand(requests, generator=draw) + 0.5,
         "pairs": torch.rand(requests, 2, generator=draw) + 0.5,
     }
+
+
+def batch_for(inputs: type[Inputs], live: Mapping[Axis, int], seed: int, device: Any = "cpu") -> Batch:
+    """Whole numbers from 1 to 98 at random for each copied slot of a declaration, of these live sizes."""
+    draw, found = torch.Generator().manual_seed(seed), {}
+    for name, slot in inputs.slotgraph.slots.items():
+        if slot.reads(name) is not None:
+            dtype = slot.dtype if isinstance(slot.dtype, torch.dtype) else torch.int64
+            found[name] = torch.randint(1, 99, extent(slot.shape, live), generator=draw).to(device, dtype)
+    return found
 
 
 def expected(batch: Batch) -> torch.Tensor:

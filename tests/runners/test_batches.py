@@ -443,7 +443,12 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
 def escaped(transform: Any, given: torch.Tensor) -> torch.Tensor:
     """What a transform of torch hands to its function."""
     found: list[torch.Tensor] = []
-    transform(lambda one: (found.append(one), one.sum())[1])(given)
+
+    def seen(one: torch.Tensor) -> torch.Tensor:
+        found.append(one)
+        return one.sum()
+
+    transform(seen)(given)
     return found[0]
 
 
@@ -456,7 +461,10 @@ def itself(times: int) -> list[Any]:
 
 def nested(levels: int, times: int) -> Any:
     """Lists within lists, each so many times."""
-    return functools.reduce(lambda inner, _: [inner] * times, range(levels), [1.0, 2.0][:times])
+    found: Any = [1.0, 2.0][:times]
+    for _ in range(levels):
+        found = [found] * times
+    return found
 
 
 torch_: Any = torch  # of whose parts some have no types
@@ -468,12 +476,12 @@ NO_SOURCES: Final[list[Callable[[], Any]]] = [
     lambda: torch.ones(2, 2).to_sparse_csr(),
     lambda: torch.ones(2, 2).to_sparse_csc(),
     lambda: torch.ones(2, 2).to_sparse_bsr((1, 1)),
-    lambda: torch_.tensor([3.0, 4.0]).to_mkldnn() if torch.backends.mkldnn.is_available() else {},
+    lambda: torch_.tensor([3.0, 4.0]).to_mkldnn() if torch_.backends.mkldnn.is_available() else {},
     lambda: FakeTensorMode().from_tensor(torch.ones(2)),
     lambda: FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(2), static_shapes=False),
     lambda: torch.ones(2, device="meta"),
     lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8),
-    lambda: TwoTensor(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])),
+    lambda: TwoTensor(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])),  # type: ignore[no-untyped-call]
     torch_.nn.UninitializedParameter,
     lambda: freed(torch.tensor([3.0, 4.0])),
     lambda: freed(torch.ones(4)[::2]),

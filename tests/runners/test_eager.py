@@ -22,7 +22,16 @@ from slotgraph.backends import Backend
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, DeclarationError, MissingSourceError
 from slotgraph.runners.eager import NO_COPY_VARIABLE
-from tests.runners.models import PlainInputs, assert_right, decoder, plain_step, random_batch, same_batch, snapshot
+from tests.runners.models import (
+    PlainInputs,
+    assert_right,
+    batch_for,
+    decoder,
+    plain_step,
+    random_batch,
+    same_batch,
+    snapshot,
+)
 from tests.runners.prefilled import KINDS, Model, Prefill, runner_of
 from tests.runners.prefilled import batch_of as prefill_batch
 
@@ -38,12 +47,6 @@ class PrefillInputs(Inputs):
     tokens: torch.Tensor = computed(lambda step: [step.live(TOKENS), step.padded(TOKENS)], shape=2, dtype=torch.int32)
     squares: torch.Tensor = computed(lambda ids: ids * ids, shape=TOKENS, dtype=torch.int64)
     sevens: torch.Tensor = constant(7, shape=(BATCH, WIDTH), dtype=torch.int32)
-
-
-def prefill(tokens: int, requests: int, pages: int) -> dict[str, Any]:
-    """A random batch of any sizes."""
-    ids, lens, tables = (torch.randint(1, 99, shape) for shape in ((tokens,), (requests,), (requests, pages)))
-    return {"ids": ids, "lens": lens.int(), "pages": tables.int()}
 
 
 def as_seen(view: PrefillInputs) -> dict[str, torch.Tensor]:
@@ -66,7 +69,7 @@ def test_exact_views(cpu: str, *, no_copy: bool) -> None:
         ((17, 4, 64), []),
     ]
     for sizes, grown in turns:
-        batch = prefill(*sizes)
+        batch = batch_for(PrefillInputs, dict(zip((TOKENS, BATCH, PAGES), sizes, strict=True)), 1)
         with capture_logs() as events:
             seen = runner(batch)
         found = [event["sizes"] for event in events if event["event"] == "grown"]

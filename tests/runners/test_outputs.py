@@ -16,7 +16,16 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied, output
 from slotgraph.backends import Graph
 from slotgraph.backends.cpu import CallableGraph, HostBackend
 from slotgraph.dataflow.errors import CaptureError, StaleOutputError
-from tests.runners.models import PlainInputs, assert_right, decoder, expected, plain_runner, plain_step, random_batch
+from tests.runners.models import (
+    PlainInputs,
+    assert_right,
+    batch_for,
+    decoder,
+    expected,
+    plain_runner,
+    plain_step,
+    random_batch,
+)
 
 
 class TokenInputs(Inputs):
@@ -38,15 +47,6 @@ class Named(OrderedDict[str, Any]):
             return self[name]
         except KeyError as error:
             raise AttributeError(name) from error
-
-
-def batch_of(requests: int, width: int, seed: int) -> dict[str, torch.Tensor]:
-    """Random requests of `width` tokens each."""
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        "ids": torch.randint(1, 99, (requests * width,), generator=draw),
-        "lens": torch.randint(1, 99, (requests,), generator=draw),
-    }
 
 
 def runner_of(step: Callable[[TokenInputs], Any], backend: Any, width: int = 1, **more: Any) -> Any:
@@ -87,7 +87,7 @@ def test_live_rows_of_a_structure(cpu: str, kind: str) -> None:
     make, wanted = STRUCTURES[kind]
     runner = runner_of(lambda view: make(view.ids * 2, view.lens[:, None] + 1), cpu)
     for requests in (3, 3, 8, 20, 0, 3):
-        batch = batch_of(requests, 1, seed=requests)
+        batch = batch_for(TokenInputs, {BATCH: requests, TOKENS: requests}, requests)
         outputs: Any = runner(batch)
         assert issubclass(type(outputs), wanted)
         right: Any = make(batch["ids"] * 2, batch["lens"][:, None] + 1)
@@ -109,7 +109,7 @@ def test_live_rows_of_a_structure(cpu: str, kind: str) -> None:
 def test_whole_outputs(cpu: str) -> None:
     """With None, outputs come whole: padded rows, shapes that follow no axis, and numbers without a dim."""
     runner = runner_of(lambda view: (view.ids * 2, view.lens.sum(), view.ids[:2]), cpu, output_rows=None)
-    batch = batch_of(3, 1, seed=3)
+    batch = batch_for(TokenInputs, {BATCH: 3, TOKENS: 3}, 3)
     rows, total, two = runner(batch)
     assert rows.tolist() == [*(batch["ids"] * 2).tolist(), -10]
     assert int(total) == int(batch["lens"].sum()) - 9
@@ -120,7 +120,7 @@ def test_shape_that_the_caller_changes(cpu: str) -> None:
     """Each replay gives its own numbers; a tensor that a caller reshapes has its own shape again at the next one."""
     runner = runner_of(lambda view: view.ids * 2, cpu)
     for number in range(12):  # outputs are kept from the third on, where a graph leaves the same ones
-        batch = batch_of(3, 1, seed=number)
+        batch = batch_for(TokenInputs, {BATCH: 3, TOKENS: 3}, number)
         outputs = runner(batch)
         assert torch.equal(outputs, batch["ids"] * 2)
         if number > 5:
@@ -132,7 +132,7 @@ def test_rows_follow_their_axis(cpu: str) -> None:
     for axis, name in ((TOKENS, "ids"), (BATCH, "lens")):
         runner = runner_of(lambda view, name=name: getattr(view, name) * 2, cpu, 3, output_rows=axis)  # type: ignore[misc]
         for requests in (3, 8, 2, 9):
-            batch = batch_of(requests, 3, seed=requests)
+            batch = batch_for(TokenInputs, {BATCH: requests, TOKENS: requests * 3}, requests)
             assert torch.equal(runner(batch), batch[name] * 2)
     wrong: list[tuple[Callable[[Any], Any], str]] = [
         (lambda view: view.lens, r"\[8\]"),
@@ -272,7 +272,7 @@ def test_another_runner_replays_in_the_pool(*, shared: bool) -> None:
     """A replay of one runner makes another's output stale where their graphs share memory, and only there."""
     pools = [torch.nn.Module()] * 2 if shared else [torch.nn.Module(), torch.nn.Module()]  # that can be referred to
     first, second = (runner_of(lambda view: view.ids * 3, PoolingBackend(pool), debug=True) for pool in pools)
-    batch = batch_of(2, 1, seed=1)
+    batch = batch_for(TokenInputs, {BATCH: 2, TOKENS: 2}, 1)
     made = first(batch)
     assert torch.equal(made.clone(), batch["ids"] * 3)
     second(batch)

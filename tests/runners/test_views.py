@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, constant, copied, output, staged
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, DeclarationError, ReplayError
-from tests.runners.models import PlainInputs, assert_right, decoder, plain_runner, plain_step, random_batch
+from tests.runners.models import PlainInputs, assert_right, batch_for, decoder, plain_runner, plain_step, random_batch
 
 
 def test_view_of_another_runner(cpu: str, runner: DecodeRunner[PlainInputs]) -> None:
@@ -179,14 +179,8 @@ SEEN = ("ids", "mrope", "lens", "pages", "bias", "sizes", "starts", "later", "ra
 
 def micro_batch(requests: int, pages: int, seed: int, *, bias: bool) -> dict[str, Any]:
     """Random requests of two tokens each."""
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        "ids": torch.randint(1, 99, (requests * WIDTH,), generator=draw),
-        "mrope": torch.randint(1, 99, (3, requests * WIDTH), generator=draw),
-        "lens": torch.randint(1, 99, (requests,), generator=draw),
-        "pages": torch.randint(1, 99, (requests, pages), generator=draw, dtype=torch.int32),
-        "bias": torch.rand(requests, generator=draw) if bias else None,
-    }
+    batch = batch_for(MicroInputs, {BATCH: requests, TOKENS: requests * WIDTH, PAGES: pages}, seed)
+    return batch if bias else {**batch, "bias": None}
 
 
 def sliced(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
