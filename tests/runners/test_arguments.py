@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
 from slotgraph.config import RunnerConfig
-from slotgraph.dataflow.errors import BatchError, ConfigError, DeclarationError, SlotGraphError
+from slotgraph.dataflow.errors import BatchError, ConfigError, SlotGraphError
 from slotgraph.dataflow.sources import Source
 from slotgraph.extend import side
 from slotgraph.pool import InputPool
@@ -225,31 +225,6 @@ def test_what_is_refused_is_said_clearly(runner: str, *, pooled: bool) -> None:
         for option in ("lowering", "error_mode"):
             with pytest.raises(ConfigError, match=f"{option} 'nonsense': this backend has"):
                 make(runner, phase=PHASE, **{option: "nonsense"})
-
-
-def test_settings_that_a_function_cannot_take() -> None:
-    """The slot whose `when` fails is named."""
-
-    class Late(Inputs):
-        tokens: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-        more: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, when=lambda settings: settings.more > 1)
-
-    for settings in (None, 3, {"more": 2}):
-        with pytest.raises(DeclarationError, match="slot 'more': its function when= raised AttributeError"):
-            EagerRunner(Late, lambda view: view.tokens, backend="cpu", settings=settings)
-
-
-@pytest.mark.parametrize("runner", ["DecodeRunner", "BreakableRunner"])
-def test_patterns_of_slots_that_are_switched_off(runner: str) -> None:
-    """A slot that the settings switch off is absent from every batch: a pattern is what else it names."""
-
-    class Both(Fed):
-        bias: torch.Tensor | None = copied(TOKENS, dtype=torch.int64, pad=0, default=None, when="window")
-
-    made = captured(runner, inputs=Both, absent=[{"bias", "hidden"}])
-    batch = batch_of(runner, 3, 1)
-    assert made.decide(batch).path != "eager"
-    assert torch.equal(tensors_of(made(batch))[0], batch["tokens"] * 3)
 
 
 LOOSE: Any = SimpleNamespace(pool=InputPool, stage=PipelineStage, ranks=Ranks)

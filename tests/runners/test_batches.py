@@ -5,7 +5,6 @@ import enum
 import functools
 import itertools
 import operator
-import random
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -30,9 +29,7 @@ from tests.runners.models import (
     PlainInputs,
     assert_right,
     decoder,
-    expected,
     nothing_changes,
-    plain_runner,
     plain_step,
     random_batch,
 )
@@ -67,7 +64,11 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "strided": (lambda t: torch.stack([t, t + 1], 1)[:, 0], "pass `.contiguous()`, or declare strided=True"),
     "list of bools": (lambda tensor: (tensor > 1).tolist(), "convert it, or declare converts="),
     "list of words": (texts, "got list: "),
-    "ragged list": (lambda tensor: [*tensor[:-1].tolist(), [[1], [2, 3]]], "got list: "),
+    "ragged list": (lambda t: [*t[:-1].tolist(), [[1], [2, 3]]], "stand beside numbers: pad them to one length"),
+    "list of tensors": (
+        lambda tensor: [*torch.stack([tensor, tensor])],
+        "a list of tensors: bring one tensor, such as",
+    ),
     "short list": (lambda tensor: tensor[:-1].tolist(), "expected"),
     "deep list": (lambda tensor: tensor[..., None].tolist(), "expected"),
     "array of another dtype": (lambda tensor: other_dtype(tensor).numpy(), "convert it, or declare converts="),
@@ -137,21 +138,6 @@ def test_whole_numbers_in_a_list_for_floats(runner: DecodeRunner[PlainInputs]) -
     assert_right(runner({**batch, "weights": list(range(6)), "pairs": pairs}), batch)
 
 
-def test_many_live_sizes(cpu: str) -> None:
-    """More live sizes than a fill keeps ready, twice over and backwards, are all right, tails included."""
-    runner = plain_runner(cpu, buckets=[1, 64, 1100])
-    for requests in [*range(1, 1100, 9), 2, 1100, 1, *range(1099, 1, -13)]:
-        batch = random_batch(requests, seed=requests)
-        view = runner.fill(batch)
-        padded = next(size for size in (1, 64, 1100) if size >= requests)
-        assert view.weights[requests:].tolist() == [-7.5] * (padded - requests)
-        assert view.ids[requests:].tolist() == [49] * (padded - requests)
-        outputs = runner.replay(view)
-        some = {name: value[-3:] for name, value in batch.items()}
-        answer = expected(some) + requests - len(some["ids"])
-        torch.testing.assert_close(outputs[-3:], answer, rtol=1e-4, atol=1e-3)
-
-
 WIDTH = 2
 ROWS: dict[str, Any] = {  # four sources that tell the requests, one of them by their tokens
     "a_first": copied(BATCH, dtype=torch.int64, pad=0),
@@ -216,47 +202,6 @@ def test_the_slot_that_differs_is_blamed(
     runner(rows_batch(right, right, right, right, seed=seed))
 
 
-class Nested(Inputs):
-    """A slot of two dims and one of three."""
-
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-    pairs: torch.Tensor = copied(BATCH, 2, dtype=torch.int64, pad=0)
-    halves: torch.Tensor = copied(BATCH, 2, 2, dtype=torch.float16, pad=0)
-
-
-def ragged(draw: random.Random, of: str) -> Any:
-    """Two rows of different lengths, neither of which is empty."""
-    longer = draw.randint(2, 5)
-    rows: Any = [draw.sample(range(1, 99), length) for length in draw.sample([longer, draw.randint(1, longer - 1)], 2)]
-    makers: dict[str, Any] = {"list": list, "tuple": tuple, "tensor": torch.tensor, "array": np.array}
-    if of == "objects":
-        made = np.empty(2, dtype=object)
-        made[:] = rows
-        return made
-    return [makers[of](row) for row in rows]
-
-
-def test_ragged_rows_are_called_ragged() -> None:
-    """By slot, with the way out; in rows within rows, too, of lists, tuples, tensors, arrays and objects."""
-    decode = decoder(Nested, lambda view: view.ids + 0, buckets=[2], backend="cpu-capture")
-    runners = (decode, EagerRunner(Nested, lambda view: view.ids + 0, backend="cpu"))
-    even: dict[str, Any] = {"ids": [3, 4], "pairs": [[1, 2], [3, 4]], "halves": [[[1.0, 2.0], [3.0, 4.0]]] * 2}
-    uneven = "ragged.*pad them to one length"
-    wrong: list[tuple[str, Any, str]] = [
-        ("pairs", [[7, 8], 9], "its rows are ragged, or stand beside numbers: pad them to one length"),
-        ("pairs", [torch.tensor([7, 8])] * 2, r"a list of tensors: bring one tensor, such as torch\.stack makes"),
-    ]
-    for seed, of in itertools.product(range(8), ("list", "tuple", "tensor", "array", "objects")):
-        rows = ragged(random.Random(seed), of)  # noqa: S311 - numbers for a test
-        wrong.append(("pairs", rows, uneven))
-        if of != "objects":
-            wrong.append(("halves", [rows, [[1.5, 2.5], [3.5, 4.5]]], uneven))
-    for (slot, rows, said), runner in itertools.product(wrong, runners):
-        with pytest.raises(BatchError, match=rf"slot '{slot}': .*{said}"):
-            runner({**even, slot: rows})
-        assert runner(even).tolist() == [3, 4]
-
-
 MOST = 40
 
 
@@ -279,50 +224,36 @@ NUMBERS: list[Any] = [int, Indexed, np.int64, np.uint8, lambda row: Token.LARGE 
 NO_NUMBERS: list[Any] = ["90", object(), np.array([90]), [90], b"Z", 90.5]
 
 
-class Device(Inputs):
-    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1, limit=MOST)
-
-
-class Host(Inputs):
-    lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, limit=MOST, placement="host")
-
-
 @functools.cache
-def limited(at: int) -> Any:
-    """A captured runner, one of eight."""
-    inputs, lowering = list(itertools.product((Device, Host), LADDER))[at]
-    return decoder(inputs, lambda view: view.lens + 0, lowering=lowering)
+def limited(placement: Any, lowering: str) -> Any:
+    """A captured runner whose numbers have a limit."""
+    lens = copied(BATCH, dtype=torch.int64, pad=1, limit=MOST, placement=placement)
+    return decoder(declaration_of({"lens": lens}), lambda view: view.lens + 0, lowering=lowering)
 
 
-rows = st.lists(st.tuples(st.integers(0, 100), st.sampled_from(NUMBERS)), min_size=1, max_size=3)
-
-
-@example(drawn=[(90, int)], wrong=np.array([90]), place=1, boxed=list, at=0)  # over the limit, beside an array
+@example(drawn=[(90, int)], wrong=np.array([90]), boxed=list, how=("device", LADDER[0]))  # over the limit, too
 @given(
-    drawn=rows,
+    drawn=st.lists(st.tuples(st.integers(0, 100), st.sampled_from(NUMBERS)), min_size=1, max_size=3),
     wrong=st.none() | st.sampled_from(NO_NUMBERS),
-    place=st.integers(0, 4),
     boxed=st.sampled_from([list, tuple, torch.tensor]),
-    at=st.integers(0, 7),
+    how=st.tuples(st.sampled_from(["device", "host"]), st.sampled_from(LADDER)),
 )
-def test_numbers(drawn: list[tuple[int, Any]], wrong: Any, place: int, boxed: Any, at: int) -> None:
+def test_numbers(drawn: list[tuple[int, Any]], wrong: Any, boxed: Any, how: tuple[str, str]) -> None:
     """Objects of all kinds in one list are the numbers, or what is none, or over the limit, is refused by its slot."""
-    items: Any = [kind(row) for row, kind in drawn]
-    if wrong is not None:
-        items.insert(place, wrong)
-        with pytest.raises(SlotGraphError, match=re.escape("slot 'lens': ")):
-            limited(at)({"lens": items})
-        return
-    if boxed is torch.tensor:
-        items, boxed = torch.tensor([*map(operator.index, items)], dtype=torch.int32), torch.clone
-        at = len(LADDER) + at % len(LADDER)  # on the host: nobody waits for a tensor of the device
-    over = [place for place, item in enumerate(items) if operator.index(item) > MOST]
-    if not over:
-        assert limited(at)({"lens": boxed(items)}).tolist() == [operator.index(item) for item in items]
-        return
-    said = rf"slot 'lens': row {over[0]} is {operator.index(items[over[0]])}, over the limit of {MOST}"
-    with pytest.raises(SlotGraphError, match=said):
-        limited(at)({"lens": boxed(items)})
+    items: Any = [kind(row) for row, kind in drawn] + ([] if wrong is None else [wrong])
+    said = "slot 'lens': "
+    if wrong is None:
+        numbers = [*map(operator.index, items)]
+        over = [(row, number) for row, number in enumerate(numbers) if number > MOST]
+        if boxed is torch.tensor:  # on the host, as nobody waits for a tensor of the device
+            items, how = numbers, ("host", how[1])
+        said += "row {} is {}, over the limit of 40".format(*over[0]) if over else ""
+        items = boxed(items)
+        if not over:
+            assert limited(*how)({"lens": items}).tolist() == numbers
+            return
+    with pytest.raises(SlotGraphError, match=re.escape(said)):
+        limited(*how)({"lens": items})
 
 
 Pairs = Mapping[str, Any]

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, constant, copied, keep, output
+from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, computed, constant, copied, keep, output
 from slotgraph.dataflow.errors import CycleError, DeclarationError, DeclarationErrors
-from slotgraph.errors import ComputeError
 from slotgraph.extend import FillRole, Role, Slot, host_parameter, once
 from tests.runners.models import PlainInputs, assert_right, decoder, plain_step, random_batch
 
@@ -94,20 +93,6 @@ def test_wrong_declaration() -> None:
     untold = declared(pages=constant(1, shape=Axis("PAGES"), dtype=torch.int64))
     with pytest.raises(DeclarationError, match="no copied slot tells the size of PAGES: declare one with a dim of"):
         EagerRunner(untold, lambda view: view.ids, backend="cpu")
-
-
-def test_tail_that_the_dtype_cannot_hold() -> None:
-    """A tail's value, or a constant, that its dtype cannot hold is refused, not rounded, wrapped or truncated."""
-    misfits: list[tuple[torch.dtype, Any]] = [
-        *[(torch.int64, pad) for pad in (0.5, 1.0, True, float("nan"))],
-        *((torch.int32, 1 << 31), (torch.int8, -129), (torch.uint8, -1), (torch.bool, 2), (torch.bool, 1.0)),
-        *((torch.float16, 1e5), (torch.float32, False)),
-    ]
-    for dtype, pad in misfits:
-        fields = {"ids": copied(BATCH, dtype=dtype, pad=pad), "fixed": constant(pad, shape=BATCH, dtype=dtype)}
-        name = str(dtype).removeprefix("torch.")
-        for slot, fault in zip(fields, refused(declared, **fields), strict=True):
-            assert f"slot '{slot}': {pad!r} does not fit {name}: give a value of that type and range" in fault
 
 
 T = TypeVar("T")
@@ -317,47 +302,6 @@ def test_drop() -> None:
     wrong = [("ids", "drop='ids'"), (3, "drop=3"), (None, "drop=None"), ([3], "drops 3"), ([[]], "drops []")]
     for drop, said in [*wrong, (["idz"], "Made drops 'idz', which no base declares")]:
         assert said in refused(types.new_class, "Made", (Base,), {"drop": drop})[0]
-
-
-def test_zero_and_one_for_bools() -> None:
-    """0 and 1 are taken for a bool slot, its tail and its start, by every lowering."""
-
-    class Masks(Inputs):
-        ids: torch.Tensor = rows()
-        mask: torch.Tensor = copied(BATCH, dtype=torch.bool, pad=1)
-        other: torch.Tensor = copied(BATCH, dtype=torch.bool, pad=0, starts=1)
-        role: torch.Tensor = copied(BATCH, dtype=Role("mask", torch.bool), pad=1)
-        fixed: torch.Tensor = constant(1, shape=BATCH, dtype=torch.bool)
-        count: torch.Tensor = computed(lambda step: step.live(BATCH) - 1, shape=1, dtype=torch.bool)
-
-    for lowering in ("slot_by_slot", "foreach", "fused", "in_graph"):
-        runner = decoder(Masks, lambda view: view.ids, lowering=lowering)
-        live = torch.tensor([True, False])
-        view = runner.fill({"ids": [5, 6], "mask": live, "other": live, "role": live})
-        assert view.mask.tolist() == view.role.tolist() == [True, False, True, True]
-        assert view.other.tolist() == [True, False, False, False]
-        assert view.fixed.tolist() == [True] * 4
-        assert view.count.tolist() == [True]
-
-
-def test_values_that_only_a_runner_knows() -> None:
-    """Sizes that do not fit a slot, and functions that raise, are refused as the runner is made, by the slot's name."""
-    width = Axis("WIDE", fixed=True)
-
-    def fail(_: Any) -> Any:
-        raise KeyError("nothing")
-
-    misfits = ({"pad": width}, {"pad": width, "starts": 0}, {"pad": 0, "starts": width}, {"pad": 0, "poison": (width,)})
-    for given in misfits:
-        made = declared(lens=copied(TOKENS, dtype=torch.int8, **given))
-        with pytest.raises(ComputeError, match="slot 'lens': 300 does not fit int8"):
-            DecodeRunner(made, lambda view: view.ids, backend="cpu", max_batch=4, sizes={width: 300})
-    for field, error in (
-        (constant(fail, shape=BATCH, dtype=torch.int8), ComputeError),
-        (copied(BATCH, dtype=torch.int8, pad=0, when=fail), DeclarationError),
-    ):
-        with pytest.raises(error, match=r"slot 'lens': its function.* raised KeyError.*: 'nothing'"):
-            DecodeRunner(declared(lens=field), lambda view: view.ids, backend="cpu", max_batch=4, settings={})
 
 
 def test_axes() -> None:

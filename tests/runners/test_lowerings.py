@@ -6,7 +6,7 @@ import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, ClassVar, Final, final
+from typing import Any, Final
 
 import attrs
 import pytest
@@ -17,13 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, copied, keep, staged
-from slotgraph.backends import Backend, Graph, load
-from slotgraph.backends.cpu import HostBackend
+from slotgraph.backends import Backend, load
 from slotgraph.backends.cpu_capture import CpuCaptureBackend
 from slotgraph.dataflow.axes import Sizes, extent
 from slotgraph.dataflow.capabilities import LADDER, resolve_dtype
 from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, ReplayError
-from slotgraph.dataflow.explain import explain_declaration
 from slotgraph.dataflow.slots import Slot
 from slotgraph.extend import HOST, once, side
 from tests.packing import NAME, backend_of
@@ -451,94 +449,6 @@ def test_backend_without_the_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "fusion", lambda _: None)
     with pytest.raises(ConfigError, match=r"fusion\(\) gives none"):
         DecodeRunner(Quick, digest_step, backend=kind(), lowering="fused")
-
-
-class Large(Inputs):
-    """Nothing for a kernel: one slot that is large, and one on the host."""
-
-    rows: torch.Tensor = copied(BATCH, 1 << 18, dtype=torch.float32, pad=0.5)
-    here: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1, placement="host")
-
-
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_nothing_for_the_kernel(cpu: str, lowering: str) -> None:
-    """Where every slot is large or on the host, the kernel has nothing to do, and steps are right."""
-    runner = decoder(Large, lambda v: v.rows.sum(1) * v.here, buckets=[1, 4], backend=cpu, lowering=lowering)
-    for count in (1, 3, 4):
-        large, here = torch.randint(0, 9, (count, 1 << 18)).float(), torch.arange(count)
-        assert torch.equal(runner({"rows": large, "here": here}), large.sum(1) * here)
-        with pytest.raises(BatchError):
-            runner({"rows": large, "here": here.double()})
-    assert not runner.plan(4).fused
-
-
-TEXTS: Final[dict[str, list[str]]] = {
-    "in_graph": ["1 copy call, ", "upload  one packet, then one kernel for 4 slots, the graph's first node", "fused)"],
-    "fused": ["1 copy call, ", "upload  one packet, then one kernel for 4 slots, before the graph", "fused)"],
-    "foreach": ["foreach)"],
-    "slot_by_slot": ["3 copy calls, ", "single: slot by slot)"],
-}
-
-
-@each_lowering
-def test_plan_says_how(lowering: str) -> None:
-    """The plan's text tells the lowering, the upload, and what goes which way; `explain` makes the same plan."""
-    runner, rich = (runner_of(kind, "cpu", lowering=lowering, buckets=[4]) for kind in (Quick, Rich))
-    plan = runner.plan(4)
-    assert plan.lowering == lowering
-    assert [part for part in TEXTS[lowering] if part not in str(plan)] == []
-    written = runner.plan(4, in_place=["ids"])
-    assert "copy    ids  (int64, device, in place)" in str(written)
-    assert "reset   ids[live:] = -3 in each step" in str(written)
-    assert written.nbytes == plan.nbytes - 4 * WIDTH * 8
-    declaration, capabilities = rich.stage.declaration, rich.stage.backend.capabilities
-    sizes = {BATCH: (4, 4), TOKENS: (8, 8), PAGES: (5, 5), HIDDEN: (3, 3)}
-    for absent, at in (((), ()), (("extra", "beside"), ("ids", "tables", "here"))):
-        made = explain_declaration(declaration, capabilities, "cpu", sizes, absent, at, lowering=rich.lowering)
-        assert made.plan == rich.plan(4, absent, at)
-    with pytest.raises(ConfigError, match="cannot write 'scratch' in place"):
-        explain_declaration(declaration, capabilities, "cpu", sizes, in_place=["scratch"])
-
-
-@final
-class TwoStreams(HostBackend):
-    """cpu-capture with streams by number. current: the one that work goes to. ordered: who waited for whom."""
-
-    name: ClassVar[str] = "two-streams"
-
-    def __init__(self) -> None:
-        self._inner = CpuCaptureBackend()
-        self.current = 0
-        self.ordered: list[tuple[int, int]] = []
-
-    @property
-    def capabilities(self) -> Any:
-        return self._inner.capabilities
-
-    def capture(self, step: Callable[[], Any], **options: Any) -> Graph:
-        return self._inner.capture(step, **options)
-
-    def stream_key(self) -> Callable[[], int]:
-        return lambda: self.current
-
-    def order(self, first: int, then: int) -> None:
-        self.ordered.append((first, then))
-
-
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_two_streams_in_turn(lowering: str) -> None:
-    """A step on another stream waits for the one before it, and one on the same stream waits for none."""
-    backend = TwoStreams()
-    pair = Pair.of(Rich, backend, lowering)
-    draw = torch.Generator().manual_seed(3)
-    for number in range(16):
-        before, backend.current = backend.current, int(torch.randint(0, 3, (1,), generator=draw))
-        backend.ordered.clear()
-        batch, plain = pair.batches(3, 1 + number % 4, KINDS)
-        assert_same_outputs(pair.mine(batch, **arguments(batch)), pair.right(plain, **arguments(plain)))
-        assert set(backend.ordered) == ({(before, backend.current)} if before != backend.current else set())
-    assert pair.mine.stats()["detours"] == {}
-    assert pair.mine.stats()["lowerings"] == {lowering: 16}
 
 
 class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook

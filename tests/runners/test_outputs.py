@@ -204,7 +204,7 @@ def test_eager_step_into_the_same_output_slot(cpu: str) -> None:
 
 
 def test_stale_view(debugged: DecodeRunner[PlainInputs]) -> None:
-    """An output, or any view of it, is good until the next replay and refused after it."""
+    """An output, or any view of it, is good until the next replay; whatever reads it then is refused."""
     for view in VIEWS.values():
         batch = random_batch(4, seed=1)
         out = view(debugged(batch))
@@ -212,10 +212,6 @@ def test_stale_view(debugged: DecodeRunner[PlainInputs]) -> None:
         debugged(random_batch(3, seed=2))
         with pytest.raises(StaleOutputError, match=r"of generation \d+ and overwritten since .* or keep a clone"):
             out.sum()
-
-
-def test_stale_read(debugged: DecodeRunner[PlainInputs]) -> None:
-    """Whatever reads a stale output is refused."""
     for name, read in READS.items():
         out = debugged(random_batch(4, seed=3))
         if name != "written":

@@ -242,20 +242,6 @@ def test_faults_are_said_at_once() -> None:
         runner_of("cpu", pool, "draft", bind={"ids": torch.zeros(3, dtype=torch.int64)})
 
 
-def test_a_step_of_another_ends_a_view(backend: Backend) -> None:
-    """A view that was filled before another phase's step is refused, however that step was done."""
-    for lowering in backend.capabilities.lowerings:
-        pool = InputPool(*PHASES)
-        shared = runners_of(backend, pool, lowering=lowering)
-        batch = batch_of("draft", 3, 2)
-        for _ in range(3):
-            shared["draft"](batch)  # by a shortcut, where there is one
-        view = shared["extend"].fill(batch_of("extend", 2, 3))
-        shared["draft"](batch)
-        with pytest.raises(ReplayError, match="another runner of this one's pool was filled since"):
-            shared["extend"].replay(view)
-
-
 def test_a_late_capture_leaves_others_alone(backend: Backend) -> None:
     """A runner that is captured, or asked about, between another's fill and its replay changes neither of them."""
     pool, alone = InputPool(*PHASES), runners_of(backend, None, lowering="foreach")

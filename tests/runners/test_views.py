@@ -89,18 +89,6 @@ def test_a_view_whose_step_raised() -> None:
     assert runner({"places": torch.tensor([7])}).tolist() == [80]
 
 
-def test_overwritten_view(runner: DecodeRunner[PlainInputs]) -> None:
-    """A view that a later fill has overwritten is refused, on both paths and across them; the later one is right."""
-    for first, second in ((3, 3), (3, 8), (3, 20), (20, 3), (20, 20)):
-        view = runner.fill(random_batch(first, seed=4))
-        batch = random_batch(second, seed=5)
-        later = runner.fill(batch)
-        with pytest.raises(ReplayError, match="this view was not filled last: a later fill has overwritten its slots"):
-            runner.replay(view)
-        for _ in range(2):
-            assert_right(runner.replay(later), batch)
-
-
 PAGES, PATCHES = Axis("PAGES"), Axis("PATCHES")
 
 
