@@ -65,10 +65,6 @@ WRONG: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "list of bools": (lambda tensor: (tensor > 1).tolist(), "convert it, or declare converts="),
     "list of words": (texts, "got list: "),
     "ragged list": (lambda t: [*t[:-1].tolist(), [[1], [2, 3]]], "stand beside numbers: pad them to one length"),
-    "list of tensors": (
-        lambda tensor: [*torch.stack([tensor, tensor])],
-        "a list of tensors: bring one tensor, such as",
-    ),
     "short list": (lambda tensor: tensor[:-1].tolist(), "expected"),
     "deep list": (lambda tensor: tensor[..., None].tolist(), "expected"),
     "array of another dtype": (lambda tensor: other_dtype(tensor).numpy(), "convert it, or declare converts="),
@@ -105,6 +101,9 @@ def test_every_fault_at_once(runner: DecodeRunner[PlainInputs]) -> None:
             runner(batch)
         assert re.search(r"slot 'ids': expected int64 of shape \[6\].*got float32; round it you", str(refused.value))
         assert "slot 'weights': expected float32 of shape [6] on cpu, got float64" in str(refused.value)
+    good = random_batch(6, seed=3)
+    with pytest.raises(BatchError, match=r"slot 'pairs': .*a list of tensors: bring one tensor, such as torch"):
+        runner({**good, "pairs": [*good["pairs"]]})
 
 
 class MarkedInputs(PlainInputs):
