@@ -192,10 +192,9 @@ _TIMES: Final[Mapping[Act, tuple[int, int]]] = {
     "watch": (0, 0),
 }
 """By act, its steps and its fills."""
-schedules: st.SearchStrategy[list[tuple[Act, int]]] = st.lists(
-    st.tuples(st.sampled_from(["call"] * 2 + [*_TIMES]), st.integers(1, MOST) | st.integers(1, 3)),
-    min_size=1,
-    max_size=30,
+_ACTS: Final[list[Act]] = ["call", "call", *_TIMES]
+schedules = st.lists(
+    st.tuples(st.sampled_from(_ACTS), st.integers(1, MOST) | st.integers(1, 3)), min_size=1, max_size=30
 )
 
 
@@ -219,33 +218,22 @@ def act(one: Counted, schedule: Sequence[tuple[Act, int]]) -> None:
     runner.watch.remove(watcher)
 
 
-@attrs.define
-class Books:
+def books_of(stats: Statistics) -> "collections.Counter[Any]":
     """Steps and live rows by bucket, and by reason; and fills of buckets."""
+    books: collections.Counter[Any] = collections.Counter(fills=sum(stats["lowerings"].values()))
+    for size, bucket in stats["buckets"].items():
+        assert bucket["padded"] == size * bucket["steps"]
+        assert bucket["waste"] == (bucket["padded"] - bucket["live"]) / bucket["padded"]
+    for where, counts in [*stats["buckets"].items(), *stats["eager"].items()]:
+        books += collections.Counter({("steps", where): counts["steps"], ("live", where): counts["live"]})
+    return books
 
-    buckets: "collections.Counter[tuple[str, int]]" = attrs.field(factory=collections.Counter)
-    eager: "collections.Counter[tuple[str, str]]" = attrs.field(factory=collections.Counter)
-    fills: int = 0
 
-    @classmethod
-    def of(cls, stats: Statistics) -> "Books":
-        """As a runner says."""
-        books = cls(fills=sum(stats["lowerings"].values()))
-        for size, bucket in stats["buckets"].items():
-            assert bucket["padded"] == size * bucket["steps"]
-            assert bucket["waste"] == (bucket["padded"] - bucket["live"]) / bucket["padded"]
-            books.buckets += collections.Counter({("steps", size): bucket["steps"], ("live", size): bucket["live"]})
-        for why, eager in stats["eager"].items():
-            books.eager += collections.Counter({("steps", why): eager["steps"], ("live", why): eager["live"]})
-        return books
-
-    def expect(self, one: Counted, schedule: Sequence[tuple[Act, int]]) -> None:
-        """Add what a schedule must add."""
-        for what, rows in schedule:
-            steps, fills = _TIMES[what]
-            bucket = one.bucket(rows)
-            if bucket is None:
-                self.eager += collections.Counter({("steps", one.why): steps, ("live", one.why): steps * rows})
-            else:
-                self.buckets += collections.Counter({("steps", bucket): steps, ("live", bucket): steps * rows})
-                self.fills += fills
+def added_by(one: Counted, schedule: Sequence[tuple[Act, int]]) -> "collections.Counter[Any]":
+    """What a schedule must add to them."""
+    books: collections.Counter[Any] = collections.Counter()
+    for what, rows in schedule:
+        (steps, fills), where = _TIMES[what], one.bucket(rows) or one.why
+        books += collections.Counter({("steps", where): steps, ("live", where): steps * rows})
+        books["fills"] += 0 if where == one.why else fills
+    return books

@@ -90,7 +90,8 @@ def assert_right(outputs: torch.Tensor, batch: Batch) -> None:
 
 def decoder(inputs: Any, step: Any, **options: Any) -> Any:
     """A captured decode runner for 4 requests on the CPU, unless told otherwise."""
-    runner = DecodeRunner(inputs, step, **{"buckets": [4], "backend": "cpu", "progress": False, **options})
+    given: dict[str, Any] = {"buckets": [4], "backend": "cpu", "progress": False, **options}
+    runner: Any = DecodeRunner(inputs, step, **given)
     runner.capture()
     return runner
 
