@@ -50,7 +50,7 @@ WRONG: dict[str, list[Any]] = {
     "width": ["1", 1.0, None, True, 0, -1],
     "warmups": ["1", 1.0, None, True, -1],
     "progress": ["no", 1, None],
-    "debug": ["poisn", 1, ["streams", 1]],
+    "debug": ["poisn", 1, ["poison", 1]],
     "no_copy": ["yes", 1],
     "sharing": ["yes", 0],
     "graphs": ["no", 1, None],
@@ -80,7 +80,7 @@ def test_an_option_is_used_or_refused(runner: str) -> None:
     """A runner tells a suitable value of an option that it uses; any other option is refused, with who uses it."""
     for option, value in SUITABLE.items():
         if option in USED[runner]:
-            assert make(runner, **{option: value}).parts.config.as_data()[option] == value
+            assert make(runner, **{option: value}).config.as_data()[option] == value
             continue
         with pytest.raises(ConfigError, match=f"^{runner} does not use option '{option}'") as refused:
             make(runner, **{option: value})
@@ -118,7 +118,7 @@ def test_a_misspelt_option_is_refused_with_the_nearest(runner: str, data: st.Dat
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_argument_of_another_runner_is_refused(runner: str) -> None:
     """An argument that only others have is refused as an option is; what is like none is told all that are known."""
-    own = {*make(runner).parts.config.as_data(), *ARGUMENTS.get(runner, {})}
+    own = {*make(runner).config.as_data(), *ARGUMENTS.get(runner, {})}
     for name in FOREIGN - own:
         try:
             make(runner, **{name: object()})
@@ -140,9 +140,9 @@ JUNK: list[Any] = [
 ]  # fmt: skip
 TAKEN: dict[str, Callable[[Any], bool]] = {
     "settings": lambda value: hasattr(value, "window"),
-    **dict.fromkeys(("sizes", "bind", "lend"), lambda value: value == {}),
+    **dict.fromkeys(("sizes", "bind"), lambda value: value == {}),
     "relations": lambda value: value is None or value == {},
-    **dict.fromkeys(("absent", "carry", "chained"), lambda value: isinstance(value, list) and not value),
+    **dict.fromkeys(("absent", "chained"), lambda value: isinstance(value, list) and not value),
     "output_rows": lambda value: value is None or (isinstance(value, Axis) and value in (BATCH, TOKENS)),
     "one_width": lambda value: isinstance(value, bool),
     "phase": lambda value: value is None or value is PHASE,
@@ -187,15 +187,11 @@ CLEAR: list[tuple[dict[str, Any], str]] = [
     ({"absent": {"hidden"}}, "absent: expected a list of patterns"),
     ({"absent": [{"hiden"}]}, "absent names 'hiden', which is no optional slot of .*: did you mean 'hidden'"),
     ({"absent": [{"tokens"}]}, "absent names 'tokens', which is no optional slot of .*: optional are hidden"),
-    ({"carry": "tokens"}, "carry: expected names of slots in a list or tuple, got 'tokens'"),
-    ({"carry": ["token"]}, "carry names 'token', which is no slot"),
     *(
         ({"sizes": {HIDDEN: size}}, f"sizes of HIDDEN: expected a whole number, at least 0, got {size!r}")
         for size in ("4", -4, None, True, 4.0)
     ),
     ({"sizes": {"HIDDEN": 4}}, "sizes: expected an Axis as each key, got 'HIDDEN'"),
-    ({"lend": {"tokens": 3}}, "lend of slot 'tokens': expected a function of the slot's view, got 3"),
-    ({"lend": {"token": print}}, "lend names 'token', which is no slot"),
     ({"bind": {"lens": [1]}}, "slot 'lens': expected a tensor to adopt, got list"),
     ({"bind": {"token": torch.ones(2)}}, "bind names 'token', which is no slot"),
     ({"phase": "decode"}, "phase: expected a phase of a pool"),
@@ -345,7 +341,7 @@ configs = st.builds(
     width=st.integers(1, 8),
     warmups=st.integers(0, 5),
     progress=st.booleans(),
-    debug=st.none() | st.booleans() | st.sampled_from(["poison", "parity,streams", "", "addresses, generations"]),
+    debug=st.none() | st.booleans() | st.sampled_from(["poison", "parity,poison", "", "addresses, generations"]),
     no_copy=st.none() | st.booleans(),
     sharing=st.booleans(),
     lowering=st.sampled_from(["auto", "in_graph", "fused", "foreach", "slot_by_slot"]),

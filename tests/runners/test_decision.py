@@ -150,7 +150,7 @@ def test_stats(cpu: str, lowering: str) -> None:
     assert warned[0]["reason"] == "30 rows are more than the largest bucket, 8"
     assert (runner.lowering, warned[0]["runner"]) == (lowering, "DecodeRunner")
     stats = dict(runner.stats())
-    assert {key: stats[key] for key in ("steps", "buckets", "eager", "lowerings", "detours")} == {
+    assert {key: stats[key] for key in ("steps", "buckets", "eager", "lowerings")} == {
         "steps": {"graph": 5, "eager": 3},
         "buckets": {
             4: {"path": "graph", "steps": 3, "live": 9, "padded": 12, "waste": 0.25},
@@ -158,7 +158,6 @@ def test_stats(cpu: str, lowering: str) -> None:
         },
         "eager": {"too_large": {"steps": 2, "live": 39}, "waste": {"steps": 1, "live": 1}},
         "lowerings": {lowering: 5},
-        "detours": {},
     }
 
 

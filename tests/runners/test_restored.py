@@ -1,4 +1,4 @@
-"""Slots that a step advances or that are lent, and tensors that somebody changes in place: no later step is harmed."""
+"""Slots that a step advances, and tensors that somebody changes in place: no later step is harmed."""
 
 import itertools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, computed
 from slotgraph.backends import choose
 from slotgraph.backends.base import Backend
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.dataflow.errors import CaptureError, DeclarationErrors, ReplayError
+from slotgraph.dataflow.errors import DeclarationErrors, ReplayError
 from slotgraph.errors import ComputeError
 from slotgraph.extend import once
 from tests.runners.models import batch_for, bytes_of, decoder, same_batch, snapshot
@@ -207,101 +207,6 @@ def test_what_cannot_be_restored() -> None:
     one, two = map(str, refused.value.exceptions)
     assert "slot 'one': it is both rewritten and restored" in one
     assert "slot 'two': it is restored, and its tail is set once" in two
-
-
-@attrs.define(eq=False)
-class Pool:
-    """A sliding-window KV pool whose table maps the other pool's locations, unless it was lent its own.
-
-    translations: look-ups that its code made. seen: shapes of what it was lent, None where it was taken back.
-    """
-
-    table: torch.Tensor
-    lent: torch.Tensor | None = None
-    translations: int = 0
-    seen: list[tuple[int, ...] | None] = attrs.field(factory=list)
-
-    def lend(self, locations: torch.Tensor | None) -> None:
-        self.lent = locations
-        self.seen.append(None if locations is None else tuple(locations.shape))
-
-    def places(self, locations: torch.Tensor) -> torch.Tensor:
-        if self.lent is not None:
-            return self.lent
-        self.translations += 1
-        return self.table[locations]
-
-
-class SlidingInputs(Inputs):
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    out_cache_loc: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    out_cache_loc_swa: torch.Tensor | None = copied(TOKENS, dtype=torch.int32, pad=0, default=None, when="window")
-
-
-def pool_batch(pool: Pool, rows: int) -> dict[str, torch.Tensor]:
-    """Tokens at random places."""
-    at = torch.randint(1, 40, (rows,)).to(pool.table.device)
-    return {"ids": at * 3, "out_cache_loc": at, "out_cache_loc_swa": pool.table[at]}
-
-
-def lending(pool: Pool, backend: Any, *, fails: bool = False, **options: Any) -> DecodeRunner[SlidingInputs]:
-    """A runner for 2 and 4 requests that lends the pool its locations, unless told otherwise."""
-
-    def step(view: SlidingInputs) -> torch.Tensor:
-        made = [pool.places(view.out_cache_loc) * 100 + view.ids + layer for layer in range(5)]
-        if fails:
-            raise RuntimeError("no kernel")
-        return made[-1]
-
-    lend, given = {"out_cache_loc_swa": pool.lend}, dict[str, Any]({"buckets": [2, 4], "settings": {"window": True}})
-    return DecodeRunner(SlidingInputs, step, backend=backend, **{**given, "lend": lend, **options})
-
-
-def pool_on(device: Any) -> Pool:
-    """One in which each of the other pool's rows has its place."""
-    return Pool(torch.randperm(40).to(device, torch.int32))
-
-
-def test_graph_has_no_translation(backend: Backend) -> None:
-    """A captured step of a pool that is lent its locations makes no look-up, and finds the same places without."""
-    pools = [pool_on(backend.device) for _ in range(2)]
-    for pool, lend in zip(pools, ({"out_cache_loc_swa": pools[0].lend}, {}), strict=True):
-        runner = lending(pool, backend, lend=lend)
-        runner.capture()
-        for rows in (3, 1, 4, 2):
-            batch = pool_batch(pool, rows)
-            assert torch.equal(runner(batch), pool.table[batch["out_cache_loc"]] * 100 + batch["ids"] + 4)
-    assert pools[0].translations == 0 < pools[1].translations
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-def test_what_is_lent_and_when(cpu: str, *, lazy: bool) -> None:
-    """Each warm-up and each capture has its bucket's view, and each ends with None: early, or with the first batch."""
-    pool = pool_on("cpu")
-    runner = lending(pool, cpu, warmups=2, lazy=lazy)
-    runner.capture()
-    each = len(pool.seen) // 4
-    assert each in ({0} if lazy else {3, 4})  # the look, which may be the first warm-up, the other ones and the capture
-    assert pool.seen == [(4,), None] * each + [(2,), None] * each
-    runner(pool_batch(pool, 3))
-    runner(pool_batch(pool, 2))
-    assert (pool.lent, pool.translations) == (None, 0)
-    replayed = [(4,), None, (2,), None] if cpu == "cpu" else []  # whose replays run the step's code again
-    runs = (len(pool.seen) - len(replayed)) // 4
-    assert runs in {3, 4}
-    assert sorted(pool.seen, key=str) == sorted([(4,), None, (2,), None] * runs + replayed, key=str)
-
-
-def test_taken_back_where_the_step_raises(cpu: str) -> None:
-    """A step that raises at capture, or in an eager run, leaves nothing lent."""
-    pool = pool_on("cpu")
-    runner = lending(pool, cpu, fails=True, buckets=[2], warmups=0)
-    with pytest.raises(CaptureError, match="no kernel"):
-        runner.capture()
-    with pytest.raises(RuntimeError, match="no kernel"):
-        runner(pool_batch(pool, 1))
-    assert pool.seen == [(2,), None, (1,), None]
-    assert pool.translations == 0
 
 
 class Wide(Inputs):

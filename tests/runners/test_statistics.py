@@ -52,7 +52,6 @@ LABELS = {
     "slotgraph_fill_seconds_count": WAY,
     "slotgraph_fill_seconds_sum": WAY,
     "slotgraph_fills_total": ("runner", "lowering"),
-    "slotgraph_detours_total": ("runner", "reason"),
     "slotgraph_capture_seconds_total": ("runner",),
     "slotgraph_exchanges_total": ("runner",),
     "slotgraph_forced_steps_total": ("runner", "rank", "reason"),
@@ -109,7 +108,6 @@ def told(path: str, stats: Statistics) -> Parsed:
         "live_rows_total": {way: counts["live"] for way, counts in ways.items()},
         "padded_rows_total": {way: counts["padded"] for way, counts in ways.items()},
         "fills_total": {("mine", name): stats["lowerings"].get(name, 0) for name in LADDER},
-        "detours_total": {("mine", why): count for why, count in {"foreign_stream": 0, **stats["detours"]}.items()},
         "capture_seconds_total": {("mine",): capture["seconds"]},
         "exchanges_total": {("mine",): 0},
         "memory_bytes": {("mine", kind): count for kind, count in memory.items()},
@@ -262,10 +260,10 @@ def test_read_while_steps_run(cpu: str) -> None:
 
 
 def test_every_name_is_there_before_the_first_step(cpu: str) -> None:
-    """Counts begin at zero: of all buckets, reasons, lowerings and detours, and of the fills of all buckets."""
+    """Counts begin at zero: of all buckets, reasons and lowerings, and of the fills of all buckets."""
     found = parsed(exposition(mine=plain_runner(cpu)))
     assert found.keys() == LABELS.keys() - {"slotgraph_forced_steps_total"}  # no one else is there to force any
-    for name in ("steps_total", "live_rows_total", "padded_rows_total", "fills_total", "detours_total"):
+    for name in ("steps_total", "live_rows_total", "padded_rows_total", "fills_total"):
         assert set(found[f"slotgraph_{name}"].values()) == {0}
     assert {key[2] for key in found["slotgraph_fill_seconds_count"]} == {"4", "8"}
     assert found["slotgraph_buckets"]["mine", "captured"] == 2
