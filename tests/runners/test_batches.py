@@ -25,14 +25,7 @@ from slotgraph.backends import choose
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import BatchError, ComputeError, MissingSourceError, SlotGraphError
 from slotgraph.extend import side
-from tests.runners.models import (
-    PlainInputs,
-    assert_right,
-    decoder,
-    nothing_changes,
-    plain_step,
-    random_batch,
-)
+from tests.runners.models import PlainInputs, assert_right, decoder, nothing_changes, plain_step, random_batch
 from tests.strategies import declaration_of
 
 SLOTS = ("ids", "places", "weights", "pairs")

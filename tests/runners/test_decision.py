@@ -12,18 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from slotgraph import (
-    BATCH,
-    TOKENS,
-    Axis,
-    BreakableRunner,
-    DecodeRunner,
-    Inputs,
-    Step,
-    computed,
-    copied,
-    errors,
-)
+from slotgraph import BATCH, TOKENS, Axis, BreakableRunner, DecodeRunner, Inputs, Step, computed, copied, errors
 from slotgraph.backends import Backend
 from slotgraph.config import Buckets
 from slotgraph.dataflow.capabilities import LADDER

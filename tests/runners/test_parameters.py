@@ -10,17 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import (
-    BATCH,
-    SEQ_LEN_FILL,
-    TOKENS,
-    Axis,
-    EagerRunner,
-    Inputs,
-    computed,
-    copied,
-    standard,
-)
+from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, Axis, EagerRunner, Inputs, computed, copied, standard
 from slotgraph.backends import NO_PARAMETERS, Backend, Capabilities, Graph, choose
 from slotgraph.backends.base import Interruption
 from slotgraph.backends.cpu import HostBackend

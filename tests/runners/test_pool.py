@@ -12,20 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import (
-    BATCH,
-    TOKENS,
-    Axis,
-    DecodeRunner,
-    Inputs,
-    Step,
-    computed,
-    constant,
-    copied,
-    keep,
-    output,
-    staged,
-)
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, constant, copied, keep, output, staged
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BindError, ComputeError, ConfigError, ReplayError, StaleOutputError
 from slotgraph.extend import HOST, once
