@@ -189,9 +189,10 @@ def test_rows_go_to_the_smallest_that_holds_them(given_sizes: list[int]) -> None
 
 def test_bad_buckets() -> None:
     """They are checked as the option is: there is at least one, and a ladder goes up to a row at least."""
-    for make in (lambda: Buckets(()), lambda: Buckets((4, 2, 4)), lambda: Buckets.ladder(0)):
+    wrong: list[tuple[Any, Any]] = [(Buckets, ()), (Buckets, (4, 2, 4)), (Buckets.ladder, 0)]
+    for make, sizes in wrong:
         with pytest.raises(ConfigError, match="option 'buckets': expected a list or tuple of at least one int"):
-            make()
+            make(sizes)
     with pytest.raises(ConfigError, match="option 'max_waste': expected float between 0 and 1"):
         Buckets((4,), float("nan"))
 

@@ -78,16 +78,6 @@ def step(view: DraftInputs) -> torch.Tensor:
     return slots["logits"] if isinstance(slots["logits"], torch.Tensor) else rows
 
 
-def batch_of(phase: str, requests: int, seed: int) -> Any:
-    """A batch of one token a request."""
-    draw = torch.Generator().manual_seed(seed)
-    ids, lens, accepted, on_host, positions = torch.randint(1, 50, (5, requests), generator=draw)
-    weights, hidden = (torch.rand(shape, generator=draw, dtype=torch.float64) for shape in ((requests,), (requests, 6)))
-    batch = {"ids": ids, "lens": lens, "accepted": accepted.int(), "on_host": on_host}
-    batch |= {"positions": positions} if phase == "verify" and seed % 2 else {}
-    return SimpleNamespace(ngram={"weights": weights}, proxy=SimpleNamespace(hidden=hidden), **batch)
-
-
 Runners = dict[str, DecodeRunner[Any]]
 
 
@@ -111,30 +101,29 @@ def runners_of(backend: Backend | str, pool: InputPool | None, **options: Any) -
     return made
 
 
-def produce(runners: Runners, phase: str, requests: int, seed: int) -> None:
-    """Write the mask, as its producer does in the verify phase."""
+def batch_of(runners: Runners, phase: str, requests: int, seed: int) -> Any:
+    """A batch of one token a request; for verify its mask is produced, which has room for the largest bucket."""
+    draw = torch.Generator().manual_seed(seed)
+    requests = min(requests, max(BUCKETS)) if phase == "verify" else requests
+    ids, lens, accepted, on_host, positions = torch.randint(1, 50, (5, requests), generator=draw)
+    weights, hidden = (torch.rand(shape, generator=draw, dtype=torch.float64) for shape in ((requests,), (requests, 6)))
+    batch = {"ids": ids, "lens": lens, "accepted": accepted.int(), "on_host": on_host}
     if phase == "verify":
-        mask = runners[phase].graphs.buffers["mask"].tensor
-        drawn = torch.randint(0, 2, (requests, 40), generator=torch.Generator().manual_seed(seed + 1)).bool()
-        mask[:requests].copy_(drawn)
+        mask = torch.randint(0, 2, (requests, 40), generator=draw).bool()
+        runners[phase].graphs.buffers["mask"].tensor[:requests].copy_(mask)
+        batch |= {"positions": positions} if seed % 2 else {}
+    return SimpleNamespace(ngram={"weights": weights}, proxy=SimpleNamespace(hidden=hidden), **batch)
 
 
-def at_most(phase: str, requests: int) -> int:
-    """Verify has no more requests than it has a mask for."""
-    return min(requests, max(BUCKETS)) if phase == "verify" else requests
-
-
-def run(runners: Runners, phase: str, requests: int, seed: int) -> torch.Tensor:
+def run(runners: Runners, *step_of: Any) -> torch.Tensor:
     """One step of one phase."""
-    produce(runners, phase, at_most(phase, requests), seed)
-    outputs: torch.Tensor = runners[phase](batch_of(phase, at_most(phase, requests), seed)).clone()
+    outputs: torch.Tensor = runners[step_of[0]](batch_of(runners, *step_of)).clone()
     return outputs
 
 
-def filled(runners: Runners, phase: str, requests: int, seed: int) -> dict[str, list[Any]]:
+def filled(runners: Runners, *step_of: Any) -> dict[str, list[Any]]:
     """The slots after a fill, tails and all, of those that have a rule for them."""
-    produce(runners, phase, at_most(phase, requests), seed)
-    view = runners[phase].fill(batch_of(phase, at_most(phase, requests), seed)).__dict__
+    view = runners[step_of[0]].fill(batch_of(runners, *step_of)).__dict__
     named = ("ids", "hidden", "requests", "widths", "mask", "positions", "accepted", "on_host")
     return {name: view[name].tolist() for name in named if isinstance(view.get(name), torch.Tensor)}
 
@@ -154,11 +143,11 @@ def test_shared_memory_changes_no_output(backend: Backend, turns: list[Turn], da
     assert pool.layout is not None
     assert pool.layout.saved > 0
     with torch.inference_mode(data.draw(st.booleans())):
-        for phase, requests, seed in turns:
-            if seed % 2:
-                assert torch.equal(run(shared, phase, requests, seed), run(alone, phase, requests, seed))
+        for turn in turns:
+            if turn[-1] % 2:
+                assert torch.equal(run(shared, *turn), run(alone, *turn))
             else:
-                assert filled(shared, phase, requests, seed) == filled(alone, phase, requests, seed)
+                assert filled(shared, *turn) == filled(alone, *turn)
 
 
 def test_constants_and_set_once_are_established_for_each(backend: Backend) -> None:
@@ -201,8 +190,7 @@ def test_record_of_the_backend_decides(backend: Backend) -> None:
 def test_an_output_is_stale_when_another_phase_has_begun(backend: Backend) -> None:
     """In debug mode an output in shared memory is caught that is read after another phase's fill."""
     shared = runners_of(backend, InputPool(*PHASES), debug=True)
-    produce(shared, "verify", 3, 1)
-    outputs = shared["verify"](batch_of("verify", 3, 1))
+    outputs = shared["verify"](batch_of(shared, "verify", 3, 1))
     assert outputs.sum().isfinite()
     run(shared, "extend", 3, 2)
     with pytest.raises(StaleOutputError, match="overwritten"):
@@ -237,12 +225,9 @@ def test_a_late_capture_leaves_others_alone(backend: Backend) -> None:
     first.capture()
     runners = {"verify": first}
     for seed, late in enumerate((lambda: second.graphs, second.capture, third.capture)):
-        produce(runners, "verify", 3, seed)
-        produce(alone, "verify", 3, seed)
-        batch = batch_of("verify", 3, seed)
-        view = first.fill(batch)
+        view = first.fill(batch_of(runners, "verify", 3, seed))
         late()
-        assert torch.equal(first.replay(view), alone["verify"](batch))
+        assert torch.equal(first.replay(view), run(alone, "verify", 3, seed))
         assert filled(runners, "verify", 3, seed) == filled(alone, "verify", 3, seed)
 
 
@@ -250,9 +235,8 @@ def test_producers_of_another_are_known(backend: Backend) -> None:
     """Rows that a producer wrote for a step that never came are no row of anyone's tail."""
     pool, alone = InputPool(*PHASES), runners_of(backend, None, lowering="foreach")
     shared = runners_of(backend, pool, lowering="foreach")
-    draft = batch_of("draft", 1, 4)
     for _ in range(2):
-        shared["draft"](draft)
+        run(shared, "draft", 1, 4)
     produced = shared["extend"].inputs(5)
     for value in (-3, -5):
         for slot in (produced.ids, produced.hidden, produced.logits):
