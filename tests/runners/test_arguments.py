@@ -26,42 +26,24 @@ from slotgraph.ranks import PipelineStage, Ranks
 from tests.runners.kinds import ARGUMENTS, RUNNERS, WIDE, Fed, batch_of, captured, make, tensors_of
 from tests.runners.models import PlainInputs, plain_step
 
-SUITABLE: dict[str, Any] = {
-    "buckets": [2, 6],
-    "max_batch": 3,
-    "max_tokens": 48,
-    "max_waste": 0.5,
-    "width": 1,
-    "warmups": 2,
-    "progress": False,
-    "debug": "addresses",
-    "no_copy": True,
-    "sharing": False,
-    "graphs": False,
-    "lowering": "foreach",
-    "lazy": True,
-    "error_mode": "relaxed",
+OPTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "buckets": ([2, 6], [[], (), "24", 4, 2.5, [2, 2], [0], [-1], [1.5], ["2"], [True], [None], {2: 1}]),
+    "max_batch": (3, ["3", 2.5, None, True, 0, -1]),
+    "max_tokens": (48, ["3", 2.5, None, True, 0, -1]),
+    "max_waste": (0.5, ["0.5", None, True, -0.1, 1.1, float("nan")]),
+    "width": (1, ["1", 1.0, None, True, 0, -1]),
+    "warmups": (2, ["1", 1.0, None, True, -1]),
+    "progress": (False, ["no", 1, None]),
+    "debug": ("addresses", ["poisn", 1, ["poison", 1]]),
+    "no_copy": (True, ["yes", 1]),
+    "sharing": (False, ["yes", 0]),
+    "graphs": (False, ["no", 1, None]),
+    "lowering": ("foreach", ["nonsense", 3, None, ["foreach"]]),
+    "lazy": (True, ["no", 0, None]),
+    "error_mode": ("relaxed", ["nonsense", 3, ["global"]]),
 }
-WRONG: dict[str, list[Any]] = {
-    "buckets": [[], (), "24", 4, 2.5, [2, 2], [0], [-1], [1.5], ["2"], [True], [None], {2: 1}],
-    "max_batch": ["3", 2.5, None, True, 0, -1],
-    "max_tokens": ["3", 2.5, None, True, 0, -1],
-    "max_waste": ["0.5", None, True, -0.1, 1.1, float("nan")],
-    "width": ["1", 1.0, None, True, 0, -1],
-    "warmups": ["1", 1.0, None, True, -1],
-    "progress": ["no", 1, None],
-    "debug": ["poisn", 1, ["poison", 1]],
-    "no_copy": ["yes", 1],
-    "sharing": ["yes", 0],
-    "graphs": ["no", 1, None],
-    "lowering": ["nonsense", 3, None, ["foreach"]],
-    "lazy": ["no", 0, None],
-    "error_mode": ["nonsense", 3, ["global"]],
-}
-CAPTURING = {
-    "buckets", "max_batch", "max_waste", "warmups", "progress", "debug", "sharing", "graphs", "lowering", "lazy",
-    "error_mode",
-}  # fmt: skip
+"""By option, a suitable value and wrong ones."""
+CAPTURING = {*OPTIONS} - {"width", "max_tokens", "no_copy"}
 USED: dict[str, set[str]] = {
     "EagerRunner": {"no_copy"},
     "DecodeRunner": {*CAPTURING, "width"},
@@ -78,7 +60,7 @@ FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_option_is_used_or_refused(runner: str) -> None:
     """A runner tells a suitable value of an option that it uses; any other option is refused, with who uses it."""
-    for option, value in SUITABLE.items():
+    for option, (value, _) in OPTIONS.items():
         if option in USED[runner]:
             assert make(runner, **{option: value}).config.as_data()[option] == value
             continue
@@ -92,7 +74,7 @@ def test_an_option_is_used_or_refused(runner: str) -> None:
 def test_a_wrong_value_is_refused(runner: str) -> None:
     """A value of the wrong kind or out of bounds is refused when the runner is made, with the option's name."""
     for option in USED[runner]:
-        for value in WRONG[option]:
+        for value in OPTIONS[option][1]:
             with pytest.raises(ConfigError, match=option):
                 make(runner, **{option: value})
     for option, known in (("lowering", "foreach"), ("error_mode", "thread_local")):
@@ -104,14 +86,14 @@ def test_a_wrong_value_is_refused(runner: str) -> None:
 @given(runner=st.sampled_from([*RUNNERS]), data=st.data())
 def test_a_misspelt_option_is_refused_with_the_nearest(runner: str, data: st.DataObject) -> None:
     """One letter is left out, doubled or changed: the option that was meant is named, whoever uses it."""
-    meant = data.draw(st.sampled_from([*SUITABLE]))
+    meant = data.draw(st.sampled_from([*OPTIONS]))
     place = data.draw(st.integers(0, len(meant) - 1))
     middle = data.draw(st.sampled_from(["", meant[place] * 2, "q"]))
     name = meant[:place] + middle + meant[place + 1 :]
-    if name in {*SUITABLE, *FOREIGN}:
+    if name in {*OPTIONS, *FOREIGN}:
         return
     with pytest.raises(ConfigError, match=f"{runner}: unknown option '{name}': did you mean '{meant}'") as refused:
-        make(runner, **{name: SUITABLE[meant]})
+        make(runner, **{name: OPTIONS[meant][0]})
     assert ("does not use that one" in str(refused.value)) == (meant not in USED[runner])
 
 

@@ -257,21 +257,6 @@ def test_requests_of_different_lengths() -> None:
         assert part.note.tolist() == [1 if remark is None else 2]
 
 
-class CountedInputs(Inputs):
-    """A count and a row of numbers that a batch may have right already."""
-
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    count: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int32)
-    doubled: torch.Tensor = computed(lambda ids: ids * 2, shape=TOKENS, dtype=torch.int64)
-
-
-def test_computed_slots_of_an_eager_view() -> None:
-    """They are cut with the slots that they are computed of."""
-    ids = torch.tensor([5, 6, 7])
-    view = EagerRunner(CountedInputs, lambda view: view.ids, backend="cpu").fill({"ids": ids})
-    assert view.narrow(TOKENS, 1, 3).doubled.tolist() == [12, 14]
-
-
 class Halved(Inputs):
     """What each half of a captured step may have of its own, and what it may not."""
 
