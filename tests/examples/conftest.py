@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.examples.demo import PROMPTS, Generate, Result, module
+from tests.examples.demo import PROMPTS, SMALL, Generate, Result, module
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,7 +28,7 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Generate:
 
     def run(*argv: str, **seams: Any) -> Result:
         file = tmp_path_factory.mktemp("report") / "report.json"
-        options = module("serving.options").parse(["--rounds", "0", *argv, "--json", str(file)])
+        options = module("serving.options").parse([*SMALL, *argv, "--json", str(file)])
         with contextlib.redirect_stdout(io.StringIO()) as out:
             status = module("serving.program").generate(options, **seams)
         return status, json.loads(file.read_text(encoding="utf-8")), out.getvalue()
@@ -38,7 +38,7 @@ def generate(tmp_path_factory: pytest.TempPathFactory) -> Generate:
 
 @pytest.fixture(scope="session")
 def default(generate: Generate) -> Result:
-    """The run of all defaults, but for fewer rounds."""
+    """Requests that arrive one after another, prefill with breaks, and timed steps."""
     return generate("--rounds", "3")
 
 

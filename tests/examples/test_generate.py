@@ -82,7 +82,7 @@ def test_times_and_memory_are_told(default: Result) -> None:
     assert (times["live"], times["bucket"], report["measured"]["rounds"]) == (7, 8, 3)
     assert all(0 < times[way]["p10"] <= times[way]["median"] for way in ("replay", "whole", "eager"))
     flat = " ".join(out.split())
-    assert "host time per fill" in flat
+    assert "host time of a fill" in flat
     assert "a decode step of 7 requests" in flat
     assert f"A prefill step of {report['prefill_times']['requests']} requests" in flat
 
@@ -96,11 +96,13 @@ def test_times_and_memory_are_told(default: Result) -> None:
         ("--buckets", "1,3", "--max-new-tokens", "16"),
         ("--page-size", "3", "--max-batch", "3", "--arrival-gap", "0", "--max-new-tokens", "16"),
         ("--max-new-tokens", "1"),
+        ("--temperature", "0.8", "--top-p", "0.9"),
+        ("--temperature", "1.2", "--dtype", "bfloat16", "--seed", "3"),
     ],
     ids=" ".join,
 )
 def test_other_ways_are_equal_too(generate: Generate, default: Result, argv: tuple[str, ...]) -> None:
-    """Without capture, in low precision by its bounds, beyond the largest bucket, and with the smallest pages."""
+    """Without capture, in low precision by its bounds, beyond the largest bucket, with the smallest pages, and drawn."""
     status, report, _ = generate(*argv)
     comparison = report["comparison"]
     assert (status, comparison["difference"], comparison["apart"]) == (0, None, 0)
@@ -124,13 +126,13 @@ def test_each_prefill_path_is_equal(generate: Generate, lines: str, backend_name
         assert prefill["paths"] == {path: prefill["steps"] - 1, "eager": 1}
         assert prefill["reasons"] == {"too_large": "71 tokens are more than the largest bucket, 64"}
         assert all(use["path"] == path and use["live"] <= use["padded"] for use in prefill["buckets"])
-        assert "eager 1, too_large" in " ".join(out.split())
+        assert "1 eager, too_large" in " ".join(out.split())
 
 
 def test_command_reads_standard_input() -> None:
     """`python docs/examples/generate --prompts -` takes a prompt a line, skips blank ones, and exits with 0."""
     done = subprocess.run(  # noqa: S603 - this interpreter and this project's own program
-        [sys.executable, FOLDER, "--prompts", "-", "--max-new-tokens", "4", "--backend", "cpu", "--rounds", "2"],
+        [sys.executable, FOLDER, "--model", "random", "--prompts", "-", "--max-new-tokens", "4", "--backend", "cpu", "--rounds", "2"],
         input="Hi!\n\nGrüße\r\n",
         capture_output=True,
         encoding="utf-8",
@@ -252,7 +254,7 @@ def test_bad_options_say_what_to_change(
 ) -> None:
     """What cannot be run exits with 2 and a sentence, without a traceback."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n  \n"))
-    assert module("serving.program").main(argv) == 2
+    assert module("serving.program").main(["--model", "random", *argv]) == 2
     assert message in capsys.readouterr().err
 
 

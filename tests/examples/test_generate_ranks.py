@@ -95,7 +95,7 @@ def several(tmp_path_factory: pytest.TempPathFactory, lines: str, checkpoint: st
         "traced": (["--pp", "2", "--prefill", "piecewise"], ""),
     }
     runs = [
-        (["--prompts", lines, *([] if name in ("dp", "pp") else FEW), *argv, "--json", str(folder / name)], plant)
+        (["--model", "random", "--prompts", lines, *([] if name in ("dp", "pp") else FEW), *argv, "--json", str(folder / name)], plant)
         for name, (argv, plant) in cases.items()
     ]
     done = launch(str(Path(__file__).with_name("several_runs.py")), json.dumps(runs))
@@ -111,7 +111,7 @@ def texts_of(report: Any) -> list[list[int]]:
 def test_torchrun(tmp_path: Path, lines: str, single: Result) -> None:
     """`torchrun docs/examples/generate --tp 2`: each rank has half of the heads, and all is said once."""
     file = tmp_path / "report.json"
-    done = launch(str(FOLDER), "--tp", "2", "--prompts", lines, *SHORT, "--json", str(file))
+    done = launch(str(FOLDER), "--tp", "2", "--prompts", lines, *SHORT, "--model", "random", "--json", str(file))
     assert done.returncode == 0, done.stderr
     report, said = json.loads(file.read_text(encoding="utf-8")), " ".join(done.stdout.split())
     check_shared(report, single[1], "tp", [3, 3])
@@ -195,7 +195,7 @@ def test_what_cannot_be_shared_out(
         monkeypatch.delenv(name, raising=False)
         if present is not None:
             monkeypatch.setenv(name, value)
-    assert module("serving.program").main(argv) == 2
+    assert module("serving.program").main(["--model", "random", *argv]) == 2
     assert message in capsys.readouterr().err
 
 
