@@ -78,14 +78,11 @@ def test_capabilities(backend: Backend) -> None:
 
 
 def test_current_stream(backend: Backend) -> None:
-    """The current stream has a number, memory belongs to a stream, and streams can be ordered."""
+    """The current stream has a number, and streams can be ordered."""
     here = backend.stream_key()
     assert here() == here() == backend.stream_key()()
-    sources = [random_on(backend, 2, 1), backend.empty((0,), torch.int64, DEVICE)]
-    assert list(backend.streams_of(sources[:1])) == [here()]
-    assert len(backend.streams_of(sources)) == 2
     backend.order(here(), here())
-    assert bool((sources[0] > 0).all())
+    assert bool((random_on(backend, 2, 1) > 0).all())
 
 
 def test_empty(backend: Backend) -> None:

@@ -322,27 +322,6 @@ def test_the_same_sources_again_and_again(place: Place, lowering: str) -> None:
     place.assert_answers(got, pool)
 
 
-def test_debugging_orders_foreign_streams(place: Place, lowering: str) -> None:
-    """With debug, a source that its own stream still writes, and overwrites after the call, is right, and counted."""
-    for how in (lowering, "slot_by_slot"):
-        runner, pool, got = place.captured(Flow, how, debug=True), place.pool(Flow, 12, 6), list[torch.Tensor]()
-        other = place.stream()
-        for drawn in pool:
-            with place.on(other):
-                batch = {name: torch.zeros_like(one) for name, one in drawn.device.items()}
-                place.busy(LONG // 4)
-                for name, one in batch.items():
-                    one.copy_(drawn.device[name])
-            outputs = runner(batch)
-            with place.on(other):
-                for one in batch.values():
-                    one.fill_(66)
-            got.append(torch.as_tensor(outputs).clone())
-        place.assert_answers(got, pool)
-        has_memory = sum(len(drawn.host["ids"]) > 0 for drawn in pool)
-        assert runner.stats()["detours"].get("foreign_stream", 0) == (has_memory if place.has_streams else 0)
-
-
 @pytest.mark.parametrize("kind", [Flow, Wide])
 def test_many_steps_behind_a_slow_kernel(place: Place, lowering: str, kind: type[Flow]) -> None:
     """Far more steps than the ring has entries, each with fresh sources that go at once, wait for one slow kernel.

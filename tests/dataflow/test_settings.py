@@ -95,16 +95,13 @@ def test_every_way_to_fill_knows_them(
 
 
 def test_missing_settings_are_refused_when_a_runner_is_made() -> None:
-    """A slot that asks for settings where none are given is named; one that is off or carried asks for none."""
+    """A slot that asks for settings where none are given is named; one that is off asks for none."""
     with pytest.raises(DeclarationError, match=r"slot '\w+': its function \w+ asks for `settings`: give the runner"):
         EagerRunner(Ranked, lambda view: view, backend="cpu")
 
     class Switched(Inputs):
         ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
         count: torch.Tensor = computed(tokens_of_rank, shape=1, dtype=torch.int64, when=lambda _: False)
-        own: torch.Tensor = computed(tokens_of_rank, shape=1, dtype=torch.int64)
 
-    runner = EagerRunner(Switched, lambda view: (view.count, view.own), carry=("own",), backend="cpu")
-    count, own = runner({"ids": torch.tensor([4, 5]), "own": torch.tensor([77])})
-    assert count is None
-    assert own.tolist() == [77]
+    runner = EagerRunner(Switched, lambda view: view.count, backend="cpu")
+    assert runner({"ids": torch.tensor([4, 5])}) is None

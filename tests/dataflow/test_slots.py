@@ -264,7 +264,6 @@ def test_parameters_by_argument() -> None:
     declared = {"actual_seq_lengths_kv": "kv_lens", "actual_seq_lengths": "ends", "where": "where", "lens": "four"}
     assert Parameters.slotgraph.parameters == {**declared, "context_lens": "context_lens"}
     assert Parameters.slotgraph.under({"paged": False}).parameters == declared
-    assert Parameters.slotgraph.under({"paged": False}, ["kv_lens", "ends", "where"]).parameters == {"lens": "four"}
 
     class Renamed(Parameters):
         kv_lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int64, pad=0, argument="actual_seq_kvlen")
