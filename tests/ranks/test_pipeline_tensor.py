@@ -125,7 +125,7 @@ def test_one_fails(four: Processes) -> None:
             assert text.startswith(begin), (where, fault, texts)
             assert bool(text) == bool(begin)
         if fault == "keys":
-            assert all("rank 2 refuses it: 'extra' is read by no slot" in text for text in texts[2:])
+            assert all("sends 'extra', and no slot of rank 2 reads it" in text for text in texts[2:])
         if fault == "batch":
             assert all("slot 'positions'" in text for text in texts if text)
 
