@@ -33,6 +33,8 @@ def _names() -> Any:
         is_current_stream_capturing=lambda: accelerator.current_stream().is_capturing(),
         graph_pool_handle=lambda: None,
         mem_get_info=accelerator.get_memory_info,
+        memory_reserved=accelerator.memory_reserved,
+        memory_allocated=accelerator.memory_allocated,
         empty_cache=accelerator.empty_cache,
         synchronize=accelerator.synchronize,
     )
@@ -89,11 +91,6 @@ class AcceleratorBackend(StreamBackend):
     def capabilities(self) -> Capabilities:
         """Foreach between device tensors, host data in one upload, nothing fused."""
         return _CAPABILITIES
-
-    def held_and_used(self) -> tuple[int, int]:
-        """Bytes that torch's allocator holds, and those of them that tensors use."""
-        accelerator: Any = torch.accelerator
-        return int(accelerator.memory_reserved(self.device)), int(accelerator.memory_allocated(self.device))
 
     def begin(self, handle: Handle, **options: Any) -> Opened:
         """A graph, which is told its pool and mode when it is made."""

@@ -81,35 +81,18 @@ class GraphPool:
 
 @final
 class DeviceGraph(Graph):
-    """A captured step; it is replayed on the current stream.
+    """A captured step; it is replayed on the current stream. Its outputs hold nothing before the first replay.
 
-    parts: graphs, and what is called between them as it is. outputs: what the step returned at capture.
+    parts: graphs, and what is called between them as it is. outputs: what the step returned at capture. nbytes: that
+    the pool grew by, without the outputs and the driver's own memory, some 10 KB a kernel.
     """
 
     def __init__(self, parts: Sequence[Part], outputs: Any, nbytes: int) -> None:
-        self._parts = parts
-        self._outputs = outputs
-        self._nbytes = nbytes
+        self.outputs, self.nbytes = outputs, nbytes
+        self.graphs = [graph for _, graph in parts if graph is not None]
+        self.parts = len(self.graphs)
         self._calls = [call for call, _ in parts]
         self._launch = self._calls[0] if len(parts) == 1 else self._launch_all
-
-    @property
-    def outputs(self) -> Any:
-        """What the step returned at capture: the same tensors at each replay, with nothing in them before the first."""
-        return self._outputs
-
-    @property
-    def parts(self) -> int:
-        """Graphs, without what runs between them."""
-        return sum(graph is not None for _, graph in self._parts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the pool grew by, without the outputs; nothing where the graph found room in the pool.
-
-        The driver's own memory for a graph, some 10 KB a kernel, is not in it.
-        """
-        return self._nbytes
 
     def replay(self) -> None:
         """Launch the graph. ReplayError where torch or the driver refuses.

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from slotgraph.backends.cpu import HostFusion, HostUpload
+from slotgraph.backends.cpu import HOST_FUSION, HostUpload
 from slotgraph.dataflow.bucket import Absent, Bucket
 from slotgraph.dataflow.buffers import Buffers
 from slotgraph.dataflow.packet import UNIT, WORD, Feed, head_bytes, table_of
@@ -20,7 +20,7 @@ def feed_for(buffers: Buffers) -> Feed:
 
 def kernel_of(bucket: Bucket, absent: Absent = frozenset()) -> Kernel:
     """What launches the kernel of a bucket."""
-    fusion, lanes = HostFusion(), bucket.planned(absent).lanes
+    fusion, lanes = HOST_FUSION, bucket.planned(absent).lanes
     assert lanes is not None
     table = torch.from_numpy(table_of(lanes.lanes, fusion.block, lanes.owner))
     return fusion.kernel(table, bucket.feed.upload.packet, [lane.target for lane in lanes.lanes])

@@ -51,16 +51,9 @@ class Counted(Upload):
 
     def __init__(self, nbytes: int) -> None:
         self._inner = HostUpload(nbytes)
+        self.packet, self.nbytes = self._inner.packet, nbytes
         self.sent: list[bytes] = []
         self.moved: list[torch.Tensor] = []
-
-    @property
-    def packet(self) -> torch.Tensor:
-        return self._inner.packet
-
-    @property
-    def nbytes(self) -> int:
-        return self._inner.nbytes
 
     def send(self, data: bytes, kept: object) -> None:
         self.sent.append(data)

@@ -152,7 +152,7 @@ def test_launch_without_an_update() -> None:
         "from tests.npu.test_parameters import runner_on\n"
         "runner, _ = runner_on()\n"
         "captured = runner.graphs.get(2, frozenset())\n"
-        "captured.graph._parts[0][1].native.replay()\n"
+        "captured.graph.graphs[0].native.replay()\n"
         "try: torch.accelerator.synchronize()\n"
         "except RuntimeError as error: print('a device would hang' in str(error))\n"
     )

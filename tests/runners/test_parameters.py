@@ -41,22 +41,12 @@ class HandingGraph(Graph):
     """A graph that reads its parameters once in each replay, before it does anything else."""
 
     def __init__(self, graph: Graph, parameters: Mapping[str, torch.Tensor], log: list[Handed]) -> None:
-        self.graph = graph
+        self.graph, self.outputs, self.nbytes = graph, graph.outputs, graph.nbytes
         self.parameters = dict(parameters)
         self._log = log
 
-    @property
-    def outputs(self) -> Any:
-        """Those of the graph itself."""
-        return self.graph.outputs
-
-    @property
-    def nbytes(self) -> int:
-        """Likewise."""
-        return self.graph.nbytes
-
     def check_addresses(self) -> None:
-        """Likewise."""
+        """Those of the graph itself."""
         self.graph.check_addresses()
 
     def replay(self) -> None:
@@ -64,6 +54,7 @@ class HandingGraph(Graph):
         if self.parameters:
             self._log.append({name: tensor.tolist() for name, tensor in self.parameters.items()})
         self.graph.replay()
+        self.outputs = self.graph.outputs
 
 
 @final
