@@ -18,18 +18,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ..dataflow.capabilities import Capabilities, Lowering, Placement
-from ..dataflow.errors import CaptureError, ComputeError, ReplayError, SlotGraphError
+from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD, Upload
-from .base import (
-    NO_PARAMETERS,
-    Availability,
-    Backend,
-    Event,
-    Fusion,
-    Graph,
-    Interruption,
-    Memory,
-)
+from .base import NO_PARAMETERS, Availability, Backend, Event, Fusion, Graph, Interruption, Memory
+from .device_graph import not_captured
 
 LOWERINGS: Final[tuple[Lowering, ...]] = ("foreach", "slot_by_slot", "in_graph", "fused")
 """Foreach is the fastest here; the fused ones show what a device will do."""
@@ -228,14 +220,8 @@ class CpuBackend(HostBackend):
         except CaptureError:
             raise
         except Exception as error:
-            raise raised_by_step(error, "in its first run") from error
+            raise not_captured(error) from error
 
     def interrupt(self, run: Interruption) -> Any:
         """Call it: a replay runs the whole step again, and comes by here each time."""
         return run(None)
-
-
-def raised_by_step(error: Exception, when: str) -> CaptureError:
-    """The error for a step that raised on the CPU; a computed slot's error says itself where that was."""
-    own = isinstance(error, ComputeError)
-    return CaptureError(str(error) if own else f"the step raised {when}: {type(error).__name__}: {error}")

@@ -28,7 +28,8 @@ from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.guard import FUNCTION_MODES, below_modes, without_gradients
 from .base import NO_PARAMETERS, Graph, Interruption, mode_of
-from .cpu import LOWERINGS, HostBackend, raised_by_step
+from .cpu import LOWERINGS, HostBackend
+from .device_graph import not_captured
 from .operators import (
     NO_GRADIENTS,
     OperatorWatch,
@@ -380,7 +381,7 @@ class CpuCaptureBackend(HostBackend):
         except CaptureError:
             raise
         except Exception as error:
-            raise raised_by_step(error, "while it was captured") from error
+            raise not_captured(error) from error
         if recorder.refused is not None:
             raise CaptureError(f"the step went on after a refusal: {recorder.refused}") from recorder.refused
         return plainly(CapturedGraph, recorder, outputs)

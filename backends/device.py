@@ -19,16 +19,7 @@ from torch.utils import _pytree as pytree
 from ..dataflow.capabilities import DEVICE, Placement
 from ..dataflow.errors import CaptureError
 from ..dataflow.packet import Upload
-from .base import (
-    NO_PARAMETERS,
-    Availability,
-    Backend,
-    Event,
-    Graph,
-    Interruption,
-    Memory,
-    mode_of,
-)
+from .base import NO_PARAMETERS, Availability, Backend, Event, Graph, Interruption, Memory, mode_of
 from .device_graph import (
     Advice,
     DeviceGraph,

@@ -142,7 +142,7 @@ def out_of_memory(error: BaseException, while_: str) -> CaptureError:
     return CaptureError(f"the device's memory ran out {while_} ({said}): {_LOWER}")
 
 
-def not_captured(error: BaseException, advice: Advice, conditions: Advice = ()) -> CaptureError:
+def not_captured(error: BaseException, advice: Advice = (), conditions: Advice = ()) -> CaptureError:
     """The error for a step that raised, or that the device refused, while it was captured.
 
     advice: for what a step does. conditions: for what is wrong whatever the step does.
@@ -151,12 +151,14 @@ def not_captured(error: BaseException, advice: Advice, conditions: Advice = ()) 
         return out_of_memory(error, "while this bucket was captured")
     said, text = first_line(error), str(error).lower()
     place = "" if isinstance(error, ComputeError) else place_of(error)  # which says it itself
-    for sign, way_out in conditions:
-        if sign in text:
-            return CaptureError(f"nothing can be captured as things are ({said}): {way_out}")
-    for sign, way_out in advice:
-        if sign in text:
-            return CaptureError(f"a captured step cannot do what it does{place} ({said}): {way_out}")
+    ways_out = [
+        (conditions, "nothing can be captured as things are"),
+        (advice, f"a captured step cannot do what it does{place}"),
+    ]
+    for known, refused in ways_out:
+        for sign, way_out in known:
+            if sign in text:
+                return CaptureError(f"{refused} ({said}): {way_out}")
     if isinstance(error, ComputeError):
         return CaptureError(said)
     return CaptureError(f"the step raised {type(error).__name__}{place} while it was captured: {said}")

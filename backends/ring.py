@@ -30,7 +30,7 @@ Inline = Callable[[bytes, int], None]
 
 
 @final
-@attrs.define(eq=False)
+@attrs.define(eq=False, slots=False)
 class Ring(Upload):
     """An upload by way of a ring.
 
@@ -47,17 +47,13 @@ class Ring(Upload):
     _finish: Callable[[], None]
     _inline: Inline | None = None
     _most_inline: int = 0
-    nbytes: int = attrs.field(init=False)
-    _marks: list[Any] = attrs.field(init=False, factory=lambda: [None] * SEGMENTS)
-    _kept: list[object] = attrs.field(init=False, factory=lambda: [None] * ENTRIES)
-    _next: int = attrs.field(init=False, default=0)
-    _room: int = attrs.field(init=False, default=0)
-    _memory: torch.Tensor = attrs.field(init=False)
-    _bytes: memoryview = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
         """Have the ring wait for the device at its own end."""
         self.nbytes = self.packet.nbytes
+        self._marks: list[Any] = [None] * SEGMENTS
+        self._kept: list[object] = [None] * ENTRIES
+        self._next = self._room = 0
         weakref.finalize(self, _end, self._finish, self._kept).atexit = False
 
     def send(self, data: bytes, kept: object) -> None:
@@ -103,7 +99,7 @@ class Ring(Upload):
         self._memory = self._pinned(self._room * ENTRIES)
         self.nbytes = self.packet.nbytes + self._memory.nbytes
         array: Any = self._memory.numpy()
-        self._bytes = memoryview(array).cast("B")
+        self._bytes = memoryview(array)
 
 
 def _end(finish: Callable[[], None], kept: list[object]) -> None:

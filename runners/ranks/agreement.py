@@ -68,7 +68,7 @@ class Agreement(Coordinator):
                 f"rank {refused} refused its batch, so that no rank runs the step: {messages[refused].text}"
             )
         self._check_shared(messages)
-        self.ranks.brought({axis: tuple(one.live[i] for one in messages) for i, axis in enumerate(self.axes)})
+        self.ranks.brought = {axis: tuple(one.live[i] for one in messages) for i, axis in enumerate(self.axes)}
         self.ranks.said = tuple(messages)
         self._joined = True
         self.agreed, rank = agree(own, messages, len(self.axes) - 1)
@@ -86,7 +86,7 @@ class Agreement(Coordinator):
             return True
         messages = self.ranks.begin(self._message(own, live, idle=True), self._step)(self.timeout)
         if all(one.idle and one.place == _digest(self._step) for one in messages):
-            self.ranks.brought({})
+            self.ranks.brought = {}
             return True
         self._ahead = own, live, lambda _: messages
         return False
@@ -133,14 +133,14 @@ class Agreement(Coordinator):
     def bring(self, live: Live) -> None:
         """A step of quiet ranks begins: all of them bring these sizes."""
         self._joined = True
-        self.ranks.brought(self._same(live))
+        self.ranks.brought = self._same(live)
 
     def repeated(self, run: Run, live: Live) -> Run:
         """Make a step of quiet ranks that goes as one before it. One that is broken off is told to the others."""
-        begin, brought, told = self.ranks.brought, self._same(live), self.run
+        ranks, brought, told = self.ranks, self._same(live), self.run
 
         def repeat(*args: Any) -> Any:
-            begin(brought)
+            ranks.brought = brought
             return told(run, *args)
 
         return repeat
