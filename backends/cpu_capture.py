@@ -164,7 +164,8 @@ class Storages:
     def poison(self) -> None:
         """Set every bit of what the capture allocated, to be seen if read too early: NaN, -1 or true."""
         for tensor in self._owned.values():
-            tensor.untyped_storage().fill_(_ALL_ONES)
+            storage: Any = tensor.untyped_storage()
+            storage.fill_(_ALL_ONES)
 
     def nbytes(self, outputs: Iterable[torch.Tensor]) -> int:
         """Bytes that the capture allocated, without the storages of the outputs."""
