@@ -25,19 +25,15 @@ _CAPABILITIES: Final = Capabilities(foreach_host=False, packed_uploads=True, cap
 def _names() -> Any:
     """torch.accelerator's calls by the names that devices' own modules have; only a graph has a pool."""
     accelerator: Any = torch.accelerator
-    return SimpleNamespace(
-        Stream=torch.Stream,
-        Event=torch.Event,
-        stream=lambda stream: stream,  # which is a context itself
-        current_stream=accelerator.current_stream,
-        is_current_stream_capturing=lambda: accelerator.current_stream().is_capturing(),
-        graph_pool_handle=lambda: None,
-        mem_get_info=accelerator.get_memory_info,
-        memory_reserved=accelerator.memory_reserved,
-        memory_allocated=accelerator.memory_allocated,
-        empty_cache=accelerator.empty_cache,
-        synchronize=accelerator.synchronize,
-    )
+    own = {
+        "Stream": torch.Stream,
+        "Event": torch.Event,
+        "stream": lambda stream: stream,  # which is a context itself
+        "is_current_stream_capturing": lambda: accelerator.current_stream().is_capturing(),
+        "graph_pool_handle": lambda: None,
+        "mem_get_info": accelerator.get_memory_info,
+    }
+    return SimpleNamespace(**vars(accelerator) | own)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import bisect
 import contextlib
 import functools
 import gc
+import math
 import threading
 import traceback
 import warnings
@@ -43,7 +44,7 @@ class CaptureState:
 
     stream: they run on it. pool: their graphs' memory. one: an element to compute with. lock: under it one thread warms
     up or captures. recording: the capture under way. broken: graphs that torch may still ask whether an allocation is
-    theirs. segments: the memory of the allocator by address, as it was when it had the numbers `changes`.
+    theirs. segments: the memory of the allocator by address, as it was when torch counted `counts`.
     """
 
     stream: Any
@@ -53,8 +54,8 @@ class CaptureState:
     recording: "DeviceCapture | None" = None
     broken: list[Recorded] = attrs.field(factory=list)
     checks: int = 0
-    changes: tuple[int, ...] = ()
-    segments: list[tuple[int, int, int]] = attrs.field(factory=list)
+    counts: list[Any] = attrs.field(factory=list)
+    segments: list[tuple[float, int, int]] = attrs.field(factory=list)
 
 
 _STATES: Final[dict[tuple[str, str, int | None], CaptureState]] = {}
@@ -138,17 +139,14 @@ class StreamBackend(Backend):
         given some back since: a segment belongs to one stream for as long as it lives.
         """
         state, stats = self.state, self._module.memory_stats_as_nested_dict(self._device)
-        counts = [stats.get(name, {}).get("all", {}) for name in ("segment", "reserved_bytes")]
-        changes = tuple(int(one.get(how, 0)) for one in counts for how in ("current", "allocated", "freed") if one)
-        if changes != state.changes or not changes:  # they were read before the snapshot: they are no newer
+        counts = [stats.get(name, {}).get("all") for name in ("segment", "reserved_bytes")]
+        if counts != state.counts or None in counts:  # they were read before the snapshot: they are no newer
             found = self._module.memory_snapshot()
             ends = ((one["address"], one["address"] + one["total_size"], one["stream"]) for one in found)
-            state.segments, state.changes = sorted(ends), changes
-        segments = state.segments
-        starts = [low for low, _, _ in segments]
-        streams: list[int | None] = []
-        for address in (tensor.data_ptr() for tensor in tensors):
-            at = bisect.bisect_right(starts, address) - 1
+            state.segments, state.counts = sorted(ends), counts
+        segments, streams = state.segments, list[int | None]()
+        for address in map(torch.Tensor.data_ptr, tensors):
+            at = bisect.bisect(segments, (address, math.inf)) - 1
             streams.append(segments[at][2] if at >= 0 and address < segments[at][1] else None)
         return streams
 
