@@ -209,7 +209,7 @@ _COPIED: Final = f"it copies host data to the device: {_FROM_HOST}"
 _TO_HOST: Final = "it copies to the host and waits: read the graph's outputs after the replay"
 _PLAIN_ALONE: Final = (
     "this backend records plain operators alone, and no functions: choose by torch.where, loop a fixed number of times "
-    "in Python, or capture the step on the device itself"
+    "in Python, attend by scaled_dot_product_attention with a mask, or capture the step on the device itself"
 )
 NO_GRADIENTS: Final = "capture the forward step alone: this backend records no gradients"
 _NO_PARAMETERS: Final = (
