@@ -291,10 +291,10 @@ def plans(seed: int, steps: int, size: int, shards: int, *, equal: bool) -> list
     return [Plan(number, draw.randint(0, 9), faults(), draw.random() < 0.5) for number in range(steps)]
 
 
-def storm(rank: int, shards: int, equal: bool, *given: Any) -> list[str]:  # noqa: FBT001 - sent as it is
+def storm(rank: int, shards: int, equal: bool, seed: int, steps: int) -> list[str]:  # noqa: FBT001 - sent as it is
     """All steps of a plan; what each says."""
     place, found = Place.of(rank, shards, equal=equal), list[str]()
-    for plan in plans(*given, dist.get_world_size(), shards, equal=equal):
+    for plan in plans(seed, steps, dist.get_world_size(), shards, equal=equal):
         found.append(place.step(plan.number, plan.rows, plan.faults[rank]))
         if plan.flushed:
             place.flush()
