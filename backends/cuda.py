@@ -150,14 +150,6 @@ class CudaBackend(StreamBackend):
         event.record(earlier)
         later.wait_event(event)
 
-    def streams_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The stream that each tensor's memory was allocated on, as the allocator tells it.
-
-        Tens of microseconds; milliseconds where the allocator has taken or given back memory since the last call.
-        """
-        here = self.stream_key()()
-        return tuple(here if handle is None else handle for handle in self.stream_handles(tensors))
-
 
 @functools.lru_cache(maxsize=128)
 def _stream_of(handle: int, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:

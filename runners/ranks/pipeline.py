@@ -183,13 +183,13 @@ class PipelineStage(Unique):
         alone = group is None and not (dist.is_available() and dist.is_initialized())
         found: Any = None if alone else checked_group(group)
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(found), dist.get_world_size(found))
-        slots = runner.parts.stage.declaration.slots
+        slots = runner.stage.declaration.slots
         paths = [
             path.parts for name, slot in slots.items() if isinstance(path := slot.reads(name), Path) and path.beside
         ]
         self._keys = {parts[1] for parts in paths if parts[0] == proxies and len(parts) > 1}
         self._argument = proxies
-        self._coordinator = runner.parts.coordinator
+        self._coordinator = runner.coordinator
         self._steps = 0
         self._before: Neighbour | None = None
         self._after: Neighbour | None = None
@@ -274,7 +274,7 @@ class PipelineStage(Unique):
         one for itself, because torch.distributed names groups by how many a rank has: all must have as many. A stage
         waits longer for another than the one before takes to find out which rank is lost.
         """
-        device, ranks = self.runner.parts.stage.backend.device, self._coordinator
+        device, ranks = self.runner.stage.backend.device, self._coordinator
         ways = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
         if device.type != "cpu" and ways.get(device.type, "gloo") == "gloo":  # which sends from host memory alone
             raise ConfigError(

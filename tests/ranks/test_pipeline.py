@@ -76,10 +76,10 @@ class Place:
 
     def poison(self) -> None:
         """Write what no step may depend on over all slots, as something that the runner is told of."""
-        buffers: Any = self.stage.runner.parts.graphs and self.stage.runner.parts.graphs.buffers
-        for buffer in buffers:
+        graphs: Any = self.stage.runner.graphs
+        for buffer in graphs.buffers:
             buffer.tensor.fill_(1 if buffer.tensor.dtype == torch.bool else POISON)
-        buffers.distrust()
+        graphs.buffers.distrust()
 
 
 def check(stage: PipelineStage, batch: Any) -> None:
