@@ -20,9 +20,9 @@ def feed_for(buffers: Buffers, upload: Callable[[int], Any] = HostUpload) -> Fee
     return Feed(upload, head_bytes(len(buffers)) + UNIT + bodies)
 
 
-def kernel_of(bucket: Bucket, absent: Absent = frozenset(), fusion: Fusion = HOST_FUSION) -> Kernel:
+def kernel_of(bucket: Bucket, absent: Absent = frozenset(), fusion: Fusion | None = None) -> Kernel:
     """What launches the kernel of a bucket, on the host where no other is given."""
-    lanes, packet = bucket.planned(absent).lanes, bucket.feed.upload.packet
+    fusion, lanes, packet = fusion or HOST_FUSION, bucket.planned(absent).lanes, bucket.feed.upload.packet
     assert lanes is not None
     table = torch.from_numpy(table_of(lanes.lanes, fusion.block, lanes.owner)).to(packet.device)
     return fusion.kernel(table, packet, [lane.target for lane in lanes.lanes])
