@@ -1,9 +1,9 @@
 """Debug modes that look at each step of a runner: they run it more often than asked, and raise if it goes wrong."""
 
-import abc
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -13,6 +13,7 @@ from ..dataflow.inputs import Inputs
 from ..dataflow.sampling import Sample
 from ..dataflow.sources import Side
 from ..dataflow.tails import Pad, resolve_value
+from .bits import first_unequal
 from .capture import Captured
 from .check.memory import readers
 from .check.replays import COPIES, Poisoning, parity_fault
@@ -25,33 +26,35 @@ from .runner import Runner
 from .state import State
 
 
-class Prover(Watcher, abc.ABC):
+class Prover(Watcher):
     """Looks at each step that a graph takes, and keeps what the step changes outside of its slots.
 
     If there is no room for copies of the state, the mode is off, and one event says so. A step that cannot be run under
     watch is passed over, with an event for each reason.
 
     Args:
+        mode: Of debugging.
+        look: Says what is wrong with a step that is about to run; nothing, if it is sound.
+        copies: Copies of the state that a look needs at once.
         runner: The runner.
         state: What its steps change. By default it is found on the first step of each bucket.
     """
 
-    mode: ClassVar[str]
-    copies: ClassVar[int] = 1  # of the state, at once
-
-    def __init__(self, runner: Runner[Any], state: State | None = None) -> None:
+    def __init__(
+        self, mode: str, look: Callable[[Trial[Any]], str], copies: int, runner: Runner[Any], state: State | None = None
+    ) -> None:
+        graphs = runner.parts.graphs
+        if graphs is None:
+            raise ConfigError(f"debug mode {mode} looks at graphs, and this {runner.parts.name} has none")
         self.runner = runner
         self.off = False
         self.together = Together(runner.parts.coordinator)
-        self._given = state
+        self._graphs = graphs
+        self._mode, self._look, self._copies, self._given = mode, look, copies, state
         self._found: dict[int, State] = {}
         self._skipped: set[str] = set()
         self._batch: Sample | None = None
         self._filled: tuple[Inputs, int] | None = None
-
-    @abc.abstractmethod
-    def look(self, trial: Trial[Any]) -> str:
-        """What is wrong with a step that is about to run."""
 
     def before_fill(self, batch: Any, side: Side) -> None:
         """Keep the batch, to fill it anew after a look that broke off."""
@@ -59,23 +62,19 @@ class Prover(Watcher, abc.ABC):
 
     def filled(self, view: Inputs) -> None:
         """Keep the view. The runner refuses all others."""
-        self._filled = view, self._others
-
-    @property
-    def _others(self) -> int:
-        graphs = self.runner.parts.graphs
-        return 0 if graphs is None else graphs.buffers.turn.others
+        self._filled = view, self._graphs.buffers.turn.others
 
     def before_replay(self, view: Inputs) -> None:
         """Look at a step before it runs, unless the runner is about to refuse it. All ranks do, or none."""
-        refused = self._filled is not None and (view is not self._filled[0] or self._others != self._filled[1])
+        last, others = self._filled or (view, self._graphs.buffers.turn.others)
+        refused = view is not last or self._graphs.buffers.turn.others != others
         graph = None if self.off or refused else graph_of(self.runner.parts, view)
         if self.together.any(graph is None):
             return
         state = self._state_for(view, graph)
         if state is not None:
             with unwatched(self.runner.watch):
-                message = self.look(Trial(self.runner, view, state, self._batch))
+                message = self._look(Trial(self.runner, view, state, self._batch))
             self.judge(message)
 
     def _state_for(self, view: Inputs, graph: Captured | None) -> State | None:
@@ -87,15 +86,15 @@ class Prover(Watcher, abc.ABC):
                 found = state_on(self.runner.parts, view)
                 state = self._found[id(graph)] = state or found
             if state is not None:
-                state.check_room(self.copies)
+                state.check_room(self._copies)
         except CheckError as error:
             self.off, state = True, None
-            log.warning("debug_off", runner=self.runner.parts.name, mode=self.mode, reason=str(error))
+            log.warning("debug_off", runner=self.runner.parts.name, mode=self._mode, reason=str(error))
         except Exception as error:  # noqa: BLE001 - a step may not bear to be looked at, which is no fault of its graph
             state, reason = None, f"{type(error).__name__}: {error}"
             if reason not in self._skipped:
                 self._skipped.add(reason)
-                log.warning("debug_skipped", runner=self.runner.parts.name, mode=self.mode, reason=reason)
+                log.warning("debug_skipped", runner=self.runner.parts.name, mode=self._mode, reason=reason)
         return None if self.together.any(state is None) else state
 
     def judge(self, message: str) -> None:
@@ -103,85 +102,72 @@ class Prover(Watcher, abc.ABC):
         first = self.together.first(message)
         if first is None:
             return
-        if self.runner.parts.graphs is not None:
-            self.runner.parts.graphs.buffers.distrust()
-        raise CheckError(f"debug mode {self.mode}: {message or f'rank {first[0]} found: {first[1]}'}")
+        self._graphs.buffers.distrust()
+        raise CheckError(f"debug mode {self._mode}: {message or f'rank {first[0]} found: {first[1]}'}")
 
 
 class AddressProver(Prover):
     """Looks whether what the step holds (closures, globals, attributes, weights) lies where it lay at capture."""
 
-    mode = ADDRESSES
-
     def __init__(self, runner: Runner[Any], state: State | None = None) -> None:
-        super().__init__(runner, state)
+        super().__init__(ADDRESSES, self._readers, 1, runner, state)
         self._unread: set[tuple[int, str, int]] = set()
-        graphs = runner.parts.graphs
-        own = [] if graphs is None else [b for b in graphs.buffers if b.adopted and not (b.foreign or b.slot.rewritten)]
-        self._exclusive = [buffer.name for buffer in own if isinstance(buffer.slot.rule(), Pad)]
+        own = [b for b in self._graphs.buffers if b.adopted and not (b.foreign or b.slot.rewritten)]
+        self._exclusive = {b.name: rule.value for b in own if isinstance(rule := b.slot.rule(), Pad)}
 
     def before_replay(self, view: Inputs) -> None:
         """Look at the state only if something has moved, on some rank, which is rare."""
         if self._exclusive:
-            self.judge(next((fault for name in self._exclusive if (fault := self._tail_fault(name, view))), ""))
+            self.judge(next(self._tail_faults(view), ""))
         if self.together.any(bool(self._changes(view))):
             super().before_replay(view)
 
-    def look(self, trial: Trial[Any]) -> str:
-        """Name the tensor, and the operator that reads it."""
+    def _readers(self, trial: Trial[Any]) -> str:
+        """Name a tensor that has moved, and the operator that reads it."""
         changes = self._changes(trial.view)
         told = readers(trial, changes)
         self._unread.update(self._key(one, trial.view) for one in changes if one.holding.name not in told)
         return next(iter(told.values()), "")
 
-    def _tail_fault(self, name: str, view: Inputs) -> str:
-        """What is wrong with the tail of memory that nobody else was to write. Empty if it is as it must be."""
-        tensor, stage, step = vars(view)[name], self.runner.parts.stage, info_of(view).step
-        slot = stage.declaration.slots[name]
-        rule = slot.rule()
-        if tensor is None or not isinstance(rule, Pad):
-            return ""
-        number = resolve_value(rule.value, stage.backend.capabilities, step.padded_sizes)
-        for tail in tails_of(slot, tensor, step):
-            if not bool(((tail == number) | ((tail != tail) & (number != number))).all()):  # noqa: PLR0124 - NaN
-                return (
-                    f"the tail of slot {name!r} does not hold {number}: something else writes its memory, which was "
-                    f"adopted as Exclusive; adopt the tensor itself, so that its tail is reset in each step"
-                )
-        return ""
+    def _tail_faults(self, view: Inputs) -> Iterator[str]:
+        """What is wrong with tails of memory that nobody else was to write."""
+        stage, step = self.runner.parts.stage, info_of(view).step
+        for name, value in self._exclusive.items():
+            slot, tensor = stage.declaration.slots[name], vars(view)[name]
+            number = resolve_value(value, stage.backend.capabilities, step.padded_sizes)
+            for tail in () if tensor is None else tails_of(slot, tensor, step):
+                if first_unequal(tail, torch.full_like(tail, number)) is not None:
+                    yield (
+                        f"the tail of slot {name!r} does not hold {number}: something else writes its memory, which "
+                        "was adopted as Exclusive; adopt the tensor itself, so that its tail is reset in each step"
+                    )
 
     def _changes(self, view: Inputs) -> list[Change]:
         """What has moved, but for what the graph of this step was found not to read."""
-        graphs = self.runner.parts.graphs
-        changes = [] if graphs is None else graphs.holdings.changed()
-        return [one for one in changes if self._key(one, view) not in self._unread]
+        return [one for one in self._graphs.holdings.changed() if self._key(one, view) not in self._unread]
 
     def _key(self, change: Change, view: Inputs) -> tuple[int, str, int]:
         return id(graph_of(self.runner.parts, view)), change.holding.name, change.now.data_ptr()
 
 
-class PoisonProver(Prover):
-    """Replays each step with other values in its tails first: its live rows must not change."""
-
-    mode = POISON
-
-    def look(self, trial: Trial[Any]) -> str:
-        """Name the slot through whose tail a difference came."""
-        return next((one.message for one in Poisoning(trial).findings()), "")
+def _poisoned(trial: Trial[Any]) -> str:
+    """The slot through whose tail live rows changed, if it is replayed with other values there."""
+    return next((one.message for one in Poisoning(trial).findings()), "")
 
 
-class ParityProver(Prover):
-    """Runs each step as it is written first, and replays it beside that: both must do the same, bit by bit."""
-
-    mode = PARITY
-    copies = COPIES
-
-    def look(self, trial: Trial[Any]) -> str:
-        """Tell what the replay did otherwise."""
-        return next((one.message for one in [parity_fault(trial)] if one is not None), "")
+def _unlike(trial: Trial[Any]) -> str:
+    """What a replay did otherwise than the step as it is written, bit by bit."""
+    fault = parity_fault(trial)
+    return "" if fault is None else fault.message
 
 
-WATCHERS.update({one.mode: one for one in (AddressProver, PoisonProver, ParityProver)})
+WATCHERS.update(
+    {
+        ADDRESSES: AddressProver,
+        POISON: functools.partial(Prover, POISON, _poisoned, 1),
+        PARITY: functools.partial(Prover, PARITY, _unlike, COPIES),
+    }
+)
 
 
 @contextlib.contextmanager

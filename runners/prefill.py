@@ -7,7 +7,7 @@ from typing import Any, Unpack, final
 
 from torch import nn
 
-from ..dataflow.axes import BATCH, TOKENS, Axis
+from ..dataflow.axes import BATCH, TOKENS
 from ..dataflow.buffers import Buffers
 from ..dataflow.capabilities import chosen_lowering
 from ..dataflow.errors import ConfigError
@@ -15,10 +15,10 @@ from ..dataflow.ready import Ready
 from .capture import Captured
 from .config import config_of
 from .graph_runner import Finish, GraphRunner, StackArguments
+from .outputs import rows_each
 from .runner import Filled
-from .stacked.capture import capture_stack, live_viewer
+from .stacked.capture import Operator, Splitter, capture_stack, live_viewer
 from .stacked.replay import Stack, stack_step
-from .stacked.splitting import Operator, Splitter
 from .stage import Stage, V, staged
 
 
@@ -39,9 +39,7 @@ class StackRunner(GraphRunner[V]):
         inputs: type[V],
         step: Callable[[V], Any],
         given: Mapping[str, Any],
-        stack: nn.Module | str | None,
-        splitter: Splitter | None,
-        output_rows: Axis | None,
+        splitter: Splitter | None = None,
     ) -> None:
         """Check what is given; `capture` makes the graphs.
 
@@ -49,13 +47,12 @@ class StackRunner(GraphRunner[V]):
             inputs: The declaration class.
             step: Called with its view.
             given: The other arguments.
-            stack: What of the step is captured; None for all of it.
             splitter: What marks its breaks, if not its code.
-            output_rows: The axis that the rows of outputs follow.
 
         """
         config, stage = config_of(type(self), given), Stage.of(inputs, step, **staged(given))
-        self._stack, self._splitter, self.output_rows = find_stack(step, stack), splitter, output_rows
+        axes, self._splitter, self._stack = stage.declaration.axes, splitter, find_stack(step, given.get("stack"))
+        self.output_rows = output_rows = given.get("output_rows", BATCH if BATCH in axes else TOKENS)
         super().__init__(
             config,
             stage,
@@ -66,10 +63,8 @@ class StackRunner(GraphRunner[V]):
             leading=(TOKENS,),
             path="breakable" if splitter is None else "piecewise",
         )
-        self.cuts = output_rows is not None
-        if output_rows not in (TOKENS, BATCH, None):
-            raise ConfigError(f"output_rows is TOKENS, BATCH or None, got {output_rows!r}")
-        if output_rows not in (*stage.declaration.axes, None):
+        self.cuts = rows_each(output_rows, 1) is not None
+        if output_rows not in (*axes, None):
             raise ConfigError(
                 f"output_rows is {output_rows}, which no slot of {stage.declaration.name} has: pass another, or None"
             )
@@ -123,7 +118,7 @@ class PrefillRunner(StackRunner[V]):
         stack: The module within the step that is captured, or a dotted path to it; the whole step where there is none.
             Token slots have a bucket's rows, all of which are executed. Request slots have the batch's, up to
             `max_batch`, and may be read in splits, and outside of the stack.
-        output_rows: TOKENS to cut outputs to the live tokens, BATCH for one row a request, None to get them whole.
+        output_rows: TOKENS, the default, to cut outputs to the live tokens; otherwise as of `BreakableRunner`.
         options: Those of `StackArguments`, as of `DecodeRunner`; buckets are tokens.
     """
 
@@ -133,11 +128,9 @@ class PrefillRunner(StackRunner[V]):
         step: Callable[[V], Any],
         *,
         splits: Collection[Operator],
-        stack: nn.Module | str | None = None,
-        output_rows: Axis | None = TOKENS,
         **options: Unpack[StackArguments],
     ) -> None:
-        super().__init__(inputs, step, options, stack, Splitter(splits), output_rows)
+        super().__init__(inputs, step, {"output_rows": TOKENS, **options}, Splitter(splits))
 
 
 @final
@@ -152,20 +145,13 @@ class BreakableRunner(StackRunner[V]):
         inputs: The declaration class.
         step: Called with its view; it calls the stack once.
         stack: The module within the step that is captured, or a dotted path to it; the whole step where there is none.
-        output_rows: BATCH for one row a request, TOKENS to cut outputs to the live tokens, None to get them whole.
+        output_rows: BATCH for one row a request, TOKENS to cut outputs to the live tokens, None to get them whole. By
+            default BATCH where the declaration has slots over requests, else TOKENS.
         options: Those of `StackArguments`, as of `DecodeRunner`; buckets are tokens.
     """
 
-    def __init__(
-        self,
-        inputs: type[V],
-        step: Callable[[V], Any],
-        *,
-        stack: nn.Module | str | None = None,
-        output_rows: Axis | None = BATCH,
-        **options: Unpack[StackArguments],
-    ) -> None:
-        super().__init__(inputs, step, options, stack, None, output_rows)
+    def __init__(self, inputs: type[V], step: Callable[[V], Any], **options: Unpack[StackArguments]) -> None:
+        super().__init__(inputs, step, options)
 
 
 def find_stack(step: Callable[..., Any], stack: nn.Module | str | None) -> Stack:

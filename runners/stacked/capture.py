@@ -1,12 +1,16 @@
 """Capturing the stack of a step: what of a bucket is captured, on which arguments, and what its graphs may not read."""
 
+import copyreg
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FunctionType, ModuleType
+import re
+import types
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -21,19 +25,22 @@ from ...dataflow.ready import Ready
 from ...dataflow.tails import holds
 from ...dataflow.views import Aliases, ViewInfo, carried, viewer
 from ..capture import Filling, told_as_capture_error
+from ..config import is_collection, refuse
 from ..graphs import Look
-from ..outputs import check_rows
+from ..outputs import check_rows, map_tensors
 from ..running import Running, running, under_way
 from ..stage import Stage, V
 from ..state import State
-from .replay import VALUES, Stack, StackCall, other_object, slots_of
-from .splitting import Splitter, operator_name
+from .replay import VALUES, Stack, StackCall, broken, other_object, slots_of
 
 T = TypeVar("T")
+Operator = str | Callable[..., Any]
+_PLACE: Final = re.compile(r'File "([^"]+)", line (\d+)')
+_OWN: Final = str(Path(__file__).parents[1])
 _LIVE: Final = "live"
 _DEPTH: Final = 5
 """How far into an object tensors are looked for."""
-_CLOSED: Final = (nn.Module, type, ModuleType, FunctionType)
+_CLOSED: Final = (nn.Module, type, types.ModuleType, types.FunctionType)
 """What is not looked into: it has the same tensors in each step."""
 _FIXED: Final = frozenset({"device", "dtype", "layout", "ndim", "dim", "is_cuda", "is_cpu", "requires_grad"})
 """What may be asked of a slot over requests in a graph: it is the same in each step."""
@@ -45,12 +52,9 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
     Copied slots that it does not name hold their pad value. CaptureError where it names what is no copied slot or
     field, ComputeError where it gives a slot what that cannot hold.
     """
-    declaration, capabilities, one = (
-        stage.declaration,
-        stage.backend.capabilities,
-        {BATCH: 1},
-    )  # as where no slot has it
-    values = dict(stage.inputs.placeholder(Step(one | dict(step.live_sizes), one | dict(step.padded_sizes))))
+    declaration, capabilities = stage.declaration, stage.backend.capabilities
+    request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # also where no slot is over those
+    values = dict(stage.inputs.placeholder(request))
     copied = [name for name, slot in declaration.slots.items() if slot.reads(name) is not None]
     for name in values.keys() - {*copied, *declaration.fields, *declaration.disabled}:
         raise CaptureError(f"{declaration.name}.placeholder() names {name!r}, which is no copied slot and no field")
@@ -59,8 +63,8 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
         if name not in absent:
             buffer = buffers[name]
             given[name] = target = torch.empty_like(buffer.view(step.live_sizes))
-            unnamed = buffer.slot, buffers.capacity, capabilities
-            first = values[name] if name in values else initial_value(name, *unnamed)
+            unnamed = name, buffer.slot, buffers.capacity, capabilities
+            first = values[name] if name in values else initial_value(*unnamed)
             if isinstance(first, bool | int | float) and holds(target.dtype, first):
                 target.fill_(first)
             else:
@@ -95,7 +99,7 @@ def capture_stack(
     absent: Absent,
     look: Look,
     *,
-    splitter: Splitter | None,
+    splitter: "Splitter | None",
     output_rows: Axis | None,
 ) -> tuple[StackCall, State]:
     """Run the step on the declaration's placeholder, and make a call of its stack, whose arguments stay in place.
@@ -265,12 +269,9 @@ def tensors_within(holder: Any) -> Iterator[torch.Tensor]:
 
 def parts_of(holder: Any) -> list[Any]:
     """What an object holds, one level down."""
-    if isinstance(holder, Mapping):
-        return [*holder.values()]
-    if isinstance(holder, list | tuple | set):
-        return [*holder]
-    slots = [kind.__dict__.get("__slots__", ()) for kind in type(holder).__mro__]
-    names = [name for some in slots for name in ([some] if isinstance(some, str) else some)]
+    if isinstance(holder, Mapping | list | tuple | set):
+        return [*(holder.values() if isinstance(holder, Mapping) else holder)]
+    names: list[str] = copyreg._slotnames(type(holder))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle has them
     return [*getattr(holder, "__dict__", {}).values(), *(getattr(holder, name, None) for name in names)]
 
 
@@ -279,3 +280,106 @@ def _reads(what: str, slot: str) -> str:
         f"{what} reads slot {slot!r}, whose rows are requests, outside of a break: its graph would hold for one number "
         f"of requests. Read it in a break, which gets each step's own rows when it is handed view.{slot} or the view"
     )
+
+
+class Splitter:
+    """Has a step traced whole by torch.compile, and makes breaks of the named operators in the torch.fx graph.
+
+    The tracer sees every operator without a change to the model, refuses what it cannot follow instead of leaving it
+    out, and serves all sizes of tokens with one trace.
+
+    operators: "namespace::operator" as in `torch.ops`, a python function's name, or either itself.
+    """
+
+    def __init__(self, operators: Collection[Operator]) -> None:
+        known = is_collection(operators) and [one for one in operators if isinstance(one, str) or callable(one)]
+        if not known or len(known) < len(operators):
+            refuse("splits", "names of the operators to cut at, at least one, in a list or tuple", operators)
+        self.names = frozenset(one if isinstance(one, str) else operator_name(one) for one in operators)
+        self._compiled: Callable[..., Any] | None = None
+        self._ran: tuple[fx.GraphModule, tuple[Any, ...], Sequence[Any]] | None = None
+
+    def __call__(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+        """The parts of `run`, always the same function, on these arguments, as a call that gives what it gives.
+
+        Runs it once. CaptureError where it cannot be traced whole, or calls none of the operators.
+        """
+        if self._compiled is None:
+            self._compiled = self._compile(run)
+        self._ran = None
+        try:
+            import torch._dynamo  # noqa: PLC0415 - it takes a second, which a runner without splits need not wait
+
+            # floats stay as they are: the host would read back the tensors which the tracer makes of them
+            values = torch._dynamo.config.patch(specialize_float=True)  # noqa: SLF001 - where torch documents it
+            with warnings.catch_warnings(), values:
+                warnings.simplefilter("ignore")  # the tracer's own remarks
+                outputs = self._compiled(*args, **kwargs)
+        except CaptureError:
+            raise
+        except Exception as error:
+            inner = getattr(error, "inner_exception", None)  # what the tracer makes of a refusal by `_cut`
+            if isinstance(inner, CaptureError):
+                raise inner from None
+            raise CaptureError(f"the step could not be traced whole: {_told(error)}") from error
+        if self._ran is None:
+            raise CaptureError("the step could not be traced: it calls no operator of torch")
+        module, given, returned = self._ran
+        known = {id(value): place for place, value in enumerate(returned)}
+
+        def call() -> Any:
+            made = module(*given)
+            return map_tensors(outputs, lambda tensor: made[known[id(tensor)]] if id(tensor) in known else tensor)
+
+        return call
+
+    def _compile(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            return run(*args, **kwargs)
+
+        # The tracer keeps what it learned by code object: one of its own for each step.
+        own = types.FunctionType(entry.__code__.replace(), entry.__globals__, "entry", None, entry.__closure__)
+        compiled: Callable[..., Any] = torch.compile(own, backend=self._cut, fullgraph=True, dynamic=True)
+        return compiled
+
+    def _cut(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """What torch.compile hands over, with breaks."""
+        seen = set[str]()
+        for node in module.graph.nodes:
+            if node.op in {"call_function", "call_method"}:
+                body = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+                name = operator_name(body)
+                seen.add(name)
+                if name in self.names:
+                    node.op, node.target = "call_function", broken(name, body)
+        if not seen & self.names:
+            named, called = ", ".join(sorted(self.names)), ", ".join(sorted(seen)) or "no operator of torch"
+            raise CaptureError(f"splits names {named}, and the step calls none of them, but {called}")
+        module.recompile()
+
+        def run(*given: Any) -> Any:
+            outputs = module(*given)
+            self._ran = module, given, outputs
+            return outputs
+
+        return run
+
+
+def operator_name(target: Any) -> str:
+    """An operator's name, "namespace::operator"; of a function in Python its own."""
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):  # noqa: SLF001 - no public names
+        return "::".join(str(target).split(".")[:2])
+    return str(getattr(target, "_qualname", getattr(target, "__name__", target)))  # the first of a custom operator
+
+
+def _told(error: BaseException) -> str:
+    """What the tracer could not follow, where, and what to do about it if that is known."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {' '.join(lines[:3])}"
+    for file, line in [one for one in _PLACE.findall(str(error)) if not one[0].startswith(_OWN)][-1:]:
+        text += f" (in {file}, line {line})"
+    if "ContextVar" in text:
+        text += (
+            "; what asks for the step that runs, as graph_break and current_view do, belongs in an operator of splits"
+        )
+    return text

@@ -166,14 +166,12 @@ class Break:
         if structure != self._answered:
             raise ReplayError(f"break {self._name!r} returned another structure than at capture")
         for number, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
-            found = f"break {self._name!r}: result {number} is {_text(leaf)}"
-            if isinstance(place, torch.Tensor):
-                if not isinstance(leaf, torch.Tensor) or leaf.shape != place.shape or leaf.dtype != place.dtype:
-                    raise ReplayError(f"{found}, and was {_text(place)} at capture")
+            if isinstance(place, torch.Tensor) and isinstance(leaf, torch.Tensor) and _FACTS(leaf) == _FACTS(place):
                 place.copy_(leaf)
-            elif isinstance(leaf, torch.Tensor) or (leaf is not place and bool(leaf != place)):
+            elif isinstance(place, torch.Tensor) or type(leaf) is not type(place) or leaf != place:
                 raise ReplayError(
-                    f"{found}, and the graphs after it were captured with {place!r}: return what changes as a tensor"
+                    f"break {self._name!r}: result {number} is {_text(leaf)}, and was {_text(place)} at capture: "
+                    "return what changes as a tensor of one shape"
                 )
 
 
@@ -271,7 +269,7 @@ class StackCall:
         with torch.no_grad(), stage.lent(self.own):
             return under_way(self.at_capture(stage.backend), lambda: self.run(*args, **kwargs))
 
-    def take(  # noqa: C901, PLR0912 - in one piece, for each step's sake
+    def take(  # noqa: C901 - in one piece, for each step's sake
         self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running
     ) -> list[Any]:
         """Move a step's arguments to where the graphs read them, and have its breaks find what stands for what.
@@ -288,25 +286,21 @@ class StackCall:
             now[key] = values[name]
         for place, kept in enumerate(self.leaves):
             leaf = leaves[place]
-            if kept is shown:
-                if leaf is not view:
-                    raise _refused(place, "was the step's own view at capture, and is another one now")
-            elif place in read:
-                if leaf is kept:
+            if kept is shown or place in read:
+                if leaf is (view if kept is shown else kept):
                     continue
                 if not isinstance(kept, torch.Tensor):
                     raise ReplayError(other_object(place, kept))
                 if not isinstance(leaf, torch.Tensor) or _FACTS(leaf) != _FACTS(kept):
-                    raise _refused(place, f"is {_text(leaf)}, and its graphs read {_text(kept)}")
+                    raise _changed(place, leaf, kept)
                 if leaf.data_ptr() != kept.data_ptr() or leaf.stride() != kept.stride():
                     if place in self._inside:
-                        raise _refused(place, "was a slot at capture, which graphs read, and is other memory now")
+                        raise ReplayError(other_object(place, kept))
                     kept.copy_(leaf)
             elif not isinstance(kept, VALUES):
                 now[id(kept)] = leaf
             elif type(leaf) is not type(kept) or leaf != kept:
-                captured = f"is {_text(leaf)}, and its graphs were captured with {kept!r}"
-                raise _refused(place, f"{captured}: hand over what changes as a tensor, or in the view")
+                raise _changed(place, leaf, kept)
         now[id(shown)] = view
         step.now = now
         return leaves
@@ -319,15 +313,18 @@ class StackCall:
                 leaf.copy_(kept)
 
 
-def _refused(place: int, why: str) -> ReplayError:
-    return ReplayError(f"argument {place} of the stack {why}")
+def _changed(place: int, leaf: Any, kept: Any) -> ReplayError:
+    return ReplayError(
+        f"argument {place} of the stack is {_text(leaf)}, and was {_text(kept)} at capture: hand over what changes as "
+        "a tensor of one shape, or in the view"
+    )
 
 
 def other_object(place: int, kept: Any) -> str:
     """Why a graph does not go with an argument that is made anew in each step."""
     return (
-        f"argument {place} of the stack, of type {type(kept).__name__}, is another object in each step, and graphs "
-        "read a tensor inside of it: hand that over as an argument of its own, or read it in a break"
+        f"argument {place} of the stack, of type {type(kept).__name__}, is another one than at capture, and graphs "
+        "read the memory of that: hand over its tensors as arguments of their own, or read it in a break"
     )
 
 

@@ -183,6 +183,7 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "inputs": lambda value: value is Fed,
     "step": callable,
     "forward": callable,
+    "width": lambda value: type(value) is int and value > 0,
 }
 """What of the junk makes sense."""
 
