@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import attrs
 import torch
 
 from ..dataflow import log
@@ -20,12 +21,14 @@ from .check.replays import COPIES, Poisoning, parity_fault
 from .check.trial import Together, Trial, unwatched
 from .comparison import graph_of, info_of, state_on, tails_of
 from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
+from .graphs import GraphSet
 from .holdings import Change
 from .hooks import WATCHERS, Watcher, watchers_of
 from .runner import Runner
 from .state import State
 
 
+@attrs.define(eq=False)
 class Prover(Watcher):
     """Looks at each step that a graph takes, and keeps what the step changes outside of its slots.
 
@@ -37,24 +40,32 @@ class Prover(Watcher):
         look: Says what is wrong with a step that is about to run; nothing, if it is sound.
         copies: Copies of the state that a look needs at once.
         runner: The runner.
-        state: What its steps change. By default it is found on the first step of each bucket.
+        given: The state, what its steps change. By default it is found on the first step of each bucket.
     """
 
-    def __init__(
-        self, mode: str, look: Callable[[Trial[Any]], str], copies: int, runner: Runner[Any], state: State | None = None
-    ) -> None:
-        graphs = runner.parts.graphs
-        if graphs is None:
-            raise ConfigError(f"debug mode {mode} looks at graphs, and this {runner.parts.name} has none")
-        self.runner = runner
-        self.off = False
-        self.together = Together(runner.parts.coordinator)
-        self._graphs = graphs
-        self._mode, self._look, self._copies, self._given = mode, look, copies, state
-        self._found: dict[int, State] = {}
-        self._skipped: set[str] = set()
-        self._batch: Sample | None = None
-        self._filled: tuple[Inputs, int] | None = None
+    mode: str
+    look: Callable[[Any, Trial[Any]], str]
+    copies: int
+    runner: Runner[Any]
+    given: State | None = None
+    off: bool = False
+    graphs: GraphSet[Any] = attrs.field(init=False)
+    _found: dict[int, State] = attrs.field(init=False, factory=dict)
+    _skipped: set[str] = attrs.field(init=False, factory=set)
+    _batch: Sample | None = attrs.field(init=False, default=None)
+    _filled: tuple[Inputs, int] | None = attrs.field(init=False, default=None)
+    _unread: set[tuple[int, str, int]] = attrs.field(init=False, factory=set)
+
+    @graphs.default
+    def _its_graphs(self) -> GraphSet[Any]:
+        if self.runner.graphs is None:
+            raise ConfigError(f"debug mode {self.mode} looks at graphs, and this {self.runner.parts.name} has none")
+        return self.runner.graphs
+
+    @property
+    def together(self) -> Together:
+        """The runner's ranks."""
+        return Together(self.runner.parts.coordinator)
 
     def before_fill(self, batch: Any, side: Side) -> None:
         """Keep the batch, to fill it anew after a look that broke off."""
@@ -62,39 +73,39 @@ class Prover(Watcher):
 
     def filled(self, view: Inputs) -> None:
         """Keep the view. The runner refuses all others."""
-        self._filled = view, self._graphs.buffers.turn.others
+        self._filled = view, self.graphs.buffers.turn.others
 
     def before_replay(self, view: Inputs) -> None:
         """Look at a step before it runs, unless the runner is about to refuse it. All ranks do, or none."""
-        last, others = self._filled or (view, self._graphs.buffers.turn.others)
-        refused = view is not last or self._graphs.buffers.turn.others != others
+        last, others = self._filled or (view, self.graphs.buffers.turn.others)
+        refused = view is not last or self.graphs.buffers.turn.others != others
         graph = None if self.off or refused else graph_of(self.runner.parts, view)
         if self.together.any(graph is None):
             return
         state = self._state_for(view, graph)
         if state is not None:
             with unwatched(self.runner.watch):
-                message = self._look(Trial(self.runner, view, state, self._batch))
+                message = self.look(self, Trial(self.runner, view, state, self._batch))
             self.judge(message)
 
     def _state_for(self, view: Inputs, graph: Captured | None) -> State | None:
         """The state of a step. None if there is no room for copies, on some rank."""
-        state = self._given or self._found.get(id(graph))
+        state = self.given or self._found.get(id(graph))
         is_sought = self.together.any(state is None)
         try:
             if is_sought:
                 found = state_on(self.runner.parts, view)
                 state = self._found[id(graph)] = state or found
             if state is not None:
-                state.check_room(self._copies)
+                state.check_room(self.copies)
         except CheckError as error:
             self.off, state = True, None
-            log.warning("debug_off", runner=self.runner.parts.name, mode=self._mode, reason=str(error))
+            log.warning("debug_off", runner=self.runner.parts.name, mode=self.mode, reason=str(error))
         except Exception as error:  # noqa: BLE001 - a step may not bear to be looked at, which is no fault of its graph
             state, reason = None, f"{type(error).__name__}: {error}"
             if reason not in self._skipped:
                 self._skipped.add(reason)
-                log.warning("debug_skipped", runner=self.runner.parts.name, mode=self._mode, reason=reason)
+                log.warning("debug_skipped", runner=self.runner.parts.name, mode=self.mode, reason=reason)
         return None if self.together.any(state is None) else state
 
     def judge(self, message: str) -> None:
@@ -102,27 +113,21 @@ class Prover(Watcher):
         first = self.together.first(message)
         if first is None:
             return
-        self._graphs.buffers.distrust()
-        raise CheckError(f"debug mode {self._mode}: {message or f'rank {first[0]} found: {first[1]}'}")
+        self.graphs.buffers.distrust()
+        raise CheckError(f"debug mode {self.mode}: {message or f'rank {first[0]} found: {first[1]}'}")
 
 
 class AddressProver(Prover):
     """Looks whether what the step holds (closures, globals, attributes, weights) lies where it lay at capture."""
 
-    def __init__(self, runner: Runner[Any], state: State | None = None) -> None:
-        super().__init__(ADDRESSES, self._readers, 1, runner, state)
-        self._unread: set[tuple[int, str, int]] = set()
-        own = [b for b in self._graphs.buffers if b.adopted and not (b.foreign or b.slot.rewritten)]
-        self._exclusive = {b.name: rule.value for b in own if isinstance(rule := b.slot.rule(), Pad)}
-
     def before_replay(self, view: Inputs) -> None:
         """Look at the state only if something has moved, on some rank, which is rare."""
-        if self._exclusive:
-            self.judge(next(self._tail_faults(view), ""))
-        if self.together.any(bool(self._changes(view))):
+        fault = next(self._tail_faults(view), "")
+        if self.together.any(bool(fault or self._changes(view))):
+            self.judge(fault)
             super().before_replay(view)
 
-    def _readers(self, trial: Trial[Any]) -> str:
+    def read(self, trial: Trial[Any]) -> str:
         """Name a tensor that has moved, and the operator that reads it."""
         changes = self._changes(trial.view)
         told = readers(trial, changes)
@@ -131,43 +136,42 @@ class AddressProver(Prover):
 
     def _tail_faults(self, view: Inputs) -> Iterator[str]:
         """What is wrong with tails of memory that nobody else was to write."""
-        stage, step = self.runner.parts.stage, info_of(view).step
-        for name, value in self._exclusive.items():
-            slot, tensor = stage.declaration.slots[name], vars(view)[name]
-            number = resolve_value(value, stage.backend.capabilities, step.padded_sizes)
-            for tail in () if tensor is None else tails_of(slot, tensor, step):
+        capabilities, step = self.runner.parts.stage.backend.capabilities, info_of(view).step
+        for buffer in self.graphs.buffers:
+            slot, tensor, rule = buffer.slot, vars(view)[buffer.name], buffer.slot.rule()
+            is_own = buffer.adopted and not (buffer.foreign or slot.rewritten)
+            if tensor is None or not is_own or not isinstance(rule, Pad):
+                continue
+            number = resolve_value(rule.value, capabilities, step.padded_sizes)
+            for tail in tails_of(slot, tensor, step):
                 if first_unequal(tail, torch.full_like(tail, number)) is not None:
                     yield (
-                        f"the tail of slot {name!r} does not hold {number}: something else writes its memory, which "
-                        "was adopted as Exclusive; adopt the tensor itself, so that its tail is reset in each step"
+                        f"the tail of slot {buffer.name!r} does not hold {number}: something else writes its memory, "
+                        "which was adopted as Exclusive; adopt the tensor itself, so that each step resets the tail"
                     )
 
     def _changes(self, view: Inputs) -> list[Change]:
         """What has moved, but for what the graph of this step was found not to read."""
-        return [one for one in self._graphs.holdings.changed() if self._key(one, view) not in self._unread]
+        return [one for one in self.graphs.holdings.changed() if self._key(one, view) not in self._unread]
 
     def _key(self, change: Change, view: Inputs) -> tuple[int, str, int]:
         return id(graph_of(self.runner.parts, view)), change.holding.name, change.now.data_ptr()
 
 
-def _poisoned(trial: Trial[Any]) -> str:
+def _poisoned(_: Prover, trial: Trial[Any]) -> str:
     """The slot through whose tail live rows changed, if it is replayed with other values there."""
     return next((one.message for one in Poisoning(trial).findings()), "")
 
 
-def _unlike(trial: Trial[Any]) -> str:
+def _unlike(_: Prover, trial: Trial[Any]) -> str:
     """What a replay did otherwise than the step as it is written, bit by bit."""
     fault = parity_fault(trial)
     return "" if fault is None else fault.message
 
 
-WATCHERS.update(
-    {
-        ADDRESSES: AddressProver,
-        POISON: functools.partial(Prover, POISON, _poisoned, 1),
-        PARITY: functools.partial(Prover, PARITY, _unlike, COPIES),
-    }
-)
+WATCHERS[ADDRESSES] = functools.partial(AddressProver, ADDRESSES, AddressProver.read, 1)
+WATCHERS[POISON] = functools.partial(Prover, POISON, _poisoned, 1)
+WATCHERS[PARITY] = functools.partial(Prover, PARITY, _unlike, COPIES)
 
 
 @contextlib.contextmanager

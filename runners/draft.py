@@ -1,8 +1,9 @@
 """The draft runners: a tree drafted in one graph, and what takes in the accepted tokens to begin the next one."""
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, TypeAlias, Unpack, final
+from typing import Any, Final, TypeAlias, Unpack, final
 
 import attrs
 import torch
@@ -76,39 +77,31 @@ class DraftRunner(RequestRunner[V]):
         check_step("forward", forward, "the view and a DraftStep")
         advances = _advancing(declaration_of(inputs))
         self.topk, self.steps = topk, steps
-        step = _Drafting(forward, topk, steps, advances)
+        step = functools.partial(_drafted, forward, topk, steps, advances)
         super().__init__(inputs, step, options, output_rows=BATCH, known={TOPK: topk, STEPS: steps}, width=topk)
 
 
-@attrs.frozen(eq=False)
-class _Drafting(Generic[V]):
+def _drafted(forward: Forward[V], topk: int, steps: int, advances: Sequence[str], view: V) -> Drafts:
     """What is captured: every step, and the choice of the nodes that the next one goes on from."""
-
-    forward: Forward[V]
-    topk: int
-    steps: int
-    advances: Sequence[str]
-
-    def __call__(self, view: V) -> Drafts:
-        slots = view.__dict__
-        frontier = Frontier.begin(slots["topk_p"], slots["topk_index"])
-        shape, staged, hidden = (-1, self.topk, self.topk), slots.get(_IDS), slots.get("hidden_states")
-        if hidden is not None:
-            hidden = hidden[:, None].expand(-1, self.topk, *hidden.shape[1:]).flatten(0, 1)
-        for index in range(self.steps - 1):
-            ids = frontier.tokens.flatten()
-            step = DraftStep(index, ids if staged is None else staged.copy_(ids), hidden, frontier.branches)
-            logits, hidden = _checked(self.forward(view, step), step, self.topk)
-            for name in self.advances:
-                if slots[name] is not None:
-                    slots[name].add_(1)
-            shares, tokens = top_tokens(logits, self.topk)
-            frontier = frontier.grow(shares.view(shape), tokens.view(shape))
-            if hidden is not None:  # of the nodes that are gone on from
-                rows = frontier.branches[:, :, -1]
-                first = torch.arange(len(rows), device=hidden.device)[:, None] * self.topk
-                hidden = hidden.index_select(0, (rows + first).flatten())
-        return frontier.drafts()
+    slots = view.__dict__
+    frontier = Frontier.begin(slots["topk_p"], slots["topk_index"])
+    shape, staged, hidden = (-1, topk, topk), slots.get(_IDS), slots.get("hidden_states")
+    if hidden is not None:
+        hidden = hidden[:, None].expand(-1, topk, *hidden.shape[1:]).flatten(0, 1)
+    for index in range(steps - 1):
+        ids = frontier.tokens.flatten()
+        step = DraftStep(index, ids if staged is None else staged.copy_(ids), hidden, frontier.branches)
+        logits, hidden = _checked(forward(view, step), step, topk)
+        for name in advances:
+            if slots[name] is not None:
+                slots[name].add_(1)
+        shares, tokens = top_tokens(logits, topk)
+        frontier = frontier.grow(shares.view(shape), tokens.view(shape))
+        if hidden is not None:  # of the nodes that are gone on from
+            rows = frontier.branches[:, :, -1]
+            first = torch.arange(len(rows), device=hidden.device)[:, None] * topk
+            hidden = hidden.index_select(0, (rows + first).flatten())
+    return frontier.drafts()
 
 
 def _checked(returned: Any, step: DraftStep, topk: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -188,7 +181,7 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
     ) -> None:
         chained = checked_names("chained", chained)
         _check_chained(declaration_of(inputs), steps, chained)
-        step = _Chain(tuple(steps), chained, self._at_first)
+        step = functools.partial(_in_chain, tuple(steps), chained, self._at_first)
         super().__init__(inputs, step, {**options, "width": width}, output_rows=BATCH)
 
     def _at_first(self, name: str) -> Any:
@@ -197,20 +190,15 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
         return initial_value(name, stage.declaration.slots[name], self._capacity, stage.backend.capabilities)
 
 
-@attrs.frozen(eq=False)
-class _Chain(Generic[V]):
+def _in_chain(
+    steps: Sequence[ChainedStep[V]], chained: Sequence[str], at_first: Callable[[str], Any], view: V
+) -> tuple[Any, ...]:
     """What is captured: every step on its own view. at_first: what the rows of a later one's slots hold at first."""
-
-    steps: Sequence[ChainedStep[V]]
-    chained: Sequence[str]
-    at_first: Callable[[str], Any]
-
-    def __call__(self, view: V) -> tuple[Any, ...]:
-        views = [view, *(copy.copy(view) for _ in self.steps[1:])]
-        there = [name for name in self.chained if view.__dict__[name] is not None]
-        for own in views[1:]:
-            own.__dict__.update({name: torch.full_like(own.__dict__[name], self.at_first(name)) for name in there})
-        return tuple(step(own, after) for step, own, after in zip(self.steps, views, [*views[1:], None], strict=True))
+    views = [view, *(copy.copy(view) for _ in steps[1:])]
+    there = [name for name in chained if view.__dict__[name] is not None]
+    for own in views[1:]:
+        own.__dict__.update({name: torch.full_like(own.__dict__[name], at_first(name)) for name in there})
+    return tuple(step(own, after) for step, own, after in zip(steps, views, [*views[1:], None], strict=True))
 
 
 def _check_chained(declaration: Declaration, steps: Sequence[Callable[..., Any]], chained: Sequence[str]) -> None:

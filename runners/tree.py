@@ -143,17 +143,13 @@ def accept(tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, s
     tokens, parents [requests, nodes]: the tree's. targets [requests, nodes] int64: what the target chose after each
     node, the largest of its logits. Rows of padding walk too, and harm no one.
     """
-    node = torch.zeros_like(targets[:, :1])
-    path, going = [node], torch.ones_like(node, dtype=torch.bool)
-    counts = torch.zeros_like(node)
+    path = [torch.zeros_like(targets[:, :1])]
     for _ in range(steps):
+        node = path[-1]
         right = (parents == node) & (tokens == targets.gather(1, node))
-        going = going & right.any(dim=1, keepdim=True)
-        node = torch.where(going, right.int().argmax(dim=1, keepdim=True), node)
-        counts = counts + going
-        path.append(node)
+        path.append(torch.where(right.any(1, keepdim=True), right.int().argmax(1, keepdim=True), node))
     nodes = torch.cat(path, dim=1)
-    return Accepted(counts[:, 0], nodes, targets.gather(1, nodes))
+    return Accepted((nodes[:, 1:] != nodes[:, :-1]).sum(1), nodes, targets.gather(1, nodes))
 
 
 def _sound(shares: torch.Tensor) -> torch.Tensor:
