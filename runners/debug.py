@@ -22,10 +22,9 @@ from .check.trial import Together, Trial, unwatched
 from .comparison import graph_of, info_of, state_on, tails_of
 from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
 from .graphs import GraphSet
-from .holdings import Change
 from .hooks import WATCHERS, Watcher, watchers_of
 from .runner import Runner
-from .state import State
+from .state import Change, State
 
 
 @attrs.define(eq=False)
@@ -59,13 +58,13 @@ class Prover(Watcher):
     @graphs.default
     def _its_graphs(self) -> GraphSet[Any]:
         if self.runner.graphs is None:
-            raise ConfigError(f"debug mode {self.mode} looks at graphs, and this {self.runner.parts.name} has none")
+            raise ConfigError(f"debug mode {self.mode} looks at graphs, and this {self.runner.name} has none")
         return self.runner.graphs
 
     @property
     def together(self) -> Together:
         """The runner's ranks."""
-        return Together(self.runner.parts.coordinator)
+        return Together(self.runner.coordinator)
 
     def before_fill(self, batch: Any, side: Side) -> None:
         """Keep the batch, to fill it anew after a look that broke off."""
@@ -79,7 +78,7 @@ class Prover(Watcher):
         """Look at a step before it runs, unless the runner is about to refuse it. All ranks do, or none."""
         last, others = self._filled or (view, self.graphs.buffers.turn.others)
         refused = view is not last or self.graphs.buffers.turn.others != others
-        graph = None if self.off or refused else graph_of(self.runner.parts, view)
+        graph = None if self.off or refused else graph_of(self.runner, view)
         if self.together.any(graph is None):
             return
         state = self._state_for(view, graph)
@@ -94,18 +93,18 @@ class Prover(Watcher):
         is_sought = self.together.any(state is None)
         try:
             if is_sought:
-                found = state_on(self.runner.parts, view)
+                found = state_on(self.runner, view)
                 state = self._found[id(graph)] = state or found
             if state is not None:
                 state.check_room(self.copies)
         except CheckError as error:
             self.off, state = True, None
-            log.warning("debug_off", runner=self.runner.parts.name, mode=self.mode, reason=str(error))
+            log.warning("debug_off", runner=self.runner.name, mode=self.mode, reason=str(error))
         except Exception as error:  # noqa: BLE001 - a step may not bear to be looked at, which is no fault of its graph
             state, reason = None, f"{type(error).__name__}: {error}"
             if reason not in self._skipped:
                 self._skipped.add(reason)
-                log.warning("debug_skipped", runner=self.runner.parts.name, mode=self.mode, reason=reason)
+                log.warning("debug_skipped", runner=self.runner.name, mode=self.mode, reason=reason)
         return None if self.together.any(state is None) else state
 
     def judge(self, message: str) -> None:
@@ -136,7 +135,7 @@ class AddressProver(Prover):
 
     def _tail_faults(self, view: Inputs) -> Iterator[str]:
         """What is wrong with tails of memory that nobody else was to write."""
-        capabilities, step = self.runner.parts.stage.backend.capabilities, info_of(view).step
+        capabilities, step = self.runner.stage.backend.capabilities, info_of(view).step
         for buffer in self.graphs.buffers:
             slot, tensor, rule = buffer.slot, vars(view)[buffer.name], buffer.slot.rule()
             is_own = buffer.adopted and not (buffer.foreign or slot.rewritten)
@@ -155,7 +154,7 @@ class AddressProver(Prover):
         return [one for one in self.graphs.holdings.changed() if self._key(one, view) not in self._unread]
 
     def _key(self, change: Change, view: Inputs) -> tuple[int, str, int]:
-        return id(graph_of(self.runner.parts, view)), change.holding.name, change.now.data_ptr()
+        return id(graph_of(self.runner, view)), change.holding.name, change.now.data_ptr()
 
 
 def _poisoned(_: Prover, trial: Trial[Any]) -> str:
@@ -186,7 +185,7 @@ def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] 
     others = sorted(modes - WATCHERS.keys())
     if others:
         raise ConfigError(f"debug mode {others[0]!r} is part of how a runner is made: give it debug={others[0]!r}")
-    given = None if state is None else State.of(runner.parts.stage.backend, state)
+    given = None if state is None else State.of(runner.stage.backend, state)
     made = watchers_of(runner, modes, given)
     for watcher in made:
         runner.watch.add(watcher)

@@ -13,8 +13,7 @@ from ..dataflow.computation import initial_value
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
 from .config import check_step, checked_names, declaration_of
-from .decode import RequestRunner
-from .graph_runner import DraftArguments, ExtendArguments
+from .decode import DraftArguments, ExtendArguments, RequestRunner
 from .stage import V
 from .standard.counts import STEPS, TOPK
 from .tree import Drafts, Frontier, top_tokens

@@ -14,12 +14,12 @@ from ..dataflow.errors import ConfigError
 from ..dataflow.ready import Ready
 from .capture import Captured
 from .config import config_of
-from .graph_runner import Finish, GraphRunner, StackArguments
+from .decode import Finish, GraphRunner, StackArguments
 from .outputs import rows_each
 from .runner import Filled
 from .stacked.capture import Operator, Splitter, capture_stack, live_viewer
 from .stacked.replay import Stack, stack_step
-from .stage import Stage, V, staged
+from .stage import Stage, V
 
 
 class StackRunner(GraphRunner[V]):
@@ -50,7 +50,7 @@ class StackRunner(GraphRunner[V]):
             splitter: What marks its breaks, if not its code.
 
         """
-        config, stage = config_of(type(self), given), Stage.of(inputs, step, **staged(given))
+        config, stage = config_of(type(self), given), Stage.of(inputs, step, **given)
         axes, self._splitter, self._stack = stage.declaration.axes, splitter, find_stack(step, given.get("stack"))
         self.output_rows = output_rows = given.get("output_rows", BATCH if BATCH in axes else TOKENS)
         super().__init__(
@@ -96,7 +96,7 @@ class StackRunner(GraphRunner[V]):
             raise
 
     def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
-        rows, counted = self._rows(captured, filled), self._tally.repeated[captured.rows, filled.rows]
+        rows, counted = self._rows(captured, filled), self.tally.repeated[captured.rows, filled.rows]
         return stack_step(self.graphs, self._stack, captured, *rows, self._viewer(ready), counted)
 
     def _rows(self, captured: Captured, filled: Filled[V]) -> tuple[int | None, int | None]:

@@ -130,7 +130,7 @@ def capture_stack(
                 raise CaptureError(f"{stack.wrong_calls(len(calls))}: it is captured for one call a step")
 
         state = look(whole)
-        call = StackCall(stage, code, calls[0], view, shown, buffers.holds)
+        call = StackCall(stage.backend, code, calls[0], view, shown, buffers.holds)
         with state.kept():
             _watch(call, stage, buffers, frozenset() if splitter is None else splitter.names)
             objects = [place for place in sorted(call.read) if not isinstance(call.leaves[place], torch.Tensor)]
@@ -141,9 +141,7 @@ def capture_stack(
                     if again[place] is not call.leaves[place]:
                         raise CaptureError(other_object(place, call.leaves[place]))
             if splitter is not None:
-                args, kwargs = call.arguments()
-                with stage.lent(view):
-                    parts = under_way(call.at_capture(), splitter, code, args, kwargs)
+                parts = under_way(call.at_capture(), splitter, code, *call.arguments())
                 call.run = lambda *_, **__: parts()  # which hold their arguments already
         if output_rows is not None:  # the placeholder is one request
             by_request = 1, "request of the placeholder"
@@ -164,7 +162,7 @@ def _watch(call: StackCall, stage: Stage[Any], buffers: Buffers, breaks: frozens
     args, kwargs = call.arguments()
     run = functools.partial(run_under, watch, lambda: call.run(*args, **kwargs))
     try:
-        with stage.lent(call.own), compiled_eagerly():
+        with compiled_eagerly():
             under_way(call.at_capture(), run_under, fence, run)
     except CaptureError as error:
         if not breaks:

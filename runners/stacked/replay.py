@@ -194,14 +194,13 @@ class Stack:
 
     def run(self, stage: Stage[Any], view: Any, answer: Callable[..., Any]) -> Any:
         """Run a step with `answer` in the place of what is captured."""
-        is_plain = not (stage.lend or stage.restored)
         if self.module is None:
-            return answer(view) if is_plain else stage.run(view, answer)
+            return stage.run(view, answer) if stage.restored else answer(view)
         own = self.module.__dict__
         before = own.get("forward")
         own["forward"] = answer
         try:
-            return stage.step(view) if is_plain else stage.run(view)
+            return stage.run(view) if stage.restored else stage.step(view)
         finally:
             if before is None:
                 del own["forward"]
@@ -222,7 +221,7 @@ class StackCall:
 
     def __init__(
         self,
-        stage: Stage[Any],
+        backend: Backend,
         run: Callable[..., Any],
         arguments: tuple[Sequence[Any], Mapping[str, Any]],
         own: Inputs,
@@ -232,7 +231,7 @@ class StackCall:
         self.run = run
         self.view = view
         self.own = own
-        self._stage = stage
+        self._backend = backend
         args, kwargs = arguments
         leaves, self._structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
         given = (*args, *kwargs.values())
@@ -263,11 +262,10 @@ class StackCall:
     def __call__(self) -> Any:
         """Run it as it is captured, and as a backend without graphs replays it."""
         step, (args, kwargs) = running(), self.arguments()
-        if step is not None and id(self.view) in step.now:  # a replay, which lends its own slots
+        if step is not None and id(self.view) in step.now:  # a replay
             return self.run(*args, **kwargs)
-        stage = self._stage
-        with torch.no_grad(), stage.lent(self.own):
-            return under_way(self.at_capture(stage.backend), lambda: self.run(*args, **kwargs))
+        with torch.no_grad():
+            return under_way(self.at_capture(self._backend), lambda: self.run(*args, **kwargs))
 
     def take(  # noqa: C901 - in one piece, for each step's sake
         self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running

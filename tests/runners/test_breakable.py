@@ -21,7 +21,7 @@ def test_ways_to_name_the_stack(backend: Backend) -> None:
     outputs, batch = [], batch_of([1, 2], 1, backend.device)
     for step, stack in ((model := Model(), "inner"), (model, model.inner), (model.hidden, None)):
         model.to(backend.device)
-        rows = {} if stack else {"output_rows": TOKENS}
+        rows: Any = {} if stack else {"output_rows": TOKENS}
         runner = BreakableRunner(Prefill, step, stack=stack, buckets=[4], backend=backend, progress=False, **rows)
         runner.capture()
         assert runner.decide(batch).path == "breakable"
