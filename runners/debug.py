@@ -55,11 +55,11 @@ class Prover(Watcher):
     _filled: tuple[Inputs, int] | None = attrs.field(init=False, default=None)
     _unread: set[tuple[int, str, int]] = attrs.field(init=False, factory=set)
 
-    @graphs.default
-    def _its_graphs(self) -> GraphSet[Any]:
+    def __attrs_post_init__(self) -> None:
+        """ConfigError where the runner has no graphs."""
         if self.runner.graphs is None:
             raise ConfigError(f"debug mode {self.mode} looks at graphs, and this {self.runner.name} has none")
-        return self.runner.graphs
+        self.graphs = self.runner.graphs
 
     @property
     def together(self) -> Together:

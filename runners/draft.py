@@ -196,7 +196,7 @@ def _in_chain(
     views = [view, *(copy.copy(view) for _ in steps[1:])]
     there = [name for name in chained if view.__dict__[name] is not None]
     for own in views[1:]:
-        own.__dict__.update({name: torch.full_like(own.__dict__[name], at_first(name)) for name in there})
+        vars(own).update({name: torch.full_like(vars(own)[name], at_first(name)) for name in there})
     return tuple(step(own, after) for step, own, after in zip(steps, views, [*views[1:], None], strict=True))
 
 

@@ -295,7 +295,7 @@ class Splitter:
             refuse("splits", "names of the operators to cut at, at least one, in a list or tuple", operators)
         self.names = frozenset(one if isinstance(one, str) else operator_name(one) for one in operators)
         self._compiled: Callable[..., Any] | None = None
-        self._ran: tuple[fx.GraphModule, tuple[Any, ...], Sequence[Any]] | None = None
+        self._runs: list[tuple[fx.GraphModule, tuple[Any, ...], Sequence[Any]]] = []
 
     def __call__(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
         """The parts of `run`, always the same function, on these arguments, as a call that gives what it gives.
@@ -304,7 +304,7 @@ class Splitter:
         """
         if self._compiled is None:
             self._compiled = self._compile(run)
-        self._ran = None
+        self._runs.clear()
         try:
             import torch._dynamo  # noqa: PLC0415 - it takes a second, which a runner without splits need not wait
 
@@ -320,9 +320,9 @@ class Splitter:
             if isinstance(inner, CaptureError):
                 raise inner from None
             raise CaptureError(f"the step could not be traced whole: {_told(error)}") from error
-        if self._ran is None:
+        if not self._runs:
             raise CaptureError("the step could not be traced: it calls no operator of torch")
-        module, given, returned = self._ran
+        module, given, returned = self._runs[-1]
         known = {id(value): place for place, value in enumerate(returned)}
 
         def call() -> Any:
@@ -357,7 +357,7 @@ class Splitter:
 
         def run(*given: Any) -> Any:
             outputs = module(*given)
-            self._ran = module, given, outputs
+            self._runs.append((module, given, outputs))
             return outputs
 
         return run
