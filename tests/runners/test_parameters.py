@@ -272,7 +272,7 @@ def test_no_part_of_a_parameter(inner: str) -> None:
 def test_parameter_cannot_be_chained() -> None:
     """Steps of one graph have one value: no step has a parameter of its own."""
     known: dict[str, Any] = {"width": 2, "settings": {"sparse": False}, "buckets": BUCKETS, "backend": "cpu"}
-    with pytest.raises(ConfigError, match="slot 'own' is a host parameter, one for the graph of all steps"):
+    with pytest.raises(ConfigError, match="chained names 'own', which is no slot that Chaining copies"):
         MultiLayerDraftExtendRunner(Chaining, [lambda *_: None], chained=["own"], **known)
 
 
