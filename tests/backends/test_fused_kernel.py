@@ -391,14 +391,6 @@ def test_every_float(kernel: Way) -> None:
     fill(kernel, lanes, kernel.blocks[-1])
 
 
-def test_strides_of_dims_of_one() -> None:
-    """A dim of one may have any stride, which is not that of the rows before the dim that varies."""
-    whole = noise(3 * 8, torch.float32, 2).view(1, 3, 8).transpose(0, 1)
-    lane = Lane.of("x", whole.narrow(2, 0, 5), (2,), None)
-    assert whole.is_contiguous()
-    assert (lane.outer, lane.row, lane.stride) == (3, 5, 8)
-
-
 @pytest.mark.parametrize("chip", [80, 90])
 def test_compiles(chip: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler takes the kernel for chips that are not here: no shared memory, moves of eight bytes."""
