@@ -165,7 +165,7 @@ RAISED: Final = ("lens", "the step raised IndexError: index ", "when the tail of
             "table",
             0,
             {"only": ["addresses"]},
-            (None, "", "aten::index reads table, and it is other mem"),
+            (None, "", "aten::index reads table, and it is other"),
         ),
     ],
 )
