@@ -62,6 +62,7 @@ STEPS = """
 (x.t()[1:3].reshape(-1), x.unflatten(1, (2, 2)).movedim(0, 2), y.as_strided((2, 2), (3, 1)))
 (x.view(2, 8)[0].add_(y.flatten()[:8]), x.diagonal().fill_(2.5), x.sum()); squeezed(x, y); through_data(x, y)
 torch.add(x, y, out=torch.empty(4, 4)) + torch.mm(x, y, out=y.new_empty(4, 4)); torch.mul(x, 3, out=y)
+torch.add(x, y, out=torch.empty(0))
 (x.topk(2), x.max(0), x.sort(1, descending=True), torch.linalg.slogdet(x)); x.max(1).indices
 [p * 2 for p in (*torch.split(x, [1, 3]), *y.unbind(1), *x.chunk(2, 1))]
 (torch._foreach_mul_([x, y], 2.0), torch._foreach_copy_([x], [y]), x + y)[2]

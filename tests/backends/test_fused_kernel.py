@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph.backends.cpu import BLOCK, HostFusion
+from slotgraph.backends.cpu import HOST_FUSION
 from slotgraph.backends.cuda import CudaBackend
 from slotgraph.dataflow.buffers import span
 from slotgraph.dataflow.packet import CODES, Lane, converts, has_lane, head_bytes, meta, row_stride, table_of
@@ -68,7 +68,7 @@ def way(name: str) -> Way:
     here = torch.device("cpu")
     if name == "interpreter":
         return Way(here, (8, 64, 1024), exact=False, run=watched(interpreted()), programs=48)
-    return Way(here, (8, 64, BLOCK), exact=False, run=by_host)
+    return Way(here, (8, 64, HOST_FUSION.block), exact=False, run=by_host)
 
 
 def need_triton() -> None:
@@ -79,7 +79,7 @@ def need_triton() -> None:
 
 def by_host(launch: Launch) -> None:
     """The same in plain code."""
-    HostFusion().kernel(launch.table, launch.packet, launch.buffers)()
+    HOST_FUSION.kernel(launch.table, launch.packet, launch.buffers)()
 
 
 def by_triton(module: Any, launch: Launch) -> None:

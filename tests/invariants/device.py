@@ -26,7 +26,7 @@ from slotgraph.backends import (
     Upload,
     load,
 )
-from slotgraph.backends.cpu import HostBackend, HostFusion
+from slotgraph.backends.cpu import HostBackend
 from slotgraph.backends.ring import Ring
 
 INNER: Final = load("cpu-capture")()
@@ -64,7 +64,7 @@ class Point(Event):
             with _disable_current_modes():  # else what is done would be put off again
                 self.stream.run(self.at)
 
-    def microseconds_since(self, earlier: Event) -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         raise NotImplementedError
 
 
@@ -74,14 +74,7 @@ class LaterGraph(Graph):
 
     def __init__(self, inner: Graph, device: "Device") -> None:
         self._inner, self._device = inner, device
-
-    @property
-    def outputs(self) -> Any:
-        return self._inner.outputs
-
-    @property
-    def nbytes(self) -> int:
-        return self._inner.nbytes
+        self.outputs, self.nbytes = inner.outputs, inner.nbytes
 
     def replay(self) -> None:
         self._device.add(self._inner.replay)
@@ -90,16 +83,11 @@ class LaterGraph(Graph):
         self._inner.check_addresses()
 
 
-@final
-class Lame(Fusion):
-    """A kernel that leaves out what comes last."""
-
-    @property
-    def block(self) -> int:
-        return HostFusion().block
-
-    def kernel(self, table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
-        return HostFusion().kernel(table[:-1], packet, targets)
+def whole() -> Fusion:
+    """The kernel that leaves nothing out."""
+    fusion = INNER.fusion()
+    assert fusion is not None
+    return fusion
 
 
 @final
@@ -158,7 +146,8 @@ class Device(HostBackend):
         return Ring(packet, pinned, start, lambda: self._point("mark"), self.synchronize)
 
     def fusion(self) -> Fusion:
-        return Lame() if self.fault == "kernel" else HostFusion()
+        kernel, last = whole().kernel, -1 if self.fault == "kernel" else None
+        return Fusion(whole().block, lambda table, *more: kernel(table[:last], *more))
 
     def stream_key(self) -> Callable[[], int]:
         return lambda: self.current
