@@ -339,6 +339,8 @@ def test_eager_runner_has_no_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = random_batch(3, 1)
     assert_right(runner(batch), batch)
     assert runner.watch.watchers == ()
+    with pytest.raises(ConfigError, match="debug mode parity looks at graphs, and this EagerRunner has none"):
+        debugged(runner, "parity").__enter__()
 
 
 def test_first_step_that_writes_what_it_should_not() -> None:
