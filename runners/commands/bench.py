@@ -2,29 +2,24 @@
 
 import functools
 import itertools
-import math
-import operator
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-import attrs
 import torch
 from rich.console import Console
 
 from ...backends.base import Backend
 from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.capabilities import CACHE_LOC, Lowering, Role
-from ...dataflow.errors import WrongBytesError
 from ...dataflow.inputs import Inputs
 from ...dataflow.sampling import sample_batch, sampled_slots
 from ...dataflow.slots import computed, copied
-from ...dataflow.sources import look_up
 from ...dataflow.tails import Number
 from ..decode import DecodeRunner
 from ..explained.pages import Table
-from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, FillByHand, Way
-from ..testing.ground import difference, differences
+from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, Contestant, FillByHand, verify
+from ..testing.ground import memory_of
 from ..testing.timing import Run, measure
 
 SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))
@@ -101,48 +96,34 @@ def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> 
     return Batch(rows=rows, **sample.batch, **sample.side)
 
 
-@attrs.frozen(eq=False)
-class Contestant:
-    """One way to fill, or to run a whole step.
+def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[tuple[str, str], Contestant]:
+    """By what they run and name: two by hand, and a runner for each lowering that the backend has.
 
-    Attributes:
-        what: Which of both.
-        name: A lowering's, or that of a way by hand.
-        call: Takes a batch.
-        runner: Runs the step, or captured the graph that is replayed. Its buffers are what is filled.
+    The graph of the ways by hand, and the bare one, hold the step, and nothing of a fill.
     """
+    found, declaration = dict[tuple[str, str], Contestant](), inputs.slotgraph
+    runners = {name: captured(inputs, backend, padded, name) for name in backend.capabilities.lowerings}
+    graph, axes = runners[ORACLE].graphs.captured[padded, frozenset()].graph, declaration.varying
+    memory = memory_of(runners[ORACLE].graphs.buffers)
+    for name in (PER_SLOT, REGROUPED):
+        sizes = dict.fromkeys(axes, padded)
+        hand = FillByHand(declaration, backend, sizes, grouped=name == REGROUPED, slots=memory)
 
-    what: str
-    name: str
-    call: Way
-    runner: DecodeRunner[Any]
+        def fill(batch: Any, hand: FillByHand = hand) -> Any:
+            return hand(batch, (batch.rows,) * len(axes))
 
-
-def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> list[Contestant]:
-    """Two by hand, a runner for each lowering that the backend has, and a bare replay, which fills nothing.
-
-    The graph of the ways by hand holds the step, and nothing of a fill.
-    """
-    host, declaration = captured(inputs, backend, padded, ORACLE), inputs.slotgraph
-    graph, found = host.graphs.captured[padded, frozenset()].graph, list[Contestant]()
-    sizes, slots = dict.fromkeys(declaration.varying, padded), {one.name: one.tensor for one in host.graphs.buffers}
-
-    def by_hand(name: str) -> list[Contestant]:
-        filled = FillByHand(declaration, backend, sizes, grouped=name == REGROUPED, slots=slots)
-
-        def step(batch: Any) -> Any:
-            filled.fill(batch, (batch.rows,) * len(sizes))
+        def step(batch: Any, hand: FillByHand = hand) -> Any:
+            hand.fill(batch, (batch.rows,) * len(axes))
             graph.replay()
             return graph.outputs[: batch.rows]
 
-        fill = Contestant(FILL, name, lambda batch: filled(batch, (batch.rows,) * len(sizes)), host)
-        return [fill, Contestant(STEP, name, step, host)]
-
-    for lowering in backend.capabilities.lowerings:
-        runner = captured(inputs, backend, padded, lowering)
-        found += [Contestant(FILL, lowering, runner.fill, runner)] if lowering != ORACLE else []
-        found.append(Contestant(STEP, lowering, runner, runner))
-    return [*by_hand(PER_SLOT), *by_hand(REGROUPED), *found, Contestant(STEP, BARE, lambda _: graph.replay(), host)]
+        found |= {(FILL, name): Contestant(fill, memory), (STEP, name): Contestant(step, memory)}
+    for name, runner in runners.items():
+        slots = memory_of(runner.graphs.buffers)
+        found |= {(FILL, name): Contestant(runner.fill, slots), (STEP, name): Contestant(runner, slots)}
+    del found[FILL, ORACLE]
+    found[STEP, BARE] = Contestant(lambda _: graph.replay(), memory)
+    return found
 
 
 def captured(
@@ -155,39 +136,17 @@ def captured(
     return runner
 
 
-def verify(title: str, found: Sequence[Contestant], batches: Iterable[tuple[int, Any]]) -> None:
-    """Hold what each contestant leaves in the slots, and what its steps return, to the lowering slot by slot.
-
-    Args:
-        title: What they run.
-        found: The contestants, that lowering among them.
-        batches: With their live rows.
-
-    Raises:
-        WrongBytesError: One fills something else, or returns other outputs.
-    """
-    oracle, *others = sorted((one for one in found if one.name != BARE), key=lambda one: one.name != ORACLE)
-    stage = oracle.runner.parts.stage
-    declared = stage.declaration.slots
-
-    def run(one: Contestant, batch: Any) -> tuple[Any, Any]:
-        """What it returns, and what it leaves in each slot that the batch has."""
-        with torch.no_grad():
-            returned = one.call(batch)
-        stage.backend.synchronize()
-        gone = {name for name, slot in declared.items() if slot.reads(name) and look_up(batch, name) is None}
-        buffers = one.runner.graphs.buffers
-        return returned, {name: None if name in gone else buffers[name].tensor for name in declared}
-
-    for rows, batch in batches:
-        outputs, wanted = run(oracle, batch)
-        for one in others:
-            returned, held = run(one, batch)
-            faults = list(differences(held, wanted, declared, {BATCH: rows, TOKENS: rows}))
-            if one.what == STEP and (returned.shape != outputs.shape or difference(returned, outputs)):
-                faults.append("it returned other outputs")
-            if faults:
-                raise WrongBytesError(f"{title}, {rows} rows, the {one.what} of {one.name}: {faults[0]}")
+def check_bytes(
+    title: str,
+    inputs: type[Inputs],
+    backend: Backend,
+    found: Mapping[tuple[str, str], Contestant],
+    batches: Iterable[tuple[int, Any]],
+) -> None:
+    """Hold contestants, but for the bare replay, to the lowering slot by slot, over batches with their live rows."""
+    others = {f"the {what} of {name}": one for (what, name), one in found.items() if name not in (ORACLE, BARE)}
+    sized = (({BATCH: rows, TOKENS: rows}, batch) for rows, batch in batches)
+    verify(title, inputs.slotgraph, backend, found[STEP, ORACLE], others, sized)
 
 
 def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, int, int]) -> list[Row]:
@@ -198,10 +157,11 @@ def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, in
         found, drawn = contestants(inputs, backend, padded), functools.partial(draw, inputs, backend)
         batches = [drawn(live, number) for number in range(SETS)]
         others = [(size, drawn(size)) for size in (padded, 1, live)]  # that grow and shrink
-        verify(f"{count} slots", found, [*((live, batch) for batch in batches), *others])
-        told = {"slots": count, "live": live, "padded": padded}
-        rows += [{"what": one.what, "lowering": one.name, **told} for one in found]
-        runs += [Run(one.call, batches) for one in found]
+        check_bytes(f"{count} slots", inputs, backend, found, [*((live, batch) for batch in batches), *others])
+        rows += [
+            {"what": what, "lowering": name, "slots": count, "live": live, "padded": padded} for what, name in found
+        ]
+        runs += [Run(one.call, batches) for one in found.values()]
     measure(runs, backend, *effort)
     return [{**row, **run.as_data()} for row, run in zip(rows, runs, strict=True)]
 
@@ -209,17 +169,17 @@ def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, in
 def show_rows(rows: Sequence[Row], ours: str, console: Console) -> None:
     """Print medians of fills and of whole steps, and how many times more than `ours` the hand-written ones take."""
     for (what, title), (time, where) in itertools.product(_TITLES.items(), _TIMES.items()):
-        timed = [row for row in rows if row["what"] == what and row[time] is not None]
-        names = list(dict.fromkeys(row["lowering"] for row in timed))
+        cases: dict[tuple[int, str], Row] = {}
+        for row in rows:
+            if row["what"] == what and row[time] is not None:
+                cases.setdefault((row["slots"], f"{row['live']}/{row['padded']}"), {})[row["lowering"]] = row[time]
         shown = list[Row]()
-        for (slots, live, padded), group in itertools.groupby(timed, operator.itemgetter("slots", "live", "padded")):
-            times = {row["lowering"]: row[time] for row in group}
-            cells: Row = {"slots": slots, "rows": f"{live}/{padded}"}
-            cells |= {name.replace("_", "\n"): times.get(name) for name in names}
-            for name in (PER_SLOT, REGROUPED) if ours in names else ():
-                ratio = times.get(name, math.nan) / times.get(ours, math.nan)
-                cells |= {f"{name}_/ ours".replace("_", "\n"): f"{ratio:.1f} x"} if name in names else {}
-            shown.append(cells)
+        for (slots, live), times in cases.items():
+            cells = {"slots": slots, "rows": live, **{name.replace("_", "\n"): times[name] for name in times}}
+            by_hand = [name for name in (PER_SLOT, REGROUPED) if name in times and ours in times]
+            ratios = {f"{name}_/ ours": f"{times[name] / times[ours]:.1f} x" for name in by_hand}
+            shown.append(cells | {name.replace("_", "\n"): ratio for name, ratio in ratios.items()})
         if shown:
-            console.print(Table(f"{where} microseconds, {title}", shown))
+            names = dict.fromkeys(name for cells in shown for name in cells)
+            console.print(Table(f"{where} microseconds, {title}", [{n: one.get(n) for n in names} for one in shown]))
     console.print(f"ours: {ours}, which this backend prefers")

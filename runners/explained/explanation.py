@@ -260,63 +260,7 @@ def _graph(parts: Parts[Any], graphs: GraphSet[Any], rows: int, absent: Absent) 
     return GraphFacts(absent=names, why=why)
 
 
-@attrs.frozen
-class _Listing:
-    """The steps of a plan while they are listed. nbytes: of each slot, padded."""
-
-    plan: FillPlan
-    nbytes: Mapping[str, int]
-    steps: list[FillStep] = attrs.field(factory=list)
-
-    def add(self, kind: Kind, label: str, slots: Iterable[str], calls: int, **more: Any) -> None:
-        """One more step, which moves all bytes of its slots if nothing else is said."""
-        names = tuple(slots)
-        told = {"nbytes": sum(self.nbytes[name] for name in names), **more}
-        self.steps.append(FillStep(kind=kind, label=label, slots=names, calls=calls, **told))
-
-    def reset(self) -> None:
-        """Tails that no kernel resets. Those that are found dirty are set to zero in one call."""
-        for label, always in (("reset tails", True), ("reset dirty tails", False)):
-            tails = [tail for tail in self.plan.tails if tail.always == always and not tail.fused]
-            zeros = 0 if always else sum(tail.value == 0 and math.copysign(1.0, tail.value) > 0 for tail in tails)
-            if tails:
-                calls = len(tails) - max(zeros - 1, 0)
-                self.add("reset", label, (tail.slot for tail in tails), calls, nbytes=None, maybe=not always)
-
-    def copy(self, groups: Iterable[CopyGroup]) -> None:
-        """One step for each group, and one for all that a single foreach call takes."""
-        together = list[str]()
-        for group in groups:
-            label = ", ".join(filter(None, (dtype_text(group.dst_dtype), group.placement, group.how, group.why)))
-            if group.how == "foreach" and self.plan.mixed:
-                together += group.slots
-            elif group.how in ("foreach", "single"):
-                self.add("copy", label, group.slots, 1 if group.how == "foreach" else len(group.slots))
-        if together:
-            self.add("copy", "foreach of all dtypes", together, 1)
-
-    def upload(self) -> None:
-        """The packet of words and values, the kernel that takes it up, and values sent by themselves."""
-        plan, is_fused = self.plan, self.plan.lowering in FUSED
-        slots = plan.fused if is_fused else plan.packed
-        carried = plan.packed or [one.slot for one in plan.computed if one.packed]
-        if slots:
-            self.add("upload", "one packet", slots, 1, nbytes=sum(self.nbytes[name] for name in carried))
-        if plan.fused:
-            is_inside = plan.lowering == "in_graph"
-            self.add("kernel", _KERNEL[plan.lowering], slots, int(not is_inside), inside=is_inside)
-        for name in plan.moved:
-            self.add("upload", "by itself", (name,), 1)
-
-    def compute(self, place: str, *, inside: bool = False) -> None:
-        """Computed slots of one place, of which some ride in a call that sends them."""
-        for one in self.plan.computed:
-            if one.on == place:
-                rides = inside or one.packed or one.slot in self.plan.moved
-                self.add("compute", f"{one.function} on the {place}", [one.slot], int(not rides), inside=inside)
-
-
-def _fill(
+def _fill(  # noqa: C901 - one kind of step after the other
     plan: FillPlan, declaration: Declaration, capabilities: Capabilities, *, parts: int = 1, whole: bool = True
 ) -> Fill:
     """A plan's steps, in the order that the lowering runs them in.
@@ -325,19 +269,60 @@ def _fill(
     so computes what the device does.
     """
     sizes = {axis: size for axis in declaration.axes for name, size in plan.sizes if axis.name == name}
-    listing = _Listing(plan, {name: slot_bytes(one, sizes, capabilities) for name, one in declaration.slots.items()})
-    between = plan.lowering not in FUSED and bool(plan.packed or plan.moved)  # an upload comes between copies
-    listing.reset()
-    listing.copy(group for group in plan.copies if not between or group.placement == HOST)
-    listing.compute(HOST)
-    listing.upload()
-    listing.copy(group for group in plan.copies if between and group.placement == DEVICE)
-    listing.compute(DEVICE, inside=whole and parts > 0 and plan.lowering != "slot_by_slot")
+    is_fused, computes_inside = plan.lowering in FUSED, whole and parts > 0 and plan.lowering != "slot_by_slot"
+    is_first = plan.lowering == "in_graph"  # of the graph's nodes the kernel
+    steps, early, late = list[FillStep](), list[CopyGroup](), list[CopyGroup]()
+
+    def nbytes_of_slots(names: Iterable[str]) -> int:
+        return sum(slot_bytes(declaration.slots[name], sizes, capabilities) for name in names)
+
+    def add(kind: Kind, label: str, slots: Iterable[str], calls: int, **more: Any) -> None:
+        names = tuple(slots)
+        told = {"nbytes": nbytes_of_slots(names), **more}
+        steps.append(FillStep(kind=kind, label=label, slots=names, calls=calls, **told))
+
+    def copy(groups: Iterable[CopyGroup]) -> None:
+        together = list[str]()
+        for group in groups:
+            label = ", ".join(filter(None, (dtype_text(group.dst_dtype), group.placement, group.how, group.why)))
+            if group.how == "foreach" and plan.mixed:
+                together += group.slots
+            elif group.how in ("foreach", "single"):
+                add("copy", label, group.slots, 1 if group.how == "foreach" else len(group.slots))
+        if together:
+            add("copy", "foreach of all dtypes", together, 1)
+
+    def compute(place: str, *, inside: bool) -> None:
+        for one in plan.computed:
+            if one.on == place:
+                rides = inside or one.packed or one.slot in plan.moved
+                add("compute", f"{one.function} on the {place}", [one.slot], int(not rides), inside=inside)
+
+    for label, always in (("reset tails", True), ("reset dirty tails", False)):
+        tails = [tail for tail in plan.tails if tail.always == always and not tail.fused]
+        zeros = sum(tail.value == 0 and math.copysign(1.0, tail.value) > 0 for tail in tails if not always)
+        if tails:  # those that are found dirty are set to zero in one call
+            calls = len(tails) - max(zeros - 1, 0)
+            add("reset", label, (tail.slot for tail in tails), calls, nbytes=None, maybe=not always)
+    for group in plan.copies:  # an upload comes between copies to the host and to the device
+        is_late = not is_fused and bool(plan.packed or plan.moved) and group.placement != HOST
+        (late if is_late else early).append(group)
+    copy(early)
+    compute(HOST, inside=False)
+    if slots := plan.fused if is_fused else plan.packed:
+        carried = plan.packed or [one.slot for one in plan.computed if one.packed]
+        add("upload", "one packet", slots, 1, nbytes=nbytes_of_slots(carried))
+    if plan.fused:
+        add("kernel", _KERNEL[plan.lowering], slots, int(not is_first), inside=is_first)
+    for name in plan.moved:
+        add("upload", "by itself", (name,), 1)
+    copy(late)
+    compute(DEVICE, inside=computes_inside)
     if parts:
-        listing.add("graph", "graph" if parts == 1 else f"{parts} graphs, breaks between", (), parts, nbytes=None)
+        add("graph", "graph" if parts == 1 else f"{parts} graphs, breaks between", (), parts, nbytes=None)
     else:
-        listing.add("step", "the step, without a graph", (), 1, nbytes=None)
-    return Fill(plan, tuple(listing.steps))
+        add("step", "the step, without a graph", (), 1, nbytes=None)
+    return Fill(plan, tuple(steps))
 
 
 def _memory(parts: Parts[Any], plan: FillPlan | None, pool: Layout | None) -> MemoryFacts:
@@ -354,23 +339,23 @@ def _memory(parts: Parts[Any], plan: FillPlan | None, pool: Layout | None) -> Me
     if plan is None or not plan.fused:
         phases = ("fill", "replay", "outputs")
     found: dict[tuple[int, str], list[Buffer]] = {}
-    for buffer in buffers or ():  # storages without bytes are each by itself
-        storage = buffer.tensor.untyped_storage()
+    for buffer in sorted(buffers or (), key=lambda one: (one.adopted, one.slot.placement != DEVICE)):
+        storage = buffer.tensor.untyped_storage()  # storages without bytes are each by itself
         found.setdefault((storage.data_ptr(), "" if storage.nbytes() else buffer.name), []).append(buffer)
     names, allocations, places = collections.Counter[str](), list[Allocation](), list[SlotPlace]()
-    for _, members in sorted(found.items(), key=lambda one: _order(one[1][0])):
-        first = members[0]
+    for first, *others in found.values():
         kind = f"{'pooled ' if first.pooled else ''}{first.slot.placement} memory"
         names[kind] += 1
         name = kind if names[kind] == 1 else f"{kind} {names[kind]}"
         allocations.append(Allocation(name, first.tensor.untyped_storage().nbytes(), first.adopted))
-        for buffer in sorted(members, key=lambda buffer: (_offset(buffer), buffer.nbytes, buffer.name)):
+        inside = list[SlotPlace]()
+        for buffer in (first, *others):
             lasts = lasting(buffer.slot, buffer.name, kept)
             since, until = _span(buffer, parts, plan) if lasts is None else (phases[0], phases[-1])
             place = SlotPlace(
                 slot=buffer.name,
                 allocation=name,
-                offset=_offset(buffer),
+                offset=int(buffer.tensor.storage_offset()) * buffer.tensor.itemsize,
                 nbytes=buffer.nbytes,
                 shape=tuple(buffer.tensor.shape),
                 since=since,
@@ -378,12 +363,9 @@ def _memory(parts: Parts[Any], plan: FillPlan | None, pool: Layout | None) -> Me
                 lasting=lasts,
                 shares=tuple(map(str, pool.shared_with(member, buffer.name))) if pool and buffer.name in shared else (),
             )
-            places.append(place)
+            inside.append(place)
+        places += sorted(inside, key=lambda place: (place.offset, place.nbytes, place.slot))
     return MemoryFacts(phases, tuple(allocations), tuple(places))
-
-
-def _order(buffer: Buffer) -> tuple[bool, bool]:
-    return buffer.adopted, buffer.slot.placement != DEVICE
 
 
 def _span(buffer: Buffer, parts: Parts[Any], plan: FillPlan | None) -> tuple[Phase, Phase]:
@@ -395,8 +377,3 @@ def _span(buffer: Buffer, parts: Parts[Any], plan: FillPlan | None) -> tuple[Pha
         return ("replay" if parts.tally.path == "graph" else "fill"), "replay"
     by_kernel = plan is not None and name in plan.fused and not slot.rewritten
     return ("kernel" if by_kernel else "fill"), "replay"
-
-
-def _offset(buffer: Buffer) -> int:
-    """Its first byte within its storage. A tensor without elements has no address that would tell."""
-    return int(buffer.tensor.storage_offset()) * buffer.tensor.itemsize

@@ -226,7 +226,7 @@ def _play(ground: Ground, lowering: Lowering, schedule: list[Turn], seed: int) -
     for number, turn in enumerate(schedule, 1):
         batch, side = turn.sample.batch, turn.sample.side
         with torch.no_grad():
-            ready = mine.fill(mine.filling(turn.padded, turn.absent), batch, side, ground.live(turn.live), turn.absent)
+            ready = mine.filling(turn.padded, turn.absent)(batch, side, ground.live(turn.live))
             wanted = ground.oracle(right, batch, side, turn.live, turn.padded)
             ground.backend.synchronize()
             faults = [*differences(ready.views, wanted, declaration.slots, turn.live), *untouched(mine.buffers, right)]

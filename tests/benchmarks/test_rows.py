@@ -7,21 +7,22 @@ from typing import Any
 import pytest
 
 from slotgraph.backends import load
-from slotgraph.runners.commands.bench import SIZES, Contestant, contestants, declare_decode, draw, verify
+from slotgraph.runners.commands.bench import SIZES, check_bytes, contestants, declare_decode, draw
 from slotgraph.runners.testing.benchmarks import SETS
 
 pytestmark = pytest.mark.slotgraph_backends("cpu", "cuda")
 
 
 @functools.cache
-def held(backend: str, slots: int, live: int, padded: int) -> tuple[list[Any], list[Contestant]]:
-    """Batches and contestants, held to the oracle; the one that counts is second."""
+def held(backend: str, slots: int, live: int, padded: int) -> tuple[list[Any], dict[tuple[str, str], Any]]:
+    """Batches and contestants, held to the oracle; of each kind the one that counts is second."""
     on, inputs = load(backend)(), declare_decode(slots)
     batches = [draw(inputs, on, live, number) for number in range(SETS)]
     found = contestants(inputs, on, padded)
-    verify(f"{slots} slots", found, [(live, batch) for batch in batches])
+    check_bytes(f"{slots} slots", inputs, on, found, [(live, batch) for batch in batches])
     first = ["per_slot", on.capabilities.lowerings[0]]
-    return batches, sorted(found, key=lambda one: first.index(one.name) if one.name in first else len(first))
+    order = sorted(found, key=lambda key: first.index(key[1]) if key[1] in first else len(first))
+    return batches, {key: found[key].call for key in order}
 
 
 @pytest.mark.parametrize("what", ["fill", "step"])
@@ -32,5 +33,5 @@ def test_row(
 ) -> None:
     """All ways in turn."""
     batches, found = held(backend_name, slots, live, padded)
-    ways = {one.name: one.call for one in found if one.what == what}
+    ways = {name: call for (kind, name), call in found.items() if kind == what}
     benchmark_ways(ways, batches, f"{what}: {slots} slots, {live}/{padded} rows")

@@ -84,7 +84,7 @@ def test_finding() -> None:
 
 def test_json() -> None:
     """The same as data."""
-    found = run("checked_engine:faulty", "--format", "json", "--only", "poison,coverage", "--rounds", "1")
+    found = run("checked_engine:faulty", "--format", "json", "--only", "poison", "--only", "coverage", "--rounds", "1")
     assert found.exit_code == 1
     data = json.loads(found.stdout)
     assert data["steps"] == {"poison": 6, "coverage": 6}
