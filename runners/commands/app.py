@@ -269,7 +269,7 @@ def bench(
     regrouped   by hand: foreach copies, grouped anew in each step
     in_graph, fused, foreach, slot_by_slot
                 this library by each lowering that the backend has, whole: from
-                sizing to the typed view, or to the outputs of the replay
+                sizing to the outputs of the replay
     bare        the replay of a graph that holds the step alone, and no fill
 
     Each is first held to the oracle, byte for byte; then all take turns in one run, so that ratios can be trusted where

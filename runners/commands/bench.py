@@ -18,7 +18,7 @@ from ...dataflow.slots import computed, copied
 from ...dataflow.tails import Number
 from ..decode import DecodeRunner
 from ..explained.pages import Table
-from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, Contestant, FillByHand, verify
+from ..testing.benchmarks import PER_SLOT, REGROUPED, SETS, ByHand, Contestant, fill_by_hand, verify
 from ..testing.ground import memory_of
 from ..testing.timing import Run, measure
 
@@ -26,10 +26,6 @@ SIZES: Final = ((1, 1), (7, 8), (37, 48), (200, 256), (4096, 4096))
 """Live and padded rows."""
 BARE: Final = "bare"
 ORACLE: Final[Lowering] = "slot_by_slot"
-FILL: Final = "fill"
-STEP: Final = "step"
-_TITLES: Final = {FILL: "fill and view", STEP: "whole step: fill, view and replay"}
-_TIMES: Final = {"host_us": "host", "gpu_us": "device"}
 _SLOTS: Final[Sequence[tuple[str, Any, torch.dtype | Role, Number]]] = (
     ("input_ids", TOKENS, torch.int64, 0),
     ("seq_lens", BATCH, torch.int32, 1),
@@ -96,34 +92,26 @@ def draw(inputs: type[Inputs], backend: Backend, rows: int, number: int = 0) -> 
     return Batch(rows=rows, **sample.batch, **sample.side)
 
 
-def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[tuple[str, str], Contestant]:
-    """By what they run and name: two by hand, and a runner for each lowering that the backend has.
+def contestants(inputs: type[Inputs], backend: Backend, padded: int) -> dict[str, Contestant]:
+    """Whole steps by name: two by hand, a runner for each lowering that the backend has, and a bare replay.
 
     The graph of the ways by hand, and the bare one, hold the step, and nothing of a fill.
     """
-    found, declaration = dict[tuple[str, str], Contestant](), inputs.slotgraph
+    found, declaration = dict[str, Contestant](), inputs.slotgraph
     runners = {name: captured(inputs, backend, padded, name) for name in backend.capabilities.lowerings}
     graph, axes = runners[ORACLE].graphs.captured[padded, frozenset()].graph, declaration.varying
     memory = memory_of(runners[ORACLE].graphs.buffers)
     for name in (PER_SLOT, REGROUPED):
-        sizes = dict.fromkeys(axes, padded)
-        hand = FillByHand(declaration, backend, sizes, grouped=name == REGROUPED, slots=memory)
+        fill = fill_by_hand(declaration, backend, dict.fromkeys(axes, padded), memory, grouped=name == REGROUPED)
 
-        def fill(batch: Any, hand: FillByHand = hand) -> Any:
-            return hand(batch, (batch.rows,) * len(axes))
-
-        def step(batch: Any, hand: FillByHand = hand) -> Any:
-            hand.fill(batch, (batch.rows,) * len(axes))
+        def step(batch: Any, fill: ByHand = fill) -> Any:
+            fill(batch, (batch.rows,) * len(axes))
             graph.replay()
             return graph.outputs[: batch.rows]
 
-        found |= {(FILL, name): Contestant(fill, memory), (STEP, name): Contestant(step, memory)}
-    for name, runner in runners.items():
-        slots = memory_of(runner.graphs.buffers)
-        found |= {(FILL, name): Contestant(runner.fill, slots), (STEP, name): Contestant(runner, slots)}
-    del found[FILL, ORACLE]
-    found[STEP, BARE] = Contestant(lambda _: graph.replay(), memory)
-    return found
+        found[name] = Contestant(step, memory)
+    found |= {name: Contestant(runner, memory_of(runner.graphs.buffers)) for name, runner in runners.items()}
+    return {**found, BARE: Contestant(lambda _: graph.replay(), memory)}
 
 
 def captured(
@@ -140,17 +128,17 @@ def check_bytes(
     title: str,
     inputs: type[Inputs],
     backend: Backend,
-    found: Mapping[tuple[str, str], Contestant],
+    found: Mapping[str, Contestant],
     batches: Iterable[tuple[int, Any]],
 ) -> None:
     """Hold contestants, but for the bare replay, to the lowering slot by slot, over batches with their live rows."""
-    others = {f"the {what} of {name}": one for (what, name), one in found.items() if name not in (ORACLE, BARE)}
+    others = {name: one for name, one in found.items() if name not in (ORACLE, BARE)}
     sized = (({BATCH: rows, TOKENS: rows}, batch) for rows, batch in batches)
-    verify(title, inputs.slotgraph, backend, found[STEP, ORACLE], others, sized)
+    verify(title, inputs.slotgraph, backend, found[ORACLE], others, sized)
 
 
 def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, int, int]) -> list[Row]:
-    """Fills and whole steps of all contestants, for each number of slots. WrongBytesError if one fills wrongly."""
+    """Whole steps of all contestants, for each number of slots. WrongBytesError if one fills wrongly."""
     rows, runs = list[Row](), list[Run]()
     for count, (live, padded) in itertools.product(counts, SIZES):
         inputs = declare_decode(count)
@@ -158,28 +146,25 @@ def measured_rows(backend: Backend, counts: Sequence[int], effort: tuple[int, in
         batches = [drawn(live, number) for number in range(SETS)]
         others = [(size, drawn(size)) for size in (padded, 1, live)]  # that grow and shrink
         check_bytes(f"{count} slots", inputs, backend, found, [*((live, batch) for batch in batches), *others])
-        rows += [
-            {"what": what, "lowering": name, "slots": count, "live": live, "padded": padded} for what, name in found
-        ]
+        rows += [{"slots": count, "live": live, "padded": padded, "lowering": name} for name in found]
         runs += [Run(one.call, batches) for one in found.values()]
     measure(runs, backend, *effort)
     return [{**row, **run.as_data()} for row, run in zip(rows, runs, strict=True)]
 
 
 def show_rows(rows: Sequence[Row], ours: str, console: Console) -> None:
-    """Print medians of fills and of whole steps, and how many times more than `ours` the hand-written ones take."""
-    for (what, title), (time, where) in itertools.product(_TITLES.items(), _TIMES.items()):
+    """Print medians of whole steps, and how many times more than `ours` the hand-written ones take."""
+    for time, where in (("host_us", "host"), ("gpu_us", "device")):
         cases: dict[tuple[int, str], Row] = {}
         for row in rows:
-            if row["what"] == what and row[time] is not None:
+            if row[time] is not None:
                 cases.setdefault((row["slots"], f"{row['live']}/{row['padded']}"), {})[row["lowering"]] = row[time]
-        shown = list[Row]()
         for (slots, live), times in cases.items():
-            cells = {"slots": slots, "rows": live, **{name.replace("_", "\n"): times[name] for name in times}}
-            by_hand = [name for name in (PER_SLOT, REGROUPED) if name in times and ours in times]
-            ratios = {f"{name}_/ ours": f"{times[name] / times[ours]:.1f} x" for name in by_hand}
-            shown.append(cells | {name.replace("_", "\n"): ratio for name, ratio in ratios.items()})
-        if shown:
-            names = dict.fromkeys(name for cells in shown for name in cells)
-            console.print(Table(f"{where} microseconds, {title}", [{n: one.get(n) for n in names} for one in shown]))
+            by_hand = {f"{name}_/ ours": name for name in (PER_SLOT, REGROUPED) if name in times and ours in times}
+            ratios = {title: f"{times[name] / times[ours]:.1f} x" for title, name in by_hand.items()}
+            cases[slots, live] = {"slots": slots, "rows": live, **times, **ratios}
+        names = dict.fromkeys(name for cells in cases.values() for name in cells)
+        if cases:
+            shown = [{name.replace("_", "\n"): cells.get(name) for name in names} for cells in cases.values()]
+            console.print(Table(f"{where} microseconds of a whole step: fill, view and replay", shown))
     console.print(f"ours: {ours}, which this backend prefers")

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
@@ -12,8 +11,7 @@ import numpy as np
 import torch
 
 from ...backends.base import Backend
-from ...dataflow.axes import Sizes, extent
-from ...dataflow.buffers import allocate
+from ...dataflow.axes import Sizes, Step, extent
 from ...dataflow.capabilities import Lowering
 from ...dataflow.computation import Computation, field_of
 from ...dataflow.declaration import Declaration
@@ -50,6 +48,8 @@ _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImpo
 
 Call = Callable[[Any], Any]
 """Takes a batch, or what stands for one."""
+ByHand = Callable[..., None]
+"""Fills from a batch, its live rows on each varying axis, and its side arguments."""
 Box = slice | tuple[slice, ...]
 
 
@@ -58,12 +58,17 @@ class _Plan(NamedTuple):
 
     copied: list[Any]  # name or None, source or None, buffer, live rows, tails, and what these hold
     computed: list[Any]  # target, function, fields of the batch
-    views: list[tuple[str, torch.Tensor, Box]]
 
 
-@final
-class FillByHand:
-    """A fill as engines write it: for each slot one tail reset and one copy, and then the view, sliced in each step.
+def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
+    declaration: Declaration,
+    backend: Backend,
+    padded: Sizes,
+    slots: Mapping[str, torch.Tensor],
+    *,
+    grouped: bool = False,
+) -> ByHand:
+    """A fill as engines write it: for each slot one tail reset and one copy.
 
     As engines do, it copies host data without waiting for the device, which has read pageable memory when the call
     returns.
@@ -72,46 +77,15 @@ class FillByHand:
         declaration: The slots.
         backend: Where they are.
         padded: The bucket's sizes.
+        slots: Memory to fill, such as that which a graph reads.
         grouped: Whether copies go by foreach, the groups built anew in each step, and not one by one.
-        slots: Memory to fill, such as that which a graph reads. By default it is allocated.
-
-    Attributes:
-        slots: Every padded row of each slot.
     """
+    plans, reads_host = dict[tuple[int, ...], _Plan](), backend.capabilities.foreach_host
 
-    def __init__(
-        self,
-        declaration: Declaration,
-        backend: Backend,
-        padded: Sizes,
-        *,
-        grouped: bool = False,
-        slots: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        self._declaration, self._capabilities, self._padded = declaration, backend.capabilities, padded
-        if slots is None:
-            made = allocate(declaration, padded, backend.capabilities, backend.empty)
-            slots = {buffer.name: buffer.tensor for buffer in made}
-        self.slots, self._grouped = slots, grouped
-        self._plans: dict[tuple[int, ...], _Plan] = {}
-
-    def __call__(self, batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> Any:
-        """Fill from a batch and return the view: `fill`, and all slots sliced."""
-        self.fill(batch, live, side)
-        view = types.SimpleNamespace(**self.slots)
-        for name, buffer, box in self._plans[live].views:
-            setattr(view, name, buffer[box])
-        return view
-
-    def fill(self, batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> None:  # noqa: C901, PLR0912 - no frame more than code by hand has
-        """Fill from a batch.
-
-        Args:
-            batch: An object or a mapping.
-            live: Its rows on each varying axis of the declaration.
-            side: Its side arguments.
-        """
-        plan, grouped = self._plans.get(live) or self._planned(live), self._grouped
+    def fill(batch: Any, live: tuple[int, ...], side: Side = NO_SIDE) -> None:  # noqa: C901, PLR0912 - as above
+        if live not in plans:
+            plans[live] = _planned(declaration, backend, declaration.step(live, padded), slots)
+        plan = plans[live]
         get: Any = batch.get if isinstance(batch, Mapping) else functools.partial(getattr, batch)
         zeros, copies = list[torch.Tensor](), dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]]()  # of foreach
         for name, source, buffer, box, tails, pad in plan.copied:
@@ -131,7 +105,7 @@ class FillByHand:
             if not grouped:
                 buffer[box].copy_(given, non_blocking=True)
                 continue
-            if not self._capabilities.foreach_host:  # one has to move it first
+            if not reads_host:  # one has to move it first
                 given = given.to(buffer.device)
             targets, sources = copies.setdefault((buffer.dtype, given.dtype, buffer.is_cpu), ([], []))
             targets.append(buffer[box])
@@ -147,33 +121,30 @@ class FillByHand:
             elif value is not None:  # else it has written its slot itself
                 target.copy_(value if type(value) is torch.Tensor else tensor_of(value, target.dtype))
 
-    def _planned(self, live: tuple[int, ...]) -> _Plan:
-        """Slices and functions for a step of given sizes: made once, as constants of code by hand are."""
-        declaration, step = self._declaration, self._declaration.step(live, self._padded)
-        plan, known = _Plan([], [], []), dict[str, Any]()
-        for name, slot in declaration.slots.items():
-            source, buffer, rule = slot.reads(name), self.slots[name], slot.rule()
-            sizes, padded = (extent(slot.shape, one) for one in (step.live_sizes, step.padded_sizes))
-            dims = max(slot.varying, default=0) + 1
-            rows, box = (_box(*map(slice, one[:dims])) for one in (sizes, padded))
-            known[name] = buffer[box]
-            if slot.varying:
-                plan.views.append((name, buffer, box))
-            if source is None and not slot.rewritten:
-                continue
-            tails, pad = list[Box](), None
-            if isinstance(rule, Pad):
-                pad = resolve_value(rule.value, self._capabilities, self._padded)
-                ends = [(dim, slice(sizes[dim], padded[dim])) for dim in slot.varying if sizes[dim] < padded[dim]]
-                tails = [_box(*map(slice, padded[:dim]), end) for dim, end in ends]
+    return fill
+
+
+def _planned(declaration: Declaration, backend: Backend, step: Step, slots: Mapping[str, torch.Tensor]) -> _Plan:
+    """Slices and functions for a step of given sizes: made once, as constants of code by hand are."""
+    plan, known = _Plan([], []), dict[str, Any]()
+    for name, slot in declaration.slots.items():
+        source, buffer, rule, tails, pad = slot.reads(name), slots[name], slot.rule(), list[Box](), None
+        sizes, padded = (extent(slot.shape, one) for one in (step.live_sizes, step.padded_sizes))
+        dims = max(slot.varying, default=0) + 1
+        rows, box = (_box(*map(slice, one[:dims])) for one in (sizes, padded))
+        known[name] = buffer[box]
+        if isinstance(rule, Pad):
+            pad = resolve_value(rule.value, backend.capabilities, step.padded_sizes)
+            ends = [(dim, slice(sizes[dim], padded[dim])) for dim in slot.varying if sizes[dim] < padded[dim]]
+            tails = [_box(*map(slice, padded[:dim]), end) for dim, end in ends]
+        if source is not None or slot.rewritten:
             plan.copied.append((source and source.plain_name, source, buffer, rows, tails, pad))
-        for name in declaration.order:
-            if (compute := declaration.slots[name].computes()) is not None:
-                given = {**known, **declaration.given(step.of(name))}
-                bound = Computation.bind(name, compute, given, declaration.fields, known[name])
-                plan.computed.append((known[name], bound.function, bound.fields))
-        self._plans[live] = plan
-        return plan
+    for name in declaration.order:
+        if (compute := declaration.slots[name].computes()) is not None:
+            given = {**known, **declaration.given(step.of(name))}
+            bound = Computation.bind(name, compute, given, declaration.fields, known[name])
+            plan.computed.append((known[name], bound.function, bound.fields))
+    return plan
 
 
 def _box(*ranges: slice) -> Box:
@@ -259,7 +230,7 @@ class Figures:
 def ways_to_fill(
     ground: Ground, live: Sizes, values: Values, absent: Collection[str], lowerings: Sequence[Lowering]
 ) -> tuple[dict[str, Call], list[Sample]]:
-    """Fill and view of one bucket: by hand, by each lowering, by hand in groups; and the batches that take turns.
+    """The fill of one bucket: by hand, by each lowering, by hand in groups; and the batches that take turns.
 
     Args:
         ground: The declaration, and the bucket's sizes.
@@ -278,8 +249,9 @@ def ways_to_fill(
     right = stage.allocate(padded)
 
     def by_hand(name: str) -> Contestant:
-        fill = FillByHand(ground.declaration, ground.backend, padded, grouped=name == REGROUPED)
-        return Contestant(lambda one: fill(one.batch, rows, one.side), fill.slots)
+        slots = memory_of(stage.allocate(padded))
+        fill = fill_by_hand(ground.declaration, ground.backend, padded, slots, grouped=name == REGROUPED)
+        return Contestant(lambda one: fill(one.batch, rows, one.side), slots)
 
     def lowered(lowering: Lowering) -> Contestant:
         made = Lowered(ground, lowering, [padded])
@@ -319,7 +291,7 @@ class Timer:
         lowerings: Sequence[Lowering] = (),
         **options: Any,
     ) -> Figures:
-        """Time the fill and view of one bucket by each lowering, against two fills by hand, held to the oracle first.
+        """Time the fill of one bucket by each lowering, against two by hand, all held to the oracle first.
 
         Args:
             backend: Where it is filled; the fixture gives it.

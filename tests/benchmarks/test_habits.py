@@ -21,7 +21,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends import Backend, load
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.extend import HOST, side
-from slotgraph.runners.commands.bench import ORACLE, STEP, Batch, captured, check_bytes, declare_decode, draw
+from slotgraph.runners.commands.bench import ORACLE, Batch, captured, check_bytes, declare_decode, draw
 from slotgraph.runners.testing.benchmarks import SETS, Call, Contestant
 from slotgraph.runners.testing.ground import memory_of
 from slotgraph.runners.testing.timing import Run, measure
@@ -74,7 +74,7 @@ def test_no_habit_leaves_its_lowering(name: str, pytestconfig: pytest.Config) ->
         names: list[Lowering] = [ORACLE, *(one for one in backend.capabilities.lowerings if one != ORACLE)]
         made = [captured(habit.inputs, backend, habit.padded, one, absent=habit.absent) for one in names]
         ways = {
-            (STEP, name): Contestant(habit.call(one), memory_of(one.graphs.buffers))
+            name: Contestant(habit.call(one), memory_of(one.graphs.buffers))
             for name, one in zip(names, made, strict=True)
         }
         sizes = [*habit.sizes[: 2 * SETS], habit.padded, 1, *habit.sizes[:2]]
@@ -83,7 +83,7 @@ def test_no_habit_leaves_its_lowering(name: str, pytestconfig: pytest.Config) ->
             check_bytes(habit.name, habit.inputs, backend, ways, drawn)
         batches = [habit.draw(rows, number) for number, rows in enumerate(habit.sizes)]
         for lowering, runner in zip(names[1:], made[1:], strict=True):
-            found[habit.name, lowering] = Run(ways[STEP, lowering].call, batches, habit.around, habit.before), runner
+            found[habit.name, lowering] = Run(ways[lowering].call, batches, habit.around, habit.before), runner
     shown = pytestconfig.getoption("capture") == "no"
     measure([run for run, _ in found.values()], backend, *((50, 20, 9) if shown else (1, 2, 0)))
     for lowering in {lowering for _, lowering in found}:

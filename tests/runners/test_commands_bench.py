@@ -19,8 +19,7 @@ from slotgraph.runners.commands.app import app
 from slotgraph.runners.commands.bench import check_bytes, contestants, declare_decode, draw
 from slotgraph.runners.commands.shared import screen
 
-FILLS = {"per_slot", "regrouped", "foreach", "in_graph", "fused"}
-STEPS = {*FILLS, "slot_by_slot", "bare"}
+STEPS = {"per_slot", "regrouped", "foreach", "in_graph", "fused", "slot_by_slot", "bare"}
 
 
 def run(*arguments: str) -> Any:
@@ -56,47 +55,42 @@ def test_every_contestant_leaves_the_oracles_bytes(backend: Backend) -> None:
     batches = [(rows, draw(inputs, backend, rows)) for rows in (37, 48, 1, 37)]
     check_bytes("twelve", inputs, backend, found, batches)
     steps = {"per_slot", "regrouped", *backend.capabilities.lowerings, "bare"}
-    assert {name for what, name in found if what == "step"} == steps
-    assert {name for what, name in found if what == "fill"} == steps - {"slot_by_slot", "bare"}
-    bare = found["step", "bare"]
+    assert set(found) == steps
+    bare = found["bare"]
     before = {name: slot.clone() for name, slot in bare.slots.items()}
     bare.call(draw(inputs, backend, 3))
     assert all(torch.equal(slot, before[name]) for name, slot in bare.slots.items())
 
 
-@pytest.mark.parametrize("changed", ["fill", "step", "outputs"])
+@pytest.mark.parametrize("changed", ["slots", "outputs"])
 def test_wrong_bytes_end_the_benchmark(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is timed that leaves other slots or returns other outputs than the oracle: the command fails."""
 
     def stale(*given: Any) -> Any:
         found = contestants(*given)
-        for what in ("fill", "step"):
-            right = found[what, "per_slot"]
+        right = found["per_slot"]
 
-            def call(batch: Any, right: Any = right, what: str = what) -> Any:
-                returned = right.call(batch)
-                right.slots["seq_lens"][batch.rows :] += int(changed == what)
-                return returned + int(changed == "outputs") if what == "step" else returned
+        def call(batch: Any) -> Any:
+            returned = right.call(batch)
+            right.slots["seq_lens"][batch.rows :] += int(changed == "slots")
+            return returned + int(changed == "outputs")
 
-            found[what, "per_slot"] = attrs.evolve(right, call=call)
-        return found
+        return {**found, "per_slot": attrs.evolve(right, call=call)}
 
     inputs, cpu = declare_decode(4), choose("cpu")
-    what = {"outputs": "the step of per_slot': it returned other outputs"}.get(
-        changed, f"the {changed} of per_slot': slot 'seq_lens', row 7 (its tail)"
-    )
-    with pytest.raises(WrongBytesError, match=re.escape(f"device by '{what}")):
+    what = {"outputs": "it returned other outputs", "slots": "slot 'seq_lens', row 7 (its tail)"}[changed]
+    with pytest.raises(WrongBytesError, match=re.escape(f"device by 'per_slot': {what}")):
         check_bytes("device", inputs, cpu, stale(inputs, cpu, 8), [(7, draw(inputs, cpu, 7))])
     monkeypatch.setattr(bench, "contestants", stale)
     monkeypatch.setattr(bench, "measure", pytest.fail)
     result = run("--quick", "--slots", "4", "--backend", "cpu")
     assert result.exit_code == 1
-    assert "WrongBytesError: 4 slots by 'the " in result.stderr
+    assert "WrongBytesError: 4 slots by 'per_slot': " in result.stderr
 
 
 def row(**changes: Any) -> dict[str, Any]:
     """A row that was not measured."""
-    plain = {"what": "step", "lowering": "in_graph", "slots": 4, "live": 7, "padded": 8}
+    plain = {"lowering": "in_graph", "slots": 4, "live": 7, "padded": 8}
     return {**plain, "host_us": 10.04, "gpu_us": None, **changes}
 
 
@@ -104,8 +98,7 @@ def test_device_figures_have_a_table_of_their_own(capsys: pytest.CaptureFixture[
     """Device time is shown where it was measured; ratios are to ours."""
     bench.show_rows([row(gpu_us=5.25), row(lowering="per_slot", host_us=50.2)], "in_graph", screen())
     out = capsys.readouterr().out
-    assert "device microseconds, whole step" in out
-    assert "microseconds, fill" not in out
+    assert "device microseconds of a whole step" in out
     assert "5.0 x" in out
     assert "5.2" in out
 
@@ -118,12 +111,8 @@ def test_bench_end_to_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatc
     result = run("--quick", "--slots", "4", "--slots", "12", "--backend", "cpu", "--json", str(file))
     assert result.exit_code == 0, result.stderr
     data = json.loads(file.read_text(encoding="utf-8"))
-    found = {(one["what"], one["lowering"], one["slots"], one["live"], one["padded"]) for one in data["rows"]}
-    assert found == {
-        (what, name, slots, *size)
-        for what, names in (("fill", FILLS), ("step", STEPS))
-        for name, slots, size in itertools.product(names, (4, 12), bench.SIZES)
-    }
+    found = {(one["lowering"], one["slots"], one["live"], one["padded"]) for one in data["rows"]}
+    assert found == {(name, slots, *size) for name, slots, size in itertools.product(STEPS, (4, 12), bench.SIZES)}
     times = {"host_us", "host_p10_us", "host_p90_us", "gpu_us", "gpu_p10_us", "gpu_p90_us"}
     for one in data["rows"]:
         assert times <= one.keys()
