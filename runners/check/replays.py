@@ -13,14 +13,14 @@ from typing import Any, Final, TypeAlias
 import attrs
 import torch
 
-from ...dataflow.axes import BATCH, TOKENS, Sizes, Step
+from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Capabilities
 from ...dataflow.errors import MissingSourceError, ReplayError
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.sampling import Sample, is_location
 from ...dataflow.slots import Output, Slot
-from ...dataflow.tails import STALE, Keep, Number, Once, Pad, resolve_value
+from ...dataflow.tails import Keep, Number, Once, Pad, resolve_value
 from ..bits import first_unequal, unequal_rows
 from ..comparison import (
     BITWISE,
@@ -148,18 +148,16 @@ def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabi
     A tail that no one reads (`keep`) bears any number. A tail that is set once bears what live rows had. An output's
     buffer may hold anything, live rows and all.
     """
-    rule, said, dtype = slot.rule(), slot.poison, filled.dtype
-    fixed: Sizes = {axis: size for axis, size in step.padded_sizes.items() if axis.fixed}
+    rule, said, dtype, sizes = slot.rule(), slot.poison, filled.dtype, step.padded_sizes
     unread, values = isinstance(slot, Output), tuple[Number, ...]()
-    if not unread and isinstance(said, tuple):
-        values = tuple(resolve_value(value, capabilities, fixed) for value in said)
-        return (values, values[::-1]) if values else None
-    if not unread:
+    if isinstance(said, tuple) and not unread:
+        values = tuple(resolve_value(value, capabilities, sizes) for value in said)
+    elif not unread:
         if said is None and (rule is None or is_location(slot)):  # which says where the step writes
             return None
-        usual = [resolve_value(rule.value, capabilities, fixed)] if isinstance(rule, Pad | Once) else []
+        usual = [resolve_value(rule.value, capabilities, sizes)] if isinstance(rule, Pad | Once) else []
         values = tuple(dict.fromkeys([*live_part(slot, filled, step).reshape(-1)[:MOST].tolist(), *usual]))
-    if unread or (said != STALE and not isinstance(rule, Once)):
+    if unread or (said is None and not isinstance(rule, Once)):
         if dtype.is_floating_point or dtype.is_complex:
             most = torch.finfo(dtype).max
             return (math.nan,), (most, -most, math.inf)

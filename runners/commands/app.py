@@ -190,7 +190,7 @@ def _extents_of(texts: Sequence[str], declaration: Declaration) -> Extents:
             refuse(f"{axis.name} is given twice", "--size")
         extents[axis] = (int(live), int(padded or live))
     usual = {TOKENS: extents.get(BATCH), WIDTH: (1, 1) if extents else None}
-    return {**{axis: both for axis, both in usual.items() if both and axis in declaration.axes}, **extents}
+    return {**extents, **{a: both for a, both in usual.items() if both and a in declaration.axes and a not in extents}}
 
 
 def _settings_of(texts: Sequence[str]) -> object:

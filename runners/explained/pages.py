@@ -255,6 +255,8 @@ def _fills(explanation: RunnerExplanation) -> Group:
         for number, step in enumerate(fill.steps, 1):
             size = "" if step.nbytes is None else f" {human_bytes(step.nbytes)}"
             label = f" {number} {step.kind}{size} ".ljust(min(_UNIT * step.calls, _MOST))
+            if len(boxes.plain.rpartition("\n")[2] + label) > _PICTURE - 2:
+                boxes.append("\n")
             boxes.append(label, style=_colour(step.kind, pale=step.maybe or not step.calls))
             boxes.append("▕ " if step.inside or step.kind == "graph" else "  ", style=COLOURS["graph"])
         shown += [boxes, Text()]
@@ -268,8 +270,9 @@ def _memory(explanation: RunnerExplanation) -> Group:
     for one in memory.allocations:
         shown.append(Text(f"{one.name}{', handed in' if one.adopted else ''}: {one.nbytes:,} bytes", style="bold"))
         grid = RichTable(box=None, expand=True, pad_edge=False)
-        for name, options in (("offset", {}), *((phase, {"ratio": 1}) for phase in memory.phases), ("bytes", {})):
-            grid.add_column(name, justify="left" if options else "right", **options)
+        for name in ("offset", *memory.phases, "bytes"):
+            is_phase = name in memory.phases
+            grid.add_column(name, justify="left" if is_phase else "right", ratio=1 if is_phase else None)
         for place in (place for place in memory.places if place.allocation == one.name):
             since, until = memory.phases.index(place.since), memory.phases.index(place.until)
             cells = list[RenderableType]()

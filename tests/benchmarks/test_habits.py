@@ -73,7 +73,7 @@ def test_no_habit_leaves_its_lowering(name: str, pytestconfig: pytest.Config) ->
     for habit in habits(backend):
         names: list[Lowering] = [ORACLE, *(one for one in backend.capabilities.lowerings if one != ORACLE)]
         made = [captured(habit.inputs, backend, habit.padded, one, absent=habit.absent) for one in names]
-        ways = {
+        ways: dict[str, Contestant] = {
             name: Contestant(habit.call(one), memory_of(one.graphs.buffers))
             for name, one in zip(names, made, strict=True)
         }
@@ -82,8 +82,8 @@ def test_no_habit_leaves_its_lowering(name: str, pytestconfig: pytest.Config) ->
             drawn = ((rows, habit.draw(rows, at)) for at, rows in enumerate(sizes))
             check_bytes(habit.name, habit.inputs, backend, ways, drawn)
         batches = [habit.draw(rows, number) for number, rows in enumerate(habit.sizes)]
-        for lowering, runner in zip(names[1:], made[1:], strict=True):
-            found[habit.name, lowering] = Run(ways[lowering].call, batches, habit.around, habit.before), runner
+        for one, runner in zip(names[1:], made[1:], strict=True):
+            found[habit.name, one] = Run(ways[one].call, batches, habit.around, habit.before), runner
     shown = pytestconfig.getoption("capture") == "no"
     measure([run for run, _ in found.values()], backend, *((50, 20, 9) if shown else (1, 2, 0)))
     for lowering in {lowering for _, lowering in found}:
