@@ -200,10 +200,6 @@ class Backend(abc.ABC):
     def order(self, first: int, then: int) -> None:  # noqa: B027 - there is nothing to wait for without streams
         """Have one stream, told by its number, wait for what was handed to another so far."""
 
-    def streams_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The stream that each tensor's memory belongs to, as far as the device can tell; it may take milliseconds."""
-        return tuple(self.stream_key()() for _ in tensors)
-
     @abc.abstractmethod
     def event(self) -> Event:
         """An event recorded now on the current stream."""

@@ -55,7 +55,7 @@ _CAUGHT: Final = "an operation of the step was refused, and the step went on aft
 _ADVICE: Final[Advice] = (
     (
         "unless the cpu tensor is pinned",
-        "copy from a slot with placement='host', which is pinned, or from a device slot",
+        "copy from a device slot, or from a slot with placement='host', which is pinned (row by row if not contiguous)",
     ),
     ("operation not permitted when stream is capturing", _ON_DEVICE),
     ("previous error during capture", _CAUGHT),
@@ -149,14 +149,6 @@ class CudaBackend(StreamBackend):
         (earlier, event), (later, _) = _stream_of(first, self.device), _stream_of(then, self.device)
         event.record(earlier)
         later.wait_event(event)
-
-    def streams_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The stream that each tensor's memory was allocated on, as the allocator tells it.
-
-        Tens of microseconds; milliseconds where the allocator has taken or given back memory since the last call.
-        """
-        here = self.stream_key()()
-        return tuple(here if handle is None else handle for handle in self.stream_handles(tensors))
 
 
 @functools.lru_cache(maxsize=128)

@@ -1,14 +1,13 @@
 """What all devices with streams have in common: captures, events, memory and uploads, by torch's calls for them."""
 
 import abc
-import bisect
 import contextlib
 import functools
 import gc
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, final
 
@@ -75,7 +74,7 @@ class CaptureState:
 
     stream: they run on it. pool: their graphs' memory. one: an element to compute with. lock: under it one thread warms
     up or captures. recording: the capture under way. broken: graphs that torch may still ask whether an allocation is
-    theirs. segments: the memory of the allocator by address, as it was when it had the numbers `changes`.
+    theirs.
     """
 
     stream: Any
@@ -85,8 +84,6 @@ class CaptureState:
     recording: "DeviceCapture | None" = None
     broken: list[Recorded] = attrs.field(factory=list)
     checks: int = 0
-    changes: tuple[int, ...] = ()
-    segments: list[tuple[int, int, int]] = attrs.field(factory=list)
 
 
 _STATES: Final[dict[tuple[str, str, int | None], CaptureState]] = {}
@@ -164,27 +161,6 @@ class StreamBackend(Backend):
         except TypeError:  # an older torch tells of all pools at once
             segments = [one for one in self._module.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(handle)]
         return [(one["address"], one["address"] + one["total_size"]) for one in segments]
-
-    def stream_handles(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
-        """The handle of the stream that each tensor's memory was allocated on; None where the allocator cannot tell.
-
-        A snapshot takes milliseconds. It is taken again only where the allocator has taken memory from the device or
-        given some back since: a segment belongs to one stream for as long as it lives.
-        """
-        state, stats = self.state, self._module.memory_stats_as_nested_dict(self._device)
-        counts = [stats.get(name, {}).get("all", {}) for name in ("segment", "reserved_bytes")]
-        changes = tuple(int(one.get(how, 0)) for one in counts for how in ("current", "allocated", "freed") if one)
-        if changes != state.changes or not changes:  # they were read before the snapshot: they are no newer
-            found = self._module.memory_snapshot()
-            ends = ((one["address"], one["address"] + one["total_size"], one["stream"]) for one in found)
-            state.segments, state.changes = sorted(ends), changes
-        segments = state.segments
-        starts = [low for low, _, _ in segments]
-        streams: list[int | None] = []
-        for address in (tensor.data_ptr() for tensor in tensors):
-            at = bisect.bisect_right(starts, address) - 1
-            streams.append(segments[at][2] if at >= 0 and address < segments[at][1] else None)
-        return streams
 
     # the verbs
 

@@ -19,10 +19,9 @@ from .check.replays import COPIES, Poisoning, parity_fault
 from .check.trial import Together, Trial, unwatched
 from .comparison import graph_of, info_of, state_on, tails_of
 from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
-from .holdings import Change
 from .hooks import WATCHERS, Watcher, watchers_of
 from .runner import Runner
-from .state import State
+from .state import Change, State
 
 
 class Prover(Watcher, abc.ABC):
@@ -42,7 +41,7 @@ class Prover(Watcher, abc.ABC):
     def __init__(self, runner: Runner[Any], state: State | None = None) -> None:
         self.runner = runner
         self.off = False
-        self.together = Together(runner.parts.coordinator)
+        self.together = Together(runner.coordinator)
         self._given = state
         self._found: dict[int, State] = {}
         self._skipped: set[str] = set()
@@ -63,13 +62,13 @@ class Prover(Watcher, abc.ABC):
 
     @property
     def _others(self) -> int:
-        graphs = self.runner.parts.graphs
+        graphs = self.runner.graphs
         return 0 if graphs is None else graphs.buffers.turn.others
 
     def before_replay(self, view: Inputs) -> None:
         """Look at a step before it runs, unless the runner is about to refuse it. All ranks do, or none."""
         refused = self._filled is not None and (view is not self._filled[0] or self._others != self._filled[1])
-        graph = None if self.off or refused else graph_of(self.runner.parts, view)
+        graph = None if self.off or refused else graph_of(self.runner, view)
         if self.together.any(graph is None):
             return
         state = self._state_for(view, graph)
@@ -84,18 +83,18 @@ class Prover(Watcher, abc.ABC):
         is_sought = self.together.any(state is None)
         try:
             if is_sought:
-                found = state_on(self.runner.parts, view)
+                found = state_on(self.runner, view)
                 state = self._found[id(graph)] = state or found
             if state is not None:
                 state.check_room(self.copies)
         except CheckError as error:
             self.off, state = True, None
-            log.warning("debug_off", runner=self.runner.parts.name, mode=self.mode, reason=str(error))
+            log.warning("debug_off", runner=self.runner.name, mode=self.mode, reason=str(error))
         except Exception as error:  # noqa: BLE001 - a step may not bear to be looked at, which is no fault of its graph
             state, reason = None, f"{type(error).__name__}: {error}"
             if reason not in self._skipped:
                 self._skipped.add(reason)
-                log.warning("debug_skipped", runner=self.runner.parts.name, mode=self.mode, reason=reason)
+                log.warning("debug_skipped", runner=self.runner.name, mode=self.mode, reason=reason)
         return None if self.together.any(state is None) else state
 
     def judge(self, message: str) -> None:
@@ -103,8 +102,8 @@ class Prover(Watcher, abc.ABC):
         first = self.together.first(message)
         if first is None:
             return
-        if self.runner.parts.graphs is not None:
-            self.runner.parts.graphs.buffers.distrust()
+        if self.runner.graphs is not None:
+            self.runner.graphs.buffers.distrust()
         raise CheckError(f"debug mode {self.mode}: {message or f'rank {first[0]} found: {first[1]}'}")
 
 
@@ -116,7 +115,7 @@ class AddressProver(Prover):
     def __init__(self, runner: Runner[Any], state: State | None = None) -> None:
         super().__init__(runner, state)
         self._unread: set[tuple[int, str, int]] = set()
-        graphs = runner.parts.graphs
+        graphs = runner.graphs
         own = [] if graphs is None else [b for b in graphs.buffers if b.adopted and not (b.foreign or b.slot.rewritten)]
         self._exclusive = [buffer.name for buffer in own if isinstance(buffer.slot.rule(), Pad)]
 
@@ -136,7 +135,7 @@ class AddressProver(Prover):
 
     def _tail_fault(self, name: str, view: Inputs) -> str:
         """What is wrong with the tail of memory that nobody else was to write. Empty if it is as it must be."""
-        tensor, stage, step = vars(view)[name], self.runner.parts.stage, info_of(view).step
+        tensor, stage, step = vars(view)[name], self.runner.stage, info_of(view).step
         slot = stage.declaration.slots[name]
         rule = slot.rule()
         if tensor is None or not isinstance(rule, Pad):
@@ -152,12 +151,12 @@ class AddressProver(Prover):
 
     def _changes(self, view: Inputs) -> list[Change]:
         """What has moved, but for what the graph of this step was found not to read."""
-        graphs = self.runner.parts.graphs
+        graphs = self.runner.graphs
         changes = [] if graphs is None else graphs.holdings.changed()
         return [one for one in changes if self._key(one, view) not in self._unread]
 
     def _key(self, change: Change, view: Inputs) -> tuple[int, str, int]:
-        return id(graph_of(self.runner.parts, view)), change.holding.name, change.now.data_ptr()
+        return id(graph_of(self.runner, view)), change.holding.name, change.now.data_ptr()
 
 
 class PoisonProver(Prover):
@@ -196,7 +195,7 @@ def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] 
     others = sorted(modes - WATCHERS.keys())
     if others:
         raise ConfigError(f"debug mode {others[0]!r} is part of how a runner is made: give it debug={others[0]!r}")
-    given = None if state is None else State.of(runner.parts.stage.backend, state)
+    given = None if state is None else State.of(runner.stage.backend, state)
     made = watchers_of(runner, modes, given)
     for watcher in made:
         runner.watch.add(watcher)

@@ -13,8 +13,7 @@ from ..dataflow.errors import CaptureError, ConfigError
 from ..dataflow.tails import Number, Once, Pad, resolve_value
 from ..dataflow.views import make_view
 from .config import check_step, checked_names, declaration_of
-from .decode import RequestRunner
-from .graph_runner import DraftArguments, ExtendArguments
+from .decode import DraftArguments, ExtendArguments, RequestRunner
 from .stage import V
 from .standard.counts import STEPS, TOPK
 from .tree import Drafts, Frontier, top_tokens

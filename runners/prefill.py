@@ -12,12 +12,12 @@ from ..dataflow.errors import ConfigError
 from ..dataflow.ready import Ready
 from .capture import Captured
 from .config import check_step, config_of
-from .graph_runner import Finish, GraphRunner, StackArguments
+from .decode import Finish, GraphRunner, StackArguments
 from .runner import Filled
 from .stacked.capture import StackCapture, live_viewer
 from .stacked.replay import Stack, stack_step
 from .stacked.splitting import Operator, Splitter
-from .stage import Stage, V, staged
+from .stage import Stage, V
 
 OFFER: Final = "layer_stack"
 
@@ -54,7 +54,7 @@ class StackRunner(GraphRunner[V]):
             output_rows: The axis that the rows of outputs follow.
 
         """
-        config, stage = config_of(type(self), given), Stage.of(inputs, step, **staged(given))
+        config, stage = config_of(type(self), given), Stage.of(inputs, step, **given)
         axes, varying = stage.declaration.axes, stage.declaration.varying
         if output_rows == "auto":
             output_rows = BATCH if BATCH in axes else TOKENS
@@ -103,7 +103,7 @@ class StackRunner(GraphRunner[V]):
             raise
 
     def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
-        rows, counted = self._rows(captured, filled), self._tally.repeated[captured.rows, filled.rows]
+        rows, counted = self._rows(captured, filled), self.tally.repeated[captured.rows, filled.rows]
         return stack_step(self.graphs, self._stack, captured, *rows, self._viewer(ready), counted)
 
     def _rows(self, captured: Captured, filled: Filled[V]) -> tuple[int | None, int | None]:

@@ -113,7 +113,7 @@ def check(
         CheckError: The state is too large to keep.
         RankError: Other ranks do not come, or check something else. The error names them.
     """
-    start, parts, graphs = time.perf_counter(), runner.parts, runner.parts.graphs
+    start, graphs = time.perf_counter(), runner.graphs
     for name in only:
         if name not in CHECKS:
             raise ConfigError(f"there is no check {name!r}: checks are {', '.join(CHECKS)}")
@@ -122,14 +122,14 @@ def check(
     wanted = [name for name in CHECKS if name in only or not only]
     if graphs is None:
         note = "it captures nothing: there are no tails, and nothing is replayed"
-        return CheckReport(runner=parts.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
+        return CheckReport(runner=runner.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
     if graphs.report is None:
         raise ReplayError("this runner is not captured: call capture() before check()")
-    check_slots("read_outside", parts.stage.declaration, read_outside)
+    check_slots("read_outside", runner.stage.declaration, read_outside)
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
-    subject = Subject(runner, graphs, State(parts.stage.backend), seed, tuple(read_outside))
+    subject = Subject(runner, graphs, State(runner.stage.backend), seed, tuple(read_outside))
     with unwatched(runner.watch):
-        report = parts.coordinator.run(lambda: _checked(subject, wanted, makers, state, progress=progress))
+        report = runner.coordinator.run(lambda: _checked(subject, wanted, makers, state, progress=progress))
     return attrs.evolve(report, seconds=time.perf_counter() - start)
 
 
@@ -143,14 +143,14 @@ def batches_of(
     Raises:
         ConfigError: There are none, or the declaration does not tell how to draw them.
     """
-    parts, patterns = runner.parts, [frozenset[str]()]
+    patterns = [frozenset[str]()]
     if batches is not None and not callable(batches):
         given = [functools.partial(_paired, one) for one in batches]
         if not given:
             raise ConfigError("batches= has none: give some, or a function of rows and a generator, or leave it out")
         return given
     if batches is None:
-        patterns = sorted(parts.patterns, key=sorted)
+        patterns = sorted(runner.patterns, key=sorted)
 
     def made(number: int, bucket: int, rows: int, absent: Absent) -> Sample:
         generator = torch.Generator().manual_seed(seed + number)
@@ -159,7 +159,7 @@ def batches_of(
         return _drawn(runner, bucket, rows, absent, values, generator)
 
     generator, below, plans = torch.Generator().manual_seed(seed), 0, list[tuple[int, int, Absent]]()
-    for bucket in sorted(parts.sizes):  # with rows that do not fit the one below it
+    for bucket in sorted(runner.sizes):  # with rows that do not fit the one below it
         drawn = torch.randint(below + 1, bucket + 1, (rounds,), device="cpu", generator=generator).tolist()
         every = [*dict.fromkeys([bucket, below + 1, max(bucket - 1, below + 1)]), *drawn]
         plans[:0] = [(bucket, rows, absent) for rows in every for absent in patterns]  # the largest first
@@ -179,9 +179,9 @@ def _drawn(
     runner: Runner[Any], bucket: int, rows: int, absent: Absent, values: Values, generator: torch.Generator
 ) -> Sample:
     """A random batch of so many rows, and of one row or more on every other axis."""
-    stage, lead = runner.parts.stage, BATCH if runner.is_whole else TOKENS
+    stage, lead = runner.stage, BATCH if runner.is_whole else TOKENS
     live = {lead: rows}
-    for axis, size in runner.parts.sizes[bucket].items():
+    for axis, size in runner.sizes[bucket].items():
         if axis.fixed:
             live[axis] = size
         elif axis != lead and axis not in stage.relations:
@@ -201,7 +201,8 @@ def _checked(
     progress: bool,
 ) -> CheckReport:
     """Find the state, and run the checks on the batches that a graph takes."""
-    runner, ranks, stage = subject.runner, subject.parts.coordinator, subject.parts.stage
+    runner = subject.runner
+    ranks, stage = runner.coordinator, runner.stage
     decisions, firsts = list[Decision](), dict[Absent, Callable[[], Sample]]()
     for make in makers:
         one = make()
@@ -220,7 +221,7 @@ def _checked(
     for make in firsts.values() if given is None else ():
         view = subject.fill(make())
         with subject.together.raising("the look at what a step changes"):
-            known = known.joined(state_on(subject.parts, view))
+            known = known.joined(state_on(subject.runner, view))
     passed = collections.Counter(one.reason for one in decisions if one.bucket is None)
     told = ((f"{count} batches were" if count > 1 else "a batch was", reason) for reason, count in passed.items())
     notes = {f"{them} passed over, which no graph takes: {reason}": None for them, reason in told}
@@ -231,7 +232,7 @@ def _checked(
         message = f"nothing was checked: {'; '.join(subject.notes)}; give batches that a captured bucket takes"
         findings = (Finding(wanted[0], None, message),)
     steps = dict.fromkeys(wanted, len(taken))
-    return CheckReport(runner=subject.parts.name, findings=findings, steps=steps, notes=tuple(subject.notes))
+    return CheckReport(runner=subject.runner.name, findings=findings, steps=steps, notes=tuple(subject.notes))
 
 
 def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progress: bool) -> tuple[Finding, ...]:
@@ -250,7 +251,7 @@ def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progre
             for one in CHECKS[name](subject, batches):
                 found.setdefault(one.slot or re.split(" row |: ", one.message)[0], one)
             findings += _with_others(subject, name, list(found.values()))
-            if subject.together.any(not _answers(subject.parts.stage.backend)):
+            if subject.together.any(not _answers(subject.runner.stage.backend)):
                 subject.notes["the device has stopped for good, and what was left to check was not checked"] = None
                 break
     finally:

@@ -27,9 +27,9 @@ from ...dataflow.sources import look_up
 from ...dataflow.tails import Once
 from ..bits import garbage, unequal_rows
 from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slots_kept
-from ..holdings import Change
-from ..runner import Parts
+from ..runner import Runner
 from ..running import running
+from ..state import Change
 from ..traffic import Traffic, run_seen
 from .trial import Finding, Subject, Tensors, Trial, rebuilt
 
@@ -108,12 +108,12 @@ def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator
         view = subject.fill(one)
         present.update(name for name, value in vars(view).items() if value is not None)
         with subject.state.kept():
-            read.update(_read_slots(subject.parts, view))
+            read.update(_read_slots(subject.runner, view))
     for name, slot in subject.slots.items():
         if is_found or name not in present - read or isinstance(slot, Output) or slot.is_parameter:
             continue
-        stage = subject.parts.stage
-        reason = may_be_read(slot, lent=name in stage.lend, device=stage.backend.device)
+        stage = subject.runner.stage
+        reason = may_be_read(slot, stage.backend.device)
         if reason is not None:
             subject.notes[f"no operator of the step reads slot {name!r}: {reason}"] = None
             continue
@@ -146,12 +146,11 @@ def _unwritten(subject: Subject[Any], one: Sample, number: int) -> Iterator[Find
             yield Finding("coverage", name, f"{what}: {rows} still hold what lay there before; {must}")
 
 
-def may_be_read(slot: Slot, *, lent: bool, device: torch.device) -> str | None:
+def may_be_read(slot: Slot, device: torch.device) -> str | None:
     """Why a slot may well be read though no operator of the step takes it, or None."""
     reasons = {
         "it is optional": slot.optional,
         "it is constant": isinstance(slot, Constant),
-        "it is lent to something outside": lent,
         "it is written once": isinstance(slot.rule(), Once),
         "it is on the host, where it may be read before the replay": slot.placement == HOST,
         "a kernel that is launched by itself may": device.type != "cpu",
@@ -159,13 +158,13 @@ def may_be_read(slot: Slot, *, lent: bool, device: torch.device) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _read_slots(parts: Parts[Any], view: Inputs) -> set[str]:
+def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
     """Run the step without its graph on the view that was filled last, and name the slots that something reads.
 
     Functions of computed slots read what they name. An operator reads what it takes, but a mere view of a part of a
     slot does not read it. What is launched without an operator, as a kernel by itself may be, is not seen.
     """
-    slots, values = parts.stage.declaration.slots, vars(view)
+    slots, values = runner.stage.declaration.slots, vars(view)
     spans = {name: span(values[name]) for name in slots if values[name] is not None}
     computes = (slot.computes() for slot in slots.values())
     read = {need for compute in computes if compute is not None for need in compute.needs}
@@ -187,7 +186,7 @@ def _read_slots(parts: Parts[Any], view: Inputs) -> set[str]:
             return func(*args, **(kwargs or {}))
 
     traffic = Traffic(done=lambda _, taken, __: note(taken))
-    outputs = run_under(TakenByHost(), lambda: run_seen(traffic, lambda: ran_eagerly(parts, view)))
+    outputs = run_under(TakenByHost(), lambda: run_seen(traffic, lambda: ran_eagerly(runner, view)))
     note(tensor for _, tensor in named(outputs))
     return read
 
@@ -227,8 +226,8 @@ def _sequence(subject: Subject[Any], batches: Sequence[Sample]) -> list[Sample]:
     """Batches in turn: as many as there is memory for what is copied of them, but two at least."""
     with subject.state.kept():
         nbytes = sum(tensor.nbytes for part in _run(subject, batches[0]) for tensor in part.values())
-    room = int(SHARE * subject.parts.stage.backend.memory().free / max(2 * nbytes, 1))
-    told = subject.parts.coordinator.tell("how many steps there is room for", "", min(STEPS, room))
+    room = int(SHARE * subject.runner.stage.backend.memory().free / max(2 * nbytes, 1))
+    told = subject.runner.coordinator.tell("how many steps there is room for", "", min(STEPS, room))
     return list(itertools.islice(itertools.cycle(batches), max(2, min(most for _, most in told))))
 
 
@@ -241,7 +240,7 @@ def _copied(subject: Subject[Any], one: Sample) -> Sample:
             values[name] = made.pin_memory() if value.is_pinned() else made
         else:
             values[name] = copy.deepcopy(value)
-    declaration = subject.parts.stage.declaration
+    declaration = subject.runner.stage.declaration
     return rebuilt(declaration, values, {name: look_up(one.batch, name) for name in declaration.fields})
 
 
@@ -250,8 +249,8 @@ def _steps(subject: Subject[Any], batches: Sequence[Sample], *, flight: bool) ->
 
     Alone, the device has done a step before the next begins. In flight, sources are overwritten right after the call.
     """
-    backend, runs = subject.parts.stage.backend, []
-    with subject.state.kept(), slots_kept(subject.parts):
+    backend, runs = subject.runner.stage.backend, []
+    with subject.state.kept(), slots_kept(subject.runner):
         if flight:
             _keep_busy(backend)
         for one in batches:

@@ -16,7 +16,7 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS, Step
 from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Capabilities
-from ...dataflow.errors import MissingSourceError, ReplayError
+from ...dataflow.errors import ReplayError
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.sampling import Sample, is_location
 from ...dataflow.slots import Output, Slot
@@ -38,7 +38,6 @@ from ..comparison import (
     slots_kept,
     tails_of,
 )
-from ..eagerly import Eagerly
 from ..testing.ground import differences as fill_faults
 from ..testing.ground import spoil
 from .trial import NOTHING, Finding, Subject, Tensors, Trial
@@ -91,7 +90,7 @@ def _unlike_oracle(subject: Subject[Any], one: Sample, number: int) -> list[Find
     found = _compared(subject, one, None)
     if subject.together.any(found):
         return found
-    with slots_kept(subject.parts):
+    with slots_kept(subject.runner):
         with torch.no_grad():
             tensors = (source for source in subject.sources(one).values() if isinstance(source, torch.Tensor))
             own = [(source, source.clone()) for source in tensors if source.numel() and buffers.holds(source)]
@@ -107,7 +106,7 @@ def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Find
 
     seed: of the garbage there. The oracle then fills over its opposite, too, which shows what is not written at all.
     """
-    stage, buffers, step, found = subject.parts.stage, subject.graphs.buffers, subject.step_of(one), list[Finding]()
+    stage, buffers, step, found = subject.runner.stage, subject.graphs.buffers, subject.step_of(one), list[Finding]()
 
     def oracle(opposite: int | None) -> Buffers:
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -171,7 +170,7 @@ def poison_of(slot: Slot, filled: torch.Tensor, step: Step, capabilities: Capabi
 
 def _poison_in(trial: Trial[Any], name: str) -> Poison | None:
     """What the tail of a filled slot must bear."""
-    return poison_of(trial.declared[name], trial.filled[name], trial.step, trial.parts.stage.backend.capabilities)
+    return poison_of(trial.declared[name], trial.filled[name], trial.step, trial.runner.stage.backend.capabilities)
 
 
 def other_tails(trial: Trial[Any], turn: int, generator: torch.Generator, spared: Collection[str]) -> Tensors:
@@ -242,7 +241,7 @@ class Poisoning:
     def _live(self, outputs: Any) -> Tensors:
         """The live rows of outputs. Their sizes tell whether they were handed out with padded ones."""
         found, step = copies(outputs, "output"), self._trial.step
-        is_padded = self._trial.parts.graphs is not None and not self._trial.runner.cuts
+        is_padded = self._trial.runner.graphs is not None and not self._trial.runner.cuts
         for name, tensor in found.items() if is_padded else ():
             for axis in (TOKENS, BATCH):
                 if tensor.dim() and tensor.shape[0] == step.padded_sizes.get(axis):
@@ -336,20 +335,14 @@ def check_parity(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[F
 
 def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
     """What the graph of a batch does otherwise than the step, padded or not."""
-    parts, eager = subject.parts, subject.parts.eager
-    if parts.stage.declaration.ranks is not None:
+    runner = subject.runner
+    if runner.stage.declaration.ranks is not None:
         subject.fill(one)  # by which ranks know what all bring, as computed slots may ask
-    with subject.state.kept(), slots_kept(parts):
-        try:
-            view = eager.fill(one.batch, **one.side)
-        except MissingSourceError:
-            eager = Eagerly(
-                parts.stage, parts.name, parts.size, buffers=subject.graphs.buffers
-            )  # which carries nothing
-            view = eager.fill(one.batch, **one.side)
+    with subject.state.kept(), slots_kept(runner):
+        view = runner.eager.fill(one.batch, **one.side)
         subject.produce(view)
         try:
-            exact: Seen | str = seen(view, eager.run(view))
+            exact: Seen | str = seen(view, runner.eager.run(view))
         except Exception as error:  # noqa: BLE001 - whatever a step makes of other sizes is a result
             exact = f"the step raised on the batch without padding: {type(error).__name__}: {error}"
     trial = subject.trial(one)
@@ -357,7 +350,7 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
     if subject.together.any(finding is not None):
         return finding
     if isinstance(exact, str):
-        is_empty = not parts.size(one.batch, one.side)[-1]  # such a batch is padded in each step
+        is_empty = not runner.size(one.batch, one.side)[-1]  # such a batch is padded in each step
         return None if is_empty else Finding(PARITY, None, exact)
     graph = trial.run(lambda outputs: seen(trial.view, outputs))
     found = None if isinstance(graph, Exception) else next(differences(graph, exact, OTHER_SHAPES), None)
@@ -408,7 +401,7 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
     every = mismatches(graph[0], expected, tolerance, step=trial.step)
     found = min(every, key=lambda one: one.slot is None, default=None)  # a slot tells more than what was returned
     if found is not None:
-        captured = graph_of(trial.parts, trial.view)
+        captured = graph_of(trial.runner, trial.view)
         where = "" if captured is None else f" (bucket {captured.rows})"
         why = "the step reads something that is no slot, such as a host value or an address at capture"
         return Finding(PARITY, found.slot, f"{found}{where}; all slots agree: {why}")

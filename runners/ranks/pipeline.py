@@ -233,8 +233,8 @@ class PipelineStage(Unique):
         found: Any = None if alone else checked_group(group)
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(found), dist.get_world_size(found))
         self._argument = proxies
-        self.wanted = sorted(proxies_of(runner.parts.stage, proxies), key=lambda pair: (pair[0], pair[1].name))
-        self._coordinator = runner.parts.coordinator
+        self.wanted = sorted(proxies_of(runner.stage, proxies), key=lambda pair: (pair[0], pair[1].name))
+        self._coordinator = runner.coordinator
         self._steps = 0
         self._before: Neighbour | None = None
         self._after: Neighbour | None = None
@@ -292,7 +292,7 @@ class PipelineStage(Unique):
         try:
             targets = self._targets(before, message, batch, self._given(side))
         except BaseException:
-            device = self.runner.parts.stage.backend.device
+            device = self.runner.stage.backend.device
             before.receive([spec.empty(device) for spec in message.specs.values()])
             raise
         before.receive(targets.values())
@@ -307,8 +307,8 @@ class PipelineStage(Unique):
             raise RankError(
                 f"{before.other} is at step {message.step} of the pipeline, {before.me} at step {self._steps}"
             )
-        parts, specs = self.runner.parts, message.specs
-        stage, graphs = parts.stage, parts.graphs
+        runner, specs = self.runner, message.specs
+        stage, graphs = runner.stage, runner.graphs
         found = {key: spec.empty(stage.backend.device) for key, spec in specs.items()}
         given = {**side, self._argument: found}
         keys, required = {key for key, _ in self.wanted}, {key for key, want in self.wanted if not want.slot.optional}
@@ -316,7 +316,7 @@ class PipelineStage(Unique):
         faults += [f"{key!r} is read by no slot" for key in specs if key not in keys]
         bucket = None
         if not faults:
-            bucket, live = self.runner.decide(batch, **given).bucket, parts.size(batch, given)
+            bucket, live = runner.decide(batch, **given).bucket, runner.size(batch, given)
             sizes = {**stage.sizes, **dict(zip(stage.declaration.varying, live, strict=False))}
             expected = [(key, want, extent(want.slot.shape, sizes)) for key, want in self.wanted if key in found]
             faults = [
@@ -378,7 +378,7 @@ class PipelineStage(Unique):
 
     def _check_group(self, group: "dist.ProcessGroup") -> None:
         """ConfigError if the group cannot move tensors of the runner's device."""
-        kind = self.runner.parts.stage.backend.device.type
+        kind = self.runner.stage.backend.device.type
         ways = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
         if kind != "cpu" and ways.get(kind, "gloo") == "gloo":  # which sends from host memory alone
             raise ConfigError(

@@ -37,11 +37,8 @@ class Recording(Watcher):
         self.path = path
         self.steps: collections.deque[StepRecord] = collections.deque(maxlen=last)
         self._runner, self._outputs = runner, outputs
-        self._backend, self._declaration = runner.parts.stage.backend, runner.parts.stage.declaration
+        self._backend, self._declaration = runner.stage.backend, runner.stage.declaration
         self._staged = {n: slot for n, slot in self._declaration.slots.items() if isinstance(slot, Staged)}
-        own, carried = self._declaration, runner.parts.eager.stage.declaration.fields
-        more = (name for name in carried if name in own.slots and own.slots[name].reads(name) is None)
-        self._fields = (*own.fields, *more)  # with slots that a batch may carry to an eager step
         self._agreed = runner.agreed
         self._count = 0
         self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
@@ -60,20 +57,20 @@ class Recording(Watcher):
         """
         if self._fault:
             return
-        step, parts = StepRecord(number=self._count), self._runner.parts
+        step, runner = StepRecord(number=self._count), self._runner
         self._count += 1
-        self._agreed = self._runner.agreed
+        self._agreed = runner.agreed
         self.steps.append(step)
         try:
             axes = [axis.name for axis in self._declaration.varying]
-            step.live = tuple(zip(axes, parts.size(batch, side), strict=False))  # the leading axis once more at the end
-            step.decision = self._runner.decide(batch, **side)
+            step.live = tuple(zip(axes, runner.size(batch, side), strict=False))  # the leading axis comes last again
+            step.decision = runner.decide(batch, **side)
         except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
             step.note(f"nothing was decided: {type(error).__name__}: {error}"[:_LONGEST])
         try:
             sources = ((name, slot.reads(name)) for name, slot in self._declaration.slots.items())
             slots = [(name, source.read(batch, side)) for name, source in sources if source is not None]
-            fields = [(name, look_up(batch, name)) for name in self._fields]
+            fields = [(name, look_up(batch, name)) for name in self._declaration.fields]
         except Exception as error:  # noqa: BLE001 - as above
             step.note(f"the batch could not be read: {type(error).__name__}: {error}"[:_LONGEST])
             return
@@ -134,7 +131,7 @@ class Recording(Watcher):
         """
         self._settle()
         notes = (f"the device failed: {self._fault}",) if self._fault else ()
-        runner = RunnerRecord.of(self._runner.parts)
+        runner = RunnerRecord.of(self._runner)
         RecordedFile(versions=versions(), runner=runner, steps=tuple(self.steps), notes=notes).write(self.path)
         if self._fault:  # the file is the last that there is to say
             self.close()

@@ -113,7 +113,7 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
     Raises:
         RecordingError: The file does not fit the runner, has no such step, or has none that can run.
     """
-    theirs, ours = file.runner, RunnerRecord.of(runner.parts)
+    theirs, ours = file.runner, RunnerRecord.of(runner)
     refused = unlike(theirs.needed, ours.needed)
     if refused:
         way = "; make it of ranks=RecordedRanks.of(file), without a process group" if theirs.ranks != ours.ranks else ""
@@ -121,9 +121,7 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
     done = tuple(replay_step(step, runner) for step in file.only(only))
     if all(step.outcome == "left out" for step in done):
         raise RecordingError(f"{file.name} has no step that can be run: {done[-1].lines[0]}")
-    return ReplayReport(
-        file=file.name, runner=runner.parts.name, notes=tuple(unlike(theirs.facts, ours.facts)), steps=done
-    )
+    return ReplayReport(file=file.name, runner=runner.name, notes=tuple(unlike(theirs.facts, ours.facts)), steps=done)
 
 
 def unlike(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
@@ -168,7 +166,7 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
     lines = [f"field {one.name!r} is not in the file: {one}" for one in step.fields if one.why]
     if step.raised is not None:
         lines.append(f"at home it raised {step.raised.kind}: {step.raised.message}")
-    before, stage, decision = runner.agreed, runner.parts.stage, None
+    before, stage, decision = runner.agreed, runner.stage, None
     outcome: Literal["equal", "different", "raised"] = "raised"
     one, ranks = batch_of(step, stage), stage.declaration.ranks
     try:
@@ -192,21 +190,21 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
 
 def _apart(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[str]:
     """What its graph does otherwise than the step, and what it returns otherwise than recorded. Raises as the step."""
-    parts, found = runner.parts, list[str]()
+    found = list[str]()
     produce = functools.partial(_produce, step)
-    one = batch_of(step, parts.stage)  # once more: a step may write what it is given
+    one = batch_of(step, runner.stage)  # once more: a step may write what it is given
     view = runner.fill(one.batch, **one.side)
     produce(view)
-    if parts.graphs is not None and graph_of(parts, view) is not None:
+    if runner.graphs is not None and graph_of(runner, view) is not None:
         try:
-            state = state_on(parts, view)
+            state = state_on(runner, view)
             state.check_room(COPIES)
         except CheckError as error:
             lines.append(f"its graph is not held to the step: {error}")
         else:
-            subject = Subject(runner, parts.graphs, state, produce=produce)
+            subject = Subject(runner, runner.graphs, state, produce=produce)
             with unwatched(runner.watch):
-                finding = apart_from_step(subject, batch_of(step, parts.stage))
+                finding = apart_from_step(subject, batch_of(step, runner.stage))
             found += [] if finding is None else [finding.message]
         view = runner.fill(one.batch, **one.side)
         produce(view)

@@ -145,7 +145,7 @@ class StackCapture(Generic[V]):
             run = stage.step if stack is None else stack.module.forward
             call = StackCall(stage, run, args, kwargs, own=view, view=shown, holds=self._buffers.holds)
             with state.kept():
-                self._watch(call, view)
+                self._watch(call)
                 objects = [place for place in sorted(call.read) if not isinstance(call.leaves[place], torch.Tensor)]
                 if stack is not None and objects:
                     whole()
@@ -155,8 +155,7 @@ class StackCapture(Generic[V]):
                             raise CaptureError(other_object(place, call.leaves[place]))
                 if splitter is not None:
                     args, kwargs = call.arguments()
-                    with stage.lent(view):
-                        parts = under_way(call.at_capture(shown), splitter, run, args, kwargs)
+                    parts = under_way(call.at_capture(shown), splitter, run, args, kwargs)
                     call.run = lambda *_, **__: parts()  # which hold their arguments already
             self._check_rows(outputs, view)
         self._buffers.distrust()
@@ -172,7 +171,7 @@ class StackCapture(Generic[V]):
 
         return under_way(Running(view, "capture"), stack.answered, self._stage.run, view, noted)
 
-    def _watch(self, call: StackCall, view: V) -> None:
+    def _watch(self, call: StackCall) -> None:
         """Run it under watch: what its graphs do with the arguments, and that none reads a slot over requests.
 
         Splits are no breaks yet, because the tracer would take numbers of requests as constants.
@@ -190,8 +189,7 @@ class StackCapture(Generic[V]):
         args, kwargs = call.arguments(stand_ins(call.view, fenced))
         watch = ReadWatch({name: self._buffers[name].tensor for name in over}, _tensors_of(call), breaks)
         try:
-            with self._stage.lent(view):
-                under_way(step, run_under, watch, lambda: call.run(*args, **kwargs))
+            under_way(step, run_under, watch, lambda: call.run(*args, **kwargs))
         except CaptureError as error:
             if not breaks:
                 raise

@@ -262,10 +262,10 @@ class StackCall:
         """Run it as it is captured, and as a backend without graphs replays it."""
         step = running()
         args, kwargs = pytree.tree_unflatten(self.leaves, self._structure)
-        if step is not None and id(self.view) in step.now:  # a replay, which lends its own slots
+        if step is not None and id(self.view) in step.now:  # a replay
             return self.run(*args, **kwargs)
         stage = self._stage
-        with torch.no_grad(), stage.lent(self._own):
+        with torch.no_grad():
             return under_way(self.at_capture(self.view, stage.backend), lambda: self.run(*args, **kwargs))
 
     def take(  # noqa: C901, PLR0912 - in one piece, for each step's sake
@@ -374,7 +374,7 @@ def stack_step(
     stage, hosts, calls = graphs.stage, graphs.filler.hosts, [0]
     note, answer = hosts.note if hosts.possible else None, _answering(graphs, captured, calls, looks=show is None)
     whole = answer if stack is None else stage.step
-    run = functools.partial(stage.run, step=whole) if stage.lend or stage.restored else whole
+    run = functools.partial(stage.run, step=whole) if stage.restored else whole
 
     def step_of(batch: Any) -> Any:
         if GRADIENTS():

@@ -214,7 +214,7 @@ def test_stale_padding_of_an_engines_own_graphs(
 
 
 def test_a_table_that_no_one_keeps_up(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It spoils the slow path of a sliding window, and leaves the lent one alone."""
+    """It spoils the slow path of a sliding window, and leaves the straight one alone."""
     needs("windows")
     monkeypatch.setattr(module("windows.pools").WindowPool, "place", lambda *_: None)
     assert run(capsys, "windows")[0] == 0

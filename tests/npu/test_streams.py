@@ -78,34 +78,6 @@ def test_steps_on_many_streams(kind: Kind, npu: Any) -> None:
     assert [one.tolist() for one in outputs] == [expected(one) for one in pool]
 
 
-def test_sources_of_another_stream(npu: Any) -> None:
-    """Debug mode finds sources that another stream has not written yet, and reads them when it has."""
-    backend = NpuBackend()
-    runner, stream = runner_on(backend, debug=True), npu.Stream()
-    with npu.stream(stream):
-        source = torch.arange(1, 4, device=backend.device)
-        for _ in range(9):
-            source = source + 1
-    here, there = backend.stream_key()(), backend.streams_of([source])[0]
-    assert there != here
-    outputs = runner({"numbers": source}).clone()
-    with npu.stream(stream):
-        source.fill_(-9)
-    assert outputs.tolist() == expected([10, 11, 12])
-    assert runner.stats()["detours"] == {"foreign_stream": 1}
-
-
-def test_memory_of_known_streams(npu: Any) -> None:
-    """Memory of the current stream and of the default one is told by the same numbers as the streams themselves."""
-    backend, stream = NpuBackend(), npu.Stream()
-    on_default = torch.ones(4, device=backend.device)
-    with npu.stream(stream):
-        on_stream = torch.ones(4, device=backend.device)
-        found = backend.streams_of([on_default, on_stream])
-        assert found == (0, backend.stream_key()())
-    assert npu.default_stream().stream_id == 0
-
-
 def test_stream_of_another_library(npu: Any) -> None:
     """A step may come on a stream that torch_npu does not know, which takes no events: the host waits instead."""
     backend = NpuBackend()
@@ -149,7 +121,6 @@ class Passed:
         """Nowhere."""
 
     def query(self) -> bool:
-        """Always."""
         return True
 
     def synchronize(self) -> None:

@@ -56,7 +56,7 @@ class Seen(Watcher):
     """Remembers which proxies of the last step came from their own slots, by key."""
 
     def __init__(self, runner: Any, argument: str = "pp_proxy_tensors") -> None:
-        self.slots = {key: want.name for key, want in proxies_of(runner.parts.stage, argument)}
+        self.slots = {key: want.name for key, want in proxies_of(runner.stage, argument)}
         self.runner, self.argument = runner, argument
         self.in_place: dict[str, bool] = {}
         runner.watch.add(self)

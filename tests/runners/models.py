@@ -87,7 +87,7 @@ def plain_runner(backend: str | Backend, **options: Any) -> DecodeRunner[PlainIn
 
 def eager_of(runner: DecodeRunner[Any]) -> Any:
     """What runs the steps of a decode runner that no graph takes."""
-    return runner.parts.eager
+    return runner.eager
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

@@ -47,7 +47,7 @@ WRONG: dict[str, list[Any]] = {
     "width": ["1", 1.0, None, True, 0, -1],
     "warmups": ["1", 1.0, None, True, -1],
     "progress": ["no", 1, None],
-    "debug": ["poisn", 1, ["streams", 1]],
+    "debug": ["poisn", 1, ["poison", 1]],
     "no_copy": ["yes", 1],
     "sharing": ["yes", 0],
     "graphs": ["no", 1, None],
@@ -83,7 +83,7 @@ def test_an_option_is_used_or_refused(runner: str) -> None:
     """A runner tells a suitable value of an option that it uses; any other option is refused, with who uses it."""
     for option, value in SUITABLE.items():
         if option in USED[runner]:
-            assert make(runner, **{option: value}).parts.config.as_data()[option] == value
+            assert make(runner, **{option: value}).config.as_data()[option] == value
             continue
         with pytest.raises(ConfigError, match=f"^{runner} does not use option '{option}'") as refused:
             make(runner, **{option: value})
@@ -121,7 +121,7 @@ def test_a_misspelt_option_is_refused_with_the_nearest(runner: str, data: st.Dat
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_argument_of_another_runner_is_refused(runner: str) -> None:
     """An argument that only others have is refused as an option is; what is like none is told all that are known."""
-    own = {*make(runner).parts.config.as_data(), *ARGUMENTS.get(runner, {})}
+    own = {*make(runner).config.as_data(), *ARGUMENTS.get(runner, {})}
     for name in FOREIGN - own:
         try:
             make(runner, **{name: object()})
@@ -162,10 +162,8 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     "settings": lambda value: hasattr(value, "window"),
     "sizes": lambda value: value == {},
     "bind": lambda value: value == {},
-    "lend": lambda value: value == {},
     "relations": lambda value: value is None or value == {},
     "absent": no_list,
-    "carry": no_list,
     "chained": no_list,
     "output_rows": lambda value: value is None or (isinstance(value, Axis) and value in (BATCH, TOKENS)),
     "one_width": lambda value: isinstance(value, bool),
@@ -214,16 +212,12 @@ CLEAR: list[tuple[dict[str, Any], str]] = [
     ({"absent": {"hidden"}}, "absent: expected a list of patterns"),
     ({"absent": [{"hiden"}]}, "absent names 'hiden', which is no optional slot of .*: did you mean 'hidden'"),
     ({"absent": [{"tokens"}]}, "absent names 'tokens', which is no optional slot of .*: optional are hidden"),
-    ({"carry": "tokens"}, "carry: expected names of slots in a list or tuple, got 'tokens'"),
-    ({"carry": ["token"]}, "carry names 'token', which is no slot"),
     ({"sizes": {HIDDEN: "4"}}, "sizes of HIDDEN: expected a whole number, at least 0, got '4'"),
     ({"sizes": {HIDDEN: -4}}, "sizes of HIDDEN: expected a whole number, at least 0, got -4"),
     ({"sizes": {HIDDEN: None}}, "sizes of HIDDEN: expected a whole number, at least 0, got None"),
     ({"sizes": {HIDDEN: True}}, "sizes of HIDDEN: expected a whole number, at least 0, got True"),
     ({"sizes": {HIDDEN: 4.0}}, "sizes of HIDDEN: expected a whole number, at least 0, got 4.0"),
     ({"sizes": {"HIDDEN": 4}}, "sizes: expected an Axis as each key, got 'HIDDEN'"),
-    ({"lend": {"tokens": 3}}, "lend of slot 'tokens': expected a function of the slot's view, got 3"),
-    ({"lend": {"token": print}}, "lend names 'token', which is no slot"),
     ({"bind": {"lens": [1]}}, "slot 'lens': expected a tensor to adopt, got list"),
     ({"bind": {"token": torch.ones(2)}}, "bind names 'token', which is no slot"),
     ({"phase": "decode"}, "phase: expected a phase of a pool"),

@@ -28,7 +28,6 @@ LABELS = {
     "slotgraph_fill_seconds_count": WAY,
     "slotgraph_fill_seconds_sum": WAY,
     "slotgraph_fills_total": ("runner", "lowering"),
-    "slotgraph_detours_total": ("runner", "reason"),
     "slotgraph_capture_seconds_total": ("runner",),
     "slotgraph_exchanges_total": ("runner",),
     "slotgraph_forced_steps_total": ("runner", "rank", "reason"),
@@ -62,7 +61,6 @@ def expected(label: str, path: str, captured: Sequence[int], stats: Statistics) 
     for why in typing.get_args(Why)[1:]:
         counts = stats["eager"].get(why, nothing)
         steps[label, "eager", "", why] = (counts["steps"], counts["live"], counts["live"])
-    detours: dict[tuple[str, ...], float] = {(label, "foreign_stream"): 0}
     memory, capture = {**stats["memory"], "driver": stats["capture"]["driver"]}, stats["capture"]
     del memory["total"], memory["shared"]
     return {
@@ -70,7 +68,6 @@ def expected(label: str, path: str, captured: Sequence[int], stats: Statistics) 
         "slotgraph_live_rows_total": {key: counts[1] for key, counts in steps.items()},
         "slotgraph_padded_rows_total": {key: counts[2] for key, counts in steps.items()},
         "slotgraph_fills_total": {(label, name): stats["lowerings"].get(name, 0) for name in LADDER},
-        "slotgraph_detours_total": detours | {(label, why): count for why, count in stats["detours"].items()},
         "slotgraph_capture_seconds_total": {(label,): capture["seconds"]},
         "slotgraph_exchanges_total": {(label,): 0},
         "slotgraph_memory_bytes": {(label, kind): count for kind, count in memory.items()},
@@ -110,10 +107,10 @@ def test_text_is_what_the_books_say(cpu: str, kind: str, lowering: str, schedule
 
 
 def test_every_name_is_there_before_the_first_step(cpu: str) -> None:
-    """Counts begin at zero: of all buckets, reasons, lowerings and detours, and of the fills of all buckets."""
+    """Counts begin at zero: of all buckets, reasons and lowerings, and of the fills of all buckets."""
     found = parsed(exposition(mine=plain_runner(cpu)))
     assert found.keys() == LABELS.keys() - {"slotgraph_forced_steps_total"}  # no one else is there to force any
-    for name in ("steps_total", "live_rows_total", "padded_rows_total", "fills_total", "detours_total"):
+    for name in ("steps_total", "live_rows_total", "padded_rows_total", "fills_total"):
         assert set(found[f"slotgraph_{name}"].values()) == {0}
     assert {key[2] for key in found["slotgraph_fill_seconds_count"]} == {"4", "8"}
     assert found["slotgraph_buckets"]["mine", "captured"] == 2

@@ -296,7 +296,7 @@ def test_a_late_capture_leaves_others_alone(backend: Backend) -> None:
     third = runner_of(backend, pool, "draft", lowering="foreach")
     first.capture()
     runners = {"verify": first}
-    for seed, late in enumerate((lambda: second.parts, second.capture, third.capture)):
+    for seed, late in enumerate((lambda: second.graphs, second.capture, third.capture)):
         produce(runners, "verify", 3, seed)
         produce(alone, "verify", 3, seed)
         batch = batch_of("verify", 3, seed)

@@ -144,7 +144,7 @@ def test_what_was_made_smaller_is_told() -> None:
 def test_state_of_a_runner(cpu: str) -> None:
     """A cache that the step closes over is found, with the operator that writes it; the fill and the slots are none."""
     plain = plain_runner(cpu)
-    assert state_on(plain.parts, plain.fill(random_batch(3, 3))).pieces == ()
+    assert state_on(plain, plain.fill(random_batch(3, 3))).pieces == ()
     cache = torch.randn(64, 2)
 
     class Cached(Inputs):
@@ -158,7 +158,7 @@ def test_state_of_a_runner(cpu: str) -> None:
     runner = DecodeRunner(Cached, step, buckets=[4], backend=cpu)
     runner.capture()
     before = cache.clone()
-    found = state_on(runner.parts, runner.fill({"places": torch.tensor([5, 9, 33])}))
+    found = state_on(runner, runner.fill({"places": torch.tensor([5, 9, 33])}))
     assert torch.equal(cache, before)
     assert [piece.told for piece in found.pieces] == [
         "the float32 tensor of shape [64, 2] that aten::index_put_ writes"
