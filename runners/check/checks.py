@@ -136,12 +136,9 @@ def check(
 def batches_of(
     runner: Runner[Any], batches: Batches | None, *, rounds: int, seed: int, values: Values = NO_VALUES
 ) -> Makers:
-    """The batches that are given, made or drawn.
+    """Given batches; or, made or drawn, some that fill each bucket, leave the longest tail, the shortest, and others.
 
-    Made and drawn ones fill each bucket, leave the longest tail in it and the shortest, and `rounds` others.
-
-    Raises:
-        ConfigError: There are none, or the declaration does not tell how to draw them.
+    ConfigError if there are none, or the declaration does not tell how to draw them.
     """
     patterns = [frozenset[str]()]
     if batches is not None and not callable(batches):
@@ -236,10 +233,7 @@ def _checked(
 
 
 def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progress: bool) -> tuple[Finding, ...]:
-    """One check after the other, under a progress bar on a terminal, until the device answers no more.
-
-    Each slot is told once by each check, and so is each output.
-    """
+    """One check after the other, until the device answers no more; each tells a slot, or an output, once."""
     findings: list[Finding] = []
     console = rich.console.Console(stderr=True)
     hidden = not (progress and console.is_terminal)

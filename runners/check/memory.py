@@ -159,10 +159,9 @@ def may_be_read(slot: Slot, device: torch.device) -> str | None:
 
 
 def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
-    """Run the step without its graph on the view that was filled last, and name the slots that something reads.
+    """Run the step without its graph, and name the slots that its operators, and functions of computed slots, take.
 
-    Functions of computed slots read what they name. An operator reads what it takes, but a mere view of a part of a
-    slot does not read it. What is launched without an operator, as a kernel by itself may be, is not seen.
+    A mere view reads nothing; a kernel that is launched without an operator is not seen.
     """
     slots, values = runner.stage.declaration.slots, vars(view)
     spans = {name: span(values[name]) for name in slots if values[name] is not None}
@@ -245,10 +244,7 @@ def _copied(subject: Subject[Any], one: Sample) -> Sample:
 
 
 def _steps(subject: Subject[Any], batches: Sequence[Sample], *, flight: bool) -> list[tuple[Tensors, Tensors]]:
-    """Run each step by itself, or all in flight one behind the other, and return what each gave and its slots.
-
-    Alone, the device has done a step before the next begins. In flight, sources are overwritten right after the call.
-    """
+    """What each step gives, and its slots: alone, or in flight, where sources are overwritten right after the call."""
     backend, runs = subject.runner.stage.backend, []
     with subject.state.kept(), slots_kept(subject.runner):
         if flight:

@@ -61,10 +61,7 @@ Poison: TypeAlias = tuple[tuple[Number, ...], tuple[Number, ...]]
 
 
 def check_poison(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
-    """Fill and replay each batch with poison in its tails.
-
-    A slot that was found guilty once is held to its rule from then on.
-    """
+    """Fill and replay each batch with poison in its tails, but in those of slots that were found guilty before."""
     guilty = set[str | None]()
     for number, one in enumerate(batches):
         found = _unlike_oracle(subject, one, number)
@@ -102,7 +99,7 @@ def _unlike_oracle(subject: Subject[Any], one: Sample, number: int) -> list[Find
 
 
 def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Finding]:
-    """Fill, and compare with the oracle, which fills other memory that holds the same before.
+    """Fill, and compare with the oracle in other memory that held the same before.
 
     seed: of the garbage there. The oracle then fills over its opposite, too, which shows what is not written at all.
     """
@@ -195,12 +192,7 @@ def other_tails(trial: Trial[Any], turn: int, generator: torch.Generator, spared
 class Poisoning:
     """Poisons the tails of one filled step, and looks for the slot through which a difference comes.
 
-    Ranks go through it together, slot by slot, whether they have poison there or not.
-
-    Args:
-        trial: The step.
-        seed: Where the choice of values begins.
-        spared: Slots that are held to their rules.
+    Ranks go through it together, slot by slot, whether they have poison there or not. spared: held to their rules.
     """
 
     def __init__(self, trial: Trial[Any], seed: int = 0, spared: Collection[str] = ()) -> None:
@@ -222,10 +214,7 @@ class Poisoning:
         return []
 
     def _rounds(self) -> Iterator[Tensors]:
-        """What to poison at once: all slots, twice. What may stop a device for good comes last, slot by slot.
-
-        That is poison that nobody may read, which lies outside of all tables that it could index.
-        """
+        """What to poison at once: all slots, twice; last, one by one, indices out of tables, which may stop a device."""
         first, second = (other_tails(self._trial, turn, self._generator, self._spared) for turn in (0, 1))
         yield first
         apart = []
@@ -368,10 +357,7 @@ def apart_from_step(subject: Subject[Any], one: Sample) -> Finding | None:
 
 
 def parity_fault(trial: Trial[Any]) -> Finding | None:
-    """What a graph does otherwise than its step, from the same slots and state. None if it does the same.
-
-    A step that does not do the same twice is held to the usual tolerances.
-    """
+    """What a graph does otherwise than its step, which is held to usual tolerances if it does not the same twice."""
     state, together = trial.state, trial.together
     eager = trial.run(lambda outputs: (seen(trial.view, outputs).outputs, state.copy()), by=trial.eagerly)
     if trial.raised or isinstance(eager, Exception):
@@ -416,8 +402,7 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
 def _bearable_tails(trial: Trial[Any], turn: int) -> Tensors:
     """Slots with other values that their tails bear. What a step then leaves otherwise belongs to padded rows.
 
-    Padded rows write where their cache locations say, all of them to one reserved row. Which of them comes last is no
-    one's business on a device that runs them at once, and differs from run to run.
+    They all write one reserved row, and which of them comes last differs from run to run.
     """
     spared = set[str]()
     for name, filled in trial.filled.items():

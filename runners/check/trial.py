@@ -74,18 +74,10 @@ def unwatched(watch: Watch) -> Iterator[None]:
 
 
 class Trial(Generic[V]):
-    """One filled step that is run again and again, each time from the same slots and state.
+    """The step filled last, run again and again from the same slots and state; watchers are to be told of nothing.
 
-    Args:
-        runner: The runner, whose watchers are to be told of nothing.
-        view: The view that was filled last.
-        state: What the step changes outside of its slots.
-        one: The batch of the view, to fill it anew after a step raised.
-
-    Attributes:
-        filled: What slots that are not constant held after the fill.
-        raised: Whether the last run raised on some rank.
-        lost: Whether a step raised and nothing can be replayed since.
+    one: its batch, to fill it anew after a step raised. filled: what slots that are not constant held after the fill.
+    raised: whether the last run raised on some rank. lost: whether a step raised and nothing can be replayed since.
     """
 
     def __init__(self, runner: Runner[V], view: V, state: State, one: Sample | None = None) -> None:
@@ -112,15 +104,9 @@ class Trial(Generic[V]):
     def run(
         self, look: Callable[[Any], T], put: Tensors = NOTHING, by: Callable[[], Any] | None = None
     ) -> T | Exception:
-        """Run the step once more.
+        """Run the step once more: what `look` makes of the outputs, before all is put back, or what it raised here.
 
-        Args:
-            look: Is called with the outputs, before slots and state are put back.
-            put: What slots hold instead of what was filled.
-            by: Runs the step. By default its graph is replayed.
-
-        Returns:
-            What `look` returned, or what the step raised on this rank.
+        put: what slots hold instead of what was filled. by: runs the step; by default its graph is replayed.
         """
         self._write(put)
         found: T | Exception
@@ -233,8 +219,7 @@ class RecordedBatch(dict[str, Any], Answering):
 def rebuilt(declaration: Declaration, slots: Mapping[str, Any], fields: Mapping[str, Any]) -> Sample:
     """The batch and the side arguments that bring given values for slots and fields.
 
-    Raises:
-        RecordingError: A slot's source is of a class of its own, or the sources of two slots exclude one another.
+    RecordingError if a slot's source is of a class of its own, or the sources of two slots exclude one another.
     """
     batch, side = RecordedBatch(fields), dict[str, Any]()
     for name, value in slots.items():

@@ -61,11 +61,9 @@ def plus_one(view: Any) -> Any:
 
 
 def declare_decode(slots: int, **more: Any) -> type[Inputs]:
-    """A decode declaration of `slots` slots, at least 2: all copied but one count, which the host computes.
+    """A decode declaration of so many slots, at least 2: all copied but one count, which the host computes.
 
-    Args:
-        slots: How many slots there are without those in `more`.
-        **more: Slots beside these, or in the place of those of the same name.
+    more: slots beside these, or in the place of those of the same name.
     """
     body: dict[str, Any] = {}
     for index in range(slots - 1):

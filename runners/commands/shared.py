@@ -67,10 +67,9 @@ def refuse(message: str, option: str | None = None) -> NoReturn:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Turn errors into lines on stderr: a declaration's faults one a line, wrong options as such.
+    """Turn errors into lines on stderr; those of a user's own code with their place.
 
-    What a user's own code raises is told with its line. That it ends the process, even with 0, is a failure: nothing
-    was done.
+    Code that ends the process, even with 0, is a failure: nothing was done.
     """
     try:
         yield
@@ -110,15 +109,9 @@ def is_runner(value: Any) -> bool:
 def find(
     target: str, is_wanted: Callable[[Any], bool] = is_runner, why: str = RUNNER, given: Mapping[str, Any] = NONE
 ) -> Any:
-    """What a target, `module:name` or `file.py:name`, names, or what the function makes that it names.
+    """What a target, `module:name` or `file.py:name`, names, or the function that it names makes. Exits with 2 else.
 
-    Modules of the current directory are found. Exits with 2 if there is no such module or name.
-
-    Args:
-        target: The module and the name.
-        is_wanted: Whether a value is one that is looked for.
-        why: What another value is.
-        given: What a function is called with, if it takes arguments of these names.
+    is_wanted: whether a value is looked for. why: what others are. given: for a function that takes such arguments.
     """
     place, colon, name = target.rpartition(":")
     module: Any = _module(place if colon else name)

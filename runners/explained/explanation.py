@@ -174,10 +174,7 @@ class RunnerExplanation:
 
     @property
     def fills(self) -> list[tuple[str, Fill]]:
-        """Each way in which steps are filled, under the buckets that it is for, with the largest bucket's bytes.
-
-        Buckets next to one another that do the same are one. The eager fill comes last.
-        """
+        """Each way in which steps are filled, for buckets next to one another that do the same; the eager one last."""
         found = list[tuple[str, Fill]]()
         for _, group in itertools.groupby(self.buckets, lambda bucket: bucket.fill.doing):
             rows = list(group)
@@ -262,10 +259,9 @@ def _graph(runner: Runner[Any], graphs: GraphSet[Any], rows: int, absent: Absent
 def _fill(  # noqa: C901 - one kind of step after the other
     plan: FillPlan, declaration: Declaration, capabilities: Capabilities, *, parts: int = 1, whole: bool = True
 ) -> Fill:
-    """A plan's steps, in the order that the lowering runs them in.
+    """A plan's steps in their order.
 
-    parts: graphs that the step is launched as, 0 if there is none. whole: whether the graph holds the whole step, and
-    so computes what the device does.
+    parts: graphs that the step is launched as. whole: whether its graph computes what the device does.
     """
     sizes = {axis: size for axis in declaration.axes for name, size in plan.sizes if axis.name == name}
     is_fused, computes_inside = plan.lowering in FUSED, whole and parts > 0 and plan.lowering != "slot_by_slot"
@@ -325,10 +321,7 @@ def _fill(  # noqa: C901 - one kind of step after the other
 
 
 def _memory(runner: Runner[Any], plan: FillPlan | None, pool: Layout | None) -> MemoryFacts:
-    """The memory layout of a runner, read off its buffers, if it has any yet.
-
-    plan: a bucket's, which tells when slots are written. pool: the layout of the memory that it shares, if any.
-    """
+    """Where slots lie. plan: of a bucket, which tells when they are written. pool: of memory that is shared."""
     seat, buffers = runner.seat, runner.eager.buffers if runner.graphs is None else runner.graphs.buffers
     member, kept, shared = "", frozenset[str](), frozenset[str]()
     if seat is not None and seat.phase is not None and pool is not None:

@@ -51,10 +51,7 @@ class Recording(Watcher):
         return self.steps[-1] if self.steps and not self._fault else None
 
     def before_fill(self, batch: Any, side: Side) -> None:
-        """Keep what the batch brings, copied on the stream that the step will run on, and the runner's decision.
-
-        The step itself says what is wrong with a batch.
-        """
+        """Keep what the batch brings, and the runner's decision. The step itself says what is wrong with a batch."""
         if self._fault:
             return
         step, runner = StepRecord(number=self._count), self._runner
@@ -156,10 +153,7 @@ class Recording(Watcher):
             error.add_note(f"slotgraph: the last steps could not be recorded: {fault}")
 
     def _take(self, sources: Iterable[tuple[str, Any]]) -> tuple[Value, ...]:
-        """Copies of values, in the stream's order. Only what they are, if the device fails.
-
-        Behind all copies of tensors on the device a flag is copied, which tells whether it got to them.
-        """
+        """Copies of values, in the stream's order, and behind them a flag that tells that the device has made them."""
         device, flag = self._backend.device, None
         values = tuple(Value.of(name, source, device) for name, source in sources if source is not None)
         try:

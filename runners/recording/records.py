@@ -302,10 +302,9 @@ def versions() -> dict[str, str]:
 
 
 def plain_to_text(value: Any) -> str:
-    """None, bools, numbers, text, and lists, tuples and dicts of them, as JSON, in which NaN and infinity stand.
+    """Plain data as JSON, with NaN and infinity: a tuple comes back as a list, and a dict's keys as text.
 
-    A tuple comes back as a list, and a dict's keys as text. TypeError, ValueError or RecursionError if it is anything
-    else, or too large or too deep.
+    TypeError, ValueError or RecursionError if it is anything else, or too large or too deep.
     """
     text = json.dumps(value, default=_number)
     need(len(text) <= MOST, f"more than {MOST:,} letters of text")

@@ -131,11 +131,7 @@ def unlike(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
 
 
 def batch_of(step: StepRecord, stage: Stage[Any]) -> Sample:
-    """A recorded step's batch and side arguments, in memory of their own, for a runner's stage.
-
-    Raises:
-        RecordingError: The file says things of a value that cannot be true, or as `rebuilt`.
-    """
+    """A recorded step's batch, in memory of its own. RecordingError if the file says what cannot be; as `rebuilt`."""
     slots, fields = ({one.name: _value_of(one, stage) for one in part} for part in (step.slots, step.fields))
     return rebuilt(stage.declaration, slots, fields)
 

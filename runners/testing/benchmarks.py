@@ -68,17 +68,9 @@ def fill_by_hand(  # noqa: C901 - no frame more than code by hand has
     *,
     grouped: bool = False,
 ) -> ByHand:
-    """A fill as engines write it: for each slot one tail reset and one copy.
+    """A fill of memory as engines write it: for each slot one tail reset and one copy, which waits for no device.
 
-    As engines do, it copies host data without waiting for the device, which has read pageable memory when the call
-    returns.
-
-    Args:
-        declaration: The slots.
-        backend: Where they are.
-        padded: The bucket's sizes.
-        slots: Memory to fill, such as that which a graph reads.
-        grouped: Whether copies go by foreach, the groups built anew in each step, and not one by one.
+    grouped: whether copies go by foreach, the groups built anew in each step, and not one by one.
     """
     plans, reads_host = dict[tuple[int, ...], _Plan](), backend.capabilities.foreach_host
 
@@ -168,20 +160,10 @@ def verify(
     others: Mapping[str, Contestant],
     batches: Iterable[tuple[Sizes, Any]],
 ) -> None:
-    """Hold what contestants leave in slots, and the tensors that they return, to what another one does.
+    """Hold what contestants leave in slots, and the tensors that they return, to what the oracle does.
 
-    Tails that no one reads, and optional slots that a batch does not bring, may hold anything.
-
-    Args:
-        title: What they run.
-        declaration: The slots.
-        backend: Where they are.
-        oracle: The one that is right.
-        others: The others by name.
-        batches: Each with its sizes.
-
-    Raises:
-        WrongBytesError: One leaves other bytes, or returns another tensor.
+    Tails that no one reads, and optional slots that a batch does not bring, may hold anything. WrongBytesError names a
+    contestant that leaves other bytes, or returns another tensor. title: what they run. batches: each with its sizes.
     """
     slots = declaration.slots
     loose = {name for name, slot in slots.items() if isinstance(slot, Output | Staged)}
@@ -232,15 +214,7 @@ def ways_to_fill(
 ) -> tuple[dict[str, Call], list[Sample]]:
     """The fill of one bucket: by hand, by each lowering, by hand in groups; and the batches that take turns.
 
-    Args:
-        ground: The declaration, and the bucket's sizes.
-        live: The batches' sizes.
-        values: What slots hold.
-        absent: Optional slots that batches come without.
-        lowerings: Those that are timed, the one that counts first. By default all that the backend has.
-
-    Raises:
-        WrongBytesError: A way leaves other bytes than the oracle.
+    Arguments as `Timer.fill` has them. WrongBytesError if a way leaves other bytes than the oracle.
     """
     stage, padded, rows, gone = ground.stage, ground.most, ground.live(live), frozenset(absent)
     capabilities = ground.backend.capabilities

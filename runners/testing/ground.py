@@ -62,18 +62,7 @@ class Ground:
         settings: object = None,
         relations: Relations = NO_RELATIONS,
     ) -> "Ground":
-        """Check what is said of a declaration.
-
-        Args:
-            inputs: The declaration.
-            backend: Where it is filled.
-            max_sizes: The largest sizes of varying axes, by default 8, and the sizes of fixed ones, by default 3.
-            settings: What `when=` of slots refers to.
-            relations: Axes that follow from others.
-
-        Raises:
-            ConfigError: A size or relation does not fit.
-        """
+        """Check what is said of a declaration, as of `batches`. ConfigError if a size or relation does not fit."""
         declaration = inputs.slotgraph.under(settings)
         leads = {_lead(relations.get(axis, Dim.of(axis)), axis) for axis in declaration.varying}
         known = leads | set(declaration.axes)

@@ -172,8 +172,7 @@ def _occupier(backend: Backend) -> Occupy:
 def device_time(run: Run, occupy: Occupy, backend: Backend) -> float | None:
     """Microseconds a step, between two events around steps that stood ready when the device got to them.
 
-    Where it got to the first before the host had queued the last, that says nothing: again with more work before, and
-    with fewer steps, since a device also takes no more than some number of launches in advance.
+    Else it is measured again, with more work before and fewer steps: a device takes only so many launches in advance.
     """
     host = statistics.median(run.host)
     for attempt in range(run.attempt, _ATTEMPTS):
