@@ -214,7 +214,7 @@ class Poisoning:
         return []
 
     def _rounds(self) -> Iterator[Tensors]:
-        """What to poison at once: all slots, twice; last, one by one, indices out of tables, which may stop a device."""
+        """What to poison at once: all slots, twice; last, one by one, indices out of tables: they may stop a device."""
         first, second = (other_tails(self._trial, turn, self._generator, self._spared) for turn in (0, 1))
         yield first
         apart = []
