@@ -4,7 +4,7 @@ import collections
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import attrs
@@ -276,17 +276,6 @@ def _fill(  # noqa: C901 - one kind of step after the other
         told = {"nbytes": nbytes_of_slots(names), **more}
         steps.append(FillStep(kind=kind, label=label, slots=names, calls=calls, **told))
 
-    def copy(groups: Iterable[CopyGroup]) -> None:
-        together = list[str]()
-        for group in groups:
-            label = ", ".join(filter(None, (dtype_text(group.dst_dtype), group.placement, group.how, group.why)))
-            if group.how == "foreach" and plan.mixed:
-                together += group.slots
-            elif group.how in ("foreach", "single"):
-                add("copy", label, group.slots, 1 if group.how == "foreach" else len(group.slots))
-        if together:
-            add("copy", "foreach of all dtypes", together, 1)
-
     def compute(place: str, *, inside: bool) -> None:
         for one in plan.computed:
             if one.on == place:
@@ -302,7 +291,8 @@ def _fill(  # noqa: C901 - one kind of step after the other
     for group in plan.copies:  # an upload comes between copies to the host and to the device
         is_late = not is_fused and bool(plan.packed or plan.moved) and group.placement != HOST
         (late if is_late else early).append(group)
-    copy(early)
+    for told in _copies(early, mixed=plan.mixed):
+        add("copy", *told)
     compute(HOST, inside=False)
     if slots := plan.fused if is_fused else plan.packed:
         carried = plan.packed or [one.slot for one in plan.computed if one.packed]
@@ -311,13 +301,27 @@ def _fill(  # noqa: C901 - one kind of step after the other
         add("kernel", _KERNEL[plan.lowering], slots, int(not is_first), inside=is_first)
     for name in plan.moved:
         add("upload", "by itself", (name,), 1)
-    copy(late)
+    for told in _copies(late, mixed=plan.mixed):
+        add("copy", *told)
     compute(DEVICE, inside=computes_inside)
     if parts:
         add("graph", "graph" if parts == 1 else f"{parts} graphs, breaks between", (), parts, nbytes=None)
     else:
         add("step", "the step, without a graph", (), 1, nbytes=None)
     return Fill(plan, tuple(steps))
+
+
+def _copies(groups: Iterable[CopyGroup], *, mixed: bool) -> Iterator[tuple[str, Sequence[str], int]]:
+    """What copies are called, the slots that they move, and their calls; one call takes all that are mixed."""
+    together = list[str]()
+    for group in groups:
+        label = ", ".join(filter(None, (dtype_text(group.dst_dtype), group.placement, group.how, group.why)))
+        if group.how == "foreach" and mixed:
+            together += group.slots
+        elif group.how in ("foreach", "single"):
+            yield label, group.slots, 1 if group.how == "foreach" else len(group.slots)
+    if together:
+        yield "foreach of all dtypes", together, 1
 
 
 def _memory(runner: Runner[Any], plan: FillPlan | None, pool: Layout | None) -> MemoryFacts:
