@@ -46,7 +46,7 @@ name: what is spared by launching it in the step's graph, only whole steps show.
 _FOREACH_COPY: Final = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage] - torch has no public name for it
 _FOREACH_ZERO: Final = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage] - likewise
 
-Call = Callable[[Any], Any]
+TakesBatch = Callable[[Any], Any]
 """Takes a batch, or what stands for one."""
 ByHand = Callable[..., None]
 """Fills from a batch, its live rows on each varying axis, and its side arguments."""
@@ -148,7 +148,7 @@ def _box(*ranges: slice) -> Box:
 class Contestant:
     """One way to fill, or to run a whole step: a call that takes a batch, and every padded row of what it fills."""
 
-    call: Call
+    call: TakesBatch
     slots: Mapping[str, torch.Tensor]
 
 
@@ -211,7 +211,7 @@ class Figures:
 
 def ways_to_fill(
     ground: Ground, live: Sizes, values: Values, absent: Collection[str], lowerings: Sequence[Lowering]
-) -> tuple[dict[str, Call], list[Sample]]:
+) -> tuple[dict[str, TakesBatch], list[Sample]]:
     """The fill of one bucket: by hand, by each lowering, by hand in groups; and the batches that take turns.
 
     Arguments as `Timer.fill` has them. WrongBytesError if a way leaves other bytes than the oracle.
@@ -300,7 +300,7 @@ class Timer:
     def ways(
         self,
         backend: Backend,
-        ways: Mapping[str, Call],
+        ways: Mapping[str, TakesBatch],
         batches: Sequence[Any],
         title: str,
         *,

@@ -31,7 +31,7 @@ FIXED: Final = 3
 Relations = Mapping[Axis, Dim]
 NO_RELATIONS: Final[Relations] = {}
 Slots = Mapping[str, torch.Tensor | None]
-Fill = Callable[[Any, Side, tuple[int, ...]], Ready]
+FillCall = Callable[[Any, Side, tuple[int, ...]], Ready]
 
 
 def no_step(view: Any) -> NoReturn:
@@ -106,9 +106,9 @@ class Lowered:
     def __init__(self, ground: Ground, lowering: Lowering, buckets: Sequence[Sizes], seed: int = 0) -> None:
         self.buffers = spoilt(ground, seed)
         self._filler = Filler(ground.stage, self.buffers, lowering, list(buckets))
-        self._fills: dict[Any, Fill] = {}
+        self._fills: dict[Any, FillCall] = {}
 
-    def filling(self, padded: Sizes, absent: Absent) -> Fill:
+    def filling(self, padded: Sizes, absent: Absent) -> FillCall:
         """What fills a bucket from a batch, its side arguments and its live sizes; with the kernel captured."""
         key, filler = (tuple(padded.items()), absent), self._filler
         if key not in self._fills:

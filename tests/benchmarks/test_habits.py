@@ -22,7 +22,7 @@ from slotgraph.backends import Backend, load
 from slotgraph.dataflow.capabilities import Lowering
 from slotgraph.extend import HOST, side
 from slotgraph.runners.commands.bench import ORACLE, Batch, captured, check_bytes, declare_decode, draw
-from slotgraph.runners.testing.benchmarks import SETS, Call, Contestant
+from slotgraph.runners.testing.benchmarks import SETS, Contestant, TakesBatch
 from slotgraph.runners.testing.ground import memory_of
 from slotgraph.runners.testing.timing import Run, measure
 from tests.benchmarks.shown import show
@@ -51,7 +51,7 @@ class Habit:
     padded: int = PADDED
     sizes: Sequence[int] = (LIVE,) * SETS
     absent: Sequence[Sequence[str]] = ()
-    call: Callable[[DecodeRunner[Any]], Call] = attrs.field(default=lambda runner: runner)
+    call: Callable[[DecodeRunner[Any]], TakesBatch] = attrs.field(default=lambda runner: runner)
     around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     before: Callable[[int], object] | None = None
 
@@ -156,7 +156,7 @@ def _strided(source: torch.Tensor) -> torch.Tensor:
     return wider[:, : source.shape[1]]
 
 
-def _in_place(runner: DecodeRunner[Any]) -> Call:
+def _in_place(runner: DecodeRunner[Any]) -> TakesBatch:
     """One slot's live rows are written by their producer where they belong."""
     rows = runner.inputs(PADDED).positions
     rows.copy_(torch.arange(PADDED, device=rows.device))
