@@ -94,40 +94,37 @@ _A_RUNNER: Final = "A module or a .py file, and a runner in it, or a function th
 _EXPLAINED: Final = (
     "A declaration's class, or a runner, or a function that makes one: a module or a .py file, and a name."
 )
+_Sizes = Annotated[
+    list[str] | None,
+    typer.Option("--size", metavar="AXIS=LIVE/PADDED", help="An axis' size, as in batch=37/48; one number for both."),
+]
+_Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="A setting that slots with `when=` ask for; no value means true."),
+]
+_Absent = Annotated[list[str] | None, typer.Option(metavar="SLOT", help="An optional slot that the batch has not.")]
+_Lowering = Annotated[
+    str, typer.Option(metavar="NAME", help=f"How the plan is run: {', '.join(LADDER)}, or what the backend prefers.")
+]
 _Backend = Annotated[str, typer.Option(metavar="NAME", help="A backend; see `slotgraph backends`.")]
+_Capture = Annotated[bool, typer.Option("--capture", help="Capture a runner's graphs first, if they are not.")]
+_Format = Annotated[
+    Literal["table", "mermaid", "json", "html"],
+    typer.Option("--format", help="Tables, a mermaid diagram of the dependencies, JSON, or a runner's page."),
+]
 
 
 @app.command()
 def explain(
     target: Annotated[str, typer.Argument(metavar="MODULE:NAME", help=_EXPLAINED)],
     *,
-    size: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--size", metavar="AXIS=LIVE/PADDED", help="An axis' size, as in batch=37/48; one number for both."
-        ),
-    ] = None,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="NAME=VALUE", help="A setting that slots with `when=` ask for; no value means true."
-        ),
-    ] = None,
-    absent: Annotated[
-        list[str] | None, typer.Option(metavar="SLOT", help="An optional slot that the batch has not.")
-    ] = None,
+    size: _Sizes = None,
+    setting: _Settings = None,
+    absent: _Absent = None,
     backend: _Backend = AUTO,
-    lowering: Annotated[
-        str,
-        typer.Option(metavar="NAME", help=f"How the plan is run: {', '.join(LADDER)}, or what the backend prefers."),
-    ] = AUTO,
-    capture: Annotated[
-        bool, typer.Option("--capture", help="Capture a runner's graphs first, if they are not.")
-    ] = False,
-    form: Annotated[
-        Literal["table", "mermaid", "json", "html"],
-        typer.Option("--format", help="Tables, a mermaid diagram of the dependencies, JSON, or a runner's page."),
-    ] = "table",
+    lowering: _Lowering = AUTO,
+    capture: _Capture = False,
+    form: _Format = "table",
 ) -> None:
     """Show a declaration's slots, dependencies and plan; or a runner's, with its buckets, graphs, memory and decisions.
 
@@ -247,19 +244,23 @@ def _facts_of(name: str) -> dict[str, Any]:
     return facts
 
 
+_Slots = Annotated[
+    list[int] | None,
+    typer.Option(min=2, max=1000, help="A number of slots to declare; may be repeated. 4, 12 and 48 by default."),
+]
+_Json = Annotated[
+    typer.FileTextWrite | None, typer.Option("--json", metavar="FILE", lazy=False, help="Write the figures as JSON.")
+]
+_Quick = Annotated[bool, typer.Option("--quick", help="A few rounds only: seconds, and rough figures.")]
+
+
 @app.command()
 def bench(
     *,
     backend: _Backend = AUTO,
-    slots: Annotated[
-        list[int] | None,
-        typer.Option(min=2, max=1000, help="A number of slots to declare; may be repeated. 4, 12 and 48 by default."),
-    ] = None,
-    json_file: Annotated[
-        typer.FileTextWrite | None,
-        typer.Option("--json", metavar="FILE", lazy=False, help="Write the figures as JSON."),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few rounds only: seconds, and rough figures.")] = False,
+    slots: _Slots = None,
+    json_file: _Json = None,
+    quick: _Quick = False,
 ) -> None:
     """Measure what a step's inputs cost host and device, against hand-written fills and a bare replay.
 
@@ -290,27 +291,33 @@ def bench(
         json_file.write(as_json({"rows": rows, "conditions": {**about, **versions()}}))
 
 
+_Batches = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="What the module has to check with: a list of batches, or a function of rows and a torch.Generator.",
+    ),
+]
+_Only = Annotated[
+    list[str] | None, typer.Option(metavar="CHECK", help=f"One of the checks: {', '.join(CHECKS)}; may be repeated.")
+]
+_ReadOutside = Annotated[
+    list[str] | None,
+    typer.Option(metavar="SLOT", help="A slot that is read between fill and replay; may be repeated."),
+]
+_Rounds = Annotated[int, typer.Option(min=1, help="Batches of random rows for each bucket.")]
+_Seed = Annotated[int, typer.Option(min=0, max=1 << 62, help="Where random batches begin.")]
+
+
 @app.command()
 def check(
     target: Annotated[str, typer.Argument(metavar="MODULE:RUNNER", help=_A_RUNNER)],
     *,
-    batches: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="What the module has to check with: a list of batches, or a function of rows and a torch.Generator.",
-        ),
-    ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(metavar="CHECK", help=f"One of the checks: {', '.join(CHECKS)}; may be repeated."),
-    ] = None,
-    read_outside: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SLOT", help="A slot that is read between fill and replay; may be repeated."),
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Batches of random rows for each bucket.")] = 2,
-    seed: Annotated[int, typer.Option(min=0, max=1 << 62, help="Where random batches begin.")] = 0,
+    batches: _Batches = None,
+    only: _Only = None,
+    read_outside: _ReadOutside = None,
+    rounds: _Rounds = 2,
+    seed: _Seed = 0,
     form: FormOption = "table",
 ) -> None:
     """Hold a runner to what its declaration promises; it is captured first, if it is not yet.
@@ -346,14 +353,13 @@ def check(
         raise typer.Exit(FAILED)
 
 
+_File = Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="A file that `slotgraph.record` wrote.")]
+_OnRunner = Annotated[str | None, typer.Argument(metavar="MODULE:RUNNER", help=_A_RUNNER)]
+_Step = Annotated[int | None, typer.Option("--step", metavar="K", help="Run this step alone, by its number.")]
+
+
 @app.command()
-def replay(
-    file: Annotated[pathlib.Path, typer.Argument(metavar="FILE", help="A file that `slotgraph.record` wrote.")],
-    target: Annotated[str | None, typer.Argument(metavar="MODULE:RUNNER", help=_A_RUNNER)] = None,
-    *,
-    step: Annotated[int | None, typer.Option("--step", metavar="K", help="Run this step alone, by its number.")] = None,
-    form: FormOption = "table",
-) -> None:
+def replay(file: _File, target: _OnRunner = None, *, step: _Step = None, form: FormOption = "table") -> None:
     """Run recorded steps again, by the graph and eagerly, and show by slot and row where they differ first.
 
     Without a runner, show what the file holds. The file is data alone: nothing in it is run, the runner is yours.
