@@ -16,7 +16,7 @@ from ..dataflow.computation import Computation
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
 from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, without_gradients
 from ..dataflow.sampling import sample_batch
-from ..dataflow.sizing import Limits, Sizer
+from ..dataflow.sizing import Sizer, limits_of
 from ..dataflow.sources import Side, Sources
 from ..dataflow.specialization import MISS, Run, Specialization, Specializations
 from .capture import FORKS, Captured
@@ -118,7 +118,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.watch = Watch()
         self.name = type(self).__name__
         self._size = size
-        self._limits = Limits.of(stage.declaration, capacity)
+        self._limits = limits_of(stage.declaration, capacity)
         self._axes = len(stage.declaration.varying)
         self._tally = Tally(path)
         self._gate = Gate(self.name)
@@ -259,8 +259,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.coordinator.begin()
         try:
             live = self._size(batch, side)
-            if self._limits is not None:
-                self._limits.check(batch, side)
+            for limit in self._limits:
+                limit.check(batch, side)
             absent = self.stage.absent(batch, side)
             filled = self._fill_by(self._route(live, absent, batch, side), batch, side, live, absent, whole=whole)
         except BaseException as error:
@@ -334,7 +334,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def _holds(self) -> list[Holds]:
         """What must be true of a batch beside its sources for its step to go as one before it."""
-        return [] if self._limits is None else [self._limits.allow]
+        return [limit.allow for limit in self._limits]
 
     @property
     def agreed(self) -> Decision | None:

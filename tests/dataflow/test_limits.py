@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from slotgraph import BATCH, TOKENS, Axis, Inputs, copied
 from slotgraph.dataflow.errors import BatchError
-from slotgraph.dataflow.sizing import Limits
+from slotgraph.dataflow.sizing import limits_of
+from slotgraph.dataflow.sources import NO_SIDE, Side
 from slotgraph.extend import HOST, side
 
 CONTEXT = Axis("CONTEXT", fixed=True)
@@ -29,11 +30,10 @@ class Limited(Inputs):
     free: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=1)
 
 
-def limits() -> Limits:
-    """The limits at a context of MOST."""
-    found = Limits.of(Limited.slotgraph, {CONTEXT: MOST, BATCH: 8, TOKENS: 8})
-    assert found is not None
-    return found
+def check(batch: dict[str, Any], side: Side = NO_SIDE) -> None:
+    """Hold a batch to the limits at a context of MOST."""
+    for limit in limits_of(Limited.slotgraph, {CONTEXT: MOST, BATCH: 8, TOKENS: 8}):
+        limit.check(batch, side)
 
 
 FORMS: dict[str, Any] = {
@@ -58,17 +58,17 @@ def test_one_dim(rows: list[int], form: str, *, there: bool) -> None:
     order = [*reversed(rows)] if form == "strided array" else rows
     over = [row for row, one in enumerate(order) if one > MOST]
     if not over or (there and "tensor" in form):
-        limits().check({slot: value})
+        check({slot: value})
         return
     limit = str(MOST) if there else rf"CONTEXT = {MOST}"
     with pytest.raises(BatchError, match=rf"slot '{slot}': row {over[0]} is .*, over the limit of {limit}: "):
-        limits().check({slot: value})
+        check({slot: value})
 
 
 def test_the_limit_itself() -> None:
     """Exactly the limit is no more than it, in a list, a tuple and an array."""
     for form in (list, tuple, np.array):
-        limits().check({"there": form([1, MOST]), "here": form([MOST, 1])})
+        check({"there": form([1, MOST]), "here": form([MOST, 1])})
 
 
 @given(
@@ -84,12 +84,12 @@ def test_two_dims_beside_the_batch(rows: list[list[int]], form: str, data: st.Da
     value = {"array": array, "tensor": torch.from_numpy(array), "boxes": boxes}[form]
     over = [[i, j] for i, row in enumerate(rows) for j, one in enumerate(row) if one > 2 * MOST]
     if not over:
-        limits().check({}, {"beside": {"pairs": value}})
+        check({}, {"beside": {"pairs": value}})
         return
     i, j = over[0]
     said = rf"slot 'pairs': row \[{i}, {j}\] is {rows[i][j]}, over the limit of CONTEXT \* 2 = {2 * MOST}"
     with pytest.raises(BatchError, match=said):
-        limits().check({}, {"beside": {"pairs": value}})
+        check({}, {"beside": {"pairs": value}})
 
 
 @pytest.mark.parametrize("form", ["list", "tuple", "float32 array", "float tensor"])
@@ -99,10 +99,10 @@ def test_beside_no_number(form: str, rows: list[float]) -> None:
     forms: dict[str, Any] = {**FORMS, "float32 array": lambda rows: np.array(rows, dtype=np.float32)}
     over = [row for row, one in enumerate(rows) if one > MOST]
     if not over:
-        limits().check({"here": forms[form](rows)})
+        check({"here": forms[form](rows)})
         return
     with pytest.raises(BatchError, match=rf"slot 'here': row {over[0]} is .*, over the limit of CONTEXT = {MOST}"):
-        limits().check({"here": forms[form](rows)})
+        check({"here": forms[form](rows)})
 
 
 NO_NUMBERS: list[Any] = [None, "word", 3, [], (), [None], ["a", "b"], [[]], [[1], [1, 2]], [1, "b"], object()]
@@ -112,12 +112,12 @@ NO_NUMBERS += [np.array("word"), np.int64(3)]
 def test_no_numbers_are_left_to_the_fill() -> None:
     """What is no box of numbers passes here: the fill says what is wrong with it."""
     for value in NO_NUMBERS:
-        limits().check({"here": value, "there": value})
+        check({"here": value, "there": value})
 
 
 def test_what_lies_elsewhere_is_not_looked_into() -> None:
     """No tensor on a device is read back, also where its slot is on the host."""
-    limits().check({"here": torch.full((3,), 99, device="meta"), "there": torch.full((3,), 99)})
+    check({"here": torch.full((3,), 99, device="meta"), "there": torch.full((3,), 99)})
 
 
 def test_none_where_no_slot_has_one() -> None:
@@ -126,5 +126,5 @@ def test_none_where_no_slot_has_one() -> None:
     class Free(Inputs):
         ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1)
 
-    assert Limits.of(Free.slotgraph, {BATCH: 4}) is None
+    assert limits_of(Free.slotgraph, {BATCH: 4}) == []
     assert CONTEXT in Limited.slotgraph.axes
