@@ -157,16 +157,9 @@ def check_named(
     hosted: Collection[str] = (),
 ) -> None:
     """ConfigError where an absent slot is not optional, or where another one that is named is not copied."""
-    optional, copied = [name for name, _ in declaration.optional], "it is no slot that is copied"
-    known = f"optional are {', '.join(optional)}" if optional else "no slot is optional"
-    for names, fit, what, why in (
-        (absent, optional, "a batch cannot come without {!r}", known),
-        (in_place, declaration.sources, "a producer cannot write {!r} in place", copied),
-        (hosted, declaration.sources, "a batch cannot bring host data for {!r}", copied),
-    ):
-        for name in names:
-            if name not in fit:
-                raise ConfigError(f"{declaration.name}: {what.format(name)}: {why}")
+    declaration.check_names("absent", absent, "optional")
+    declaration.check_names("in_place", in_place, "copied")
+    declaration.check_names("hosted", hosted, "copied")
 
 
 def _facts(
@@ -189,7 +182,7 @@ def _facts(
         parameter=slot.parameter(name),
         value=_named(slot.initial()) if isinstance(slot, Constant) else None,
         function=compute.name if compute else None,
-        needs=compute.needs if compute else (),
+        needs=slot.needs,
         runs_on=declaration.side(name) if compute else None,
         when=None if slot.when is None else _named(slot.when),
         optional=slot.optional,

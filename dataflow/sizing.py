@@ -82,7 +82,7 @@ class Sizer:
         self._lines = tuple((leads.index(_told(size)), *_line(size, _told(size), fixed)) for size in sizes)
 
     def explain(self, error: BatchError, batch: Any, side: Side) -> None:
-        """Begin an error with what slots tell of each axis of which they tell different sizes, the rarest size first."""
+        """Begin an error with the different sizes that slots tell of an axis, the rarest one first."""
         for axis, tellers in zip(self._leads, self._tellers, strict=True):
             told = collections.defaultdict[int, list[str]](list)
             for one in tellers:

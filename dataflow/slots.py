@@ -14,7 +14,7 @@ import torch
 from .axes import Axis, Dim, Shape, Step, shape_of
 from .capabilities import DEVICE, HOST, FillRole, Placement, Role, dtype_text
 from .sources import Compute, Path, Source, compute_of, one_argument, optional_source
-from .tails import STALE, Keep, Number, Once, Pad, PadValue, Poison, Tail, pad_value, tail_of, value_faults
+from .tails import STALE, Number, Once, Pad, PadValue, Poison, Tail, pad_value, tail_of, value_faults
 
 When = str | Callable[[Any], bool]
 _DTYPES: Final = re.compile(r"bool|u?int(8|16|32|64)|b?float16|float(32|64)|complex(64|128)|float8_\w+")
@@ -81,11 +81,6 @@ def limit_of(value: object) -> Dim | None:
     return None if value is None else Dim.of(value)
 
 
-def starts_of(value: PadValue | None) -> PadValue | None:
-    """A value, or None for the tail's."""
-    return None if value is None else pad_value(value)
-
-
 def poison_of(value: Poison | None) -> Poison | None:
     """A tuple of values, "stale", or None."""
     if value is None or (isinstance(value, str) and value == STALE):
@@ -147,6 +142,12 @@ class Slot(abc.ABC):
         """The tail rule, or None where every padded row is written in each step, or none ever is."""
         return None
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Names that its function needs, `step`, `settings` and `ranks` among them; none where nothing is computed."""
+        compute = self.computes()
+        return compute.needs if compute else ()
+
     def converts_from(self) -> tuple[torch.dtype, ...]:
         """Source dtypes that a copy takes, and converts, beside the slot's own: the role's and the declared ones."""
         return (*(self.dtype.accepts if isinstance(self.dtype, Role) else ()), *self.converts)
@@ -171,8 +172,17 @@ class Slot(abc.ABC):
             yield from value_faults(value, self.default_dtype)
         if self.rewritten and self.restored:
             yield "it is both rewritten and restored: what is put back is as the fill left it; say one of them"
-        if self.is_parameter:
-            yield from _parameter_faults(self)
+        if not self.is_parameter:
+            return
+        if self.placement != HOST:
+            yield "it is a host parameter but placed on the device: say placement='host', or leave argument= out"
+        if self.default_dtype not in (torch.int32, torch.int64):
+            text = dtype_text(self.default_dtype)
+            yield f"it is a host parameter of {text}: operators take whole numbers, torch.int32 or torch.int64"
+        if len(self.shape) > 1:
+            yield f"it is a host parameter of {len(self.shape)} dims: an operator takes one number, or one row of them"
+        if self.rewritten or self.restored or isinstance(self, Output):
+            yield "it is a host parameter, read before the step, but the step writes it: copy it, or compute it"
 
     @functools.cached_property
     def axes(self) -> frozenset[Axis]:
@@ -207,7 +217,7 @@ class Padded(Slot):
     """
 
     pad: Tail | None = attrs.field(default=None, converter=tail_of)
-    starts: PadValue | None = attrs.field(default=None, converter=starts_of)
+    starts: PadValue | None = attrs.field(default=None, converter=attrs.converters.optional(pad_value))
     poison: Poison | None = attrs.field(default=None, converter=poison_of)
 
     def rule(self) -> Tail | None:
@@ -324,39 +334,12 @@ class Output(Slot):
         """Zero, until the first step writes it."""
         return 0
 
-    def faults(self) -> Iterator[str]:
-        """Also: graphs would be handed what the step before wrote."""
-        yield from super().faults()
-        if self.is_parameter:
-            yield "an output is written by the step, and a host parameter is read before it: copy it, or compute it"
-
-
-def _parameter_faults(slot: Slot) -> Iterator[str]:
-    """Why operators cannot be handed what a slot holds."""
-    if slot.placement != HOST:
-        yield "it is a host parameter but placed on the device: say placement='host', or leave argument= out"
-    if slot.default_dtype not in (torch.int32, torch.int64):
-        text = dtype_text(slot.default_dtype)
-        yield f"it is a host parameter of {text}: operators take whole numbers, torch.int32 or torch.int64"
-    if len(slot.shape) > 1:
-        yield f"it is a host parameter of {len(slot.shape)} dims: an operator takes one number, or one row of them"
-    if slot.rewritten or slot.restored:
-        yield "it is a host parameter, which is read before the step, but the step writes it: copy it, or compute it"
-
 
 SLOT: Final = "slotgraph.slot"
 FAULTS: Final = "slotgraph.faults"
 Size = int | Axis | Dim
 Sizing = Size | tuple[Size, ...]
 Dtype = torch.dtype | Role
-
-_STAND_INS: Final[Mapping[str, Any]] = {
-    "shape": (),
-    "dtype": torch.int64,
-    "pad": Keep("the declared rule does not suit"),
-    "function": lambda: 0,
-    "value": lambda _: 0,
-}
 
 
 def slot(kind: Slot, *, init: bool = True, default: Any = attrs.NOTHING) -> Any:
@@ -386,23 +369,24 @@ def _field(kind: Slot, faults: list[str], *, init: bool, default: Any) -> Any:
 def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
     """The field of a slot with the parameters of its specifier, and with a fault for each one that does not suit.
 
-    Where one does not suit, another stands in for it, so that the class tells whatever else is wrong, too.
+    Where one does not suit, another slot stands in for it, so that the class tells whatever else is wrong, too.
     """
-    suited, wrong = dict[str, Any](), dict[str, str]()
+    suited, faults, default = dict[str, Any](), list[str](), given.get("default", attrs.NOTHING)
     for parameter in attrs.fields(kind):
         name, convert = parameter.name, parameter.converter
         if name in given and callable(convert):
             try:
                 suited[name] = convert(given[name])
             except (TypeError, ValueError) as error:
-                wrong[name] = f"{name}={_brief(given[name])}: {error}"
-    if "dtype" in wrong:  # which the others must suit
-        suited.clear()
-    suited |= {name: value for name, value in _STAND_INS.items() if name in given.keys() - suited.keys()}
-    default, faults = given.get("default", attrs.NOTHING), list(wrong.values())
+                faults.append(f"{name}={_brief(given[name])}: {error}")
+    if faults:
+        place: Any = suited.get("placement", attrs.fields_dict(kind)["placement"].default)
+        made: Slot = Staged(shape=(), dtype=torch.int64, placement=place)
+    else:
+        made = kind(**suited, optional=default is None)
     if given.get("init", False) is not False:
         faults.append(f"init={_brief(given['init'])}: no batch brings this slot, so leave init= out")
-    return _field(kind(**suited, optional=default is None), faults, init="init" not in given, default=default)
+    return _field(made, faults, init="init" not in given, default=default)
 
 
 def copied(

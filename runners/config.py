@@ -18,7 +18,7 @@ from ..backends import name_of
 from ..dataflow.axes import Axis, Dim
 from ..dataflow.capabilities import AUTO, Capabilities, chosen_lowering
 from ..dataflow.declaration import Declaration
-from ..dataflow.errors import ConfigError, did_you_mean, hint
+from ..dataflow.errors import ConfigError, hint
 from ..dataflow.inputs import Inputs
 from ..dataflow.serial import json_data
 
@@ -89,14 +89,6 @@ def check_seconds(argument: str, seconds: Any) -> None:
         refuse(argument, f"seconds, more than 0 and at most {threading.TIMEOUT_MAX:g}", seconds)
 
 
-def check_slots(argument: str, declaration: Declaration, names: Collection[str]) -> None:
-    """ConfigError where a name is no slot's, of those that settings switch off neither."""
-    for name in names:
-        if name not in declaration.slots and name not in declaration.disabled:
-            near = did_you_mean(name, declaration.slots)
-            raise ConfigError(f"{argument} names {name!r}, which is no slot of {declaration.name}{near}")
-
-
 def checked_by_slot(argument: str, given: Any, what: str) -> Mapping[str, Any]:
     """What is given by slot. ConfigError where it is no mapping of names."""
     checked(argument, f"a mapping of slots' names to {what}", given, Mapping)
@@ -115,10 +107,7 @@ def patterns_of(declaration: Declaration, absent: Any) -> set[frozenset[str]]:
     if not is_collection(absent) or not all(map(is_collection, absent)):
         refuse("absent", expected, absent)
     patterns = [frozenset(checked_names("absent", one)) - {*declaration.disabled} for one in absent]
-    optional = [name for name, _ in declaration.optional]
-    for name in sorted(frozenset().union(*patterns).difference(optional)):
-        instead = hint(name, optional, f"optional are {', '.join(optional) or 'none'}")
-        raise ConfigError(f"absent names {name!r}, which is no optional slot of {declaration.name}: {instead}")
+    declaration.check_names("absent", sorted(frozenset().union(*patterns)), "optional")
     return {frozenset(), *patterns}
 
 

@@ -226,17 +226,14 @@ def _check_chained(declaration: Declaration, steps: Sequence[Callable[..., Any]]
     """ConfigError where there is nothing to run, or a slot cannot be chained."""
     if not isinstance(steps, Sequence) or not steps or not all(map(callable, steps)):
         raise ConfigError(f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}")
+    declaration.check_names("chained", chained, "copied")
     for name in chained:
-        slot = declaration.slots.get(name)
-        if slot is None or slot.reads(name) is None:
-            raise ConfigError(f"chained names {name!r}, which is no slot that {declaration.name} copies from the batch")
-        if slot.is_parameter:
+        if declaration.slots[name].is_parameter:
             raise ConfigError(
                 f"slot {name!r} is a host parameter, one for the graph of all steps: it cannot be chained"
             )
     for name, slot in declaration.slots.items():
-        compute = slot.computes()
-        stale = sorted(set(chained) & set(compute.needs)) if compute is not None else []
+        stale = sorted({*chained}.intersection(slot.needs))
         if stale:
             raise ConfigError(
                 f"slot {name!r} is computed once, from {stale[0]!r}, of which each step has its own: compute it in the "

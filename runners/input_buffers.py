@@ -10,7 +10,6 @@ from ..dataflow.bucket import Absent
 from ..dataflow.buffers import Bound
 from ..dataflow.capabilities import AUTO, Lowering
 from ..dataflow.errors import BatchError, CaptureError, ConfigError, DeclarationError
-from ..dataflow.explain import check_named
 from ..dataflow.plan import FillPlan
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
@@ -209,7 +208,7 @@ class InputBuffers(Generic[V]):
         """Padded sizes by varying axis, and absent slots. ConfigError where they do not fit."""
         capacity = self.capacity
         if not isinstance(absent, frozenset):
-            check_named(self._stage.declaration, absent)
+            self._stage.declaration.check_names("absent", absent, "optional")
         for axis, size in checked_sizes(padded).items():
             most = capacity.get(axis)
             if most is None or (axis.fixed and size != most):

@@ -12,7 +12,7 @@ from ..dataflow.axes import Sizes
 from ..dataflow.buffers import Bound, Buffers, BufferTurn, Ledger, SharedMemory, carve, check_bindings
 from ..dataflow.errors import ConfigError
 from ..dataflow.sharing import Layout, Member, Schedule, lay_out
-from .config import check_slots, checked, checked_by_slot, checked_names
+from .config import checked, checked_by_slot, checked_names
 from .running import Unique
 from .stage import Stage, V
 
@@ -59,7 +59,7 @@ class Seat(Generic[V]):
         self._made: Buffers | None = None
         if phase is not None:
             expected = "a phase of a pool, such as pool['decode'], or None"
-            check_slots("keeping", stage.declaration, checked("phase", expected, phase, Phase).kept)
+            stage.declaration.check_names("keeping", checked("phase", expected, phase, Phase).kept)
             check_bindings(stage.declaration, capacity, capabilities, stage.backend.empty, self.bind)
             phase.pool.join(self, phase)
 

@@ -18,7 +18,7 @@ from ..dataflow.inputs import Inputs
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from ..dataflow.views import ViewInfo, viewer
-from .config import check_slots, check_step, checked, checked_names, checked_relations, checked_sizes, declaration_of
+from .config import check_step, checked, checked_names, checked_relations, checked_sizes, declaration_of
 from .outputs import map_tensors
 
 V = TypeVar("V", bound=Inputs)
@@ -202,7 +202,7 @@ def _checked_state(state: Iterable[torch.Tensor] | None) -> tuple[torch.Tensor, 
 def _checked_loans(declaration: Declaration, lend: Any) -> dict[str, Lend]:
     """What takes slots. ConfigError where a name is no slot's, or what is to take it cannot be called."""
     checked("lend", "a mapping of slots' names to functions that take their views", lend, Mapping)
-    check_slots("lend", declaration, lend)
+    declaration.check_names("lend", lend)
     for name, take in lend.items():
         check_step(f"lend of slot {name!r}", take, "the slot's view")
     return dict(lend)

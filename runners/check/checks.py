@@ -18,7 +18,6 @@ from ...dataflow.axes import BATCH, TOKENS
 from ...dataflow.bucket import Absent
 from ...dataflow.errors import CheckError, ConfigError, ReplayError
 from ...dataflow.sampling import NO_VALUES, Sample, Values, sample_batch
-from ..config import check_slots
 from ..runner import Runner
 from ..state import State
 from ..statistics import Decision
@@ -140,7 +139,7 @@ def _check_options(
         raise ConfigError(f"rounds= is a whole number from 1, got {rounds!r:.100}")
     if parts.graphs is not None and parts.graphs.report is None:
         raise ReplayError("this runner is not captured: call capture() before check()")
-    check_slots("read_outside", declaration, read_outside)
+    declaration.check_names("read_outside", read_outside)
 
 
 def batches_of(

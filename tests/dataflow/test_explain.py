@@ -159,10 +159,16 @@ def test_without_sizes_the_declaration_alone() -> None:
         ({"extents": {**SIZES, BATCH: (49, 48)}}, "BATCH=49/48: expected at most as many live rows as padded ones"),
         ({"extents": {**SIZES, BATCH: (-1, 48)}}, "BATCH=-1/48: expected at most"),
         ({"extents": {**SIZES, HIDDEN: (32, 64)}}, "HIDDEN=32/64: expected one size"),
-        ({"absent": ["seq_lens"]}, "a batch cannot come without 'seq_lens': optional are mrope"),
-        ({"absent": ["nothing"]}, "cannot come without 'nothing'"),
-        ({"in_place": ["count"]}, "Explained: a producer cannot write 'count' in place: it is no slot that is copied"),
-        ({"in_place": ["nothing"]}, "a producer cannot write 'nothing' in place"),
+        (
+            {"absent": ["seq_lens"]},
+            "absent names 'seq_lens', which is no optional slot of Explained: optional are mrope",
+        ),
+        ({"absent": ["nothing"]}, "absent names 'nothing'"),
+        (
+            {"in_place": ["count"]},
+            "in_place names 'count', which is no copied slot of Explained: did you mean 'counts'?",
+        ),
+        ({"in_place": ["nothing"]}, "in_place names 'nothing'"),
         ({"lowering": "fused"}, "lowering 'fused': this backend has foreach, slot_by_slot; or say 'auto'"),
     ],
 )

@@ -32,7 +32,7 @@ def on_both_sides(ids: torch.Tensor, settings: Any, step: Step) -> torch.Tensor:
 
 
 STAGED = attrs.evolve(staged(BATCH, **INT32, pad=0, placement=HOST).metadata["slotgraph.slot"], argument="lens")
-READ_BEFORE = "it is a host parameter, which is read before the step, but the step writes it: copy it, or compute it"
+READ_BEFORE = "it is a host parameter, read before the step, but the step writes it: copy it, or compute it"
 NO_NAME = "no name of an operator's argument: give one, such as 'actual_seq_lengths_kv'"
 FAULTS: list[tuple[Any, str]] = [
     (copied(BATCH, **INT64, pad=0, limit=TOKENS), "its limit TOKENS varies by step: give a number or a fixed axis"),
@@ -63,7 +63,7 @@ FAULTS: list[tuple[Any, str]] = [
     (slot(STAGED, init=False), READ_BEFORE),
     (
         slot(Output(shape=BATCH, **INT32, placement=HOST, argument="lens_out"), init=False),
-        "an output is written by the step, and a host parameter is read before it: copy it, or compute it",
+        READ_BEFORE,
     ),
     (host_parameter(BATCH, **INT32), "no tail rule: say pad=value"),
     (

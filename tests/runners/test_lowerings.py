@@ -623,7 +623,7 @@ def test_plan_says_how(lowering: str) -> None:
     for absent, at in (((), ()), (("extra", "beside"), ("ids", "tables", "here"))):
         made = explain_declaration(declaration, capabilities, "cpu", sizes, absent, at, lowering=rich.lowering)
         assert made.plan == rich.plan(4, absent, at)
-    with pytest.raises(ConfigError, match="cannot write 'scratch' in place"):
+    with pytest.raises(ConfigError, match="in_place names 'scratch', which is no copied slot"):
         explain_declaration(declaration, capabilities, "cpu", sizes, in_place=["scratch"])
 
 
