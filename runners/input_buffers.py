@@ -14,7 +14,7 @@ from ..dataflow.plan import FillPlan
 from ..dataflow.sizing import Sizer
 from ..dataflow.sources import Side
 from .capture import Filling
-from .config import checked_by_slot, checked_sizes
+from .config import checked_keys, checked_sizes
 from .graphs import Filler
 from .running import Gate
 from .stage import NO_BINDINGS, NO_SIZES, Stage, V
@@ -71,7 +71,7 @@ class InputBuffers(Generic[V]):
             )
         self._axes = declaration.varying
         self.capacity = {axis: sizes[axis] for axis in declaration.axes}
-        bound = checked_by_slot("bind", bind, "tensors")
+        bound = checked_keys("bind", "a mapping of slots' names to tensors", bind, str)
         self._buffers = stage.allocate(self.capacity, bound, keep_bound=keep_bound)
         self._filler = Filler(stage, self._buffers, lowering, [self.capacity])
         self._waits = graphs_read_host_slots

@@ -12,7 +12,7 @@ from ..dataflow.axes import Sizes
 from ..dataflow.buffers import Bound, Buffers, BufferTurn, Ledger, SharedMemory, carve, check_bindings
 from ..dataflow.errors import ConfigError
 from ..dataflow.sharing import Layout, Member, Schedule, lay_out
-from .config import checked, checked_by_slot, checked_names
+from .config import checked, checked_keys, checked_names
 from .running import Unique
 from .stage import Stage, V
 
@@ -51,7 +51,7 @@ class Seat(Generic[V]):
         sharing: bool | None,
     ) -> None:
         self.runner, self.stage, self.capacity, self.phase = runner, stage, capacity, phase
-        self.bind = checked_by_slot("bind", bind, "tensors")
+        self.bind = checked_keys("bind", "a mapping of slots' names to tensors", bind, str)
         capabilities = stage.backend.capabilities
         self.shares = capabilities.pools_inputs if sharing is None else sharing
         self.name = ""

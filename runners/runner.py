@@ -20,7 +20,7 @@ from ..dataflow.sizing import Sizer, limits_of
 from ..dataflow.sources import Side, Sources
 from ..dataflow.specialization import MISS, Run, Specialization, Specializations
 from .capture import FORKS, Captured
-from .config import KINDS, RunnerConfig
+from .config import RunnerConfig
 from .eagerly import Eagerly
 from .graphs import GraphSet
 from .hooks import Coordinator, Live, Watch
@@ -130,9 +130,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self._patterns: Collection[Absent] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Note the class, and keep the compiler out of its own methods, too."""
+        """Keep the compiler out of the class's own methods, too."""
         super().__init_subclass__(**options)
-        KINDS.append(cls)
         opaque(cls)
 
     @property

@@ -16,7 +16,7 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Slot, Staged
 from ...dataflow.sources import Side, look_up
 from ..comparison import live_part, named
-from ..config import checked, refuse
+from ..config import checked
 from ..hooks import Watcher
 from ..runner import Runner
 from .records import Raised, RecordedFile, RunnerRecord, StepRecord, Value, need, versions
@@ -253,8 +253,7 @@ def record(
         ConfigError: An argument makes no sense, or the path cannot be written.
     """
     for name, value in (("last", last), ("max_bytes", max_bytes)):
-        if checked(name, "a whole number, at least 1", value, int) < 1:
-            refuse(name, "a whole number, at least 1", value)
+        checked(name, "a whole number, at least 1", value, int, 1)
     declaration = runner.parts.stage.declaration
     for name in staged:
         if not isinstance(declaration.slots.get(name), Staged):

@@ -80,15 +80,13 @@ FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_option_is_used_or_refused(runner: str) -> None:
-    """A runner tells a suitable value of an option that it uses; any other option is refused, with who uses it."""
+    """A runner tells a suitable value of an option that it uses; any other option is refused."""
     for option, value in SUITABLE.items():
         if option in USED[runner]:
             assert make(runner, **{option: value}).parts.config.as_data()[option] == value
             continue
-        with pytest.raises(ConfigError, match=f"^{runner} does not use option '{option}'") as refused:
+        with pytest.raises(ConfigError, match=f"^{runner} does not use option '{option}': leave it out"):
             make(runner, **{option: value})
-        named = str(refused.value).partition("which is one of ")[2].partition(":")[0].split(", ")
-        assert {*named} == {name for name in RUNNERS if option in USED[name]}
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
@@ -113,9 +111,8 @@ def test_a_misspelt_option_is_refused_with_the_nearest(runner: str, data: st.Dat
     name = meant[:place] + middle + meant[place + 1 :]
     if name in {*SUITABLE, *FOREIGN}:
         return
-    with pytest.raises(ConfigError, match=f"{runner}: unknown option '{name}': did you mean '{meant}'") as refused:
+    with pytest.raises(ConfigError, match=f"{runner}: unknown option '{name}': did you mean '{meant}'"):
         make(runner, **{name: SUITABLE[meant]})
-    assert ("does not use that one" in str(refused.value)) == (meant not in USED[runner])
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -17,7 +17,7 @@ from tests.runners.models import PlainInputs, plain_step
 configs = st.builds(
     RunnerConfig,
     backend=st.sampled_from(["auto", "cpu", "cpu-capture", "third-party"]),
-    buckets=st.lists(st.integers(1, 512), max_size=5, unique=True).map(tuple),
+    buckets=st.none() | st.lists(st.integers(1, 512), min_size=1, max_size=5, unique=True),
     max_batch=st.integers(1, 512),
     max_waste=st.floats(0, 1),
     width=st.integers(1, 8),
@@ -60,7 +60,7 @@ def test_files_give_what_they_name(tmp_path: Path) -> None:
     file.write_text("width = 1\nlazy = true\n", encoding="utf-8")
     assert RunnerConfig.load(file).as_data() == {"width": 1, "lazy": True}
     DecodeRunner(PlainInputs, plain_step, **RunnerConfig.load(file).as_data())
-    with pytest.raises(ConfigError, match="EagerRunner does not use option 'width', which is one of DecodeRunner"):
+    with pytest.raises(ConfigError, match="EagerRunner does not use option 'width': leave it out"):
         EagerRunner(PlainInputs, plain_step, **RunnerConfig.load(file).as_data())
     EagerRunner(PlainInputs, plain_step, **RunnerConfig(backend="cpu").as_data())
 
@@ -76,7 +76,7 @@ def test_bad_files(tmp_path: Path) -> None:
     """A file that does not parse, holds something else or has an unknown key is refused; the rest is default."""
     wrong = [
         *(("runner.yaml", "width: 2", "a .toml or .json file"), ("runner.toml", "width = = 2", "runner.toml: ")),
-        *(("runner.json", "{", "runner.json: "), ("runner.json", "[1]", "expected keys and values, got list")),
+        *(("runner.json", "{", "runner.json: "), ("runner.json", "[1]", r"expected keys and values, got \[1\]")),
         ("runner.json", '{"widht": 2}', "did you mean 'width'"),
     ]
     for name, text, says in wrong:
