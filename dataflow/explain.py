@@ -12,20 +12,6 @@ from .declaration import Declaration
 from .errors import ConfigError
 from .plan import FillPlan, Pattern, plan_fill, slot_bytes
 from .slots import Constant, Padded, Slot
-from .sources import RANKS, SETTINGS, STEP
-
-_STYLES: Final = {
-    "outside": "fill:#eeeeee,stroke:#888888",
-    "copied": "fill:#dcebfa,stroke:#3b78b5",
-    "parameter": "fill:#d5efef,stroke:#2f8a8a",
-    "computed": "fill:#e4f3dc,stroke:#5a9a3a",
-    "constant": "fill:#f6f0d8,stroke:#b09a3c",
-    "staged": "fill:#fae3d4,stroke:#c2703d",
-    "output": "fill:#efe0f5,stroke:#8a4fa8",
-}
-"""A colour for each kind of slot; a kind of the user's own is drawn without one."""
-_GIVEN: Final = {STEP: "sizes of the step", SETTINGS: "settings of the runner", RANKS: "ranks of the runner"}
-
 
 Extents = Mapping[Axis, tuple[int, int]]
 """Live and padded size of every axis."""
@@ -205,36 +191,21 @@ def _named(value: object | Callable[..., object]) -> str:
 
 
 def mermaid(explanation: Explanation) -> str:
-    """The diagram as text, for a Markdown block or mermaid's own tools; the same for equal explanations."""
-    names = {slot.name for slot in explanation.slots}
-    nodes, slots, edges = dict[str, None](), list[str](), dict[str, None]()
+    """What follows from what, as text for mermaid in a Markdown block; the same for equal explanations."""
+    names, lines = {slot.name for slot in explanation.slots}, ["flowchart LR"]
     for slot in explanation.slots:
         here = f"slot_{slot.name}"  # with a prefix, since mermaid stumbles over slots called `end` or `graph`
+        kind = f"{slot.kind} on the {slot.runs_on}" if slot.runs_on else slot.kind
+        label = _quoted(slot.name, f"{slot.dtype} [{', '.join(slot.shape)}]", kind)
+        lines.append(f"{here}[{label}]")
         if slot.source is not None:
-            where = slot.source.split(".")[0] if slot.source.startswith("argument ") else "batch"
             told = "" if slot.source == f"batch.{slot.name}" else f"|{_quoted(slot.source)}|"
-            nodes[_outside(where.replace(" ", "_"), where)] = None
-            edges[f"{where.replace(' ', '_')} {'-.->' if slot.optional else '-->'}{told} {here}"] = None
+            lines.append(f"batch {'-.->' if slot.optional else '-->'}{told} {here}")
         if slot.kind == "staged":
-            nodes[_outside("producer", "producer")] = None
-            edges[f"producer --> {here}"] = None
-        for need in slot.needs:
-            if need not in names:
-                nodes[_outside(f"given_{need}", _GIVEN.get(need, f"field {need}"))] = None
-            edges[f"{'slot' if need in names else 'given'}_{need} --> {here}"] = None
-        where = f" on the {slot.runs_on}" if slot.runs_on else ""
-        label = _quoted(slot.name, f"{slot.dtype} [{', '.join(slot.shape)}]", slot.kind + where)
-        slots.append(f"{here}[{label}]:::{slot.kind}")
-        handed = "" if slot.parameter is None else f"|{_quoted(f'argument {slot.parameter}')}|"
-        edges[f"captured --> {here}" if slot.kind == "output" else f"{here} -->{handed} captured"] = None
-    styles = (f"classDef {kind} {style}" for kind, style in _STYLES.items())
-    step = f"captured[[{_quoted('captured step')}]]"
-    return "\n    ".join(["flowchart LR", *nodes, *slots, step, *edges, *styles]) + "\n"
-
-
-def _outside(node: str, label: str) -> str:
-    """A node for what is no slot."""
-    return f"{node}([{_quoted(label)}]):::outside"
+            lines.append(f"producer --> {here}")
+        lines += [f"{'slot' if need in names else 'given'}_{need} --> {here}" for need in slot.needs]
+        lines.append(f"captured --> {here}" if slot.kind == "output" else f"{here} --> captured")
+    return "\n    ".join(lines) + "\n"
 
 
 def _quoted(*lines: str) -> str:

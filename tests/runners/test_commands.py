@@ -265,7 +265,7 @@ def test_runner_and_function() -> None:
     ("form", "part"),
     [
         ("table", "memory layout"),
-        ("mermaid", 'captured[["captured step"]]'),
+        ("mermaid", "--> captured"),
         ("json", '"kind": "DecodeRunner"'),
         ("html", "<title>DecodeRunner over DecodeInputs</title>"),
     ],
