@@ -71,8 +71,8 @@ class Declaration:
     @functools.cached_property
     def parameters(self) -> Mapping[str, str]:
         """Host parameters: by the operator's argument that takes it, the slot's name."""
-        named = ((slot.parameter(name), name) for name, slot in self.slots.items())
-        return MappingProxyType({argument: name for argument, name in named if argument is not None})
+        slots = self.slots.items()
+        return MappingProxyType({slot.argument: name for name, slot in slots if slot.argument is not None})
 
     def side(self, name: str) -> Placement:
         """Where a computed slot's function runs."""
@@ -217,7 +217,7 @@ def _faults(slots: Mapping[str, Slot], fields: Collection[str]) -> Faults:
             yield name, "it is copied from the batch and computed, and would hold one or the other: make it two slots"
         if slot.placement == HOST and _side_of(slot, slots) == DEVICE:
             yield name, "it needs slots on the device but is placed on the host: that would wait for the device"
-        argument = slot.parameter(name)
+        argument = slot.argument
         if argument is not None and first.setdefault(argument, name) != name:
             yield name, f"argument {argument!r} takes the value of slot {first[argument]!r}: name another, or drop one"
 

@@ -165,7 +165,7 @@ def _facts(
         tail=_tail(slot),
         source=None if source is None else str(source),
         limit=None if limit is None else str(limit),
-        parameter=slot.parameter(name),
+        parameter=slot.argument,
         value=_named(slot.initial()) if isinstance(slot, Constant) else None,
         function=compute.name if compute else None,
         needs=slot.needs,

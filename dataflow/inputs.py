@@ -10,7 +10,7 @@ import attrs
 from .axes import TOKENS, Axis, Step
 from .declaration import Declaration, Faults, declare, refused
 from .errors import DeclarationError, DeclarationErrors
-from .slots import FAULTS, SLOT, Slot, computed, constant, copied, host_parameter, output, slot, staged
+from .slots import FAULTS, SLOT, Slot, computed, constant, copied, output, slot, staged
 from .views import ViewInfo, narrowed
 
 _NEEDED: Final = frozenset({"slotgraph", "narrow", "placeholder", "self", "attr_dict", "NOTHING"})
@@ -54,7 +54,7 @@ def _made_already(name: str) -> DeclarationErrors:
 @dataclass_transform(
     kw_only_default=True,
     eq_default=False,
-    field_specifiers=(copied, host_parameter, computed, constant, staged, output, slot),
+    field_specifiers=(copied, computed, constant, staged, output, slot),
 )
 class Inputs(metaclass=_Declaring):
     """Subclass it and declare slots; subclass that to add, override or `drop` some.

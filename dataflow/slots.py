@@ -157,22 +157,13 @@ class Slot(abc.ABC):
         """The dtype on a device that has no other for its role."""
         return self.dtype.default if isinstance(self.dtype, Role) else self.dtype
 
-    @property
-    def is_parameter(self) -> bool:
-        """Whether graphs are handed the slot's value at each replay, where the device has host parameters."""
-        return self.argument is not None
-
-    def parameter(self, name: str) -> str | None:
-        """The operator's argument that takes the value of the slot of this name, or None where it is no parameter."""
-        return (self.argument or name) if self.is_parameter else None
-
     def faults(self) -> Iterator[str]:
         """What is wrong with the slot by itself, each with the way out."""
         for value in self.declared_values():
             yield from value_faults(value, self.default_dtype)
         if self.rewritten and self.restored:
             yield "it is both rewritten and restored: what is put back is as the fill left it; say one of them"
-        if not self.is_parameter:
+        if self.argument is None:
             return
         if self.placement != HOST:
             yield "it is a host parameter but placed on the device: say placement='host', or leave argument= out"
@@ -270,26 +261,6 @@ class Copied(Padded):
 
 
 @attrs.frozen(kw_only=True)
-class HostParameter(Copied):
-    """Fed from the batch, to the host; each replay hands its value to an operator, where the device has such a way.
-
-    argument: the operator's, which takes it; the slot's own name where it is not given.
-    """
-
-    placement: Placement = attrs.field(default=HOST, init=False)  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    @property
-    def is_parameter(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def kind(self) -> str:
-        """A word, as those of the other kinds."""
-        return "parameter"
-
-
-@attrs.frozen(kw_only=True)
 class Computed(Slot):
     """Derived in each step from the slots and sizes that its function names: every padded row, tail and all."""
 
@@ -380,8 +351,7 @@ def _declared(kind: type[Slot], given: Mapping[str, Any]) -> Any:
             except (TypeError, ValueError) as error:
                 faults.append(f"{name}={_brief(given[name])}: {error}")
     if faults:
-        place: Any = suited.get("placement", attrs.fields_dict(kind)["placement"].default)
-        made: Slot = Staged(shape=(), dtype=torch.int64, placement=place)
+        made: Slot = Staged(shape=(), dtype=torch.int64, placement=suited.get("placement", DEVICE))
     else:
         made = kind(**suited, optional=default is None)
     if given.get("init", False) is not False:
@@ -399,6 +369,7 @@ def copied(
     converts: tuple[torch.dtype, ...] = (),
     rewritten: bool = False,
     restored: bool = False,
+    argument: str | None = None,
     starts: PadValue | None = None,
     limit: Size | None = None,
     poison: Poison | None = None,
@@ -409,32 +380,12 @@ def copied(
 
     pad: what the tail holds. source: a path, `side("path")` or a function, where it is not of the slot's name. strided:
     take one that is not contiguous. converts: dtypes that the copy converts. rewritten: the step writes it too.
-    restored: the runner then puts it back. starts: what the buffer holds at first, if not the tail's value. limit: the
-    largest value of host data. poison: what checks may put into the tail. when: the setting that the slot exists by.
+    restored: the runner then puts it back. argument: of operators, such as "actual_seq_lengths_kv", to which each
+    replay hands a slot on the host, int32 or int64, where the device has such a way. starts: what the buffer holds at
+    first, if not the tail's value. limit: the largest value of host data. poison: what checks may put into the tail.
+    when: the setting that the slot exists by.
     """
     return _declared(Copied, locals())
-
-
-def host_parameter(
-    *shape: Size,
-    dtype: Dtype,
-    pad: PadValue | Tail | None = None,
-    source: str | Source | Callable[[Any], Any] | None = None,
-    argument: str | None = None,
-    strided: bool = False,
-    converts: tuple[torch.dtype, ...] = (),
-    starts: PadValue | None = None,
-    limit: Size | None = None,
-    poison: Poison | None = None,
-    when: When | None = None,
-    default: Any = attrs.NOTHING,
-) -> Any:
-    """A slot in host memory whose value each replay hands to its graph's operators; elsewhere an ordinary host slot.
-
-    shape: none for one number, one size for a row of them. dtype: torch.int32 or torch.int64. argument: the operators'
-    argument that takes it, such as "actual_seq_lengths_kv"; the slot's own name if not given. All else as `copied`.
-    """
-    return _declared(HostParameter, locals())
 
 
 def computed(
@@ -452,7 +403,7 @@ def computed(
     Names of slots give their padded tensors, `step` the step's sizes, `settings` the runner's, other fields their
     values, `out` the slot's own buffer to be filled. A function that needs only host values runs on the host before
     the step; one that needs slots on the device runs there, inside the graph. Either way it gives every padded row.
-    argument: makes a slot on the host a parameter, as `host_parameter` is one.
+    argument: the operators' argument that takes a slot on the host, as of `copied`.
     """
     return _declared(Computed, locals())
 

@@ -228,7 +228,7 @@ def _check_chained(declaration: Declaration, steps: Sequence[Callable[..., Any]]
         raise ConfigError(f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}")
     declaration.check_names("chained", chained, "copied")
     for name in chained:
-        if declaration.slots[name].is_parameter:
+        if declaration.slots[name].argument is not None:
             raise ConfigError(
                 f"slot {name!r} is a host parameter, one for the graph of all steps: it cannot be chained"
             )

@@ -113,7 +113,7 @@ def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator
             read.update(_read_slots(subject.parts, view))
     stage = subject.parts.stage
     for name, slot in subject.slots.items():
-        if is_found or name not in present - read or isinstance(slot, Output) or slot.is_parameter:
+        if is_found or name not in present - read or isinstance(slot, Output) or slot.argument is not None:
             continue
         reason = may_be_read(slot, lent=name in stage.lend, device=stage.backend.device)
         if reason is not None:

@@ -28,7 +28,7 @@ from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration, mermaid
 from slotgraph.dataflow.plan import FillPlan, plan_fill
-from slotgraph.extend import host_parameter, side
+from slotgraph.extend import side
 from slotgraph.runners.explained.pages import tables
 from tests.strategies import declarations
 
@@ -71,8 +71,8 @@ class Explained(Inputs):
     hidden: torch.Tensor = staged(TOKENS, HIDDEN, dtype=torch.bfloat16, pad=0)
     logits: torch.Tensor = output(TOKENS, dtype=torch.float32)
     counts: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-1, starts=1)
-    kv_lens: torch.Tensor = host_parameter(
-        BATCH, dtype=torch.int32, pad=1, source="lens", argument="actual_seq_lengths_kv", limit=HIDDEN
+    kv_lens: torch.Tensor = copied(
+        BATCH, dtype=torch.int32, pad=1, source="lens", argument="actual_seq_lengths_kv", limit=HIDDEN, placement="host"
     )
     kv_ends: torch.Tensor = computed(
         _ends, shape=BATCH, dtype=torch.int64, placement="host", argument="actual_seq_lengths"
@@ -104,7 +104,7 @@ def test_slots_in_words() -> None:
         "ones": {"value": "1", "when": "extend.on"},
         "logits": {"kind": "output", "tail": None, "source": None, "limit": None, "parameter": None},
         "counts": {"tail": "pad=-1, starts as 1"},
-        "kv_lens": {"kind": "parameter", "parameter": "actual_seq_lengths_kv", "limit": "HIDDEN"},
+        "kv_lens": {"kind": "copied", "parameter": "actual_seq_lengths_kv", "limit": "HIDDEN"},
         "kv_ends": {"kind": "computed", "parameter": "actual_seq_lengths", "runs_on": "host"},
         "rank": {"needs": ("settings",)},
     }
@@ -192,7 +192,7 @@ def test_tables_show_everything() -> None:
     wanted = [slot.name for slot in explained().slots] + str(explained().plan).splitlines()
     wanted += ["int32 (cache_loc)", "keep (not read)", "_live_tokens(step)", "set once: 1", "computed on the host"]
     wanted += ["copied, optional, when _windowed", "carried from the batch as they are: mode", "[BATCH, 4]"]
-    wanted += ["parameter, argument actual_seq_lengths_kv", "computed on the host, argument actual_seq_lengths"]
+    wanted += ["copied, argument actual_seq_lengths_kv", "computed on the host, argument actual_seq_lengths"]
     wanted += [
         "at most HIDDEN",
         "computed in this order: count, rank, kv_ends, rows",

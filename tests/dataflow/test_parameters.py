@@ -1,14 +1,11 @@
 """Host parameters in a declaration: what they are, and what asks for them."""
 
-from typing import Any
 
-import attrs
-import pytest
 import torch
 
 from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, computed, copied
-from slotgraph.dataflow.slots import Constant, HostParameter
-from slotgraph.extend import HOST, host_parameter, side, slot
+from slotgraph.dataflow.slots import Constant
+from slotgraph.extend import HOST, side, slot
 
 CONTEXT = Axis("CONTEXT", fixed=True)
 
@@ -22,11 +19,25 @@ class Parameters(Inputs):
     """A parameter by another name, by its own, of a kind that is derived; and a host slot that is none."""
 
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    kv_lens: torch.Tensor = host_parameter(
-        BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL, source="lens", argument="actual_seq_lengths_kv", limit=CONTEXT
+    kv_lens: torch.Tensor = copied(
+        BATCH,
+        dtype=torch.int32,
+        pad=SEQ_LEN_FILL,
+        source="lens",
+        argument="actual_seq_lengths_kv",
+        limit=CONTEXT,
+        placement="host",
     )
-    context_lens: torch.Tensor | None = host_parameter(
-        BATCH, dtype=torch.int32, pad=0, starts=1, source=side("paged.lens"), default=None, when="paged"
+    context_lens: torch.Tensor | None = copied(
+        BATCH,
+        dtype=torch.int32,
+        pad=0,
+        starts=1,
+        source=side("paged.lens"),
+        default=None,
+        when="paged",
+        placement="host",
+        argument="context_lens",
     )
     actual_seq_lengths: torch.Tensor = computed(
         ends, shape=BATCH, dtype=torch.int64, placement=HOST, argument="actual_seq_lengths"
@@ -43,19 +54,11 @@ def test_by_argument() -> None:
     assert carried.parameters == {}
 
 
-def test_placement_cannot_be_said() -> None:
-    """A parameter is on the host, whoever makes it."""
-    make: Any = HostParameter
-    with pytest.raises(TypeError, match="placement"):
-        make(shape=BATCH, dtype=torch.int32, pad=0, placement="device")
-    assert attrs.evolve(Parameters.slotgraph.slots["kv_lens"], dtype=torch.int64).placement == HOST
-
-
 def test_an_override_takes_the_place_of_its_argument() -> None:
     """A slot that is declared again by another argument gives up its first one."""
 
     class Renamed(Parameters):
-        kv_lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int64, pad=0, argument="actual_seq_kvlen")
+        kv_lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, argument="actual_seq_kvlen", placement="host")
 
     assert Renamed.slotgraph.parameters["actual_seq_kvlen"] == "kv_lens"
     assert "actual_seq_lengths_kv" not in Renamed.slotgraph.parameters
@@ -66,7 +69,7 @@ def test_roles_and_constants() -> None:
 
     class Odd(Inputs):
         input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-        where: torch.Tensor = host_parameter(TOKENS, dtype=CACHE_LOC, pad=0)
+        where: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0, placement="host", argument="where")
         four: torch.Tensor = slot(
             Constant(value=4, shape=BATCH, dtype=torch.int32, placement=HOST, argument="lens"), init=False
         )

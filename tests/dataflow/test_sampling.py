@@ -16,7 +16,7 @@ from slotgraph.dataflow.capabilities import Capabilities, resolve_dtype
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.sampling import Sample, sample_batch
 from slotgraph.dataflow.sources import Call
-from slotgraph.extend import HOST, host_parameter, side
+from slotgraph.extend import HOST, side
 from tests.fused import feed_for
 from tests.strategies import AXES, CAPABILITIES, HIDDEN, Round, declarations, poisoned, rounds
 
@@ -41,7 +41,7 @@ class Sampled(Inputs):
     )
     flags: torch.Tensor | None = copied(BATCH, dtype=torch.bool, pad=False, default=None)
     on_host: torch.Tensor = copied(BATCH, dtype=torch.float64, pad=0, placement=HOST)
-    kv_lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0, source="lens")
+    kv_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=0, source="lens", placement="host", argument="kv_lens")
     waves: torch.Tensor = copied(TOKENS, dtype=torch.complex64, pad=0)
     bytes: torch.Tensor = copied(TOKENS, dtype=torch.uint8, pad=0)
     count: torch.Tensor = computed(lambda step: step.live(TOKENS), shape=1, dtype=torch.int32)

@@ -16,7 +16,7 @@ from slotgraph.dataflow.errors import ConfigError, LayoutError
 from slotgraph.dataflow.serial import to_data
 from slotgraph.dataflow.sharing import Member, Schedule, check_layout, lay_out
 from slotgraph.dataflow.slots import Constant, Copied, Slot, slot
-from slotgraph.extend import host_parameter, once
+from slotgraph.extend import once
 from tests.sharing import Loop, Shared, member_of, shared
 
 CYCLE = Schedule(("draft", "verify", "extend"))
@@ -90,7 +90,7 @@ DEFAULTS: dict[str, Any] = {"dtype": torch.int64}
         (copied(TOKENS, pad=keep("why"), **DEFAULTS), "its tail is kept"),
         (copied(TOKENS, pad=once(0), **DEFAULTS), "set once"),
         (copied(TOKENS, pad=0, placement="host", **DEFAULTS), "in host memory"),
-        (host_parameter(BATCH, pad=0, **DEFAULTS), "in host memory"),
+        (copied(BATCH, pad=0, **DEFAULTS, placement="host", argument="lens_9"), "in host memory"),
         (computed(count, **DEFAULTS), None),
         (computed(count, placement="host", **DEFAULTS), "in host memory"),
         (staged(TOKENS, pad=0, **DEFAULTS), None),

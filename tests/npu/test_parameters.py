@@ -10,7 +10,6 @@ import torch
 from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
-from slotgraph.extend import host_parameter
 from tests.npu.programs import run
 
 pytestmark = pytest.mark.modes("eager", "lazy")
@@ -22,8 +21,8 @@ class Attending(Inputs):
     """Queries by token, and how many keys each request has, which the operator takes from the host."""
 
     input_ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    kv_lens: torch.Tensor = host_parameter(
-        BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument="actual_seq_lengths_kv"
+    kv_lens: torch.Tensor = copied(
+        BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument="actual_seq_lengths_kv", placement="host"
     )
 
 
@@ -163,7 +162,9 @@ def test_parameter_that_nobody_takes() -> None:
     """A parameter that reaches no operator is refused at capture: its value would be frozen."""
 
     class Misnamed(Attending, drop=["kv_lens"]):
-        lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu")
+        lens: torch.Tensor = copied(
+            BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", placement="host", argument="lens"
+        )
 
     runner = DecodeRunner(Misnamed, lambda view: view.input_ids + 1, buckets=[2], backend="npu", progress=False)
     with pytest.raises(
@@ -178,8 +179,8 @@ def test_operator_that_is_told_nothing() -> None:
     model = Model(backend.device)
 
     class Misnamed(Attending, drop=["kv_lens"]):
-        kv_lens: torch.Tensor = host_parameter(
-            BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument="context_lens"
+        kv_lens: torch.Tensor = copied(
+            BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument="context_lens", placement="host"
         )
 
     step: Any = model

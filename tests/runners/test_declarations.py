@@ -16,7 +16,7 @@ import torch
 from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, constant, copied, keep, output
 from slotgraph.dataflow.errors import CycleError, DeclarationError, DeclarationErrors
 from slotgraph.errors import ComputeError
-from slotgraph.extend import FillRole, Role, Slot, host_parameter, once
+from slotgraph.extend import FillRole, Role, Slot, once
 from tests.runners.models import PlainInputs, assert_right, plain_step, random_batch
 
 
@@ -523,7 +523,7 @@ def test_every_unsuitable_value() -> None:
     for place, (parameter, value) in enumerate(every):
         given: dict[str, Any] = {"dtype": torch.int64, parameter: value}
         if parameter == "argument":
-            fields[f"slot_{place}"] = host_parameter(BATCH, pad=0, **given)
+            fields[f"slot_{place}"] = copied(BATCH, pad=0, placement="host", **given)
         elif parameter in ("value", "init"):
             fields[f"slot_{place}"] = constant(given.pop("value", 0), **given)
         elif parameter == "function":
