@@ -1,6 +1,5 @@
 """Host parameters in a declaration: what they are, and what asks for them."""
 
-
 import torch
 
 from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, Axis, Inputs, computed, copied
