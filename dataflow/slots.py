@@ -318,10 +318,8 @@ def slot(kind: Slot, *, init: bool = True, default: Any = attrs.NOTHING) -> Any:
 
     init: whether a batch made from the declaration is given this slot's value. default: None where it may be left out.
     """
-    if isinstance(kind, Slot):
-        return _field(kind, [], init=init, default=default)
-    fault = f"slot({_brief(kind)}): expected an object of a class that derives from Slot"
-    return _field(Output(shape=(), dtype=torch.int64), [fault], init=init, default=default)
+    _need(isinstance(kind, Slot), f"slot({_brief(kind)}): expected an object of a class that derives from Slot")
+    return _field(kind, [], init=init, default=default)
 
 
 def _field(kind: Slot, faults: list[str], *, init: bool, default: Any) -> Any:

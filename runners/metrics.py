@@ -105,7 +105,8 @@ def _samples(stats: Statistics) -> Iterator[tuple[Any, ...]]:
     """
     path, fills, capture, ranks = next(iter(stats["steps"])), stats["fills"], stats["capture"], stats["ranks"]
     counted: dict[Any, Any] = {**stats["buckets"], **stats["eager"]}
-    for key in (*sorted({*capture["buckets"], *stats["buckets"]}), *_EAGER):
+    keys: list[Any] = [*sorted({*capture["buckets"], *stats["buckets"]}), *_EAGER]
+    for key in keys:
         one, eager = counted.get(key, {}), key in _EAGER
         way = ("eager", "", key) if eager else (path, str(key), FITS)
         yield "steps", way, one.get("steps", 0)
