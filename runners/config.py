@@ -144,12 +144,14 @@ def modes_of(wanted: Wanted) -> frozenset[str]:
         wanted = _WORDS.get(wanted.lower(), wanted)
     if isinstance(wanted, bool):
         return CHEAP if wanted else OFF
-    names = [one.strip() for one in (wanted.split(",") if isinstance(wanted, str) else wanted)]
-    for name in filter(None, names):
-        if name not in MODES:
-            instead = hint(name, MODES, f"modes are {', '.join(MODES)}")
-            raise ConfigError(f"{said}: unknown debug mode {name!r}: {instead}")
-    return frozenset(filter(None, names))
+    names: Any = wanted.split(",") if isinstance(wanted, str) else wanted
+    if not is_collection(names) or not all(isinstance(name, str) for name in names):
+        refuse(said, "true, false or names of debug modes", wanted)
+    found = frozenset(name.strip() for name in names) - {""}
+    for name in sorted(found.difference(MODES)):
+        instead = hint(name, MODES, f"modes are {', '.join(MODES)}")
+        raise ConfigError(f"{said}: unknown debug mode {name!r}: {instead}")
+    return found
 
 
 def _option(kind: type, default: Any, least: float = -math.inf, most: float = math.inf, *, unset: bool = False) -> Any:
@@ -214,17 +216,6 @@ class Buckets:
         return (bucket - rows) / bucket if rows else 0.0
 
 
-def _debug(value: Any) -> Any:
-    """Debug modes as they were said, several as a tuple; what the environment says is read when a runner is made."""
-    if isinstance(value, list | tuple | set | frozenset) and all(isinstance(one, str) for one in value):
-        value = tuple(sorted(value) if isinstance(value, set | frozenset) else value) or False  # not the environment's
-    elif value is not None and not isinstance(value, bool | str):
-        refuse("option 'debug'", "true, false or names of debug modes", value)
-    if value is not None:
-        modes_of(value)
-    return value
-
-
 @attrs.frozen(kw_only=True)
 class RunnerConfig:
     """How a runner runs: options of which each runner uses some, and refuses the others.
@@ -252,7 +243,7 @@ class RunnerConfig:
     width: int = _option(int, 1, 1, MOST)
     warmups: int = _option(int, 1, 0)
     progress: bool = _option(bool, default=True)
-    debug: bool | str | tuple[str, ...] | None = attrs.field(default=None, converter=_debug)
+    debug: frozenset[str] | None = attrs.field(default=None, converter=attrs.converters.optional(modes_of))
     no_copy: bool | None = _option(bool, None, unset=True)
     sharing: bool | None = _option(bool, None, unset=True)
     graphs: bool = _option(bool, default=True)
@@ -300,7 +291,7 @@ class RunnerConfig:
         default = RunnerConfig()
         values = {name: getattr(self, name) for name in self.options()}
         return {
-            name: list(value) if isinstance(value, tuple) else value
+            name: sorted(value) if isinstance(value, tuple | frozenset) else value
             for name, value in values.items()
             if value is not None and (name in self.told or value != getattr(default, name))
         }
@@ -317,7 +308,7 @@ class RunnerConfig:
     @property
     def modes(self) -> frozenset[str]:
         """The modes of debugging that are on. ConfigError where the environment names an unknown one."""
-        return modes_of(self.debug)
+        return modes_of(None) if self.debug is None else self.debug
 
     def ladder(self, *, of_tokens: bool = False) -> Buckets:
         """The buckets that were given, or the default ones."""

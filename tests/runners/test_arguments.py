@@ -29,7 +29,7 @@ SUITABLE: dict[str, Any] = {
     "width": 1,
     "warmups": 2,
     "progress": False,
-    "debug": "addresses",
+    "debug": ["addresses"],
     "no_copy": True,
     "sharing": False,
     "graphs": False,
