@@ -10,7 +10,7 @@ from .axes import Axis, Sizes, extent
 from .capabilities import Capabilities, Lowering, Placement, Role, chosen_lowering, dtype_text, resolve_dtype
 from .declaration import Declaration
 from .errors import ConfigError
-from .plan import FillPlan, Pattern, plan_fill, slot_bytes
+from .plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
 from .slots import Constant, Padded, Slot
 
 Extents = Mapping[Axis, tuple[int, int]]
@@ -87,26 +87,20 @@ def explain_declaration(
     capabilities: Capabilities,
     backend: str,
     extents: Extents = NOT_SIZED,
-    absent: Collection[str] = (),
-    in_place: Collection[str] = (),
+    pattern: Pattern = PLAIN,
     lowering: Lowering | None = None,
-    *,
-    hosted: Collection[str] = (),
 ) -> Explanation:
     """Explain a declaration on one backend; with `extents` also the plan and bytes of a step of these sizes.
 
-    absent: optional slots that the step comes without. in_place: copied slots that a producer writes instead. lowering:
-    how the plan is run; None for the device's preferred way. hosted: slots that the batch brings host data for.
-    ConfigError where sizes do not fit together or miss an axis, or where a named slot is not optional, or not copied.
+    pattern: which slots the step comes without, has written in place, or is given host data for. lowering: how the plan
+    is run; None for the device's preferred way. ConfigError where sizes do not fit together or miss an axis, or where a
+    named slot is not optional, or not copied.
     """
     how = chosen_lowering(capabilities, lowering)
     live, padded = _checked_sizes(declaration, extents)
-    check_named(declaration, absent, in_place, hosted)
-    moving = {*declaration.sources}.difference(absent, in_place)
+    check_named(declaration, pattern)
+    moving = {*declaration.sources}.difference(pattern.absent, pattern.in_place)
     slots = tuple(_facts(name, declaration, capabilities, live, padded, moving) for name in declaration.slots)
-    plan = None
-    if extents:
-        plan = plan_fill(declaration, padded, capabilities, Pattern(absent, in_place, hosted), lowering=how)
     return Explanation(
         declaration=declaration.name,
         backend=backend,
@@ -115,7 +109,7 @@ def explain_declaration(
         fields=tuple(declaration.fields),
         disabled=declaration.disabled,
         order=declaration.order,
-        plan=plan,
+        plan=plan_fill(declaration, padded, capabilities, pattern, lowering=how) if extents else None,
         nbytes=sum(slot.nbytes or 0 for slot in slots) if extents else None,
         copied=sum(slot.copied or 0 for slot in slots) if extents else None,
     )
@@ -136,16 +130,11 @@ def _checked_sizes(declaration: Declaration, extents: Extents) -> tuple[Sizes, S
     return {axis: extents[axis][0] for axis in known}, {axis: extents[axis][1] for axis in known}
 
 
-def check_named(
-    declaration: Declaration,
-    absent: Collection[str] = (),
-    in_place: Collection[str] = (),
-    hosted: Collection[str] = (),
-) -> None:
+def check_named(declaration: Declaration, pattern: Pattern) -> None:
     """ConfigError where an absent slot is not optional, or where another one that is named is not copied."""
-    declaration.check_names("absent", absent, "optional")
-    declaration.check_names("in_place", in_place, "copied")
-    declaration.check_names("hosted", hosted, "copied")
+    declaration.check_names("absent", pattern.absent, "optional")
+    declaration.check_names("in_place", pattern.in_place, "copied")
+    declaration.check_names("hosted", pattern.hosted, "copied")
 
 
 def _facts(

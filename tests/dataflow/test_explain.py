@@ -27,7 +27,7 @@ from slotgraph import (
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration, mermaid
-from slotgraph.dataflow.plan import FillPlan, plan_fill
+from slotgraph.dataflow.plan import FillPlan, Pattern, plan_fill
 from slotgraph.extend import side
 from slotgraph.runners.explained.pages import tables
 from tests.strategies import declarations
@@ -133,10 +133,10 @@ def plan_of(**options: Any) -> tuple[FillPlan, int]:
 
 def test_absent_slots_and_slots_in_place() -> None:
     """Neither is copied; the plan leaves an absent slot out, and resets the tail of one that a producer wrote."""
-    (whole, copied_of_whole), (absent, _) = plan_of(), plan_of(absent=("mrope",))
-    in_place, copied_beside = plan_of(in_place=("input_ids",))
+    (whole, copied_of_whole), (absent, _) = plan_of(), plan_of(pattern=Pattern(("mrope",)))
+    in_place, copied_beside = plan_of(pattern=Pattern((), ("input_ids",)))
     assert absent.absent == ("mrope",)
-    assert facts("mrope", explained(absent=("mrope",))).copied == 0
+    assert facts("mrope", explained(pattern=Pattern(("mrope",)))).copied == 0
     assert [group.slots for group in in_place.copies if group.how == "in place"] == [("input_ids",)]
     assert [tail.always for tail in in_place.tails if tail.slot == "input_ids"] == [True]
     assert (whole.nbytes - in_place.nbytes, copied_of_whole - copied_beside) == (48 * 8, 37 * 8)
@@ -160,15 +160,15 @@ def test_without_sizes_the_declaration_alone() -> None:
         ({"extents": {**SIZES, BATCH: (-1, 48)}}, "BATCH=-1/48: expected at most"),
         ({"extents": {**SIZES, HIDDEN: (32, 64)}}, "HIDDEN=32/64: expected one size"),
         (
-            {"absent": ["seq_lens"]},
+            {"pattern": Pattern(["seq_lens"])},
             "absent names 'seq_lens', which is no optional slot of Explained: optional are mrope",
         ),
-        ({"absent": ["nothing"]}, "absent names 'nothing'"),
+        ({"pattern": Pattern(["nothing"])}, "absent names 'nothing'"),
         (
-            {"in_place": ["count"]},
+            {"pattern": Pattern((), ["count"])},
             "in_place names 'count', which is no copied slot of Explained: did you mean 'counts'?",
         ),
-        ({"in_place": ["nothing"]}, "in_place names 'nothing'"),
+        ({"pattern": Pattern((), ["nothing"])}, "in_place names 'nothing'"),
         ({"lowering": "fused"}, "lowering 'fused': this backend has foreach, slot_by_slot; or say 'auto'"),
     ],
 )

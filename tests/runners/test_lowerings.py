@@ -25,6 +25,7 @@ from slotgraph.dataflow.axes import Sizes, extent
 from slotgraph.dataflow.capabilities import LADDER, resolve_dtype
 from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, ReplayError
 from slotgraph.dataflow.explain import explain_declaration
+from slotgraph.dataflow.plan import Pattern
 from slotgraph.dataflow.slots import Slot
 from slotgraph.extend import HOST, once, side
 from tests.packing import NAME, backend_of
@@ -628,10 +629,10 @@ def test_plan_says_how(lowering: str) -> None:
     declaration, capabilities = rich.stage.declaration, rich.stage.backend.capabilities
     sizes = {BATCH: (4, 4), TOKENS: (8, 8), PAGES: (5, 5), HIDDEN: (3, 3)}
     for absent, at in (((), ()), (("extra", "beside"), ("ids", "tables", "here"))):
-        made = explain_declaration(declaration, capabilities, "cpu", sizes, absent, at, lowering=rich.lowering)
+        made = explain_declaration(declaration, capabilities, "cpu", sizes, Pattern(absent, at), rich.lowering)
         assert made.plan == rich.plan(4, absent, at)
     with pytest.raises(ConfigError, match="in_place names 'scratch', which is no copied slot"):
-        explain_declaration(declaration, capabilities, "cpu", sizes, in_place=["scratch"])
+        explain_declaration(declaration, capabilities, "cpu", sizes, Pattern((), ["scratch"]))
 
 
 @final
