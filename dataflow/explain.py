@@ -11,7 +11,7 @@ from .capabilities import Capabilities, Lowering, Placement, Role, chosen_loweri
 from .declaration import Declaration
 from .errors import ConfigError
 from .plan import PLAIN, FillPlan, Pattern, plan_fill, slot_bytes
-from .slots import Constant, Padded, Slot
+from .slots import Constant, Slot
 
 Extents = Mapping[Axis, tuple[int, int]]
 """Live and padded size of every axis."""
@@ -170,8 +170,7 @@ def _facts(
 def _tail(slot: Slot) -> str | None:
     """The tail rule, and what the slot holds at first where that is another value."""
     rule = slot.rule() if slot.varying else None
-    starts = slot.starts if isinstance(slot, Padded) else None
-    return None if rule is None else str(rule) if starts is None else f"{rule}, starts as {starts}"
+    return None if rule is None else str(rule) if slot.starts is None else f"{rule}, starts as {slot.starts}"
 
 
 def _named(value: object | Callable[..., object]) -> str:

@@ -1,12 +1,11 @@
 """Slots: the inputs of a captured step, and the words that declare them: `copied`, `computed` and the others."""
 
-import abc
 import functools
 import keyword
 import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import attrs
 import torch
@@ -98,20 +97,22 @@ Value = Number | FillRole | Axis | Dim | Callable[[Step], Any]
 
 
 @attrs.frozen(kw_only=True)
-class Slot(abc.ABC):
-    """One input of a captured step. Subclass it for a new kind: `initial` must be said, and what differs of the rest.
+class Slot:
+    """One input of a captured step. Subclass it for a new kind, and override what differs.
 
     shape: sizes over axes. dtype: a torch dtype, or a role that the backend resolves. placement: "device" or "host".
     when: a name in the runner's settings, or a function of them, that must be true for the slot to exist.
     optional: the batch may come without it. rewritten: the step or a producer writes it beside the fill, so that its
     tail is never known to be clean. restored: the step writes it too, and finds it put back at its end. argument: of an
     operator, which takes the slot's value at each replay where the device has host parameters; None for no parameter.
-
-    A kind may make fields of the others: strided: take a source that is not contiguous. converts: source dtypes that
-    the copy converts. limit: the largest value that host data may hold. poison: what checks may put into the tail,
-    values or "stale", where its rule does not tell.
+    pad: the tail rule: a value, `keep("why")` or `once(value)`. starts: what the whole buffer holds at first, if not the
+    tail's value. poison: what checks may put into the tail, values or "stale", where its rule does not tell. strided:
+    take a source that is not contiguous. converts: source dtypes that the copy converts. limit: the largest value that
+    host data may hold.
     """
 
+    needs_rule: ClassVar[bool] = False
+    """Whether padded rows hold what was there before, so that a tail rule must be said."""
     shape: Shape = attrs.field(converter=shape_of)
     dtype: torch.dtype | Role = attrs.field(converter=dtype_of)
     placement: Placement = attrs.field(default=DEVICE, converter=placement_of)
@@ -120,14 +121,18 @@ class Slot(abc.ABC):
     rewritten: bool = attrs.field(default=False, converter=flag)
     restored: bool = attrs.field(default=False, converter=flag)
     argument: str | None = attrs.field(default=None, converter=argument_of)
-    strided: bool = attrs.field(default=False, init=False)
-    converts: tuple[torch.dtype, ...] = attrs.field(default=(), init=False)
-    limit: Dim | None = attrs.field(default=None, init=False)
-    poison: Poison | None = attrs.field(default=None, init=False)
+    pad: Tail | None = attrs.field(default=None, converter=tail_of)
+    starts: PadValue | None = attrs.field(default=None, converter=attrs.converters.optional(pad_value))
+    poison: Poison | None = attrs.field(default=None, converter=poison_of)
+    strided: bool = attrs.field(default=False, converter=flag)
+    converts: tuple[torch.dtype, ...] = attrs.field(default=(), converter=dtypes_of)
+    limit: Dim | None = attrs.field(default=None, converter=limit_of)
 
-    @abc.abstractmethod
     def initial(self) -> Value:
-        """What the whole buffer holds from its allocation on."""
+        """What the whole buffer holds from its allocation on: as declared, else the tail's value, else zero."""
+        if self.starts is not None:
+            return self.starts
+        return self.pad.value if isinstance(self.pad, Pad | Once) else 0
 
     def reads(self, name: str) -> Source | None:
         """Where a fill finds the value to copy for the slot of this name, or None where nothing is copied."""
@@ -140,7 +145,7 @@ class Slot(abc.ABC):
 
     def rule(self) -> Tail | None:
         """The tail rule, or None where every padded row is written in each step, or none ever is."""
-        return None
+        return self.pad
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -163,17 +168,15 @@ class Slot(abc.ABC):
             yield from value_faults(value, self.default_dtype)
         if self.rewritten and self.restored:
             yield "it is both rewritten and restored: what is put back is as the fill left it; say one of them"
-        if self.argument is None:
-            return
-        if self.placement != HOST:
-            yield "it is a host parameter but placed on the device: say placement='host', or leave argument= out"
-        if self.default_dtype not in (torch.int32, torch.int64):
-            text = dtype_text(self.default_dtype)
-            yield f"it is a host parameter of {text}: operators take whole numbers, torch.int32 or torch.int64"
-        if len(self.shape) > 1:
-            yield f"it is a host parameter of {len(self.shape)} dims: an operator takes one number, or one row of them"
-        if self.rewritten or self.restored or isinstance(self, Output):
-            yield "it is a host parameter, read before the step, but the step writes it: copy it, or compute it"
+        if isinstance(self.pad, Once) and self.starts is not None:
+            yield f"starts={self.starts!r} and pad=once(...) both say what it holds at first: say one of them"
+        if self.needs_rule and self.varying and self.pad is None:
+            yield "no tail rule: say pad=value, pad=keep('why no one reads the tail') or pad=once(value)"
+        if self.restored and isinstance(self.pad, Once):
+            yield "it is restored, and its tail is set once: a step that raises would leave it spoilt; say pad=value"
+        yield from _copy_faults(self, self.default_dtype)
+        if self.argument is not None:
+            yield from _parameter_faults(self, self.default_dtype)
 
     @functools.cached_property
     def axes(self) -> frozenset[Axis]:
@@ -201,63 +204,18 @@ class Slot(abc.ABC):
 
 
 @attrs.frozen(kw_only=True)
-class Padded(Slot):
-    """A slot with a tail rule of its own: `pad`, a value, `keep("why")` or `once(value)`.
-
-    starts: what the whole buffer holds at first, where that is not the tail's value.
-    """
-
-    pad: Tail | None = attrs.field(default=None, converter=tail_of)
-    starts: PadValue | None = attrs.field(default=None, converter=attrs.converters.optional(pad_value))
-    poison: Poison | None = attrs.field(default=None, converter=poison_of)
-
-    def rule(self) -> Tail | None:
-        """The declared rule."""
-        return self.pad
-
-    def initial(self) -> Value:
-        """As declared, else the tail's value, so that a new buffer is all tail; zero where the tail is kept."""
-        if self.starts is not None:
-            return self.starts
-        return self.pad.value if isinstance(self.pad, Pad | Once) else 0
-
-    def faults(self) -> Iterator[str]:
-        """Also: a dim varies, and no rule says what its tail holds; or two rules say what the slot starts as."""
-        yield from super().faults()
-        if isinstance(self.pad, Once) and self.starts is not None:
-            yield f"starts={self.starts!r} and pad=once(...) both say what it holds at first: say one of them"
-        if self.varying and self.pad is None:
-            yield "no tail rule: say pad=value, pad=keep('why no one reads the tail') or pad=once(value)"
-        if self.restored and isinstance(self.pad, Once):
-            yield "it is restored, and its tail is set once: a step that raises would leave it spoilt; say pad=value"
-
-
-@attrs.frozen(kw_only=True)
-class Copied(Padded):
+class Copied(Slot):
     """Fed from the batch in each step.
 
     source: a dotted path, `side(...)` or a function of the batch; the slot's own name where it is not given.
     """
 
+    needs_rule = True
     source: Source | None = attrs.field(default=None, converter=optional_source)
-    strided: bool = attrs.field(default=False, converter=flag)
-    converts: tuple[torch.dtype, ...] = attrs.field(default=(), converter=dtypes_of)
-    limit: Dim | None = attrs.field(default=None, converter=limit_of)
 
     def reads(self, name: str) -> Source | None:
         """The declared source, else the slot's own name."""
         return self.source or Path((name,))
-
-    def faults(self) -> Iterator[str]:
-        """Also: a limit that varies, or on values that are no whole numbers."""
-        yield from super().faults()
-        dtype = self.default_dtype
-        if not dtype.is_complex and any(source.is_complex for source in self.converts_from()):
-            yield f"it converts complex numbers, whose imaginary part {dtype_text(dtype)} drops: copy the part you mean"
-        if self.limit is not None and self.limit.varies:
-            yield f"its limit {self.limit!r} varies by step: give a number or a fixed axis"
-        if self.limit is not None and (dtype == torch.bool or dtype.is_floating_point or dtype.is_complex):
-            yield f"it has a limit, but {dtype_text(dtype)} is no whole number: limit an integer slot, or leave it out"
 
 
 @attrs.frozen(kw_only=True)
@@ -269,10 +227,6 @@ class Computed(Slot):
     def computes(self) -> Compute | None:
         """The declared function."""
         return self.function
-
-    def initial(self) -> Value:
-        """Zero, until the first fill."""
-        return 0
 
 
 @attrs.frozen(kw_only=True)
@@ -291,9 +245,10 @@ class Constant(Slot):
 
 
 @attrs.frozen(kw_only=True)
-class Staged(Padded):
+class Staged(Slot):
     """Written by a producer inside or beside the step; a fill only resets its tail."""
 
+    needs_rule = True
     rewritten: bool = attrs.field(default=True, converter=flag)
 
 
@@ -301,9 +256,28 @@ class Staged(Padded):
 class Output(Slot):
     """A buffer at a fixed address that the step writes its result to; a fill leaves it alone."""
 
-    def initial(self) -> Value:
-        """Zero, until the first step writes it."""
-        return 0
+
+def _copy_faults(slot: Slot, dtype: torch.dtype) -> Iterator[str]:
+    """Why a copy cannot convert into a slot, or hold host data to its limit."""
+    text, limit = dtype_text(dtype), slot.limit
+    if not dtype.is_complex and any(source.is_complex for source in slot.converts_from()):
+        yield f"it converts complex numbers, whose imaginary part {text} drops: copy the part you mean"
+    if limit is not None and limit.varies:
+        yield f"its limit {limit!r} varies by step: give a number or a fixed axis"
+    if limit is not None and (dtype == torch.bool or dtype.is_floating_point or dtype.is_complex):
+        yield f"it has a limit, but {text} is no whole number: limit an integer slot, or leave it out"
+
+
+def _parameter_faults(slot: Slot, dtype: torch.dtype) -> Iterator[str]:
+    """Why operators cannot be handed what a slot holds."""
+    if slot.placement != HOST:
+        yield "it is a host parameter but placed on the device: say placement='host', or leave argument= out"
+    if dtype not in (torch.int32, torch.int64):
+        yield f"it is a host parameter of {dtype_text(dtype)}: operators take whole numbers, torch.int32 or torch.int64"
+    if len(slot.shape) > 1:
+        yield f"it is a host parameter of {len(slot.shape)} dims: an operator takes one number, or one row of them"
+    if slot.rewritten or slot.restored or isinstance(slot, Output):
+        yield "it is a host parameter, read before the step, but the step writes it: copy it, or compute it"
 
 
 SLOT: Final = "slotgraph.slot"
