@@ -13,7 +13,7 @@ from .axes import Axis, Dim, Sizes, Step
 from .capabilities import DEVICE, HOST, Placement
 from .errors import BatchError, ConfigError, CycleError, DeclarationError, DeclarationErrors, did_you_mean, hint
 from .slots import Output, Slot
-from .sources import OUT, RANKS, SETTINGS, STEP, Source, look_up
+from .sources import OUT, RANKS, SETTINGS, STEP, Call, Path, Source, look_up
 
 Faults = Iterator[tuple[str, str]]
 """Pairs of a slot's or a field's name and what is wrong with it."""
@@ -177,8 +177,9 @@ def declare(
     if faults:
         raise refused(name, faults)
     made = Declaration(name, MappingProxyType(dict(slots)), MappingProxyType(dict(fields)))
-    read = [source.arguments for source in made.sources.values()]
-    return attrs.evolve(made, arguments=None if None in read else frozenset[str]().union(*filter(None, read)))
+    read = made.sources.values()
+    beside = frozenset(source.parts[0] for source in read if isinstance(source, Path) and source.beside)
+    return attrs.evolve(made, arguments=beside if all(isinstance(one, Path | Call) for one in read) else None)
 
 
 def refused(name: str, faults: Sequence[DeclarationError]) -> DeclarationErrors:

@@ -105,7 +105,7 @@ class Slot:
     optional: the batch may come without it. rewritten: the step or a producer writes it beside the fill, so that its
     tail is never known to be clean. restored: the step writes it too, and finds it put back at its end. argument: of an
     operator, which takes the slot's value at each replay where the device has host parameters; None for no parameter.
-    pad: the tail rule: a value, `keep("why")` or `once(value)`. starts: what the whole buffer holds at first, if not the
+    pad: the tail rule: a value, `keep("why")` or `once(value)`. starts: what the buffer holds at first, if not the
     tail's value. poison: what checks may put into the tail, values or "stale", where its rule does not tell. strided:
     take a source that is not contiguous. converts: source dtypes that the copy converts. limit: the largest value that
     host data may hold.

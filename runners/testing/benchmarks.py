@@ -22,7 +22,7 @@ from ...dataflow.errors import ConfigError, RegressionError, WrongBytesError
 from ...dataflow.inputs import Inputs
 from ...dataflow.sampling import NO_VALUES, Sample, Values, sample_batch
 from ...dataflow.slots import Output, Slot, Staged
-from ...dataflow.sources import NO_SIDE, OUT, Side
+from ...dataflow.sources import NO_SIDE, OUT, Side, plain_name
 from ...dataflow.tails import Keep, Once, Pad, resolve_value
 from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Lowered, Relations, differences
@@ -175,7 +175,7 @@ class FillByHand:
             if slot.varying:
                 plan.views.append((name, buffer, box))
             if source is not None or slot.rewritten:
-                plain = None if source is None else source.plain_name
+                plain = plain_name(source)
                 rows = _box(extent(slot.shape, step.live_sizes), slot)
                 plan.copied.append((plain, source, buffer, rows, *self._tails(slot, step)))
         for name in declaration.order:
