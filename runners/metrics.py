@@ -75,7 +75,6 @@ _TABLE: Final[Mapping[str, tuple[str, str, Sequence[str]]]] = {
     "padded_rows": ("Counter", "Rows that were computed for these, with padding.", _WAY),
     "fill_seconds": ("Summary", f"What the host spent on fills, one in {EVERY} of them.", _WAY),
     "fills": ("Counter", "Fills of buckets.", ["lowering"]),
-    "detours": ("Counter", "Fills by a later lowering than the runner's.", ["reason"]),
     "capture_seconds": ("Counter", "Time that captures took.", []),
     "exchanges": ("Counter", "Exchanges of the runner's ranks.", []),
     "memory_bytes": ("Gauge", "Memory of its own.", ["kind"]),
@@ -117,7 +116,6 @@ def _samples(stats: Statistics) -> Iterator[tuple[Any, ...]]:
             yield "fill_seconds", way, times["count"], times["total"] / 1_000_000
     numbers: dict[str, dict[str, Any]] = {
         "fills": {**dict.fromkeys(LADDER, 0), **stats["lowerings"]},
-        "detours": {"foreign_stream": 0, **stats["detours"]},
         "memory_bytes": {**stats["memory"], "driver": capture["driver"]},
         "buckets": {"captured": len(capture["buckets"]), "failed": len(capture["failed"])},
     }
