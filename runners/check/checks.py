@@ -19,7 +19,6 @@ from ...dataflow.bucket import Absent
 from ...dataflow.errors import CheckError, ConfigError, ReplayError
 from ...dataflow.sampling import NO_VALUES, Sample, Values, sample_batch
 from ..comparison import state_on
-from ..config import check_slots
 from ..runner import Runner
 from ..state import State
 from ..statistics import Decision
@@ -125,7 +124,7 @@ def check(
         return CheckReport(runner=runner.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
     if graphs.report is None:
         raise ReplayError("this runner is not captured: call capture() before check()")
-    check_slots("read_outside", runner.stage.declaration, read_outside)
+    runner.stage.declaration.check_names("read_outside", read_outside)
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
     subject = Subject(runner, graphs, State(runner.stage.backend), seed, tuple(read_outside))
     with unwatched(runner.watch):

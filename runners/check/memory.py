@@ -110,7 +110,7 @@ def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator
         with subject.state.kept():
             read.update(_read_slots(subject.runner, view))
     for name, slot in subject.slots.items():
-        if is_found or name not in present - read or isinstance(slot, Output) or slot.is_parameter:
+        if is_found or name not in present - read or isinstance(slot, Output) or slot.argument is not None:
             continue
         stage = subject.runner.stage
         reason = may_be_read(slot, stage.backend.device)

@@ -19,6 +19,7 @@ from ...dataflow.capabilities import AUTO, LADDER, chosen_lowering
 from ...dataflow.declaration import Declaration
 from ...dataflow.errors import CaptureError, RecordingError, did_you_mean
 from ...dataflow.explain import Explanation, Extents, explain_declaration, mermaid
+from ...dataflow.plan import Pattern
 from ...dataflow.serial import to_data
 from ..check.checks import CHECKS
 from ..check.checks import check as check_runner
@@ -160,7 +161,7 @@ def explain(
             declared, on = named.slotgraph, choose(backend)
             declared = declared.under(_settings_of(setting)) if setting else declared
             extents, how = _extents_of(size or (), declared), chosen_lowering(on.capabilities, lowering)
-            found = explain_declaration(declared, on.capabilities, on.name, extents, absent or (), lowering=how)
+            found = explain_declaration(declared, on.capabilities, on.name, extents, Pattern(absent or ()), how)
     if form == "table":
         screen().print(tables(found))
     elif form == "json":

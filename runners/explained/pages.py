@@ -27,7 +27,6 @@ Row = Mapping[str, Any]
 """Cells by their column. A number stands as one, None for what is not there."""
 COLOURS: Final = {
     "copied": "#3b78b5",
-    "parameter": "#2f8a8a",
     "computed": "#5a9a3a",
     "constant": "#8a7a20",
     "staged": "#c2703d",

@@ -198,8 +198,7 @@ class Ranks(Unique):
         capture_timeout: float = 480.0,
     ) -> None:
         checked("equal", "True or False", equal, bool)
-        if checked("shards", "a whole number, at least 1", shards, int) < 1:
-            refuse("shards", "a whole number, at least 1", shards)
+        checked("shards", "a whole number, at least 1", shards, int, 1)
         check_seconds("timeout", timeout)
         check_seconds("capture_timeout", capture_timeout)
         kind = "'host' or the name of a device's kind, such as 'cuda'"

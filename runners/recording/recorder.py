@@ -16,7 +16,7 @@ from ...dataflow.inputs import Inputs
 from ...dataflow.slots import Staged
 from ...dataflow.sources import Side, look_up
 from ..comparison import live_part, named
-from ..config import checked, refuse
+from ..config import checked
 from ..hooks import Watcher
 from ..runner import Runner
 from .records import Raised, RecordedFile, RunnerRecord, StepRecord, Value, need, versions
@@ -206,8 +206,7 @@ def record(runner: Runner[Any], path: str | os.PathLike[str], *, last: int = 8, 
     Raises:
         ConfigError: An argument makes no sense, or the path cannot be written.
     """
-    if checked("last", "a whole number, at least 1", last, int) < 1:
-        refuse("last", "a whole number, at least 1", last)
+    checked("last", "a whole number, at least 1", last, int, 1)
     return Recording(runner, _checked_place(path), last, outputs=outputs)
 
 

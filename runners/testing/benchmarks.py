@@ -20,7 +20,7 @@ from ...dataflow.hostdata import tensor_of
 from ...dataflow.inputs import Inputs
 from ...dataflow.sampling import NO_VALUES, Sample, Values, sample_batch
 from ...dataflow.slots import Output, Staged
-from ...dataflow.sources import NO_SIDE, Side
+from ...dataflow.sources import NO_SIDE, Side, plain_name
 from ...dataflow.tails import Keep, Once, Pad, resolve_value
 from ..stage import NO_SIZES
 from .ground import NO_RELATIONS, Ground, Lowered, Relations, difference, differences, memory_of
@@ -130,7 +130,7 @@ def _planned(declaration: Declaration, backend: Backend, step: Step, slots: Mapp
             ends = [(dim, slice(sizes[dim], padded[dim])) for dim in slot.varying if sizes[dim] < padded[dim]]
             tails = [_box(*map(slice, padded[:dim]), end) for dim, end in ends]
         if source is not None or slot.rewritten:
-            plan.copied.append((source and source.plain_name, source, buffer, rows, tails, pad))
+            plan.copied.append((plain_name(source), source, buffer, rows, tails, pad))
     for name in declaration.order:
         if (compute := declaration.slots[name].computes()) is not None:
             given = {**known, **declaration.given(step.of(name))}

@@ -196,8 +196,8 @@ def test_what_cannot_be_chained() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"steps": []}, r"steps= is a list of functions .* at least one; got \[\]"),
         ({"steps": [3]}, r"steps= is a list of functions"),
-        ({"chained": ["idss"]}, r"chained names 'idss', which is no slot that Derived copies from the batch"),
-        ({"chained": ["twice"]}, r"chained names 'twice', which is no slot that Derived copies"),
+        ({"chained": ["idss"]}, r"chained names 'idss', which is no copied slot of Derived"),
+        ({"chained": ["twice"]}, r"chained names 'twice', which is no copied slot of Derived"),
         ({"chained": ["ids"]}, r"slot 'twice' is computed once, from 'ids', of which each step has its own"),
     ]
     known: dict[str, Any] = {"steps": [nothing] * 2, "chained": ["lens"], "width": 1, "buckets": [2], "backend": "cpu"}
