@@ -349,7 +349,6 @@ class GraphRunner(Runner[V]):
         return bind(
             found,
             finish,
-            turn=graphs.buffers.turn,
             counts=self.tally.buckets[captured.rows],
             graphs=graphs,
             hosts=filler.hosts,
