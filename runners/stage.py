@@ -17,7 +17,7 @@ from ..dataflow.inputs import Inputs
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from ..dataflow.views import ViewInfo, viewer
-from .config import check_step, checked_relations, checked_sizes, declaration_of, refuse
+from .config import check_step, checked, checked_relations, checked_sizes, declaration_of, refuse
 from .outputs import map_tensors
 
 V = TypeVar("V", bound=Inputs)
@@ -148,11 +148,12 @@ def _checked_state(state: Iterable[torch.Tensor] | None) -> tuple[torch.Tensor, 
     """The tensors of `state=`. ConfigError where it is something else."""
     if state is None:
         return None
-    if isinstance(state, Iterable) and not isinstance(state, torch.Tensor):
-        tensors = tuple(state)
-        if all(isinstance(one, torch.Tensor) for one in tensors):
-            return tensors
-    refuse("state", "a list of the tensors that the step changes beside its slots", state)
+    expected = "a list of the tensors that the step changes beside its slots"
+    given: Any = [None] if isinstance(state, torch.Tensor) else checked("state", expected, state, Iterable)
+    tensors = tuple(given)
+    if not all(isinstance(one, torch.Tensor) for one in tensors):
+        refuse("state", expected, state)
+    return tensors
 
 
 def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], outputs: Any) -> Any:
