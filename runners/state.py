@@ -115,15 +115,32 @@ class State:
         slots: addresses that are no state. exact: keep the elements that this very run writes, for runs that write the
         same; otherwise whole storages. holder: reaches the state's tensors, for their names in an error.
         """
-        finder = _Finder(backend, slots, holder, exact)
+        pieces, copies, known, refused = list[Piece](), list[torch.Tensor](), set[Hashable](), list[CheckError]()
+        free = functools.cache(functools.partial(_free_on, backend))
+
+        def note(tensor: torch.Tensor, operator: str, args: Sequence[Any]) -> None:
+            low, high = span(tensor)
+            if low == high or any(start <= low and high <= stop for start, stop in slots):
+                return
+            with _as_it_is():
+                for memory, index in _written(tensor, operator, args, slots, known, exact=exact):
+                    piece = Piece(memory, f"the {_text(tensor)} that {operator} writes", index)
+                    try:
+                        _check_room((*pieces, piece), memory.device, free(memory.device), holder=holder)
+                    except CheckError as error:  # which the step may catch
+                        refused.append(error)
+                        raise
+                    pieces.append(piece)
+                    copies.append(piece.copy())
+
         with _random_kept(backend):
             try:
-                run_seen(Traffic(writes=finder.note), run)
-            finally:
-                finder.restore()
-        if finder.refused is not None:  # the step may have caught it
-            raise finder.refused
-        return cls(backend, tuple(finder.pieces))
+                run_seen(Traffic(writes=note), run)
+            finally:  # the last one first: what was noted before it may lie in it, too
+                _restore(pieces[::-1], copies[::-1])
+        if refused:
+            raise refused[0]
+        return cls(backend, tuple(pieces))
 
     def joined(self, other: "State") -> "State":
         """Both states."""
@@ -161,59 +178,6 @@ class State:
                 _restore(self.pieces, before)
 
 
-@attrs.define(eq=False)
-class _Finder:
-    """Copies memory before an operator first writes it."""
-
-    backend: Backend
-    slots: Spans
-    holder: Callable[..., Any] | None
-    exact: bool
-    pieces: list[Piece] = attrs.field(factory=list)
-    before: list[torch.Tensor] = attrs.field(factory=list)
-    refused: CheckError | None = None
-    known: set[Hashable] = attrs.field(factory=set)
-    free: dict[torch.device, int] = attrs.field(factory=dict)
-
-    def note(self, tensor: torch.Tensor, operator: str, args: Sequence[Any]) -> None:
-        """Copy what an operator is about to write. Raises CheckError if copies would take too much memory."""
-        low, high = span(tensor)
-        if low == high or any(start <= low and high <= stop for start, stop in self.slots):
-            return
-        with _as_it_is():
-            for memory, index in self._places(tensor, operator, args):
-                piece = Piece(memory, f"the {_text(tensor)} that {operator} writes", index)
-                self._check_room(piece)
-                self.pieces.append(piece)
-                self.before.append(piece.copy())
-
-    def _places(self, tensor: torch.Tensor, operator: str, args: Sequence[Any]) -> list[tuple[torch.Tensor, Index]]:
-        """What to keep of a tensor: if exact, the elements or the view; else its storage without the slots, once."""
-        index = _written_index(operator, args) if self.exact else ()
-        view: Hashable = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        key = view if self.exact else tensor.untyped_storage()._cdata  # noqa: SLF001 - torch compares storages by it
-        if index:
-            return [(_plain(tensor), index)]
-        if key in self.known:
-            return []
-        self.known.add(key)
-        return [(one, ()) for one in ([_plain(tensor)] if self.exact else _without(tensor, sorted(self.slots)))]
-
-    def _check_room(self, last: Piece) -> None:
-        device, found = last.memory.device, (*self.pieces, last)
-        if device not in self.free:
-            self.free[device] = _free_on(self.backend, device)
-        try:
-            _check_room(found, device, self.free[device], holder=self.holder)
-        except CheckError as error:
-            self.refused = self.refused or error
-            raise
-
-    def restore(self) -> None:
-        """Put all of it back, the last one first: what was noted before it may lie in it, too."""
-        _restore(self.pieces[::-1], self.before[::-1])
-
-
 def check_writes(step: Callable[[], Any], buffers: Buffers) -> None:
     """Run a step once. CaptureError if it writes a slot that it should only read, whose tail would keep that."""
     read = [one for one in buffers if not (one.slot.rewritten or one.slot.computes() or isinstance(one.slot, Output))]
@@ -233,6 +197,21 @@ def _restore(pieces: Sequence[Piece], copies: Copies) -> None:
     with _as_it_is():
         for piece, before in zip(pieces, copies, strict=True):
             piece.restore(before)
+
+
+def _written(
+    tensor: torch.Tensor, operator: str, args: Sequence[Any], slots: Spans, known: set[Hashable], *, exact: bool
+) -> list[tuple[torch.Tensor, Index]]:
+    """What to keep of a tensor: if exact, the elements or the view; else its storage without the slots, once."""
+    index = _written_index(operator, args) if exact else ()
+    view: Hashable = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    key = view if exact else tensor.untyped_storage()._cdata  # noqa: SLF001 - torch compares storages by it
+    if index:
+        return [(_plain(tensor), index)]
+    if key in known:
+        return []
+    known.add(key)
+    return [(one, ()) for one in ([_plain(tensor)] if exact else _without(tensor, sorted(slots)))]
 
 
 def _written_index(operator: str, args: Sequence[Any]) -> Index:
