@@ -1,9 +1,11 @@
-"""The fused fill over host memory, outside any runner: a packet for some buffers, and the kernel of one bucket."""
+"""The fused fill outside any runner: a packet for some buffers, and the kernel of one bucket."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from slotgraph.backends import Fusion
 from slotgraph.backends.cpu import HostFusion, HostUpload
 from slotgraph.dataflow.bucket import Absent, Bucket
 from slotgraph.dataflow.buffers import Buffers
@@ -12,15 +14,15 @@ from slotgraph.dataflow.packet import UNIT, WORD, Feed, head_bytes, table_of
 Kernel = Callable[[], None]
 
 
-def feed_for(buffers: Buffers) -> Feed:
+def feed_for(buffers: Buffers, upload: Callable[[int], Any] = HostUpload) -> Feed:
     """What gives a packet that is large enough for every bucket over some buffers."""
     bodies = sum(WORD * one.tensor.numel() + UNIT for one in buffers)
-    return Feed(HostUpload, head_bytes(len(buffers)) + UNIT + bodies)
+    return Feed(upload, head_bytes(len(buffers)) + UNIT + bodies)
 
 
-def kernel_of(bucket: Bucket, absent: Absent = frozenset()) -> Kernel:
-    """What launches the kernel of a bucket."""
-    fusion, lanes = HostFusion(), bucket.planned(absent).lanes
+def kernel_of(bucket: Bucket, absent: Absent = frozenset(), fusion: Fusion | None = None) -> Kernel:
+    """What launches the kernel of a bucket, on the host where no other is given."""
+    fusion, lanes, packet = fusion or HostFusion(), bucket.planned(absent).lanes, bucket.feed.upload.packet
     assert lanes is not None
-    table = torch.from_numpy(table_of(lanes.lanes, fusion.block, lanes.owner))
-    return fusion.kernel(table, bucket.feed.upload.packet, [lane.target for lane in lanes.lanes])
+    table = torch.from_numpy(table_of(lanes.lanes, fusion.block, lanes.owner)).to(packet.device)
+    return fusion.kernel(table, packet, [lane.target for lane in lanes.lanes])

@@ -63,11 +63,9 @@ class Mutation:
     survives: str = ""
 
     def planted(self, text: str) -> str:
-        """The file's text with the bug."""
         return text.replace(self.old, self.new)
 
     def faults(self) -> Iterator[str]:
-        """Why it cannot be planted."""
         path = ROOT / self.file
         if not path.is_file():
             yield f"there is no file {self.file}"

@@ -27,7 +27,6 @@ CLOCKS = {
     "packing.py",  # a backend's own events
     "plugin/fake_device/slotgraph_fake_device.py",  # as above
     "mutations.py",  # a program
-    "soak.py",  # as above
 }
 """Tests, apart from benchmarks, that read a clock: nowhere is what they read held to a bound in seconds."""
 

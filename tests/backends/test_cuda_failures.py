@@ -11,15 +11,7 @@ from slotgraph import DecodeRunner
 from slotgraph.backends.cuda import CudaBackend
 from slotgraph.backends.device import StreamBackend
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError, ReplayError
-from tests.backends.test_cuda import (
-    MIB,
-    Rows,
-    assert_usable,
-    capture,
-    rows_answer,
-    rows_batch,
-    rows_step,
-)
+from tests.backends.test_cuda import MIB, Rows, assert_usable, capture, rows_answer, rows_batch, rows_step
 
 _AVAILABLE = CudaBackend.is_available()
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not _AVAILABLE, reason=f"cuda: {_AVAILABLE.reason}")]

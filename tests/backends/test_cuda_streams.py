@@ -88,7 +88,6 @@ class Place:
 
     @property
     def has_streams(self) -> bool:
-        """Whether work is done later."""
         return self.backend.name == "cuda"
 
     def stream(self) -> Any:
@@ -100,11 +99,9 @@ class Place:
         return stream
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Have a stream be the current one."""
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def wait_for(self, stream: Any) -> None:
-        """Have the current stream wait for another."""
         if stream is not None:
             torch.cuda.current_stream(self.backend.device).wait_stream(stream)
 
@@ -114,11 +111,9 @@ class Place:
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
     def runner(self, kind: type[Flow], lowering: str, **options: Any) -> DecodeRunner[Any]:
-        """A runner, not captured."""
         return DecodeRunner(kind, flow_step, buckets=BUCKETS, backend=self.backend, lowering=lowering, **options)
 
     def captured(self, kind: type[Flow], lowering: str, **options: Any) -> DecodeRunner[Any]:
-        """A captured runner."""
         runner = self.runner(kind, lowering, **options)
         runner.capture()
         return runner

@@ -197,7 +197,6 @@ class Case:
     apart: int = attrs.field(default=0, kw_only=True)
 
     def view(self, raw: torch.Tensor) -> torch.Tensor:
-        """The bucket's view of a buffer's bytes."""
         whole = self.whole
         data = raw[MARGIN + self.before * self.dtype.itemsize :][: math.prod(whole) * self.dtype.itemsize]
         buffer = data.view(self.dtype).view(whole)
@@ -207,11 +206,9 @@ class Case:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The buffer's shape."""
         return tuple(size + self.room * (dim == self.dim) for dim, size in enumerate(self.shape))
 
     def buffer(self, device: torch.device) -> torch.Tensor:
-        """Random bytes with the buffer among them."""
         nbytes = math.prod(self.whole) * self.dtype.itemsize + self.before * self.dtype.itemsize
         return noise(nbytes + 2 * MARGIN, torch.uint8, self.seed).to(device)
 
@@ -223,13 +220,11 @@ class Case:
         return values.unsqueeze(1) if self.turned else values
 
     def lane(self, raw: torch.Tensor) -> Lane:
-        """The lane."""
         view, varying = self.view(raw), () if self.dim is None else (self.dim + self.turned,)
         assert not has_lane(self.dtype, tuple(view.shape), varying)
         return Lane.of("x", view, varying, self.pad)
 
     def word(self, lane: Lane) -> int:
-        """The lane's word in the packet."""
         live = lane.row if self.dim is None else self.live * lane.inner
         return -1 - live if self.action == "leave" else meta(live, self.source, self.dtype)
 
@@ -242,7 +237,6 @@ class Case:
         return found
 
     def refer(self, raw: torch.Tensor, values: torch.Tensor) -> None:
-        """The same by torch."""
         view = self.view(raw)
         if self.action == "copy":
             self.filled(view).copy_(values)
@@ -305,7 +299,6 @@ class Given(Case):
     bits: torch.Tensor = attrs.field(kw_only=True)
 
     def values(self, device: torch.device) -> torch.Tensor:
-        """The source."""
         return self.bits.view(self.source).to(device)
 
 

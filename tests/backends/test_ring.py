@@ -55,7 +55,6 @@ class LazyDevice:
         return memory
 
     def start(self, memory: torch.Tensor, at: int, nbytes: int) -> None:
-        """Queue a copy to the packet."""
         self.sent += 1
         address = memory.data_ptr() + at
         self.queues[self.stream].append(lambda: self._copy(address, nbytes))
@@ -72,24 +71,20 @@ class LazyDevice:
         self.queues[self.stream].append(lambda: self._check(data, alive))
 
     def mark(self) -> "LazyMark":
-        """Queue a point."""
         made = LazyMark(self, self.stream)
         self.queues[self.stream].append(made.reach)
         return made
 
     def advance(self, steps: int, stream: int = 0) -> None:
-        """Do so many pieces of work."""
         for _ in range(min(steps, len(self.queues[stream]))):
             self.queues[stream].pop(0)()
             self.ran += 1
 
     def drain(self) -> None:
-        """Do all work."""
         for stream, queue in self.queues.items():
             self.advance(len(queue), stream)
 
     def ring(self, most_inline: int = 0) -> Ring:
-        """A ring that feeds this device."""
         return Ring(self.packet, self.pinned, self.start, self.mark, self.drain, self.inline, most_inline)
 
     def _write(self, data: bytes) -> None:

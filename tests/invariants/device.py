@@ -45,7 +45,6 @@ class Stream:
     done: int = 0
 
     def run(self, until: int) -> None:
-        """Do it, up to a point."""
         while self.work and self.done < until:
             self.done += 1
             self.work.pop(0)()
@@ -209,11 +208,9 @@ class Device(Backend):
         return INNER.memory()
 
     def bytes_now(self) -> list[bytes]:
-        """Every byte of every buffer."""
         return [one.view(-1).view(torch.uint8).numpy().tobytes() for one in self.buffers]
 
     def add(self, call: Callable[[], object]) -> None:
-        """Hand work to the current stream."""
         if self.is_late:
             self._put(self.streams[self.current], call)
         else:
@@ -258,7 +255,6 @@ class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Put off, do, or wait."""
         del types
         named, device, name = dict(kwargs or {}), self._device, func._opname
         first = next((leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)), None)

@@ -39,7 +39,6 @@ class Model:
         self.there = [one.to(device) for one in (self.queries, self.keys, self.values)]
 
     def __call__(self, view: Attending) -> torch.Tensor:
-        """The captured step."""
         queries, keys, values = self.there
         rows = len(view.input_ids)
         operator: Any = torch.ops.npu.npu_fused_infer_attention_score

@@ -121,7 +121,6 @@ class Passed:
         """Nowhere."""
 
     def query(self) -> bool:
-        """Always."""
         return True
 
     def synchronize(self) -> None:

@@ -17,11 +17,10 @@ from slotgraph.backends import choose, load
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import ComputeError
 from slotgraph.extend import HOST
-from tests.regressions.engines import draw
 from tests.runners import prefilled
 from tests.runners.kinds import EVERY_KIND, anew
 from tests.runners.models import PlainInputs, plain_step, random_batch
-from tests.strategies import declaration_of
+from tests.strategies import declaration_of, draw
 
 BATCHES = [(rows, seed) for seed, rows in enumerate((3, 8, 3, 9, 4))]
 

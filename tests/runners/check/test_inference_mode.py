@@ -14,7 +14,7 @@ import slotgraph
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.runners.recording.records import RecordedFile
 from slotgraph.runners.recording.replaying import replay_file
-from tests.regressions.engines import draw
+from tests.strategies import draw
 
 CONTEXTS: Final[dict[str, Callable[[], AbstractContextManager[Any]]]] = {
     "outside": contextlib.nullcontext,
