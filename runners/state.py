@@ -408,9 +408,10 @@ def _holdings(step: Any) -> Iterator[Holding]:
 def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     """What an object leads to: what its author calls that, and how it is reached."""
     if isinstance(one, types.FunctionType):
-        code = one.__code__
-        yield from ((f".{name}", functools.partial(_cell, place)) for place, name in enumerate(code.co_freevars))
-        yield from ((f".{name}", functools.partial(_held, "__globals__", name)) for name in code.co_names)
+        for place, name in enumerate(one.__code__.co_freevars):
+            yield f".{name}", functools.partial(lambda at, one: one.__closure__[at].cell_contents, place)
+        for name in one.__code__.co_names:
+            yield f".{name}", functools.partial(lambda at, one: one.__globals__[at], name)
         yield "", attrgetter("__wrapped__")
     elif isinstance(one, types.MethodType):
         yield from ((".self", attrgetter("__self__")), ("", attrgetter("__func__")))
@@ -420,20 +421,10 @@ def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
         keys = list(one) if isinstance(one, Mapping) else range(len(one))
         yield from ((f"[{key!r}]", itemgetter(key)) for key in keys if isinstance(key, str | int))
     else:
+        names, is_module = list[str](), isinstance(one, nn.Module)
         for kind in type(one).__mro__:
             slots = kind.__dict__.get("__slots__", ())
-            yield from ((f".{name}", attrgetter(name)) for name in ([slots] if isinstance(slots, str) else slots))
-        held, is_module = getattr(one, "__dict__", {}), isinstance(one, nn.Module)
-        for name in held:
-            if is_module and name in _MODULE:
-                yield from ((f".{key}", functools.partial(_held, name, key)) for key in held[name])
-            elif not (is_module and name.startswith("_")):
-                yield f".{name}", functools.partial(_held, "__dict__", name)
-
-
-def _cell(place: int, function: types.FunctionType) -> Any:
-    return (function.__closure__ or ())[place].cell_contents
-
-
-def _held(where: str, name: str, one: Any) -> Any:
-    return getattr(one, where)[name]
+            names += [slots] if isinstance(slots, str) else slots
+        for name, held in getattr(one, "__dict__", {}).items():
+            names += held if is_module and name in _MODULE else [] if is_module and name.startswith("_") else [name]
+        yield from ((f".{name}", attrgetter(name)) for name in names)
