@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, Final
 
 import attrs
 import torch
@@ -18,16 +18,7 @@ from torch.utils import _pytree as pytree
 from ..dataflow.capabilities import DEVICE, Placement
 from ..dataflow.errors import CaptureError
 from ..dataflow.packet import Upload
-from .base import (
-    NO_PARAMETERS,
-    Availability,
-    Backend,
-    Event,
-    Graph,
-    Interruption,
-    Memory,
-    mode_of,
-)
+from .base import NO_PARAMETERS, Availability, Backend, Event, Graph, Interruption, Memory, mode_of
 from .device_graph import (
     Advice,
     DeviceGraph,
@@ -43,29 +34,6 @@ from .device_graph import (
     ran_out_of_memory,
 )
 from .ring import ring_on
-
-
-@final
-class StreamEvent(Event):
-    """A point in a stream's work, with the device's own clock.
-
-    event: torch's, recorded.
-    """
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def query(self) -> bool:
-        """Whether the device has passed this point."""
-        return bool(self._event.query())
-
-    def synchronize(self) -> None:
-        """Wait until the device has passed this point."""
-        self._event.synchronize()
-
-    def microseconds_since(self, earlier: Any) -> float:
-        """Device time between two events that have passed, in microseconds; a clock may tick about twice in one."""
-        return float(earlier._event.elapsed_time(self._event)) * 1e3  # noqa: SLF001 - of the same class
 
 
 @attrs.define(eq=False)
@@ -145,9 +113,7 @@ class StreamBackend(Backend):
 
     def held_and_used(self) -> tuple[int, int]:
         """Bytes that torch's allocator holds, and those of them that tensors use."""
-        stats = self._module.memory_stats_as_nested_dict(self._device)
-        found = [stats.get(name, {}).get("all", {}).get("current", 0) for name in ("reserved_bytes", "allocated_bytes")]
-        return int(found[0]), int(found[1])
+        return int(self._module.memory_reserved(self._device)), int(self._module.memory_allocated(self._device))
 
     def release_workspaces(self) -> None:
         """Have libraries free the workspaces that they keep between calls, so that the next operator allocates anew."""
@@ -229,9 +195,10 @@ class StreamBackend(Backend):
 
     def event(self) -> Event:
         """An event recorded now on the current stream."""
-        event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))
-        return StreamEvent(event)
+        recorded = self._module.Event(enable_timing=True)
+        recorded.record(self._module.current_stream(self._device))
+        event: Event = recorded
+        return event
 
     def synchronize(self) -> None:
         """Wait until the device has done all work handed to it."""

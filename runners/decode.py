@@ -4,10 +4,11 @@ import abc
 import functools
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Required, TypedDict, Unpack, final
+from typing import Any, TypedDict, Unpack, final
 
 import attrs
 import torch
+from torch import nn
 
 from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Sizes
@@ -67,6 +68,8 @@ class StackArguments(CaptureArguments, total=False):
     """Of a runner whose buckets are tokens, up to `max_tokens`."""
 
     max_tokens: int
+    output_rows: Axis | None
+    stack: nn.Module | str | None
 
 
 class DraftArguments(CaptureArguments, total=False):
@@ -76,17 +79,15 @@ class DraftArguments(CaptureArguments, total=False):
 
 
 class ExtendArguments(DraftArguments, total=False):
-    """Of one over the `width` tokens that each request brings after a verify."""
+    """Of one whose outputs may follow another axis."""
 
-    width: Required[int]
     output_rows: Axis | None
 
 
-class DecodeArguments(DraftArguments, total=False):
+class DecodeArguments(ExtendArguments, total=False):
     """Of one whose buckets are requests of `width` tokens."""
 
     width: int
-    output_rows: Axis | None
 
 
 def _differing(seen: Mapping[str, Any], batch: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from slotgraph.backends import Fusion
-from slotgraph.backends.cpu import HostFusion, HostUpload
+from slotgraph.backends.cpu import HOST_FUSION, HostUpload
 from slotgraph.dataflow.bucket import Absent, Bucket
 from slotgraph.dataflow.buffers import Buffers
 from slotgraph.dataflow.packet import UNIT, WORD, Feed, head_bytes, table_of
@@ -22,7 +22,7 @@ def feed_for(buffers: Buffers, upload: Callable[[int], Any] = HostUpload) -> Fee
 
 def kernel_of(bucket: Bucket, absent: Absent = frozenset(), fusion: Fusion | None = None) -> Kernel:
     """What launches the kernel of a bucket, on the host where no other is given."""
-    fusion, lanes, packet = fusion or HostFusion(), bucket.planned(absent).lanes, bucket.feed.upload.packet
+    fusion, lanes, packet = fusion or HOST_FUSION, bucket.planned(absent).lanes, bucket.feed.upload.packet
     assert lanes is not None
     table = torch.from_numpy(table_of(lanes.lanes, fusion.block, lanes.owner)).to(packet.device)
     return fusion.kernel(table, packet, [lane.target for lane in lanes.lanes])

@@ -61,7 +61,6 @@ class RecordedRanks(Ranks):
         self.on = HOST
         self.exchanges = 0
         self.broken = None
-        self._live = {}
         self._others: Sequence[Message] = ()
 
     @classmethod

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph.backends.cpu import BLOCK, HostFusion
+from slotgraph.backends.cpu import HOST_FUSION
 from slotgraph.backends.cuda import CudaBackend
 from slotgraph.dataflow.buffers import span
 from slotgraph.dataflow.packet import CODES, Lane, converts, has_lane, head_bytes, meta, row_stride, table_of
@@ -69,7 +69,7 @@ def way(name: str) -> Way:
     if name == "interpreter":
         module = interpreted()
         return Way(torch.device("cpu"), (8, 64, 1024), exact=False, run=watched(module), programs=48)
-    return Way(torch.device("cpu"), (8, 64, BLOCK), exact=False, run=by_host)
+    return Way(torch.device("cpu"), (8, 64, HOST_FUSION.block), exact=False, run=by_host)
 
 
 def need_triton() -> None:
@@ -80,7 +80,7 @@ def need_triton() -> None:
 
 def by_host(launch: Launch) -> None:
     """The same in plain code."""
-    HostFusion().kernel(launch.table, launch.packet, launch.buffers)()
+    HOST_FUSION.kernel(launch.table, launch.packet, launch.buffers)()
 
 
 def by_triton(module: Any, launch: Launch) -> None:
@@ -389,14 +389,6 @@ def test_every_float(kernel: Way) -> None:
         case = Given(target, source, (count,), 0, count, 0, None, "copy", 0, 0, turned=False, seed=1, bits=bits)
         lanes.append(case)
     fill(kernel, lanes, kernel.blocks[-1])
-
-
-def test_strides_of_dims_of_one() -> None:
-    """A dim of one may have any stride, which is not that of the rows before the dim that varies."""
-    whole = noise(3 * 8, torch.float32, 2).view(1, 3, 8).transpose(0, 1)
-    lane = Lane.of("x", whole.narrow(2, 0, 5), (2,), None)
-    assert whole.is_contiguous()
-    assert (lane.outer, lane.row, lane.stride) == (3, 5, 8)
 
 
 @pytest.mark.parametrize("chip", [80, 90])

@@ -1,6 +1,5 @@
 """Several streams on the stand-in, and uploads in flight: steps come on any stream, and sources belong to any."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.backends.accelerator import AcceleratorBackend
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.backends.ring import ENTRIES, ring_on
-from slotgraph.dataflow.packet import Upload
 
 pytestmark = pytest.mark.modes("eager", "lazy")
 KINDS = pytest.mark.parametrize("kind", [NpuBackend, AcceleratorBackend])
@@ -114,42 +112,10 @@ SENDS = 3 * ENTRIES + 5
 NBYTES = 64
 
 
-class Passed:
-    """An event that says at once that all is done."""
-
-    def record(self, stream: object) -> None:
-        """Nowhere."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        """Nothing is waited for."""
-
-
-def received(upload: Upload) -> list[int]:
-    """What the device found in the packet after each of many sends, none of which was awaited."""
-    copies = []
+def test_ring() -> None:
+    """More sends than the ring has entries, all of them in flight, arrive as they were sent."""
+    upload, copies = ring_on(NpuBackend().device, NBYTES), []
     for number in range(SENDS):
         upload.send(bytes([number % 251]) * NBYTES, None)
         copies.append(upload.packet.clone())
-    found = [set(copy.tolist()) for copy in copies]
-    return [one.pop() if len(one) == 1 else -1 for one in found]
-
-
-EXPECTED = [number % 251 for number in range(SENDS)]
-
-
-def test_ring() -> None:
-    """More sends than the ring has entries, all of them in flight, arrive as they were sent."""
-    assert received(ring_on(NpuBackend().device, NBYTES)) == EXPECTED
-
-
-@pytest.mark.modes("lazy")
-def test_ring_without_its_events(npu: Any) -> None:
-    """Without its events the same ring overwrites what the device has not read yet: lazy streams show it each time."""
-    device = NpuBackend().device
-    module = SimpleNamespace(Event=Passed, current_stream=npu.current_stream, synchronize=npu.synchronize)
-    found = received(ring_on(device, NBYTES, module))
-    assert found != EXPECTED
-    assert found[-1] == EXPECTED[-1]  # what was written last is there
+    assert [set(copy.tolist()) for copy in copies] == [{number % 251} for number in range(SENDS)]

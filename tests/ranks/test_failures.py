@@ -205,9 +205,9 @@ class Standing(Event):
         """What nobody may call."""
         raise AssertionError
 
-    def microseconds_since(self, earlier: Event) -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         """What nobody asks."""
-        del earlier
+        del end_event
         raise AssertionError
 
 

@@ -135,6 +135,7 @@ TAKEN: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("topk", "steps"), lambda value: type(value) is int and value > 0),
     "inputs": lambda value: value is Fed,
     **dict.fromkeys(("step", "forward"), callable),
+    "width": lambda value: type(value) is int and value > 0,
 }
 """What of the junk makes sense."""
 

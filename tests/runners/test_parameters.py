@@ -30,23 +30,19 @@ class HandingGraph(Graph):
     """A graph that reads its parameters once in each replay, before it does anything else."""
 
     def __init__(self, graph: Graph, parameters: Mapping[str, torch.Tensor], log: list[Handed]) -> None:
-        self.graph, self.parameters, self._log = graph, dict(parameters), log
-
-    @property
-    def outputs(self) -> Any:
-        return self.graph.outputs
-
-    @property
-    def nbytes(self) -> int:
-        return self.graph.nbytes
+        self.graph, self.outputs, self.nbytes = graph, graph.outputs, graph.nbytes
+        self.parameters = dict(parameters)
+        self._log = log
 
     def check_addresses(self) -> None:
+        """Those of the graph itself."""
         self.graph.check_addresses()
 
     def replay(self) -> None:
         if self.parameters:
             self._log.append({name: tensor.tolist() for name, tensor in self.parameters.items()})
         self.graph.replay()
+        self.outputs = self.graph.outputs
 
 
 @final
@@ -276,7 +272,7 @@ def test_no_part_of_a_parameter(inner: str) -> None:
 def test_parameter_cannot_be_chained() -> None:
     """Steps of one graph have one value: no step has a parameter of its own."""
     known: dict[str, Any] = {"width": 2, "settings": {"sparse": False}, "buckets": BUCKETS, "backend": "cpu"}
-    with pytest.raises(ConfigError, match="slot 'own' is a host parameter, one for the graph of all steps"):
+    with pytest.raises(ConfigError, match="chained names 'own', which is no slot that Chaining copies"):
         MultiLayerDraftExtendRunner(Chaining, [lambda *_: None], chained=["own"], **known)
 
 
