@@ -285,7 +285,6 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return bind(
             found,
             finish if whole else lambda batch: Filled(show(batch), route, live),
-            turn=eager.hosts.turn,
             counts=counted,
             hosts=eager.hosts,
             holds=[lambda *_: eager.held is held, *self._holds()],
@@ -397,7 +396,6 @@ def bind(
     found: Specialization,
     finish: Callable[[Any], Any],
     *,
-    turn: BufferTurn,
     counts: Counts,
     hosts: HostReads,
     holds: Sequence[Holds],
@@ -407,12 +405,12 @@ def bind(
 ) -> Run:
     """Make a bound step: straight-line code over local names. Where its guard says no, the long way follows.
 
-    found: what fills the slots. finish: does the rest with the batch. turn: of the memory that is filled. counts: takes
-    the time of some fills. hosts: what device work reads of host slots. holds: what must be true of a batch beside its
-    sources. graphs: those whose streams a fill waits for. launch: what follows the writes, such as a launch of the
-    kernel. device: what is computed there then, where the graph does not do it.
+    found: what fills the slots. finish: does the rest with the batch. counts: takes the time of some fills. hosts: what
+    device work reads of host slots. holds: what must be true of a batch beside its sources. graphs: those whose streams
+    a fill waits for. launch: what follows the writes, such as a launch of the kernel. device: what is computed there
+    then, where the graph does not do it.
     """
-    take, write, forks = found.take, found.write, FORKS.count
+    take, write, turn, forks = found.take, found.write, hosts.turn, FORKS.count
     also = (lambda batch, side: all(one(batch, side) for one in holds)) if len(holds) > 1 else next(iter(holds), None)
     stream, read = None if graphs is None else graphs.filler.stream, hosts if hosts.possible else None
     clock, order, neighbours = (turn, None, ()) if graphs is None else (graphs.clock, graphs.order, turn.neighbours)
