@@ -192,7 +192,7 @@ class Kind:
     them. prepare: what makes another tensor of it first. pace: elements from one outer row to the next, of a tensor
     that the kernel reads in rows apart. loose: whether its carrier or `prepare` takes all kinds of host data; those of
     lists and arrays look at the type by themselves, in any case. in_place: whether it is the slot's own memory, which
-    its producer has written. hosted: whether it is host data that is taken up to a slot on the device.
+    its producer has written.
     """
 
     dtype: torch.dtype
@@ -202,7 +202,6 @@ class Kind:
     pace: int | None = None
     loose: bool = False
     in_place: bool = False
-    hosted: bool = False
 
 
 def kind_of(
@@ -228,7 +227,7 @@ def kind_of(
             return _of_tensor(want, source, fused=fused)
     kind = _as_it_is(want, source, tensor)
     if kind is not None and carries and (_is_taken(want, kind.dtype) if fused else kind.dtype == want.dtype):
-        return attrs.evolve(kind, hosted=True)
+        return kind
     if (
         kind is None
         or kind.carrier is None
@@ -272,9 +271,9 @@ def _of_any(want: Wanted, shape: Extent, buffers: Buffers, *, carries: bool, mov
     if carries:
         nbytes = math.prod(shape) * want.dtype.itemsize
         carry = tensor_carrier(nbytes)
-        return Kind(want.dtype, lambda brought: carry(dense(brought)), nbytes, loose=True, hosted=True)
+        return Kind(want.dtype, lambda brought: carry(dense(brought)), nbytes, loose=True)
     if move is not None:
-        return Kind(want.dtype, prepare=lambda brought: move(dense(brought)), loose=True, hosted=True)
+        return Kind(want.dtype, prepare=lambda brought: move(dense(brought)), loose=True)
     device, dtype = want.device, want.dtype  # of the slot, whatever this one and those to come are of
     return Kind(dtype, prepare=lambda brought: admitted(brought).to(device=device, dtype=dtype), loose=True)
 

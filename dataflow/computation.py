@@ -14,7 +14,7 @@ from .axes import Sizes, Step
 from .capabilities import Capabilities, dtype_text, resolve_dtype
 from .errors import ComputeError, blame
 from .hostdata import HOST_KINDS, letter_of, tensor_of
-from .packet import WORD, rounded
+from .packet import UNIT, rounded
 from .slots import Slot
 from .sources import OUT, STEP, Compute, look_up
 from .tails import holds, range_of, resolve_value
@@ -184,7 +184,7 @@ class Computation:
 class PackedValue:
     """A computation whose result becomes bytes: one number at once, anything else by way of a host tensor.
 
-    nbytes: bytes in the upload, a multiple of its unit. pack: for one number of the slot's own kind.
+    nbytes: bytes in the upload, in whole units. pack: for one number of the slot's own kind.
     """
 
     computation: Computation
@@ -193,12 +193,12 @@ class PackedValue:
     pack: Callable[[Any], bytes] | None
 
     @classmethod
-    def of(cls, computation: Computation, unit: int = WORD) -> "PackedValue":
-        """The same computation with a host tensor as its target; unit: what its place's bytes are a multiple of."""
+    def of(cls, computation: Computation) -> "PackedValue":
+        """The same computation with a host tensor as its target."""
         target = computation.target
-        nbytes = rounded(target.nbytes, unit)
+        nbytes = rounded(target.nbytes)
         with torch.inference_mode(mode=False):
-            room = torch.zeros(max(nbytes, unit), dtype=torch.uint8, device="cpu")
+            room = torch.zeros(max(nbytes, UNIT), dtype=torch.uint8, device="cpu")
             scratch = room[: target.nbytes].view(target.dtype).view(target.shape)
         letter = letter_of(target.dtype) if target.numel() == 1 else None
         pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if letter is not None else None

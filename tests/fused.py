@@ -20,7 +20,6 @@ def feed_for(buffers: Buffers) -> Feed:
 
 def kernel_of(bucket: Bucket, absent: Absent = frozenset()) -> Kernel:
     """What launches the kernel of a bucket."""
-    fusion, lanes = HostFusion(), bucket.planned(absent).lanes
-    assert lanes is not None
-    table = torch.from_numpy(table_of(lanes.lanes, fusion.block, lanes.owner))
-    return fusion.kernel(table, bucket.feed.upload.packet, [lane.target for lane in lanes.lanes])
+    fusion, planned = HostFusion(), bucket.planned(absent)
+    table = torch.from_numpy(table_of(planned.lanes, fusion.block, planned.owner))
+    return fusion.kernel(table, bucket.feed.upload.packet, [lane.target for lane in planned.lanes])

@@ -305,14 +305,12 @@ class _Listing:
         if plan.fused:
             is_inside = plan.lowering == "in_graph"
             self.add("kernel", _KERNEL[plan.lowering], slots, int(not is_inside), inside=is_inside)
-        for name in plan.moved:
-            self.add("upload", "by itself", (name,), 1)
 
     def compute(self, place: str, *, inside: bool = False) -> None:
         """Computed slots of one place, of which some ride in a call that sends them."""
         for one in self.plan.computed:
             if one.on == place:
-                rides = inside or one.packed or one.slot in self.plan.moved
+                rides = inside or one.packed
                 self.add("compute", f"{one.function} on the {place}", [one.slot], int(not rides), inside=inside)
 
 
@@ -326,7 +324,7 @@ def _fill(
     """
     sizes = {axis: size for axis in declaration.axes for name, size in plan.sizes if axis.name == name}
     listing = _Listing(plan, {name: slot_bytes(one, sizes, capabilities) for name, one in declaration.slots.items()})
-    between = plan.lowering not in FUSED and bool(plan.packed or plan.moved)  # an upload comes between copies
+    between = plan.lowering not in FUSED and bool(plan.packed)  # an upload comes between copies
     listing.reset()
     listing.copy(group for group in plan.copies if not between or group.placement == HOST)
     listing.compute(HOST)

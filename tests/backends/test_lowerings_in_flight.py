@@ -82,10 +82,9 @@ class World:
                 return self.kernels.setdefault(key, (bucket, None, None))
             capabilities = self.backend.capabilities
             fused = Bucket(self.slots, turn.padded, capabilities, self.mine, lowering="fused", feed=self.feed)
-            lanes = fused.planned(turn.absent).lanes
-            assert lanes is not None
-            table = torch.from_numpy(table_of(lanes.lanes, self.fusion.block, lanes.owner)).to(self.backend.device)
-            targets = [lane.target for lane in lanes.lanes]
+            planned = fused.planned(turn.absent)
+            rows = table_of(planned.lanes, self.fusion.block, planned.owner)
+            table, targets = torch.from_numpy(rows).to(self.backend.device), [lane.target for lane in planned.lanes]
             self.kernels[key] = bucket, fused, self.fusion.kernel(table, self.feed.upload.packet, targets)
         return self.kernels[key]
 

@@ -18,8 +18,7 @@ from slotgraph.dataflow.bucket import Bucket, hand_over
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, ComputeError, ConfigError, MissingSourceError
 from slotgraph.dataflow.packet import Feed, Upload
-from slotgraph.dataflow.plan import FEW_NUMBERS, LARGE_BYTES, FillPlan, Pattern, plan_fill
-from slotgraph.dataflow.ready import most_for_copies
+from slotgraph.dataflow.plan import FEW_NUMBERS, LARGE_BYTES, FillPlan, Pattern, packet_bytes, plan_fill
 from slotgraph.dataflow.serial import from_data, to_data
 from tests.strategies import declaration_of, noise, poisoned
 
@@ -77,7 +76,7 @@ class Rig:
     def __init__(self, declaration: type[Inputs] = Small, *, exact: bool = False) -> None:
         self.slots = declaration.slotgraph
         self.buffers = poisoned(declaration, PACKS, SIZES, 5)
-        self.feed = Feed(Counted, most_for_copies(self.slots, SIZES, PACKS))
+        self.feed = Feed(Counted, packet_bytes(self.slots, SIZES, PACKS))
         self.bucket = Bucket(self.slots, SIZES, PACKS, self.buffers, exact=exact, feed=self.feed)
 
     @property
@@ -137,43 +136,36 @@ def test_plan() -> None:
 
 
 def test_plan_of_large_slots() -> None:
-    """What is too large for the packet goes by itself; other lowerings and other devices have no packet to plan."""
+    """What is too large for the packet does not ride; other lowerings and other devices have no packet to plan."""
     large = {BATCH: LARGE_BYTES // 8}
-    plan = plan_fill(Small.slotgraph, large, PACKS, Pattern(hosted=["rows", "places"]))
-    assert (plan.packed, plan.moved) == (("places", "here"), ("rows", "steps"))
-    assert [line for line in plan.lines() if line.startswith("upload")] == [
-        "upload  places, here in one packet",
-        "upload  rows by itself",
-        "upload  steps by itself",
-    ]
+    plan = plan_fill(Small.slotgraph, large, PACKS, Pattern(hosted=["rows", "turned"]))
+    assert plan.packed == ("turned", "here")
+    assert [line for line in plan.lines() if line.startswith("upload")] == ["upload  turned, here in one packet"]
     others = [
         plan_fill(Small.slotgraph, large, PACKS, Pattern(hosted=["rows"]), lowering="slot_by_slot"),
         plan_fill(Small.slotgraph, large, PACKS, Pattern(hosted=["rows"]), lowering="in_graph"),
         plan_fill(Small.slotgraph, large, Capabilities(), Pattern(hosted=["rows"])),
     ]
-    assert [(other.packed, other.moved) for other in others] == [((), ())] * 3
+    assert [other.packed for other in others] == [()] * 3
     more = copied(BATCH, dtype=torch.int64, pad=0, default=None)
     maybe = declaration_of({"rows": copied(BATCH, dtype=torch.int64, pad=0), "more": more}).slotgraph
     plan = plan_fill(
         maybe, SIZES, PACKS, Pattern(absent=["more"], hosted=["rows", "more"])
     )  # which a batch may come without
-    assert (plan.absent, plan.packed, plan.moved) == (("more",), ("rows",), ())
+    assert (plan.absent, plan.packed) == (("more",), ("rows",))
 
 
 @pytest.mark.parametrize("most", [1, 24])
 def test_what_is_too_large_is_moved(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Slots from a size on go by themselves, computed ones too, and leave the same bytes."""
-    for module in (plans, buckets):
-        monkeypatch.setattr(module, "LARGE_BYTES", most)
+    """Host data from a size on is moved by itself, and large slots that the host computes are written at once."""
+    monkeypatch.setattr(plans, "LARGE_BYTES", most)
     rig = Rig()
     for seed in range(6):
         batch = host_batch(seed)
         rig.bucket.fill({**batch, "scale": seed}, (3,))
         assert rig.contents() == expected(batch, seed)
-    small = {"places": 16, "turned": 16, "weights": 16, "here": 4}
-    moved = 6 - sum(size < most for size in small.values())
-    assert len(rig.upload.moved) == 6 * moved
-    assert len(rig.upload.sent) == (6 if moved < 6 else 0)
+    assert len(rig.upload.moved) == 6 * sum(size >= most for size in (16, 32, 32, 32))  # in the widest dtype
+    assert len(rig.upload.sent) == (6 if most > 16 else 0)
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, list, np.array])
@@ -304,7 +296,7 @@ def test_kinds_change_from_step_to_step(rig: Rig, kinds: list[Callable[[Any], An
     sent = len(rig.upload.sent)
     rig.bucket.fill({**batch, **made}, (3,))
     assert rig.contents() == right
-    assert (len(rig.upload.sent), rig.upload.moved) == (sent + 1, []), "one packet a step"
+    assert (len(rig.upload.sent) - sent <= 1, rig.upload.moved) == (True, []), "one packet a step"
 
 
 @pytest.fixture(scope="module")
