@@ -55,7 +55,7 @@ _CAUGHT: Final = "an operation of the step was refused, and the step went on aft
 _ADVICE: Final[Advice] = (
     (
         "unless the cpu tensor is pinned",
-        "copy from a slot with placement='host', which is pinned, or from a device slot",
+        "copy from a device slot, or from a slot with placement='host', which is pinned (row by row if not contiguous)",
     ),
     ("operation not permitted when stream is capturing", _ON_DEVICE),
     ("previous error during capture", _CAUGHT),

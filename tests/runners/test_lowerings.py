@@ -107,6 +107,13 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     return ((torch.arange(bits.numel(), device=bits.device) + 1) * 2654435761 * (bits + 77)).sum()
 
 
+def moved_to(device: torch.device, one: torch.Tensor) -> torch.Tensor:
+    """A copy on the device. Columns of a host slot go row by row: CUDA captures no other copy of them."""
+    if one.is_cpu and not one.is_contiguous():
+        return torch.stack([row.to(device, non_blocking=True) for row in one])
+    return one.to(device, non_blocking=True)
+
+
 def digest_step(view: Any) -> dict[str, torch.Tensor]:
     """A row for each token: its own number, and a digest of every slot with its padded rows; writes what is staged."""
     assert not torch.is_grad_enabled()
@@ -114,7 +121,7 @@ def digest_step(view: Any) -> dict[str, torch.Tensor]:
     can_copy = ids.device.type != "npu"  # whose graphs read host slots as operators' parameters alone
     shown = [(n, getattr(view, n)) for n in sorted(slots)]
     found = [(n, one) for n, one in shown if one is not None and (can_copy or not one.is_cpu)]
-    moved = [(n, one.to(ids.device, non_blocking=True)) for n, one in found]
+    moved = [(n, moved_to(ids.device, one)) for n, one in found]
     all_of_them = torch.stack([digest(one) for _, one in moved])
     if "scratch" in slots:
         view.scratch.copy_(ids.float() + 0.125)
