@@ -208,11 +208,10 @@ def hand_over(bucket: Bucket, batch: Any, live: tuple[int, ...], absent: Absent 
     }
     views = {**ready.shown(), **own}
     known, fields = {**declaration.given(ready.step), **views}, declaration.fields
-    host = [computation.on(known, fields) for computation in ready.host]
+    packed = [attrs.evolve(value.computation, target=ready.views[value.slot]) for value in ready.packed]
+    host = [computation.on(known, fields) for computation in (*ready.host, *packed)]
     with torch.no_grad():
         for computation in host:
             computation.run(batch)
-    for value in ready.packed:
-        known[value.slot] = views[value.slot] = bucket.feed.upload.move(value.on(known, fields).tensor_of(batch))
     device = [computation.on(known, fields) for computation in ready.device]
     return attrs.evolve(ready, views=views, shown=lambda: views, host=host, device=device)

@@ -188,9 +188,13 @@ class PackedValue:
     """
 
     computation: Computation
-    scratch: torch.Tensor
     nbytes: int
     pack: Callable[[Any], bytes] | None
+
+    @property
+    def slot(self) -> str:
+        """Which slot the value is for."""
+        return self.computation.slot
 
     @classmethod
     def of(cls, computation: Computation) -> "PackedValue":
@@ -202,22 +206,7 @@ class PackedValue:
             scratch = room[: target.nbytes].view(target.dtype).view(target.shape)
         letter = letter_of(target.dtype) if target.numel() == 1 else None
         pack = struct.Struct(f"<{letter}{nbytes - target.nbytes}x").pack if letter is not None else None
-        return cls(attrs.evolve(computation, target=scratch), scratch, nbytes, pack)
-
-    @property
-    def slot(self) -> str:
-        """Which slot the value is for."""
-        return self.computation.slot
-
-    def on(self, known: Mapping[str, Any], fields: Mapping[str, Any]) -> "PackedValue":
-        """The same function with other arguments."""
-        return attrs.evolve(self, computation=self.computation.on(known, fields))
-
-    def tensor_of(self, batch: Any) -> torch.Tensor:
-        """Call the function; its result on the host, until the next call. ComputeError as `bytes_of`."""
-        with torch.no_grad():
-            self.computation.run(batch)
-        return self.scratch
+        return cls(attrs.evolve(computation, target=scratch), nbytes, pack)
 
     def bytes_of(self, batch: Any) -> bytes:
         """Call the function. ComputeError where it raises, or the slot cannot hold what it returns."""
@@ -230,4 +219,4 @@ class PackedValue:
                 computation.store(value)  # which says what does not fit
         with torch.no_grad():
             computation.store(value)
-        return ctypes.string_at(self.scratch.data_ptr(), self.nbytes)
+        return ctypes.string_at(computation.target.data_ptr(), self.nbytes)
