@@ -33,15 +33,8 @@ def absent_from(declaration: Declaration, batch: Any, side: Side = NO_SIDE) -> A
 class Bucket:
     """Fills one bucket of padded sizes; an exact one shows the step live rows only, and takes any size up to its own.
 
-    Args:
-        declaration: The slots.
-        sizes: The padded size of every axis, at most the buffers' capacity.
-        capabilities: The backend's record.
-        buffers: The memory behind the slots.
-        lowering: How fills are run.
-        exact: Whether the step sees live rows only.
-        feed: The packet, where there is an upload.
-        table: Where to keep specializations; one of its own, where it is not given.
+    sizes: the padded size of every axis, at most the buffers' capacity. lowering: how fills are run. feed: the packet,
+    where there is an upload. table: where to keep specializations; one of its own, where it is not given.
     """
 
     def __init__(
@@ -208,7 +201,8 @@ def hand_over(bucket: Bucket, batch: Any, live: tuple[int, ...], absent: Absent 
     }
     views = {**ready.shown(), **own}
     known, fields = {**declaration.given(ready.step), **views}, declaration.fields
-    packed = [attrs.evolve(value.computation, target=ready.views[value.slot]) for value in ready.packed]
+    packed, sizes = [value.computation for value in ready.packed], ready.step.padded_sizes
+    packed = [attrs.evolve(one, target=bucket.buffers[one.slot].view(sizes)) for one in packed]
     host = [computation.on(known, fields) for computation in (*ready.host, *packed)]
     with torch.no_grad():
         for computation in host:

@@ -115,17 +115,6 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     return (tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize)
 
 
-def merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Address ranges in order, those that touch made one."""
-    merged: list[tuple[int, int]] = []
-    for low, high in sorted(spans):
-        if merged and low <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-        else:
-            merged.append((low, high))
-    return merged
-
-
 def overlaps(tensor: torch.Tensor, spans: Iterable[tuple[int, int]]) -> bool:
     """Whether a tensor's elements lie in one of several address ranges."""
     low, high = span(tensor)
@@ -235,15 +224,14 @@ class Buffers:
         return [span(buffer.tensor) for buffer in self if buffer.nbytes]
 
     @functools.cached_property
-    def near(self) -> list[tuple[int, int]]:
-        """Ranges of addresses outside of which no tensor begins that reaches into a buffer; a few, in order."""
-        tensors = [buffer.tensor for buffer in self if buffer.nbytes]
-        return merge((one.untyped_storage().data_ptr(), span(one)[1]) for one in tensors)
+    def near(self) -> tuple[int, int]:
+        """Two addresses; no tensor reaches into a buffer that begins before the first, or from the second on."""
+        return min(self.storages, default=0), max([stop for _, stop in self.spans], default=0)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether some of a tensor's elements lie in a buffer."""
-        address = tensor.data_ptr()
-        return any(low <= address < high for low, high in self.near) and overlaps(tensor, self.spans)
+        low, high = self.near
+        return low <= tensor.data_ptr() < high and overlaps(tensor, self.spans)
 
     @functools.cached_property
     def addresses(self) -> dict[str, int]:

@@ -99,18 +99,9 @@ class Schedule:
 class Place:
     """A slot of a member: what its memory must be, when its bytes must hold, and where it lies.
 
-    Args:
-        member: The member's name.
-        phase: The phase that the member is used in.
-        slot: The slot's name.
-        device: The device that its memory belongs to.
-        placement: Whether that is the device's own memory, or what the host has for it.
-        shape: The slot's shape at full capacity.
-        dtype: The slot's dtype on that device.
-        always: Whether its bytes must hold in all phases and also between them; else in its own phase.
-        why: The reason for that, in words.
-        block: The index of its block in the layout.
-        offset: Bytes from the start of the block.
+    placement: the device's own memory, or what the host has for it. shape: at full capacity. always: whether its bytes
+    must hold in all phases and also between them, and not in the member's own phase alone; `why` says the reason.
+    block: the index of its block in the layout. offset: bytes from the start of the block.
     """
 
     member: str
@@ -332,13 +323,10 @@ def lay_out(members: Sequence[Member], schedule: Schedule) -> Layout:
 
 
 def _first_fit(slots: Sequence[Place], schedule: Schedule, block: int, *, arenas: bool) -> list[Place]:
-    """Each slot at the lowest place that is free while it is needed.
+    """Each slot at the lowest place that is free while it is needed, the largest first.
 
-    Args:
-        slots: The largest come first, so that a block is as large as its first slot.
-        schedule: Tells which slots may be needed at once.
-        block: The index of the first block.
-        arenas: Whether one block holds all slots, at any offset. Else all slots of a block begin where it does.
+    block: the index of the first block. arenas: whether it holds all slots, at any offset. Else all slots of a block
+    begin where it does, and it is as large as its first.
     """
     taken, starts = [one.nbytes if arenas else 1 for one in slots], list[int]()
     for one, length in zip(slots, taken, strict=True):

@@ -62,13 +62,9 @@ def _not_bound(*_: Any) -> Any:
 class Specialization:
     """Fills from sources that are like those it was made for.
 
-    Attributes:
-        made_for: What it fills.
-        ready: What its live sizes need.
-        take: Looks at sources and writes nothing; None where they are not like those that it was made for.
-        write: Fills from what `take` gave, all but what the device computes. Call it without gradients. ComputeError as
-            `Computation.run` raises it.
-        bound: What runners bound to it: a fill by itself, and a whole step.
+    made_for: what it fills. ready: what its live sizes need. take: looks at sources and writes nothing; None where they
+    are not like those that it was made for. write: fills from what `take` gave, all but what the device computes; call
+    it without gradients, and expect ComputeError. bound: what runners bound to it: a fill by itself, and a whole step.
     """
 
     def __init__(
@@ -83,15 +79,8 @@ class Specialization:
     ) -> None:
         """Bind a plan.
 
-        Args:
-            made_for: What it fills.
-            planned: The plan.
-            names: The slots that sources are for, in the order of sources; some may be absent.
-            kinds: How each source travels, by slot.
-            sources: Those that this is made for.
-            buffers: The memory behind the slots.
-            feed: What takes packets to the device; None where nothing is uploaded.
-
+        names: the slots that sources are for, in the order of sources; some may be absent. kinds: how each source
+        travels, by slot. sources: those that this is made for. feed: the packet; None where nothing is uploaded.
         """
         self.made_for = made_for
         self.ready = planned.ready(made_for[1])
@@ -188,7 +177,7 @@ class Specialization:
         None where a source is its slot's own memory now, or no longer is, or has no memory.
         """
         buffers, copies = self._buffers, dict[int, torch.Tensor]()
-        low, high = (buffers.near[0][0], buffers.near[-1][1]) if buffers.near else (0, 0)
+        low, high = buffers.near
         for place, pointer in zip(self._by_address, pointers, strict=True):
             name, kind = self._kinds[place]
             if kind.in_place:
