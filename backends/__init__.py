@@ -104,7 +104,13 @@ def _available() -> Iterator[type[Backend]]:
 
     Each is asked only when its turn comes: to ask may import a package that takes seconds.
     """
-    for kind in sorted(_loaded(), key=lambda kind: kind.priority, reverse=True):
+    kinds = list[type[Backend]]()
+    for name in names():
+        try:
+            kinds.append(load(name))
+        except BackendUnavailableError as error:
+            log.warning("backend_broken", backend=name, reason=str(error))
+    for kind in sorted(kinds, key=lambda kind: kind.priority, reverse=True):
         try:
             available = kind.is_available()
         except Exception as error:  # noqa: BLE001 - likewise
@@ -112,11 +118,3 @@ def _available() -> Iterator[type[Backend]]:
             continue
         if available:
             yield kind
-
-
-def _loaded() -> Iterator[type[Backend]]:
-    for name in names():
-        try:
-            yield load(name)
-        except BackendUnavailableError as error:
-            log.warning("backend_broken", backend=name, reason=str(error))

@@ -25,17 +25,15 @@ _CAPABILITIES: Final = Capabilities(foreach_host=False, packed_uploads=True, cap
 def _names() -> Any:
     """torch.accelerator's calls by the names that devices' own modules have; only a graph has a pool."""
     accelerator: Any = torch.accelerator
-    return SimpleNamespace(
-        Stream=torch.Stream,
-        Event=torch.Event,
-        stream=lambda stream: stream,  # which is a context itself
-        current_stream=accelerator.current_stream,
-        is_current_stream_capturing=lambda: accelerator.current_stream().is_capturing(),
-        graph_pool_handle=lambda: None,
-        mem_get_info=accelerator.get_memory_info,
-        empty_cache=accelerator.empty_cache,
-        synchronize=accelerator.synchronize,
-    )
+    own = {
+        "Stream": torch.Stream,
+        "Event": torch.Event,
+        "stream": lambda stream: stream,  # which is a context itself
+        "is_current_stream_capturing": lambda: accelerator.current_stream().is_capturing(),
+        "graph_pool_handle": lambda: None,
+        "mem_get_info": accelerator.get_memory_info,
+    }
+    return SimpleNamespace(**vars(accelerator) | own)
 
 
 @contextlib.contextmanager
@@ -89,11 +87,6 @@ class AcceleratorBackend(StreamBackend):
     def capabilities(self) -> Capabilities:
         """Foreach between device tensors, host data in one upload, nothing fused."""
         return _CAPABILITIES
-
-    def held_and_used(self) -> tuple[int, int]:
-        """Bytes that torch's allocator holds, and those of them that tensors use."""
-        accelerator: Any = torch.accelerator
-        return int(accelerator.memory_reserved(self.device)), int(accelerator.memory_allocated(self.device))
 
     def begin(self, handle: Handle, **options: Any) -> Opened:
         """A graph, which is told its pool and mode when it is made."""

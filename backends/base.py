@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol
 
 import attrs
 import torch
@@ -48,27 +48,19 @@ class Memory:
 
 
 class Graph(abc.ABC):
-    """One captured step. Its addresses are fixed from capture on."""
+    """One captured step. Its addresses are fixed from capture on.
 
-    @property
-    @abc.abstractmethod
-    def outputs(self) -> Any:
-        """What the captured callable returned; the same tensors at each replay where the device has true graphs."""
+    Attributes:
+        outputs: What the captured step returned; the same tensors at each replay where the device has true graphs.
+        nbytes: Bytes that it holds beside its inputs and outputs, as far as the device can tell.
+        parts: Graphs that a replay launches in turn; what interrupted the capture runs between them.
+        is_recorded: Whether a replay repeats what was recorded, at its addresses; else it calls the step again.
+    """
 
-    @property
-    @abc.abstractmethod
-    def nbytes(self) -> int:
-        """Bytes that this graph holds beside its inputs and outputs, as far as the device can tell."""
-
-    @property
-    def parts(self) -> int:
-        """Graphs that a replay launches one after the other; what interrupted the capture runs between them."""
-        return 1
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether a replay repeats what was recorded, at its addresses; else it calls the step again."""
-        return True
+    outputs: Any = None
+    nbytes: int = 0
+    parts: int = 1
+    is_recorded: bool = True
 
     @abc.abstractmethod
     def replay(self) -> None:
@@ -78,36 +70,34 @@ class Graph(abc.ABC):
         """Raise ReplayError if memory that the graph reads has moved since capture, as far as the device can tell."""
 
 
-class Event(abc.ABC):
-    """A point in the device's work that the host can ask about."""
+class Event(Protocol):
+    """A point in the device's work that the host can ask about, as torch's own events are."""
 
-    @abc.abstractmethod
     def query(self) -> bool:
         """Whether the device has passed this point."""
+        ...
 
-    @abc.abstractmethod
     def synchronize(self) -> None:
         """Wait until the device has passed this point."""
+        ...
 
-    @abc.abstractmethod
-    def microseconds_since(self, earlier: "Event") -> float:
-        """Device time between `earlier` and this event, in microseconds; both must have passed."""
+    def elapsed_time(self, end_event: Any) -> float:
+        """Device time from this event to a later one, in milliseconds; both must have passed."""
+        ...
 
 
-class Fusion(abc.ABC):
-    """A device's own way to fill a bucket in one upload and one launch: `dataflow.packet` says of what."""
+@attrs.frozen
+class Fusion:
+    """A device's own way to fill a bucket in one upload and one launch: `dataflow.packet` says of what.
 
-    @property
-    @abc.abstractmethod
-    def block(self) -> int:
-        """Words that one row of a table takes."""
+    Attributes:
+        block: Words that one row of a table takes.
+        kernel: Takes a table, a packet, and the buffers that are written. Returns a call that launches the kernel over
+            the table on the current stream, which may be captured.
+    """
 
-    @abc.abstractmethod
-    def kernel(self, table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """A call that launches the kernel over a table on the current stream; it may be captured.
-
-        targets: the buffers that it writes, for devices that must be told.
-        """
+    block: int
+    kernel: Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]], Callable[[], None]]
 
 
 class Backend(abc.ABC):
@@ -199,10 +189,6 @@ class Backend(abc.ABC):
 
     def order(self, first: int, then: int) -> None:  # noqa: B027 - there is nothing to wait for without streams
         """Have one stream, told by its number, wait for what was handed to another so far."""
-
-    def streams_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The stream that each tensor's memory belongs to, as far as the device can tell; it may take milliseconds."""
-        return tuple(self.stream_key()() for _ in tensors)
 
     @abc.abstractmethod
     def event(self) -> Event:

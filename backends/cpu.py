@@ -18,18 +18,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ..dataflow.capabilities import Capabilities, Lowering, Placement
-from ..dataflow.errors import CaptureError, ComputeError, ReplayError, SlotGraphError
+from ..dataflow.errors import CaptureError, ReplayError, SlotGraphError
 from ..dataflow.packet import BYTE, CODE_SHIFT, CODES, COLUMNS, OWNER_SHIFT, SHIFT, TAIL, WORD, Upload
-from .base import (
-    NO_PARAMETERS,
-    Availability,
-    Backend,
-    Event,
-    Fusion,
-    Graph,
-    Interruption,
-    Memory,
-)
+from .base import NO_PARAMETERS, Availability, Backend, Event, Fusion, Graph, Interruption, Memory
+from .device_graph import not_captured
 
 LOWERINGS: Final[tuple[Lowering, ...]] = ("foreach", "slot_by_slot", "in_graph", "fused")
 """Foreach is the fastest here; the fused ones show what a device will do."""
@@ -40,7 +32,7 @@ class HostEvent(Event):
     """A moment on the host's clock: CPU work is done when the call returns."""
 
     def __init__(self) -> None:
-        self._nanoseconds = time.perf_counter_ns()
+        self._seconds = time.perf_counter()
 
     def query(self) -> bool:
         """Always: the work before this moment is done."""
@@ -49,9 +41,9 @@ class HostEvent(Event):
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
-    def microseconds_since(self, earlier: Any) -> float:
-        """Host time between two moments, in microseconds."""
-        return float(self._nanoseconds - earlier._nanoseconds) / 1e3  # noqa: SLF001 - of the same class
+    def elapsed_time(self, end_event: Any) -> float:
+        """Host time between two moments, in milliseconds."""
+        return float(end_event._seconds - self._seconds) * 1e3  # noqa: SLF001 - of the same class
 
 
 @final
@@ -60,19 +52,9 @@ class HostUpload(Upload):
 
     def __init__(self, nbytes: int) -> None:
         with torch.inference_mode(mode=False):
-            self._packet = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
-        self._address = self._packet.data_ptr()
+            self.packet = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        self.nbytes, self._address = nbytes, self.packet.data_ptr()
         self._kept: object = None
-
-    @property
-    def packet(self) -> torch.Tensor:
-        """The packet."""
-        return self._packet
-
-    @property
-    def nbytes(self) -> int:
-        """The packet's."""
-        return self._packet.nbytes
 
     def send(self, data: bytes, kept: object) -> None:
         """Write the packet; what it points to lives until the next one."""
@@ -80,8 +62,6 @@ class HostUpload(Upload):
         ctypes.memmove(self._address, data, len(data))
 
 
-BLOCK: Final = 1 << SHIFT
-"""Words that one row of the table takes: blocks mean nothing here, so it takes any row whole."""
 _PLACE: Final = (1 << 32) - 1
 _DTYPES: Final = {code: dtype for dtype, code in CODES.items() if dtype != torch.bool}
 
@@ -131,18 +111,13 @@ def _convert(source: int, first: int, to: int, count: int, code: int, goal: int)
     ctypes.memmove(to, made.data_ptr(), made.nbytes)
 
 
-@final
-class HostFusion(Fusion):
-    """The fused fill in plain code, so that a laptop shows what a device will do."""
+def _kernel(table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """The operator over a table."""
+    return functools.partial(torch.ops.slotgraph.fill_lanes, table, packet, list(targets))
 
-    @property
-    def block(self) -> int:
-        """More than a slot has, so that a table has one row for each outer row."""
-        return BLOCK
 
-    def kernel(self, table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """The operator over a table."""
-        return functools.partial(torch.ops.slotgraph.fill_lanes, table, packet, list(targets))
+HOST_FUSION: Final = Fusion(1 << SHIFT, _kernel)
+"""The fused fill in plain code. Blocks mean nothing here: one row of a table takes any slot's row whole."""
 
 
 class HostBackend(Backend):
@@ -185,7 +160,7 @@ class HostBackend(Backend):
 
     def fusion(self) -> Fusion | None:
         """The fused fill in plain code."""
-        return HostFusion()
+        return HOST_FUSION
 
     def event(self) -> Event:
         """The present moment."""
@@ -206,31 +181,18 @@ class HostBackend(Backend):
 
 @final
 class CallableGraph(Graph):
-    """A step that is simply called again."""
+    """A step that is simply called again; its outputs are new tensors each time."""
+
+    is_recorded = False
 
     def __init__(self, step: Callable[[], Any]) -> None:
         self._step = step
-        self._outputs = step()
-
-    @property
-    def outputs(self) -> Any:
-        """What the last call returned: new tensors each time."""
-        return self._outputs
-
-    @property
-    def nbytes(self) -> int:
-        """Nothing is recorded, so nothing is held."""
-        return 0
-
-    @property
-    def is_recorded(self) -> bool:
-        """No: the step itself is called."""
-        return False
+        self.outputs = step()
 
     def replay(self) -> None:
         """Call the step again; ReplayError chained to what it raises, but for errors of this library."""
         try:
-            self._outputs = self._step()
+            self.outputs = self._step()
         except SlotGraphError:
             raise
         except Exception as error:
@@ -258,14 +220,8 @@ class CpuBackend(HostBackend):
         except CaptureError:
             raise
         except Exception as error:
-            raise raised_by_step(error, "in its first run") from error
+            raise not_captured(error) from error
 
     def interrupt(self, run: Interruption) -> Any:
         """Call it: a replay runs the whole step again, and comes by here each time."""
         return run(None)
-
-
-def raised_by_step(error: Exception, when: str) -> CaptureError:
-    """The error for a step that raised on the CPU; a computed slot's error says itself where that was."""
-    own = isinstance(error, ComputeError)
-    return CaptureError(str(error) if own else f"the step raised {when}: {type(error).__name__}: {error}")

@@ -28,7 +28,8 @@ from ..dataflow.capabilities import Capabilities
 from ..dataflow.errors import CaptureError, ReplayError
 from ..dataflow.guard import FUNCTION_MODES, below_modes, without_gradients
 from .base import NO_PARAMETERS, Graph, Interruption, mode_of
-from .cpu import LOWERINGS, HostBackend, raised_by_step
+from .cpu import LOWERINGS, HostBackend
+from .device_graph import not_captured
 from .operators import (
     NO_GRADIENTS,
     OperatorWatch,
@@ -161,16 +162,10 @@ class Storages:
                 found.before = None
 
     def poison(self) -> None:
-        """Fill what the capture allocated with NaN, the extreme integer or true, to be seen if read too early."""
+        """Set every bit of what the capture allocated, to be seen if read too early: NaN, -1 or true."""
         for tensor in self._owned.values():
-            dtype, storage = tensor.dtype, tensor.untyped_storage()
-            value: float = float("nan")
-            if not (dtype.is_floating_point or dtype.is_complex):
-                value = True if dtype == torch.bool else torch.iinfo(dtype).min or torch.iinfo(dtype).max
-            try:
-                torch.empty(0, dtype=dtype, device=tensor.device).set_(storage).fill_(value)
-            except NotImplementedError:  # the packed floats of 4 bits, which no operator fills
-                torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage).fill_(_ALL_ONES)
+            storage: Any = tensor.untyped_storage()
+            storage.fill_(_ALL_ONES)
 
     def nbytes(self, outputs: Iterable[torch.Tensor]) -> int:
         """Bytes that the capture allocated, without the storages of the outputs."""
@@ -277,11 +272,8 @@ class Recorder(OperatorWatch):
         changed = list(written(operator, args, kwargs))
         for tensor in changed:
             self.storages.write(tensor)
-        before = [_place(tensor) for tensor in changed]
         alias_args, alias_kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         result = operator(*args, **kwargs)
-        if before != [_place(tensor) for tensor in changed]:
-            refuse(f"{operator} to resize what it writes", _MOVED)
         made = enumerate(tensors_in(result))
         fixed = {position: tensor.detach() for position, tensor in made if self.storages.made(tensor)}
         if operator.name() == "aten::lift_fresh":
@@ -302,11 +294,6 @@ def _unrecorded(recorder: Recorder, call: Callable[[], Any]) -> Any:
         _ACTIVE.recorder = recorder
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
-    """Where a tensor lies, to see whether an operator moves it."""
-    return tensor.data_ptr(), tensor.untyped_storage().nbytes(), tensor.shape
-
-
 def _has_effect(operator: Any) -> bool:
     """Whether an operator that returns nothing is called for what else it does, as torch._assert_async is."""
     return not operator._schema.returns and operator.namespace != "profiler"  # noqa: SLF001
@@ -314,31 +301,20 @@ def _has_effect(operator: Any) -> bool:
 
 @final
 class CapturedGraph(Graph):
-    """The operators of one step, replayed into the storages of its capture."""
+    """The operators of one step, replayed into the storages of its capture.
+
+    Its outputs hold NaN, -1 or true until the first replay.
+    """
 
     def __init__(self, recorder: Recorder, outputs: Any) -> None:
         storages = recorder.storages
         self._found = storages.seal()
         storages.poison()
         self._parts = recorder.parts
-        self._outputs = outputs
-        self._nbytes = storages.nbytes(tensors_in(outputs))
+        self.outputs = outputs
+        self.nbytes = storages.nbytes(tensors_in(outputs))
+        self.parts = sum(bool(calls) for calls, _ in self._parts)
         self._is_checked = False
-
-    @property
-    def outputs(self) -> Any:
-        """What the step returned at capture; NaN, the extreme integer or true until the first replay."""
-        return self._outputs
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the capture allocated and the graph holds, without its outputs' storages."""
-        return self._nbytes
-
-    @property
-    def parts(self) -> int:
-        """Pieces with operators to replay, without what runs between them."""
-        return sum(bool(calls) for calls, _ in self._parts)
 
     def check_addresses(self) -> None:
         """Raise ReplayError if a tensor that the graph uses was moved or resized since; the first replay does it."""
@@ -406,7 +382,7 @@ class CpuCaptureBackend(HostBackend):
         except CaptureError:
             raise
         except Exception as error:
-            raise raised_by_step(error, "while it was captured") from error
+            raise not_captured(error) from error
         if recorder.refused is not None:
             raise CaptureError(f"the step went on after a refusal: {recorder.refused}") from recorder.refused
         return plainly(CapturedGraph, recorder, outputs)

@@ -150,14 +150,6 @@ class CudaBackend(StreamBackend):
         event.record(earlier)
         later.wait_event(event)
 
-    def streams_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The stream that each tensor's memory was allocated on, as the allocator tells it.
-
-        Tens of microseconds; milliseconds where the allocator has taken or given back memory since the last call.
-        """
-        here = self.stream_key()()
-        return tuple(here if handle is None else handle for handle in self.stream_handles(tensors))
-
 
 @functools.lru_cache(maxsize=128)
 def _stream_of(handle: int, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
@@ -236,49 +228,33 @@ def _driver_copy() -> DriverCopy | None:
     return function
 
 
-@final
-class CudaFusion(Fusion):
-    """The fused fill as a Triton kernel."""
-
-    def __init__(self, device: torch.device) -> None:
-        from . import cuda_kernel  # noqa: PLC0415 - triton is there only where the device is
-
-        self._device = device
-        self._module: Any = cuda_kernel
-        self._try()
-
-    @property
-    def block(self) -> int:
-        """Words that one program takes."""
-        return int(self._module.BLOCK)
-
-    def kernel(self, table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """A launch of one program for each row of the table."""
-        del targets  # the table has their addresses
-        words, rows = packet.view(torch.int64), table.shape[0]
-        return functools.partial(self._launch, rows, table, words)
-
-    def _launch(self, rows: int, table: torch.Tensor, words: torch.Tensor) -> None:
-        if rows:
-            self._module.fill_lanes[(rows,)](table, words, BLOCK=self.block, num_warps=self._module.WARPS)
-
-    def _try(self) -> None:
-        """Compile and launch the kernel once, on nothing: a capture is no place to find out that it cannot be."""
-        with torch.inference_mode(mode=False), torch.cuda.device(self._device):
-            table = torch.zeros(8, dtype=torch.int64, device=self._device)
-            words = torch.full((8,), -1, dtype=torch.int64, device=self._device)  # for no table
-            self._launch(1, table.view(1, 8), words)
-            torch.cuda.synchronize(self._device)
-
-
 @functools.cache
-def fusion_on(device: torch.device) -> CudaFusion | None:
-    """The fused fill on a device; None, with one warning that says why, where it cannot be had."""
+def fusion_on(device: torch.device) -> Fusion | None:
+    """The fused fill as a Triton kernel on a device; None, with one warning that says why, where it cannot be had."""
     if importlib.util.find_spec("triton") is None:
         log.warning("no_fused_fill", device=str(device), reason="triton is not installed: `pip install triton`")
         return None
     try:
-        return CudaFusion(device)
+        from . import cuda_kernel  # noqa: PLC0415 - triton is there only where the device is
+
+        fusion = Fusion(cuda_kernel.BLOCK, functools.partial(_kernel, cuda_kernel))
+        with torch.inference_mode(mode=False), torch.cuda.device(device):  # a capture is no place to find out
+            table = torch.zeros(8, dtype=torch.int64, device=device)
+            words = torch.full((8,), -1, dtype=torch.int64, device=device)  # for no table
+            fusion.kernel(table.view(1, 8), words, ())()
+            torch.cuda.synchronize(device)
     except Exception as error:  # noqa: BLE001 - triton raises what it likes: no compiler, no driver, an unknown chip
         log.warning("no_fused_fill", device=str(device), reason=f"{type(error).__name__}: {error}")
         return None
+    return fusion
+
+
+def _kernel(module: Any, table: torch.Tensor, packet: torch.Tensor, _: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """A launch of one program for each row of a table, which has the addresses of its targets."""
+    words, rows = packet.view(torch.int64), table.shape[0]
+
+    def launch() -> None:
+        if rows:
+            module.fill_lanes[(rows,)](table, words, BLOCK=module.BLOCK, num_warps=module.WARPS)
+
+    return launch

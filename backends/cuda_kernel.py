@@ -39,11 +39,7 @@ _BRAIN = tl.constexpr(CODES[torch.bfloat16])
 
 
 @triton.jit(do_not_specialize_on_alignment=["table", "packet"])  # one compilation, wherever the two lie
-def fill_lanes(
-    table,
-    packet,
-    BLOCK: tl.constexpr,
-):
+def fill_lanes(table, packet, BLOCK: tl.constexpr):
     """Fill one block of one lane, if the packet is meant for this table; both are words."""
     row = table + tl.program_id(0) * _COLUMNS
     places = tl.load(row + 1)

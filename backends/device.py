@@ -1,16 +1,15 @@
 """What all devices with streams have in common: captures, events, memory and uploads, by torch's calls for them."""
 
 import abc
-import bisect
 import contextlib
 import functools
 import gc
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, Final
 
 import attrs
 import torch
@@ -19,16 +18,7 @@ from torch.utils import _pytree as pytree
 from ..dataflow.capabilities import DEVICE, Placement
 from ..dataflow.errors import CaptureError
 from ..dataflow.packet import Upload
-from .base import (
-    NO_PARAMETERS,
-    Availability,
-    Backend,
-    Event,
-    Graph,
-    Interruption,
-    Memory,
-    mode_of,
-)
+from .base import NO_PARAMETERS, Availability, Backend, Event, Graph, Interruption, Memory, mode_of
 from .device_graph import (
     Advice,
     DeviceGraph,
@@ -46,36 +36,13 @@ from .device_graph import (
 from .ring import ring_on
 
 
-@final
-class StreamEvent(Event):
-    """A point in a stream's work, with the device's own clock.
-
-    event: torch's, recorded.
-    """
-
-    def __init__(self, event: Any) -> None:
-        self._event = event
-
-    def query(self) -> bool:
-        """Whether the device has passed this point."""
-        return bool(self._event.query())
-
-    def synchronize(self) -> None:
-        """Wait until the device has passed this point."""
-        self._event.synchronize()
-
-    def microseconds_since(self, earlier: Any) -> float:
-        """Device time between two events that have passed, in microseconds; a clock may tick about twice in one."""
-        return float(earlier._event.elapsed_time(self._event)) * 1e3  # noqa: SLF001 - of the same class
-
-
 @attrs.define(eq=False)
 class CaptureState:
     """What all captures on one device share.
 
     stream: they run on it. pool: their graphs' memory. one: an element to compute with. lock: under it one thread warms
     up or captures. recording: the capture under way. broken: graphs that torch may still ask whether an allocation is
-    theirs. segments: the memory of the allocator by address, as it was when it had the numbers `changes`.
+    theirs.
     """
 
     stream: Any
@@ -85,8 +52,6 @@ class CaptureState:
     recording: "DeviceCapture | None" = None
     broken: list[Recorded] = attrs.field(factory=list)
     checks: int = 0
-    changes: tuple[int, ...] = ()
-    segments: list[tuple[int, int, int]] = attrs.field(factory=list)
 
 
 _STATES: Final[dict[tuple[str, str, int | None], CaptureState]] = {}
@@ -148,9 +113,7 @@ class StreamBackend(Backend):
 
     def held_and_used(self) -> tuple[int, int]:
         """Bytes that torch's allocator holds, and those of them that tensors use."""
-        stats = self._module.memory_stats_as_nested_dict(self._device)
-        found = [stats.get(name, {}).get("all", {}).get("current", 0) for name in ("reserved_bytes", "allocated_bytes")]
-        return int(found[0]), int(found[1])
+        return int(self._module.memory_reserved(self._device)), int(self._module.memory_allocated(self._device))
 
     def release_workspaces(self) -> None:
         """Have libraries free the workspaces that they keep between calls, so that the next operator allocates anew."""
@@ -164,27 +127,6 @@ class StreamBackend(Backend):
         except TypeError:  # an older torch tells of all pools at once
             segments = [one for one in self._module.memory_snapshot() if tuple(one["segment_pool_id"]) == tuple(handle)]
         return [(one["address"], one["address"] + one["total_size"]) for one in segments]
-
-    def stream_handles(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
-        """The handle of the stream that each tensor's memory was allocated on; None where the allocator cannot tell.
-
-        A snapshot takes milliseconds. It is taken again only where the allocator has taken memory from the device or
-        given some back since: a segment belongs to one stream for as long as it lives.
-        """
-        state, stats = self.state, self._module.memory_stats_as_nested_dict(self._device)
-        counts = [stats.get(name, {}).get("all", {}) for name in ("segment", "reserved_bytes")]
-        changes = tuple(int(one.get(how, 0)) for one in counts for how in ("current", "allocated", "freed") if one)
-        if changes != state.changes or not changes:  # they were read before the snapshot: they are no newer
-            found = self._module.memory_snapshot()
-            ends = ((one["address"], one["address"] + one["total_size"], one["stream"]) for one in found)
-            state.segments, state.changes = sorted(ends), changes
-        segments = state.segments
-        starts = [low for low, _, _ in segments]
-        streams: list[int | None] = []
-        for address in (tensor.data_ptr() for tensor in tensors):
-            at = bisect.bisect_right(starts, address) - 1
-            streams.append(segments[at][2] if at >= 0 and address < segments[at][1] else None)
-        return streams
 
     # the verbs
 
@@ -253,9 +195,10 @@ class StreamBackend(Backend):
 
     def event(self) -> Event:
         """An event recorded now on the current stream."""
-        event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))
-        return StreamEvent(event)
+        recorded = self._module.Event(enable_timing=True)
+        recorded.record(self._module.current_stream(self._device))
+        event: Event = recorded
+        return event
 
     def synchronize(self) -> None:
         """Wait until the device has done all work handed to it."""

@@ -81,35 +81,18 @@ class GraphPool:
 
 @final
 class DeviceGraph(Graph):
-    """A captured step; it is replayed on the current stream.
+    """A captured step; it is replayed on the current stream. Its outputs hold nothing before the first replay.
 
-    parts: graphs, and what is called between them as it is. outputs: what the step returned at capture.
+    parts: graphs, and what is called between them as it is. outputs: what the step returned at capture. nbytes: that
+    the pool grew by, without the outputs and the driver's own memory, some 10 KB a kernel.
     """
 
     def __init__(self, parts: Sequence[Part], outputs: Any, nbytes: int) -> None:
-        self._parts = parts
-        self._outputs = outputs
-        self._nbytes = nbytes
+        self.outputs, self.nbytes = outputs, nbytes
+        self.graphs = [graph for _, graph in parts if graph is not None]
+        self.parts = len(self.graphs)
         self._calls = [call for call, _ in parts]
         self._launch = self._calls[0] if len(parts) == 1 else self._launch_all
-
-    @property
-    def outputs(self) -> Any:
-        """What the step returned at capture: the same tensors at each replay, with nothing in them before the first."""
-        return self._outputs
-
-    @property
-    def parts(self) -> int:
-        """Graphs, without what runs between them."""
-        return sum(graph is not None for _, graph in self._parts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the pool grew by, without the outputs; nothing where the graph found room in the pool.
-
-        The driver's own memory for a graph, some 10 KB a kernel, is not in it.
-        """
-        return self._nbytes
 
     def replay(self) -> None:
         """Launch the graph. ReplayError where torch or the driver refuses.
@@ -159,7 +142,7 @@ def out_of_memory(error: BaseException, while_: str) -> CaptureError:
     return CaptureError(f"the device's memory ran out {while_} ({said}): {_LOWER}")
 
 
-def not_captured(error: BaseException, advice: Advice, conditions: Advice = ()) -> CaptureError:
+def not_captured(error: BaseException, advice: Advice = (), conditions: Advice = ()) -> CaptureError:
     """The error for a step that raised, or that the device refused, while it was captured.
 
     advice: for what a step does. conditions: for what is wrong whatever the step does.
@@ -168,12 +151,14 @@ def not_captured(error: BaseException, advice: Advice, conditions: Advice = ()) 
         return out_of_memory(error, "while this bucket was captured")
     said, text = first_line(error), str(error).lower()
     place = "" if isinstance(error, ComputeError) else place_of(error)  # which says it itself
-    for sign, way_out in conditions:
-        if sign in text:
-            return CaptureError(f"nothing can be captured as things are ({said}): {way_out}")
-    for sign, way_out in advice:
-        if sign in text:
-            return CaptureError(f"a captured step cannot do what it does{place} ({said}): {way_out}")
+    ways_out = [
+        (conditions, "nothing can be captured as things are"),
+        (advice, f"a captured step cannot do what it does{place}"),
+    ]
+    for known, refused in ways_out:
+        for sign, way_out in known:
+            if sign in text:
+                return CaptureError(f"{refused} ({said}): {way_out}")
     if isinstance(error, ComputeError):
         return CaptureError(said)
     return CaptureError(f"the step raised {type(error).__name__}{place} while it was captured: {said}")

@@ -17,7 +17,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Final, final
 
@@ -347,13 +347,6 @@ class NpuBackend(StreamBackend):
     def _stream_of(self, number: int) -> Any:
         default = npu().default_stream(self.device)
         return npu().Stream(stream_id=number, device_index=self.device.index, device_type=default.device_type)
-
-    def streams_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The stream that each tensor's memory was allocated on; other libraries' streams are numbers below zero."""
-        known = [npu().default_stream(self.device), npu().current_stream(self.device), self.state.stream]
-        numbers = {stream.npu_stream: stream.stream_id for stream in known}
-        here, handles = _stream_number(self.device), self.stream_handles(tensors)
-        return tuple(here if handle is None else numbers.get(handle, -handle) for handle in handles)
 
 
 def _stream_number(device: torch.device) -> int:

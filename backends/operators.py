@@ -5,6 +5,7 @@ import functools
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, Final, NoReturn, TypeVar
 
 import torch
@@ -117,9 +118,7 @@ def written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> It
             yield from tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
 
 
-_EMPTY: Final = frozenset(
-    {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"},
-)
+_EMPTY: Final = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 _COPIES: Final = frozenset({"clone", "_to_copy"})  # an allocation, and a copy to it
 
 
@@ -153,7 +152,7 @@ def call_again(
     if name in _EMPTY:
         return None
     targets = tuple(fixed.values())
-    if not mutates and len(targets) == len(tensors_in(result)) and not any(map(_overlaps, targets)):
+    if not mutates and len(targets) == len(tensors_in(result)):
         if name in _COPIES:
             return functools.partial(targets[0].copy_, args[0])
         if (out := _out_overload(operator)) is not None:
@@ -162,18 +161,11 @@ def call_again(
     return functools.partial(_copy_results, call, fixed)
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def _copy_results(call: Callable[[], object], fixed: Mapping[int, torch.Tensor]) -> None:
     """Call an operator, and copy each new result to where it lay before."""
     results = tensors_in(call())
     for position, target in fixed.items():
-        if _overlaps(target):  # no operator writes such a tensor
-            target.untyped_storage().copy_(results[position].untyped_storage())
-        else:
-            target.copy_(results[position])
+        target.copy_(results[position])
 
 
 @functools.cache
@@ -215,7 +207,10 @@ _INFO: Final = "it reads its status back: use the variant that ends in _ex and c
 _SOLVER: Final = "its CUDA kernel waits for the host: do it outside the captured step"
 _COPIED: Final = f"it copies host data to the device: {_FROM_HOST}"
 _TO_HOST: Final = "it copies to the host and waits: read the graph's outputs after the replay"
-_PLAIN_ALONE: Final = "this backend records plain operators alone, and no functions"
+_PLAIN_ALONE: Final = (
+    "this backend records plain operators alone, and no functions: choose by torch.where, loop a fixed number of times "
+    "in Python, attend by scaled_dot_product_attention with a mask, or capture the step on the device itself"
+)
 NO_GRADIENTS: Final = "capture the forward step alone: this backend records no gradients"
 _NO_PARAMETERS: Final = (
     "this device has no host parameters, so that each replay would see the value of the capture: declare it on the "
@@ -225,17 +220,31 @@ _COLLECTIVE: Final = (
     "its result has no fixed address: use the one of torch.distributed that writes into a tensor of yours"
 )
 
-_HIGHER_ORDER: Final[Mapping[str, str]] = {
-    "cond": "the host decides which branch runs, once, at capture: run both, and choose by torch.where",
-    "while_loop": (
-        "the host decides how often it runs, once, at capture: loop a fixed number of times, and keep rows that are "
-        "done by torch.where"
-    ),
-    "flex_attention": (
-        f"{_PLAIN_ALONE}: use torch.nn.functional.scaled_dot_product_attention with a mask here, or capture the step "
-        "on the device itself"
-    ),
-}
+_Made = Callable[[Any], bool]
+"""Whether an argument is a tensor that the step made from a host value."""
+_Rule = tuple[Callable[[Any, _Made], bool], str]
+"""Whether a call is refused, by its arguments under their schema's names, defaults included; and the way out."""
+
+
+def _has_mask(call: Any) -> bool:
+    return any(index is not None and index.dtype in {torch.bool, torch.uint8} for index in call.indices)
+
+
+def _puts_what_cuda_cannot(call: Any, made: _Made) -> bool:
+    """CUDA takes one mask with a number as masked_fill_; other masks become positions, on the host."""
+    if not _has_mask(call):
+        return made(call.values)
+    return not made(call.values) or call.accumulate or sum(index is not None for index in call.indices) > 1
+
+
+_PUT: Final[_Rule] = (
+    _puts_what_cuda_cannot,
+    "a mask takes a number alone, an index no number, which is copied from the host: use torch.where or index_fill_",
+)
+_FILL: Final[_Rule] = (
+    lambda call, made: isinstance(call.value, torch.Tensor) and not made(call.value),
+    "it reads the value tensor back: fill with a python number, or use torch.where",
+)
 _ALWAYS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("nonzero", "argwhere"), f"{_BY_MASK}; torch.nonzero_static has a fixed size"),
     "masked_select": _BY_MASK,
@@ -246,60 +255,26 @@ _ALWAYS: Final[Mapping[str, str]] = {
         ("_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_lstsq", "linalg_matrix_exp", "linalg_pinv"), _SOLVER
     ),
 }
-_TAGGED: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-
-
-_Named = Mapping[str, Any]
-"""The arguments of an operator's call by their schema's names, with defaults."""
-_Made = Callable[[Any], bool]
-"""Whether an argument is a tensor that the step made from a host value."""
-
-
-def _has_mask(named: _Named) -> bool:
-    """Whether one of the indices is a mask."""
-    return any(index is not None and index.dtype in {torch.bool, torch.uint8} for index in named["indices"])
-
-
-def _put(named: _Named, made: _Made) -> str | None:
-    """CUDA takes one mask with a number as masked_fill_; other masks become positions, on the host."""
-    from_host, single = made(named["values"]), sum(index is not None for index in named["indices"]) == 1
-    if not _has_mask(named):
-        return f"the number is copied from the host: {_FROM_HOST}, or index_fill_" if from_host else None
-    if from_host and single and not named["accumulate"]:
-        return None
-    return "a mask may only be filled with a python number here: use torch.where, or masked_scatter_"
-
-
-def _fill(named: _Named, made: _Made) -> str | None:
-    is_read = isinstance(named["value"], torch.Tensor) and not made(named["value"])
-    return "it reads the value tensor back: fill with a python number, or use torch.where" if is_read else None
-
-
-def _copy(named: _Named, made: _Made) -> str | None:
-    advice = "the number is copied from the host: use fill_ on a slice (x[0:1] = 1.0), or index_fill_"
-    return advice if made(named["src"]) else None
-
-
-def _repeat(named: _Named, _: _Made) -> str | None:
-    is_read = isinstance(named["repeats"], torch.Tensor) and named.get("output_size") is None
-    return "its shape depends on values: pass output_size" if is_read else None
-
-
-_SOMETIMES: Final[Mapping[str, Callable[[_Named, _Made], str | None]]] = {
-    "index": lambda named, _: _BY_MASK if _has_mask(named) else None,
-    "index_put": _put,
-    "_index_put_impl": _put,
-    "index_fill": _fill,
-    "masked_fill": _fill,
-    "copy": _copy,
-    "repeat_interleave": _repeat,
-    "one_hot": lambda named, _: "its shape depends on values: pass num_classes" if named["num_classes"] <= 0 else None,
-    "histc": lambda named, _: (
-        "it reads the range of its input: pass min and max" if named["min"] == named["max"] else None
+_SOMETIMES: Final[Mapping[str, _Rule]] = {
+    "index": (lambda call, _: _has_mask(call), _BY_MASK),
+    "index_put": _PUT,
+    "_index_put_impl": _PUT,
+    "index_fill": _FILL,
+    "masked_fill": _FILL,
+    "copy": (
+        lambda call, made: made(call.src),
+        "the number is copied from the host: use fill_ on a slice (x[0:1] = 1.0), or index_fill_",
     ),
-    "lift_fresh": lambda named, _: _COPIED if named["self"].dim() > 0 else None,
+    "repeat_interleave": (
+        lambda call, _: isinstance(call.repeats, torch.Tensor) and call.output_size is None,
+        "its shape depends on values: pass output_size",
+    ),
+    "one_hot": (lambda call, _: call.num_classes <= 0, "its shape depends on values: pass num_classes"),
+    "histc": (lambda call, _: call.min == call.max, "it reads the range of its input: pass min and max"),
+    "lift_fresh": (lambda call, _: call.self.dim() > 0, _COPIED),
 }
-"""What is refused for some of its arguments, by the name without the underscore of operators in place: the way out."""
+"""What is refused for some of its arguments, by the name without the underscore of operators in place."""
+_TAGGED: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 _Tensor: Final[Any] = torch.Tensor
 _FUNCTIONS: Final[Mapping[Any, str]] = {
@@ -327,23 +302,24 @@ def fixed_key(tensor: torch.Tensor) -> int:
     return storage_key(tensor)
 
 
-def check_operator(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], constants: Container[int]) -> None:
+def check_operator(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], constants: Container[int]) -> None:
     """Let an operator's call pass, or raise CaptureError with the operator's name and what to do instead."""
     if not is_plain(operator):
-        name = str(getattr(operator, "__name__", operator))
-        otherwise = f"{_PLAIN_ALONE}: write the loop in Python, or capture the step on the device itself"
-        refuse(f"the higher-order operator {name}", _HIGHER_ORDER.get(name, otherwise))
+        refuse(f"the higher-order operator {getattr(operator, '__name__', operator)}", _PLAIN_ALONE)
     if operator.namespace == "_c10d_functional":
         refuse(f"{operator.name()}, a functional collective", _COLLECTIVE)
     schema = operator._schema  # noqa: SLF001 - OpOverload has no other way to its schema
     name = schema.name.removeprefix("aten::")
-    judge = _SOMETIMES.get(name.removesuffix("_"))
-    if judge is not None:
-        given = {one.name: value for one, value in zip(schema.arguments, args, strict=False)} | dict(kwargs)
-        named = {one.name: given.get(one.name, one.default_value) for one in schema.arguments}
-        advice = judge(named, lambda one: isinstance(one, torch.Tensor) and fixed_key(one) in constants)
-    else:
+    rule = _SOMETIMES.get(name.removesuffix("_"))
+    if rule is None:
         advice = _ALWAYS.get(name) or (_ON_DEVICE if any(tag in operator.tags for tag in _TAGGED) else None)
+    else:
+        named = {one.name: one.default_value for one in schema.arguments} | kwargs
+        named.update((one.name, value) for one, value in zip(schema.arguments, args, strict=False))
+        is_refused = rule[0](
+            SimpleNamespace(**named), lambda one: isinstance(one, torch.Tensor) and fixed_key(one) in constants
+        )
+        advice = rule[1] if is_refused else None
     if advice is not None:
         refuse(str(operator), advice)
 

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, final
 
+import attrs
 import torch
 
 from ..dataflow.packet import Upload
@@ -24,55 +25,36 @@ SEGMENT: Final = 8
 SEGMENTS: Final = 4
 ENTRIES: Final = SEGMENT * SEGMENTS
 _ALIGNMENT: Final = 256
-
-
 Start = Callable[[torch.Tensor, int, int], None]
 Inline = Callable[[bytes, int], None]
 
 
 @final
+@attrs.define(eq=False, slots=False)
 class Ring(Upload):
     """An upload by way of a ring.
 
     pinned: makes host memory that the device copies from. start: starts a copy from such memory to the packet, on the
     current stream, given the memory, a place in it, and so many bytes. mark: records a point on that stream. finish:
     waits until the device has done all that it was given; called when the ring goes, before its memory can go to
-    someone else. inline: as start, from bytes that may change as soon as it returns, up to `most_inline` of them; not
-    asked for where that is 0.
+    someone else. inline: as start, from bytes that may change as soon as it returns, up to `most_inline` of them.
     """
 
-    def __init__(
-        self,
-        packet: torch.Tensor,
-        pinned: Callable[[int], torch.Tensor],
-        start: Start,
-        mark: Callable[[], Any],
-        finish: Callable[[], None],
-        inline: Inline | None = None,
-        most_inline: int = 0,
-    ) -> None:
-        self._packet = packet
-        self._pinned = pinned
-        self._start = start
-        self._mark = mark
-        self._inline = inline
-        self._most_inline = most_inline
+    packet: torch.Tensor
+    _pinned: Callable[[int], torch.Tensor]
+    _start: Start
+    _mark: Callable[[], Any]
+    _finish: Callable[[], None]
+    _inline: Inline | None = None
+    _most_inline: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        """Have the ring wait for the device at its own end."""
+        self.nbytes = self.packet.nbytes
         self._marks: list[Any] = [None] * SEGMENTS
         self._kept: list[object] = [None] * ENTRIES
-        self._next = 0
-        weakref.finalize(self, _end, finish, self._kept).atexit = False
-        self._room = 0
-        self._memory = packet[:0]
-
-    @property
-    def packet(self) -> torch.Tensor:
-        """The packet on the device."""
-        return self._packet
-
-    @property
-    def nbytes(self) -> int:
-        """The packet's, and those of all entries."""
-        return self._packet.nbytes + self._room * ENTRIES
+        self._next = self._room = 0
+        weakref.finalize(self, _end, self._finish, self._kept).atexit = False
 
     def send(self, data: bytes, kept: object) -> None:
         """Write the next entry and start its copy."""
@@ -98,7 +80,7 @@ class Ring(Upload):
         """
         with torch.inference_mode(mode=False), torch.no_grad():
             held = self._pinned(source.nbytes).view(source.dtype).view(source.shape)
-            return held.copy_(source).to(self._packet.device, non_blocking=True)
+            return held.copy_(source).to(self.packet.device, non_blocking=True)
 
     def _turn(self, entered: int) -> None:
         """Leave a segment and enter the next, once the device is done with it; let go of what it has read."""
@@ -115,8 +97,9 @@ class Ring(Upload):
         self._mark().synchronize()
         self._room = -(-size // _ALIGNMENT) * _ALIGNMENT
         self._memory = self._pinned(self._room * ENTRIES)
+        self.nbytes = self.packet.nbytes + self._memory.nbytes
         array: Any = self._memory.numpy()
-        self._bytes = memoryview(array).cast("B")
+        self._bytes = memoryview(array)
 
 
 def _end(finish: Callable[[], None], kept: list[object]) -> None:
@@ -175,7 +158,5 @@ def ring_on(
         if not getattr(found, "is_current_stream_capturing", bool)():
             found.synchronize(device)
 
-    if driver is None:
-        return Ring(packet, memory, functools.partial(copy_slice, packet), mark, finish)
-    start, inline, most_inline = driver(packet)
-    return Ring(packet, memory, start, mark, finish, inline, most_inline)
+    ways: tuple[Any, ...] = (functools.partial(copy_slice, packet),) if driver is None else driver(packet)
+    return Ring(packet, memory, ways[0], mark, finish, *ways[1:])

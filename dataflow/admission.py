@@ -112,25 +112,6 @@ def placed(want: Wanted, source: Any, tensor: torch.Tensor, buffers: Buffers, mo
     return tensor.clone().resolve_neg().resolve_conj()
 
 
-def check_carried(want: Wanted, source: Any, shape: Extent) -> None:
-    """Hold one source that no fill copies to what its slot declares: MissingSourceError or BatchError."""
-    if source is None:
-        raise MissingSourceError(
-            f"slot {want.name!r} is carried from the batch, which has none: compute it, or do not carry it"
-        )
-    why = unreadable(source)
-    faults = [f", got {why}"] if why else list(_faults(want, source, shape))
-    if not faults and source.device != want.device:
-        faults = [f", got a tensor on {source.device}; move it there first"]
-    if faults:
-        raise BatchError("; ".join(_expected(want, shape) + fault for fault in faults))
-
-
-def fits(want: Wanted, source: Any, shape: Extent) -> bool:
-    """Whether nothing is wrong with a source: a stage of a pipeline asks it of what it was sent."""
-    return next(_faults(want, source, shape), None) is None
-
-
 def _dense(tensor: torch.Tensor, dtype: torch.dtype, buffers: Buffers) -> torch.Tensor:
     """A host tensor in one piece, of a dtype, and in no slot's memory."""
     made = tensor.detach().resolve_neg().resolve_conj().to(dtype).contiguous()

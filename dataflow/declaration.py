@@ -110,15 +110,14 @@ class Declaration:
         known = {axis for axis in {*leads, *told} if axis is not None and leads.get(axis, axis) in told}
         return attrs.evolve(self, following=tuple(sorted(known.difference(self.axes))))
 
-    def under(self, settings: object, carry: Sequence[str] = (), ranks: Any = None) -> "Declaration":
-        """The declaration with only those slots that the settings enable, and some carried: see `carrying`.
+    def under(self, settings: object, ranks: Any = None) -> "Declaration":
+        """The declaration with only those slots that the settings enable.
 
         Raises DeclarationError where a slot asks for a setting, for settings at all, or for ranks, that are not there.
         """
         on = {name: slot for name, slot in self.slots.items() if _enabled(name, slot, settings)}
         off = tuple(name for name in self.slots if name not in on)
         made = attrs.evolve(self, slots=MappingProxyType(on), disabled=off, settings=settings, ranks=ranks)
-        made = made.carrying(carry)
         given = {SETTINGS: settings, RANKS: ranks}
         for name, slot in made.slots.items():
             compute = slot.computes()
@@ -128,26 +127,6 @@ class Declaration:
                         f"slot {name!r}: its function {compute.name} asks for `{need}`: give the runner {need}="
                     )
         return made
-
-    def carrying(self, names: Sequence[str]) -> "Declaration":
-        """The declaration with some slots turned into fields, which the batch brings and no fill touches.
-
-        Raises DeclarationError where a name is no slot, or where the step writes what the batch would bring.
-        """
-        for name in names:
-            slot = self.slots.get(name)
-            if name in self.disabled:
-                fault = f"the settings switch off in {self.name}: carry it only where they do not"
-            elif slot is None:
-                fault = f"is no slot of {self.name}"
-            elif name in self.sources and (slot.restored or slot.rewritten):
-                fault = "the step writes: the batch is the caller's, so let the slot be copied from it"
-            else:
-                continue
-            raise DeclarationError(f"carry names {name!r}, which {fault}")
-        slots = {name: slot for name, slot in self.slots.items() if name not in names}
-        fields = {**self.fields, **dict.fromkeys(names, attrs.NOTHING)}
-        return attrs.evolve(self, slots=MappingProxyType(slots), fields=fields) if names else self
 
 
 def declare(

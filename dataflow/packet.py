@@ -182,17 +182,15 @@ def table_of(lanes: Sequence[Lane], block: int, owner: int = 1) -> npt.NDArray[n
 
 
 class Upload(abc.ABC):
-    """A packet on the device, and what takes bytes to it while the device may still read those sent before."""
+    """A packet on the device, and what takes bytes to it while the device may still read those sent before.
 
-    @property
-    @abc.abstractmethod
-    def packet(self) -> torch.Tensor:
-        """The packet, which is bytes on the device, at a fixed address that is a multiple of 64 at least."""
+    Attributes:
+        packet: Bytes on the device, at a fixed address that is a multiple of 64 at least.
+        nbytes: Bytes that this holds, on the device and on the host.
+    """
 
-    @property
-    @abc.abstractmethod
-    def nbytes(self) -> int:
-        """Bytes that this holds, on the device and on the host."""
+    packet: torch.Tensor
+    nbytes: int
 
     @abc.abstractmethod
     def send(self, data: bytes, kept: object) -> None:

@@ -65,13 +65,9 @@ class Forks:
 
     count: int = 0
 
-    def note(self) -> None:
-        """One more."""
-        self.count += 1
-
 
 FORKS: Final = Forks()
-os.register_at_fork(after_in_child=FORKS.note)
+os.register_at_fork(after_in_child=lambda: setattr(FORKS, "count", FORKS.count + 1))
 
 
 @attrs.define(eq=False)
@@ -173,17 +169,11 @@ def told_as_capture_error() -> Iterator[None]:
 def progress_over(buckets: Sequence[int], backend: Backend, *, show: bool) -> Iterator[int]:
     """Walk over buckets under a progress bar that shows the bucket and the memory left; no bar off a terminal."""
     console = rich.console.Console(stderr=True)
-    columns = (
-        rich.progress.TextColumn("capturing bucket {task.fields[bucket]}"),
-        rich.progress.BarColumn(),
-        rich.progress.MofNCompleteColumn(),
-        rich.progress.TimeElapsedColumn(),
-        rich.progress.TextColumn("{task.fields[free]} free"),
-    )
     hidden = not (show and console.is_terminal)
-    with rich.progress.Progress(*columns, console=console, transient=True, disable=hidden) as progress:
-        task = progress.add_task("capture", total=len(buckets), bucket="", free="")
+    with rich.progress.Progress(console=console, transient=True, disable=hidden) as progress:
+        task = progress.add_task("capture", total=len(buckets))
         for bucket in buckets:
-            progress.update(task, bucket=bucket, free=human_bytes(backend.memory().free))
+            free = human_bytes(backend.memory().free)
+            progress.update(task, description=f"capturing bucket {bucket}, {free} free")
             yield bucket
             progress.advance(task)

@@ -17,7 +17,7 @@ from ..dataflow.slots import Constant, Output, Slot
 from ..dataflow.views import ViewInfo
 from .bits import bits
 from .capture import Captured
-from .runner import Parts
+from .runner import Runner
 from .running import Running, under_way
 from .state import State
 
@@ -251,35 +251,35 @@ def _told(value: Any) -> str:
     return repr(value)
 
 
-def graph_of(parts: Parts[Any], view: Inputs) -> Captured | None:
+def graph_of(runner: Runner[Any], view: Inputs) -> Captured | None:
     """The graph that a filled view is replayed on. None if there is none for its bucket, or it runs eagerly."""
-    info, graphs, declaration = view._slotgraph_view, parts.graphs, parts.stage.declaration  # noqa: SLF001 - for runners
+    info, graphs, declaration = view._slotgraph_view, runner.graphs, runner.stage.declaration  # noqa: SLF001 - for runners
     if info is None or info.exact or graphs is None:
         return None
-    told = [axis for axis in declaration.varying if axis != BATCH or parts.tally.path == "graph"]
-    fitting = (rows for rows, sizes in parts.sizes.items() if all(sizes[a] == info.step.padded_sizes[a] for a in told))
-    return graphs.captured.get((next(fitting, 0), _absent_in(parts, view)))
+    told = [axis for axis in declaration.varying if axis != BATCH or runner.tally.path == "graph"]
+    fitting = (rows for rows, sizes in runner.sizes.items() if all(sizes[a] == info.step.padded_sizes[a] for a in told))
+    return graphs.captured.get((next(fitting, 0), _absent_in(runner, view)))
 
 
-def _absent_in(parts: Parts[Any], view: Inputs) -> Absent:
-    return frozenset(name for name, _ in parts.stage.declaration.optional if vars(view)[name] is None)
+def _absent_in(runner: Runner[Any], view: Inputs) -> Absent:
+    return frozenset(name for name, _ in runner.stage.declaration.optional if vars(view)[name] is None)
 
 
-def ran_eagerly(parts: Parts[Any], view: Inputs) -> Any:
+def ran_eagerly(runner: Runner[Any], view: Inputs) -> Any:
     """Run the step without its graph on a filled view: what its graph would leave, padded rows and all."""
-    captured = graph_of(parts, view)
+    captured = graph_of(runner, view)
     with torch.no_grad():
-        if captured is not None and parts.tally.path == "graph":  # of which the graph alone computes on the device
-            captured.filling.whole(_absent_in(parts, view)).compute_on_device()
-        return under_way(Running(view), parts.stage.run, view)
+        if captured is not None and runner.tally.path == "graph":  # of which the graph alone computes on the device
+            captured.filling.whole(_absent_in(runner, view)).compute_on_device()
+        return under_way(Running(view), runner.stage.run, view)
 
 
 @contextlib.contextmanager
-def slots_kept(parts: Parts[Any]) -> Iterator[None]:
+def slots_kept(runner: Runner[Any]) -> Iterator[None]:
     """Run a block, and have all slots hold what they held before it. Their tails are then reset by the next fill."""
-    buffers = parts.eager.buffers if parts.graphs is None else parts.graphs.buffers
+    buffers = runner.eager.buffers if runner.graphs is None else runner.graphs.buffers
     kept = [one.tensor for one in buffers or () if not isinstance(one.slot, Constant)]
-    wait = parts.stage.backend.synchronize  # steps may still read slots in host memory
+    wait = runner.stage.backend.synchronize  # steps may still read slots in host memory
     wait()
     with torch.no_grad():
         before = [tensor.clone() for tensor in kept]
@@ -294,12 +294,12 @@ def slots_kept(parts: Parts[Any]) -> Iterator[None]:
             buffers.distrust()
 
 
-def state_on(parts: Parts[Any], view: Any) -> State:
+def state_on(runner: Runner[Any], view: Any) -> State:
     """What a runner's step changes on the view that was filled last. Slots and state are then as they were."""
-    backend, given = parts.stage.backend, parts.stage.state
+    backend, given = runner.stage.backend, runner.stage.state
     if given is not None:
         return State.of(backend, given)
-    buffers = (parts.eager.buffers, None if parts.graphs is None else parts.graphs.buffers)
+    buffers = (runner.eager.buffers, None if runner.graphs is None else runner.graphs.buffers)
     slots = [span(one.tensor) for held in buffers for one in held or () if one.nbytes]
-    with slots_kept(parts):
-        return State.found(backend, slots, lambda: ran_eagerly(parts, view))
+    with slots_kept(runner):
+        return State.found(backend, slots, lambda: ran_eagerly(runner, view))

@@ -128,12 +128,11 @@ VARIABLE: Final = "SLOTGRAPH_DEBUG"
 """The environment variable that says which debug modes are on, where a runner is not told."""
 GENERATIONS: Final = "generations"
 ADDRESSES: Final = "addresses"
-STREAMS: Final = "streams"
 POISON: Final = "poison"
 PARITY: Final = "parity"
-MODES: Final = (GENERATIONS, ADDRESSES, STREAMS, POISON, PARITY)
-"""Stale outputs; moved memory; sources of other streams; tails that reach live rows; graphs unlike their step."""
-CHEAP: Final = frozenset({GENERATIONS, ADDRESSES, STREAMS})
+MODES: Final = (GENERATIONS, ADDRESSES, POISON, PARITY)
+"""Stale outputs; moved memory; tails that reach live rows; graphs unlike their step."""
+CHEAP: Final = frozenset({GENERATIONS, ADDRESSES})
 """What `True` means: the modes that run no step a second time."""
 OFF: Final[frozenset[str]] = frozenset()
 KINDS: Final[list[type]] = []

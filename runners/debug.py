@@ -1,10 +1,11 @@
 """Debug modes that look at each step of a runner: they run it more often than asked, and raise if it goes wrong."""
 
-import abc
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
+import attrs
 import torch
 
 from ..dataflow import log
@@ -13,45 +14,57 @@ from ..dataflow.inputs import Inputs
 from ..dataflow.sampling import Sample
 from ..dataflow.sources import Side
 from ..dataflow.tails import Pad, resolve_value
+from .bits import first_unequal
 from .capture import Captured
 from .check.memory import readers
 from .check.replays import COPIES, Poisoning, parity_fault
 from .check.trial import Together, Trial, unwatched
 from .comparison import graph_of, info_of, state_on, tails_of
 from .config import ADDRESSES, PARITY, POISON, Wanted, modes_of
-from .holdings import Change
+from .graphs import GraphSet
 from .hooks import WATCHERS, Watcher, watchers_of
 from .runner import Runner
-from .state import State
+from .state import Change, State
 
 
-class Prover(Watcher, abc.ABC):
+@attrs.define(eq=False)
+class Prover(Watcher):
     """Looks at each step that a graph takes, and keeps what the step changes outside of its slots.
 
     If there is no room for copies of the state, the mode is off, and one event says so. A step that cannot be run under
     watch is passed over, with an event for each reason.
 
     Args:
+        mode: Of debugging.
+        look: Says what is wrong with a step that is about to run; nothing, if it is sound.
+        copies: Copies of the state that a look needs at once.
         runner: The runner.
-        state: What its steps change. By default it is found on the first step of each bucket.
+        given: The state, what its steps change. By default it is found on the first step of each bucket.
     """
 
-    mode: ClassVar[str]
-    copies: ClassVar[int] = 1  # of the state, at once
+    mode: str
+    look: Callable[[Any, Trial[Any]], str]
+    copies: int
+    runner: Runner[Any]
+    given: State | None = None
+    off: bool = False
+    graphs: GraphSet[Any] = attrs.field(init=False)
+    _found: dict[int, State] = attrs.field(init=False, factory=dict)
+    _skipped: set[str] = attrs.field(init=False, factory=set)
+    _batch: Sample | None = attrs.field(init=False, default=None)
+    _filled: tuple[Inputs, int] | None = attrs.field(init=False, default=None)
+    _unread: set[tuple[int, str, int]] = attrs.field(init=False, factory=set)
 
-    def __init__(self, runner: Runner[Any], state: State | None = None) -> None:
-        self.runner = runner
-        self.off = False
-        self.together = Together(runner.parts.coordinator)
-        self._given = state
-        self._found: dict[int, State] = {}
-        self._skipped: set[str] = set()
-        self._batch: Sample | None = None
-        self._filled: tuple[Inputs, int] | None = None
+    def __attrs_post_init__(self) -> None:
+        """ConfigError where the runner has no graphs."""
+        if self.runner.graphs is None:
+            raise ConfigError(f"debug mode {self.mode} looks at graphs, and this {self.runner.name} has none")
+        self.graphs = self.runner.graphs
 
-    @abc.abstractmethod
-    def look(self, trial: Trial[Any]) -> str:
-        """What is wrong with a step that is about to run."""
+    @property
+    def together(self) -> Together:
+        """The runner's ranks."""
+        return Together(self.runner.coordinator)
 
     def before_fill(self, batch: Any, side: Side) -> None:
         """Keep the batch, to fill it anew after a look that broke off."""
@@ -59,43 +72,39 @@ class Prover(Watcher, abc.ABC):
 
     def filled(self, view: Inputs) -> None:
         """Keep the view. The runner refuses all others."""
-        self._filled = view, self._others
-
-    @property
-    def _others(self) -> int:
-        graphs = self.runner.parts.graphs
-        return 0 if graphs is None else graphs.buffers.turn.others
+        self._filled = view, self.graphs.buffers.turn.others
 
     def before_replay(self, view: Inputs) -> None:
         """Look at a step before it runs, unless the runner is about to refuse it. All ranks do, or none."""
-        refused = self._filled is not None and (view is not self._filled[0] or self._others != self._filled[1])
-        graph = None if self.off or refused else graph_of(self.runner.parts, view)
+        last, others = self._filled or (view, self.graphs.buffers.turn.others)
+        refused = view is not last or self.graphs.buffers.turn.others != others
+        graph = None if self.off or refused else graph_of(self.runner, view)
         if self.together.any(graph is None):
             return
         state = self._state_for(view, graph)
         if state is not None:
             with unwatched(self.runner.watch):
-                message = self.look(Trial(self.runner, view, state, self._batch))
+                message = self.look(self, Trial(self.runner, view, state, self._batch))
             self.judge(message)
 
     def _state_for(self, view: Inputs, graph: Captured | None) -> State | None:
         """The state of a step. None if there is no room for copies, on some rank."""
-        state = self._given or self._found.get(id(graph))
+        state = self.given or self._found.get(id(graph))
         is_sought = self.together.any(state is None)
         try:
             if is_sought:
-                found = state_on(self.runner.parts, view)
+                found = state_on(self.runner, view)
                 state = self._found[id(graph)] = state or found
             if state is not None:
                 state.check_room(self.copies)
         except CheckError as error:
             self.off, state = True, None
-            log.warning("debug_off", runner=self.runner.parts.name, mode=self.mode, reason=str(error))
+            log.warning("debug_off", runner=self.runner.name, mode=self.mode, reason=str(error))
         except Exception as error:  # noqa: BLE001 - a step may not bear to be looked at, which is no fault of its graph
             state, reason = None, f"{type(error).__name__}: {error}"
             if reason not in self._skipped:
                 self._skipped.add(reason)
-                log.warning("debug_skipped", runner=self.runner.parts.name, mode=self.mode, reason=reason)
+                log.warning("debug_skipped", runner=self.runner.name, mode=self.mode, reason=reason)
         return None if self.together.any(state is None) else state
 
     def judge(self, message: str) -> None:
@@ -103,85 +112,65 @@ class Prover(Watcher, abc.ABC):
         first = self.together.first(message)
         if first is None:
             return
-        if self.runner.parts.graphs is not None:
-            self.runner.parts.graphs.buffers.distrust()
+        self.graphs.buffers.distrust()
         raise CheckError(f"debug mode {self.mode}: {message or f'rank {first[0]} found: {first[1]}'}")
 
 
 class AddressProver(Prover):
     """Looks whether what the step holds (closures, globals, attributes, weights) lies where it lay at capture."""
 
-    mode = ADDRESSES
-
-    def __init__(self, runner: Runner[Any], state: State | None = None) -> None:
-        super().__init__(runner, state)
-        self._unread: set[tuple[int, str, int]] = set()
-        graphs = runner.parts.graphs
-        own = [] if graphs is None else [b for b in graphs.buffers if b.adopted and not (b.foreign or b.slot.rewritten)]
-        self._exclusive = [buffer.name for buffer in own if isinstance(buffer.slot.rule(), Pad)]
-
     def before_replay(self, view: Inputs) -> None:
         """Look at the state only if something has moved, on some rank, which is rare."""
-        if self._exclusive:
-            self.judge(next((fault for name in self._exclusive if (fault := self._tail_fault(name, view))), ""))
-        if self.together.any(bool(self._changes(view))):
+        fault = next(self._tail_faults(view), "")
+        if self.together.any(bool(fault or self._changes(view))):
+            self.judge(fault)
             super().before_replay(view)
 
-    def look(self, trial: Trial[Any]) -> str:
-        """Name the tensor, and the operator that reads it."""
+    def read(self, trial: Trial[Any]) -> str:
+        """Name a tensor that has moved, and the operator that reads it."""
         changes = self._changes(trial.view)
         told = readers(trial, changes)
         self._unread.update(self._key(one, trial.view) for one in changes if one.holding.name not in told)
         return next(iter(told.values()), "")
 
-    def _tail_fault(self, name: str, view: Inputs) -> str:
-        """What is wrong with the tail of memory that nobody else was to write. Empty if it is as it must be."""
-        tensor, stage, step = vars(view)[name], self.runner.parts.stage, info_of(view).step
-        slot = stage.declaration.slots[name]
-        rule = slot.rule()
-        if tensor is None or not isinstance(rule, Pad):
-            return ""
-        number = resolve_value(rule.value, stage.backend.capabilities, step.padded_sizes)
-        for tail in tails_of(slot, tensor, step):
-            if not bool(((tail == number) | ((tail != tail) & (number != number))).all()):  # noqa: PLR0124 - NaN
-                return (
-                    f"the tail of slot {name!r} does not hold {number}: something else writes its memory, which was "
-                    f"adopted as Exclusive; adopt the tensor itself, so that its tail is reset in each step"
-                )
-        return ""
+    def _tail_faults(self, view: Inputs) -> Iterator[str]:
+        """What is wrong with tails of memory that nobody else was to write."""
+        capabilities, step = self.runner.stage.backend.capabilities, info_of(view).step
+        for buffer in self.graphs.buffers:
+            slot, tensor, rule = buffer.slot, vars(view)[buffer.name], buffer.slot.rule()
+            is_own = buffer.adopted and not (buffer.foreign or slot.rewritten)
+            if tensor is None or not is_own or not isinstance(rule, Pad):
+                continue
+            number = resolve_value(rule.value, capabilities, step.padded_sizes)
+            for tail in tails_of(slot, tensor, step):
+                if first_unequal(tail, torch.full_like(tail, number)) is not None:
+                    yield (
+                        f"the tail of slot {buffer.name!r} does not hold {number}: something else writes its memory, "
+                        "which was adopted as Exclusive; adopt the tensor itself, so that each step resets the tail"
+                    )
 
     def _changes(self, view: Inputs) -> list[Change]:
         """What has moved, but for what the graph of this step was found not to read."""
-        graphs = self.runner.parts.graphs
-        changes = [] if graphs is None else graphs.holdings.changed()
-        return [one for one in changes if self._key(one, view) not in self._unread]
+        return [one for one in self.graphs.holdings.changed() if self._key(one, view) not in self._unread]
 
     def _key(self, change: Change, view: Inputs) -> tuple[int, str, int]:
-        return id(graph_of(self.runner.parts, view)), change.holding.name, change.now.data_ptr()
+        return id(graph_of(self.runner, view)), change.holding.name, change.now.data_ptr()
 
 
-class PoisonProver(Prover):
-    """Replays each step with other values in its tails first: its live rows must not change."""
-
-    mode = POISON
-
-    def look(self, trial: Trial[Any]) -> str:
-        """Name the slot through whose tail a difference came."""
-        return next((one.message for one in Poisoning(trial).findings()), "")
+def _poisoned(_: Prover, trial: Trial[Any]) -> str:
+    """The slot through whose tail live rows changed, if it is replayed with other values there."""
+    return next((one.message for one in Poisoning(trial).findings()), "")
 
 
-class ParityProver(Prover):
-    """Runs each step as it is written first, and replays it beside that: both must do the same, bit by bit."""
-
-    mode = PARITY
-    copies = COPIES
-
-    def look(self, trial: Trial[Any]) -> str:
-        """Tell what the replay did otherwise."""
-        return next((one.message for one in [parity_fault(trial)] if one is not None), "")
+def _unlike(_: Prover, trial: Trial[Any]) -> str:
+    """What a replay did otherwise than the step as it is written, bit by bit."""
+    fault = parity_fault(trial)
+    return "" if fault is None else fault.message
 
 
-WATCHERS.update({one.mode: one for one in (AddressProver, PoisonProver, ParityProver)})
+WATCHERS[ADDRESSES] = functools.partial(AddressProver, ADDRESSES, AddressProver.read, 1)
+WATCHERS[POISON] = functools.partial(Prover, POISON, _poisoned, 1)
+WATCHERS[PARITY] = functools.partial(Prover, PARITY, _unlike, COPIES)
 
 
 @contextlib.contextmanager
@@ -196,7 +185,7 @@ def debugged(runner: Runner[Any], wanted: Wanted, state: Iterable[torch.Tensor] 
     others = sorted(modes - WATCHERS.keys())
     if others:
         raise ConfigError(f"debug mode {others[0]!r} is part of how a runner is made: give it debug={others[0]!r}")
-    given = None if state is None else State.of(runner.parts.stage.backend, state)
+    given = None if state is None else State.of(runner.stage.backend, state)
     made = watchers_of(runner, modes, given)
     for watcher in made:
         runner.watch.add(watcher)

@@ -1,21 +1,367 @@
-"""The decode runner: request-axis buckets, one captured graph each, eager where none fits."""
+"""Runners that capture graphs: buckets, the route of a batch to one, and fills of it; and the decode runner."""
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Unpack, final
+import abc
+import functools
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypedDict, Unpack, final
 
 import attrs
 import torch
+from torch import nn
 
+from ..backends.base import Backend
 from ..dataflow.axes import BATCH, TOKENS, WIDTH, Axis, Sizes
-from ..dataflow.errors import ConfigError
+from ..dataflow.bucket import Absent
+from ..dataflow.buffers import Bound, Buffers
+from ..dataflow.capabilities import Lowering
+from ..dataflow.computation import field_of
+from ..dataflow.errors import ConfigError, RankError, ReplayError
+from ..dataflow.explain import check_named
 from ..dataflow.guard import own_guard
+from ..dataflow.plan import FillPlan, Pattern, plan_fill
 from ..dataflow.ready import Ready
+from ..dataflow.sizing import Sizer
+from ..dataflow.sources import Side, look_up
+from ..dataflow.specialization import Run, Specialization, Specializations
 from .capture import Captured
-from .config import config_of
-from .graph_runner import DecodeArguments, Finish, GraphRunner
+from .config import Buckets, RunnerConfig, Wanted, config_of, patterns_of
+from .eagerly import Eagerly
+from .graphs import Filler, GraphSet
+from .hooks import Live, watchers_of
 from .outputs import rows_each
-from .runner import Filled
-from .stage import NO_SIZES, Stage, V, joined, staged
+from .pool import Phase, Seat
+from .ranks.agreement import coordinator_of
+from .ranks.group import Ranks
+from .runner import Filled, Holds, Runner, bind
+from .stage import NO_SIZES, Stage, V, joined
+from .statistics import CaptureReport, Decision, Path, Why
+
+Finish = Callable[[Any], Any]
+"""What follows the writes of a short way's fill: the rest of the step, given the batch; its outputs."""
+
+
+class CaptureArguments(TypedDict, total=False):
+    """What every runner that captures takes beside its declaration and its step: see `DecodeRunner`."""
+
+    sizes: Sizes
+    settings: object
+    absent: Sequence[Collection[str]]
+    phase: Phase | None
+    state: Iterable[torch.Tensor] | None
+    ranks: Ranks | None
+    backend: str | Backend
+    buckets: tuple[int, ...] | list[int]
+    max_batch: int
+    max_waste: float
+    warmups: int
+    progress: bool
+    debug: Wanted
+    sharing: bool | None
+    graphs: bool
+    lowering: str
+    lazy: bool
+    error_mode: str | None
+
+
+class StackArguments(CaptureArguments, total=False):
+    """Of a runner whose buckets are tokens, up to `max_tokens`."""
+
+    max_tokens: int
+    output_rows: Axis | None
+    stack: nn.Module | str | None
+
+
+class DraftArguments(CaptureArguments, total=False):
+    """Of a runner whose buckets are requests, and whose outputs are one row a request."""
+
+    bind: Mapping[str, Bound]
+
+
+class ExtendArguments(DraftArguments, total=False):
+    """Of one whose outputs may follow another axis."""
+
+    output_rows: Axis | None
+
+
+class DecodeArguments(ExtendArguments, total=False):
+    """Of one whose buckets are requests of `width` tokens."""
+
+    width: int
+
+
+def _differing(seen: Mapping[str, Any], batch: Any) -> str:
+    """The first field whose value in the batch is not the one that graphs saw, or nothing."""
+    for name, captured in seen.items():
+        value = look_up(batch, name)
+        if value is not None and not _same(value, captured):
+            return name
+    return ""
+
+
+def _same(value: Any, captured: Any) -> bool:
+    """Whether two field values are one; a tensor or an array, of which `==` makes another, is never the same."""
+    return value is captured or (not hasattr(value, "shape") and bool(value == captured))
+
+
+def _brief(value: Any) -> str:
+    """A field's value in a sentence; of a tensor or an array its kind alone, which asks no device."""
+    return type(value).__name__ if hasattr(value, "shape") else reprlib.repr(value)
+
+
+class GraphRunner(Runner[V]):
+    """A runner that captures graphs. Subclasses are final, or abstract."""
+
+    _is_debugged = False
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        stage: Stage[V],
+        buckets: Buckets,
+        counts: Callable[[int], Sizes],
+        given: Mapping[str, Any],
+        *,
+        said: str,
+        leading: Collection[Axis],
+        path: Path,
+        rows_each: int | None = None,
+    ) -> None:
+        """Size the buckets, and take a seat in the pool.
+
+        counts: tells a bucket's padded sizes of BATCH and TOKENS from its rows. given: the arguments, of which those
+        about captures are used here. said: the options that decide padded sizes, for an error. leading: the axes that
+        the bucket decides; buckets are rows on the first. path: of a batch that fits a bucket. rows_each: output rows
+        for each row of the leading axis; None where outputs are handed out whole.
+        """
+        lead, *_ = leading
+        self.buckets = buckets
+        self._rows_each, self.cuts = rows_each, rows_each is not None
+        sizes = {rows: stage.padded(counts(rows), said) for rows in buckets.sizes}
+        self._capacity = sizes[buckets.largest]
+        config.check(stage.backend.capabilities)
+        patterns = patterns_of(stage.declaration, given.get("absent", ()))
+        size = Sizer(stage.declaration, stage.relations, self._capacity, lead)
+        coordinator = coordinator_of(stage.declaration, type(self).__name__, config, sizes, lead)
+        super().__init__(config, stage, size, coordinator, capacity=self._capacity, path=path)
+        self.sizes, self.patterns = sizes, patterns
+        self._fits = {rows: Decision(path, rows, "fits", f"bucket {rows} fits") for rows in buckets.sizes}
+        own = [(place, axis) for place, axis in enumerate(stage.declaration.varying) if axis not in leading]
+        self._most = [(place, axis, self._capacity[axis]) for place, axis in own]
+        fields = stage.declaration.fields.items()
+        self._seen = {name: field_of(None, name, seen) for name, seen in fields if seen is not attrs.NOTHING}
+        phase = given.get("phase")
+        self.seat: Seat[V] = Seat(  # pyright: ignore[reportIncompatibleVariableOverride] - never None here
+            self.name, stage, self._capacity, given.get("bind", {}), phase, config.sharing
+        )
+        if phase is None:
+            _ = self.eager  # what is wrong with it is said now
+
+    def _captures(self, buffers: Buffers) -> Mapping[str, Any]:
+        """What of a step is captured, as arguments of `GraphSet`: here the whole step."""
+        del buffers
+        return {"recipe": None, "holder": self.stage.step, "parameters": self.stage.declaration.parameters}
+
+    def _viewer(self, ready: Ready) -> Callable[[Any], V]:
+        """A call that makes the view of a batch that was filled."""
+        return self.stage.viewer(ready)
+
+    def _run_graph(self, filled: Filled[V], captured: Captured) -> Any:
+        """Run a filled step by its graph; its outputs."""
+        return self.graphs.replay(captured, filled.rows)
+
+    @abc.abstractmethod
+    def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
+        """Make what follows the writes of a step like this one, and counts it."""
+
+    @property
+    def _lowering(self) -> str:
+        """How fills are run, as the options have it."""
+        return self.config.lowering
+
+    @functools.cached_property
+    def graphs(self) -> GraphSet[V]:  # type: ignore[override] # one that is kept
+        """The captured buckets, and the buffers that they read; those of a pool are laid out when first asked for."""
+        config, stage, buffers = self.config, self.stage, self.seat.buffers()
+        filler = Filler(stage, buffers, self._lowering, [*self.sizes.values()], config.error_mode, self._table)
+        return GraphSet(
+            stage,
+            buffers,
+            filler,
+            config,
+            self.sizes if config.graphs else {},
+            self.patterns,
+            self.name,
+            self.coordinator,
+            self._rows_each,
+            **self._captures(buffers),
+        )
+
+    @functools.cached_property
+    def eager(self) -> Eagerly[V]:  # type: ignore[override] # one that is kept
+        """Runs the batches that no graph takes, in the same buffers."""
+        return Eagerly(self.stage, self.name, self.size, self._table, buffers=self.graphs.buffers)
+
+    def capture(self) -> CaptureReport:
+        """Capture every bucket, the largest first; with `lazy`, each when the first batch comes for it.
+
+        Nothing is captured with `graphs` off. Raises CaptureError where buckets failed; the others are usable all the
+        same, and `report` names both.
+        """
+        try:
+            with self._gate.open():
+                return self.graphs.capture()
+        finally:
+            self._debug()
+            self._bound = self._bound_steps()
+
+    def _debug(self) -> None:
+        """Let the debug modes that are on watch each step from now on, unless they do."""
+        modes = self.config.modes
+        if modes and not self._is_debugged:
+            self._is_debugged = True
+            for watcher in watchers_of(self, modes):
+                self.watch.add(watcher)
+
+    def _bound_steps(self) -> Specializations | None:
+        """None where other ranks are asked before each step, a debug mode looks at it, or fills go slot by slot."""
+        if "graphs" not in vars(self) or self.config.modes or not self.coordinator.quiet:
+            return None
+        return None if self.lowering == "slot_by_slot" else self._table
+
+    @property
+    def report(self) -> CaptureReport | None:
+        """What the capture came to, or None before it."""
+        return self.graphs.report
+
+    @property
+    def lowering(self) -> Lowering:
+        """How fills are run."""
+        return self.graphs.filler.lowering
+
+    def plan(
+        self,
+        bucket: int,
+        absent: Collection[str] = (),
+        in_place: Collection[str] = (),
+        hosted: Collection[str] = (),
+    ) -> FillPlan:
+        """How one bucket is filled, for batches without some optional slots, or with some in place or on the host.
+
+        ConfigError where there is no such bucket or slot.
+        """
+        declaration, sizes = self.stage.declaration, self.sizes.get(bucket)
+        check_named(declaration, absent, in_place, hosted)
+        if sizes is None:
+            known = ", ".join(map(str, sorted(self.sizes)))
+            raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")
+        pattern, foreign = Pattern(absent, in_place, hosted), self.graphs.buffers.foreign
+        capabilities = self.stage.backend.capabilities
+        return plan_fill(declaration, sizes, capabilities, pattern, lowering=self.lowering, foreign=foreign)
+
+    def decide(self, batch: Any, **side: Any) -> Decision:
+        """The path that a batch would take, its bucket, and why. Raises as a call does, where sizes tell."""
+        return self._decide(self.size(batch, side), self.stage.absent(batch, side), batch)
+
+    def _decide(self, live: Live, absent: Absent, batch: Any) -> Decision:
+        """The path of a batch with these live sizes, the leading axis last. ReplayError before anything is captured."""
+        buckets, rows, report = self.buckets, live[-1], self.graphs.report
+        bucket = buckets.fit(rows)
+        over = next(((live[place], axis, most) for place, axis, most in self._most if live[place] > most), None)
+        why: Why
+        if report is None:
+            raise ReplayError("nothing is captured yet: call capture() first")
+        if not self.config.graphs:
+            why, reason = "disabled", "graphs are switched off, by graphs=False"
+        elif over is not None:
+            why, reason = "too_large", "{} rows on {} are more than the {} of every bucket".format(*over)
+        elif bucket is None:
+            why, counted = "too_large", "rows" if self.is_whole else "tokens"
+            reason = f"{rows} {counted} are more than the largest bucket, {buckets.largest}"
+        elif (share := buckets.waste(rows, bucket)) > buckets.max_waste:
+            why = "waste"
+            reason = f"bucket {bucket} would be {share:.0%} padding, over the limit of {buckets.max_waste:.0%}"
+        elif not self.graphs.has(bucket, absent):
+            names, failed = ", ".join(map(repr, sorted(absent))), report.failed.get(bucket)
+            why = "absent" if failed is None else "not_captured"
+            reason = failed or f"no graph was captured without {names}; pass absent=[{{{names}}}] to capture one"
+        elif name := _differing(self._seen, batch):
+            came, seen = _brief(look_up(batch, name)), self._seen[name]
+            why, reason = "field_differs", f"field {name!r} is {came}, not {seen!r}, with which graphs were captured"
+        else:
+            return self._fits[bucket]
+        return Decision("eager", None, why, reason)
+
+    def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Captured | Decision:
+        own, graphs, coordinator = self._decide(live, absent, batch), self.graphs, self.coordinator
+
+        def admit() -> None:
+            captured = graphs.get(own.bucket, absent)
+            if captured is None:
+                self.eager.admit(batch, live[: self._axes], side)
+            else:
+                captured.filling.bucket.admit(batch, live[:-1], absent, side)
+
+        decision = coordinator.settle(own, live, admit)
+        captured = graphs.get(decision.bucket, absent)
+        if captured is not None or decision.bucket is None:
+            return captured or decision
+        if coordinator.quiet:  # a late capture that failed is decided anew
+            return self._decide(live, absent, batch)
+        missing = ", ".join(map(repr, sorted(absent)))
+        raise RankError(f"ranks agreed on bucket {decision.bucket}, of which this one has no graph without {missing}")
+
+    def _fill_by(
+        self, route: Captured | Decision, batch: Any, side: Side, live: Live, absent: Absent, *, whole: bool
+    ) -> Filled[V]:
+        if isinstance(route, Decision):
+            return super()._fill_by(route, batch, side, live, absent, whole=whole)
+        ready = self.graphs.filler.fill(route.filling, batch, live[:-1], absent, side, whole=whole)
+        if self.is_whole and whole:
+            return Filled(None, route, live)
+        if not self.is_whole:
+            ready.compute_on_device(batch)
+        return Filled(self._viewer(ready)(batch), route, live)
+
+    def _run(self, filled: Filled[V]) -> Any:
+        route = filled.route
+        if isinstance(route, Decision):
+            return super()._run(filled)
+        outputs = self._run_graph(filled, route)
+        self.tally.stepped(route.rows, filled.rows)
+        return outputs
+
+    def _repeats(self, filled: Filled[V]) -> bool:
+        # where fields decide, the next batch like one that took no graph may take one
+        return isinstance(filled.route, Captured) or (not self._seen and super()._repeats(filled))
+
+    def _short(self, found: Specialization, filled: Filled[V], *, whole: bool) -> Run:
+        captured, graphs, ready = filled.route, self.graphs, found.ready
+        if isinstance(captured, Decision):
+            return super()._short(found, filled, whole=whole)
+        filler, live, filling = graphs.filler, filled.live, captured.filling
+        if whole:
+            finish = self._finish(captured, ready, filled)
+            alone = filling.alone if filler.lowering == "fused" else None
+            launch = None if alone is None else alone.replay
+        else:
+            show, launch = self._viewer(ready), functools.partial(filler.launched, filling)
+            finish = lambda batch: Filled(show(batch), captured, live)  # noqa: E731 - as `_finish` makes one
+        return bind(
+            found,
+            finish,
+            turn=graphs.buffers.turn,
+            counts=self.tally.buckets[captured.rows],
+            graphs=graphs,
+            hosts=filler.hosts,
+            launch=launch,
+            device=() if self.is_whole else ready.device,
+            holds=self._holds(),
+        )
+
+    def _holds(self) -> list[Holds]:
+        seen = self._seen
+        return [*super()._holds(), *([lambda batch, _: not _differing(seen, batch)] if seen else [])]
 
 
 class RequestRunner(GraphRunner[V]):
@@ -33,21 +379,15 @@ class RequestRunner(GraphRunner[V]):
     ) -> None:
         """Take the arguments of `DecodeRunner`.
 
-        Args:
-            inputs: The declaration class.
-            step: Called with its view.
-            given: The other arguments.
-            output_rows: The axis that the rows of outputs follow, where they do not say so.
-            known: Sizes that the runner knows.
-            width: The one that the step stands for, in place of an option.
-
+        output_rows: the axis that the rows of outputs follow, where `given` does not say so. known: sizes that the
+        runner knows. width: the one that the step stands for, in place of an option.
         """
         config = config_of(type(self), given)
         if width is not None:
             config = attrs.evolve(config, width=width)
         width = config.width
         relations, sizes = {TOKENS: BATCH * width}, joined(inputs, given.get("sizes", {}), {WIDTH: width, **known})
-        stage = Stage.of(inputs, step, relations=relations, **{**staged(given), "sizes": sizes})
+        stage = Stage.of(inputs, step, relations=relations, **{**given, "sizes": sizes})
         super().__init__(
             config,
             stage,
@@ -63,7 +403,7 @@ class RequestRunner(GraphRunner[V]):
     def _finish(self, captured: Captured, ready: Ready, filled: Filled[V]) -> Finish:
         del ready
         graphs, hosts, rows = self.graphs, self.graphs.filler.hosts, filled.rows
-        clock, live, counted = graphs.clock, captured.live, self._tally.repeated[captured.rows, rows]
+        clock, live, counted = graphs.clock, captured.live, self.tally.repeated[captured.rows, rows]
         shown = None if self._rows_each is None else rows * self._rows_each
         graph, note = captured.graph, hosts.note if hosts.possible else None
         replay, unchanged, last, kept, pointer = graph.replay, own_guard(()), None, None, 0
@@ -121,9 +461,6 @@ class DecodeRunner(RequestRunner[V]):
         bind: Tensors to adopt as buffers, by slot.
         absent: Further patterns of absent optional slots to capture, each a collection of names. With none, a
             batch that lacks one runs eagerly.
-        lend: By slot, a call that gets its view before the step's code runs (warm-up, capture, eager runs), and
-            None after it: so an object outside, such as a KV cache, is part of what is captured.
-        carry: Slots that the batch has computed right where a step runs eagerly, such as counts of padded rows.
         output_rows: The axis that the rows of outputs follow, TOKENS or BATCH, or None to get outputs whole.
         phase: Of a pool, whose memory others use in theirs.
         state: The tensors beside slots, or parts of them, that captures and checks put back after each run of the

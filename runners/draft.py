@@ -1,7 +1,9 @@
 """The draft runners: a tree drafted in one graph, and what takes in the accepted tokens to begin the next one."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Generic, TypeAlias, Unpack, final
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeAlias, Unpack, final
 
 import attrs
 import torch
@@ -10,11 +12,8 @@ from ..dataflow.axes import BATCH, Dim
 from ..dataflow.computation import initial_value
 from ..dataflow.declaration import Declaration
 from ..dataflow.errors import CaptureError, ConfigError
-from ..dataflow.tails import Number, Once, Pad, resolve_value
-from ..dataflow.views import make_view
 from .config import check_step, checked_names, declaration_of
-from .decode import RequestRunner
-from .graph_runner import DraftArguments, ExtendArguments
+from .decode import DraftArguments, ExtendArguments, RequestRunner
 from .stage import V
 from .standard.counts import STEPS, TOPK
 from .tree import Drafts, Frontier, top_tokens
@@ -71,68 +70,53 @@ class DraftRunner(RequestRunner[V]):
         steps: int,
         **options: Unpack[DraftArguments],
     ) -> None:
-        _check_counts(topk, steps)
+        for name, count in (("topk", topk), ("steps", steps)):
+            if type(count) is not int or count < 1:
+                raise ConfigError(f"a draft needs {name}= of at least 1, got {count!r}")
         check_step("forward", forward, "the view and a DraftStep")
         advances = _advancing(declaration_of(inputs))
         self.topk, self.steps = topk, steps
-        step = _Drafting(forward, topk, steps, advances)
+        step = functools.partial(_drafted, forward, topk, steps, advances)
         super().__init__(inputs, step, options, output_rows=BATCH, known={TOPK: topk, STEPS: steps}, width=topk)
 
 
-@attrs.frozen(eq=False)
-class _Drafting(Generic[V]):
+def _drafted(forward: Forward[V], topk: int, steps: int, advances: Sequence[str], view: V) -> Drafts:
     """What is captured: every step, and the choice of the nodes that the next one goes on from."""
-
-    forward: Forward[V]
-    topk: int
-    steps: int
-    advances: Sequence[str]
-
-    def __call__(self, view: V) -> Drafts:
-        slots = view.__dict__
-        frontier = Frontier.begin(slots["topk_p"], slots["topk_index"])
-        shape, staged, hidden = (-1, self.topk, self.topk), slots.get(_IDS), slots.get("hidden_states")
-        if hidden is not None:
-            hidden = hidden[:, None].expand(-1, self.topk, *hidden.shape[1:]).flatten(0, 1)
-        for index in range(self.steps - 1):
-            ids = frontier.tokens.flatten()
-            step = DraftStep(index, ids if staged is None else staged.copy_(ids), hidden, frontier.branches)
-            logits, hidden = _checked(self.forward(view, step), step, self.topk)
-            for name in self.advances:
-                if slots[name] is not None:
-                    slots[name].add_(1)
-            shares, tokens = top_tokens(logits, self.topk)
-            frontier = frontier.grow(shares.view(shape), tokens.view(shape))
-            if hidden is not None:  # of the nodes that are gone on from
-                first = torch.arange(len(frontier.rows), device=hidden.device)[:, None] * self.topk
-                hidden = hidden.index_select(0, (frontier.rows + first).flatten())
-        return frontier.drafts()
+    slots = view.__dict__
+    frontier = Frontier.begin(slots["topk_p"], slots["topk_index"])
+    shape, staged, hidden = (-1, topk, topk), slots.get(_IDS), slots.get("hidden_states")
+    if hidden is not None:
+        hidden = hidden[:, None].expand(-1, topk, *hidden.shape[1:]).flatten(0, 1)
+    for index in range(steps - 1):
+        ids = frontier.tokens.flatten()
+        step = DraftStep(index, ids if staged is None else staged.copy_(ids), hidden, frontier.branches)
+        logits, hidden = _checked(forward(view, step), step, topk)
+        for name in advances:
+            if slots[name] is not None:
+                slots[name].add_(1)
+        shares, tokens = top_tokens(logits, topk)
+        frontier = frontier.grow(shares.view(shape), tokens.view(shape))
+        if hidden is not None:  # of the nodes that are gone on from
+            rows = frontier.branches[:, :, -1]
+            first = torch.arange(len(rows), device=hidden.device)[:, None] * topk
+            hidden = hidden.index_select(0, (rows + first).flatten())
+    return frontier.drafts()
 
 
 def _checked(returned: Any, step: DraftStep, topk: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What forward returned, if it is of the right shape: CaptureError."""
-    tokens = step.input_ids.shape[0]
-    where = f"forward, in draft step {step.index}, must return (logits, hidden states or None)"
-    if not isinstance(returned, tuple) or len(returned) != 2:  # noqa: PLR2004 - a pair
-        raise CaptureError(f"{where}, got {type(returned).__name__}")
-    logits, hidden = returned
-    if not isinstance(logits, torch.Tensor) or logits.dim() != 2 or logits.shape[0] != tokens or logits.shape[1] < topk:  # noqa: PLR2004 - rows and words
-        raise CaptureError(
-            f"{where}: expected logits of [{tokens}, words] with at least {topk} words, got {_said(logits)}"
-        )
-    if hidden is not None and (not isinstance(hidden, torch.Tensor) or hidden.shape[:1] != (tokens,)):
-        raise CaptureError(f"{where}: expected hidden states with {tokens} rows, one a token, got {_said(hidden)}")
-    return logits, hidden
-
-
-def _said(value: Any) -> str:
-    return f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-
-
-def _check_counts(topk: int, steps: int) -> None:
-    for name, count in (("topk", topk), ("steps", steps)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigError(f"a draft needs {name}= of at least 1, got {count!r}")
+    tokens = len(step.input_ids)
+    match returned:
+        case (torch.Tensor(shape=(rows, words)) as logits, None | torch.Tensor(shape=(_, *_)) as hidden) if (
+            rows == tokens and words >= topk and (hidden is None or len(hidden) == tokens)
+        ):
+            return logits, hidden
+    parts = returned if isinstance(returned, tuple) else [returned]
+    got = ", ".join(str(list(one.shape)) if isinstance(one, torch.Tensor) else type(one).__name__ for one in parts)
+    raise CaptureError(
+        f"forward, in draft step {step.index}, must return (logits, hidden states or None): expected logits of "
+        f"[{tokens}, words] with at least {topk} words, and hidden states with {tokens} rows, one a token, got {got}"
+    )
 
 
 def _advancing(declaration: Declaration) -> Sequence[str]:
@@ -158,14 +142,15 @@ def _advancing(declaration: Declaration) -> Sequence[str]:
 class DraftExtendRunner(RequestRunner[V]):
     """Runs a step over `width` tokens a request, of which it returns one row a request.
 
-    `width` is required: every request brings that many tokens, those that were accepted first. What depends on it, such
-    as `select_index`, is declared over WIDTH, so that a batch of another width is refused. Outputs follow BATCH, if
-    `output_rows` does not say otherwise. All else is as in `DecodeRunner`.
+    Every request brings `width` tokens, those that were accepted first. What depends on it, such as `select_index`, is
+    declared over WIDTH, so that a batch of another width is refused. Outputs follow BATCH, if `output_rows` does not
+    say otherwise. All else is as in `DecodeRunner`.
     """
 
-    def __init__(self, inputs: type[V], step: Callable[[V], Any], **options: Unpack[ExtendArguments]) -> None:
-        _check_width(type(self), options)
-        super().__init__(inputs, step, options, output_rows=BATCH)
+    def __init__(
+        self, inputs: type[V], step: Callable[[V], Any], *, width: int, **options: Unpack[ExtendArguments]
+    ) -> None:
+        super().__init__(inputs, step, {**options, "width": width}, output_rows=BATCH)
 
 
 @final
@@ -177,9 +162,10 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
     Args:
         inputs: The declaration class.
         steps: Each called with its view and the next step's, None for the last; returns one row a request.
+        width: Tokens that each request brings.
         chained: Slots of which every step has its own. The first step's are filled from the batch; all rows of the
-            others hold the slot's tail value until the step before writes them. All other slots are the same for
-            every step.
+            others hold what the slot holds at first, its tail value, until the step before writes them. All other
+            slots are the same for every step.
         options: As of `DraftExtendRunner`.
     """
 
@@ -188,63 +174,45 @@ class MultiLayerDraftExtendRunner(RequestRunner[V]):
         inputs: type[V],
         steps: Sequence[ChainedStep[V]],
         *,
+        width: int,
         chained: Sequence[str] = CHAINED,
         **options: Unpack[ExtendArguments],
     ) -> None:
-        _check_width(type(self), options)
         chained = checked_names("chained", chained)
         _check_chained(declaration_of(inputs), steps, chained)
-        super().__init__(inputs, _Chain(tuple(steps), chained, self._tail), options, output_rows=BATCH)
+        step = functools.partial(_in_chain, tuple(steps), chained, self._at_first)
+        super().__init__(inputs, step, {**options, "width": width}, output_rows=BATCH)
 
-    def _tail(self, name: str) -> Number:
-        """What padded rows of a slot hold, or what it holds at first where they are kept."""
-        stage, capacity = self.stage, self._capacity
-        slot, capabilities = stage.declaration.slots[name], stage.backend.capabilities
-        rule = slot.rule()
-        value = rule.value if isinstance(rule, Pad | Once) else initial_value(name, slot, capacity, capabilities)
-        return resolve_value(value, capabilities, capacity)
+    def _at_first(self, name: str) -> Any:
+        """What a slot holds at first."""
+        stage = self.stage
+        return initial_value(name, stage.declaration.slots[name], self._capacity, stage.backend.capabilities)
 
 
-@attrs.frozen(eq=False)
-class _Chain(Generic[V]):
-    """What is captured: every step on its own view. tail: what the rows of a later one's slots hold at first."""
-
-    steps: Sequence[ChainedStep[V]]
-    chained: Sequence[str]
-    tail: Callable[[str], Number]
-
-    def __call__(self, view: V) -> tuple[Any, ...]:
-        values, views = view.__dict__, [view]
-        there = [name for name in self.chained if values.get(name) is not None]
-        for _ in self.steps[1:]:
-            own = {name: torch.full_like(values[name], self.tail(name)) for name in there}
-            views.append(make_view(type(view), {**values, **own}, values["_slotgraph_view"]))
-        return tuple(step(own, after) for step, own, after in zip(self.steps, views, [*views[1:], None], strict=True))
+def _in_chain(
+    steps: Sequence[ChainedStep[V]], chained: Sequence[str], at_first: Callable[[str], Any], view: V
+) -> tuple[Any, ...]:
+    """What is captured: every step on its own view. at_first: what the rows of a later one's slots hold at first."""
+    views = [view, *(copy.copy(view) for _ in steps[1:])]
+    there = [name for name in chained if view.__dict__[name] is not None]
+    for own in views[1:]:
+        vars(own).update({name: torch.full_like(vars(own)[name], at_first(name)) for name in there})
+    return tuple(step(own, after) for step, own, after in zip(steps, views, [*views[1:], None], strict=True))
 
 
 def _check_chained(declaration: Declaration, steps: Sequence[Callable[..., Any]], chained: Sequence[str]) -> None:
     """ConfigError where there is nothing to run, or a slot cannot be chained."""
     if not isinstance(steps, Sequence) or not steps or not all(map(callable, steps)):
         raise ConfigError(f"steps= is a list of functions of a view and the next one's, at least one; got {steps!r}")
+    slots = declaration.slots
     for name in chained:
-        slot = declaration.slots.get(name)
-        if slot is None or slot.reads(name) is None:
-            raise ConfigError(f"chained names {name!r}, which is no slot that {declaration.name} copies from the batch")
-        if slot.is_parameter:
+        if name not in slots or slots[name].reads(name) is None or slots[name].is_parameter:
             raise ConfigError(
-                f"slot {name!r} is a host parameter, one for the graph of all steps: it cannot be chained"
+                f"chained names {name!r}, which is no slot that {declaration.name} copies from the batch to the device"
             )
-    for name, slot in declaration.slots.items():
+    for name, slot in slots.items():
         compute = slot.computes()
-        stale = sorted(set(chained) & set(compute.needs)) if compute is not None else []
-        if stale:
+        for stale in () if compute is None else [need for need in chained if need in compute.needs]:
             raise ConfigError(
-                f"slot {name!r} is computed once, from {stale[0]!r}, of which each step has its own: compute it in the "
-                "steps"
+                f"slot {name!r} is computed once, from {stale!r}, of which each step has its own: compute it in them"
             )
-
-
-def _check_width(kind: type, options: Mapping[str, Any]) -> None:
-    """ConfigError where there is no width."""
-    if "width" not in options:
-        raise ConfigError(f"{kind.__name__} needs width=: how many tokens each request has in a step")

@@ -1,7 +1,7 @@
 """The eager runner: the same declaration, never padded, buffers that grow on demand."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, TypedDict, Unpack, final
 
 from ..backends.base import Backend
@@ -15,7 +15,7 @@ from .hooks import Live
 from .ranks.agreement import coordinator_of
 from .ranks.group import Ranks
 from .runner import Runner
-from .stage import Lend, Stage, V, staged
+from .stage import Stage, V
 from .statistics import Decision
 
 NO_COPY_VARIABLE: Final = "SLOTGRAPH_EAGER_NO_COPY"
@@ -27,8 +27,6 @@ class EagerArguments(TypedDict, total=False):
 
     sizes: Sizes
     settings: object
-    carry: tuple[str, ...]
-    lend: Mapping[str, Lend]
     ranks: Ranks | None
     backend: str | Backend
     no_copy: bool | None
@@ -46,8 +44,6 @@ class EagerRunner(Runner[V]):
         step: Called with its view.
         sizes: Sizes of the fixed axes.
         settings: What `when=` of slots refers to.
-        carry: Slots that the batch has computed already.
-        lend: By slot, a call that gets its view before the step's code runs, and None after it.
         ranks: Those that run each step together, and tell each other their sizes.
         backend: A backend or its name.
         options: Those of `RunnerConfig` that this runner uses. Nothing is allocated before the first batch.
@@ -58,8 +54,7 @@ class EagerRunner(Runner[V]):
 
     def __init__(self, inputs: type[V], step: Callable[[V], Any], **options: Unpack[EagerArguments]) -> None:
         config = config_of(type(self), options)
-        carry = options.get("carry", ())
-        stage = Stage.of(inputs, step, carry=carry, **staged(options))
+        stage = Stage.of(inputs, step, **options)
         declaration, name = stage.declaration, type(self).__name__
         no_copy = os.environ.get(NO_COPY_VARIABLE) == "1" if config.no_copy is None else config.no_copy
         varying = declaration.varying
@@ -68,27 +63,23 @@ class EagerRunner(Runner[V]):
         size = Sizer(declaration, stage.relations, stage.sizes, lead)
         coordinator = coordinator_of(declaration, name, config, {}, *([] if lead is None else [lead]))
         super().__init__(config, stage, size, coordinator, capacity=stage.sizes)
-        self._own = Eagerly(stage, name, size, carry=carry, no_copy=no_copy, table=self._table)
+        self.eager = Eagerly(stage, name, size, self._table, no_copy=no_copy)
         self._bound = self._table if self.coordinator.quiet else None
-
-    @property
-    def _eager(self) -> Eagerly[V]:
-        return self._own
 
     @property
     def no_copy(self) -> bool:
         """Whether the step sees the batch's own tensors."""
-        return self._own.no_copy
+        return self.eager.no_copy
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers at their present capacity."""
-        buffers = self._own.buffers
+        buffers = self.eager.buffers
         return 0 if buffers is None else buffers.nbytes
 
     def _route(self, live: Live, absent: Absent, batch: Any, side: Side) -> Decision:
         del absent
-        return self.coordinator.settle(_ALWAYS, live, lambda: self._own.admit(batch, live[: self._axes], side))
+        return self.coordinator.settle(_ALWAYS, live, lambda: self.eager.admit(batch, live[: self._axes], side))
 
     def decide(self, batch: Any, **side: Any) -> Decision:
         """Always eager. BatchError for a side argument that no slot reads."""

@@ -35,55 +35,49 @@ from .capture import (
     told_as_capture_error,
     warm_up,
 )
-from .config import ADDRESSES, GENERATIONS, OFF, STREAMS, RunnerConfig
-from .holdings import Holdings
+from .config import ADDRESSES, GENERATIONS, RunnerConfig
 from .hooks import Coordinator
 from .outputs import Stamped, check_rows, map_tensors, nbytes_of
 from .running import Running, under_way
 from .stage import Stage, V
-from .state import State, check_writes
+from .state import Holdings, State, check_writes
 from .statistics import CaptureReport, MemoryAccount
 from .traffic import HostReads
 
 
+@attrs.define(eq=False, slots=False)
 class Filler(Generic[V]):
-    """Fills a runner's buckets by one lowering, and by the next where a batch asks for it.
+    """Fills a runner's buckets by one lowering.
 
-    modes: of debugging: order sources of other streams. table: where buckets keep their specializations. lowered: fills
-    by each lowering. detours: why batches were filled by a later one than chosen. late: when something was last
-    captured in the middle of a fill, whose time then says nothing of fills, by `perf_counter_ns`.
+    buckets: padded sizes, by which the packet is sized. table: where buckets keep their specializations. lowered: fills
+    by each lowering. late: when something was last captured in the middle of a fill, whose time then says nothing of
+    fills, by `perf_counter_ns`.
     """
 
-    def __init__(
-        self,
-        stage: Stage[V],
-        buffers: Buffers,
-        lowering: str,
-        buckets: Sequence[Sizes],
-        *,
-        modes: frozenset[str] = OFF,
-        error_mode: str | None = None,
-        table: Specializations | None = None,
-    ) -> None:
-        self.stage = stage
-        self.buffers = buffers
-        self.lowering: Lowering = chosen_lowering(stage.backend.capabilities, lowering)
-        self.lowered: collections.Counter[str] = collections.Counter()
-        self.detours: collections.Counter[str] = collections.Counter()
-        self.late = 0
-        self._orders_sources = STREAMS in modes
-        self._error_mode = error_mode
-        self._tables = 0
-        self._table = Specializations(stage.declaration) if table is None else table
-        self.stream = stage.backend.stream_key()
-        buffers.turn.stream = self.stream()
-        self.hosts = HostReads(stage.backend, buffers)
-        self._fusion = stage.backend.fusion() if self.lowering in FUSED else None
+    stage: Stage[V]
+    buffers: Buffers
+    wanted: str
+    buckets: Sequence[Sizes]
+    error_mode: str | None = None
+    table: Specializations | None = None
+    late: int = 0
+    lowered: collections.Counter[str] = attrs.field(factory=collections.Counter)
+    _tables: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        """Make what all buckets share."""
+        backend = self.stage.backend
+        self.lowering: Lowering = chosen_lowering(backend.capabilities, self.wanted)
+        self.table = Specializations(self.stage.declaration) if self.table is None else self.table
+        self.stream = backend.stream_key()
+        self.buffers.turn.stream = self.stream()
+        self.hosts = HostReads(backend, self.buffers)
+        self._fusion = backend.fusion() if self.lowering in FUSED else None
         if self.lowering in FUSED and self._fusion is None:
-            raise ConfigError(f"backend {stage.backend.name!r} names fused lowerings, but fusion() gives none")
-        over = stage.declaration, stage.backend.capabilities
-        most = max((packet_bytes(over[0], sizes, over[1]) for sizes in buckets), default=WORD)
-        self._feed = Feed(stage.backend.upload, most)
+            raise ConfigError(f"backend {backend.name!r} names fused lowerings, but fusion() gives none")
+        slots, record = self.stage.declaration, backend.capabilities
+        most = max((packet_bytes(slots, sizes, record) for sizes in self.buckets), default=WORD)
+        self._feed = Feed(backend.upload, most)
         if self._fusion is not None:
             _ = self._feed.upload
 
@@ -98,7 +92,7 @@ class Filler(Generic[V]):
         capabilities = stage.backend.capabilities
         feed = self._feed if capabilities.packed_uploads or fusion is not None else None
         over = stage.declaration, sizes, capabilities, self.buffers
-        bucket = Bucket(*over, lowering=self.lowering, feed=feed, table=self._table)
+        bucket = Bucket(*over, lowering=self.lowering, feed=feed, table=self.table)
         if fusion is None:
             return Filling(bucket)
         planned = bucket.planned(absent)
@@ -122,7 +116,7 @@ class Filler(Generic[V]):
 
         if warm:
             warm_up(backend, alone)
-        graph = filling.alone = capture_step(backend, alone, pool=backend.pool(), error_mode=self._error_mode)
+        graph = filling.alone = capture_step(backend, alone, pool=backend.pool(), error_mode=self.error_mode)
         return graph
 
     def first_node(self, filling: Filling) -> None:
@@ -159,24 +153,12 @@ class Filler(Generic[V]):
         """
         if self.hosts.possible:
             self.hosts.wait()
-        backend, here = self.stage.backend, self.stream()
-        foreign = frozenset[int]()
-        if self._orders_sources:
-            device, sources = backend.device, filling.bucket.gather(batch, side)
-            mine = [one for one in sources if isinstance(one, torch.Tensor) and one.device == device and one.numel()]
-            foreign = frozenset(backend.streams_of(mine)) - {here}
-        for stream in foreign:  # after what they wrote
-            backend.order(stream, here)
         fill = filling.bucket.fill_slot_by_slot if self.lowering == "slot_by_slot" else filling.bucket.fill
         ready = fill(batch, live, absent, side)
-        if whole and not foreign and self.lowering == "in_graph":
+        if whole and self.lowering == "in_graph":
             self.lowered["in_graph"] += 1
         else:  # a kernel in the graph reads sources later
             self.launched(filling)
-        for stream in foreign:  # before what they write next
-            backend.order(here, stream)
-        if foreign:
-            self.detours["foreign_stream"] += 1
         return ready
 
     def launched(self, filling: Filling) -> None:
@@ -194,17 +176,6 @@ class Filler(Generic[V]):
             self._feed.was_disarmed()
 
 
-@attrs.frozen(eq=False)
-class Order:
-    """What is to be captured of the runner of that name: buckets and their sizes, and patterns of absent slots."""
-
-    config: RunnerConfig
-    buckets: Mapping[int, Sizes]
-    patterns: Collection[Absent]
-    runner: str
-    coordinator: Coordinator
-
-
 Key = tuple[int, Absent]
 Look = Callable[[Callable[[], Any]], State]
 """Runs a whole step for the first time, and tells its state: what it changes beside its slots, which is put back."""
@@ -212,43 +183,38 @@ Recipe = Callable[[Filling, Absent, Look], tuple[Callable[[], Any], State]]
 """Makes the call that is captured of a bucket, and looks at its step's state before it runs the step otherwise."""
 
 
+@attrs.define(eq=False, slots=False)
 class GraphSet(Generic[V]):
     """The graphs of one runner over one set of buffers.
 
-    rows_each: output rows for each row of the leading axis, or None where outputs are handed out whole. recipe: makes
-    what is captured of a bucket; the whole step, where it is not given. holder: what reaches the tensors that graphs
-    read beside slots; the step, where no recipe is given. parameters: slots whose values each replay hands to its
-    graph, by the operator's argument; all that are declared, where it is not given.
+    sizes: of the buckets that are captured. patterns: of absent slots. runner: its name. rows_each: output rows for
+    each row of the leading axis, or None where outputs are handed out whole. recipe: makes what is captured of a
+    bucket; the whole step, where it is None. holder: what reaches the tensors that graphs read beside slots.
+    parameters: slots whose values each replay hands to its graph, by the operator's argument.
     """
 
-    def __init__(
-        self,
-        stage: Stage[V],
-        buffers: Buffers,
-        filler: Filler[V],
-        order: Order,
-        *,
-        rows_each: int | None,
-        recipe: "Recipe | None" = None,
-        holder: Callable[..., Any] | None = None,
-        parameters: Mapping[str, str] | None = None,
-    ) -> None:
-        self.stage = stage
-        self.buffers = buffers
-        self.filler = filler
-        self.report: CaptureReport | None = None
-        self._pool = stage.backend.pool()
+    stage: Stage[V]
+    buffers: Buffers
+    filler: Filler[V]
+    config: RunnerConfig
+    sizes: Mapping[int, Sizes]
+    patterns: Collection[Absent]
+    runner: str
+    coordinator: Coordinator
+    rows_each: int | None
+    recipe: "Recipe | None"
+    holder: Callable[..., Any] | None
+    parameters: Mapping[str, str]
+    report: CaptureReport | None = None
+    _captured: dict[Key, Captured] = attrs.field(factory=dict)
+    _forks: int = attrs.field(factory=lambda: FORKS.count)
+
+    def __attrs_post_init__(self) -> None:
+        """Take part in the pool of all graphs of its backend."""
+        self._pool = self.stage.backend.pool()
         self.clock = clock_of(self._pool)
-        self.rows_each = rows_each
-        modes = order.config.modes
-        self._stamps, self._verifies = GENERATIONS in modes, ADDRESSES in modes
-        self._holder = stage.step if recipe is None else holder
-        self.holdings = Holdings(self._holder)
-        self._recipe = self._whole_step if recipe is None else recipe
-        self._parameters = stage.declaration.parameters if parameters is None else parameters
-        self._captured: dict[Key, Captured] = {}
-        self._order = order
-        self._forks = FORKS.count
+        self.holdings = Holdings(self.holder)
+        self._modes = self.config.modes
 
     @property
     def captured(self) -> Mapping[Key, Captured]:
@@ -277,15 +243,15 @@ class GraphSet(Generic[V]):
             raise CaptureError(
                 "this runner is captured already: its addresses are sealed; make a new runner to capture again"
             )
-        order, borne = self._order, self.stage.backend.capabilities.graphs_hint
-        wanted = len(order.buckets) * len(order.patterns)
+        sizes, meet, borne = self.sizes, self.coordinator.meet, self.stage.backend.capabilities.graphs_hint
+        wanted = len(sizes) * len(self.patterns)
         if borne is not None and wanted > borne:  # which is said before minutes are spent on them
-            log.warning("many_graphs", runner=order.runner, wanted=wanted, borne=borne)
-        order.coordinator.meet(f"captures begin, of buckets {', '.join(map(str, order.buckets)) or 'none'}")
-        report, failed = self._capture_buckets(() if order.config.lazy else sorted(order.buckets, reverse=True))
+            log.warning("many_graphs", runner=self.runner, wanted=wanted, borne=borne)
+        meet(f"captures begin, of buckets {', '.join(map(str, sizes)) or 'none'}")
+        report, failed = self._capture_buckets(() if self.config.lazy else sorted(sizes, reverse=True))
         self._forks = FORKS.count
         if failed:
-            message = f"{len(failed)} of {len(order.buckets)} buckets were not captured and run eagerly: "
+            message = f"{len(failed)} of {len(sizes)} buckets were not captured and run eagerly: "
             raise CaptureError(message + "; ".join(report.reasons)) from failed[0]
         return report
 
@@ -293,10 +259,10 @@ class GraphSet(Generic[V]):
         self, buckets: Sequence[int], *, late: bool = False
     ) -> tuple[CaptureReport, list[CaptureError]]:
         """Capture some buckets; the report, and the errors of those that failed. late: a batch has come for them."""
-        backend, order, errors = self.stage.backend, self._order, list[CaptureError]()
+        backend, errors = self.stage.backend, list[CaptureError]()
         start, before = time.perf_counter(), backend.memory()
         known = self.report or CaptureReport((), {}, 0.0, self.memory())
-        reasons, shows = dict(known.failed), order.config.progress and order.coordinator.rank == 0 and not late
+        reasons, shows = dict(known.failed), self.config.progress and self.coordinator.rank == 0 and not late
         with frozen_garbage(), self._at_rest(always=late):
             for rows in progress_over(buckets, backend, show=shows):
                 try:
@@ -304,21 +270,21 @@ class GraphSet(Generic[V]):
                 except CaptureError as error:
                     errors.append(error)
                     reasons[rows] = str(error)
-        if buckets and self._holder is not None and all(one.graph.is_recorded for one in self._captured.values()):
-            self.holdings = self.holdings.joined(Holdings.of(self._holder))
+        if buckets and self.holder is not None and all(one.graph.is_recorded for one in self._captured.values()):
+            self.holdings = self.holdings.joined(Holdings.of(self.holder))
         seconds, after = known.seconds + time.perf_counter() - start, backend.memory()
         driver = max(0, (before.free - after.free) - (after.allocated - before.allocated)) + known.driver
         done = tuple(sorted({rows for rows, _ in self._captured}))
         self.report = report = CaptureReport(done, reasons, seconds, self.memory(), driver)
-        report.log(order.runner)
+        report.log(self.runner)
         return report, errors
 
     def _is_pending(self, bucket: int | None, absent: Absent) -> bool:
         """Whether a bucket is captured once the first batch comes for it; never again where that failed."""
-        order, report = self._order, self.report
-        if report is None or not order.config.lazy or bucket in report.failed:
+        report = self.report
+        if report is None or not self.config.lazy or bucket in report.failed:
             return False
-        return bucket in order.buckets and absent in order.patterns
+        return bucket in self.sizes and absent in self.patterns
 
     def _at_rest(self, *, always: bool) -> contextlib.AbstractContextManager[None]:
         """Initial values in the buffers, as at first, where a fill or another runner of a pool may have been since."""
@@ -329,40 +295,38 @@ class GraphSet(Generic[V]):
 
     def _capture_bucket(self, rows: int) -> None:
         """Capture one bucket for every pattern. CaptureError, with nothing of it kept, also of another rank."""
-        order, gradients = self._order, torch.is_grad_enabled()
+        gradients, error = torch.is_grad_enabled(), None
         try:
-            for absent in sorted(order.patterns, key=sorted):
+            for absent in sorted(self.patterns, key=sorted):
                 self._captured[rows, absent] = self._capture(rows, absent)
-            failed = order.coordinator.meet(f"captured bucket {rows}")
-        except CaptureError as error:
-            order.coordinator.meet(f"captured bucket {rows}", error)
-            self._drop(rows)
-            raise
+        except CaptureError as raised:
+            error = raised
         finally:
             torch.set_grad_enabled(gradients)  # an interrupt may come while a `no_grad` block ends
+        failed = self.coordinator.meet(f"captured bucket {rows}", error)
         if failed is not None:
-            self._drop(rows)
-            raise CaptureError(f"rank {failed[0]}: {failed[1]}")
-
-    def _drop(self, rows: int) -> None:
-        """Keep nothing of a bucket."""
-        self._captured = {key: one for key, one in self._captured.items() if key[0] != rows}
-        self.buffers.distrust()
+            self._captured = {key: one for key, one in self._captured.items() if key[0] != rows}
+            self.buffers.distrust()
+            raise error or CaptureError(f"rank {failed[0]}: {failed[1]}")
 
     def _capture(self, rows: int, absent: Absent) -> Captured:
-        stage, filler, order = self.stage, self.filler, self._order
-        filling = filler.make(order.buckets[rows], absent)
+        stage, filler, coordinator = self.stage, self.filler, self.coordinator
+        filling = filler.make(self.sizes[rows], absent)
         filler.rest()
-        as_warm_up = functools.partial(order.coordinator.warm_up, backend=stage.backend)
-        step, state = self._recipe(filling, absent, lambda run: self._look(as_warm_up(run), absent))
-        for _ in range(self._warmups_after_look()):
+        as_warm_up = functools.partial(coordinator.warm_up, backend=stage.backend)
+        recipe = self._whole_step if self.recipe is None else self.recipe
+        step, state = recipe(filling, absent, lambda run: self._look(as_warm_up(run), absent))
+        # the look is a warm-up where nothing can be compiled: compiled functions run as they were written under it; of
+        # several ranks all run a step equally often, whatever each has imported
+        looked = coordinator.size == 1 and "torch._dynamo" not in sys.modules
+        for _ in range(self.config.warmups - looked):
             with told_as_capture_error(), state.kept():
                 warm_up(stage.backend, as_warm_up(step))
         views = filling.whole(absent).views  # of an optional slot that is absent, None
-        named = ((argument, views[name]) for argument, name in self._parameters.items())
+        named = ((argument, views[name]) for argument, name in self.parameters.items())
         parameters = {argument: view for argument, view in named if view is not None}
         with told_as_capture_error(), state.kept():
-            mode = order.config.error_mode
+            mode = self.config.error_mode
             graph = capture_step(stage.backend, step, pool=self._pool, error_mode=mode, parameters=parameters)
         if self.rows_each is not None:
             check_rows(graph.outputs, rows * self.rows_each, f"padded row of bucket {rows}")
@@ -370,15 +334,6 @@ class GraphSet(Generic[V]):
             filler.capture_alone(filling, warm=True)
         _ = self.buffers.addresses
         return Captured(rows, filling, graph, step)
-
-    def _warmups_after_look(self) -> int:
-        """Runs between the look and the capture.
-
-        The look is a warm-up where nothing can be compiled: compiled functions run as they were written under it. Of
-        several ranks all run a step equally often, whatever each has imported.
-        """
-        looked = self._order.coordinator.size == 1 and "torch._dynamo" not in sys.modules
-        return max(0, self._order.config.warmups - looked)
 
     def _look(self, run: Callable[[], Any], absent: Absent) -> State:
         """Run the whole step once: its first warm-up. What it changes beside its slots, which is put back.
@@ -421,7 +376,7 @@ class GraphSet(Generic[V]):
 
     def replay(self, captured: Captured, rows: int) -> Any:
         """Replay a filled bucket and return its outputs for `rows` live rows of the leading axis."""
-        if not captured.verified or self._verifies:
+        if not captured.verified or ADDRESSES in self._modes:
             captured.graph.check_addresses()
             moved = ", ".join(map(repr, self.buffers.moved()))
             if moved:
@@ -439,7 +394,7 @@ class GraphSet(Generic[V]):
         if self.filler.hosts.possible:
             self.filler.hosts.note()
         outputs = captured.live(None if self.rows_each is None else rows * self.rows_each)
-        return map_tensors(outputs, self._stamp) if self._stamps else outputs
+        return map_tensors(outputs, self._stamp) if GENERATIONS in self._modes else outputs
 
     def order(self) -> None:
         """Let a whole step wait for what was handed to other streams, of these graphs and of others of their pool."""

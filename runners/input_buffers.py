@@ -196,8 +196,8 @@ class InputBuffers(Generic[V]):
         return self._filling(key).bucket.planned(key[1]).plan
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """Fills by lowering, and why fills took another one."""
-        return {"lowerings": dict(self._filler.lowered), "detours": dict(self._filler.detours)}
+        """Fills by lowering."""
+        return {"lowerings": dict(self._filler.lowered)}
 
     def _filling(self, key: _Key) -> Filling:
         if key not in self._fillings:

@@ -141,14 +141,12 @@ _WAY: Final = ("path", "bucket", "reason")
 _ROWS: Final = "Rows that steps were asked for: requests, or tokens where a prefill's inner layers are captured."
 _FILLS: Final = f"What the host spent on fills, one in {EVERY} of them."
 _LOWERINGS: Final = _each(lambda stats: {**dict.fromkeys(LADDER, 0), **stats["lowerings"]})
-_DETOURS: Final = _each(lambda stats: {"foreign_stream": 0, **stats["detours"]})
 _TABLE: Final[tuple[tuple[str, str, str, Sequence[str], Callable[[Statistics], Samples]], ...]] = (
     ("Counter", "steps", "Steps that were done.", _WAY, _counted(0)),
     ("Counter", "live_rows", _ROWS, _WAY, _counted(1)),
     ("Counter", "padded_rows", "Rows that were computed for these, with padding.", _WAY, _counted(2)),
     ("Summary", "fill_seconds", _FILLS, _WAY, _fills),
     ("Counter", "fills", "Fills of buckets.", ["lowering"], _LOWERINGS),
-    ("Counter", "detours", "Fills by a later lowering than the runner's.", ["reason"], _DETOURS),
     ("Counter", "capture_seconds", "Time that captures took.", [], _one("capture", "seconds")),
     ("Counter", "exchanges", "Exchanges of the runner's ranks.", [], _one("ranks", "exchanges")),
     ("Gauge", "memory_bytes", "Memory of its own.", ["kind"], _each(_memory)),

@@ -33,35 +33,39 @@ class Phase:
         return attrs.evolve(self, kept=self.kept.union(checked_names("keeping", slots)))
 
 
+@attrs.define(eq=False)
 class Seat(Generic[V]):
     """Where a runner's buffers come from: memory of its own, or its pool's.
 
-    runner: the runner's name. shares: whether they may come from the pool. name: the runner's among the members.
-    layout: of the memory that it shares; None where it has its own.
+    runner: the runner's name. sharing: whether they may come from the pool; None for what the backend says. name: the
+    runner's among the members. layout: of the memory that it shares; None where it has its own.
     """
 
-    def __init__(
-        self,
-        runner: str,
-        stage: Stage[V],
-        capacity: Sizes,
-        bind: Mapping[str, Bound],
-        phase: Phase | None,
-        *,
-        sharing: bool | None,
-    ) -> None:
-        self.runner, self.stage, self.capacity, self.phase = runner, stage, capacity, phase
-        self.bind = checked_by_slot("bind", bind, "tensors")
-        capabilities = stage.backend.capabilities
-        self.shares = capabilities.pools_inputs if sharing is None else sharing
-        self.name = ""
-        self.layout: Layout | None = None
-        self._made: Buffers | None = None
-        if phase is not None:
-            expected = "a phase of a pool, such as pool['decode'], or None"
-            check_slots("keeping", stage.declaration, checked("phase", expected, phase, Phase).kept)
-            check_bindings(stage.declaration, capacity, capabilities, stage.backend.empty, self.bind)
-            phase.pool.join(self, phase)
+    runner: str
+    stage: Stage[V]
+    capacity: Sizes
+    bind: Mapping[str, Bound]
+    phase: Phase | None
+    sharing: bool | None
+    name: str = ""
+    layout: Layout | None = None
+    _made: Buffers | None = None
+
+    def __attrs_post_init__(self) -> None:
+        """Check what was given, and join the pool."""
+        self.bind = checked_by_slot("bind", self.bind, "tensors")
+        if self.phase is not None:
+            stage, expected = self.stage, "a phase of a pool, such as pool['decode'], or None"
+            check_slots("keeping", stage.declaration, checked("phase", expected, self.phase, Phase).kept)
+            backend = stage.backend
+            check_bindings(stage.declaration, self.capacity, backend.capabilities, backend.empty, self.bind)
+            if self.shares:
+                self.phase.pool.join(self, self.phase)
+
+    @property
+    def shares(self) -> bool:
+        """Whether the buffers may come from the pool."""
+        return self.stage.backend.capabilities.pools_inputs if self.sharing is None else self.sharing
 
     def buffers(self) -> Buffers:
         """The buffers, each with its initial value. A pool that was not sealed is sealed now."""
@@ -73,20 +77,6 @@ class Seat(Generic[V]):
         """Allocate what the pool does not give, and write all initial values."""
         self._made = self.stage.allocate(self.capacity, self.bind, shared)
         return self._made
-
-    def member(self, phase: Phase) -> Member:
-        """What the layout of the pool's memory must know of the runner."""
-        return Member(
-            name=self.name,
-            phase=phase.name,
-            declaration=self.stage.declaration,
-            capacity=self.capacity,
-            capabilities=self.stage.backend.capabilities,
-            device=str(self.stage.backend.device),
-            bound=self.bind,
-            kept=phase.kept,
-            shares=self.shares,
-        )
 
 
 @final
@@ -124,7 +114,7 @@ class InputPool(Unique):
         """Take a runner in, or tell it that it comes too late."""
         if self.layout is not None:
             log.info("joined_late", runner=seat.runner, phase=phase.name)
-        elif seat.shares:
+        else:
             self._seats.append((seat, phase))
 
     def seal(self) -> Layout:
@@ -133,9 +123,20 @@ class InputPool(Unique):
             members, counted = list[Member](), Counter[str]()
             for seat, phase in self._seats:
                 counted[phase.name] += 1
-                count = counted[phase.name]  # a phase's second runner is "verify 2"
-                seat.name = phase.name if count == 1 else f"{phase.name} {count}"
-                members.append(seat.member(phase))
+                count, stage = counted[phase.name], seat.stage
+                seat.name = phase.name if count == 1 else f"{phase.name} {count}"  # such as "verify 2"
+                member = Member(
+                    name=seat.name,
+                    phase=phase.name,
+                    declaration=stage.declaration,
+                    capacity=seat.capacity,
+                    capabilities=stage.backend.capabilities,
+                    device=str(stage.backend.device),
+                    bound=seat.bind,
+                    kept=phase.kept,
+                    shares=seat.sharing,
+                )
+                members.append(member)
             layout = lay_out(members, self.schedule)
             seats = [seat for seat, _ in self._seats]
             for seat, shared in zip(seats, _allocated(layout, seats), strict=True):

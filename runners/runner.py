@@ -1,6 +1,7 @@
 """The base of all runners: one step from the batch to the outputs, and what can be asked of any runner."""
 
 import abc
+import collections
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeAlias
@@ -33,37 +34,12 @@ from .traffic import HostReads
 Holds: TypeAlias = Callable[[Any, Side], bool]
 
 
-@attrs.frozen(eq=False)
-class Parts(Generic[V]):
-    """What one runner is made of, for tools that look at runners.
-
-    sizes: each bucket's padded sizes, by its rows. patterns: of absent slots, that graphs are captured for. graphs:
-    None of a runner that captures nothing. eager: runs the batches that no graph takes. size: tells a batch's live
-    sizes, and last those of the leading axis. seat: where its buffers come from; None where they grow.
-    """
-
-    name: str
-    config: RunnerConfig
-    stage: Stage[V]
-    sizes: Mapping[int, Sizes]
-    patterns: Collection[Absent]
-    graphs: GraphSet[V] | None
-    eager: Eagerly[V]
-    coordinator: Coordinator
-    size: Sizer
-    tally: Tally
-    watch: Watch
-    seat: Seat[V] | None
-
-
 @attrs.define(eq=False)
 class Filled(Generic[V]):
     """A filled step.
 
-    Attributes:
-        view: What the step sees; None where the graph is replayed at once, so that nobody asks for it.
-        route: The graph that takes the batch, or why it is run eagerly.
-        live: Live rows on each varying axis, and last those of the leading axis.
+    view: what the step sees; None where the graph is replayed at once. route: the graph that takes the batch, or why it
+    is run eagerly. live: rows on each varying axis, and last those of the leading axis.
     """
 
     view: V | None
@@ -83,12 +59,24 @@ class Runner(Unique, abc.ABC, Generic[V]):
     A call is a fill and a replay, and watchers are told of both. A function under torch.compile may call it.
 
     Attributes:
+        config: Its options.
+        stage: The declaration, the backend and the step.
+        coordinator: With the same runner of other ranks.
         is_whole: Whether its graphs are of whole steps, which then compute on the device, and show nobody the view.
         cuts: Whether outputs are cut to live rows.
+        graphs: The captured buckets, and the buffers that they read; None of a runner that captures nothing.
+        eager: Runs the batches that no graph takes.
+        seat: Where its buffers come from; None where they grow.
+        sizes: Each bucket's padded sizes, by its rows.
+        patterns: Those of absent slots that graphs are captured for.
+        size: Tells a batch's live sizes, and last those of the leading axis.
+        tally: Counts steps.
     """
 
     is_whole: ClassVar[bool] = True
     cuts: bool = True
+    graphs: GraphSet[V] | None = None
+    eager: Eagerly[V]
     seat: Seat[V] | None = None
 
     def __init__(
@@ -101,33 +89,23 @@ class Runner(Unique, abc.ABC, Generic[V]):
         capacity: Sizes,
         path: Path = "graph",
     ) -> None:
-        """Keep what every runner has.
-
-        Args:
-            config: Its options.
-            stage: The declaration, the backend and the step.
-            size: Tells live sizes, and last those of the leading axis.
-            coordinator: With the same runner of other ranks.
-            capacity: The largest size of each axis.
-            path: What a batch takes that fits a bucket.
-
-        """
+        """Keep what every runner has. capacity: the largest size of each axis. path: of a batch that fits a bucket."""
         self.config = config
         self.stage = stage
         self.coordinator = coordinator
         self.watch = Watch()
         self.name = type(self).__name__
-        self._size = size
+        self.size = size
         self._limits = Limits.of(stage.declaration, capacity)
         self._axes = len(stage.declaration.varying)
-        self._tally = Tally(path)
+        self.tally = Tally(path)
         self._gate = Gate(self.name)
         self._table = Specializations(stage.declaration, size)
         self._bound: Specializations | None = None
         self._filled: Filled[V] | None = None
         self._others = 0
-        self._sizes: Mapping[int, Sizes] = {}
-        self._patterns: Collection[Absent] = ()
+        self.sizes: Mapping[int, Sizes] = {}
+        self.patterns: Collection[Absent] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Note the class, and keep the compiler out of its own methods, too."""
@@ -136,26 +114,10 @@ class Runner(Unique, abc.ABC, Generic[V]):
         opaque(cls)
 
     @property
-    def graphs(self) -> GraphSet[V] | None:
-        """The captured buckets, and the buffers that they read; None of a runner that captures nothing."""
-        return None
-
-    @property
-    def parts(self) -> Parts[V]:
-        """What it is made of, for tools that look at runners."""
-        made = self.name, self.config, self.stage, self._sizes, self._patterns, self.graphs, self._eager
-        return Parts(*made, self.coordinator, self._size, self._tally, self.watch, self.seat)
-
-    @property
-    @abc.abstractmethod
-    def _eager(self) -> Eagerly[V]:
-        """What runs steps without a graph."""
-
-    @property
     def _turn(self) -> BufferTurn | None:
         """The turn of the memory that was filled last; None where there is none yet."""
         graphs = self.graphs
-        buffers = self._eager.buffers if graphs is None else graphs.buffers
+        buffers = self.eager.buffers if graphs is None else graphs.buffers
         return None if buffers is None else buffers.turn
 
     @abc.abstractmethod
@@ -251,21 +213,21 @@ class Runner(Unique, abc.ABC, Generic[V]):
     def _fill(self, batch: Any, side: Side, *, whole: bool) -> Filled[V]:
         """The long way. whole: the step runs at once, and nobody asks for the view that its graph sees."""
         before, self._filled = self._filled, None
-        eager, graphs, start = self._eager, self.graphs, time.perf_counter_ns() if next(self._tally.turns) else 0
+        eager, graphs, start = self.eager, self.graphs, time.perf_counter_ns() if next(self.tally.turns) else 0
         held = eager.held
         if graphs is not None:
             graphs.buffers.turn.fills += 1
             graphs.filler.order()
         self.coordinator.begin()
         try:
-            live = self._size(batch, side)
+            live = self.size(batch, side)
             if self._limits is not None:
                 self._limits.check(batch, side)
             absent = self.stage.absent(batch, side)
             filled = self._fill_by(self._route(live, absent, batch, side), batch, side, live, absent, whole=whole)
         except BaseException as error:
             if isinstance(error, BatchError):
-                self._size.explain(error, batch, side)
+                self.size.explain(error, batch, side)
                 self._filled = before  # nothing was written: the view filled last still stands
                 if graphs is not None:
                     graphs.buffers.turn.fills -= 1
@@ -274,7 +236,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             raise
         route, late = filled.route, 0 if graphs is None else graphs.filler.late
         counted = route if isinstance(route, Decision) else route.rows
-        self._tally.filled(counted, start if start > late else 0, self.name)
+        self.tally.filled(counted, start if start > late else 0, self.name)
         return filled
 
     def _fill_by(
@@ -282,19 +244,19 @@ class Runner(Unique, abc.ABC, Generic[V]):
     ) -> Filled[V]:
         """Fill for one route: here for a step without a graph."""
         del absent, whole
-        return Filled(self._eager.fill_sized(batch, live[: self._axes], side), route, live)
+        return Filled(self.eager.fill_sized(batch, live[: self._axes], side), route, live)
 
     def _broke_off(self) -> None:
         """A step ended in the middle, which nobody may believe to be filled."""
         self._filled = None
-        for held in (self._eager, self.graphs):
+        for held in (self.eager, self.graphs):
             if held is not None and held.buffers is not None:
                 held.buffers.distrust()
 
     def _run(self, filled: Filled[V]) -> Any:
         """Run a filled step, and count it: here without a graph."""
-        outputs = self._eager.run(filled.view)  # type: ignore[arg-type] # a step without a graph has its view
-        self._tally.stepped(filled.route, filled.rows)  # type: ignore[arg-type] # why there is no graph
+        outputs = self.eager.run(filled.view)  # type: ignore[arg-type] # a step without a graph has its view
+        self.tally.stepped(filled.route, filled.rows)  # type: ignore[arg-type] # why there is no graph
         return outputs
 
     def _learn(self, bound: Specializations, batch: Any, side: Side, filled: Filled[V], *, whole: bool) -> None:
@@ -306,14 +268,14 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def _repeats(self, filled: Filled[V]) -> bool:
         """Whether a step may go as this one did: here one without a graph."""
-        eager, route = self._eager, filled.route
-        return isinstance(route, Decision) and eager.repeats and eager.held is not None
+        eager, route = self.eager, filled.route
+        return isinstance(route, Decision) and not eager.no_copy and eager.held is not None
 
     def _short(self, found: Specialization, filled: Filled[V], *, whole: bool) -> Run:
         """Make a step, or a fill where it is not `whole`, that goes as this one did: here without a graph."""
-        eager, ready, route, live, rows = self._eager, found.ready, filled.route, filled.live, filled.rows
-        held, counted = eager.held, self._tally.reasons[route.why]  # type: ignore[union-attr] # see `_repeats`
-        show, run = eager.stage.viewer(ready), eager.repeated()
+        eager, ready, route, live, rows = self.eager, found.ready, filled.route, filled.live, filled.rows
+        held, counted = eager.held, self.tally.reasons[route.why]  # type: ignore[union-attr] # see `_repeats`
+        show, run = self.stage.viewer(ready), eager.repeated()
 
         def finish(batch: Any) -> Any:
             outputs = run(show(batch))
@@ -324,9 +286,9 @@ class Runner(Unique, abc.ABC, Generic[V]):
         return bind(
             found,
             finish if whole else lambda batch: Filled(show(batch), route, live),
-            turn=held.buffers.turn,  # type: ignore[union-attr] # see `_repeats`
+            turn=eager.hosts.turn,
             counts=counted,
-            hosts=eager.hosts(),
+            hosts=eager.hosts,
             holds=[lambda *_: eager.held is held, *self._holds()],
             graphs=self.graphs,
             device=ready.device,
@@ -352,7 +314,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
             self.stage.declaration.check_side(side)
             return
         with coordinator.before():
-            own, live = self.decide(batch, **side), self._size(batch, side)
+            own, live = self.decide(batch, **side), self.size(batch, side)
         coordinator.ahead(own, live)
 
     def idle(self, batch: Any = None, **side: Any) -> Any:
@@ -368,14 +330,14 @@ class Runner(Unique, abc.ABC, Generic[V]):
             return None
         with coordinator.before():
             empty, given = self._empty(batch, side)
-            own, live = self.decide(empty, **given), self._size(empty, given)
+            own, live = self.decide(empty, **given), self.size(empty, given)
         return None if coordinator.idle(own, live) else self(empty, **given)
 
     def _empty(self, batch: Any, side: Side) -> tuple[Any, Side]:
         """An idle rank's batch and its side arguments: what was given, or what the declaration makes, which is kept."""
         coordinator, stage = self.coordinator, self.stage
         if batch is not None:
-            rows = max(self._size(batch, side), default=0)
+            rows = max(self.size(batch, side), default=0)
             if rows:
                 raise BatchError(f"an idle rank's batch has no rows, and this one has {rows}: call the runner with it")
             return batch, side
@@ -404,22 +366,18 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
         They are read as they are, while steps may be under way in another thread.
         """
-        graphs, own, tally = self.graphs, self._eager.buffers, self._tally
-        eager = 0 if own is None else own.nbytes
+        graphs, own, tally = self.graphs, self.eager.buffers, self.tally
+        eager = 0 if own is None or (graphs is not None and own is graphs.buffers) else own.nbytes
+        report, made, lowered = None, 0, collections.Counter[str]()
         if graphs is None:
-            memory, eager, made = MemoryAccount(inputs=eager, graphs=0, outputs=0), 0, 0
-            lowered, detours, report = dict[str, int](), dict[str, int](), None
+            memory, eager = MemoryAccount(inputs=eager, graphs=0, outputs=0), 0
         else:
-            eager = 0 if own is graphs.buffers else eager
             memory, report, made = graphs.memory(), graphs.report, len(graphs.captured)
-            lowered, detours = dict[str, int](graphs.filler.lowered), dict[str, int](graphs.filler.detours)
-            if by_shortcut := tally.by_shortcut():
-                lowered[graphs.filler.lowering] = lowered.get(graphs.filler.lowering, 0) + by_shortcut
+            lowered = graphs.filler.lowered + collections.Counter({graphs.filler.lowering: tally.by_shortcut()})
         report = report or CaptureReport((), {}, 0.0, memory)
         return {
             **tally.as_data(),
-            "lowerings": lowered,
-            "detours": detours,
+            "lowerings": dict(lowered),
             "memory": {**attrs.asdict(memory), "eager": eager, "total": memory.total + eager},
             "capture": {
                 "buckets": list(report.captured),
@@ -450,17 +408,10 @@ def bind(
 ) -> Run:
     """Make a bound step: straight-line code over local names. Where its guard says no, the long way follows.
 
-    Args:
-        found: The specialization that fills the slots.
-        finish: Does the rest with the batch, once the slots are filled.
-        turn: Of the memory that is filled.
-        counts: Takes the time of some fills.
-        hosts: What device work reads of host slots.
-        holds: What must be true of a batch beside its sources.
-        graphs: The runner's graphs, whose streams a fill waits for.
-        launch: What a fill does after it has written, such as a launch of the kernel.
-        device: What the device computes from slots and the batch, where the graph does not do it.
-
+    found: what fills the slots. finish: does the rest with the batch. turn: of the memory that is filled. counts: takes
+    the time of some fills. hosts: what device work reads of host slots. holds: what must be true of a batch beside its
+    sources. graphs: those whose streams a fill waits for. launch: what follows the writes, such as a launch of the
+    kernel. device: what is computed there then, where the graph does not do it.
     """
     take, write, forks = found.take, found.write, FORKS.count
     also = (lambda batch, side: all(one(batch, side) for one in holds)) if len(holds) > 1 else next(iter(holds), None)

@@ -1,8 +1,7 @@
 """What every runner stands on: a declaration under its settings, a backend, the step, and its sizes."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Generic, TypeVar
 
 import attrs
 import torch
@@ -18,23 +17,12 @@ from ..dataflow.inputs import Inputs
 from ..dataflow.ready import Ready
 from ..dataflow.sources import Side
 from ..dataflow.views import ViewInfo, viewer
-from .config import check_slots, check_step, checked, checked_names, checked_relations, checked_sizes, declaration_of
+from .config import check_step, checked_relations, checked_sizes, declaration_of
 from .outputs import map_tensors
 
 V = TypeVar("V", bound=Inputs)
 NO_SIZES: Final[Sizes] = {}
 NO_BINDINGS: Final[Mapping[str, Bound]] = {}
-Lend: TypeAlias = Callable[[torch.Tensor | None], object]
-"""Who gets a slot's view before the step's code runs (at capture, and in eager runs), and None after it."""
-NO_LOANS: Final[Mapping[str, Lend]] = {}
-
-
-_STAGED: Final = ("backend", "sizes", "settings", "lend", "ranks", "state")
-
-
-def staged(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a runner's arguments those that `Stage.of` takes."""
-    return {name: options[name] for name in _STAGED if name in options}
 
 
 def joined(inputs: type[Inputs], sizes: Sizes, known: Sizes) -> Sizes:
@@ -55,7 +43,7 @@ class Stage(Generic[V]):
     """A declaration class made ready to run: what its settings enable, where it runs, and what runs on its views.
 
     sizes: sizes of the fixed axes, and capacities of further varying ones. relations: axes that follow from others.
-    lend: by slot, who gets its view while the step's code runs. restored: slots that the step writes, to be put back.
+    restored: slots that the step writes, to be put back.
     state: the tensors beside slots that are put back after warm-ups, captures and checks; None to find them.
     """
 
@@ -65,7 +53,6 @@ class Stage(Generic[V]):
     step: Callable[[V], Any]
     sizes: Sizes
     relations: Mapping[Axis, Dim]
-    lend: Mapping[str, Lend]
     restored: tuple[str, ...]
     state: tuple[torch.Tensor, ...] | None
 
@@ -79,31 +66,25 @@ class Stage(Generic[V]):
         settings: object = None,
         relations: Mapping[Axis, Dim] | None = None,
         *,
-        carry: tuple[str, ...] = (),
-        lend: Mapping[str, Lend] = NO_LOANS,
         ranks: Any = None,
         state: Iterable[torch.Tensor] | None = None,
+        **_: Any,
     ) -> "Stage[V]":
-        """Check what a runner is given.
+        """Check what a runner is given, whose other arguments are passed over.
 
         Raises DeclarationError, ConfigError or BackendUnavailableError, which say what does not fit.
         """
-        whole, carry, sizes = declaration_of(inputs), checked_names("carry", carry), checked_sizes(sizes)
+        whole, sizes, follow = declaration_of(inputs), checked_sizes(sizes), checked_relations(relations)
         check_step("step", step)
-        follow = checked_relations(relations)
-        declaration = whole.under(settings, carry, ranks).related(follow)
-        known = {axis for name in carry for axis in whole.slots[name].axes}.union(declaration.axes)
-        unknown = sorted(axis.name for axis in set(sizes) - known)
+        declaration = whole.under(settings, ranks).related(follow)
+        unknown = sorted(axis.name for axis in set(sizes).difference(declaration.axes))
         if unknown:
             raise ConfigError(f"sizes names {unknown[0]!r}, an axis that no slot of {declaration.name} has")
         unsized = [axis.name for axis in declaration.axes if axis.fixed and axis not in sizes]
         if unsized:
             raise ConfigError(f"{declaration.name} needs sizes= for its fixed axes {', '.join(unsized)}")
-        lend = _checked_loans(declaration, lend)
-        slots = declaration.slots
-        restored = tuple(name for name in slots if slots[name].restored)
-        kept = _checked_state(state)
-        return cls(inputs, declaration, choose(backend), step, sizes, follow, lend, restored, kept)
+        restored = tuple(name for name, slot in declaration.slots.items() if slot.restored)
+        return cls(inputs, declaration, choose(backend), step, sizes, follow, restored, _checked_state(state))
 
     def allocate(
         self,
@@ -151,28 +132,15 @@ class Stage(Generic[V]):
     def run(self, view: V, step: Callable[[V], Any] | None = None) -> Any:
         """Run the step, or another in its place.
 
-        Slots are lent before it, and taken back; those that it writes on the way are put back. What it returns of the
-        latter is a copy, made before they are, as far as `map_tensors` finds it: inside of the view, or of an object
-        that is no container, stands the slot itself, put back. A step that raises leaves them as they are then, so that
-        whoever runs it on a padded view must distrust the buffers; live rows are written by every fill.
+        Slots that it writes on the way are put back. What it returns of these is a copy, made before they are, as far
+        as `map_tensors` finds it: inside of the view, or of an object that is no container, stands the slot itself. If
+        the step raises they stay as they are, so a caller that runs it on a padded view must distrust the buffers.
         """
         step = self.step if step is None else step
-        if not self.lend and not self.restored:
-            return step(view)
         slots = view.__dict__
         kept = [(slots[name], slots[name].clone()) for name in self.restored if slots[name] is not None]
-        with self.lent(view):
-            outputs = step(view)
+        outputs = step(view)
         return _put_back(kept, outputs) if kept else outputs
-
-    @contextlib.contextmanager
-    def lent(self, view: Inputs) -> Iterator[None]:
-        """While the step's code runs."""
-        with contextlib.ExitStack() as loans:
-            for name, take in self.lend.items():
-                loans.callback(take, None)
-                take(view.__dict__[name])
-            yield
 
     def sealed(self, view: V) -> V:
         """The view, of which no micro-batch has what the host computes, nor a part of what replays hand over."""
@@ -197,15 +165,6 @@ def _checked_state(state: Iterable[torch.Tensor] | None) -> tuple[torch.Tensor, 
     raise ConfigError(
         f"state= is a list of the tensors that the step changes beside its slots, got {type(strange[0]).__name__}"
     )
-
-
-def _checked_loans(declaration: Declaration, lend: Any) -> dict[str, Lend]:
-    """What takes slots. ConfigError where a name is no slot's, or what is to take it cannot be called."""
-    checked("lend", "a mapping of slots' names to functions that take their views", lend, Mapping)
-    check_slots("lend", declaration, lend)
-    for name, take in lend.items():
-        check_step(f"lend of slot {name!r}", take, "the slot's view")
-    return dict(lend)
 
 
 def _put_back(kept: Sequence[tuple[torch.Tensor, torch.Tensor]], outputs: Any) -> Any:

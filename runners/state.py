@@ -1,4 +1,4 @@
-"""State: what a step changes beside its slots, such as a KV cache, kept while the step runs more often than asked.
+"""State: what a step changes beside its slots, such as a KV cache, and the tensors that it holds, such as weights.
 
 Warm-ups, captures, checks and debug modes run a step that the user did not ask for, and put its state back. The state
 is found by running the step once and looking at what its operators write. A kernel that is launched without torch's
@@ -7,19 +7,23 @@ dispatcher, and objects of Python, are not seen: give `state=` for those.
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 import attrs
 import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backends import choose
 from ..backends.base import Backend
 from ..dataflow.buffers import Buffers, span
 from ..dataflow.errors import CaptureError, CheckError
+from ..dataflow.inputs import Inputs
 from ..dataflow.slots import Output
 from .bits import bits, first_unequal
-from .holdings import Holdings
 from .statistics import human_bytes
 from .traffic import Traffic, run_seen
 
@@ -27,6 +31,26 @@ SHARE: Final = 0.5
 """The share of a device's free memory that copies of a state may take."""
 WORD: Final = 16
 """Bytes of the largest element, a complex number's."""
+DEPTH: Final = 12
+"""How far from the step tensors are looked for."""
+MOST: Final = 200_000
+"""Objects that are looked at."""
+_CLOSED: Final = (
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    torch.dtype,
+    Inputs,
+)
+"""What is not looked into."""
+_LOST: Final = (AttributeError, LookupError, TypeError, ValueError)
+"""What is raised where a way leads nowhere any more."""
+_MODULE: Final = ("_parameters", "_buffers", "_modules")
 Spans = Sequence[tuple[int, int]]
 Copies = Sequence[torch.Tensor]
 Apart = Sequence[torch.Tensor]
@@ -86,17 +110,10 @@ class State:
         exact: bool = False,
         holder: Callable[..., Any] | None = None,
     ) -> "State":
-        """Run a step once, note what it changes, and put that back.
+        """Run a step once, note what it changes, and put that back. CheckError if copies would take too much memory.
 
-        Args:
-            backend: The backend that the step runs on.
-            slots: Addresses that are no state.
-            run: Runs the step.
-            exact: Keep the elements that this very run writes, for runs that write the same. Otherwise whole storages.
-            holder: Reaches the state's tensors, for their names in an error.
-
-        Raises:
-            CheckError: Copies would take too much memory. All is put back.
+        slots: addresses that are no state. exact: keep the elements that this very run writes, for runs that write the
+        same; otherwise whole storages. holder: reaches the state's tensors, for their names in an error.
         """
         finder = _Finder(backend, slots, holder, exact)
         with _random_kept(backend):
@@ -198,11 +215,7 @@ class _Finder:
 
 
 def check_writes(step: Callable[[], Any], buffers: Buffers) -> None:
-    """Run a step once, which may write no slot that it should only read. Otherwise the tail would keep what it wrote.
-
-    Raises:
-        CaptureError: It wrote some. They are as they were.
-    """
+    """Run a step once. CaptureError if it writes a slot that it should only read, whose tail would keep that."""
     read = [one for one in buffers if not (one.slot.rewritten or one.slot.computes() or isinstance(one.slot, Output))]
     before = {buffer.name: buffer.tensor.clone() for buffer in read}
     step()
@@ -289,7 +302,7 @@ def _check_room(
     nbytes = sum(piece.nbytes for piece in pieces if piece.memory.device == device)
     if copies * nbytes > SHARE * free:
         them = "a copy" if copies == 1 else f"{copies} copies"
-        held = () if holder is None else Holdings.of(holder).found
+        held = () if holder is None else _holdings(holder)
         names = {one.place[0]: f"{one.name}: " for one in held}
         told = (names.get(one.memory.untyped_storage().data_ptr(), "") + one.told for one in pieces)
         named = "; ".join(dict.fromkeys(told))
@@ -312,3 +325,136 @@ def _random_kept(backend: Backend) -> contextlib.AbstractContextManager[None]:
 
 def _text(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {list(tensor.shape)}"
+
+
+@attrs.frozen(eq=False)
+class Holding:
+    """One tensor that a step reaches without its view, and the storage that it had, which is not kept alive.
+
+    name: what the step's author calls it. leads: the calls that lead to it. same: its identity and address, by which
+    most are found unchanged at once. place: of its storage.
+    """
+
+    name: str
+    leads: tuple[Callable[[Any], Any], ...]
+    same: tuple[int, int]
+    storage: StorageWeakRef
+    place: tuple[int, int]
+    text: str
+
+    @property
+    def is_freed(self) -> bool:
+        """Whether everyone has let go of its memory."""
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call] # torch's own
+
+    def moved(self, step: Callable[..., Any] | None) -> torch.Tensor | None:
+        """The tensor that the step reaches in its place now, if that is elsewhere; None also where it reaches none."""
+        try:
+            now = functools.reduce(lambda one, lead: lead(one), self.leads, step)
+        except _LOST:
+            return None
+        if not isinstance(now, torch.Tensor) or (id(now), _address(now)) == self.same or not _address(now):
+            return None
+        storage = now.untyped_storage()
+        is_same = storage._cdata == self.storage.cdata and _place(storage) == self.place  # noqa: SLF001 - as torch does
+        return None if is_same else now
+
+
+@attrs.frozen(eq=False)
+class Change:
+    """A tensor that is not where it was. now: the one that the step reaches in its place."""
+
+    holding: Holding
+    now: torch.Tensor
+
+    @property
+    def what(self) -> str:
+        """What became of it."""
+        return "the memory of the capture is freed" if self.holding.is_freed else "it is other memory than at capture"
+
+
+@attrs.frozen(eq=False)
+class Holdings:
+    """All tensors that a step reaches without its view (closures, globals, attributes), by name, as they were once."""
+
+    step: Callable[..., Any] | None
+    found: Mapping[str, Holding] = attrs.field(factory=dict)
+
+    @classmethod
+    def of(cls, step: Callable[..., Any]) -> "Holdings":
+        """What a step reaches now."""
+        return cls(step, {one.name: one for one in _holdings(step)})
+
+    def joined(self, later: "Holdings") -> "Holdings":
+        """These, and what came later in other ways."""
+        return Holdings(self.step, {**later.found, **self.found})
+
+    def changed(self) -> list[Change]:
+        """Tensors that are not where they were, of those that the step still reaches in the same way."""
+        pairs = ((one, one.moved(self.step)) for one in self.found.values())
+        return [Change(one, now) for one, now in pairs if now is not None]
+
+
+def _place(storage: torch.UntypedStorage) -> tuple[int, int]:
+    return storage.data_ptr(), storage.nbytes()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where a tensor lies; 0 for one without an address."""
+    plain = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+    return tensor.data_ptr() if plain and tensor.numel() else 0
+
+
+def _holdings(step: Any) -> Iterator[Holding]:
+    seen, todo = set[int](), [(step, "", tuple[Callable[[Any], Any], ...]())]
+    while todo and len(seen) < MOST:
+        one, name, leads = todo.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            if address := _address(one):
+                storage = one.untyped_storage()
+                text = f"{str(one.dtype).removeprefix('torch.')} of shape {list(one.shape)}"
+                kept_by_others = StorageWeakRef(storage)  # type: ignore[no-untyped-call] # torch's own
+                same = id(one), address
+                yield Holding(name.removeprefix("."), leads, same, kept_by_others, _place(storage), text)
+        elif len(leads) < DEPTH:
+            for said, lead in _leads(one):
+                with contextlib.suppress(*_LOST):  # such as a closure's variable that is not bound yet
+                    if not isinstance(inner := lead(one), _CLOSED):
+                        todo.append((inner, name + said, (*leads, lead)))
+
+
+def _leads(one: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """What an object leads to: what its author calls that, and how it is reached."""
+    if isinstance(one, types.FunctionType):
+        code = one.__code__
+        yield from ((f".{name}", functools.partial(_cell, place)) for place, name in enumerate(code.co_freevars))
+        yield from ((f".{name}", functools.partial(_held, "__globals__", name)) for name in code.co_names)
+        yield "", attrgetter("__wrapped__")
+    elif isinstance(one, types.MethodType):
+        yield from ((".self", attrgetter("__self__")), ("", attrgetter("__func__")))
+    elif isinstance(one, functools.partial):
+        yield from (("", attrgetter(name)) for name in ("func", "args", "keywords"))
+    elif isinstance(one, Mapping | list | tuple):
+        keys = list(one) if isinstance(one, Mapping) else range(len(one))
+        yield from ((f"[{key!r}]", itemgetter(key)) for key in keys if isinstance(key, str | int))
+    else:
+        for kind in type(one).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            yield from ((f".{name}", attrgetter(name)) for name in ([slots] if isinstance(slots, str) else slots))
+        held, is_module = getattr(one, "__dict__", {}), isinstance(one, nn.Module)
+        for name in held:
+            if is_module and name in _MODULE:
+                yield from ((f".{key}", functools.partial(_held, name, key)) for key in held[name])
+            elif not (is_module and name.startswith("_")):
+                yield f".{name}", functools.partial(_held, "__dict__", name)
+
+
+def _cell(place: int, function: types.FunctionType) -> Any:
+    return (function.__closure__ or ())[place].cell_contents
+
+
+def _held(where: str, name: str, one: Any) -> Any:
+    return getattr(one, where)[name]

@@ -276,13 +276,11 @@ class CaptureData(TypedDict):
 class Statistics(TallyData):
     """All of it. Every runner has every key; the counts never fall.
 
-    lowerings: fills of buckets by how they were done. detours: how often each reason led to a later lowering than the
-    runner's. memory: bytes as in `MemoryAccount`; `eager`, of inputs that batches larger than every bucket made; and
-    their `total`, all that is the runner's own.
+    lowerings: fills of buckets by how they were done. memory: bytes as in `MemoryAccount`; `eager`, of inputs that
+    batches larger than every bucket made; and their `total`, all that is the runner's own.
     """
 
     lowerings: dict[str, int]
-    detours: dict[str, int]
     memory: dict[str, int]
     capture: CaptureData
     ranks: RanksData

@@ -22,7 +22,7 @@ from ..backends.operators import (
     written,
 )
 from ..dataflow.bucket import Absent
-from ..dataflow.buffers import Buffers, BufferTurn, span
+from ..dataflow.buffers import Buffers, span
 from ..dataflow.capabilities import HOST
 from ..dataflow.plan import NONE
 
@@ -32,14 +32,11 @@ Done = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
 class Traffic(OperatorWatch):
-    """Tells of each operator that is run.
+    """Tells of each operator that is run. Kernels beside torch's dispatcher, such as Triton's, are not seen.
 
-    A kernel that does not go through torch's dispatcher, such as a bare Triton kernel, is not seen.
-
-    Args:
-        writes: Called before an operator writes memory that was there before the run: the tensor, the operator's name,
-            and its positional arguments.
-        done: Called after an operator that is no mere view: its name, the tensors that it took, and those it returned.
+    writes: called before an operator writes memory that was there before the run, with the tensor, the operator's name,
+    and its positional arguments. done: called after an operator that is no mere view, with its name, the tensors that
+    it took, and those that it returned.
     """
 
     def __init__(self, *, writes: Writes | None = None, done: Done | None = None) -> None:
@@ -90,15 +87,14 @@ class HostReads:
     possible: whether there is any slot in host memory. slots: those that operators were seen to read, and by which.
     """
 
-    def __init__(self, backend: Backend, buffers: Buffers | None) -> None:
-        self.buffers = buffers
+    def __init__(self, backend: Backend, buffers: Buffers) -> None:
+        self.turn = buffers.turn
         self.slots: dict[str, str] = {}
         self._backend = backend
-        self._turn = BufferTurn() if buffers is None else buffers.turn
         handed = backend.capabilities.host_parameters  # by the host, at each replay
         host = [
             buffer
-            for buffer in buffers or ()
+            for buffer in buffers
             if buffer.slot.placement == HOST and buffer.nbytes and not (handed and buffer.slot.is_parameter)
         ]
         self._spans = [(*span(buffer.tensor), buffer.name) for buffer in host]
@@ -139,12 +135,12 @@ class HostReads:
 
         No other runner's: of a pool's runners, each has its host slots for itself.
         """
-        event = self._turn.reading
+        event = self.turn.reading
         if event is not None:
             event.synchronize()
-            self._turn.reading = None
+            self.turn.reading = None
 
     def note(self) -> None:
         """A step was handed to the device."""
         if self.notes:
-            self._turn.reading = self._backend.event()
+            self.turn.reading = self._backend.event()

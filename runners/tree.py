@@ -57,54 +57,42 @@ class Accepted:
 class Frontier:
     """A tree while it grows: its levels so far, and the topk nodes of each request that the next step goes on from.
 
-    tokens, scores, nodes [requests, topk]: of these nodes; `nodes` are places among all. rows [requests, topk]: which
-    of the last step's each comes from. branches [requests, topk, steps so far]: which of each earlier step's.
+    levels: tokens, scores and parents of each. tokens, scores, nodes [requests, topk]: of the nodes to go on from;
+    `nodes` are places among all. branches [requests, topk, steps so far]: which of each earlier step's nodes each comes
+    from.
     """
 
-    levels: tuple[Drafts, ...]
+    levels: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...]
     tokens: torch.Tensor
     scores: torch.Tensor
     nodes: torch.Tensor
-    rows: torch.Tensor
     branches: torch.Tensor
 
     @classmethod
     def begin(cls, shares: torch.Tensor, tokens: torch.Tensor) -> "Frontier":
         """The children of the roots, [requests, topk] probabilities and tokens."""
-        scores, rows = _sound(shares), _counting(tokens)
-        level = Drafts(tokens, scores, torch.full_like(tokens, -1))
-        return cls((level,), tokens, scores, rows, rows, rows[:, :, None][:, :, :0])
+        scores, nodes = _sound(shares), _counting(tokens)
+        return cls(((tokens, scores, torch.full_like(tokens, -1)),), tokens, scores, nodes, nodes[:, :, None][:, :, :0])
 
     def grow(self, shares: torch.Tensor, tokens: torch.Tensor) -> "Frontier":
         """One level more: [requests, topk, topk] probabilities and tokens of these nodes' children.
 
         The topk best of a request's candidates, by the product of probabilities, are what the next step goes on from.
         """
-        topk = self.tokens.shape[1]
+        topk, steps = self.tokens.shape[1], self.branches.shape[2]
         scores = (self.scores[:, :, None] * _sound(shares)).flatten(1)
-        level = Drafts(tokens.flatten(1), scores, self.nodes[:, :, None].expand_as(tokens).flatten(1))
+        parents, words = self.nodes[:, :, None].expand_as(tokens).flatten(1), tokens.flatten(1)
         best, places = scores.topk(topk, dim=1)
-        rows = torch.div(places, topk, rounding_mode="floor")
-        steps = self.branches.shape[2]
-        branches = self.branches.gather(1, rows[:, :, None].expand(-1, -1, steps))
+        rows = torch.div(places, topk, rounding_mode="floor")[:, :, None]
+        branches = torch.cat([self.branches.gather(1, rows.expand(-1, -1, steps)), rows], dim=2)
         first = topk + (len(self.levels) - 1) * topk * topk  # nodes before this level
-        return attrs.evolve(
-            self,
-            levels=(*self.levels, level),
-            tokens=level.tokens.gather(1, places),
-            scores=best,
-            nodes=places + first,
-            rows=rows,
-            branches=torch.cat([branches, rows[:, :, None]], dim=2),
-        )
+        levels = (*self.levels, (words, scores, parents))
+        return Frontier(levels, words.gather(1, places), best, places + first, branches)
 
     def drafts(self) -> Drafts:
         """All nodes so far."""
-        return Drafts(
-            tokens=torch.cat([level.tokens for level in self.levels], dim=1),
-            scores=torch.cat([level.scores for level in self.levels], dim=1),
-            parents=torch.cat([level.parents for level in self.levels], dim=1),
-        )
+        tokens, scores, parents = (torch.cat(parts, dim=1) for parts in zip(*self.levels, strict=True))
+        return Drafts(tokens, scores, parents)
 
 
 def top_tokens(logits: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,17 +143,13 @@ def accept(tokens: torch.Tensor, parents: torch.Tensor, targets: torch.Tensor, s
     tokens, parents [requests, nodes]: the tree's. targets [requests, nodes] int64: what the target chose after each
     node, the largest of its logits. Rows of padding walk too, and harm no one.
     """
-    node = torch.zeros_like(targets[:, :1])
-    path, going = [node], torch.ones_like(node, dtype=torch.bool)
-    counts = torch.zeros_like(node)
+    path = [torch.zeros_like(targets[:, :1])]
     for _ in range(steps):
+        node = path[-1]
         right = (parents == node) & (tokens == targets.gather(1, node))
-        going = going & right.any(dim=1, keepdim=True)
-        node = torch.where(going, right.int().argmax(dim=1, keepdim=True), node)
-        counts = counts + going
-        path.append(node)
+        path.append(torch.where(right.any(1, keepdim=True), right.int().argmax(1, keepdim=True), node))
     nodes = torch.cat(path, dim=1)
-    return Accepted(counts[:, 0], nodes, targets.gather(1, nodes))
+    return Accepted((nodes[:, 1:] != nodes[:, :-1]).sum(1), nodes, targets.gather(1, nodes))
 
 
 def _sound(shares: torch.Tensor) -> torch.Tensor:

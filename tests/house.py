@@ -29,8 +29,6 @@ EMULATED: Final = frozenset({"operators.py", "recorder.py", "cpu_capture.py", "c
 """Files of backends/ that stand in for a device, which does by itself what they do."""
 CALLED_AGAIN: Final = "cpu.py"
 """The file whose replay is the step itself."""
-WORDS: Final = ("told", "check")
-"""Names of functions that have meant too many things."""
 
 
 class Figure(NamedTuple):
@@ -95,20 +93,10 @@ def structure() -> Iterator[Figure]:
     if not found:
         inside = {name: {one for one in used if one.startswith("runners")} for name, used in graph.items()}
         yield Figure("floors of runners/", depth({n: used for n, used in inside.items() if n.startswith("runners")}), 9)
-    classes, functions, caches = collections.Counter[str](), collections.Counter[str](), 0
-    for path in MODULES:
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ClassDef):
-                classes[node.name] += 1
-            elif isinstance(node, ast.FunctionDef):
-                functions[node.name] += 1
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "keep_newest":
-                caches += 1
+    nodes = [node for path in MODULES for node in ast.walk(tree(path))]
+    classes = collections.Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     twice = sorted(name for name, count in classes.items() if count > 1 and not name.startswith("_"))
     yield Figure("names of several classes", len(twice), 0, ", ".join(twice))
-    for word in WORDS:
-        yield Figure(f"functions named {word}", functions[word])
-    yield Figure("places that fill a cache", caches)
     yield Figure("names in the face", len(slotgraph.__all__), 24)
 
 

@@ -27,12 +27,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import attrs
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 ROOT: Final = Path(__file__).parents[1]
 LIST: Final = Path(__file__).with_suffix(".toml")
@@ -63,11 +61,9 @@ class Mutation:
     survives: str = ""
 
     def planted(self, text: str) -> str:
-        """The file's text with the bug."""
         return text.replace(self.old, self.new)
 
     def faults(self) -> Iterator[str]:
-        """Why it cannot be planted."""
         path = ROOT / self.file
         if not path.is_file():
             yield f"there is no file {self.file}"
@@ -99,7 +95,6 @@ class Verdict:
 
     @property
     def is_expected(self) -> bool:
-        """Whether it was caught, or is known to survive."""
         return self.outcome == ("survived" if self.mutation.survives else "caught")
 
 
@@ -109,7 +104,9 @@ class Copy:
     def __init__(self, root: Path) -> None:
         self.root = root
         shutil.copytree(ROOT, root, symlinks=True, ignore=_LEFT_OUT)
-        self._environment = _environment_of(root)
+        path = os.pathsep.join([str(root / "src"), str(root)])
+        more = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HYPOTHESIS_PROFILE": "unshrunk"}
+        self._environment = {**os.environ, **more}
 
     def judge(self, mutation: Mutation, suite: Sequence[str], limit: int) -> Verdict:
         """Plant a bug, run the tests that are named with it, then the suite, and take the bug out again."""
@@ -129,24 +126,24 @@ class Copy:
             os.utime(path, ns=(seen.st_atime_ns, seen.st_mtime_ns))  # what was compiled of it holds again
 
     def _outcome(self, code: int | None, failed: str) -> tuple[Outcome, str]:
-        """What a run of pytest says that did not pass."""
+        """What a run of pytest says that did not pass; a bug may end a test's own import, but not the library's."""
         if code is None or code < 0:
             return "caught", "the time limit" if code is None else "a crash"
-        if code == _TESTS_FAILED or (
-            code == _INTERRUPTED and failed and self._imports()
-        ):  # it ends a test's own import
+        if code == _TESTS_FAILED or (code == _INTERRUPTED and failed and self._python("-c", _IMPORTS).wait() == 0):
             return "caught", failed
         return "broken", "no test ran" if code == _NOTHING_RAN else f"pytest ended with {code}"
+
+    def _python(self, *words: str, **where: Any) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, *words]
+        return subprocess.Popen(command, cwd=self.root, env=self._environment, start_new_session=True, **where)  # noqa: S603 - ours
 
     def run(self, tests: Iterable[str], limit: int) -> tuple[int | None, str, float]:
         """Run pytest until the first test fails: its exit code, None where it took too long, that test, and seconds."""
         shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # what other bugs failed on
-        words = [sys.executable, "-m", "pytest", "-x", "-q", "-ra", "--tb=no", "-p", "no:cacheprovider", *tests]
+        words = ["-m", "pytest", "-x", "-q", "-ra", "--tb=no", "-p", "no:cacheprovider", *tests]
         begun, said = time.perf_counter(), self.root / "said.txt"
         with said.open("w", encoding="utf-8") as file:
-            process = subprocess.Popen(  # noqa: S603 - ours
-                words, cwd=self.root, env=self._environment, stdout=file, stderr=file, start_new_session=True
-            )
+            process = self._python(*words, stdout=file, stderr=file)
             try:
                 code: int | None = process.wait(limit)
             except subprocess.TimeoutExpired:
@@ -155,19 +152,6 @@ class Copy:
                 process.wait()
         failed = _FAILED.search(said.read_text(encoding="utf-8", errors="replace"))
         return code, failed[1] if failed else "", time.perf_counter() - begun
-
-    def _imports(self) -> bool:
-        words = [sys.executable, "-c", _IMPORTS]
-        return subprocess.run(words, cwd=self.root, env=self._environment, check=False).returncode == 0  # noqa: S603 - ours
-
-
-def _environment_of(root: Path) -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)]),
-        "OMP_NUM_THREADS": "1",
-        "HYPOTHESIS_PROFILE": "unshrunk",
-    }
 
 
 def mutations() -> list[Mutation]:
@@ -183,7 +167,7 @@ def faults(found: Sequence[Mutation]) -> list[str]:
     return twice + [f"{one.name}: {fault}" for one in found for fault in one.faults()]
 
 
-def judged(found: Sequence[Mutation], options: argparse.Namespace, console: Console) -> Iterator[Verdict]:
+def judged(found: Sequence[Mutation], options: argparse.Namespace) -> Iterator[Verdict]:
     """The verdict of each, as they come. SystemExit where named tests fail without a bug."""
     with tempfile.TemporaryDirectory(prefix="mutations-") as room, ThreadPoolExecutor(options.jobs) as threads:
         copies: SimpleQueue[Copy] = SimpleQueue()
@@ -198,15 +182,12 @@ def judged(found: Sequence[Mutation], options: argparse.Namespace, console: Cons
                 copies.put(copy)
 
         if options.baseline:
-            named = dict.fromkeys(test for one in found for test in one.tests)
             copy = copies.get()
-            code, failed, _ = copy.run(named, LIMIT * 10)
+            code, failed, _ = copy.run(dict.fromkeys(test for one in found for test in one.tests), LIMIT * 10)
             copies.put(copy)
             if code != 0:
-                console.print(f"without any bug, {failed or 'pytest'} fails: mend that first")
-                raise SystemExit(2)
-        waiting = [threads.submit(judge, one) for one in found]
-        for done in as_completed(waiting):
+                raise SystemExit(f"without any bug, {failed or 'pytest'} fails: mend that first")
+        for done in as_completed([threads.submit(judge, one) for one in found]):
             yield done.result()
 
 
@@ -228,33 +209,27 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=LIMIT, help="seconds that one run of pytest may take")
     parser.add_argument("--no-baseline", dest="baseline", action="store_false", help="skip the run without a bug")
     options = parser.parse_args(words)
-    console, found = Console(width=160, highlight=False), mutations()
-    wrong = faults(found)
+    console, found = Console(width=160, highlight=False, markup=False, soft_wrap=True), mutations()
     unknown = sorted({*(options.only or ())} - {one.name for one in found})
-    if wrong or unknown:
-        for fault in (*wrong, *(f"there is no mutation {name!r}" for name in unknown)):
-            console.print(fault, markup=False)
+    if wrong := [*faults(found), *(f"there is no mutation {name!r}" for name in unknown)]:
+        console.print("\n".join(wrong))
         return 2
     found = [one for one in found if options.only is None or one.name in options.only]
     if options.list:
-        for one in found:
-            console.print(f"{one.name} ({one.file}): {one.seen}", markup=False)
+        console.print("\n".join(f"{one.name} ({one.file}): {one.seen}" for one in found))
         return 0
     verdicts: list[Verdict] = []
-    for verdict in judged(found, options, console):
+    for verdict in judged(found, options):
         verdicts.append(verdict)
-        console.print(f"{verdict.outcome:9}{verdict.mutation.name}  {verdict.by}", markup=False, soft_wrap=True)
+        by = verdict.by or verdict.mutation.survives
+        console.print(f"{verdict.outcome:9}{verdict.mutation.name}  {by}  {verdict.seconds:.1f} s")
         if options.json is not None:
             write(options.json, verdicts)
-    table = Table("mutation", "file", "outcome", "by", "seconds")
-    for verdict in sorted(verdicts, key=lambda one: (one.outcome == "caught", one.mutation.name)):
-        mutation, told = verdict.mutation, escape(verdict.by or verdict.mutation.survives)
-        table.add_row(mutation.name, mutation.file, verdict.outcome, told, f"{verdict.seconds:.1f}")
-    console.print(table)
     caught = sum(verdict.outcome == "caught" for verdict in verdicts)
-    seconds = sum(verdict.seconds for verdict in verdicts)
-    console.print(f"{len(verdicts)} planted, {caught} caught, {seconds:.0f} s of tests")
-    return 0 if all(verdict.is_expected for verdict in verdicts) else 1
+    console.print(f"{len(verdicts)} planted, {caught} caught, {sum(one.seconds for one in verdicts):.0f} s of tests")
+    odd = [one.mutation.name for one in verdicts if not one.is_expected]
+    console.print(f"unexpected: {', '.join(odd) or 'none'}")
+    return int(bool(odd))
 
 
 if __name__ == "__main__":

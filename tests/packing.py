@@ -65,7 +65,6 @@ class PackingBackend(HostBackend):
         return attrs.evolve(self._inner.capabilities, packed_uploads=True, foreach_mixed=False, foreach_host=False)
 
     def upload(self, nbytes: int) -> Upload:
-        """A packet fed by a ring."""
         self.uploads.append(ring_on(self.device, nbytes, Streams, host_memory))
         return self.uploads[-1]
 
@@ -77,11 +76,9 @@ class PackingBackend(HostBackend):
         error_mode: str | None = None,
         parameters: Any = NO_PARAMETERS,
     ) -> Graph:
-        """With true capture semantics."""
         return self._inner.capture(step, pool=pool, error_mode=error_mode, parameters=parameters)
 
     def interrupt(self, run: Interruption) -> Any:
-        """As it does."""
         return self._inner.interrupt(run)
 
 

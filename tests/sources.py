@@ -128,7 +128,6 @@ class Maker:
         return self.buffer.view(self.live).copy_(self.value)
 
     def _askew(self) -> torch.Tensor | None:
-        """Memory that begins one byte late."""
         if self.value.itemsize == 1 or not self.value.numel():
             return None
         plain = self.value.clone(memory_format=torch.contiguous_format).cpu()
@@ -155,7 +154,6 @@ class Maker:
         return self.value[..., :1].clone().expand(self.value.shape)
 
     def _sliced(self) -> torch.Tensor:
-        """A part of something larger."""
         if self.value.dim() == 0:
             return self.value
         larger = torch.cat([self.value[:1], self.value, self.value[:1]])

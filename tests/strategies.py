@@ -48,6 +48,7 @@ DTYPES = (
 )
 Sizes = dict[Axis, int]
 NOTHING_GIVEN: Mapping[str, Any] = {}
+Empty = Callable[[tuple[int, ...], torch.dtype, Placement], torch.Tensor]
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
@@ -65,6 +66,11 @@ def noise(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
     low = 0 if dtype == torch.uint8 else -100
     return torch.randint(low, 101, shape, generator=generator, dtype=torch.int64).to(dtype)
+
+
+def draw(low: int, high: int, shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Random whole numbers from low to high."""
+    return torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -355,7 +361,9 @@ def source_for(slot: Slot, capabilities: Capabilities, turn: Round, choice: int)
     return value
 
 
-def poisoned(declaration: type[Inputs], capabilities: Capabilities, capacity: Sizes, seed: int) -> Buffers:
+def poisoned(
+    declaration: type[Inputs], capabilities: Capabilities, capacity: Sizes, seed: int, empty: Empty = empty
+) -> Buffers:
     """Buffers whose every byte that no declaration promises is random: all but constants and `once` values."""
     buffers = allocate(declaration.slotgraph, capacity, capabilities, empty)
     for index, buffer in enumerate(sorted(buffers, key=lambda one: one.name)):

@@ -4,14 +4,21 @@ import ast
 import functools
 import importlib
 import importlib.metadata
+import pkgutil
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+import pytest
+import typer.testing
 from torch.utils._device import _device_constructors
 
+import slotgraph
 from slotgraph.backends import load, names
+from slotgraph.errors import SlotGraphError
+from slotgraph.runners.commands.app import app
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("dataflow", "backends", "runners")
@@ -27,7 +34,6 @@ CLOCKS = {
     "packing.py",  # a backend's own events
     "plugin/fake_device/slotgraph_fake_device.py",  # as above
     "mutations.py",  # a program
-    "soak.py",  # as above
 }
 """Tests, apart from benchmarks, that read a clock: nowhere is what they read held to a bound in seconds."""
 
@@ -86,44 +92,24 @@ def circles(graph: Mapping[str, Iterable[str]]) -> list[frozenset[str]]:
     return sorted((circle for circle in found if circle), key=sorted)
 
 
-def test_links_resolve_and_are_relative() -> None:
-    """Each folder is linked from the package by a relative link that leads to it."""
+def test_the_package_and_its_links() -> None:
+    """Each folder is linked from the package by a relative link; beside them is the face alone, each page short.
+
+    The pytest plugin stands outside: every run of pytest loads it, and the package would bring torch. A package or a
+    module that pyproject.toml does not list would be missing from the wheel.
+    """
     for folder in FOLDERS:
         link = FACE / folder
-        assert link.is_symlink()
-        assert not link.readlink().is_absolute()
-        assert link.resolve() == ROOT / folder
-
-
-def test_face_holds_nothing_but_the_face() -> None:
-    """The package's own folder has the face, its public submodules, the marker for type checkers and the three links.
-
-    The face does not import `slotgraph.testing`, which needs hypothesis.
-    """
+        assert (link.is_symlink(), link.readlink().is_absolute(), link.resolve()) == (True, False, ROOT / folder)
     found = {path.name for path in FACE.iterdir() if path.name != "__pycache__"}
     assert found == {*PAGES, "py.typed", *FOLDERS}
-
-
-def test_modules_outside_the_package_are_listed() -> None:
-    """The pytest plugin stands beside the package: every run of pytest loads it, and the package would bring torch."""
-    outside = sorted(path.stem for path in FACE.parent.glob("*.py"))
-    assert outside == PYPROJECT["tool"]["setuptools"]["py-modules"] == ["slotgraph_pytest"]
-
-
-def test_face_is_short() -> None:
-    """The face is a list of names, not a place for code."""
     assert [n for n in PAGES if len((FACE / n).read_text(encoding="utf-8").splitlines()) >= FACE_LINES] == []
-
-
-def test_every_subpackage_is_listed() -> None:
-    """A package on disk that pyproject does not list would be missing from the wheel."""
+    tools = PYPROJECT["tool"]["setuptools"]
+    assert sorted(path.stem for path in FACE.parent.glob("*.py")) == tools["py-modules"] == ["slotgraph_pytest"]
     on_disk = {"slotgraph"} | {f"slotgraph.{dotted(path)}" for path in MODULES if path.name == "__init__.py"}
-    assert set(PYPROJECT["tool"]["setuptools"]["packages"]) == on_disk
-
-
-def test_every_module_is_in_a_package() -> None:
-    """A module in a folder without __init__.py would be missing from the wheel."""
+    assert set(tools["packages"]) == on_disk
     assert [path for path in MODULES if not (path.parent / "__init__.py").exists()] == []
+    assert "py.typed" in tools["package-data"]["slotgraph"]
 
 
 def found_in(look: Callable[[ast.Module], Iterable[object]]) -> dict[str, list[object]]:
@@ -132,14 +118,8 @@ def found_in(look: Callable[[ast.Module], Iterable[object]]) -> dict[str, list[o
     return {name: faults for name, faults in found.items() if faults}
 
 
-def test_modules_are_short() -> None:
-    """A module has 700 lines at most: a longer one has two subjects. None is split because of its length alone."""
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
-    assert {path: lines for path, lines in lengths.items() if lines > MODULE_LINES} == {}
-
-
-def test_functions_are_short() -> None:
-    """A function has 60 lines at most, its docstring included."""
+def test_modules_and_functions_are_short() -> None:
+    """A module has 700 lines at most, and a function 60: a longer one has two subjects."""
 
     def long(module: ast.Module) -> Iterator[object]:
         for node in ast.walk(module):
@@ -149,6 +129,7 @@ def test_functions_are_short() -> None:
                     yield node.name, lines
 
     assert found_in(long) == {}
+    assert [path for path in MODULES if len(path.read_text(encoding="utf-8").splitlines()) > MODULE_LINES] == []
 
 
 def test_folders_import_relatively() -> None:
@@ -210,12 +191,6 @@ def test_tests_read_no_clock() -> None:
     assert {name for name in reading if not name.startswith("benchmarks/")} == CLOCKS
 
 
-def test_types_are_shipped() -> None:
-    """The marker that lets type checkers read the installed package is there and goes into the wheel."""
-    assert (FACE / "py.typed").exists()
-    assert "py.typed" in PYPROJECT["tool"]["setuptools"]["package-data"]["slotgraph"]
-
-
 def test_version_is_the_installed_one() -> None:
     """What is installed is what pyproject.toml describes; where not, the environment is older than the file."""
     assert importlib.metadata.version("slotgraph") == PYPROJECT["project"]["version"]
@@ -233,3 +208,65 @@ def test_constraints_pin_exactly() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert [line for line in pins if line.count("==") != 1 or set(line) & set("+@/ ;")] == []
+
+
+SUBMODULES = {info.name for info in pkgutil.iter_modules(slotgraph.__path__) if not info.ispkg} - {"__main__"}
+SHOWING = sorted(SUBMODULES - {"errors", "standard", "testing"})
+
+
+def subclasses(kind: type[Exception]) -> Iterator[type[Exception]]:
+    """All subclasses of a class that slotgraph defines and calls errors."""
+    for one in kind.__subclasses__():
+        if one.__module__.startswith("slotgraph.") and one.__name__.endswith(("Error", "Errors")):
+            yield one
+        yield from subclasses(one)
+
+
+def test_the_face_is_small() -> None:
+    """What most programs need, and the modules beside it without a further import."""
+    assert len(slotgraph.__all__) <= 24
+    for name in ("errors", "standard"):
+        assert importlib.import_module(f"slotgraph.{name}") is getattr(slotgraph, name)
+
+
+@pytest.mark.parametrize("name", SHOWING)
+def test_every_submodule_shows_what_it_says(name: str) -> None:
+    """And nothing that another one, or the face, shows too."""
+    module = importlib.import_module(f"slotgraph.{name}")
+    shown = set(module.__all__)
+    assert {one for one in vars(module) if one.isidentifier() and not one.startswith("_")} == shown
+    others = [set(importlib.import_module(f"slotgraph.{one}").__all__) for one in SHOWING if one != name]
+    assert shown.isdisjoint(set(slotgraph.__all__).union(*others))
+
+
+def test_errors_has_every_error() -> None:
+    """Each error that slotgraph raises can be imported from `slotgraph.errors`."""
+    errors = importlib.import_module("slotgraph.errors")
+    every: list[type[Exception]] = [SlotGraphError, *subclasses(SlotGraphError)]
+    found = {one.__name__: one for one in every}
+    assert len(found) > 10
+    assert {name: getattr(errors, name, None) for name in found} == found
+
+
+def test_standard_has_every_declaration() -> None:
+    """`from slotgraph.standard import DecodeInputs` gives the class that declarations are built on."""
+    standard = importlib.import_module("slotgraph.standard")
+    inner = importlib.import_module("slotgraph.runners.standard")
+    assert {name: getattr(standard, name, None) for name in inner.__all__} == {
+        name: getattr(inner, name) for name in inner.__all__
+    }
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
+def test_the_example_passes_its_own_check(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saved to a file, its runner has no finding, by the command that the README names."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    code = "".join(block for block in blocks if ">>>" not in block)
+    assert 'backend="cpu"' in code
+    file = tmp_path / "read_me_example.py"
+    file.write_text(code.replace('backend="cpu"', f'backend="{backend}"'), encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "read_me_example", raising=False)
+    done = typer.testing.CliRunner().invoke(app, ["check", f"{file}:runner", "--seed", "0"])
+    assert done.exit_code == 0, done.output
+    assert "no findings" in done.stdout

@@ -4,7 +4,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import pytest
@@ -114,49 +114,43 @@ def test_records_have_the_keys(caplog: pytest.LogCaptureFixture, capsys: pytest.
     assert capsys.readouterr() == ("", "")
 
 
-def configured_late(entries: list[Any]) -> None:
-    """Structlog, with a processor of the user's own."""
+class Keeping(logging.Handler):
+    """Keeps what comes."""
+
+    def __init__(self, entries: list[Any]) -> None:
+        super().__init__()
+        self.entries = entries
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.entries.append((record.levelname.lower(), record.getMessage()))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["a processor of the user's own", "by way of logging"])
+def test_a_structlog_that_is_configured_later_is_used(caplog: pytest.LogCaptureFixture, *, own: bool) -> None:
+    """What counts is how structlog is configured when the event happens; after it is reset, logging has them again."""
+    entries, logger = list[Any](), logging.getLogger("slotgraph")
 
     def keep(_logger: object, method: str, event: MutableMapping[str, Any]) -> Any:
         entries.append((method, event["event"]))
         raise structlog.DropEvent
 
-    structlog.configure(processors=[keep])
-
-
-def filtered(entries: list[Any]) -> None:
-    """Structlog, to the standard library's logging, with its own wrapper."""
-
-    class Keeping(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            entries.append((record.levelname.lower(), record.getMessage()))
-
-    logger = logging.getLogger("slotgraph")
-    logger.handlers = [Keeping()]
-    structlog.configure(
-        processors=[structlog.stdlib.filter_by_level, structlog.stdlib.render_to_log_kwargs],
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        wrapper_class=structlog.stdlib.BoundLogger,
-    )
-
-
-@pytest.mark.parametrize(("configure", "wanted"), [(configured_late, WANTED), (filtered, WANTED[2:])])
-def test_a_structlog_that_is_configured_later_is_used(
-    configure: Callable[[list[Any]], None], wanted: list[Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    """What counts is how structlog is configured when the event happens; after it is reset, logging has them again."""
-    entries: list[Any] = []
     fall_back()
-    configure(entries)
-    caplog.clear()
+    if own:
+        structlog.configure(processors=[keep])
+    else:
+        logger.handlers = [Keeping(entries)]
+        structlog.configure(
+            processors=[structlog.stdlib.filter_by_level, structlog.stdlib.render_to_log_kwargs],
+            logger_factory=structlog.stdlib.LoggerFactory(),
+            wrapper_class=structlog.stdlib.BoundLogger,
+        )
     fall_back()
-    assert entries == wanted
-    logging.getLogger("slotgraph").handlers.clear()
+    logger.handlers.clear()
     structlog.reset_defaults()
     caplog.clear()
     fall_back()
     assert [vars(record)["event"] for record in caplog.records] == ["fallback"]
-    assert entries == wanted
+    assert entries == WANTED[0 if own else 2 :]
 
 
 def test_captured_logs_leave_no_trace(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:

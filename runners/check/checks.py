@@ -112,14 +112,14 @@ def check(
         CheckError: The state is too large to keep.
         RankError: Other ranks do not come, or check something else. The error names them.
     """
-    start, parts, graphs = time.perf_counter(), runner.parts, runner.parts.graphs
+    start, graphs = time.perf_counter(), runner.graphs
     _check_options(runner, only, read_outside, rounds)
     wanted = [name for name in CHECKS if name in only or not only]
     if graphs is None:
         note = "it captures nothing: there are no tails, and nothing is replayed"
-        return CheckReport(runner=parts.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
+        return CheckReport(runner=runner.name, findings=(), steps=dict.fromkeys(wanted, 0), notes=(note,))
     makers = batches_of(runner, batches, rounds=rounds, seed=seed, values=values)
-    subject = Subject(runner, graphs, State(parts.stage.backend), seed, tuple(read_outside))
+    subject = Subject(runner, graphs, State(runner.stage.backend), seed, tuple(read_outside))
     with unwatched(runner.watch):
         report = subject.together.ranks.run(lambda: _checked(subject, wanted, makers, state, progress=progress))
     return attrs.evolve(report, seconds=time.perf_counter() - start)
@@ -132,13 +132,13 @@ def _check_options(
     rounds: object,
 ) -> None:
     """Raise ConfigError for what is no check, slot or number of rounds, ReplayError if nothing was captured."""
-    parts, declaration = runner.parts, runner.parts.stage.declaration
+    declaration = runner.stage.declaration
     for name in only:
         if name not in CHECKS:
             raise ConfigError(f"there is no check {name!r}: checks are {', '.join(CHECKS)}")
     if type(rounds) is not int or rounds < 1:
         raise ConfigError(f"rounds= is a whole number from 1, got {rounds!r:.100}")
-    if parts.graphs is not None and parts.graphs.report is None:
+    if runner.graphs is not None and runner.graphs.report is None:
         raise ReplayError("this runner is not captured: call capture() before check()")
     check_slots("read_outside", declaration, read_outside)
 
@@ -153,7 +153,6 @@ def batches_of(
     Raises:
         ConfigError: There are none, or the declaration does not tell how to draw them.
     """
-    parts = runner.parts
     if batches is not None and not callable(batches):
         given = [_paired(one) for one in batches]
         if not given:
@@ -166,9 +165,9 @@ def batches_of(
             return _paired(batches(rows, generator))
         return _drawn(runner, bucket, rows, absent, values, generator)
 
-    patterns = [frozenset[str]()] if callable(batches) else sorted(parts.patterns, key=sorted)
+    patterns = [frozenset[str]()] if callable(batches) else sorted(runner.patterns, key=sorted)
     generator, below, plans = torch.Generator().manual_seed(seed), 0, list[tuple[int, int, Absent]]()
-    for bucket in sorted(parts.sizes):  # with rows that do not fit the one below it
+    for bucket in sorted(runner.sizes):  # with rows that do not fit the one below it
         drawn = torch.randint(below + 1, bucket + 1, (rounds,), device="cpu", generator=generator).tolist()
         every = [*dict.fromkeys([bucket, below + 1, max(bucket - 1, below + 1)]), *drawn]
         plans[:0] = [(bucket, rows, absent) for rows in every for absent in patterns]  # the largest first
@@ -188,9 +187,9 @@ def _drawn(
     runner: Runner[Any], bucket: int, rows: int, absent: Absent, values: Values, generator: torch.Generator
 ) -> Sample:
     """A random batch of so many rows, and of one row or more on every other axis."""
-    stage, lead = runner.parts.stage, BATCH if runner.is_whole else TOKENS
+    stage, lead = runner.stage, BATCH if runner.is_whole else TOKENS
     live = {lead: rows}
-    for axis, size in runner.parts.sizes[bucket].items():
+    for axis, size in runner.sizes[bucket].items():
         if axis.fixed:
             live[axis] = size
         elif axis != lead and axis not in stage.relations:
@@ -211,7 +210,7 @@ def _checked(
 ) -> CheckReport:
     """Find the state, and run the checks on the batches that a graph takes."""
     runner, ranks = subject.runner, subject.together.ranks
-    decisions, firsts, absent = list[Decision](), dict[Absent, Callable[[], Sample]](), subject.parts.stage.absent
+    decisions, firsts, absent = list[Decision](), dict[Absent, Callable[[], Sample]](), subject.runner.stage.absent
     for make in makers:
         one = make()
         decisions.append(runner.decide(one.batch, **one.side))
@@ -228,7 +227,7 @@ def _checked(
         message = f"nothing was checked: {'; '.join(subject.notes)}; give batches that a captured bucket takes"
         findings = (Finding(wanted[0], None, message),)
     steps = dict.fromkeys(wanted, len(taken))
-    return CheckReport(runner=subject.parts.name, findings=findings, steps=steps, notes=tuple(subject.notes))
+    return CheckReport(runner=subject.runner.name, findings=findings, steps=steps, notes=tuple(subject.notes))
 
 
 def _buckets(decisions: Iterable[Decision]) -> str:
@@ -260,7 +259,7 @@ def _run(subject: Subject[Any], wanted: Sequence[str], makers: Makers, *, progre
             for one in CHECKS[name](subject, batches):
                 found.setdefault(one.slot or re.split(" row |: ", one.message)[0], one)
             findings += _with_others(subject, name, list(found.values()))
-            if subject.together.any(not _answers(subject.parts.stage.backend)):
+            if subject.together.any(not _answers(subject.runner.stage.backend)):
                 subject.notes["the device has stopped for good, and what was left to check was not checked"] = None
                 break
     finally:

@@ -29,10 +29,10 @@ from ...dataflow.slots import Constant, Output, Slot
 from ...dataflow.tails import Once
 from ..bits import garbage, unequal_rows
 from ..comparison import copies, live_part, mismatches, named, ran_eagerly, slots_kept
-from ..holdings import Change
-from ..runner import Parts
+from ..runner import Runner
 from ..running import running
 from ..stacked.capture import parts_of
+from ..state import Change
 from ..traffic import Traffic, run_seen
 from .trial import Finding, Subject, Tensors, Trial
 
@@ -110,12 +110,12 @@ def check_coverage(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator
         view = subject.fill(one)
         present.update(name for name, value in vars(view).items() if value is not None)
         with subject.state.kept():
-            read.update(_read_slots(subject.parts, view))
-    stage = subject.parts.stage
+            read.update(_read_slots(subject.runner, view))
+    stage = subject.runner.stage
     for name, slot in subject.slots.items():
         if is_found or name not in present - read or isinstance(slot, Output) or slot.is_parameter:
             continue
-        reason = may_be_read(slot, lent=name in stage.lend, device=stage.backend.device)
+        reason = may_be_read(slot, stage.backend.device)
         if reason is not None:
             subject.notes[f"no operator of the step reads slot {name!r}: {reason}"] = None
             continue
@@ -153,12 +153,11 @@ _UNWRITTEN: Final = {
 }
 
 
-def may_be_read(slot: Slot, *, lent: bool, device: torch.device) -> str | None:
+def may_be_read(slot: Slot, device: torch.device) -> str | None:
     """Why a slot may well be read though no operator of the step takes it, or None."""
     reasons = {
         "it is optional": slot.optional,
         "it is constant": isinstance(slot, Constant),
-        "it is lent to something outside": lent,
         "it is written once": isinstance(slot.rule(), Once),
         "it is on the host, where it may be read before the replay": slot.placement == HOST,
         "a kernel that is launched by itself may": device.type != "cpu",
@@ -166,13 +165,13 @@ def may_be_read(slot: Slot, *, lent: bool, device: torch.device) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _read_slots(parts: Parts[Any], view: Inputs) -> set[str]:
+def _read_slots(runner: Runner[Any], view: Inputs) -> set[str]:
     """Run the step without its graph on the view that was filled last, and name the slots that something reads.
 
     Functions of computed slots read what they name. An operator reads what it takes, but a mere view of a part of a
     slot does not read it. What is launched without an operator, as a kernel by itself may be, is not seen.
     """
-    slots, values = parts.stage.declaration.slots, vars(view)
+    slots, values = runner.stage.declaration.slots, vars(view)
     spans = {name: span(values[name]) for name in slots if values[name] is not None}
     computes = (slot.computes() for slot in slots.values())
     read = {need for compute in computes if compute is not None for need in compute.needs}
@@ -194,7 +193,7 @@ def _read_slots(parts: Parts[Any], view: Inputs) -> set[str]:
             return func(*args, **(kwargs or {}))
 
     traffic = Traffic(done=lambda _, taken, __: note(taken))
-    outputs = run_under(TakenByHost(), lambda: run_seen(traffic, lambda: ran_eagerly(parts, view)))
+    outputs = run_under(TakenByHost(), lambda: run_seen(traffic, lambda: ran_eagerly(runner, view)))
     note(tensor for _, tensor in named(outputs))
     return read
 
@@ -229,7 +228,7 @@ def _sequence(subject: Subject[Any], batches: Sequence[Sample]) -> list[Sample]:
     """Batches in turn: as many as there is memory for what is copied of them, but two at least."""
     with subject.state.kept():
         nbytes = sum(tensor.nbytes for part in _run(subject, batches[0]) for tensor in part.values())
-    free = subject.parts.stage.backend.memory().free
+    free = subject.runner.stage.backend.memory().free
     most = subject.together.least(min(STEPS, int(SHARE * free / (2 * nbytes))) if nbytes else STEPS)
     return list(itertools.islice(itertools.cycle(batches), max(2, most)))
 
@@ -239,9 +238,9 @@ def _steps(subject: Subject[Any], batches: Sequence[Sample], *, flight: bool) ->
 
     Alone, the device has done a step before the next begins. In flight, sources are overwritten right after the call.
     """
-    backend, runs = subject.parts.stage.backend, []
+    backend, runs = subject.runner.stage.backend, []
     given = [Sample(_copied(one.batch), _copied(one.side)) for one in batches] if flight else batches
-    with subject.state.kept(), slots_kept(subject.parts):
+    with subject.state.kept(), slots_kept(subject.runner):
         if flight:
             _keep_busy(backend)
         for one in given:

@@ -16,7 +16,7 @@ import torch
 from ...dataflow.axes import BATCH, TOKENS, Sizes, Step
 from ...dataflow.buffers import Buffers
 from ...dataflow.capabilities import Capabilities
-from ...dataflow.errors import MissingSourceError, ReplayError
+from ...dataflow.errors import ReplayError
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.sampling import Sample, is_location
 from ...dataflow.slots import Constant, Output, Slot
@@ -38,7 +38,6 @@ from ..comparison import (
     slots_kept,
     tails_of,
 )
-from ..eagerly import Eagerly
 from .trial import NOTHING, Finding, Subject, Tensors, Trial
 
 POISON: Final = "poison"
@@ -87,7 +86,7 @@ def _unlike_oracle(subject: Subject[Any], one: Sample, number: int) -> list[Find
         return found
     seed = subject.seed + number
     in_place = [source for source in subject.sources(one) if isinstance(source, torch.Tensor) and source.numel()]
-    with slots_kept(subject.parts):
+    with slots_kept(subject.runner):
         with torch.no_grad():
             own = [(source, source.clone()) for source in in_place if buffers.holds(source)]
             _spoil(buffers, subject.step_of(one), seed)
@@ -143,7 +142,7 @@ def _compared(subject: Subject[Any], one: Sample, seed: int | None) -> list[Find
 
 def _oracle(subject: Subject[Any], one: Sample, step: Step, flipped: int | None) -> Buffers:
     """What the oracle leaves in a copy of the buffers, over flipped garbage if there is a seed for it."""
-    stage, buffers = subject.parts.stage, subject.graphs.buffers
+    stage, buffers = subject.runner.stage, subject.graphs.buffers
     with torch.inference_mode(mode=False), torch.no_grad():
         copied = {b.name: attrs.evolve(b, tensor=b.tensor.clone(), owner=None) for b in buffers}
         oracle = Buffers(copied, buffers.capacity)
@@ -200,7 +199,7 @@ def other_tails(trial: Trial[Any], turn: int, generator: torch.Generator, spared
     made: dict[str, torch.Tensor] = {}
     for name, filled in trial.filled.items():
         slot, tensor = trial.declared[name], filled.clone()
-        poison = poison_of(slot, filled, trial.step, trial.parts.stage.backend.capabilities)
+        poison = poison_of(slot, filled, trial.step, trial.runner.stage.backend.capabilities)
         if poison is None or name in spared:
             continue
         for part in [tensor] if isinstance(slot, Output) else tails_of(slot, tensor, trial.step):
@@ -221,7 +220,7 @@ def _held_to_rules(trial: Trial[Any]) -> Iterator[str]:
         rule = slot.rule()
         held = isinstance(rule, Pad) or (isinstance(rule, Keep) and slot.poison is not None)
         has_tail = any(True for _ in tails_of(slot, filled, trial.step))
-        if held and has_tail and poison_of(slot, filled, trial.step, trial.parts.stage.backend.capabilities) is None:
+        if held and has_tail and poison_of(slot, filled, trial.step, trial.runner.stage.backend.capabilities) is None:
             why = "it says poison=()" if slot.poison == () else "it says where the step writes"
             yield f"slot {name!r} was held to its {rule}: {why}"
 
@@ -290,7 +289,7 @@ class Poisoning:
     def _live(self, outputs: Any) -> Tensors:
         """The live rows of outputs. Their sizes tell whether they were handed out with padded ones."""
         found, step = copies(outputs, "output"), self._trial.step
-        is_padded = self._trial.parts.graphs is not None and not self._trial.runner.cuts
+        is_padded = self._trial.runner.graphs is not None and not self._trial.runner.cuts
         for name, tensor in found.items() if is_padded else ():
             for axis in (TOKENS, BATCH):
                 if tensor.dim() and tensor.shape[0] == step.padded_sizes.get(axis):
@@ -369,19 +368,19 @@ def _of(poison: Tensors, names: Collection[str]) -> Tensors:
 
 def check_parity(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[Finding]:
     """Hold graphs to their step: on the padded view, or else beside the batch alone, since that follows from it."""
-    parts = subject.parts
+    runner = subject.runner
     subject.state.check_room(COPIES)
     for one in batches:
-        if parts.stage.declaration.ranks is not None:
+        if runner.stage.declaration.ranks is not None:
             subject.fill(one)  # by which ranks know what all bring, as computed slots may ask
-        with subject.state.kept(), slots_kept(parts):
+        with subject.state.kept(), slots_kept(runner):
             exact = _without_padding(subject, one)
         trial = subject.trial(one)
         finding = parity_fault(trial)
         if not subject.together.any(finding is not None):
             if isinstance(exact, Seen):
                 finding = _unpadded_fault(trial, exact)
-            elif parts.size(one.batch, one.side)[-1]:  # an empty batch is padded in each step
+            elif runner.size(one.batch, one.side)[-1]:  # an empty batch is padded in each step
                 finding = Finding(PARITY, None, exact)
         if finding is not None:
             yield finding
@@ -389,12 +388,8 @@ def check_parity(subject: Subject[Any], batches: Iterable[Sample]) -> Iterator[F
 
 def _without_padding(subject: Subject[Any], one: Sample) -> Seen | str:
     """What the step does with a batch if nothing is padded. A sentence if it raises there."""
-    parts, eager = subject.parts, subject.parts.eager
-    try:
-        view = eager.fill(one.batch, **one.side)
-    except MissingSourceError:
-        eager = Eagerly(parts.stage, parts.name, parts.size, buffers=subject.graphs.buffers)  # which carries nothing
-        view = eager.fill(one.batch, **one.side)
+    eager = subject.runner.eager
+    view = eager.fill(one.batch, **one.side)
     try:
         return seen(view, eager.run(view))
     except Exception as error:  # noqa: BLE001 - whatever a step makes of other sizes is a result
@@ -452,7 +447,7 @@ def parity_fault(trial: Trial[Any]) -> Finding | None:
     )  # no more can be asked than of the step
     found = next(mismatches(graph[0], expected, tolerance, step=trial.step), None)
     if found is not None:
-        captured = graph_of(trial.parts, trial.view)
+        captured = graph_of(trial.runner, trial.view)
         where = "" if captured is None else f" (bucket {captured.rows})"
         why = "the step reads something that is no slot, such as a host value or an address at capture"
         return Finding(PARITY, found.slot, f"{found}{where}; all slots agree: {why}")

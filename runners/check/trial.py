@@ -15,7 +15,7 @@ from ...dataflow.slots import Constant, Output, Slot
 from ..comparison import info_of, ran_eagerly, state_on
 from ..graphs import GraphSet
 from ..hooks import Coordinator, Watch
-from ..runner import Parts, Runner
+from ..runner import Runner
 from ..stage import V
 from ..state import State
 
@@ -93,10 +93,10 @@ class Trial(Generic[V]):
 
     def __init__(self, runner: Runner[V], view: V, state: State, one: Sample | None = None) -> None:
         self.runner, self.view, self.state, self.one = runner, view, state, one
-        self.parts, self.together = runner.parts, Together(runner.parts.coordinator)
-        self.step, self.declared = info_of(view).step, runner.parts.stage.declaration.slots
+        self.runner, self.together = runner, Together(runner.coordinator)
+        self.step, self.declared = info_of(view).step, runner.stage.declaration.slots
         self.raised = self.lost = False
-        self._wait = self.parts.stage.backend.synchronize
+        self._wait = runner.stage.backend.synchronize
         self._wait()
         self.filled = {name: tensor.clone() for name, tensor in self.slots.items()}
 
@@ -108,7 +108,7 @@ class Trial(Generic[V]):
 
     def eagerly(self) -> Any:
         """Run the step as it is written."""
-        return ran_eagerly(self.parts, self.view)
+        return ran_eagerly(self.runner, self.view)
 
     def run(
         self, look: Callable[[Any], T], put: Tensors = NOTHING, by: Callable[[], Any] | None = None
@@ -181,19 +181,14 @@ class Subject(Generic[V]):
     notes: dict[str, None] = attrs.field(factory=dict)
 
     @property
-    def parts(self) -> Parts[V]:
-        """The runner's parts."""
-        return self.runner.parts
-
-    @property
     def slots(self) -> Mapping[str, Slot]:
         """The slots that its declaration has."""
-        return self.parts.stage.declaration.slots
+        return self.runner.stage.declaration.slots
 
     @property
     def together(self) -> Together:
         """The runner's ranks."""
-        return Together(self.parts.coordinator)
+        return Together(self.runner.coordinator)
 
     def sources(self, one: Sample) -> list[Any]:
         """What a batch brings for slots."""
@@ -202,10 +197,10 @@ class Subject(Generic[V]):
 
     def step_of(self, one: Sample) -> Step:
         """The sizes of a batch in the bucket that takes it."""
-        parts, bucket = self.parts, self.runner.decide(one.batch, **one.side).bucket
+        runner, bucket = self.runner, self.runner.decide(one.batch, **one.side).bucket
         if bucket is None:
             raise ValueError("no bucket takes this batch")
-        return parts.stage.declaration.step(parts.size(one.batch, one.side)[:-1], parts.sizes[bucket])
+        return runner.stage.declaration.step(runner.size(one.batch, one.side)[:-1], runner.sizes[bucket])
 
     def fill(self, one: Sample) -> V:
         """The view of a fill."""
@@ -221,7 +216,7 @@ class Subject(Generic[V]):
 
     def is_filled(self, name: str) -> bool:
         """Whether a fill writes all of a slot. Else the step does, or its graph by a function on the device."""
-        slot, declaration = self.slots[name], self.parts.stage.declaration
+        slot, declaration = self.slots[name], self.runner.stage.declaration
         late = slot.computes() is not None and declaration.side(name) == DEVICE and self.runner.is_whole
         return not (late or isinstance(slot, Output))
 
@@ -232,7 +227,7 @@ def state_of(runner: Runner[Any], batches: Iterable[Sample], tensors: Iterable[t
     Raises:
         CheckError: It is too large to be copied.
     """
-    stage, together = runner.parts.stage, Together(runner.parts.coordinator)
+    stage, together = runner.stage, Together(runner.coordinator)
     tensors = stage.state if tensors is None else tensors
     if tensors is not None:
         return State.of(stage.backend, tensors)
@@ -240,5 +235,5 @@ def state_of(runner: Runner[Any], batches: Iterable[Sample], tensors: Iterable[t
     for one in batches:
         view = runner.fill(one.batch, **one.side)
         with together.raising("the look at what a step changes"):
-            found = found.joined(state_on(runner.parts, view))
+            found = found.joined(state_on(runner, view))
     return found

@@ -167,7 +167,7 @@ def verify(title: str, found: Sequence[Contestant], batches: Iterable[tuple[int,
         WrongBytesError: One fills something else, or returns other outputs.
     """
     oracle, *others = sorted((one for one in found if one.name != BARE), key=lambda one: one.name != ORACLE)
-    stage = oracle.runner.parts.stage
+    stage = oracle.runner.stage
     declared = stage.declaration.slots
 
     def run(one: Contestant, batch: Any) -> tuple[Any, Any]:

@@ -19,8 +19,8 @@ from rich.console import Console, RenderableType
 from ...dataflow.errors import ConfigError, DeclarationErrors, SlotGraphError, did_you_mean, place_of
 from ...dataflow.inputs import Inputs
 from ...dataflow.serial import to_data
+from ..decode import GraphRunner
 from ..explained.pages import WIDE
-from ..graph_runner import GraphRunner
 from ..runner import Runner
 
 FAILED: Final = 1

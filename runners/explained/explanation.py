@@ -20,7 +20,7 @@ from ...dataflow.slots import Output
 from ..graphs import GraphSet
 from ..outputs import nbytes_of
 from ..ranks.group import Ranks
-from ..runner import Parts, Runner
+from ..runner import Runner
 from ..statistics import Decision
 
 Kind = Literal["reset", "copy", "compute", "upload", "kernel", "graph", "step"]
@@ -195,11 +195,10 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
     Args:
         runner: Any runner, captured or not.
     """
-    parts = runner.parts
-    stage, graphs, seat, buffers = parts.stage, parts.graphs, parts.seat, parts.eager.buffers
+    stage, graphs, seat, buffers = runner.stage, runner.graphs, runner.seat, runner.eager.buffers
     declared, capabilities = stage.declaration, stage.backend.capabilities
     lowering = "foreach" if graphs is None else graphs.filler.lowering
-    sizes = parts.sizes[max(parts.sizes)] if parts.sizes else {} if buffers is None else buffers.capacity
+    sizes = runner.sizes[max(runner.sizes)] if runner.sizes else {} if buffers is None else buffers.capacity
     extents = {axis: (size, size) for axis, size in sizes.items()} or NOT_SIZED
     declaration = explain_declaration(declared, capabilities, stage.backend.name, extents, lowering=lowering)
     eager = None
@@ -216,13 +215,13 @@ def explain(runner: Runner[Any]) -> RunnerExplanation:
         kind=type(runner).__name__,
         backend=stage.backend.name,
         device=str(stage.backend.device),
-        path="eager" if graphs is None else parts.tally.path,
+        path="eager" if graphs is None else runner.tally.path,
         lowering=lowering,
-        configuration=_as_json(parts.config.as_data()),
+        configuration=_as_json(runner.config.as_data()),
         declaration=declaration,
-        buckets=() if graphs is None else tuple(_bucket(parts, graphs, rows) for rows in sorted(parts.sizes)),
+        buckets=() if graphs is None else tuple(_bucket(runner, graphs, rows) for rows in sorted(runner.sizes)),
         eager=eager,
-        memory=_memory(parts, declaration.plan, pool),
+        memory=_memory(runner, declaration.plan, pool),
         statistics=_as_json(runner.stats()),
         member=seat.name if seat is not None and pool is not None else None,
         pool=pool,
@@ -235,17 +234,17 @@ def _as_json(data: Any) -> Any:
     return json.loads(json.dumps(data))
 
 
-def _bucket(parts: Parts[Any], graphs: GraphSet[Any], rows: int) -> BucketFacts:
-    declaration, capabilities = parts.stage.declaration, parts.stage.backend.capabilities
-    found = tuple(_graph(parts, graphs, rows, absent) for absent in sorted(parts.patterns, key=sorted))
+def _bucket(runner: Runner[Any], graphs: GraphSet[Any], rows: int) -> BucketFacts:
+    declaration, capabilities = runner.stage.declaration, runner.stage.backend.capabilities
+    found = tuple(_graph(runner, graphs, rows, absent) for absent in sorted(runner.patterns, key=sorted))
     foreign, lowering = graphs.buffers.foreign, graphs.filler.lowering
-    plan = plan_fill(declaration, parts.sizes[rows], capabilities, lowering=lowering, foreign=foreign)
+    plan = plan_fill(declaration, runner.sizes[rows], capabilities, lowering=lowering, foreign=foreign)
     launched = max((one.parts for one in found if not one.why), default=1)
-    whole = parts.tally.path == "graph"
+    whole = runner.tally.path == "graph"
     return BucketFacts(rows, _fill(plan, declaration, capabilities, parts=launched, whole=whole), found)
 
 
-def _graph(parts: Parts[Any], graphs: GraphSet[Any], rows: int, absent: Absent) -> GraphFacts:
+def _graph(runner: Runner[Any], graphs: GraphSet[Any], rows: int, absent: Absent) -> GraphFacts:
     """A bucket's graph for one pattern, or why there is none."""
     names, captured, report = tuple(sorted(absent)), graphs.captured.get((rows, absent)), graphs.report
     if captured is not None:
@@ -253,9 +252,9 @@ def _graph(parts: Parts[Any], graphs: GraphSet[Any], rows: int, absent: Absent) 
         outputs = nbytes_of([graph.outputs], but=graphs.buffers.storages)
         return GraphFacts(absent=names, parts=graph.parts, nbytes=graph.nbytes, outputs=outputs)
     why = "graphs are switched off, by graphs=False"
-    if parts.config.graphs and report is None:
+    if runner.config.graphs and report is None:
         why = "nothing is captured yet: call capture()"
-    elif parts.config.graphs and report is not None:
+    elif runner.config.graphs and report is not None:
         why = report.failed.get(rows) or "captured when the first batch comes for it (lazy)"
     return GraphFacts(absent=names, why=why)
 
@@ -338,12 +337,12 @@ def _fill(
     return Fill(plan, tuple(listing.steps))
 
 
-def _memory(parts: Parts[Any], plan: FillPlan | None, pool: Layout | None) -> MemoryFacts:
+def _memory(runner: Runner[Any], plan: FillPlan | None, pool: Layout | None) -> MemoryFacts:
     """The memory layout of a runner, read off its buffers, if it has any yet.
 
     plan: a bucket's, which tells when slots are written. pool: the layout of the memory that it shares, if any.
     """
-    seat, buffers = parts.seat, parts.eager.buffers if parts.graphs is None else parts.graphs.buffers
+    seat, buffers = runner.seat, runner.eager.buffers if runner.graphs is None else runner.graphs.buffers
     member, kept, shared = "", frozenset[str](), frozenset[str]()
     if seat is not None and seat.phase is not None and pool is not None:
         member, kept = seat.name, seat.phase.kept
@@ -364,7 +363,7 @@ def _memory(parts: Parts[Any], plan: FillPlan | None, pool: Layout | None) -> Me
         allocations.append(Allocation(name, first.tensor.untyped_storage().nbytes(), first.adopted))
         for buffer in sorted(members, key=lambda buffer: (_offset(buffer), buffer.nbytes, buffer.name)):
             lasts = lasting(buffer.slot, buffer.name, kept)
-            since, until = _span(buffer, parts, plan) if lasts is None else (phases[0], phases[-1])
+            since, until = _span(buffer, runner, plan) if lasts is None else (phases[0], phases[-1])
             place = SlotPlace(
                 slot=buffer.name,
                 allocation=name,
@@ -384,13 +383,13 @@ def _order(buffer: Buffer) -> tuple[bool, bool]:
     return buffer.adopted, buffer.slot.placement != DEVICE
 
 
-def _span(buffer: Buffer, parts: Parts[Any], plan: FillPlan | None) -> tuple[Phase, Phase]:
+def _span(buffer: Buffer, runner: Runner[Any], plan: FillPlan | None) -> tuple[Phase, Phase]:
     """The first and the last phase in which the value of a slot counts that need not last between steps."""
     slot, name = buffer.slot, buffer.name
     if isinstance(slot, Output):
         return "replay", "outputs"
-    if slot.computes() is not None and parts.stage.declaration.side(name) == DEVICE:
-        return ("replay" if parts.tally.path == "graph" else "fill"), "replay"
+    if slot.computes() is not None and runner.stage.declaration.side(name) == DEVICE:
+        return ("replay" if runner.tally.path == "graph" else "fill"), "replay"
     by_kernel = plan is not None and name in plan.fused and not slot.rewritten
     return ("kernel" if by_kernel else "fill"), "replay"
 

@@ -60,7 +60,7 @@ class Agreement(Coordinator):
         if self._ahead is None:
             admit()
         self._told = True
-        begun = self._begun_ahead(own, live) or self.ranks.begin(self._message(own, live), self._step)
+        begun = self._begun_ahead(own, live) or self._begin(own, live)
         messages = self._messages(begun, self._step, self.timeout)
         refused = _first(messages, REFUSED)
         if refused is not None:
@@ -68,7 +68,7 @@ class Agreement(Coordinator):
                 f"rank {refused} refused its batch, so that no rank runs the step: {messages[refused].text}"
             )
         self._check_shared(messages)
-        self.ranks.brought({axis: tuple(one.live[i] for one in messages) for i, axis in enumerate(self.axes)})
+        self.ranks.brought = {axis: tuple(one.live[i] for one in messages) for i, axis in enumerate(self.axes)}
         self.ranks.said = tuple(messages)
         self._joined = True
         self.agreed, rank = agree(own, messages, len(self.axes) - 1)
@@ -78,22 +78,24 @@ class Agreement(Coordinator):
     def ahead(self, own: Decision, live: Live) -> None:
         """Tell the others now what `settle` will be asked for next; it then only waits for what they told."""
         if not self.quiet:
-            self._ahead = own, live, self.ranks.begin(self._message(own, live), self._step)
+            self._ahead = own, live, self._begin(own, live)
 
     def idle(self, own: Decision, live: Live) -> bool:
         """Whether all ranks are idle, as this one is, so that none runs a step; else `settle` is asked for it next."""
         if self.quiet:
             return True
-        messages = self.ranks.begin(self._message(own, live, idle=True), self._step)(self.timeout)
+        messages = self._begin(own, live, idle=True)(self.timeout)
         if all(one.idle and one.place == _digest(self._step) for one in messages):
-            self.ranks.brought({})
+            self.ranks.brought = {}
             return True
         self._ahead = own, live, lambda _: messages
         return False
 
-    def _message(self, own: Decision, live: Live, *, idle: bool = False) -> Message:
+    def _begin(self, own: Decision, live: Live, *, idle: bool = False) -> Exchange:
+        """Tell all ranks what this one would do."""
         answer, text = (EAGER, own.reason) if own.bucket is None else (FITS, "")
-        return Message(_digest(self._step), answer, own.bucket or 0, _WHYS.index(own.why), idle, live, text)
+        told = Message(_digest(self._step), answer, own.bucket or 0, _WHYS.index(own.why), idle, live, text)
+        return self.ranks.begin(told, self._step)
 
     def _begun_ahead(self, own: Decision, live: Live) -> Exchange | None:
         """The exchange that was begun ahead, if one was. RankError if it was of another batch."""
@@ -122,25 +124,27 @@ class Agreement(Coordinator):
         shards = self.ranks.shards
         if shards == 1 or not self.ranks.batches:
             return
-        groups = (range(first, first + shards) for first in range(0, self.size, shards))
-        torn = [rank for group in groups if len({messages[rank].live for rank in group}) > 1 for rank in group]
-        if torn:
-            sizes = (zip(messages[rank].live, self.axes, strict=False) for rank in torn)
-            each = (", ".join(dict.fromkeys(f"{rows} {axis.name}" for rows, axis in one)) for one in sizes)
-            told = "; ".join(f"rank {rank} brings {one}" for rank, one in zip(torn, each, strict=True))
-            raise RankError(f"each {shards} ranks in a row share a batch, so that no rank runs the step: {told}")
+        told = list[str]()
+        for first in range(0, self.size, shards):
+            if len({one.live for one in messages[first : first + shards]}) > 1:
+                for rank in range(first, first + shards):
+                    sizes = [f"{n} {axis.name}" for n, axis in zip(messages[rank].live, self.axes, strict=False)]
+                    told.append(f"rank {rank} brings {', '.join(dict.fromkeys(sizes))}")
+        if told:
+            each = f"each {shards} ranks in a row share a batch, so that no rank runs the step"
+            raise RankError(f"{each}: {'; '.join(told)}")
 
     def bring(self, live: Live) -> None:
         """A step of quiet ranks begins: all of them bring these sizes."""
         self._joined = True
-        self.ranks.brought(self._same(live))
+        self.ranks.brought = self._same(live)
 
     def repeated(self, run: Run, live: Live) -> Run:
         """Make a step of quiet ranks that goes as one before it. One that is broken off is told to the others."""
-        begin, brought, told = self.ranks.brought, self._same(live), self.run
+        ranks, brought, told = self.ranks, self._same(live), self.run
 
         def repeat(*args: Any) -> Any:
-            begin(brought)
+            ranks.brought = brought
             return told(run, *args)
 
         return repeat

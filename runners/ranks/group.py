@@ -7,6 +7,7 @@ import itertools
 import struct
 import threading
 import time
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,13 +23,13 @@ from ..running import Unique
 
 if TYPE_CHECKING:
     from torch.distributed import Work
-    from torch.distributed.distributed_c10d import Store
 
 Exchange = Callable[[float], "list[Message]"]
 """An exchange under way: called with a timeout in seconds, it returns every rank's message."""
 HOST: Final = "host"
 EXCHANGE: Final = "exchange"
 WAIT: Final = "wait"
+_BROKE_OFF: Final = "broke off"
 PATIENCE: Final = 1.0
 """Seconds after which a rank that waits says in the store that it is there: no good step takes that long."""
 GRACE: Final = 2.0
@@ -186,6 +187,8 @@ class Ranks(Unique):
     """Whether this is the only process, and the other ranks speak from a recording."""
     said: tuple[Message, ...] = ()
     """What each rank said of the last step that was agreed on."""
+    brought: Mapping[Axis, tuple[int, ...]] = types.MappingProxyType({})
+    """Live rows that each rank brings to the present step, by axis."""
 
     def __init__(
         self,
@@ -220,26 +223,21 @@ class Ranks(Unique):
         self.exchanges = 0
         self._waits = 0
         self.broken: str | None = None
-        self._live: Mapping[Axis, tuple[int, ...]] = {}
         if self.size > 1:
-            self._connection, self._liveness = self._connected()
+            self._connect()
             self._free = [self._wire()]
 
-    def _connected(self) -> "tuple[dist.ProcessGroup, Liveness]":
-        """The group that sizes are exchanged in, and what its store knows of its ranks."""
+    def _connect(self) -> None:
+        """Make the group that sizes are exchanged in, and a store that all ranks reach and nothing else uses."""
         members, number = dist.get_process_group_ranks(self.group), next(_COUNT)
         limit = dt.timedelta(seconds=2 * max(self.timeout, self.capture_timeout))  # beyond both, which come first
         backend = "gloo" if self.on == HOST else dist.get_default_backend_for_device(self.on)
         made: Any = dist.new_group(
             members, timeout=limit, backend=backend, use_local_synchronization=True, group_desc="slotgraph"
         )
-        from torch.distributed.distributed_c10d import (  # noqa: PLC0415 - some builds of torch have none of it
-            PrefixStore,
-            _get_process_group_store,
-        )
+        from torch.distributed.distributed_c10d import PrefixStore, _get_process_group_store  # noqa: PLC0415 - some builds of torch have none of it
 
-        store = PrefixStore(f"slotgraph{number}", _get_process_group_store(made))
-        return made, Liveness(store, self.rank, self.size)
+        self._connection, self._store = made, PrefixStore(f"slotgraph{number}", _get_process_group_store(made))
 
     def _wire(self) -> HostWire:
         """Memory for one more exchange at a time."""
@@ -263,20 +261,16 @@ class Ranks(Unique):
 
         ConfigError of an axis that batches do not vary on, whose rows no rank tells.
         """
-        if self._live and axis not in self._live:
+        if self.brought and axis not in self.brought:
             raise ConfigError(
                 f"ranks do not tell each other their live rows on {axis}: declare a copied slot that has this axis"
             )
-        return self._live.get(axis, (0,) * self.size)
-
-    def brought(self, live: Mapping[Axis, tuple[int, ...]]) -> None:
-        """What the ranks bring to the step that begins now."""
-        self._live = live
+        return self.brought.get(axis, (0,) * self.size)
 
     def broke_off(self, error: BaseException) -> None:
         """Tell the ranks that wait for this one in a step, or will, that it broke the step off."""
         if self.size > 1:
-            self._liveness.broke_off(f"{type(error).__name__}: {error}"[:500])
+            self._note(_BROKE_OFF, f"{type(error).__name__}: {error}"[:500])
 
     def wait(self, event: Event, device: torch.device, warm_up: str = "") -> None:
         """Wait until a device is past an event, which it never is where its collectives wait for a lost rank.
@@ -293,8 +287,7 @@ class Ranks(Unique):
             self._waits += 1
             told, seconds, at = "the end of a step on the device", self.timeout, (WAIT, self._waits)
         if not self._came(functools.partial(_passes, event), at, seconds):
-            lost = self._liveness.loss(*at, told, f"within {seconds:g} s")
-            self.broken = str(lost)
+            lost = self._lost(at, told, f"within {seconds:g} s")
             self._abort(event, device)
             raise lost
 
@@ -302,7 +295,7 @@ class Ranks(Unique):
         """Whether what is waited for arrives in time. at: what this rank then says that it waits for."""
         if arrives(min(PATIENCE, timeout)):
             return True
-        self._liveness.arrived(*at)
+        self._note(*at)
         return arrives(timeout - PATIENCE)
 
     def _abort(self, event: Event, device: torch.device) -> None:
@@ -335,70 +328,48 @@ class Ranks(Unique):
         RankError, which names the ranks that did not come, after `timeout` seconds at the latest. From then on nothing
         is exchanged any more.
         """
+        at, how, cause = (EXCHANGE, number), f"within {timeout:g} s", None
         try:
-            self._receive(wire, (EXCHANGE, number), told, timeout)
-        except BaseException as error:  # an interrupt, too, leaves others with an answer that nobody reads
-            self.broken = str(error) if isinstance(error, RankError) else f"{told} was broken off"
+            came = self._came(wire.arrives, at, timeout)
+        except RuntimeError as error:
+            self._note(*at)
+            came, how, cause = False, "before its connection was lost", error
+        except BaseException:  # an interrupt leaves others with an answer that is not read
+            self.broken = f"{told} was broken off"
             raise
+        if not came:
+            raise self._lost(at, told, how) from cause
         messages = wire.messages()
         self._free.append(wire)
         return messages
 
-    def _receive(self, wire: HostWire, at: tuple[str, int], told: str, timeout: float) -> None:
+    def _lost(self, at: tuple[str, int], told: str, how: str) -> RankError:
+        """The error of a rank that has waited in vain, from now on. told: for what. how: how long, or until when."""
+        missing, deadline = [rank for rank in range(self.size) if rank != self.rank], time.monotonic() + GRACE
         try:
-            if self._came(wire.arrives, at, timeout):
-                return
-            how, cause = f"within {timeout:g} s", None
-        except RuntimeError as error:
-            self._liveness.arrived(*at)
-            how, cause = "before its connection was lost", error
-        raise self._liveness.loss(*at, told, how) from cause
-
-
-class Liveness:
-    """Which ranks came, asked only when one has waited for long, in a store that all ranks reach and nothing else uses.
-
-    Ranks come to an EXCHANGE and to a WAIT for the device, each counted by itself.
-    """
-
-    def __init__(self, store: "Store", rank: int, size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-
-    def arrived(self, what: str, number: int) -> None:
-        """This rank is at its exchange or wait of that number, or past it."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, which `loss` says
-            self._store.set(f"{what} {self._rank}", str(number))
-
-    def broke_off(self, why: str) -> None:
-        """This rank broke a step off."""
-        with contextlib.suppress(RuntimeError):  # as above
-            self._store.set(f"broke off {self._rank}", why)
-
-    def loss(self, what: str, number: int, told: str, how: str) -> RankError:
-        """The error of a rank that has waited in vain. told: for what. how: how long, or until what happened."""
-        missing, deadline = [rank for rank in range(self._size) if rank != self._rank], time.monotonic() + GRACE
-        try:
-            while missing := [rank for rank in missing if not self._came(rank, what, number)]:
+            while missing := [rank for rank in missing if int(self._noted(at[0], rank) or 0) < at[1]]:
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_LOOK)
-            lost = "; ".join(f"rank {rank} did not come {how}: {self._fate(rank)}" for rank in missing)
+            whys = [(rank, self._noted(_BROKE_OFF, rank)) for rank in missing]
+            lost = "; ".join(
+                f"rank {rank} did not come {how}: "
+                + (f"it broke off a step before: {why}" if why else "it is dead, stuck, or does something else")
+                for rank, why in whys
+            )
         except RuntimeError:  # what stores raise, whichever it is
             lost = "ranks were lost, and so was the store that could tell which: see its host"
-        return RankError(f"{told}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}")
+        self.broken = f"{told}: {lost or f'all ranks came, but not all {how}, or what connects them broke'}"
+        return RankError(self.broken)
 
-    def _came(self, rank: int, what: str, number: int) -> bool:
-        return int(self._get(f"{what} {rank}") or 0) >= number
+    def _note(self, what: str, text: object) -> None:
+        """Leave word of this rank in the store: the EXCHANGE or WAIT that it is at or past, or why it broke off."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, which `_lost` says
+            self._store.set(f"{what} {self.rank}", str(text))
 
-    def _fate(self, rank: int) -> str:
-        """What is known of a rank that did not come."""
-        why = self._get(f"broke off {rank}")
-        return f"it broke off a step before: {why}" if why else "it is dead, stuck, or does something else"
-
-    def _get(self, key: str) -> str:
+    def _noted(self, what: str, rank: int) -> str:
         """What a rank has left there, or nothing."""
+        key = f"{what} {rank}"
         return self._store.get(key).decode(errors="replace") if self._store.check([key]) else ""
 
 

@@ -39,14 +39,12 @@ class Recording(Watcher):
         self.path = path
         self.steps: collections.deque[StepRecord] = collections.deque(maxlen=last)
         self._runner = runner
-        self._backend = runner.parts.stage.backend
+        self._backend = runner.stage.backend
         self._most = most
         self._outputs = outputs
         self._staged = staged
-        self._declaration = runner.parts.stage.declaration
-        own, carried = self._declaration, runner.parts.eager.stage.declaration.fields
-        more = (name for name in carried if name in own.slots and own.slots[name].reads(name) is None)
-        self._fields = (*own.fields, *more)  # with slots that a batch may carry to an eager step
+        self._declaration = runner.stage.declaration
+        self._fields = self._declaration.fields
         self._agreed = runner.agreed
         self._count = 0
         self._one = torch.ones(1, dtype=torch.uint8, device=self._backend.device)
@@ -70,14 +68,14 @@ class Recording(Watcher):
         """
         if self._fault:
             return
-        step, parts = StepRecord(number=self._count), self._runner.parts
+        step, runner = StepRecord(number=self._count), self._runner
         self._count += 1
-        self._agreed = self._runner.agreed
+        self._agreed = runner.agreed
         self.steps.append(step)
         try:
             axes = [axis.name for axis in self._declaration.varying]
-            step.live = tuple(zip(axes, parts.size(batch, side), strict=False))  # the leading axis once more at the end
-            step.decision = self._runner.decide(batch, **side)
+            step.live = tuple(zip(axes, runner.size(batch, side), strict=False))  # the leading axis comes last again
+            step.decision = runner.decide(batch, **side)
         except Exception as error:  # noqa: BLE001 - batches and sources are the user's own
             step.note(f"nothing was decided: {type(error).__name__}: {error}"[:_LONGEST])
         try:
@@ -147,7 +145,7 @@ class Recording(Watcher):
         """
         self._settle()
         notes = (f"the device failed: {self._fault}",) if self._fault else ()
-        runner = RunnerRecord.of(self._runner.parts)
+        runner = RunnerRecord.of(self._runner)
         RecordedFile(versions=versions(), runner=runner, steps=tuple(self.steps), notes=notes).write(self.path)
         if self._fault:  # the file is the last that there is to say
             self.close()
@@ -255,7 +253,7 @@ def record(
     for name, value in (("last", last), ("max_bytes", max_bytes)):
         if checked(name, "a whole number, at least 1", value, int) < 1:
             refuse(name, "a whole number, at least 1", value)
-    declaration = runner.parts.stage.declaration
+    declaration = runner.stage.declaration
     for name in staged:
         if not isinstance(declaration.slots.get(name), Staged):
             raise ConfigError(f"staged= names {name!r}, which is no staged slot of {declaration.name}")

@@ -20,7 +20,7 @@ from ...dataflow.errors import RecordingError
 from ...dataflow.explain import explain_declaration
 from ...dataflow.serial import from_data, json_data, to_data
 from ..ranks.group import Message
-from ..runner import Parts
+from ..runner import Runner
 from ..statistics import Decision
 
 FORMAT: Final = 4
@@ -178,13 +178,13 @@ class RunnerRecord:
     ranks: RanksRecord | None = None
 
     @classmethod
-    def of(cls, parts: Parts[Any]) -> "RunnerRecord":
+    def of(cls, runner: Runner[Any]) -> "RunnerRecord":
         """A runner as it is now."""
-        stage, declaration, graphs = parts.stage, parts.stage.declaration, parts.graphs
-        facts = {"kind": parts.name, "inputs": declaration.name, "backend": stage.backend.name}
-        facts |= {"lowering": "" if graphs is None else graphs.filler.lowering, "buckets": str(sorted(parts.sizes))}
+        stage, declaration, graphs = runner.stage, runner.stage.declaration, runner.graphs
+        facts = {"kind": runner.name, "inputs": declaration.name, "backend": stage.backend.name}
+        facts |= {"lowering": "" if graphs is None else graphs.filler.lowering, "buckets": str(sorted(runner.sizes))}
         facts |= {"disabled": ", ".join(declaration.disabled), "fields": ", ".join(declaration.fields)}
-        facts |= {f"config {name!r}": str(value) for name, value in parts.config.as_data().items()}
+        facts |= {f"config {name!r}": str(value) for name, value in runner.config.as_data().items()}
         needed = {f"size of {axis}": str(size) for axis, size in stage.sizes.items() if axis.fixed}
         for slot in explain_declaration(declaration, stage.backend.capabilities, stage.backend.name).slots:
             held = facts if slot.source is None else needed

@@ -61,7 +61,6 @@ class RecordedRanks(Ranks):
         self.on = HOST
         self.exchanges = 0
         self.broken = None
-        self._live = {}
         self._others: Sequence[Message] = ()
 
     @classmethod
@@ -131,7 +130,7 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
     Raises:
         RecordingError: The file does not fit the runner, has no such step, or has none that can run.
     """
-    theirs, ours = file.runner, RunnerRecord.of(runner.parts)
+    theirs, ours = file.runner, RunnerRecord.of(runner)
     refused = unlike(theirs.needed, ours.needed)
     if refused:
         way = "; make it of ranks=RecordedRanks.of(file), without a process group" if theirs.ranks != ours.ranks else ""
@@ -139,9 +138,7 @@ def replay_file(file: RecordedFile, runner: Runner[Any], only: int | None = None
     done = tuple(replay_step(step, runner) for step in file.only(only))
     if all(step.outcome == "left out" for step in done):
         raise RecordingError(f"{file.name} has no step that can be run: {done[-1].lines[0]}")
-    return ReplayReport(
-        file=file.name, runner=runner.parts.name, notes=tuple(unlike(theirs.facts, ours.facts)), steps=done
-    )
+    return ReplayReport(file=file.name, runner=runner.name, notes=tuple(unlike(theirs.facts, ours.facts)), steps=done)
 
 
 def unlike(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[str]:
@@ -230,14 +227,14 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
     lines = [f"field {one.name!r} is not in the file: {one}" for one in step.fields if one.why]
     if step.raised is not None:
         lines.append(f"at home it raised {step.raised.kind}: {step.raised.message}")
-    parts, before = runner.parts, runner.agreed
-    batch, side = batch_of(step, parts.stage)
+    before = runner.agreed
+    batch, side = batch_of(step, runner.stage)
     decision: Decision | None = None
     outcome: Literal["equal", "different", "raised"] = "raised"
     found: list[list[Mismatch]] = []
     try:
         decision = runner.decide(batch, **side)
-        ranks = parts.stage.declaration.ranks
+        ranks = runner.stage.declaration.ranks
         if isinstance(ranks, RecordedRanks) and not (ranks.quiet or step.messages):
             lines.append("what the other ranks told is not in the file: they are taken to bring what this one brings")
         with ranks.telling(step.messages) if isinstance(ranks, RecordedRanks) else contextlib.nullcontext():
@@ -257,23 +254,22 @@ def replay_step(step: StepRecord, runner: Runner[Any]) -> Replayed:
 
 def _compared(step: StepRecord, runner: Runner[Any], lines: list[str]) -> list[list[Mismatch]]:
     """Where its runs differ here, and from the recorded one. Raises what the step raises."""
-    parts = runner.parts
-    batch, side = batch_of(step, parts.stage)  # once more: a step may write what it is given
+    batch, side = batch_of(step, runner.stage)  # once more: a step may write what it is given
     view, found = _staged(step, runner.fill(batch, **side)), list[Mismatch]()
-    if graph_of(parts, view) is None:
+    if graph_of(runner, view) is None:
         here = seen(view, runner.replay(view))
     else:
         try:
-            kept: Callable[[], AbstractContextManager[None]] = state_on(parts, view).kept
+            kept: Callable[[], AbstractContextManager[None]] = state_on(runner, view).kept
         except CheckError as error:
             lines.append(f"its state is not put back between its runs, which may differ by that: {error}")
             kept = contextlib.nullcontext
         with kept():
-            exact = _staged(step, parts.eager.fill(batch, **side))
-            plain = seen(exact, parts.eager.run(exact))
+            exact = _staged(step, runner.eager.fill(batch, **side))
+            plain = seen(exact, runner.eager.run(exact))
         view = _staged(step, runner.fill(batch, **side))
-        with kept(), slots_kept(parts):
-            eager = seen(view, ran_eagerly(parts, view))
+        with kept(), slots_kept(runner):
+            eager = seen(view, ran_eagerly(runner, view))
         here = seen(view, runner.replay(view))
         found = _apart(here, eager, plain)
     recorded = [] if step.outputs is None else list(mismatches(*_returned(here, step.outputs), USUAL, HOME, here.step))

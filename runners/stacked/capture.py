@@ -1,36 +1,42 @@
 """Capturing the stack of a step: what of a bucket is captured, on which arguments, and what its graphs may not read."""
 
-import contextlib
-import copy
+import copyreg
+import functools
+import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Generic, TypeVar
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ...backends.operators import OperatorWatch, is_plain, run_under, tensors_in, written
-from ...dataflow.axes import BATCH, TOKENS, Axis, Sizes, Step, extent
+from ...backends.operators import OperatorWatch, compiled_eagerly, is_plain, run_under, tensors_in, written
+from ...dataflow.axes import BATCH, TOKENS, Axis, Step
 from ...dataflow.bucket import Absent
 from ...dataflow.buffers import Buffers, span
-from ...dataflow.capabilities import dtype_text
-from ...dataflow.computation import initial_value, write_all
-from ...dataflow.errors import CaptureError, ComputeError
+from ...dataflow.computation import initial_value, write
+from ...dataflow.errors import CaptureError
 from ...dataflow.oracle import fill_slot_by_slot
 from ...dataflow.ready import Ready
 from ...dataflow.tails import holds
 from ...dataflow.views import Aliases, ViewInfo, carried, viewer
 from ..capture import Filling, told_as_capture_error
+from ..config import is_collection, refuse
 from ..graphs import Look
-from ..outputs import check_rows
+from ..outputs import check_rows, map_tensors
 from ..running import Running, running, under_way
 from ..stage import Stage, V
 from ..state import State
-from .replay import VALUES, Stack, StackCall, other_object, slots_of, stand_ins
-from .splitting import Splitter, operator_name
+from .replay import VALUES, Stack, StackCall, broken, other_object, slots_of
 
 T = TypeVar("T")
+Operator = str | Callable[..., Any]
+_PLACE: Final = re.compile(r'File "([^"]+)", line (\d+)')
+_OWN: Final = str(Path(__file__).parents[1])
 _LIVE: Final = "live"
 _DEPTH: Final = 5
 """How far into an object tensors are looked for."""
@@ -44,31 +50,25 @@ def fill_placeholder(stage: Stage[Any], buffers: Buffers, step: Step, absent: Ab
     """Fill a bucket from the declaration's placeholder, tails and computed slots too; returns its fields by name.
 
     Copied slots that it does not name hold their pad value. CaptureError where it names what is no copied slot or
-    field, or gives a slot what that cannot hold.
+    field, ComputeError where it gives a slot what that cannot hold.
     """
     declaration, capabilities = stage.declaration, stage.backend.capabilities
-    one = {BATCH: 1}  # also where no slot is over requests
-    values = dict(stage.inputs.placeholder(Step(one | dict(step.live_sizes), one | dict(step.padded_sizes))))
+    request = Step({BATCH: 1, **step.live_sizes}, {BATCH: 1, **step.padded_sizes})  # also where no slot is over those
+    values = dict(stage.inputs.placeholder(request))
     copied = [name for name, slot in declaration.slots.items() if slot.reads(name) is not None]
-    unknown = [name for name in values if name not in {*copied, *declaration.fields, *declaration.disabled}]
-    if unknown:
-        raise CaptureError(
-            f"{declaration.name}.placeholder() names {unknown[0]!r}, which is no copied slot and no field"
-        )
+    for name in values.keys() - {*copied, *declaration.fields, *declaration.disabled}:
+        raise CaptureError(f"{declaration.name}.placeholder() names {name!r}, which is no copied slot and no field")
     given = dict[str, torch.Tensor]()
     for name in copied:
-        if name in absent:
-            continue
-        buffer = buffers[name]
-        shape, tensor = extent(buffer.slot.shape, step.live_sizes), buffer.tensor
-        given[name] = target = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        first = initial_value(name, buffer.slot, buffers.capacity, capabilities) if name not in values else values[name]
-        if isinstance(first, bool | int | float) and not holds(target.dtype, first):
-            raise CaptureError(f"slot {name!r}: its placeholder: {first!r} does not fit {dtype_text(target.dtype)}")
-        try:
-            write_all(target, first, f"slot {name!r}: its placeholder")
-        except ComputeError as error:
-            raise CaptureError(str(error)) from error
+        if name not in absent:
+            buffer = buffers[name]
+            given[name] = target = torch.empty_like(buffer.view(step.live_sizes))
+            unnamed = name, buffer.slot, buffers.capacity, capabilities
+            first = values[name] if name in values else initial_value(*unnamed)
+            if isinstance(first, bool | int | float) and holds(target.dtype, first):
+                target.fill_(first)
+            else:
+                write(target, first, f"slot {name!r}: its placeholder")
     fields = carried(declaration.fields, values)
     buffers.distrust()
     fill_slot_by_slot(declaration, buffers, capabilities, step, fields, given=given)
@@ -91,134 +91,89 @@ def live_viewer(stage: Stage[V], buffers: Buffers, ready: Ready) -> Callable[[An
     return made
 
 
-class StackCapture(Generic[V]):
-    """Makes what is captured of a bucket, on the declaration's placeholder.
+def capture_stack(
+    stage: Stage[V],
+    buffers: Buffers,
+    stack: Stack,
+    filling: Filling,
+    absent: Absent,
+    look: Look,
+    *,
+    splitter: "Splitter | None",
+    output_rows: Axis | None,
+) -> tuple[StackCall, State]:
+    """Run the step on the declaration's placeholder, and make a call of its stack, whose arguments stay in place.
 
-    stack: what of the step is captured; None for all of it. splitter: what marks its breaks, if not its code.
-    output_rows: the axis of outputs' rows.
+    All runs leave the step's state as it was. splitter: what marks the breaks of the stack, if not its code.
+
+    CaptureError where the step raises, does not call the stack once, reads request slots outside of breaks, or
+    returns what no live rows can be cut of.
     """
-
-    def __init__(
-        self,
-        stage: Stage[V],
-        buffers: Buffers,
-        stack: Stack | None,
-        splitter: Splitter | None,
-        output_rows: Axis | None,
-    ) -> None:
-        self._stage = stage
-        self._buffers = buffers
-        self._stack = stack
-        self._splitter = splitter
-        self._output_rows = output_rows
-
-    @property
-    def holder(self) -> Callable[..., Any] | None:
-        """What reaches the tensors that graphs read beside slots; None where splits read of them too."""
-        return None if self._stack is None or self._splitter is not None else self._stack.module.forward
-
-    def __call__(self, filling: Filling, absent: Absent, look: Look) -> tuple[StackCall, State]:
-        """Run the step on a placeholder, and make a call of its stack, whose arguments stay where they are.
-
-        All runs leave the step's state as it was.
-
-        CaptureError where the step raises, does not call the stack once, reads request slots outside of breaks, or
-        returns what no live rows can be cut of.
-        """
-        stage, bucket, stack, splitter = self._stage, filling.bucket, self._stack, self._splitter
-        sizes: Sizes = {**bucket.sizes, BATCH: 1}
-        live = tuple(sizes[axis] for axis in stage.declaration.varying)
-        calls, outputs = list[tuple[Any, Any]](), None
-        with told_as_capture_error(), stage.backend.stream(), torch.no_grad():
-            fields = fill_placeholder(stage, self._buffers, stage.declaration.step(live, bucket.sizes), absent)
-            make = live_viewer(stage, self._buffers, bucket.ready(live, absent))
-            view, shown = make(fields), stage.sealed(make(None))
-
-            def whole() -> None:
-                nonlocal outputs
-                calls.clear()
-                step = Running(view, "capture")
-                outputs = under_way(step, stage.run, view) if stack is None else self._noted(stack, view, calls)
-
-            state = look(whole)
-            args, kwargs = ((view,), {}) if stack is None else _only(stack, calls)
-            run = stage.step if stack is None else stack.module.forward
-            call = StackCall(stage, run, args, kwargs, own=view, view=shown, holds=self._buffers.holds)
-            with state.kept():
-                self._watch(call, view)
-                objects = [place for place in sorted(call.read) if not isinstance(call.leaves[place], torch.Tensor)]
-                if stack is not None and objects:
-                    whole()
-                    again = pytree.tree_leaves(_only(stack, calls))
-                    for place in objects:
-                        if again[place] is not call.leaves[place]:
-                            raise CaptureError(other_object(place, call.leaves[place]))
-                if splitter is not None:
-                    args, kwargs = call.arguments()
-                    with stage.lent(view):
-                        parts = under_way(call.at_capture(shown), splitter, run, args, kwargs)
-                    call.run = lambda *_, **__: parts()  # which hold their arguments already
-            self._check_rows(outputs, view)
-        self._buffers.distrust()
-        return call, state
-
-    def _noted(self, stack: Stack, view: V, calls: list[tuple[Any, Any]]) -> Any:
-        """Run the step: what it calls its stack with is noted, and what it returns is returned."""
-        forward = stack.module.forward
+    bucket, code = filling.bucket, stack.code(stage)
+    sizes = {**bucket.sizes, BATCH: 1}
+    live = tuple(sizes[axis] for axis in stage.declaration.varying)
+    calls, outputs = list[tuple[Any, Any]](), None
+    with told_as_capture_error(), stage.backend.stream(), torch.no_grad():
+        fields = fill_placeholder(stage, buffers, stage.declaration.step(live, bucket.sizes), absent)
+        make = live_viewer(stage, buffers, bucket.ready(live, absent))
+        view, shown = make(fields), stage.sealed(make(None))
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             calls.append((args, kwargs))
-            return forward(*args, **kwargs)
+            return code(*args, **kwargs)
 
-        return under_way(Running(view, "capture"), stack.answered, self._stage.run, view, noted)
+        def whole() -> None:
+            nonlocal outputs
+            calls.clear()
+            outputs = under_way(Running(view, "capture"), stack.run, stage, view, noted)
+            if len(calls) != 1:
+                raise CaptureError(f"{stack.wrong_calls(len(calls))}: it is captured for one call a step")
 
-    def _watch(self, call: StackCall, view: V) -> None:
-        """Run it under watch: what its graphs do with the arguments, and that none reads a slot over requests.
-
-        Splits are no breaks yet, because the tracer would take numbers of requests as constants.
-        """
-        slots, breaks = self._stage.declaration.slots, frozenset[str]()
-        if self._splitter is not None:
-            breaks = self._splitter.names
-        over = [name for name in slots if BATCH in slots[name].axes]
-        fenced = copy.copy(call.view)
-        values = vars(fenced)
-        for name in over:
-            if values[name] is not None:
-                values[name] = Fenced.around(values[name], name, breaks)
-        step = call.at_capture(fenced)
-        args, kwargs = call.arguments(stand_ins(call.view, fenced))
-        watch = ReadWatch({name: self._buffers[name].tensor for name in over}, _tensors_of(call), breaks)
-        try:
-            with self._stage.lent(view):
-                under_way(step, run_under, watch, lambda: call.run(*args, **kwargs))
-        except CaptureError as error:
-            if not breaks:
-                raise
-            raise CaptureError(f"{error} (splits names {', '.join(sorted(breaks))})") from error
-        call.read, call.written = watch.read, watch.written
-
-    def _check_rows(self, outputs: Any, view: V) -> None:
-        """CaptureError where the step's outputs have other rows than was said. The placeholder is one request."""
-        if self._output_rows is not None:
-            info = view._slotgraph_view  # noqa: SLF001 - what a fill leaves there for runners
-            tokens = info.step.padded(TOKENS) if info is not None else 0
-            by_request = self._output_rows == BATCH
-            check_rows(outputs, *((1, "request of the placeholder") if by_request else (tokens, "padded token")))
+        state = look(whole)
+        call = StackCall(stage.backend, code, calls[0], view, shown, buffers.holds)
+        with state.kept():
+            _watch(call, stage, buffers, frozenset() if splitter is None else splitter.names)
+            objects = [place for place in sorted(call.read) if not isinstance(call.leaves[place], torch.Tensor)]
+            if objects and stack.module is not None:
+                whole()
+                again = pytree.tree_leaves(calls[0])
+                for place in objects:
+                    if again[place] is not call.leaves[place]:
+                        raise CaptureError(other_object(place, call.leaves[place]))
+            if splitter is not None:
+                parts = under_way(call.at_capture(), splitter, code, *call.arguments())
+                call.run = lambda *_, **__: parts()  # which hold their arguments already
+        if output_rows is not None:  # the placeholder is one request
+            by_request = 1, "request of the placeholder"
+            check_rows(outputs, *(by_request if output_rows == BATCH else (sizes[TOKENS], "padded token")))
+    buffers.distrust()
+    return call, state
 
 
-def _only(stack: Stack, calls: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """The one call of the stack in a step. CaptureError for another number."""
-    if len(calls) != 1:
-        raise CaptureError(
-            f"the step called the stack, {stack.name}, {len(calls)} times: it is captured for one call a step"
-        )
-    return calls[0]
+def _watch(call: StackCall, stage: Stage[Any], buffers: Buffers, breaks: frozenset[str]) -> None:
+    """Run it under watch: what its graphs do with the arguments, and that none reads a slot over requests.
+
+    Splits are no breaks yet, because the tracer would take numbers of requests as constants.
+    """
+    forbidden = {name: buffers[name].tensor for name, slot in stage.declaration.slots.items() if BATCH in slot.axes}
+    named = {**slots_of(call.view), **slots_of(call.own)}
+    fence = Fence({key: name for key, name in named.items() if name in forbidden}, breaks)
+    watch = ReadWatch(forbidden, _tensors_of(call))
+    args, kwargs = call.arguments()
+    run = functools.partial(run_under, watch, lambda: call.run(*args, **kwargs))
+    try:
+        with compiled_eagerly():
+            under_way(call.at_capture(), run_under, fence, run)
+    except CaptureError as error:
+        if not breaks:
+            raise
+        raise CaptureError(f"{error} (splits names {', '.join(sorted(breaks))})") from error
+    call.read, call.written = watch.read, watch.written
 
 
 def _tensors_of(call: StackCall) -> Iterator[tuple[int, torch.Tensor]]:
     """Tensors that came with an argument, and its place; those inside of an object that are the view's are not."""
-    slots = {key for key, _ in slots_of(call.view)}  # of those a fill takes care
+    slots = slots_of(call.view)  # of those a fill takes care
     for place, leaf in enumerate(call.leaves):
         if isinstance(leaf, torch.Tensor):
             yield place, leaf
@@ -230,19 +185,13 @@ class ReadWatch(OperatorWatch):
     """Looks at every operator outside of breaks, and notes its use of what it was given.
 
     forbidden: slots over requests, by name: a graph that reads one holds for one number of requests alone.
-    given: tensors that came with the arguments of the captured part, and their places. breaks: names of operators that
-    will be breaks, and are none yet. read, written: the places that graphs read, and write.
+    given: tensors that came with the arguments of the captured part, and their places. read, written: the places that
+    graphs read, and write.
     """
 
-    def __init__(
-        self,
-        forbidden: Mapping[str, torch.Tensor],
-        given: Iterable[tuple[int, torch.Tensor]],
-        breaks: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, forbidden: Mapping[str, torch.Tensor], given: Iterable[tuple[int, torch.Tensor]]) -> None:
         super().__init__()
         self.read, self.written = set[int](), set[int]()
-        self._breaks = breaks
         self._forbidden = [(*span(tensor), name) for name, tensor in forbidden.items() if tensor.numel()]
         self._given = [(*span(tensor), place) for place, tensor in given if tensor.numel()]
 
@@ -251,9 +200,6 @@ class ReadWatch(OperatorWatch):
         step, name = running(), operator_name(operator)
         if step is None or step.inside is not None:
             return operator(*args, **kwargs)
-        if name in self._breaks:
-            with _inside(step, name):
-                return operator(*args, **kwargs)
         taken = tensors_in((args, kwargs))
         for slot in _at(taken, self._forbidden):
             raise CaptureError(_reads(name, slot))
@@ -273,47 +219,36 @@ def _at(tensors: Iterable[torch.Tensor], known: Sequence[tuple[int, int, T]]) ->
         yield from (what for low, high, what in known if low <= address < high)
 
 
-class Fenced(torch.Tensor):
-    """A slot over requests while graphs are looked at: to be handed to breaks, and to nothing else."""
+class Fence(TorchFunctionMode):
+    """Looks at every function of torch outside of breaks: none may ask anything that changes of a slot over requests.
 
-    _slot: str
-    _breaks: frozenset[str]
+    slots: the names of those, by the identity of their tensors. breaks: names of functions that will be breaks.
+    """
 
-    @classmethod
-    def around(cls, tensor: torch.Tensor, slot: str, breaks: frozenset[str] = frozenset()) -> "Fenced":
-        """The same memory behind a fence. breaks: names of functions that will be breaks, and may have it."""
-        fenced = tensor.as_subclass(cls)
-        fenced._slot, fenced._breaks = slot, breaks  # noqa: SLF001 - its own fields
-        return fenced
+    def __init__(self, slots: Mapping[int, str], breaks: frozenset[str]) -> None:
+        super().__init__()
+        self._slots = slots
+        self._breaks = breaks
 
-    @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """CaptureError, but for what is the same in each step, and for breaks."""
-        del types
-        first = next(one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, cls))
+        """Run a function, or raise CaptureError."""
         # of the getter of an attribute, the attribute's name
         name = operator_name(getattr(func, "__self__", func) if func.__name__ == "__get__" else func)
-        step = running()
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch documents for __torch_function__
-            if name in _FIXED:
-                return func(*args, **(kwargs or {}))
-            if step is None or name not in first._breaks:  # noqa: SLF001 - as above
-                raise CaptureError(_reads(name, first._slot))  # noqa: SLF001 - as above
-            plain, named = pytree.tree_map_only(cls, lambda one: one.as_subclass(torch.Tensor), (args, kwargs or {}))
-            with _inside(step, name):
-                return func(*plain, **named)
-
-
-@contextlib.contextmanager
-def _inside(step: Running, name: str) -> Iterator[None]:
-    """While what will be a break runs."""
-    step.inside = name
-    try:
-        yield
-    finally:
-        step.inside = None
+        step, given = running(), kwargs or {}
+        if step is None or step.inside is not None or name in _FIXED:
+            return func(*args, **given)
+        if name in self._breaks:
+            step.inside = name
+            try:
+                return func(*args, **given)
+            finally:
+                step.inside = None
+        for leaf in pytree.tree_leaves((args, given)):
+            if id(leaf) in self._slots:
+                raise CaptureError(_reads(name, self._slots[id(leaf)]))
+        return func(*args, **given)
 
 
 def tensors_within(holder: Any) -> Iterator[torch.Tensor]:
@@ -332,12 +267,9 @@ def tensors_within(holder: Any) -> Iterator[torch.Tensor]:
 
 def parts_of(holder: Any) -> list[Any]:
     """What an object holds, one level down."""
-    if isinstance(holder, Mapping):
-        return [*holder.values()]
-    if isinstance(holder, list | tuple | set):
-        return [*holder]
-    slots = [kind.__dict__.get("__slots__", ()) for kind in type(holder).__mro__]
-    names = [name for some in slots for name in ([some] if isinstance(some, str) else some)]
+    if isinstance(holder, Mapping | list | tuple | set):
+        return [*(holder.values() if isinstance(holder, Mapping) else holder)]
+    names: list[str] = copyreg._slotnames(type(holder))  # type: ignore[attr-defined]  # noqa: SLF001 - as pickle has them
     return [*getattr(holder, "__dict__", {}).values(), *(getattr(holder, name, None) for name in names)]
 
 
@@ -346,3 +278,106 @@ def _reads(what: str, slot: str) -> str:
         f"{what} reads slot {slot!r}, whose rows are requests, outside of a break: its graph would hold for one number "
         f"of requests. Read it in a break, which gets each step's own rows when it is handed view.{slot} or the view"
     )
+
+
+class Splitter:
+    """Has a step traced whole by torch.compile, and makes breaks of the named operators in the torch.fx graph.
+
+    The tracer sees every operator without a change to the model, refuses what it cannot follow instead of leaving it
+    out, and serves all sizes of tokens with one trace.
+
+    operators: "namespace::operator" as in `torch.ops`, a python function's name, or either itself.
+    """
+
+    def __init__(self, operators: Collection[Operator]) -> None:
+        known = is_collection(operators) and [one for one in operators if isinstance(one, str) or callable(one)]
+        if not known or len(known) < len(operators):
+            refuse("splits", "names of the operators to cut at, at least one, in a list or tuple", operators)
+        self.names = frozenset(one if isinstance(one, str) else operator_name(one) for one in operators)
+        self._compiled: Callable[..., Any] | None = None
+        self._runs: list[tuple[fx.GraphModule, tuple[Any, ...], Sequence[Any]]] = []
+
+    def __call__(self, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+        """The parts of `run`, always the same function, on these arguments, as a call that gives what it gives.
+
+        Runs it once. CaptureError where it cannot be traced whole, or calls none of the operators.
+        """
+        if self._compiled is None:
+            self._compiled = self._compile(run)
+        self._runs.clear()
+        try:
+            import torch._dynamo  # noqa: PLC0415 - it takes a second, which a runner without splits need not wait
+
+            # floats stay as they are: the host would read back the tensors which the tracer makes of them
+            values = torch._dynamo.config.patch(specialize_float=True)  # noqa: SLF001 - where torch documents it
+            with warnings.catch_warnings(), values:
+                warnings.simplefilter("ignore")  # the tracer's own remarks
+                outputs = self._compiled(*args, **kwargs)
+        except CaptureError:
+            raise
+        except Exception as error:
+            inner = getattr(error, "inner_exception", None)  # what the tracer makes of a refusal by `_cut`
+            if isinstance(inner, CaptureError):
+                raise inner from None
+            raise CaptureError(f"the step could not be traced whole: {_told(error)}") from error
+        if not self._runs:
+            raise CaptureError("the step could not be traced: it calls no operator of torch")
+        module, given, returned = self._runs[-1]
+        known = {id(value): place for place, value in enumerate(returned)}
+
+        def call() -> Any:
+            made = module(*given)
+            return map_tensors(outputs, lambda tensor: made[known[id(tensor)]] if id(tensor) in known else tensor)
+
+        return call
+
+    def _compile(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            return run(*args, **kwargs)
+
+        # The tracer keeps what it learned by code object: one of its own for each step.
+        own = types.FunctionType(entry.__code__.replace(), entry.__globals__, "entry", None, entry.__closure__)
+        compiled: Callable[..., Any] = torch.compile(own, backend=self._cut, fullgraph=True, dynamic=True)
+        return compiled
+
+    def _cut(self, module: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        """What torch.compile hands over, with breaks."""
+        seen = set[str]()
+        for node in module.graph.nodes:
+            if node.op in {"call_function", "call_method"}:
+                body = getattr(torch.Tensor, node.target) if node.op == "call_method" else node.target
+                name = operator_name(body)
+                seen.add(name)
+                if name in self.names:
+                    node.op, node.target = "call_function", broken(name, body)
+        if not seen & self.names:
+            named, called = ", ".join(sorted(self.names)), ", ".join(sorted(seen)) or "no operator of torch"
+            raise CaptureError(f"splits names {named}, and the step calls none of them, but {called}")
+        module.recompile()
+
+        def run(*given: Any) -> Any:
+            outputs = module(*given)
+            self._runs.append((module, given, outputs))
+            return outputs
+
+        return run
+
+
+def operator_name(target: Any) -> str:
+    """An operator's name, "namespace::operator"; of a function in Python its own."""
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):  # noqa: SLF001 - no public names
+        return "::".join(str(target).split(".")[:2])
+    return str(getattr(target, "_qualname", getattr(target, "__name__", target)))  # the first of a custom operator
+
+
+def _told(error: BaseException) -> str:
+    """What the tracer could not follow, where, and what to do about it if that is known."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {' '.join(lines[:3])}"
+    for file, line in [one for one in _PLACE.findall(str(error)) if not one[0].startswith(_OWN)][-1:]:
+        text += f" (in {file}, line {line})"
+    if "ContextVar" in text:
+        text += (
+            "; what asks for the step that runs, as graph_break and current_view do, belongs in an operator of splits"
+        )
+    return text

@@ -99,7 +99,7 @@ class Break:
         self._changing: list[tuple[int, int]] | None = None
         self._answered: Any = None
 
-    def __call__(self, places: Sequence[Any] | None) -> Any:  # noqa: C901, PLR0912 - in one piece, for each step's sake
+    def __call__(self, places: Sequence[Any] | None) -> Any:  # noqa: C901 - in one piece, for each step's sake
         """Call it in the step that runs, and write the answer to the places which later graphs read.
 
         Args:
@@ -129,11 +129,7 @@ class Break:
             args, kwargs = pytree.tree_unflatten(leaves, self._arguments)
         step.inside = self._name
         try:
-            if GRADIENTS():
-                with torch.no_grad():
-                    answer = self._body(*args, **kwargs)
-            else:
-                answer = self._body(*args, **kwargs)
+            answer = self._body(*args, **kwargs)
         except Exception as error:
             if step.phase == "eager" or isinstance(error, SlotGraphError):
                 raise
@@ -170,14 +166,12 @@ class Break:
         if structure != self._answered:
             raise ReplayError(f"break {self._name!r} returned another structure than at capture")
         for number, (leaf, place) in enumerate(zip(leaves, places, strict=True)):
-            found = f"break {self._name!r}: result {number} is {_text(leaf)}"
-            if isinstance(place, torch.Tensor):
-                if not isinstance(leaf, torch.Tensor) or leaf.shape != place.shape or leaf.dtype != place.dtype:
-                    raise ReplayError(f"{found}, and was {_text(place)} at capture")
+            if isinstance(place, torch.Tensor) and isinstance(leaf, torch.Tensor) and _FACTS(leaf) == _FACTS(place):
                 place.copy_(leaf)
-            elif isinstance(leaf, torch.Tensor) or (leaf is not place and bool(leaf != place)):
+            elif isinstance(place, torch.Tensor) or type(leaf) is not type(place) or leaf != place:
                 raise ReplayError(
-                    f"{found}, and the graphs after it were captured with {place!r}: return what changes as a tensor"
+                    f"break {self._name!r}: result {number} is {_text(leaf)}, and was {_text(place)} at capture: "
+                    "return what changes as a tensor of one shape"
                 )
 
 
@@ -189,23 +183,33 @@ def _text(value: Any) -> str:
 
 @attrs.frozen(eq=False)
 class Stack:
-    """The part of a model that is captured, the rest of which runs eagerly around it; and how it was named."""
+    """The part of a step that is captured: a module that it calls, and how that was named; all of it where none is."""
 
-    module: nn.Module
-    name: str
+    module: nn.Module | None = None
+    name: str = ""
 
-    def answered(self, run: Callable[[Any], Any], view: Any, answer: Callable[..., Any]) -> Any:
-        """Run a step, whose call of the module gets to do something else."""
+    def code(self, stage: Stage[Any]) -> Callable[..., Any]:
+        """What is captured."""
+        return stage.step if self.module is None else self.module.forward
+
+    def run(self, stage: Stage[Any], view: Any, answer: Callable[..., Any]) -> Any:
+        """Run a step with `answer` in the place of what is captured."""
+        if self.module is None:
+            return stage.run(view, answer) if stage.restored else answer(view)
         own = self.module.__dict__
         before = own.get("forward")
         own["forward"] = answer
         try:
-            return run(view)
+            return stage.run(view) if stage.restored else stage.step(view)
         finally:
             if before is None:
                 del own["forward"]
             else:
                 own["forward"] = before
+
+    def wrong_calls(self, times: int) -> str:
+        """What is wrong with a step that does not call it once."""
+        return f"the step called the stack, {self.name}, {times} times"
 
 
 class StackCall:
@@ -217,19 +221,18 @@ class StackCall:
 
     def __init__(
         self,
-        stage: Stage[Any],
+        backend: Backend,
         run: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        *,
+        arguments: tuple[Sequence[Any], Mapping[str, Any]],
         own: Inputs,
         view: Inputs,
         holds: Callable[[torch.Tensor], bool],
     ) -> None:
         self.run = run
         self.view = view
-        self._stage = stage
-        self._own = own
+        self.own = own
+        self._backend = backend
+        args, kwargs = arguments
         leaves, self._structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
         given = (*args, *kwargs.values())
         is_flat = len(leaves) == len(given) and all(one is other for one, other in zip(leaves, given, strict=True))
@@ -245,30 +248,26 @@ class StackCall:
         with torch.inference_mode(mode=False):  # a step outside of it will write there
             return leaf.detach().clone()
 
-    def arguments(self, stand_ins: Mapping[int, Any] = _NOTHING) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the capture, some replaced by identity."""
-        leaves = [stand_ins.get(id(leaf), leaf) for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        return args, kwargs
+    def arguments(self) -> Any:
+        """The arguments of the capture."""
+        return pytree.tree_unflatten(self.leaves, self._structure)
 
-    def at_capture(self, shown: Inputs, recording: Backend | None = None) -> Running:
-        """The step of the capture, whose graphs see the view that is shown; it has every key that `take` may give."""
+    def at_capture(self, recording: Backend | None = None) -> Running:
+        """The step of the capture; it has every key that `take` may give."""
         rest = [leaf for place, leaf in enumerate(self.leaves) if place not in self.read]
-        now = {id(leaf): leaf for leaf in rest if not isinstance(leaf, VALUES)}
-        now |= {**stand_ins(self.view, self._own), **stand_ins(shown, self._own)}
-        return Running(self._own, "capture", now, recording, shown)
+        now = {id(leaf): leaf for leaf in rest if not isinstance(leaf, VALUES)} | {id(self.view): self.own}
+        now |= {key: vars(self.own)[name] for key, name in self._slots.items()}
+        return Running(self.own, "capture", now, recording, self.view)
 
     def __call__(self) -> Any:
         """Run it as it is captured, and as a backend without graphs replays it."""
-        step = running()
-        args, kwargs = pytree.tree_unflatten(self.leaves, self._structure)
-        if step is not None and id(self.view) in step.now:  # a replay, which lends its own slots
+        step, (args, kwargs) = running(), self.arguments()
+        if step is not None and id(self.view) in step.now:  # a replay
             return self.run(*args, **kwargs)
-        stage = self._stage
-        with torch.no_grad(), stage.lent(self._own):
-            return under_way(self.at_capture(self.view, stage.backend), lambda: self.run(*args, **kwargs))
+        with torch.no_grad():
+            return under_way(self.at_capture(self._backend), lambda: self.run(*args, **kwargs))
 
-    def take(  # noqa: C901, PLR0912 - in one piece, for each step's sake
+    def take(  # noqa: C901 - in one piece, for each step's sake
         self, args: Sequence[Any], kwargs: Mapping[str, Any], step: Running
     ) -> list[Any]:
         """Move a step's arguments to where the graphs read them, and have its breaks find what stands for what.
@@ -281,42 +280,27 @@ class StackCall:
             if structure != self._structure:
                 raise ReplayError("the stack was called with other arguments than at capture")
         values, now = view.__dict__, dict[int, Any]()
-        now[id(shown)] = view
-        for key, name in self._slots:
+        for key, name in self._slots.items():
             now[key] = values[name]
         for place, kept in enumerate(self.leaves):
             leaf = leaves[place]
-            if kept is shown:
-                if leaf is not view:
-                    raise ReplayError(
-                        f"argument {place} of the stack was the step's own view at capture, and is another one now"
-                    )
-            elif place in read:
-                if leaf is kept:
+            if kept is shown or place in read:
+                if leaf is (view if kept is shown else kept):
                     continue
                 if not isinstance(kept, torch.Tensor):
                     raise ReplayError(other_object(place, kept))
                 if not isinstance(leaf, torch.Tensor) or _FACTS(leaf) != _FACTS(kept):
-                    raise ReplayError(
-                        f"argument {place} of the stack is {_briefly(leaf)}, and its graphs read one of "
-                        f"{list(kept.shape)}"
-                    )
+                    raise _changed(place, leaf, kept)
                 if leaf.data_ptr() != kept.data_ptr() or leaf.stride() != kept.stride():
                     if place in self._inside:
-                        raise ReplayError(
-                            f"argument {place} of the stack was a slot at capture, which graphs read, and is other "
-                            "memory now"
-                        )
+                        raise ReplayError(other_object(place, kept))
                     kept.copy_(leaf)
             elif not isinstance(kept, VALUES):
                 now[id(kept)] = leaf
             elif type(leaf) is not type(kept) or leaf != kept:
-                got = _briefly(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
-                raise ReplayError(
-                    f"argument {place} of the stack is {got}, and its graphs were captured with {kept!r}: hand over "
-                    "what changes as a tensor, or in the view"
-                )
-        step.now, step.shown = now, shown
+                raise _changed(place, leaf, kept)
+        now[id(shown)] = view
+        step.now = now
         return leaves
 
     def give_back(self, leaves: Sequence[Any]) -> None:
@@ -327,32 +311,29 @@ class StackCall:
                 leaf.copy_(kept)
 
 
-def _briefly(leaf: Any) -> str:
-    return str(list(leaf.shape)) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+def _changed(place: int, leaf: Any, kept: Any) -> ReplayError:
+    return ReplayError(
+        f"argument {place} of the stack is {_text(leaf)}, and was {_text(kept)} at capture: hand over what changes as "
+        "a tensor of one shape, or in the view"
+    )
 
 
 def other_object(place: int, kept: Any) -> str:
     """Why a graph does not go with an argument that is made anew in each step."""
     return (
-        f"argument {place} of the stack, of type {type(kept).__name__}, is another object in each step, and graphs "
-        "read a tensor inside of it: hand that over as an argument of its own, or read it in a break"
+        f"argument {place} of the stack, of type {type(kept).__name__}, is another one than at capture, and graphs "
+        "read the memory of that: hand over its tensors as arguments of their own, or read it in a break"
     )
 
 
-def stand_ins(seen: Inputs, view: Inputs) -> dict[int, Any]:
-    """A view and its slots, by the identity of another one and of that one's slots."""
-    values = view.__dict__
-    return {id(seen): view, **{key: values[name] for key, name in slots_of(seen)}}
-
-
-def slots_of(view: Inputs) -> list[tuple[int, str]]:
+def slots_of(view: Inputs) -> dict[int, str]:
     """Names of a view's slots, by the identity of its tensors."""
-    return [(id(value), name) for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)]
+    return {id(value): name for name, value in view.__dict__.items() if isinstance(value, torch.Tensor)}
 
 
-def stack_step(
+def stack_step(  # noqa: C901 - in one piece, for each step's sake
     graphs: GraphSet[Any],
-    stack: Stack | None,
+    stack: Stack,
     captured: Captured,
     rows: int | None,
     live: int | None,
@@ -363,7 +344,7 @@ def stack_step(
 
     Args:
         graphs: The runner's.
-        stack: What of the step is captured; None where that is all of it.
+        stack: What of the step is captured.
         captured: The bucket.
         rows: Rows that outputs must have; None where they are handed out whole.
         live: Rows of them to return; None for all.
@@ -371,24 +352,49 @@ def stack_step(
         counted: Counts steps.
 
     """
-    stage, hosts, calls = graphs.stage, graphs.filler.hosts, [0]
-    note, answer = hosts.note if hosts.possible else None, _answering(graphs, captured, calls, looks=show is None)
-    whole = answer if stack is None else stage.step
-    run = functools.partial(stage.run, step=whole) if stage.lend or stage.restored else whole
+    stage, clock, filler, graph = graphs.stage, graphs.clock, graphs.filler, captured.graph
+    call: StackCall = captured.step  # type: ignore[assignment] # as `capture_stack` made it
+    note, stream, calls = filler.hosts.note if filler.hosts.possible else None, filler.stream, 0
+
+    def answer(step: Running, *args: Any, **kwargs: Any) -> Any:
+        """What the stack does in a step: it takes the arguments, and replays its graphs."""
+        nonlocal calls
+        calls += 1
+        leaves, before = call.take(args, kwargs, step), clock.replays
+        if show is None:
+            outputs = graphs.replay(captured, captured.rows)
+        else:
+            if stream() != clock.stream:
+                clock.stream = filler.follow(clock.stream)
+            graph.replay()
+            clock.replays += 1
+            if note is not None:
+                note()
+            outputs = graph.outputs
+            # never the graph's own tensor, whose shape a caller might change
+            outputs = outputs.detach() if type(outputs) is torch.Tensor else captured.live(None)
+        if clock.replays != before + 1:
+            raise ReplayError(
+                "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
+                "later graphs read: run that runner before or after this one's step, or eagerly within the break"
+            )
+        if call.written:
+            call.give_back(leaves)
+        return outputs
 
     def step_of(batch: Any) -> Any:
+        nonlocal calls
         if GRADIENTS():
             return without_gradients(step_of, batch)
         view = batch if show is None else show(batch)
-        step, calls[0] = Running(view, "replay"), 0
+        step, calls = Running(view, "replay"), 0
         token = RUNNING.set(weakref.ref(step))  # an interrupt leaves no step behind: only this call holds it
         try:
-            outputs = run(view) if stack is None else stack.answered(run, view, answer)
+            outputs = stack.run(stage, view, functools.partial(answer, step))
         finally:
             RUNNING.reset(token)
-        if calls[0] != 1:
-            name = "" if stack is None else stack.name
-            raise ReplayError(f"the step called the stack, {name}, {calls[0]} times, and once at capture")
+        if calls != 1:
+            raise ReplayError(f"{stack.wrong_calls(calls)}, and once at capture")
         if note is not None:
             note()
         if rows is not None:
@@ -403,59 +409,14 @@ def stack_step(
     return step_of
 
 
-def _answering(graphs: GraphSet[Any], captured: Captured, calls: list[int], *, looks: bool) -> Callable[..., Any]:
-    """What a stack does in a step: it takes the arguments, and replays its graphs. looks: are these looked at before.
-
-    calls: counts how often it is asked.
-    """
-    call: StackCall = captured.step  # type: ignore[assignment] # as StackCapture made it
-    clock, filler, graph, stream = graphs.clock, graphs.filler, captured.graph, graphs.filler.stream
-    note = filler.hosts.note if filler.hosts.possible else None
-
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        reference = RUNNING.get()
-        step = None if reference is None else reference()
-        if step is None:
-            raise ReplayError("the stack was called after its step had ended")
-        leaves, before = call.take(args, kwargs, step), clock.replays
-        try:
-            if looks:
-                outputs = graphs.replay(captured, captured.rows)
-            else:
-                if stream() != clock.stream:
-                    clock.stream = filler.follow(clock.stream)
-                graph.replay()
-                clock.replays += 1
-                if note is not None:
-                    note()
-                outputs = graph.outputs
-                # never the graph's own tensor, whose shape a caller might change
-                outputs = outputs.detach() if type(outputs) is torch.Tensor else captured.live(None)
-        finally:
-            step.shown = None
-        if clock.replays != before + 1:
-            raise ReplayError(
-                "a break of this step replayed a graph of the same memory pool, which may overwrite what this step's "
-                "later graphs read: run that runner before or after this one's step, or eagerly within the break"
-            )
-        if call.written:
-            call.give_back(leaves)
-        return outputs
-
-    return answer
-
-
 def _cut(outputs: Any, rows: int, live: int | None) -> Any:
     """The live rows of outputs, all of which must have so many: of tokens, or of requests where all are live."""
-    by_request = "requests", "TOKENS, if its rows are tokens"
-    what, otherwise = by_request if live is None else ("tokens of the bucket", "BATCH, if its rows are requests")
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != rows:
             raise ReplayError(
-                f"the step returned a tensor of shape {list(tensor.shape)}, expected {rows} rows, the {what}: pass "
-                f"output_rows={otherwise}, or None to get it whole"
+                f"the step returned a tensor of shape {list(tensor.shape)}, expected {rows} rows: pass output_rows= "
+                "with the axis that its rows follow, or None to get it whole"
             )
         return tensor[:live]
 

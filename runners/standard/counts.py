@@ -137,8 +137,8 @@ def _live_part(step: Step, sharding: Sharding) -> int:
     if rest:
         raise ComputeError(
             f"slot 'num_token_non_padded': {padded} padded tokens do not divide among {size} attention-TP ranks, over "
-            f"which they are scattered: choose buckets whose tokens are a multiple of {size}; for steps that run "
-            "eagerly pad the batch, or name the slot in carry= and bring its count"
+            f"which they are scattered: choose buckets whose tokens are a multiple of {size}, and pad the "
+            "batches of steps that run eagerly, or drop the slot there"
         )
     return min(max(live - chunk * sharding.attn_tp_rank, 0), chunk)
 

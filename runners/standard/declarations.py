@@ -126,8 +126,8 @@ class TargetVerifyInputs(DecodeInputs):
 class EagerInputs(DecodeInputs):
     """What an eager step reads: the decode set, never padded.
 
-    It has no counts of its own. Those that a mixin would compute, an eager batch has right already: name them in the
-    runner's `carry=`, so that nothing is written over them.
+    It has no counts of its own. Those that a mixin would compute, an eager batch has right already: drop them in a
+    subclass, or declare them as fields there.
     """
 
 
@@ -268,7 +268,7 @@ class MultiLayerDraftExtendInputs(DraftExtendInputs):
 class SlidingWindow(Inputs):
     """A mixin: models some of whose layers see a window only, with a KV pool of its own.
 
-    out_cache_loc_swa: lent to the KV pool while buckets are captured, so that graphs write there without a translation.
+    out_cache_loc_swa: give it to the KV pool in the step, so that graphs write there without a translation.
     """
 
     out_cache_loc_swa: Tensor = copied(TOKENS, dtype=int32, pad=0, poison=())

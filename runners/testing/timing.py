@@ -166,7 +166,7 @@ def _occupier(backend: Backend) -> Occupy:
     multiply(_BUSY_TRIES)
     stop = backend.event()
     backend.synchronize()
-    each = max(1.0, stop.microseconds_since(start) / _BUSY_TRIES)
+    each = max(1.0, start.elapsed_time(stop) * 1e3 / _BUSY_TRIES)
     return lambda microseconds: multiply(math.ceil(microseconds / each))
 
 
@@ -189,5 +189,5 @@ def device_time(run: Run, occupy: Occupy, backend: Backend) -> float | None:
         backend.synchronize()
         if was_ahead:
             run.attempt = attempt
-            return stop.microseconds_since(start) / steps
+            return start.elapsed_time(stop) * 1e3 / steps
     return None

@@ -6,7 +6,7 @@ Beside that: what it draws at random, custom operators, subclasses, and how it g
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from slotgraph.dataflow.errors import CaptureError, ReplayError
+from slotgraph.dataflow.errors import ReplayError
 from tests.backends.test_cpu_capture import Tensors, capture, cases, value_of
 
 ROWS, COLUMNS = 4, 6
@@ -62,6 +62,7 @@ STEPS = """
 (x.t()[1:3].reshape(-1), x.unflatten(1, (2, 2)).movedim(0, 2), y.as_strided((2, 2), (3, 1)))
 (x.view(2, 8)[0].add_(y.flatten()[:8]), x.diagonal().fill_(2.5), x.sum()); squeezed(x, y); through_data(x, y)
 torch.add(x, y, out=torch.empty(4, 4)) + torch.mm(x, y, out=y.new_empty(4, 4)); torch.mul(x, 3, out=y)
+torch.add(x, y, out=torch.empty(0))
 (x.topk(2), x.max(0), x.sort(1, descending=True), torch.linalg.slogdet(x)); x.max(1).indices
 [p * 2 for p in (*torch.split(x, [1, 3]), *y.unbind(1), *x.chunk(2, 1))]
 (torch._foreach_mul_([x, y], 2.0), torch._foreach_copy_([x], [y]), x + y)[2]
@@ -240,38 +241,6 @@ def test_custom_operators_are_replayed_whole() -> None:
     assert torch.equal(graph.outputs, target * 2 + 1)
 
 
-class Doubled(torch.Tensor):
-    """A wrapper that takes itself apart into the operators of what it wraps."""
-
-    wrapped: torch.Tensor
-
-    @staticmethod
-    def of(wrapped: torch.Tensor) -> "Doubled":
-        """Wrap a tensor; the wrapper itself has no memory."""
-        wrapper: Doubled = cast("Any", torch.Tensor)._make_wrapper_subclass(Doubled, wrapped.shape)
-        wrapper.wrapped = wrapped
-        return wrapper
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's own annotation is of a static method
-        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Do with the wrapped tensors what is asked of the wrappers."""
-        del types
-        plain = pytree.tree_map_only(cls, lambda wrapper: wrapper.wrapped * 2, (args, kwargs or {}))
-        return func(*plain[0], **plain[1])
-
-
-def test_tensor_subclasses_are_recorded_by_their_parts() -> None:
-    """What a subclass does in terms of plain tensors is recorded like any other operator."""
-    inner = torch.randn(3)
-    doubled = Doubled.of(inner)
-    graph = capture(lambda: doubled + 1)
-    inner.copy_(torch.randn(3))
-    graph.replay()
-    assert torch.equal(graph.outputs, inner * 2 + 1)
-
-
 def test_compiled_and_scripted_functions_are_recorded_operator_by_operator() -> None:
     """torch.compile is left aside while capturing, and TorchScript's operators are seen."""
     value = torch.randn(4)
@@ -351,15 +320,3 @@ def test_memory_that_the_step_allocates_and_keeps_is_written_by_each_replay() ->
     value.copy_(torch.randn(4))
     graph.replay()
     assert torch.equal(kept[0], value * 3)
-
-
-def test_a_large_cache_is_cloned_only_if_it_is_written() -> None:
-    """What the step only reads is not copied, and gradients of a surrounding program are untouched."""
-    weight = torch.randn(4, 4, requires_grad=True)
-    loss = (weight * 2).sum()
-    graph = capture(lambda: weight @ weight)
-    graph.replay()
-    cast("Any", loss).backward()
-    assert weight.grad is not None
-    with pytest.raises(CaptureError, match="gradients"):
-        capture(lambda: cast("Any", (weight * 2).sum()).backward())

@@ -11,15 +11,7 @@ from slotgraph import DecodeRunner
 from slotgraph.backends.cuda import CudaBackend
 from slotgraph.backends.device import StreamBackend
 from slotgraph.dataflow.errors import BackendUnavailableError, CaptureError, ReplayError
-from tests.backends.test_cuda import (
-    MIB,
-    Rows,
-    assert_usable,
-    capture,
-    rows_answer,
-    rows_batch,
-    rows_step,
-)
+from tests.backends.test_cuda import MIB, Rows, assert_usable, capture, rows_answer, rows_batch, rows_step
 
 _AVAILABLE = CudaBackend.is_available()
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not _AVAILABLE, reason=f"cuda: {_AVAILABLE.reason}")]
@@ -208,7 +200,7 @@ def test_replay_that_is_refused(cuda: CudaBackend) -> None:
     """What torch says at a replay is a ReplayError."""
     source = torch.ones(4, device=cuda.device)
     graph = capture(cuda, lambda: source + 1)
-    for _, part in graph._parts:
+    for part in graph.graphs:
         assert part is not None
         part.reset()
     with pytest.raises(ReplayError, match="could not be replayed"):

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph.backends.cpu import BLOCK, HostFusion
+from slotgraph.backends.cpu import HOST_FUSION
 from slotgraph.backends.cuda import CudaBackend
 from slotgraph.dataflow.buffers import span
 from slotgraph.dataflow.packet import CODES, Lane, converts, has_lane, head_bytes, meta, row_stride, table_of
@@ -69,7 +69,7 @@ def way(name: str) -> Way:
     if name == "interpreter":
         module = interpreted()
         return Way(torch.device("cpu"), (8, 64, 1024), exact=False, run=watched(module), programs=48)
-    return Way(torch.device("cpu"), (8, 64, BLOCK), exact=False, run=by_host)
+    return Way(torch.device("cpu"), (8, 64, HOST_FUSION.block), exact=False, run=by_host)
 
 
 def need_triton() -> None:
@@ -80,7 +80,7 @@ def need_triton() -> None:
 
 def by_host(launch: Launch) -> None:
     """The same in plain code."""
-    HostFusion().kernel(launch.table, launch.packet, launch.buffers)()
+    HOST_FUSION.kernel(launch.table, launch.packet, launch.buffers)()
 
 
 def by_triton(module: Any, launch: Launch) -> None:
@@ -197,7 +197,6 @@ class Case:
     apart: int = attrs.field(default=0, kw_only=True)
 
     def view(self, raw: torch.Tensor) -> torch.Tensor:
-        """The bucket's view of a buffer's bytes."""
         whole = self.whole
         data = raw[MARGIN + self.before * self.dtype.itemsize :][: math.prod(whole) * self.dtype.itemsize]
         buffer = data.view(self.dtype).view(whole)
@@ -207,11 +206,9 @@ class Case:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The buffer's shape."""
         return tuple(size + self.room * (dim == self.dim) for dim, size in enumerate(self.shape))
 
     def buffer(self, device: torch.device) -> torch.Tensor:
-        """Random bytes with the buffer among them."""
         nbytes = math.prod(self.whole) * self.dtype.itemsize + self.before * self.dtype.itemsize
         return noise(nbytes + 2 * MARGIN, torch.uint8, self.seed).to(device)
 
@@ -223,13 +220,11 @@ class Case:
         return values.unsqueeze(1) if self.turned else values
 
     def lane(self, raw: torch.Tensor) -> Lane:
-        """The lane."""
         view, varying = self.view(raw), () if self.dim is None else (self.dim + self.turned,)
         assert not has_lane(self.dtype, tuple(view.shape), varying)
         return Lane.of("x", view, varying, self.pad)
 
     def word(self, lane: Lane) -> int:
-        """The lane's word in the packet."""
         live = lane.row if self.dim is None else self.live * lane.inner
         return -1 - live if self.action == "leave" else meta(live, self.source, self.dtype)
 
@@ -242,7 +237,6 @@ class Case:
         return found
 
     def refer(self, raw: torch.Tensor, values: torch.Tensor) -> None:
-        """The same by torch."""
         view = self.view(raw)
         if self.action == "copy":
             self.filled(view).copy_(values)
@@ -305,7 +299,6 @@ class Given(Case):
     bits: torch.Tensor = attrs.field(kw_only=True)
 
     def values(self, device: torch.device) -> torch.Tensor:
-        """The source."""
         return self.bits.view(self.source).to(device)
 
 
@@ -396,14 +389,6 @@ def test_every_float(kernel: Way) -> None:
         case = Given(target, source, (count,), 0, count, 0, None, "copy", 0, 0, turned=False, seed=1, bits=bits)
         lanes.append(case)
     fill(kernel, lanes, kernel.blocks[-1])
-
-
-def test_strides_of_dims_of_one() -> None:
-    """A dim of one may have any stride, which is not that of the rows before the dim that varies."""
-    whole = noise(3 * 8, torch.float32, 2).view(1, 3, 8).transpose(0, 1)
-    lane = Lane.of("x", whole.narrow(2, 0, 5), (2,), None)
-    assert whole.is_contiguous()
-    assert (lane.outer, lane.row, lane.stride) == (3, 5, 8)
 
 
 @pytest.mark.parametrize("chip", [80, 90])

@@ -132,7 +132,7 @@ def hosted(rank: int, backend: str, rounds: int, steps: int) -> dict[str, list[f
     runners[QUIET[2]]._bound = None  # so that each step goes the long way
     measure(list(runs.values()), on, rounds, steps)
     assert all(torch.equal(runner(batches[1]), batches[1].input_ids * 2) for runner in runners.values())
-    assert [runner.parts.tally.by_shortcut() > 0 for runner in runners.values()] == [True, True, False]
+    assert [runner.tally.by_shortcut() > 0 for runner in runners.values()] == [True, True, False]
     return {way: run.host for way, run in runs.items()}
 
 

@@ -1,13 +1,11 @@
 """An explanation says what each slot is, what it follows from, and what a step of given sizes would do."""
 
-import io
 import re
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
-from rich.console import Console
 
 from slotgraph import (
     BATCH,
@@ -27,9 +25,9 @@ from slotgraph import (
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError
 from slotgraph.dataflow.explain import Explanation, Extents, SlotFacts, explain_declaration, mermaid
-from slotgraph.dataflow.plan import FillPlan, plan_fill
+from slotgraph.dataflow.plan import plan_fill
 from slotgraph.extend import host_parameter, side
-from slotgraph.runners.explained.pages import tables
+from slotgraph.runners.explained.pages import printed, tables
 from tests.strategies import declarations
 
 HIDDEN = Axis("HIDDEN", fixed=True)
@@ -39,18 +37,6 @@ SIZES: Extents = {BATCH: (37, 48), TOKENS: (37, 48), HIDDEN: (64, 64)}
 
 def _live_tokens(step: Step) -> int:
     return step.live(TOKENS)
-
-
-def _rows(seq_lens: torch.Tensor) -> torch.Tensor:
-    return torch.arange(seq_lens.shape[0])
-
-
-def _ends(kv_lens: torch.Tensor) -> torch.Tensor:
-    return kv_lens.cumsum(0)
-
-
-def _rank(settings: Any) -> int:
-    return int(settings.rank)
 
 
 def _windowed(settings: object) -> bool:
@@ -66,7 +52,7 @@ class Explained(Inputs):
     tables: torch.Tensor = copied(BATCH, 4, dtype=torch.int32, pad=keep("not read"), source=side("tables.decode"))
     mrope: torch.Tensor | None = copied(3, TOKENS, dtype=torch.int64, pad=0, default=None, when=_windowed)
     count: torch.Tensor = computed(_live_tokens, shape=1, dtype=torch.int32)
-    rows: torch.Tensor = computed(_rows, shape=BATCH, dtype=torch.int64, placement="host")
+    rows: torch.Tensor = computed(lambda seq_lens: seq_lens, shape=BATCH, dtype=torch.int64, placement="host")
     ones: torch.Tensor = constant(1, shape=BATCH, dtype=torch.int32, when="extend.on")
     hidden: torch.Tensor = staged(TOKENS, HIDDEN, dtype=torch.bfloat16, pad=0)
     logits: torch.Tensor = output(TOKENS, dtype=torch.float32)
@@ -75,9 +61,9 @@ class Explained(Inputs):
         BATCH, dtype=torch.int32, pad=1, source="lens", argument="actual_seq_lengths_kv", limit=HIDDEN
     )
     kv_ends: torch.Tensor = computed(
-        _ends, shape=BATCH, dtype=torch.int64, placement="host", argument="actual_seq_lengths"
+        lambda kv_lens: kv_lens, shape=BATCH, dtype=torch.int64, placement="host", argument="actual_seq_lengths"
     )
-    rank: torch.Tensor = computed(_rank, shape=1, dtype=torch.int32)
+    rank: torch.Tensor = computed(lambda settings: settings.rank, shape=1, dtype=torch.int32)
     mode: str = "decode"
 
 
@@ -113,7 +99,7 @@ def test_slots_in_words() -> None:
 
 
 def test_sizes_give_bytes_and_the_plan() -> None:
-    """Bytes are of padded sizes, copied bytes of live ones, and the plan is the planner's own."""
+    """Bytes are of padded sizes, copied bytes of live ones, and the plan is the planner's own; no sizes, no plan."""
     found = explained()
     assert (facts("input_ids").padded, facts("input_ids").nbytes, facts("input_ids").copied) == ((48,), 384, 37 * 8)
     assert (facts("hidden").padded, facts("hidden").nbytes, facts("hidden").copied) == ((48, 64), 48 * 64 * 2, 0)
@@ -121,35 +107,26 @@ def test_sizes_give_bytes_and_the_plan() -> None:
     assert found.copied == 37 * (8 + 4 + 4 + 4 * 4 + 3 * 8 + 4 + 4)
     assert found.plan == plan_fill(Explained.slotgraph, {axis: padded for axis, (_, padded) in SIZES.items()}, NPU)
     assert [axis.name for axis in found.axes] == ["BATCH", "HIDDEN", "TOKENS"]
-
-
-def plan_of(**options: Any) -> tuple[FillPlan, int]:
-    """The plan, and the bytes that it copies of live rows."""
-    found = explained(**options)
-    assert found.plan is not None
-    assert found.copied is not None
-    return found.plan, found.copied
+    bare = explained({})
+    assert (bare.plan, bare.nbytes, bare.copied, bare.axes) == (None, None, None, ())
+    assert [slot.name for slot in bare.slots] == list(Explained.slotgraph.slots)
+    assert (bare.order, bare.fields) == (("count", "rank", "kv_ends", "rows"), ("mode",))
 
 
 def test_absent_slots_and_slots_in_place() -> None:
     """Neither is copied; the plan leaves an absent slot out, and resets the tail of one that a producer wrote."""
-    (whole, copied_of_whole), (absent, _) = plan_of(), plan_of(absent=("mrope",))
-    in_place, copied_beside = plan_of(in_place=("input_ids",))
-    assert absent.absent == ("mrope",)
-    assert facts("mrope", explained(absent=("mrope",))).copied == 0
-    assert [group.slots for group in in_place.copies if group.how == "in place"] == [("input_ids",)]
-    assert [tail.always for tail in in_place.tails if tail.slot == "input_ids"] == [True]
-    assert (whole.nbytes - in_place.nbytes, copied_of_whole - copied_beside) == (48 * 8, 37 * 8)
-    by_slot, _ = plan_of(lowering="slot_by_slot")
-    assert {group.how for group in by_slot.copies} == {"single"}
-
-
-def test_without_sizes_the_declaration_alone() -> None:
-    """No sizes, no plan and no bytes; all that is declared is there all the same."""
-    found = explained({})
-    assert (found.plan, found.nbytes, found.copied, found.axes) == (None, None, None, ())
-    assert [slot.name for slot in found.slots] == list(Explained.slotgraph.slots)
-    assert (found.order, found.fields) == (("count", "rank", "kv_ends", "rows"), ("mode",))
+    whole, absent, beside = explained(), explained(absent=("mrope",)), explained(in_place=("input_ids",))
+    assert absent.plan is not None
+    assert absent.plan.absent == ("mrope",)
+    assert facts("mrope", absent).copied == 0
+    assert whole.plan is not None
+    assert beside.plan is not None
+    assert [group.slots for group in beside.plan.copies if group.how == "in place"] == [("input_ids",)]
+    assert [tail.always for tail in beside.plan.tails if tail.slot == "input_ids"] == [True]
+    copied_less = (whole.copied or 0) - (beside.copied or 0)
+    assert (whole.plan.nbytes - beside.plan.nbytes, copied_less) == (48 * 8, 37 * 8)
+    by_slot = explained(lowering="slot_by_slot").plan
+    assert {group.how for group in by_slot.copies} == {"single"} if by_slot else None
 
 
 @pytest.mark.parametrize(
@@ -172,31 +149,19 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> 
         explained(**options)
 
 
-def shown(found: Explanation) -> str:
-    """The tables as text."""
-    console = Console(file=io.StringIO(), width=200)
-    console.print(tables(found))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
 def test_tables_show_everything() -> None:
     """Every slot, its dtype and role, the tail, where it comes from, the plan and the bytes are in the text."""
-    text = shown(explained())
+    text = printed(tables(explained()), 200)
     wanted = [slot.name for slot in explained().slots] + str(explained().plan).splitlines()
     wanted += ["int32 (cache_loc)", "keep (not read)", "_live_tokens(step)", "set once: 1", "computed on the host"]
     wanted += ["copied, optional, when _windowed", "carried from the batch as they are: mode", "[BATCH, 4]"]
     wanted += ["parameter, argument actual_seq_lengths_kv", "computed on the host, argument actual_seq_lengths"]
-    wanted += [
-        "at most HIDDEN",
-        "computed in this order: count, rank, kv_ends, rows",
-        "BATCH=37/48, HIDDEN=64, TOKENS=37/48",
-        "bytes of buffers",
-    ]
+    wanted += ["at most HIDDEN", "computed in this order: count, rank, kv_ends, rows", "bytes of buffers"]
+    wanted += ["BATCH=37/48, HIDDEN=64, TOKENS=37/48"]
     assert [part for part in wanted if part not in text] == []
-    assert "Give the size of every axis" in shown(explained({}))
+    assert "Give the size of every axis" in printed(tables(explained({})), 200)
     off = explain_declaration(Explained.slotgraph.under({"extend": {"on": False}}), NPU, "npu")
-    assert "switched off by the settings: ones" in shown(off)
+    assert "switched off by the settings: ones" in printed(tables(off), 200)
 
 
 def test_mermaid_draws_the_graph() -> None:

@@ -1,6 +1,8 @@
-"""Host data: what each lowering makes of lists, tuples and arrays, good and bad, is what torch makes of them."""
+"""Host data: what each lowering makes of lists, tuples and arrays is what torch makes of them, within their limits."""
 
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -9,12 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, Inputs, copied
+from slotgraph import BATCH, Axis, Inputs, copied
 from slotgraph.dataflow.bucket import Bucket
 from slotgraph.dataflow.buffers import allocate
-from slotgraph.dataflow.capabilities import Capabilities
+from slotgraph.dataflow.capabilities import Capabilities, Lowering
 from slotgraph.dataflow.errors import BatchError
 from slotgraph.dataflow.hostdata import tensor_of
+from slotgraph.dataflow.sizing import Limits
+from slotgraph.extend import HOST, side
 from tests.fused import feed_for, kernel_of
 from tests.strategies import DTYPES, declaration_of, empty, noise, same_bytes
 
@@ -32,35 +36,24 @@ class Way:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        made: type[Inputs] = declaration_of(
-            {"rows": copied(BATCH, dtype=dtype, pad=True if dtype == torch.bool else 1)}
-        )
-        sizes, capabilities = {BATCH: MOST}, Capabilities()
-        slots, memory = made.slotgraph, [allocate(made.slotgraph, sizes, capabilities, empty) for _ in range(2)]
-        self.buckets = [
-            Bucket(slots, sizes, capabilities, memory[0]),
-            Bucket(slots, sizes, capabilities, memory[1], lowering="in_graph", feed=feed_for(memory[1])),
-        ]
+        made = declaration_of({"rows": copied(BATCH, dtype=dtype, pad=True if dtype == torch.bool else 1)})
+        self.buckets = [bucket_of(made, lowering) for lowering in ("foreach", "in_graph")]
         self.kernel = kernel_of(self.buckets[1])
 
-    def foreach(self, value: Any) -> torch.Tensor | None:
+    def filled(self, bucket: Bucket, value: Any) -> torch.Tensor | None:
         """The slot, or nothing where the value is refused."""
-        return self._filled(0, value)
-
-    def by_kernel(self, value: Any) -> torch.Tensor | None:
-        """The same by the kernel, which takes all that foreach takes."""
-        filled = self._filled(1, value)
-        if filled is not None:
-            self.kernel()
-        return filled
-
-    def _filled(self, which: int, value: Any) -> torch.Tensor | None:
-        bucket = self.buckets[which]
         try:
             bucket.fill({"rows": value}, (len(value),))
         except BatchError:
             return None
+        self.kernel()
         return bucket.buffers["rows"].tensor
+
+
+def bucket_of(inputs: type[Inputs], lowering: Lowering) -> Bucket:
+    """A bucket of a few rows."""
+    buffers = allocate(inputs.slotgraph, {BATCH: MOST}, Capabilities(), empty)
+    return Bucket(inputs.slotgraph, {BATCH: MOST}, Capabilities(), buffers, lowering=lowering, feed=feed_for(buffers))
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
@@ -71,11 +64,9 @@ def way(request: pytest.FixtureRequest) -> Way:
 
 def assert_same(way: Way, value: Any) -> torch.Tensor | None:
     """Both lowerings refuse a value, or leave the same bytes, which are returned."""
-    right, mine = way.foreach(value), way.by_kernel(value)
-    if right is None or mine is None:
-        assert right is mine, f"{way.dtype}: {value!r} is {mine} by the kernel, {right} by foreach"
-    else:
-        assert same_bytes(mine, right), f"{way.dtype}: {value!r} is {mine} by the kernel, {right} by foreach"
+    right, mine = (way.filled(bucket, value) for bucket in way.buckets)
+    same = right is mine if right is None or mine is None else same_bytes(mine, right)
+    assert same, f"{way.dtype}: {value!r} is {mine} by the kernel, {right} by foreach"
     return right
 
 
@@ -152,13 +143,7 @@ def test_lists_of_nothing() -> None:
     values: list[Any] = [[], [[]], [[], []], [[[]]]]
     shapes = {repr(value): [*tensor_of(value, torch.int32).shape] for value in values}
     assert shapes == {"[]": [0], "[[]]": [1, 0], "[[], []]": [2, 0], "[[[]]]": [1, 1, 0]}
-
-
-def test_infinity_is_a_float() -> None:
-    """Infinity and NaN that were brought are taken."""
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        made = tensor_of([[math.inf, -math.inf, math.nan]], dtype)
-        assert str(made.tolist()) == "[[inf, -inf, nan]]"
+    assert str(tensor_of([[math.inf, math.nan]], torch.float16).tolist()) == "[[inf, nan]]"  # which were brought
 
 
 ARRAYS: Final = ("<i8", ">i8", "u2", "u8", "f8", "f4", "f2", "i1", "?", "c8", "O", "U1", "M8[s]")
@@ -188,18 +173,90 @@ def test_plain_numbers(way: Way, rows: int, seed: int) -> None:
 
 def test_an_array_over_a_slot_that_is_copied_apart() -> None:
     """An array that lies in a slot's memory is read before that slot is written, whichever way the two go."""
-    fields = {
-        "rows": copied(BATCH, dtype=torch.int64, pad=0),
-        "apart": copied(BATCH, dtype=torch.int64, pad=0, placement="host"),
-    }
-    slots, sizes = declaration_of(fields).slotgraph, {BATCH: MOST}
-    buffers = allocate(slots, sizes, Capabilities(), empty)
-    bucket = Bucket(slots, sizes, Capabilities(), buffers, lowering="in_graph", feed=feed_for(buffers))
-    kernel = kernel_of(bucket)
+    rows = copied(BATCH, dtype=torch.int64, pad=0)
+    fields = {"rows": rows, "apart": copied(BATCH, dtype=torch.int64, pad=0, placement="host")}
+    bucket = bucket_of(declaration_of(fields), "in_graph")
+    kernel, slots = kernel_of(bucket), [bucket.buffers[name].tensor for name in fields]
     for seed in range(3):
-        rows = bucket.buffers["apart"].tensor[:3].numpy()
-        right, apart = rows.tolist(), noise((3,), torch.int64, seed)
-        bucket.fill({"rows": rows, "apart": apart}, (3,))
+        over, apart = slots[1][:3].numpy(), noise((3,), torch.int64, seed)
+        right = [over.tolist(), apart.tolist()]
+        bucket.fill({"rows": over, "apart": apart}, (3,))
         kernel()
-        assert bucket.buffers["rows"].tensor[:3].tolist() == right
-        assert bucket.buffers["apart"].tensor[:3].tolist() == apart.tolist()
+        assert [slot[:3].tolist() for slot in slots] == right
+
+
+CONTEXT: Final = Axis("CONTEXT", fixed=True)
+LIMIT: Final = 40
+
+
+class Limited(Inputs):
+    """Limits on the host and on the device, in one dim and in two."""
+
+    here: torch.Tensor | None = copied(BATCH, dtype=torch.int32, pad=1, placement=HOST, limit=CONTEXT, default=None)
+    there: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1, limit=LIMIT)
+    pairs: torch.Tensor = copied(
+        BATCH, 2, dtype=torch.int64, pad=1, placement=HOST, limit=CONTEXT * 2, source=side("beside.pairs")
+    )
+
+
+def check_limits(batch: dict[str, Any], beside: dict[str, Any] | None = None, over: str | None = None) -> None:
+    """What is over a limit is refused by slot, row and value; all else passes."""
+    limits = Limits.of(Limited.slotgraph, {CONTEXT: LIMIT, BATCH: 8})
+    assert limits is not None
+    with nullcontext() if over is None else pytest.raises(BatchError, match=over):
+        limits.check(batch, {"beside": beside or {}})
+
+
+FORMS: Final[dict[str, Callable[[list[Any]], Any]]] = {
+    "list": list,
+    "tuple": tuple,
+    "array": np.array,
+    "strided array": lambda rows: np.array(rows[::-1])[::-1],
+    "numpy's numbers": lambda rows: list(np.array(rows)),
+    "arrays of one": lambda rows: [np.array(row) for row in rows],
+    "torch's numbers": lambda rows: [torch.tensor(row) for row in rows],
+    "float32 array": lambda rows: np.array(rows, dtype=np.float32),
+    "tensor": torch.tensor,
+    "bfloat16 tensor": lambda rows: torch.tensor(rows, dtype=torch.bfloat16),
+}
+floats = st.sampled_from([math.nan, 3.0, 38.5, 39.5, 41.0, 77.0, math.inf, -math.inf])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(rows=st.lists(st.integers(0, 3 * LIMIT), max_size=8) | st.lists(floats, max_size=6), there=st.booleans())
+def test_limits(form: str, rows: list[Any], *, there: bool) -> None:
+    """Host data is held to its limit, whatever form it has, and NaN hides nothing; no tensor for a device is read."""
+    slot, limit = ("there", str(LIMIT)) if there else ("here", rf"CONTEXT = {LIMIT}")
+    over = [row for row, one in enumerate(rows) if one > LIMIT and not (there and "tensor" in form)]
+    said = rf"slot '{slot}': row {over[0]} is .*, over the limit of {limit}: " if over else None
+    check_limits({slot: FORMS[form](rows)}, over=said)
+    check_limits({slot: FORMS[form]([LIMIT, 1])})
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(0, 2 * LIMIT + 3), min_size=2, max_size=2), max_size=6),
+    form=st.sampled_from(
+        [lambda rows: np.array(rows).reshape(-1, 2), lambda rows: torch.tensor(rows).view(-1, 2), list]
+    ),
+    boxed=st.sampled_from([np.array, tuple, list]),
+)
+def test_limits_in_two_dims(rows: list[list[int]], form: Any, boxed: Any) -> None:
+    """Lists of lists, tuples and arrays, arrays and tensors from a side argument: the element is named by its place."""
+    over = [(i, j) for i, row in enumerate(rows) for j, one in enumerate(row) if one > 2 * LIMIT]
+    said = None
+    if over:
+        i, j = over[0]
+        said = rf"slot 'pairs': row \[{i}, {j}\] is {rows[i][j]}, over the limit of CONTEXT \* 2 = {2 * LIMIT}"
+    check_limits({}, {"pairs": form([boxed(row) for row in rows] if form is list else rows)}, said)
+
+
+NO_NUMBERS: Final[list[Any]] = [None, "word", 3, [], (), [None], ["a", "b"], [[]], [[1], [1, 2]], [1, "b"], object()]
+
+
+def test_what_limits_leave_alone() -> None:
+    """What is no box of numbers is left to the fill; what lies elsewhere is not read; no slot may have a limit."""
+    for value in (*NO_NUMBERS, np.array("word"), np.int64(3), torch.full((3,), 99, device="meta")):
+        check_limits({"here": value, "there": value})
+    free = declaration_of({"ids": copied(BATCH, dtype=torch.int64, pad=1)}).slotgraph
+    assert Limits.of(free, {BATCH: 4}) is None
+    assert CONTEXT in Limited.slotgraph.axes

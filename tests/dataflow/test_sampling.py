@@ -18,11 +18,12 @@ from slotgraph.dataflow.sampling import Sample, sample_batch
 from slotgraph.dataflow.sources import Call
 from slotgraph.extend import HOST, host_parameter, side
 from tests.fused import feed_for
-from tests.strategies import AXES, CAPABILITIES, HIDDEN, Round, declarations, poisoned, rounds
+from tests.strategies import AXES, CAPABILITIES, HIDDEN, Round, declaration_of, declarations, poisoned, rounds
 
 CONTEXT = Axis("CONTEXT", fixed=True)
 LIVE = {BATCH: 3, TOKENS: 12, HIDDEN: 4, CONTEXT: 40}
 META = torch.device("meta")
+ROWS = copied(BATCH, dtype=torch.int64, pad=0)
 ON_NPU = Capabilities(roles={"cache_loc": torch.int32})
 
 
@@ -54,7 +55,7 @@ class Sampled(Inputs):
 class Marked(Inputs):
     """A field that a batch must bring."""
 
-    rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    rows: torch.Tensor = ROWS
     mode: str
 
 
@@ -119,13 +120,6 @@ def test_where_tensors_are() -> None:
     assert (found.side, "flags" in found.batch) == ({}, False)
 
 
-class Twice(Inputs):
-    """Two slots that read one path, which get one tensor."""
-
-    rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-    again: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source="rows")
-
-
 def test_values_of_ones_own() -> None:
     """A pair of bounds, or a function; a field's value, or a function of the sizes."""
     values: Mapping[str, Any] = {
@@ -139,33 +133,29 @@ def test_values_of_ones_own() -> None:
     assert 0.5 <= batch["on_host"].min() <= batch["on_host"].max() <= 0.75
     assert set(batch["tables"]["full"].flatten().tolist()) == {7, 8}
     assert batch["mode"] == "verify"
-    assert list(sample(inputs=Twice).batch) == ["rows"]
+    again = {"rows": ROWS, "again": copied(BATCH, dtype=torch.int64, pad=0, source="rows")}  # of one path, one tensor
+    assert list(sample(inputs=declaration_of(again)).batch) == ["rows"]
     marked = sample(inputs=Marked, values={"mode": lambda live, _: f"{live[BATCH]} rows"})
     assert marked.batch["mode"] == "3 rows"
 
 
-class Called(Inputs):
-    rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=lambda batch: batch.rows)
-
-
-class Within(Inputs):
-    rows: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-    inner: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source="rows.inner")
-
-
-class Narrow(Inputs):
-    locations: torch.Tensor = copied(BATCH, dtype=CACHE_LOC, pad=0, limit=2)
-
-
-class Unsized(Inputs):
-    rows: torch.Tensor = copied(BATCH, Axis("ELSE", fixed=True), dtype=torch.int64, pad=0)
-
-
+CALLED = copied(BATCH, dtype=torch.int64, pad=0, source=lambda batch: batch.rows)
+WITHIN = copied(BATCH, dtype=torch.int64, pad=0, source="rows.inner")
+NARROW = copied(BATCH, dtype=CACHE_LOC, pad=0, limit=2)
+UNSIZED = copied(BATCH, Axis("ELSE", fixed=True), dtype=torch.int64, pad=0)
 REFUSED: list[tuple[type[Inputs], dict[str, Any], str]] = [
-    (Called, {}, r"slot 'rows' reads .*lambda.*\(batch\): .*batches="),
-    (Within, {}, r"slot 'inner' reads batch.rows.inner, where another slot's tensor stands"),
-    (Narrow, {}, r"slot 'locations': 3 rows need as many locations beside 0, over its limit of 2"),
-    (Unsized, {}, r"slot 'rows': live lacks a size for ELSE"),
+    (declaration_of({"rows": CALLED}), {}, r"slot 'rows' reads .*lambda.*\(batch\): .*batches="),
+    (
+        declaration_of({"rows": ROWS, "inner": WITHIN}),
+        {},
+        r"slot 'inner' reads batch.rows.inner",
+    ),
+    (
+        declaration_of({"locations": NARROW}),
+        {},
+        r"slot 'locations': 3 rows need as many locations",
+    ),
+    (declaration_of({"rows": UNSIZED}), {}, r"slot 'rows': live lacks a size for ELSE"),
     (Marked, {}, r"field 'mode' of Marked has no default: give its value, values="),
     (Sampled, {"absent": {"flag"}}, r"absent names 'flag', which is no optional slot .*; did you mean 'flags'\?"),
     (Sampled, {"values": {"count": (1, 2)}}, r"values name 'count', which is no slot that Sampled copies"),

@@ -2,22 +2,159 @@
 
 import itertools
 import json
+import math
+import random
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, Step, computed, constant, copied, keep, output, staged
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Inputs, computed, constant, copied, keep, output, staged
+from slotgraph.dataflow.axes import WIDTH
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import ConfigError, LayoutError
 from slotgraph.dataflow.serial import to_data
-from slotgraph.dataflow.sharing import Member, Schedule, check_layout, lay_out
+from slotgraph.dataflow.sharing import Layout, Member, Schedule, check_layout, lay_out
 from slotgraph.dataflow.slots import Constant, Copied, Slot, slot
+from slotgraph.dataflow.tails import Keep, Once
 from slotgraph.extend import host_parameter, once
-from tests.sharing import Loop, Shared, member_of, shared
+from tests.strategies import HIDDEN, PAGES, declaration_of, declarations
+
+PHASES = ("prefill", "draft", "verify", "extend", "prepare")
+
+
+def member_of(name: str, phase: str, fields: Mapping[str, Any], **changed: Any) -> Member:
+    """A member of a declaration made from fields, of 4 requests and 8 tokens."""
+    capacity = {BATCH: 4, TOKENS: 8, PAGES: 5, HIDDEN: 3, WIDTH: 2}
+    declaration = declaration_of(fields).slotgraph
+    given = {"name": name, "phase": phase, "declaration": declaration, "capacity": capacity}
+    return Member(**{**given, "capabilities": Capabilities(), **changed})
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Phases in a random order, pairs that overlap, some at any time."""
+    names = draw(st.permutations(PHASES))
+    ordered = draw(st.sampled_from([1, 3, 3, 4, 5]))
+    free = draw(st.sampled_from([0, 0, 0, 1]))
+    pairs = list(itertools.combinations(names[:ordered], 2))
+    overlaps = draw(st.lists(st.sampled_from(pairs), max_size=2)) if pairs else []
+    return Schedule(names[:ordered], overlaps, names[ordered : ordered + free])
+
+
+@attrs.frozen
+class Shared:
+    """Members, and how they relate."""
+
+    schedule: Schedule
+    members: list[Member]
+
+    @property
+    def layout(self) -> Layout:
+        return lay_out(self.members, self.schedule)
+
+
+@st.composite
+def shared(draw: st.DrawFn, kinds: st.SearchStrategy[type[Inputs]] | None = None) -> Shared:
+    """Random members of a few declarations, several in one phase now and then."""
+    schedule = draw(schedules())
+    declared = draw(st.lists(declarations() if kinds is None else kinds, min_size=1, max_size=2))
+    capabilities = draw(st.sampled_from([Capabilities(), Capabilities(arenas=False), Capabilities(pools_inputs=False)]))
+    wide = {HIDDEN: draw(st.integers(1, 3)), PAGES: draw(st.integers(1, 9))}
+    members = []
+    for number in range(draw(st.sampled_from([1, 2, 3, 4, 4, 5]))):
+        declaration = draw(st.sampled_from(declared)).slotgraph
+        slots = sorted(declaration.slots)
+        member = Member(
+            name=f"member {number}",
+            phase=draw(st.sampled_from([*schedule.phases, *[schedule.phases[number % len(schedule.phases)]] * 4])),
+            declaration=declaration,
+            capacity={BATCH: draw(st.integers(0, 9)), TOKENS: draw(st.integers(0, 99)), **wide},
+            capabilities=capabilities,
+            device=draw(st.sampled_from(["one", "one", "one", "other"])),
+            bound=draw(st.sets(st.sampled_from(slots), max_size=1)),
+            kept=draw(st.sets(st.sampled_from(slots), max_size=1)),
+            shares=draw(st.sampled_from([None, None, None, True, False])),
+        )
+        members.append(member)
+    return Shared(schedule, members)
+
+
+Name = tuple[str, str]
+
+
+class Loop:
+    """A loop that runs members in their phases over a map of bytes, and sees what each finds there.
+
+    Written plainly, to hold layouts against: each write to a slot leaves a new mark in all bytes of it, and looks for
+    that mark wherever it must still be. `wrong` says what was lost.
+    """
+
+    def __init__(self, shared: Shared, layout: Layout, seed: int) -> None:
+        self.schedule = shared.schedule
+        self.members = {member.name: member for member in shared.members}
+        self.places = {(place.member, place.slot): place for place in layout.places}
+        self.map = [np.zeros(block.nbytes, dtype=np.uint8) for block in layout.blocks]
+        self.random = random.Random(seed)  # noqa: S311 - no secret
+        self.wrong: list[str] = []
+        self.active: list[str] = []
+        self.marks: dict[Name, np.ndarray] = {}
+        for name in self.places:
+            self._write(name)
+
+    def run(self, events: int) -> None:
+        """Begin and end phases at random, as their schedule allows."""
+        for _ in range(events):
+            able = [one for one in self.schedule.phases if all(one != a and self._meet(one, a) for a in self.active)]
+            if able and (not self.active or self.random.random() < 0.5):
+                self._begin(self.random.choice(able))
+            elif self.active:
+                self.active.remove(self.random.choice(self.active))
+            self._look_around()
+
+    def _begin(self, phase: str) -> None:
+        self.active.append(phase)
+        mine = [name for name in self.places if self._phase(name) == phase]
+        for name in self.random.sample(mine, len(mine)):
+            self._write(name)
+
+    def _meet(self, one: str, other: str) -> bool:
+        """Whether a phase may begin while another is in use."""
+        pairs = [*self.schedule.overlaps, *[(b, a) for a, b in self.schedule.overlaps]]
+        return one in self.schedule.anytime or other in self.schedule.anytime or (one, other) in pairs
+
+    def _look_around(self) -> None:
+        """Every slot that is in use holds what was written; a slot that lives always holds it, too."""
+        for name in self.places:
+            needed = self._phase(name) in self.active or self._lives_always(name)
+            if needed and not np.array_equal(self._bytes(name), self.marks[name]):
+                self.wrong.append(f"{'.'.join(name)} lost its value while {self.active} were in use")
+
+    def _write(self, name: Name) -> None:
+        used = self._bytes(name)
+        used[:] = np.resize(np.frombuffer(self.random.randbytes(8), dtype=np.uint8), used.size)
+        self.marks[name] = used.copy()
+
+    def _lives_always(self, name: Name) -> bool:
+        """Whether no other slot may ever write a byte of it."""
+        member = self.members[name[0]]
+        slot = member.declaration.slots[name[1]]
+        asked = name[1] in member.kept or slot.placement == "host" or isinstance(slot.rule(), Once | Keep)
+        return not member.pooled or isinstance(slot, Constant) or asked
+
+    def _phase(self, name: Name) -> str:
+        return self.members[name[0]].phase
+
+    def _bytes(self, name: Name) -> np.ndarray:
+        place = self.places[name]
+        used = math.prod(place.shape) * place.dtype.itemsize
+        return self.map[place.block][place.offset : place.offset + used]
+
 
 CYCLE = Schedule(("draft", "verify", "extend"))
 
@@ -53,17 +190,11 @@ def test_phases_meet_as_declared() -> None:
     assert str(schedule) == "a -> b -> c; c and a may overlap; free at any time"
 
 
-def count(step: Step) -> int:
-    """Live requests."""
-    return step.live(BATCH)
-
-
 @attrs.frozen(kw_only=True)
 class Unknown(Slot):
     """A kind of slot that no layout knows: nothing says who writes it."""
 
     def initial(self) -> int:
-        """One."""
         return 1
 
 
@@ -72,7 +203,7 @@ class Bare(Copied):
     """A copied slot that says nothing of its tail."""
 
     def rule(self) -> None:
-        """None."""
+        return None
 
 
 DEFAULTS: dict[str, Any] = {"dtype": torch.int64}
@@ -91,8 +222,8 @@ DEFAULTS: dict[str, Any] = {"dtype": torch.int64}
         (copied(TOKENS, pad=once(0), **DEFAULTS), "set once"),
         (copied(TOKENS, pad=0, placement="host", **DEFAULTS), "in host memory"),
         (host_parameter(BATCH, pad=0, **DEFAULTS), "in host memory"),
-        (computed(count, **DEFAULTS), None),
-        (computed(count, placement="host", **DEFAULTS), "in host memory"),
+        (computed(lambda step: step.live(BATCH), **DEFAULTS), None),
+        (computed(lambda step: step.live(BATCH), placement="host", **DEFAULTS), "in host memory"),
         (staged(TOKENS, pad=0, **DEFAULTS), None),
         (staged(TOKENS, pad=keep("why"), **DEFAULTS), "its tail is kept"),
         (output(TOKENS, **DEFAULTS), None),
@@ -198,33 +329,6 @@ def test_the_proof_names_what_is_wrong(changed: dict[str, Any], said: str) -> No
     broken = tuple(attrs.evolve(one, **changed) if one is place else one for one in layout.places)
     with pytest.raises(LayoutError, match=said):
         check_layout(attrs.evolve(layout, places=broken))
-
-
-def two(slot: Any, **changed: Any) -> list[Member]:
-    """A drafting and a verifying member with one slot each."""
-    made = [member_of(name, name, {"slot": slot}) for name in ("draft", "verify")]
-    return [made[0], attrs.evolve(made[1], **changed)]
-
-
-@pytest.mark.parametrize(
-    ("slot", "changed", "one"),
-    [
-        (PLAIN, {}, True),
-        (PLAIN, {"phase": "draft"}, False),
-        (PLAIN, {"kept": {"slot"}}, False),
-        (PLAIN, {"shares": False}, False),
-        (PLAIN, {"device": "other"}, False),
-        (constant(1, shape=BATCH, dtype=torch.int32), {}, False),
-        (copied(TOKENS, dtype=torch.int32, pad=keep("why")), {}, False),
-        (copied(TOKENS, dtype=torch.int32, pad=once(1)), {}, False),
-        (copied(TOKENS, dtype=torch.int32, pad=1, placement="host"), {}, False),
-    ],
-)
-def test_slots_share_where_it_is_safe(slot: Any, changed: dict[str, Any], one: bool) -> None:  # noqa: FBT001 - a parameter
-    """Where each step writes all of a slot, in phases that never meet, on one device."""
-    layout = lay_out(two(slot, **changed), CYCLE)
-    assert (len({(place.block, place.offset) for place in layout.places}) == 1) is one
-    assert (layout.shared_with("draft", "slot") != ()) is one
 
 
 def test_the_layout_says_why() -> None:

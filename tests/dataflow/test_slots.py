@@ -1,10 +1,12 @@
-"""Slots, the words that declare them, and kinds of one's own."""
+"""Axes, slots, the words that declare them, and kinds of one's own."""
 
 from typing import Any
 
 import attrs
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slotgraph import (
     BATCH,
@@ -20,18 +22,52 @@ from slotgraph import (
     keep,
     staged,
 )
+from slotgraph.dataflow.axes import Dim, shape_of
 from slotgraph.dataflow.bucket import Bucket
-from slotgraph.dataflow.buffers import allocate
+from slotgraph.dataflow.buffers import allocate, at_rest
 from slotgraph.dataflow.capabilities import Capabilities
 from slotgraph.dataflow.errors import BatchError, ComputeError
+from slotgraph.dataflow.slots import Constant, HostParameter
 from slotgraph.dataflow.sources import Compute, compute_of
 from slotgraph.dataflow.tails import holds
 from slotgraph.errors import SlotGraphError
-from slotgraph.extend import FillRole, Role, Slot, once, side, slot
+from slotgraph.extend import HOST, FillRole, Role, Slot, host_parameter, once, side, slot
 from tests.strategies import declaration_of, empty
 
 NPU_LIKE = Capabilities(roles={"cache_loc": torch.int32}, fills={"seq_len_fill": 0})
-WIDTH = Axis("WIDTH", fixed=True)
+WIDTH, STEPS = Axis("WIDTH", fixed=True), Axis("STEPS", fixed=True)
+CAPACITY = {BATCH: 4, TOKENS: 4, WIDTH: 3}
+IDS: dict[str, Any] = {"ids": copied(BATCH, dtype=torch.int64, pad=0)}
+SIZES = st.fixed_dictionaries({BATCH: st.integers(0, 50), TOKENS: st.integers(0, 50), STEPS: st.integers(1, 5)})
+WHOLE = st.integers(0, 7)
+
+
+@given(sizes=SIZES, a=WHOLE, b=WHOLE)
+def test_values_of_expressions(sizes: dict[Axis, int], a: int, b: int) -> None:
+    """Sums and products over axes have a normal form, come to what plain numbers do, and axes can be written out."""
+    size = (BATCH * STEPS + a) * b + TOKENS * TOKENS
+    batch, tokens, steps = sizes[BATCH], sizes[TOKENS], sizes[STEPS]
+    assert size.at(sizes) == (batch * steps + a) * b + tokens * tokens
+    left, right = a * BATCH + b * BATCH + TOKENS, TOKENS + BATCH * (a + b)
+    assert (left, hash(left), repr(left)) == (right, hash(right), repr(right))
+    written = size.replace({TOKENS: BATCH * 3})
+    assert TOKENS not in written.axes
+    assert written.at(sizes) == size.at({**sizes, TOKENS: batch * 3})
+
+
+def test_which_axis_an_expression_tells() -> None:
+    """A size tells an axis where that is its one varying axis, to the first power."""
+    told = [one.reveals() for one in (TOKENS * STEPS + 2, TOKENS * BATCH, TOKENS * TOKENS, Dim.of(STEPS))]
+    assert told == [TOKENS, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"), [(-1, ValueError), (1.5, TypeError), ("TOKENS", TypeError), (True, TypeError)]
+)
+def test_what_is_no_size(wrong: object, error: type[Exception]) -> None:
+    """A size is an axis, an expression or a whole number of at least 0."""
+    with pytest.raises(error, match="size"):
+        shape_of((BATCH, wrong))
 
 
 @attrs.frozen(kw_only=True)
@@ -42,11 +78,9 @@ class Counter(Slot):
     counts: list[int] = attrs.field(factory=list, eq=False)
 
     def initial(self) -> int:
-        """The first count."""
         return self.start
 
     def computes(self) -> Compute:
-        """Count on."""
         return compute_of(self._next)
 
     def _next(self) -> int:
@@ -54,78 +88,57 @@ class Counter(Slot):
         return self.counts[-1]
 
 
-def fill(inputs: type[Inputs], batch: Any, rows: int, capabilities: Capabilities = NPU_LIKE) -> dict[str, Any]:
+def fill(fields: dict[str, Any], batch: Any, rows: int, capabilities: Capabilities = NPU_LIKE) -> dict[str, Any]:
     """What one fill of a four-row bucket shows, as lists."""
-    sizes = {BATCH: 4, TOKENS: 4, WIDTH: 3}
-    buffers = allocate(inputs.slotgraph, sizes, capabilities, empty)
-    bucket = Bucket(inputs.slotgraph, sizes, capabilities, buffers)
-    views = bucket.fill(batch, tuple(rows for _ in inputs.slotgraph.varying)).views
+    slots = declaration_of(fields).slotgraph
+    bucket = Bucket(slots, CAPACITY, capabilities, allocate(slots, CAPACITY, capabilities, empty))
+    views = bucket.fill(batch, tuple(rows for _ in slots.varying)).views
     return {name: None if tensor is None else tensor.tolist() for name, tensor in views.items()}
 
 
 def test_a_kind_of_ones_own() -> None:
     """A subclass of Slot takes part in declarations, plans and fills like any other."""
-    counter = Counter(shape=1, dtype=torch.int64, start=40)
-
-    class Counted(Inputs):
-        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-        count: torch.Tensor = slot(counter, init=False)
-
-    assert Counted.slotgraph.slots["count"].kind == "counter"
-    shown = fill(Counted, {"ids": torch.tensor([7, 8])}, 2)
-    assert shown == {"ids": [7, 8, 0, 0], "count": [41]}
+    counted = {**IDS, "count": slot(Counter(shape=1, dtype=torch.int64, start=40), init=False)}
+    assert declaration_of(counted).slotgraph.slots["count"].kind == "counter"
+    assert fill(counted, {"ids": torch.tensor([7, 8])}, 2) == {"ids": [7, 8, 0, 0], "count": [41]}
 
 
 def test_what_the_backend_decides() -> None:
     """Roles take the device's dtype and pad value, other int64 slots stay what they are; fixed axes serve as values."""
-
-    class Roles(Inputs):
-        out_cache_loc: torch.Tensor = copied(TOKENS, dtype=CACHE_LOC, pad=0)
-        positions: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=WIDTH)
-        seq_lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL)
-        extend_seq_lens: torch.Tensor = constant(WIDTH, shape=BATCH, dtype=torch.int32)
-
+    fields = {
+        "out_cache_loc": copied(TOKENS, dtype=CACHE_LOC, pad=0),
+        "positions": copied(TOKENS, dtype=torch.int64, pad=WIDTH),
+        "seq_lens": copied(BATCH, dtype=torch.int32, pad=SEQ_LEN_FILL),
+        "extend_seq_lens": constant(WIDTH, shape=BATCH, dtype=torch.int32),
+    }
+    buffers = allocate(declaration_of(fields).slotgraph, CAPACITY, NPU_LIKE, empty)
+    assert [buffers[name].tensor.dtype for name in ("out_cache_loc", "positions")] == [torch.int32, torch.int64]
     places = torch.tensor([70_000, 9])
     batch = {"out_cache_loc": places, "positions": places, "seq_lens": torch.tensor([5, 6], dtype=torch.int32)}
-    sizes = {BATCH: 4, TOKENS: 4, WIDTH: 3}
-    buffers = allocate(Roles.slotgraph, sizes, NPU_LIKE, empty)
-    assert buffers["out_cache_loc"].tensor.dtype == torch.int32
-    assert buffers["positions"].tensor.dtype == torch.int64
-    shown = fill(Roles, batch, 2)
-    assert shown["out_cache_loc"] == [70_000, 9, 0, 0]
-    assert shown["positions"] == [70_000, 9, 3, 3]
-    assert shown["seq_lens"] == [5, 6, 0, 0]
-    assert shown["extend_seq_lens"] == [3, 3, 3, 3]
+    shown = [[70_000, 9, 0, 0], [70_000, 9, 3, 3], [5, 6, 0, 0], [3] * 4]
+    assert fill(fields, batch, 2) == dict(zip(fields, shown, strict=True))
 
 
 def test_roles_of_ones_own() -> None:
     """A role that no backend knows keeps its own default and takes the dtypes that it accepts."""
-    slots_role, fill_role = Role("slot_ids", torch.int16, accepts=(torch.int64,)), FillRole("nowhere", -5)
-
-    class Own(Inputs):
-        ids: torch.Tensor = copied(BATCH, dtype=slots_role, pad=fill_role)
-
-    assert fill(Own, {"ids": torch.tensor([3])}, 1) == {"ids": [3, -5, -5, -5]}
+    role = Role("slot_ids", torch.int16, accepts=(torch.int64,))
+    own = {"ids": copied(BATCH, dtype=role, pad=FillRole("nowhere", -5))}
+    assert fill(own, {"ids": torch.tensor([3])}, 1) == {"ids": [3, -5, -5, -5]}
     with pytest.raises(BatchError, match=r"slot 'ids': expected int16.*got int32"):
-        fill(Own, {"ids": torch.tensor([3], dtype=torch.int32)}, 1)
+        fill(own, {"ids": torch.tensor([3], dtype=torch.int32)}, 1)
 
 
 def test_sources() -> None:
     """A source is the slot's own name, a dotted path through objects and mappings, or a function of the batch."""
-
-    class Sources(Inputs):
-        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-        lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source="ngram.info.lens")
-        twice: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, source=lambda batch: batch["ids"] * 2)
-
+    sources: dict[str, Any] = {
+        **IDS,
+        "lens": copied(BATCH, dtype=torch.int64, pad=0, source="ngram.info.lens"),
+        "twice": copied(BATCH, dtype=torch.int64, pad=0, source=lambda batch: batch["ids"] * 2),
+    }
     batch = {"ids": torch.tensor([4, 5]), "ngram": {"info": {"lens": torch.tensor([8, 9])}}}
-    assert fill(Sources, batch, 2) == {"ids": [4, 5, 0, 0], "lens": [8, 9, 0, 0], "twice": [8, 10, 0, 0]}
+    assert fill(sources, batch, 2) == {"ids": [4, 5, 0, 0], "lens": [8, 9, 0, 0], "twice": [8, 10, 0, 0]}
     with pytest.raises(SlotGraphError, match=r"slot 'lens': batch\.ngram\.info\.lens is missing"):
-        fill(Sources, {"ids": torch.tensor([4, 5]), "ngram": None}, 2)
-
-
-def test_words_that_are_refused() -> None:
-    """A path has names only, and keep() has a reason."""
+        fill(sources, {"ids": torch.tensor([4, 5]), "ngram": None}, 2)
     with pytest.raises(ValueError, match="names and dots"):
         side("a..b")
     with pytest.raises(ValueError, match="reason"):
@@ -168,55 +181,96 @@ def test_what_a_dtype_holds(dtype: torch.dtype, fit: list[Any], misfit: list[Any
 def test_results_that_do_not_fit(value: Any, message: str) -> None:
     """What a function returns is neither cast nor broadcast nor cut: the error names the slot and both sides."""
     shape = 1 if isinstance(value, int | float) else BATCH
-
-    class Odd(Inputs):
-        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-        odd: torch.Tensor = computed(lambda: value, shape=shape, dtype=torch.int32)
-
+    odd = computed(lambda: value, shape=shape, dtype=torch.int32)
     with pytest.raises(ComputeError, match=rf"slot 'odd'.*{message}"):
-        fill(Odd, {"ids": torch.tensor([1, 2])}, 2)
+        fill({**IDS, "odd": odd}, {"ids": torch.tensor([1, 2])}, 2)
 
 
 @pytest.mark.parametrize("value", [-1, 256, [-1], True])
 def test_no_number_wraps_around(value: Any) -> None:
     """A number that an unsigned slot cannot hold is refused, alone and in a list."""
-    byte = declaration_of({"byte": computed(lambda: value, shape=1, dtype=torch.uint8)})
     with pytest.raises(ComputeError, match="slot 'byte'"):
-        fill(byte, {}, 2)
-
-
-def test_results_that_fit() -> None:
-    """Numbers, lists, arrays and tensors of the slot's own shape and kind are taken."""
-
-    class Even(Inputs):
-        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-        flag: torch.Tensor = computed(lambda: True, dtype=torch.bool)
-        share: torch.Tensor = computed(lambda step: step.live(BATCH) / step.padded(BATCH), shape=1, dtype=torch.float32)
-        rows: torch.Tensor = computed(lambda step: [9] * step.padded(BATCH), shape=BATCH, dtype=torch.int16)
-        array: torch.Tensor = computed(_array, shape=BATCH, dtype=torch.int32)
-        halves: torch.Tensor = computed(lambda: [1, 2.5, 3, 4], shape=BATCH, dtype=torch.float64)
-        late: torch.Tensor = staged(BATCH, dtype=torch.int64, pad=once(6))
-        byte: torch.Tensor = computed(lambda: 255, shape=1, dtype=torch.uint8)
-        huge: torch.Tensor = computed(lambda: 2**70, shape=1, dtype=torch.float32)
-
-    shown = fill(Even, {"ids": torch.tensor([1, 2, 3])}, 3)
-    assert shown["flag"] is True
-    assert (shown["share"], shown["rows"], shown["array"]) == ([0.75], [9] * 4, [0, 1, 2, 3])
-    assert (shown["halves"], shown["late"]) == ([1.0, 2.5, 3.0, 4.0], [6] * 4)
-    assert (shown["byte"], shown["huge"]) == ([255], [2.0**70])
+        fill({"byte": computed(lambda: value, shape=1, dtype=torch.uint8)}, {}, 2)
 
 
 def _array(step: Step) -> Any:
     return torch.arange(step.padded(BATCH), dtype=torch.int32).numpy()
 
 
+FITTING: dict[str, tuple[Any, Any]] = {
+    "flag": (computed(lambda: True, dtype=torch.bool), True),
+    "share": (computed(lambda step: step.live(BATCH) / step.padded(BATCH), shape=1, dtype=torch.float32), [0.75]),
+    "rows": (computed(lambda step: [9] * step.padded(BATCH), shape=BATCH, dtype=torch.int16), [9] * 4),
+    "array": (computed(_array, shape=BATCH, dtype=torch.int32), [0, 1, 2, 3]),
+    "halves": (computed(lambda: [1, 2.5, 3, 4], shape=BATCH, dtype=torch.float64), [1.0, 2.5, 3.0, 4.0]),
+    "late": (staged(BATCH, dtype=torch.int64, pad=once(6)), [6] * 4),
+    "byte": (computed(lambda: 255, shape=1, dtype=torch.uint8), [255]),
+    "huge": (computed(lambda: 2**70, shape=1, dtype=torch.float32), [2.0**70]),
+}
+
+
+def test_results_that_fit() -> None:
+    """Numbers, lists, arrays and tensors of the slot's own shape and kind are taken."""
+    shown = fill({**IDS, **{name: field for name, (field, _) in FITTING.items()}}, {"ids": torch.tensor([1, 2, 3])}, 3)
+    assert shown == {"ids": [1, 2, 3, 0], **{name: right for name, (_, right) in FITTING.items()}}
+
+
 def test_values_that_fit_no_device() -> None:
     """A pad that only this backend's dtype cannot hold is refused when buffers are allocated."""
-    wide = Role("wide", torch.int64)
-
-    class Wide(Inputs):
-        ids: torch.Tensor = copied(BATCH, dtype=wide, pad=2**40)
-
-    narrow = Capabilities(roles={"wide": torch.int32})
+    wide = declaration_of({"ids": copied(BATCH, dtype=Role("wide", torch.int64), pad=2**40)}).slotgraph
     with pytest.raises(ComputeError, match=r"slot 'ids': 1099511627776 does not fit int32"):
-        allocate(Wide.slotgraph, {BATCH: 4}, narrow, empty)
+        allocate(wide, CAPACITY, Capabilities(roles={"wide": torch.int32}), empty)
+
+
+def test_at_rest() -> None:
+    """`starts`: what a buffer holds before its first fill. A late capture finds what an early one would."""
+    fields = {
+        "counts": copied(BATCH, dtype=torch.int32, pad=-1, starts=1),
+        "wide": copied(BATCH, 2, dtype=torch.int64, pad=SEQ_LEN_FILL, starts=WIDTH * 2),
+        "plain": copied(BATCH, dtype=torch.int64, pad=-2),
+    }
+    buffers = allocate(declaration_of(fields).slotgraph, CAPACITY, Capabilities(), empty)
+    for _ in range(2):
+        with at_rest(buffers, Capabilities()):
+            assert {b.name: set(b.tensor.flatten().tolist()) for b in buffers} == {
+                "counts": {1},
+                "wide": {6},
+                "plain": {-2},
+            }
+        buffers["counts"].tensor.fill_(33)
+    assert buffers["counts"].tensor.tolist() == [33] * 4
+    batch = {"counts": [8], "wide": [[8, 8]], "plain": [8]}
+    shown = {"counts": [8, -1, -1, -1], "wide": [[8, 8], *[[1, 1]] * 3], "plain": [8, -2, -2, -2]}
+    assert fill(fields, batch, 1, Capabilities()) == shown  # from the first fill on no tail holds what came before it
+
+
+class Parameters(Inputs):
+    """A parameter by another name, by its own, of a kind that is derived; and a host slot that is none."""
+
+    kv_lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=1, argument="actual_seq_lengths_kv")
+    context_lens: torch.Tensor | None = host_parameter(BATCH, dtype=torch.int32, pad=0, default=None, when="paged")
+    ends: torch.Tensor = computed(
+        lambda kv_lens: kv_lens.cumsum(0), shape=BATCH, dtype=torch.int64, placement=HOST, argument="actual_seq_lengths"
+    )
+    seq_lens_cpu: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=1, placement=HOST)
+    where: torch.Tensor = host_parameter(TOKENS, dtype=CACHE_LOC, pad=0)
+    four: torch.Tensor = slot(
+        Constant(value=4, shape=BATCH, dtype=torch.int32, placement=HOST, argument="lens"), init=False
+    )
+
+
+def test_parameters_by_argument() -> None:
+    """The declaration tells for each argument the slot that it takes, of those that the settings leave."""
+    declared = {"actual_seq_lengths_kv": "kv_lens", "actual_seq_lengths": "ends", "where": "where", "lens": "four"}
+    assert Parameters.slotgraph.parameters == {**declared, "context_lens": "context_lens"}
+    assert Parameters.slotgraph.under({"paged": False}).parameters == declared
+
+    class Renamed(Parameters):
+        kv_lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int64, pad=0, argument="actual_seq_kvlen")
+
+    assert Renamed.slotgraph.parameters["actual_seq_kvlen"] == "kv_lens"
+    assert "actual_seq_lengths_kv" not in Renamed.slotgraph.parameters
+    make: Any = HostParameter
+    with pytest.raises(TypeError, match="placement"):
+        make(shape=BATCH, dtype=torch.int32, pad=0, placement="device")
+    assert attrs.evolve(Parameters.slotgraph.slots["kv_lens"], dtype=torch.int64).placement == HOST

@@ -254,14 +254,3 @@ def test_bad_options_say_what_to_change(
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n  \n"))
     assert module("serving.program").main(argv) == 2
     assert message in capsys.readouterr().err
-
-
-def test_other_families_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model whose attention or positions the engine does not know is refused before anything is built."""
-    transformers = importlib.import_module("transformers")
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    configs = [transformers.MistralConfig(sliding_window=64), transformers.LlamaConfig(rope_parameters=rope)]
-    for config, word in zip(configs, ("sliding_window", "dynamic"), strict=True):
-        config.save_pretrained(tmp_path)
-        assert module("serving.program").main(["--model", str(tmp_path)]) == 2
-        assert word in capsys.readouterr().err

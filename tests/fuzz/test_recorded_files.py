@@ -202,10 +202,7 @@ NASTY: list[tuple[Callable[[Any], object], str]] = [
     (lambda f: f.h.pop("0.slots.ids"), "no recording that can be read"),
     (lambda f: f.h["0.slots.ids"].update(shape=[1 << 60]), "no recording that can be read"),
     (lambda f: f.h["0.slots.ids"].update(dtype="F4"), "no recording that can be read"),
-    (
-        lambda f: f.h.update({"../../x": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}),
-        "both have '../../x'",
-    ),
+    (lambda f: f.h.update({"../../x": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}), "both have '../../x'"),
 ]
 
 

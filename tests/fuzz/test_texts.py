@@ -14,20 +14,11 @@ from hypothesis import strategies as st
 from slotgraph.config import RunnerConfig
 from slotgraph.dataflow.capabilities import dtype_from_text
 from slotgraph.dataflow.errors import ConfigError
-from slotgraph.dataflow.plan import ComputeStep, CopyGroup, FillPlan, TailReset
+from slotgraph.dataflow.plan import FillPlan
 from slotgraph.dataflow.serial import from_data, json_data, to_data
 from slotgraph.runners.config import MOST
+from tests.dataflow.test_serial import PLAN
 from tests.fuzz.hostile import DEEP, NASTY_TEXTS, leaves, spoilt, values
-
-PLAN = FillPlan(
-    declaration="Decode",
-    sizes=(("BATCH", 8),),
-    absent=("positions",),
-    tails=(TailReset("seq_lens", 1, always=False),),
-    copies=(CopyGroup(("input_ids",), torch.int64, torch.int64, "device", "foreach"),),
-    computed=(ComputeStep("count", "live_tokens", ("step",), "host"),),
-    nbytes=4096,
-)
 
 
 def read(text: str) -> FillPlan:

@@ -7,7 +7,7 @@ and each replay, goes to the current stream, and is done when somebody waits for
 import ctypes
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, Final, final
 
 import attrs
@@ -18,17 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from slotgraph.backends import (
     HOST,
     NO_PARAMETERS,
-    Availability,
-    Backend,
     Capabilities,
     Event,
     Fusion,
     Graph,
-    Memory,
     Placement,
     Upload,
     load,
 )
+from slotgraph.backends.cpu import HostBackend
 from slotgraph.backends.ring import Ring
 
 INNER: Final = load("cpu-capture")()
@@ -45,7 +43,6 @@ class Stream:
     done: int = 0
 
     def run(self, until: int) -> None:
-        """Do it, up to a point."""
         while self.work and self.done < until:
             self.done += 1
             self.work.pop(0)()
@@ -67,7 +64,7 @@ class Point(Event):
             with _disable_current_modes():  # else what is done would be put off again
                 self.stream.run(self.at)
 
-    def microseconds_since(self, earlier: Event) -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         raise NotImplementedError
 
 
@@ -77,32 +74,13 @@ class LaterGraph(Graph):
 
     def __init__(self, inner: Graph, device: "Device") -> None:
         self._inner, self._device = inner, device
-
-    @property
-    def outputs(self) -> Any:
-        return self._inner.outputs
-
-    @property
-    def nbytes(self) -> int:
-        return self._inner.nbytes
+        self.outputs, self.nbytes = inner.outputs, inner.nbytes
 
     def replay(self) -> None:
         self._device.add(self._inner.replay)
 
     def check_addresses(self) -> None:
         self._inner.check_addresses()
-
-
-@final
-class Lame(Fusion):
-    """A kernel that leaves out what comes last."""
-
-    @property
-    def block(self) -> int:
-        return whole().block
-
-    def kernel(self, table: torch.Tensor, packet: torch.Tensor, targets: Sequence[torch.Tensor]) -> Callable[[], None]:
-        return whole().kernel(table[:-1], packet, targets)
 
 
 def whole() -> Fusion:
@@ -113,7 +91,7 @@ def whole() -> Fusion:
 
 
 @final
-class Device(Backend):
+class Device(HostBackend):
     """The device. current: the stream that is. buffers: all memory that it was asked for.
 
     fault: what it breaks. `order`: no stream waits. `event`, `mark`: events, and those of uploads, say that they have
@@ -128,20 +106,12 @@ class Device(Backend):
         self.buffers: list[torch.Tensor] = []
         self._host: list[torch.Tensor] = []
 
-    @classmethod
-    def is_available(cls) -> Availability:
-        return Availability(available=True)
-
     @property
     def capabilities(self) -> Capabilities:
         return attrs.evolve(INNER.capabilities, packed_uploads=True)
 
-    @property
-    def device(self) -> torch.device:
-        return INNER.device
-
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, placement: Placement) -> torch.Tensor:
-        made = INNER.empty(shape, dtype, placement)
+        made = super().empty(shape, dtype, placement)
         self.buffers.append(made)
         return self._on_host(made) if placement == HOST else made
 
@@ -149,12 +119,6 @@ class Device(Backend):
         """The same, as the host's; it lives as long as this does, so that its address tells."""
         self._host.append(memory)
         return memory
-
-    def pool(self) -> object | None:
-        return None
-
-    def stream(self) -> AbstractContextManager[object]:
-        return INNER.stream()
 
     def capture(
         self,
@@ -167,10 +131,8 @@ class Device(Backend):
         return LaterGraph(INNER.capture(step, pool=pool, error_mode=error_mode, parameters=parameters), self)
 
     def upload(self, nbytes: int) -> Upload:
-        packet = torch.zeros(nbytes, dtype=torch.uint8)
+        packet, sent = torch.zeros(nbytes, dtype=torch.uint8), set[int]()
         to = packet.data_ptr()
-
-        sent = set[int]()
 
         def start(memory: torch.Tensor, at: int, count: int) -> None:
             if self.fault == "packet" and count in sent:
@@ -184,7 +146,8 @@ class Device(Backend):
         return Ring(packet, pinned, start, lambda: self._point("mark"), self.synchronize)
 
     def fusion(self) -> Fusion:
-        return Lame() if self.fault == "kernel" else whole()
+        kernel, last = whole().kernel, -1 if self.fault == "kernel" else None
+        return Fusion(whole().block, lambda table, *more: kernel(table[:last], *more))
 
     def stream_key(self) -> Callable[[], int]:
         return lambda: self.current
@@ -205,15 +168,10 @@ class Device(Backend):
     def synchronize(self) -> None:
         self._drain(random.Random(0))  # noqa: S311 - data for a test
 
-    def memory(self) -> Memory:
-        return INNER.memory()
-
     def bytes_now(self) -> list[bytes]:
-        """Every byte of every buffer."""
         return [one.view(-1).view(torch.uint8).numpy().tobytes() for one in self.buffers]
 
     def add(self, call: Callable[[], object]) -> None:
-        """Hand work to the current stream."""
         if self.is_late:
             self._put(self.streams[self.current], call)
         else:
@@ -258,7 +216,6 @@ class _Later(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Put off, do, or wait."""
         del types
         named, device, name = dict(kwargs or {}), self._device, func._opname
         first = next((leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)), None)

@@ -43,11 +43,6 @@ def live_rows(step: Step) -> int:
     return step.live(BATCH)
 
 
-def doubled(ids: torch.Tensor) -> torch.Tensor:
-    """Computed on the device, tails and all."""
-    return ids * 2
-
-
 class Quick(Inputs):
     """Slots that every lowering fills its quickest way: copied, strided, optional, computed on either side."""
 
@@ -57,7 +52,7 @@ class Quick(Inputs):
     )
     extra: torch.Tensor | None = copied(BATCH, dtype=torch.float64, pad=TAILS["extra"], default=None)
     live: torch.Tensor = computed(live_rows, shape=1, dtype=torch.int64)
-    twice: torch.Tensor = computed(doubled, shape=BATCH, dtype=torch.int64)
+    twice: torch.Tensor = computed(lambda ids: ids * 2, shape=BATCH, dtype=torch.int64)
 
 
 class Afar(Quick):

@@ -151,7 +151,7 @@ def test_capture_broken_off(backend: Backend, *, lazy: bool) -> None:
             capture(world)
         reached += bool(injection.where)
         assert gc.get_freeze_count() == frozen  # nothing is kept from the garbage collector for good
-        graphs = world.runner.parts.graphs
+        graphs = world.runner.graphs
         if graphs is not None and graphs.report is None:
             world.runner.capture()  # type: ignore[attr-defined] # as above
         world.assert_well()

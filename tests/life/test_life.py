@@ -70,11 +70,9 @@ class Life(RuleBasedStateMachine):
         self.make(data.draw(st.sampled_from(BUCKETS)), data.draw(st.sampled_from(self.lowerings())))
 
     def lowerings(self) -> list[str]:
-        """All that the backend has."""
         return list(self.backend.capabilities.lowerings)
 
     def make(self, buckets: tuple[int, ...], lowering: str, *, lazy: bool = False, **bind: torch.Tensor) -> None:
-        """A runner that is not captured yet."""
         self.buckets, self.lazy, self.steps = buckets, lazy, 0
         sizes = {PAGES: PAGES_MOST, HIDDEN: WIDE}
         self.runner = DecodeRunner(
@@ -94,7 +92,6 @@ class Life(RuleBasedStateMachine):
         self.is_captured, self.kept, self.is_bound, self.owned = False, None, bool(bind), bind
 
     def padded(self, rows: int) -> Sizes:
-        """A bucket's sizes."""
         return {BATCH: rows, TOKENS: rows * self.width, PAGES: PAGES_MOST, HIDDEN: WIDE}
 
     def batch(self, rows: int, pages: int, seed: int, *, absent: bool, usual: bool) -> tuple[Batch, Given]:
@@ -115,7 +112,6 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.runner is not None and not self.is_captured)
     @rule(drawn=sized)
     def capture(self, drawn: Any) -> None:
-        """Before it nothing runs."""
         (batch, side), _ = self.drawn(drawn)
         assert self.runner is not None
         with pytest.raises(ReplayError, match="nothing is captured yet"):
@@ -134,7 +130,6 @@ class Life(RuleBasedStateMachine):
             self.runner.capture()
 
     def drawn(self, drawn: tuple[int, int, int, bool, bool]) -> tuple[Batch, Given]:
-        """A batch of drawn sizes."""
         rows, pages, seed, absent, usual = drawn
         return self.batch(rows, pages, seed, absent=absent, usual=usual)
 
@@ -191,7 +186,6 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.is_captured)
     @rule(drawn=sized)
     def fill(self, drawn: Any) -> None:
-        """A fill alone."""
         self.fills(drawn)
 
     def fills(self, drawn: Any) -> bool:

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 
-from slotgraph import DecodeRunner, EagerRunner, Step, computed
+from slotgraph import DecodeRunner, Step, computed
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import ReplayError
 from slotgraph.runners.runner import Runner
@@ -21,11 +21,7 @@ from tests.runners.models import Batch
 
 PATIENCE: Final = 120.0
 """Seconds after which a thread that should have come is given up."""
-
-
 BUSY: Final = "is in the middle of a step or a capture: another thread runs it, or its own step calls it"
-
-
 Pause = Callable[[], int]
 
 
@@ -49,7 +45,6 @@ class PausedPrefill(prefilled.Prefill):
 
     @classmethod
     def placeholder(cls, step: Step) -> Mapping[str, Any]:
-        """One that does not pause."""
         return {**super().placeholder(step), "pause": lambda: 1}
 
 
@@ -75,69 +70,48 @@ class Held:
     @contextlib.contextmanager
     def within(self, act: Callable[[], torch.Tensor]) -> Iterator[None]:
         """Run the block while the other thread is in the middle of its act."""
-        thread = threading.Thread(target=lambda: self.outputs.append(answer(act())))
-        thread.start()
-        try:
-            assert self.inside.wait(PATIENCE)
-            yield
-        finally:
-            self.go.set()
-            thread.join(PATIENCE)
-        assert not thread.is_alive()
+        with ThreadPoolExecutor(1) as other:
+            done = other.submit(lambda: answer(act()))
+            try:
+                assert self.inside.wait(PATIENCE)
+                yield
+            finally:
+                self.go.set()
+            self.outputs.append(done.result(PATIENCE))
+
+
+MADE: Final[dict[str, Callable[[Backend], World]]] = {
+    "decode": lambda backend: worlds.decoding(backend, inputs=PausedInputs, lowering="foreach"),
+    "decode, by shortcut": lambda backend: worlds.decoding(backend, inputs=PausedInputs, lowering="in_graph"),
+    "decode, slot by slot": lambda backend: worlds.decoding(backend, inputs=PausedInputs, lowering="slot_by_slot"),
+    "eager": lambda backend: worlds.eager(backend, PausedInputs),
+    "prefill": lambda backend: worlds.prefilling(backend, inputs=PausedPrefill),
+}
 
 
 @attrs.frozen(eq=False)
 class Pausing:
-    """A runner whose batches may pause, and how they are made, by size, seed and pause."""
+    """A runner whose batches may pause."""
 
-    runner: Runner[Any]
-    batch: Callable[[int, int, Pause], Batch]
+    world: World
+
+    @property
+    def runner(self) -> Runner[Any]:
+        return self.world.runner
+
+    def batch(self, size: int, seed: int, pause: Pause = lambda: 1) -> Batch:
+        """A batch that pauses so."""
+        return {**self.world.batch(size, seed), "pause": pause}
 
     def right(self, size: int, seed: int) -> torch.Tensor:
         """What a step gives that nobody disturbs."""
-        return answer(self.runner(self.batch(size, seed, lambda: 1)))
-
-
-def decoding(backend: Backend, lowering: str) -> Pausing:
-    """A captured decode runner."""
-    worlds.skip_without(backend, lowering)
-    options: dict[str, Any] = {"buckets": worlds.BUCKETS, "lowering": lowering, "progress": False}
-    runner = DecodeRunner(PausedInputs, worlds.step, backend=backend, **options)
-    runner.capture()
-    return Pausing(runner, lambda size, seed, pause: batch_of(size, seed, backend.device, pause=pause))
-
-
-def eager(backend: Backend) -> Pausing:
-    """An eager runner."""
-    runner = EagerRunner(PausedInputs, worlds.step, backend=backend)
-    return Pausing(runner, lambda size, seed, pause: batch_of(size, seed, backend.device, pause=pause))
-
-
-def prefilling(backend: Backend) -> Pausing:
-    """A captured breakable runner."""
-    model = prefilled.Model().to(backend.device)
-    runner = prefilled.runner_of("breakable", model, backend, inputs=PausedPrefill)
-    runner.capture()
-
-    def batch(size: int, seed: int, pause: Pause) -> Batch:
-        return {**prefilled.batch_of([1, size - 1], seed, backend.device), "pause": pause}
-
-    return Pausing(runner, batch)
-
-
-MADE: Final[dict[str, Callable[[Backend], Pausing]]] = {
-    "decode": lambda backend: decoding(backend, "foreach"),
-    "decode, by shortcut": lambda backend: decoding(backend, "in_graph"),
-    "decode, slot by slot": lambda backend: decoding(backend, "slot_by_slot"),
-    "eager": eager,
-    "prefill": prefilling,
-}
+        return answer(self.runner(self.batch(size, seed)))
 
 
 @pytest.fixture(params=MADE)
 def pausing(request: pytest.FixtureRequest, backend: Backend) -> Pausing:
     """Each kind of runner, after some steps."""
-    made = MADE[request.param](backend)
+    made = Pausing(MADE[request.param](backend))
     for size in (3, 7, 3, 7, 20):
         made.right(size, size)
     return made
@@ -147,16 +121,14 @@ def pausing(request: pytest.FixtureRequest, backend: Backend) -> Pausing:
 def test_another_thread_is_refused(pausing: Pausing, size: int) -> None:
     """While a step is under way no other thread gets in; the step is right, and so is what comes after it."""
     runner, right = pausing.runner, pausing.right(size, 1)
-    view = runner.fill(pausing.batch(3, 2, lambda: 1))
-    other, held = pausing.batch(3, 3, lambda: 1), Held()
+    view = runner.fill(pausing.batch(3, 2))
+    other, held = pausing.batch(3, 3), Held()
     steps = steps_of(runner)
+    acts: list[Callable[[], object]] = [lambda: runner(other), lambda: runner.fill(other), lambda: runner.replay(view)]
     with held.within(lambda: runner(pausing.batch(size, 1, held.pause))):
-        with pytest.raises(ReplayError, match=BUSY):
-            runner(other)
-        with pytest.raises(ReplayError, match=BUSY):
-            runner.fill(other)
-        with pytest.raises(ReplayError, match=BUSY):
-            runner.replay(view)
+        for act in acts:
+            with pytest.raises(ReplayError, match=BUSY):
+                act()
         assert steps_of(runner) == steps
     assert torch.equal(held.outputs[0], right)
     assert steps_of(runner) == steps + 1
@@ -168,7 +140,7 @@ def test_another_thread_is_refused(pausing: Pausing, size: int) -> None:
 def test_its_own_step_is_refused(pausing: Pausing) -> None:
     """A step that calls its own runner would overwrite the slots that it is made of: refused, and nothing is stuck."""
     runner, right = pausing.runner, pausing.right(7, 1)
-    other = pausing.batch(3, 2, lambda: 1)
+    other = pausing.batch(3, 2)
     with pytest.raises(Exception, match=BUSY):
         runner(pausing.batch(7, 1, lambda: int(runner(other) is None)))
     assert torch.equal(pausing.right(7, 1), right)
@@ -176,36 +148,22 @@ def test_its_own_step_is_refused(pausing: Pausing) -> None:
 
 def storm(acts: list[Callable[[int], None]], turns: int) -> None:
     """Each act so many times, all of them at once; what one raises is raised here."""
-    faults: list[BaseException] = []
     start = threading.Barrier(len(acts))
 
     def run(act: Callable[[int], None]) -> None:
-        try:
-            start.wait(PATIENCE)
-            for turn in range(turns):
-                act(turn)
-        except BaseException as fault:  # noqa: BLE001 - to be raised where the test sees it
-            faults.append(fault)
+        start.wait(PATIENCE)
+        for turn in range(turns):
+            act(turn)
 
-    threads = [threading.Thread(target=run, args=(act,)) for act in acts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert not any(thread.is_alive() for thread in threads)
-    for fault in faults:
-        raise fault
+    with ThreadPoolExecutor(len(acts)) as threads:
+        for done in [threads.submit(run, act) for act in acts]:
+            done.result(PATIENCE)
 
 
-WORLDS: Final[dict[str, Callable[[Backend], World]]] = {
-    name: worlds.WORLDS[name] for name in ("decode", "decode, in the graph", "eager", "prefill")
-}
-
-
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", ["decode", "decode, in the graph", "eager", "prefill"])
 def test_many_threads_without_a_lock(backend: Backend, name: str) -> None:
     """Threads that do not take turns are refused or served, nothing else, and leave a runner that is right."""
-    world = WORLDS[name](backend).warm()
+    world = worlds.WORLDS[name](backend).warm()
     refused, before = [0, 0, 0, 0], steps_of(world.runner)
 
     def acting(index: int) -> Callable[[int], None]:
@@ -243,9 +201,9 @@ def test_halves_in_two_threads(pausing: Pausing) -> None:
     """A view may be replayed by another thread than filled it, as long as it was filled last."""
     runner, right = pausing.runner, pausing.right(7, 1)
     with ThreadPoolExecutor(1) as other:
-        first = runner.fill(pausing.batch(7, 1, lambda: 1))
+        first = runner.fill(pausing.batch(7, 1))
         assert torch.equal(other.submit(lambda: answer(runner.replay(first))).result(PATIENCE), right)
-        second = other.submit(lambda: runner.fill(pausing.batch(3, 2, lambda: 1))).result(PATIENCE)
+        second = other.submit(lambda: runner.fill(pausing.batch(3, 2))).result(PATIENCE)
     with pytest.raises(ReplayError, match="was not filled last"):
         runner.replay(first)
     assert torch.equal(answer(runner.replay(second)), pausing.right(3, 2))

@@ -86,7 +86,6 @@ class World:
     assert_view: Callable[[Any, Batch], None] = any_view
 
     def warm(self) -> "World":
-        """After some steps of each size."""
         for seed, size in enumerate((*self.sizes, *self.sizes)):
             self.runner(self.batch(size, seed))
         return self
@@ -110,11 +109,13 @@ def skip_without(backend: Backend, lowering: str) -> None:
         pytest.skip(f"{backend.name} has no lowering {lowering!r}")
 
 
-def decoding(backend: Backend, *, captured: bool = True, **options: Any) -> World:
+def decoding(
+    backend: Backend, *, captured: bool = True, inputs: type[LifeInputs] = LifeInputs, **options: Any
+) -> World:
     """A decode runner; batches of more than 16 run eagerly."""
     given: dict[str, Any] = {"buckets": BUCKETS, "progress": False, **options}
     skip_without(backend, given.get("lowering", "foreach"))
-    runner = DecodeRunner(LifeInputs, step, backend=backend, **given)
+    runner = DecodeRunner(inputs, step, backend=backend, **given)
     if captured:
         runner.capture()
 
@@ -125,9 +126,9 @@ def decoding(backend: Backend, *, captured: bool = True, **options: Any) -> Worl
     return World(runner, lambda size, seed: batch_of(size, seed, backend.device), assert_right, (2, 7, 4, 20, 1))
 
 
-def eager(backend: Backend, **options: Any) -> World:
+def eager(backend: Backend, inputs: type[LifeInputs] = LifeInputs) -> World:
     """An eager runner."""
-    runner = EagerRunner(LifeInputs, step, backend=backend, **options)
+    runner = EagerRunner(inputs, step, backend=backend)
 
     def assert_right(outputs: torch.Tensor, batch: Batch) -> None:
         assert torch.equal(outputs.cpu(), expected(batch, len(batch["ids"])))

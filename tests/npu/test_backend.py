@@ -1,6 +1,5 @@
 """The adapter on the stand-in runtime: what it says it can do, what it does, and how it refuses."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from slotgraph import BATCH, CACHE_LOC, SEQ_LEN_FILL, TOKENS, DecodeRunner, Inpu
 from slotgraph.backends import choose, load
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError
-from tests.npu.programs import run
+from tests.npu.programs import program
 
 
 @pytest.fixture
@@ -29,18 +28,10 @@ def ones(backend: NpuBackend) -> torch.Tensor:
     return torch.ones(8, device=backend.device)
 
 
-def program(text: str, **environment: str) -> str:
-    """What a program prints, run by itself."""
-    around = {**os.environ, "STANDIN_LAZY": "", "PYTHONWARNINGS": "ignore", **environment}
-    done = run(text, around)
-    assert not done.returncode, done.stderr
-    return done.stdout.strip().splitlines()[-1]
-
-
 @pytest.mark.modes("eager", "zero")
 def test_imported_when_it_is_asked_for() -> None:
     """Loading the adapter does not import torch_npu; asking whether it can run does."""
-    said = program(
+    *_, said = program(
         "import sys; from slotgraph.backends import load; npu = load('npu'); before = 'torch_npu' in sys.modules; "
         "npu.is_available(); print(before, 'torch_npu' in sys.modules)"
     )
@@ -50,7 +41,7 @@ def test_imported_when_it_is_asked_for() -> None:
 @pytest.mark.modes("eager", "zero")
 def test_no_runtime() -> None:
     """Without CANN, the reason names what is missing and the script that sets it up, and "auto" goes on to the CPU."""
-    said = program(
+    *_, said = program(
         "from slotgraph.backends import choose, load; print(choose('auto').name, load('npu').is_available().reason)",
         LD_LIBRARY_PATH="",
     )
@@ -87,8 +78,8 @@ def test_record(backend: NpuBackend) -> None:
 
 
 def backwards(step: Step) -> list[int]:
-    """A list that the host computes: the padded rows' numbers from the last on."""
-    return [step.padded(BATCH) - row for row in range(step.padded(BATCH))]
+    """A list that the host computes."""
+    return [*range(step.padded(BATCH), 0, -1)]
 
 
 class Mixed(Inputs):
@@ -191,7 +182,7 @@ def test_task_queue_mode(backend: NpuBackend, ones: torch.Tensor, npu: Any) -> N
 @pytest.mark.parametrize("code", ["207005", "207008"])
 def test_streams_run_out(code: str) -> None:
     """Too many graphs are told as that, by either number; those before are good, and what is dropped gives back."""
-    said = program(
+    *_, said = program(
         "import torch\n"
         "from slotgraph.backends import choose\n"
         "from slotgraph.dataflow.errors import CaptureError\n"
@@ -246,7 +237,7 @@ def test_refused_steps(backend: NpuBackend, ones: torch.Tensor, step: str) -> No
 
 def test_queue_that_broke() -> None:
     """A refusal that breaks torch_npu's own queue, which runs nothing more, is told as that."""
-    said = program(
+    *_, said = program(
         "import torch\n"
         "from slotgraph.backends import choose\n"
         "from slotgraph.dataflow.errors import CaptureError\n"
@@ -259,14 +250,10 @@ def test_queue_that_broke() -> None:
     assert said.endswith("start it again")
 
 
-def test_no_kernel_for_a_graph(backend: NpuBackend, ones: torch.Tensor) -> None:
-    """An operator that no graph can hold is told apart."""
+def test_other_refusals(backend: NpuBackend, ones: torch.Tensor) -> None:
+    """An operator that no graph can hold is told apart; a step's own error is the cause of the refusal."""
     with pytest.raises(CaptureError, match=r"no kernel that a graph can hold.*torch\.where"):
         backend.capture(lambda: ones[ones > 0])
-
-
-def test_step_that_raises(backend: NpuBackend, ones: torch.Tensor) -> None:
-    """A step's own error is the cause of the refusal."""
     with pytest.raises(CaptureError, match="the step raised ZeroDivisionError") as caught:
         backend.capture(lambda: (ones + 1, 1 // 0))
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

@@ -1,6 +1,5 @@
 """Host parameters on the stand-in: one update a launch, none before the launch before has read its own."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ from slotgraph import BATCH, TOKENS, DecodeRunner, Inputs, copied
 from slotgraph.backends.npu import NpuBackend
 from slotgraph.dataflow.errors import CaptureError, ReplayError
 from slotgraph.extend import host_parameter
-from tests.npu.programs import run
+from tests.npu.programs import program
 
 pytestmark = pytest.mark.modes("eager", "lazy")
 DIM, LENGTH, BUCKETS = 16, 8, (2, 4)
@@ -39,7 +38,6 @@ class Model:
         self.there = [one.to(device) for one in (self.queries, self.keys, self.values)]
 
     def __call__(self, view: Attending) -> torch.Tensor:
-        """The captured step."""
         queries, keys, values = self.there
         rows = len(view.input_ids)
         operator: Any = torch.ops.npu.npu_fused_infer_attention_score
@@ -66,12 +64,9 @@ def runner_on(**options: Any) -> tuple[DecodeRunner[Attending], Model]:
     return runner, model
 
 
-def program(text: str, **environment: str) -> list[str]:
-    """The lines that a program prints, run by itself: after what it does, nothing else could run in this process."""
-    around = {**os.environ, "PYTHONWARNINGS": "ignore", **environment}
-    done = run(text, around)
-    assert not done.returncode or done.stdout, done.stderr
-    return [line for line in done.stdout.splitlines() if line in {"True", "False"}]
+def answers(text: str, **environment: str) -> list[str]:
+    """What a program found true: after what it does, nothing else could run in this process."""
+    return [line for line in program(text, **environment) if line in {"True", "False"}]
 
 
 def in_flight(runner: DecodeRunner[Attending], model: Model) -> bool:
@@ -85,7 +80,7 @@ def in_flight(runner: DecodeRunner[Attending], model: Model) -> bool:
 @pytest.mark.modes("lazy")
 def test_without_the_wait() -> None:
     """Where no one waits for the launch before, one launch takes two updates and the next has none left."""
-    said = program(
+    said = answers(
         "from slotgraph.backends.npu import UpdatedGraph\n"
         "from tests.npu.test_parameters import in_flight, runner_on\n"
         "runner, model = runner_on()\n"
@@ -144,46 +139,25 @@ def test_update_that_breaks_off(monkeypatch: pytest.MonkeyPatch, npu: Any) -> No
     assert not launches
 
 
-@pytest.mark.modes("lazy")
-def test_launch_without_an_update() -> None:
-    """What the adapter never does: on the stand-in, a launch without its update is told to hang."""
-    said = program(
-        "import torch\n"
-        "from tests.npu.test_parameters import runner_on\n"
-        "runner, _ = runner_on()\n"
-        "captured = runner.graphs.get(2, frozenset())\n"
-        "captured.graph._parts[0][1].native.replay()\n"
-        "try: torch.accelerator.synchronize()\n"
-        "except RuntimeError as error: print('a device would hang' in str(error))\n"
-    )
-    assert said == ["True"]
-
-
-def test_parameter_that_nobody_takes() -> None:
-    """A parameter that reaches no operator is refused at capture: its value would be frozen."""
-
-    class Misnamed(Attending, drop=["kv_lens"]):
-        lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu")
-
-    runner = DecodeRunner(Misnamed, lambda view: view.input_ids + 1, buckets=[2], backend="npu", progress=False)
-    with pytest.raises(
-        CaptureError, match=r"takes the host parameter 'lens' \(what is taken: nothing\): hand the slot"
-    ):
-        runner.capture()
-
-
-def test_operator_that_is_told_nothing() -> None:
-    """An operator that takes host arguments, none of which is declared, is refused by name."""
-    backend = NpuBackend()
-    model = Model(backend.device)
+def declared(argument: str | None) -> type[Attending]:
+    """The declaration with its parameter under another argument."""
 
     class Misnamed(Attending, drop=["kv_lens"]):
         kv_lens: torch.Tensor = host_parameter(
-            BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument="context_lens"
+            BATCH, dtype=torch.int32, pad=1, source="seq_lens_cpu", argument=argument
         )
 
-    step: Any = model
-    runner = DecodeRunner(Misnamed, step, buckets=[2], backend=backend, progress=False)
+    return Misnamed
+
+
+def test_parameters_that_operators_do_not_take() -> None:
+    """One that reaches no operator would be frozen; an operator that is told nothing is refused by name."""
+    model: Any = Model(NpuBackend().device)
+    options: dict[str, Any] = {"buckets": [2], "backend": "npu", "progress": False}
+    runner = DecodeRunner(declared("lens"), lambda view: view.input_ids + 1, **options)
+    with pytest.raises(CaptureError, match=r"takes the host parameter 'lens' \(what is taken: nothing\)"):
+        runner.capture()
+    runner = DecodeRunner(declared("context_lens"), model, **options)
     with pytest.raises(CaptureError, match=r"npu_fused_infer_attention_score\.out takes its host arguments") as caught:
         runner.capture()
     assert "actual_seq_lengths, actual_seq_lengths_kv" in str(caught.value)
@@ -245,7 +219,7 @@ def test_operator_without_host_arguments() -> None:
 @pytest.mark.modes("lazy")
 def test_second_device() -> None:
     """Graphs with parameters work on another device than the first, whichever is the current one."""
-    said = program(
+    said = answers(
         "import torch, torch_npu\n"
         "from tests.npu.test_parameters import in_flight, runner_on\n"
         "print(in_flight(*runner_on()))\n"

@@ -1,7 +1,6 @@
 """Steps in flight at random: buckets, runners, streams, threads and where sources are, on the stand-in's two orders."""
 
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -97,7 +96,11 @@ class Fleet:
                     if isinstance(one, torch.Tensor):
                         one.fill_(1)
 
-        in_thread(there) if step.threaded else there()
+        if step.threaded:
+            with ThreadPoolExecutor(1) as other:
+                other.submit(there).result()
+        else:
+            there()
         return found[0]
 
     def expected(self, step: Stepped) -> torch.Tensor:
@@ -105,13 +108,6 @@ class Fleet:
         ids, lengths, weights = (list(one) for one in zip(*step.requests, strict=True))
         plain = self.model.expected(ids, lengths) * torch.tensor(weights)[:, None]
         return plain + len(ids) + (0, 100)[step.runner]
-
-
-def in_thread(call: Callable[[], None]) -> None:
-    """Run a call in a thread of its own."""
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def run(rank: int, rows: list[int], seed: int) -> tuple[bool, str, int | None, s
     """One step of so many rows by rank: whether its outputs are right; path, bucket, reason, and who forced it."""
     batch = batch_of(rows[rank], seed + rank)
     outputs = Kept.runner(batch)
-    agreed, ranks = Kept.runner.agreed, Kept.runner.parts.stage.declaration.ranks
+    agreed, ranks = Kept.runner.agreed, Kept.runner.stage.declaration.ranks
     assert agreed is not None
     padded = sum(rows) if agreed.bucket is None else agreed.bucket * len(rows)
     wanted = torch.stack([batch["ids"] * 3 + batch["weights"].long(), torch.full_like(batch["ids"], padded)], 1)

@@ -19,7 +19,7 @@ from tests.ranks.processes import Processes, raised
 from tests.ranks.stepping import Counted, runner_on, soon, tokens_of_ranks
 from tests.runners import prefilled
 
-MODES: Final = ("generations", "addresses", "streams", "poison", "parity")
+MODES: Final = ("generations", "addresses", "poison", "parity")
 BACKENDS: Final = ("cpu", "cpu-capture")
 
 

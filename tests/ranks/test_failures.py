@@ -121,7 +121,7 @@ def breaks_off(rank: int, kind: str, how: str) -> str:
     if rank == 1:
         return raised(runner, batch_of(kind, 2, "no number" if how == "fill" else 3, 9 if how == "step" else 3))
     runner(batch_of(kind, 2, 3, 9 if how == "step" else 3))
-    runner.parts.coordinator.timeout = 1.0  # from now on
+    runner.coordinator.timeout = 1.0  # from now on
     return raised(runner, batch_of(kind, 3, 4))
 
 
@@ -165,7 +165,7 @@ def lost(rank: int, stalls: bool) -> list[str]:  # noqa: FBT001 - sent as it is
     stepping.make(rank)
     for number in range(5):
         stepping.run(rank, [1, 2, 3], number)
-    Kept.runner.parts.coordinator.timeout = 1.5
+    Kept.runner.coordinator.timeout = 1.5
     if rank == 2:
         if not stalls:
             os.kill(os.getpid(), 9)
@@ -205,9 +205,9 @@ class Standing(Event):
         """What nobody may call."""
         raise AssertionError
 
-    def microseconds_since(self, earlier: Event) -> float:
+    def elapsed_time(self, end_event: Any) -> float:
         """What nobody asks."""
-        del earlier
+        del end_event
         raise AssertionError
 
 
@@ -235,7 +235,7 @@ def waits(rank: int, absent: int, warm_up: bool) -> tuple[int, list[str]]:  # no
         if not warm_up:
             made.wait(backend.event(), CPU)
 
-    run = runner.parts.coordinator.warm_up(step, place) if warm_up else step
+    run = runner.coordinator.warm_up(step, place) if warm_up else step
     run()
     run()
     errors = [] if rank == absent else [raised(run), raised(runner.capture)]

@@ -129,7 +129,7 @@ def test_any_schedule(
         own, others = mine.stats(), other.stats()
         assert (own["steps"], own["buckets"], own["eager"]) == (others["steps"], others["buckets"], others["eager"])
         assert own["ranks"] == others["ranks"]
-        assert mine.parts.tally.by_shortcut() == other.parts.tally.by_shortcut()
+        assert mine.tally.by_shortcut() == other.tally.by_shortcut()
         assert mine.agreed is None
 
 
@@ -171,7 +171,7 @@ def steps_of_two(rank: int) -> tuple[int, int, list[dict[str, Any]]]:
         batch = same_batch(rows, number, number)
         right += torch.equal(runner(batch), (batch["ids"] * 3 + number + 2 * rows) * 2)
     after: Any = runner.stats()["ranks"]
-    return right, runner.parts.tally.by_shortcut(), [before, after]
+    return right, runner.tally.by_shortcut(), [before, after]
 
 
 def test_collectives_in_shortcuts(two: Processes) -> None:

@@ -2,14 +2,15 @@
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from slotgraph import BATCH, CACHE_LOC, TOKENS, DecodeRunner, Inputs, Step, computed, copied
+from slotgraph import BATCH, CACHE_LOC, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, copied
 from slotgraph.backends import Backend
+from slotgraph.dataflow.axes import extent
 from slotgraph.dataflow.buffers import Buffers
 
 Batch = dict[str, Any]
@@ -63,6 +64,16 @@ def random_batch(requests: int, seed: int) -> Batch:
     }
 
 
+def batch_for(inputs: type[Inputs], live: Mapping[Axis, int], seed: int, device: Any = "cpu") -> Batch:
+    """Whole numbers from 1 to 98 at random for each copied slot of a declaration, of these live sizes."""
+    draw, found = torch.Generator().manual_seed(seed), {}
+    for name, slot in inputs.slotgraph.slots.items():
+        if slot.reads(name) is not None:
+            dtype = slot.dtype if isinstance(slot.dtype, torch.dtype) else torch.int64
+            found[name] = torch.randint(1, 99, extent(slot.shape, live), generator=draw).to(device, dtype)
+    return found
+
+
 def expected(batch: Batch) -> torch.Tensor:
     """What the step must give for a batch, without any slot, bucket or buffer."""
     rows = []
@@ -77,17 +88,25 @@ def assert_right(outputs: torch.Tensor, batch: Batch) -> None:
     torch.testing.assert_close(torch.as_tensor(outputs), expected(batch))
 
 
-def plain_runner(backend: str | Backend, **options: Any) -> DecodeRunner[PlainInputs]:
-    """A captured runner over two buckets, of 4 and 8 requests, unless told otherwise."""
-    given: dict[str, Any] = {"buckets": [4, 8], **options}
-    runner = DecodeRunner(PlainInputs, plain_step, backend=backend, **given)
+def decoder(inputs: Any, step: Any, **options: Any) -> Any:
+    """A captured decode runner for 4 requests on the CPU, unless told otherwise."""
+    given: dict[str, Any] = {"buckets": [4], "backend": "cpu", "progress": False, **options}
+    runner: Any = DecodeRunner(inputs, step, **given)
     runner.capture()
+    return runner
+
+
+def plain_runner(backend: str | Backend, **options: Any) -> DecodeRunner[PlainInputs]:
+    """One over two buckets, of 4 and 8 requests, unless told otherwise."""
+    runner: DecodeRunner[PlainInputs] = decoder(
+        PlainInputs, plain_step, **{"backend": backend, "buckets": [4, 8], **options}
+    )
     return runner
 
 
 def eager_of(runner: DecodeRunner[Any]) -> Any:
     """What runs the steps of a decode runner that no graph takes."""
-    return runner.parts.eager
+    return runner.eager
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

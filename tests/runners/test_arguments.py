@@ -1,10 +1,13 @@
-"""All runners x all that they are given: options, arguments, and what comes beside a batch."""
+"""All runners x all that they are given: options, files of them, arguments, and what comes beside a batch."""
 
 import copy
-import functools
 import inspect
+import itertools
+import json
 import pickle
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,57 +15,35 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Axis, EagerRunner, Inputs, copied
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, copied
 from slotgraph.backends import Backend, choose
-from slotgraph.dataflow.errors import BatchError, ConfigError, DeclarationError, SlotGraphError
+from slotgraph.config import RunnerConfig
+from slotgraph.dataflow.errors import BatchError, ConfigError, SlotGraphError
 from slotgraph.dataflow.sources import Source
 from slotgraph.extend import side
 from slotgraph.pool import InputPool
 from slotgraph.ranks import PipelineStage, Ranks
-from tests.runners.every_runner import ARGUMENTS, RUNNERS, WIDE, Fed, batch_of, captured, make, taken, tensors_of
+from tests.runners.kinds import ARGUMENTS, RUNNERS, WIDE, Fed, batch_of, captured, make, tensors_of
+from tests.runners.models import PlainInputs, plain_step
 
-SUITABLE: dict[str, Any] = {
-    "buckets": [2, 6],
-    "max_batch": 3,
-    "max_tokens": 48,
-    "max_waste": 0.5,
-    "width": 1,
-    "warmups": 2,
-    "progress": False,
-    "debug": "addresses",
-    "no_copy": True,
-    "sharing": False,
-    "graphs": False,
-    "lowering": "foreach",
-    "lazy": True,
-    "error_mode": "relaxed",
+OPTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "buckets": ([2, 6], [[], (), "24", 4, 2.5, [2, 2], [0], [-1], [1.5], ["2"], [True], [None], {2: 1}]),
+    "max_batch": (3, ["3", 2.5, None, True, 0, -1]),
+    "max_tokens": (48, ["3", 2.5, None, True, 0, -1]),
+    "max_waste": (0.5, ["0.5", None, True, -0.1, 1.1, float("nan")]),
+    "width": (1, ["1", 1.0, None, True, 0, -1]),
+    "warmups": (2, ["1", 1.0, None, True, -1]),
+    "progress": (False, ["no", 1, None]),
+    "debug": ("addresses", ["poisn", 1, ["poison", 1]]),
+    "no_copy": (True, ["yes", 1]),
+    "sharing": (False, ["yes", 0]),
+    "graphs": (False, ["no", 1, None]),
+    "lowering": ("foreach", ["nonsense", 3, None, ["foreach"]]),
+    "lazy": (True, ["no", 0, None]),
+    "error_mode": ("relaxed", ["nonsense", 3, ["global"]]),
 }
-
-
-WRONG: dict[str, list[Any]] = {
-    "buckets": [[], (), "24", 4, 2.5, [2, 2], [0], [-1], [1.5], ["2"], [True], [None], {2: 1}],
-    "max_batch": ["3", 2.5, None, True, 0, -1],
-    "max_tokens": ["3", 2.5, None, True, 0, -1],
-    "max_waste": ["0.5", None, True, -0.1, 1.1, float("nan")],
-    "width": ["1", 1.0, None, True, 0, -1],
-    "warmups": ["1", 1.0, None, True, -1],
-    "progress": ["no", 1, None],
-    "debug": ["poisn", 1, ["streams", 1]],
-    "no_copy": ["yes", 1],
-    "sharing": ["yes", 0],
-    "graphs": ["no", 1, None],
-    "lowering": ["nonsense", 3, None, ["foreach"]],
-    "lazy": ["no", 0, None],
-    "error_mode": ["nonsense", 3, ["global"]],
-}
-
-
-CAPTURING = {
-    "buckets", "max_batch", "max_waste", "warmups", "progress", "debug", "sharing", "graphs", "lowering", "lazy",
-    "error_mode",
-}  # fmt: skip
-
-
+"""By option, a suitable value and wrong ones."""
+CAPTURING = {*OPTIONS} - {"width", "max_tokens", "no_copy"}
 USED: dict[str, set[str]] = {
     "EagerRunner": {"no_copy"},
     "DecodeRunner": {*CAPTURING, "width"},
@@ -72,8 +53,6 @@ USED: dict[str, set[str]] = {
     "DraftExtendRunner": {*CAPTURING, "width"},
     "MultiLayerDraftExtendRunner": {*CAPTURING, "width"},
 }
-
-
 FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "relations", "absent"}
 """Arguments that some runners have and others do not."""
 
@@ -81,9 +60,9 @@ FOREIGN = {"bind", "stack", "splits", "phase", "topk", "chained", "one_width", "
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_option_is_used_or_refused(runner: str) -> None:
     """A runner tells a suitable value of an option that it uses; any other option is refused, with who uses it."""
-    for option, value in SUITABLE.items():
+    for option, (value, _) in OPTIONS.items():
         if option in USED[runner]:
-            assert make(runner, **{option: value}).parts.config.as_data()[option] == value
+            assert make(runner, **{option: value}).config.as_data()[option] == value
             continue
         with pytest.raises(ConfigError, match=f"^{runner} does not use option '{option}'") as refused:
             make(runner, **{option: value})
@@ -95,7 +74,7 @@ def test_an_option_is_used_or_refused(runner: str) -> None:
 def test_a_wrong_value_is_refused(runner: str) -> None:
     """A value of the wrong kind or out of bounds is refused when the runner is made, with the option's name."""
     for option in USED[runner]:
-        for value in WRONG[option]:
+        for value in OPTIONS[option][1]:
             with pytest.raises(ConfigError, match=option):
                 make(runner, **{option: value})
     for option, known in (("lowering", "foreach"), ("error_mode", "thread_local")):
@@ -107,21 +86,21 @@ def test_a_wrong_value_is_refused(runner: str) -> None:
 @given(runner=st.sampled_from([*RUNNERS]), data=st.data())
 def test_a_misspelt_option_is_refused_with_the_nearest(runner: str, data: st.DataObject) -> None:
     """One letter is left out, doubled or changed: the option that was meant is named, whoever uses it."""
-    meant = data.draw(st.sampled_from([*SUITABLE]))
+    meant = data.draw(st.sampled_from([*OPTIONS]))
     place = data.draw(st.integers(0, len(meant) - 1))
     middle = data.draw(st.sampled_from(["", meant[place] * 2, "q"]))
     name = meant[:place] + middle + meant[place + 1 :]
-    if name in {*SUITABLE, *FOREIGN}:
+    if name in {*OPTIONS, *FOREIGN}:
         return
     with pytest.raises(ConfigError, match=f"{runner}: unknown option '{name}': did you mean '{meant}'") as refused:
-        make(runner, **{name: SUITABLE[meant]})
+        make(runner, **{name: OPTIONS[meant][0]})
     assert ("does not use that one" in str(refused.value)) == (meant not in USED[runner])
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_an_argument_of_another_runner_is_refused(runner: str) -> None:
     """An argument that only others have is refused as an option is; what is like none is told all that are known."""
-    own = {*make(runner).parts.config.as_data(), *ARGUMENTS.get(runner, {})}
+    own = {*make(runner).config.as_data(), *ARGUMENTS.get(runner, {})}
     for name in FOREIGN - own:
         try:
             make(runner, **{name: object()})
@@ -134,55 +113,29 @@ def test_an_argument_of_another_runner_is_refused(runner: str) -> None:
 
 
 HIDDEN = Axis("HIDDEN", fixed=True)
-
-
 POOL = InputPool("decode")
-
-
 PHASE = POOL["decode"]
-
-
-class Odd:
-    """Of no use to anyone."""
-
-
-def no_list(value: Any) -> bool:
-    """An empty list, where names are expected."""
-    return isinstance(value, list) and not value
-
-
 JUNK: list[Any] = [
     3, -1, 0, 2.5, float("nan"), True, "text", b"bytes", "", [], [3], ["text"], [["text"]], {"text"}, {"text": 3},
-    {3: 4}, {BATCH: "4"}, {HIDDEN: 2}, None, object(), Odd, Odd(), torch.ones(2), range(2), lambda: None, Fed, print,
+    {3: 4}, {BATCH: "4"}, {HIDDEN: 2}, None, object(), Exception, torch.ones(2), range(2), lambda: None, Fed, print,
     POOL, PHASE, torch.int32, BATCH, TOKENS, BATCH * 2,
 ]  # fmt: skip
-
-
 TAKEN: dict[str, Callable[[Any], bool]] = {
     "settings": lambda value: hasattr(value, "window"),
-    "sizes": lambda value: value == {},
-    "bind": lambda value: value == {},
-    "lend": lambda value: value == {},
+    **dict.fromkeys(("sizes", "bind"), lambda value: value == {}),
     "relations": lambda value: value is None or value == {},
-    "absent": no_list,
-    "carry": no_list,
-    "chained": no_list,
+    **dict.fromkeys(("absent", "chained"), lambda value: isinstance(value, list) and not value),
     "output_rows": lambda value: value is None or (isinstance(value, Axis) and value in (BATCH, TOKENS)),
     "one_width": lambda value: isinstance(value, bool),
     "phase": lambda value: value is None or value is PHASE,
-    "ranks": lambda value: value is None,
-    "state": lambda value: value is None or no_list(value),
-    "buffers": lambda value: value is None,
+    **dict.fromkeys(("ranks", "buffers", "stack"), lambda value: value is None),
+    "state": lambda value: value is None or (isinstance(value, list) and not value),
     "backend": lambda _: False,
-    "stack": lambda value: value is None,
-    "splits": lambda value: (
-        isinstance(value, set | list) and bool(value) and all(isinstance(one, str) for one in value)
-    ),
-    "topk": lambda value: type(value) is int and value > 0,
-    "steps": lambda value: type(value) is int and value > 0,
+    "splits": lambda value: isinstance(value, set | list) and bool(value) and all(isinstance(v, str) for v in value),
+    **dict.fromkeys(("topk", "steps"), lambda value: type(value) is int and value > 0),
     "inputs": lambda value: value is Fed,
-    "step": callable,
-    "forward": callable,
+    **dict.fromkeys(("step", "forward"), callable),
+    "width": lambda value: type(value) is int and value > 0,
 }
 """What of the junk makes sense."""
 
@@ -200,7 +153,10 @@ def test_junk_is_refused(runner: str) -> None:
     for argument in arguments_of(runner):
         key = "step" if argument == "forward" or (argument == "steps" and runner != "DraftRunner") else argument
         for value in JUNK:
-            said = taken(functools.partial(make, runner, **{key: value}))
+            try:
+                said = make(runner, **{key: value})
+            except Exception as error:  # noqa: BLE001 - which kind it is, is the question
+                said = error
             sense = TAKEN[argument](value)  # though it may not go with the runner's other arguments
             right = (RUNNERS[runner], SlotGraphError) if sense else SlotGraphError
             if not isinstance(said, right) or not (sense or argument in str(said)):
@@ -214,16 +170,11 @@ CLEAR: list[tuple[dict[str, Any], str]] = [
     ({"absent": {"hidden"}}, "absent: expected a list of patterns"),
     ({"absent": [{"hiden"}]}, "absent names 'hiden', which is no optional slot of .*: did you mean 'hidden'"),
     ({"absent": [{"tokens"}]}, "absent names 'tokens', which is no optional slot of .*: optional are hidden"),
-    ({"carry": "tokens"}, "carry: expected names of slots in a list or tuple, got 'tokens'"),
-    ({"carry": ["token"]}, "carry names 'token', which is no slot"),
-    ({"sizes": {HIDDEN: "4"}}, "sizes of HIDDEN: expected a whole number, at least 0, got '4'"),
-    ({"sizes": {HIDDEN: -4}}, "sizes of HIDDEN: expected a whole number, at least 0, got -4"),
-    ({"sizes": {HIDDEN: None}}, "sizes of HIDDEN: expected a whole number, at least 0, got None"),
-    ({"sizes": {HIDDEN: True}}, "sizes of HIDDEN: expected a whole number, at least 0, got True"),
-    ({"sizes": {HIDDEN: 4.0}}, "sizes of HIDDEN: expected a whole number, at least 0, got 4.0"),
+    *(
+        ({"sizes": {HIDDEN: size}}, f"sizes of HIDDEN: expected a whole number, at least 0, got {size!r}")
+        for size in ("4", -4, None, True, 4.0)
+    ),
     ({"sizes": {"HIDDEN": 4}}, "sizes: expected an Axis as each key, got 'HIDDEN'"),
-    ({"lend": {"tokens": 3}}, "lend of slot 'tokens': expected a function of the slot's view, got 3"),
-    ({"lend": {"token": print}}, "lend names 'token', which is no slot"),
     ({"bind": {"lens": [1]}}, "slot 'lens': expected a tensor to adopt, got list"),
     ({"bind": {"token": torch.ones(2)}}, "bind names 'token', which is no slot"),
     ({"phase": "decode"}, "phase: expected a phase of a pool"),
@@ -255,66 +206,36 @@ def test_what_is_refused_is_said_clearly(runner: str, *, pooled: bool) -> None:
                 make(runner, phase=PHASE, **{option: "nonsense"})
 
 
-def test_settings_that_a_function_cannot_take() -> None:
-    """The slot whose `when` fails is named."""
-
-    class Late(Inputs):
-        tokens: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-        more: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, when=lambda settings: settings.more > 1)
-
-    for settings in (None, 3, {"more": 2}):
-        with pytest.raises(DeclarationError, match="slot 'more': its function when= raised AttributeError"):
-            EagerRunner(Late, lambda view: view.tokens, backend="cpu", settings=settings)
-
-
-@pytest.mark.parametrize("runner", ["DecodeRunner", "BreakableRunner"])
-def test_patterns_of_slots_that_are_switched_off(runner: str) -> None:
-    """A slot that the settings switch off is absent from every batch: a pattern is what else it names."""
-
-    class Both(Fed):
-        bias: torch.Tensor | None = copied(TOKENS, dtype=torch.int64, pad=0, default=None, when="window")
-
-    made = captured(runner, inputs=Both, absent=[{"bias", "hidden"}])
-    batch = batch_of(runner, 3, 1)
-    assert made.decide(batch).path != "eager"
-    assert torch.equal(tensors_of(made(batch))[0], batch["tokens"] * 3)
-
-
-def loose(value: Any) -> Any:
-    """The same, of which type checkers know nothing."""
-    return value
-
-
-ELSEWHERE: list[tuple[Callable[[], Any], str]] = [
-    (lambda: loose(choose)(3), "backend: expected a backend's name"),
-    (lambda: loose(InputPool)(3), "phases: expected names"),
-    (lambda: loose(InputPool)(["draft"]), "phases: expected names"),
-    (lambda: loose(InputPool)("draft", anytime="decoy"), "phases: expected names in a list or tuple, got 'decoy'"),
-    (lambda: loose(InputPool)("draft", anytime=3), "phases: expected names in a list or tuple, got 3"),
-    (lambda: loose(InputPool)("a", "b", overlaps="ab"), "overlaps: expected pairs"),
-    (lambda: loose(InputPool)("a", "b", overlaps=3), "overlaps: expected pairs"),
-    (lambda: loose(POOL)[3], "this pool has no phase 3"),
-    (lambda: loose(PHASE).keeping(3), "keeping: expected names of slots"),
-    (lambda: loose(PipelineStage)(3), "runner: expected a runner, got 3"),
-    (lambda: loose(PipelineStage)(make("EagerRunner"), proxies=3), "proxies: expected"),
-    (lambda: loose(PipelineStage)(make("EagerRunner"), proxies="a b"), "proxies: expected"),
-    (lambda: loose(PipelineStage)(make("EagerRunner"), timeout="1"), "timeout: expected seconds"),
-    (lambda: loose(Ranks)(timeout=float("nan")), "timeout: expected seconds"),
-    (lambda: loose(Ranks)(capture_timeout=True), "capture_timeout: expected seconds"),
-    (lambda: loose(Ranks)(timeout=1e300), "timeout: expected seconds"),
-    (lambda: loose(Ranks)(shards=1.5), "shards: expected a whole number"),
-    (lambda: loose(Ranks)(shards=0), "shards: expected a whole number"),
-    (lambda: loose(Ranks)(equal="no"), "equal: expected True or False"),
-    (lambda: loose(Ranks)(on=3), "on: expected 'host' or the name"),
-    (lambda: loose(Ranks)(on="hots"), "on: expected 'host' or the name"),
+LOOSE: Any = SimpleNamespace(pool=InputPool, stage=PipelineStage, ranks=Ranks)
+ELSEWHERE: list[tuple[Callable[..., Any], Any, dict[str, Any], str]] = [
+    (choose, 3, {}, "backend: expected a backend's name"),
+    *((LOOSE.pool, names, {}, "phases: expected names") for names in (3, ["draft"])),
+    *((LOOSE.pool, "a", {"anytime": n}, f"phases: expected names in a list or tuple, got {n!r}") for n in ("b", 3)),
+    *((LOOSE.pool, "a", {"overlaps": pairs}, "overlaps: expected pairs") for pairs in ("ab", 3)),
+    (POOL.__getitem__, 3, {}, "this pool has no phase 3"),
+    (PHASE.keeping, 3, {}, "keeping: expected names of slots"),
+    (LOOSE.stage, 3, {}, "runner: expected a runner, got 3"),
+    *((LOOSE.stage, make("EagerRunner"), {"proxies": proxies}, "proxies: expected") for proxies in (3, "a b")),
+    (LOOSE.stage, make("EagerRunner"), {"timeout": "1"}, "timeout: expected seconds"),
 ]
+RANKS: dict[str, list[dict[str, Any]]] = {
+    "timeout: expected seconds": [{"timeout": float("nan")}, {"timeout": 1e300}],
+    "capture_timeout: expected seconds": [{"capture_timeout": True}],
+    "shards: expected a whole number": [{"shards": 1.5}, {"shards": 0}],
+    "equal: expected True or False": [{"equal": "no"}],
+    "on: expected 'host' or the name": [{"on": 3}, {"on": "hots"}],
+}
 
 
 def test_what_stands_beside_runners() -> None:
     """Buckets, pools, phases, stages of a pipeline and ranks refuse what makes no sense as well."""
-    for make_one, says in ELSEWHERE:
+    for make_one, first, options, says in ELSEWHERE:
         with pytest.raises(ConfigError, match=says):
-            make_one()
+            make_one(first, **options)
+    for says, wrong in RANKS.items():
+        for options in wrong:
+            with pytest.raises(ConfigError, match=says):
+                LOOSE.ranks(**options)
 
 
 WAYS: dict[str, Callable[..., Any]] = {
@@ -353,28 +274,18 @@ def test_an_unknown_side_argument_is_refused(way: str, runners: dict[str, Any], 
         WAYS[way](runner, other, bucket=8)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_known_side_arguments_are_taken(way: str, runners: dict[str, Any]) -> None:
+def test_known_side_arguments_are_read(runners: dict[str, Any]) -> None:
     """Those of slots, of one that the settings switch off, too: engines give all that they have."""
-    beside = {"proxies": None, "window_lens": torch.ones(3, dtype=torch.int64)}
-    for name in RUNNERS:
-        WAYS[way](runners[name], batch_of(name, 3, 5), **beside)
-
-
-def test_side_arguments_are_read() -> None:
-    """Beside the right name they are read, with slots that are on and off."""
+    for name, way in itertools.product(RUNNERS, WAYS.values()):
+        way(runners[name], batch_of(name, 3, 5), proxies=None, window_lens=torch.ones(3, dtype=torch.int64))
     for name in ("EagerRunner", "DecodeRunner", "BreakableRunner"):
-        runner, batch = captured(name), batch_of(name, 3, 2)
-        hidden = torch.randint(1, 9, (3, WIDE)).float()
+        batch, hidden = batch_of(name, 3, 2), torch.randint(1, 9, (3, WIDE)).float()
         expected = batch["tokens"] * 3 + hidden.sum(1).long()
-        assert torch.equal(runner(batch, proxies={"hidden": hidden}, window_lens=None), expected)
+        assert torch.equal(runners[name](batch, proxies={"hidden": hidden}, window_lens=None), expected)
 
 
 class Anything(Source):
-    """A source of a user's own class, which reads a side argument that only it knows."""
-
     def read(self, batch: Any, side: Any) -> Any:
-        """Whatever is given as `more`."""
         del batch
         return side.get("more")
 
@@ -402,3 +313,67 @@ def test_what_there_is_one_of_cannot_be_copied(copied_by: Callable[[Any], Any], 
                 copied_by({"runner": [one]})
     batch = batch_of("DecodeRunner", 3, 4)
     assert torch.equal(runners["DecodeRunner"](batch), batch["tokens"] * 3)
+
+
+configs = st.builds(
+    RunnerConfig,
+    backend=st.sampled_from(["auto", "cpu", "cpu-capture", "third-party"]),
+    buckets=st.lists(st.integers(1, 512), max_size=5, unique=True).map(tuple),
+    max_batch=st.integers(1, 512),
+    max_waste=st.floats(0, 1),
+    width=st.integers(1, 8),
+    warmups=st.integers(0, 5),
+    progress=st.booleans(),
+    debug=st.none() | st.booleans() | st.sampled_from(["poison", "parity,poison", "", "addresses, generations"]),
+    no_copy=st.none() | st.booleans(),
+    sharing=st.booleans(),
+    lowering=st.sampled_from(["auto", "in_graph", "fused", "foreach", "slot_by_slot"]),
+    lazy=st.booleans(),
+    error_mode=st.none() | st.sampled_from(["global", "thread_local", "relaxed"]),
+)
+
+
+@given(config=configs)
+def test_file_round_trip(tmp_path_factory: pytest.TempPathFactory, config: RunnerConfig) -> None:
+    """What a configuration gives as plain data, written to a file, is read back as the same configuration."""
+    data = config.as_data()
+    toml = "".join(f"{key} = {json.dumps(value)}\n" for key, value in data.items())  # which JSON writes alike
+    for suffix, text in ((".json", json.dumps(data)), (".toml", toml)):
+        file = tmp_path_factory.getbasetemp() / f"round_trip{suffix}"
+        file.write_text(text, encoding="utf-8")
+        assert RunnerConfig.load(file) == RunnerConfig.load(str(file)) == config
+
+
+def test_files_give_what_they_name(tmp_path: Path) -> None:
+    """What a file leaves out is no keyword, so that each runner takes it; what it names is one, default or not."""
+    file = tmp_path / "runner.toml"
+    file.write_text("width = 1\nlazy = true\n", encoding="utf-8")
+    assert RunnerConfig.load(file).as_data() == {"width": 1, "lazy": True}
+    DecodeRunner(PlainInputs, plain_step, **RunnerConfig.load(file).as_data())
+    with pytest.raises(ConfigError, match="EagerRunner does not use option 'width', which is one of DecodeRunner"):
+        EagerRunner(PlainInputs, plain_step, **RunnerConfig.load(file).as_data())
+    EagerRunner(PlainInputs, plain_step, **RunnerConfig(backend="cpu").as_data())
+
+
+def test_lowering_of_a_configuration(cpu: str) -> None:
+    """A runner takes the backend's preferred lowering, or the one that is named."""
+    has = choose(cpu).capabilities.lowerings
+    assert DecodeRunner(PlainInputs, plain_step, backend=cpu).lowering == has[0]
+    assert [DecodeRunner(PlainInputs, plain_step, backend=cpu, lowering=one).lowering for one in has] == [*has]
+
+
+def test_bad_files(tmp_path: Path) -> None:
+    """A file that does not parse, holds something else or has an unknown key is refused; the rest is default."""
+    wrong = [
+        *(("runner.yaml", "width: 2", "a .toml or .json file"), ("runner.toml", "width = = 2", "runner.toml: ")),
+        *(("runner.json", "{", "runner.json: "), ("runner.json", "[1]", "expected keys and values, got list")),
+        ("runner.json", '{"widht": 2}', "did you mean 'width'"),
+    ]
+    for name, text, says in wrong:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=says):
+            RunnerConfig.load(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"(?s)width.*debug"):  # all faults at once
+        RunnerConfig.of({"width": "2", "debug": 1})
+    (tmp_path / "good.toml").write_text('backend = "cpu"\nbuckets = [1, 2, 4]\nmax_waste = 1\n', encoding="utf-8")
+    assert RunnerConfig.load(tmp_path / "good.toml") == RunnerConfig(backend="cpu", buckets=(1, 2, 4), max_waste=1)

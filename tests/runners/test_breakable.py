@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from slotgraph import BreakableRunner, current_view, errors, graph_break
+from slotgraph import TOKENS, BreakableRunner, current_view, errors, graph_break
 from slotgraph.backends import Backend
 from tests.runners.prefilled import Model, Prefill, around, assert_equal, batch_of, runner_of
 
@@ -17,34 +16,18 @@ def scaled(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
     return torch.add(hidden * view.extend_seq_lens.shape[0], view.scale)
 
 
-class Offering(Model):
-    """A model that names its stack itself."""
-
-    def layer_stack(self) -> nn.Module:
-        """The inner layers."""
-        return self.inner
-
-
-class Wrong(Model):
-    """A model that offers what is no module."""
-
-    def layer_stack(self) -> Any:
-        """A list."""
-        return [self.inner]
-
-
-def test_three_ways_to_name_the_stack(backend: Backend) -> None:
-    """A module, a dotted path and the model's own offer all mean the same stack."""
+def test_ways_to_name_the_stack(backend: Backend) -> None:
+    """A module and a dotted path mean the same stack; without one the whole step is captured."""
     outputs, batch = [], batch_of([1, 2], 1, backend.device)
-    for model, stack in ((Model(), "inner"), (Model(), None), (Offering(), None)):
+    for step, stack in ((model := Model(), "inner"), (model, model.inner), (model.hidden, None)):
         model.to(backend.device)
-        given = model.inner if stack is None and type(model) is Model else stack
-        runner = BreakableRunner(Prefill, model, stack=given, buckets=[4], backend=backend, progress=False)
+        rows: Any = {} if stack else {"output_rows": TOKENS}
+        runner = BreakableRunner(Prefill, step, stack=stack, buckets=[4], backend=backend, progress=False, **rows)
         runner.capture()
-        outputs.append(runner(batch))
         assert runner.decide(batch).path == "breakable"
+        outputs.append(runner(batch))
     assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
+    assert torch.equal(outputs[2][[0, 2]] @ model.head, outputs[0])
 
 
 def test_forward_is_put_back(backend: Backend) -> None:
@@ -128,18 +111,11 @@ def test_one_capture_for_any_number_of_requests(backend: Backend) -> None:
 
 
 MISSING: list[tuple[Any, Any, str]] = [
-    (
-        Model(),
-        None,
-        r"is not given, neither a module nor a dotted path to one, and Model offers no method layer_stack\(\)",
-    ),
-    (lambda view: view, None, r"and .*<lambda> offers no method layer_stack\(\)"),
-    (Model(), "inner.rows", r"stack='inner.rows' leads nowhere: inner has no 'rows'; modules there: 'layers'"),
-    (Model(), "model", r"leads nowhere: Model has no 'model'; modules there: 'inner'"),
-    (Model(), "head", r"stack='head' leads to Parameter, which is no module"),
-    (Model(), 3, r"stack is a module, or a dotted path to one under the step, not int"),
-    (Wrong(), None, r"Wrong.layer_stack\(\) returned list, which is no module"),
-    (lambda view: view, "inner", r"leads nowhere: .*<lambda> has no 'inner'; modules there: none"),
+    (Model(), "inner.rows", r"stack='inner.rows' leads nowhere: .* no attribute 'rows'; modules there: 'layers'"),
+    (Model(), "model", r"leads nowhere: 'Model' object has no attribute 'model'; modules there: 'inner'"),
+    (Model(), "head", r"stack is a module, or a dotted path to one under the step; head is Parameter"),
+    (Model(), 3, r"stack is a module, or a dotted path to one under the step; int is int"),
+    (lambda view: view, "inner", r"leads nowhere: .* no attribute 'inner'; modules there: none"),
 ]
 
 

@@ -214,12 +214,11 @@ def test_addresses_are_checked_at_each_replay() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_generations_alone_stamp(mode: str) -> None:
-    """Stale outputs are caught by this mode only; `streams` alone orders sources."""
+    """Stale outputs are caught by this mode only."""
     runner = plain_runner(CAPTURES, debug=mode)
     first = runner(random_batch(3, 1))
     runner(random_batch(3, 2))
     assert isinstance(first, Stamped) == (mode == "generations")
-    assert runner.graphs.filler._orders_sources == (mode == "streams")
     if mode == "generations":
         with pytest.raises(StaleOutputError):
             _ = first + 1
@@ -315,9 +314,9 @@ def test_step_that_cannot_be_watched() -> None:
 def test_what_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bool, names in one text or several, or else the environment; the nearest name where one is unknown."""
     assert modes_of(None) == modes_of(wanted=False) == modes_of("") == modes_of(()) == frozenset()
-    assert modes_of(wanted=True) == CHEAP == {"generations", "addresses", "streams"}
+    assert modes_of(wanted=True) == CHEAP == {"generations", "addresses"}
     assert modes_of("poison, parity") == modes_of(["parity", "poison"]) == {"parity", "poison"}
-    for said, modes in {"1": CHEAP, "True": CHEAP, "0": set(), "": set(), "streams": {"streams"}}.items():
+    for said, modes in {"1": CHEAP, "True": CHEAP, "0": set(), "": set(), "poison": {"poison"}}.items():
         monkeypatch.setenv(VARIABLE, said)
         assert modes_of(None) == modes
         assert modes_of(wanted=False) == frozenset()

@@ -1,35 +1,48 @@
-"""Decisions: buckets, the path of each batch with its reason, what is counted, and one warning for each reason."""
+"""Decisions: sizes that batches and relations tell, buckets, the path of each batch with its reason, and counts."""
 
 import itertools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, copied
-from slotgraph.backends.base import Backend
+from slotgraph import BATCH, TOKENS, Axis, BreakableRunner, DecodeRunner, Inputs, Step, computed, copied, errors
+from slotgraph.backends import Backend
 from slotgraph.config import Buckets
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError, ReplayError
-from tests.runners.models import PlainInputs, assert_right, memory_of, plain_runner, plain_step, random_batch
+from slotgraph.extend import DEVICE, HOST
+from tests.packing import NAME, backend_of
+from tests.runners.models import (
+    PlainInputs,
+    assert_right,
+    batch_for,
+    decoder,
+    memory_of,
+    plain_runner,
+    plain_step,
+    random_batch,
+)
+from tests.runners.prefilled import Inner
+from tests.strategies import asked, declaration_of, one_sided
 
 PAGES = Axis("PAGES")
 
 
 class VariedInputs(Inputs):
-    """An optional slot, an axis of its own, and a field that graphs were captured with."""
+    """An optional slot, an axis of its own, and fields that graphs were captured with."""
 
     ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=3)
     pages: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=0)
     extra: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=5, default=None)
     mode: Any = "decode"
+    hooks: list[int] = attrs.field(factory=list)
 
 
 def varied_step(view: VariedInputs) -> torch.Tensor:
@@ -40,20 +53,7 @@ def varied_step(view: VariedInputs) -> torch.Tensor:
 
 def varied(requests: int, pages: int, seed: int = 1, **more: Any) -> dict[str, Any]:
     """A batch that brings the optional slot."""
-    draw = torch.Generator().manual_seed(seed)
-    return {
-        "ids": torch.randint(1, 50, (requests,), generator=draw),
-        "pages": torch.randint(1, 9, (requests, pages), generator=draw, dtype=torch.int32),
-        "extra": torch.randint(1, 9, (requests,), generator=draw),
-        **more,
-    }
-
-
-def varied_answer(batch: dict[str, Any]) -> torch.Tensor:
-    """What the step must give, from the batch alone."""
-    extra = batch.get("extra")
-    total = [int(i) * 100 + int(row.sum()) for i, row in zip(batch["ids"], batch["pages"], strict=True)]
-    return torch.tensor([t + (0 if extra is None else 1000 * int(extra[i])) for i, t in enumerate(total)])
+    return {**batch_for(VariedInputs, {BATCH: requests, PAGES: pages}, seed), **more}
 
 
 @pytest.fixture(scope="module")
@@ -80,28 +80,24 @@ REASONS: list[tuple[dict[str, Any], tuple[str, int | None, str], str]] = [
     (varied(12, 2), ("eager", None, "not_captured"), r"no room for 16"),
     (varied(4, 2, extra=None), ("eager", None, "absent"), "without 'extra'"),
     (varied(4, 2, mode="verify"), ("eager", None, "field_differs"), "is 'verify', not 'decode'"),
+    (varied(4, 2, hooks=[5]), ("eager", None, "field_differs"), "field 'hooks'"),
+    (varied(4, 2, hooks=[]), ("graph", 4, "fits"), "bucket 4 fits"),
 ]
 
 
 def test_reasons(varied_runner: DecodeRunner[VariedInputs]) -> None:
     """Each way for a batch to go has its path, its bucket and its reason in a word and a sentence, and is right."""
+    first = varied(4, 3, seed=5)
+    view, before = varied_runner.fill(first), varied_runner.stats()
     for batch, wanted, reason in REASONS:
         decision = varied_runner.decide(batch)
         assert (decision.path, decision.bucket, decision.why) == wanted
         assert re.search(reason, decision.reason)
-        if decision.why != "not_captured":  # its step cannot run eagerly either
-            assert torch.equal(varied_runner(batch), varied_answer(batch))
-
-
-def test_deciding_changes_nothing(varied_runner: DecodeRunner[VariedInputs]) -> None:
-    """A decision is no step: it counts nothing, fills nothing and leaves the view that was filled to be replayed."""
-    batch = varied(4, 3, seed=5)
-    view = varied_runner.fill(batch)
-    before = varied_runner.stats()
-    for other, _, _ in REASONS:
-        varied_runner.decide(other)
-    assert varied_runner.stats() == before
-    assert torch.equal(varied_runner.replay(view), varied_answer(batch))
+    assert varied_runner.stats() == before  # a decision is no step
+    assert torch.equal(varied_runner.replay(view), varied_step(VariedInputs(**first)))
+    for batch, (_, _, why), _ in REASONS:
+        if why != "not_captured":  # its step cannot run eagerly either
+            assert torch.equal(varied_runner(batch), varied_step(VariedInputs(**batch)))
 
 
 def test_field_that_compares_by_element(varied_runner: DecodeRunner[VariedInputs]) -> None:
@@ -131,38 +127,19 @@ def test_before_capture(cpu: str) -> None:
         assert_right(runner(good), good)
 
 
-def test_patterns_of_absent_slots(cpu: str) -> None:
-    """With the pattern captured, a batch without the optional slot goes through its own graph."""
-    seen: set[bool] = set()
-
-    def step(view: VariedInputs) -> torch.Tensor:
-        seen.add(view.extra is None)
-        return varied_step(view)
-
-    runner = DecodeRunner(
-        VariedInputs, step, buckets=[4, 8], sizes={PAGES: 3}, backend=cpu, absent=[{"extra"}], output_rows=BATCH
-    )
-    runner.capture()
-    assert seen == {True, False}
-    for number, present in enumerate([True, False, False, True, False, True, True]):
-        batch = varied(1 + number, 1 + number % 3, seed=number)
-        if not present:
-            del batch["extra"]
-        assert runner.decide(batch).path == "graph"
-        assert (runner.fill(batch).extra is None) == (not present)
-        assert torch.equal(runner(batch), varied_answer(batch))
-    assert runner.stats()["steps"] == {"graph": 7, "eager": 0}
-
-
 @pytest.mark.parametrize("lowering", LADDER)
 def test_stats(cpu: str, lowering: str) -> None:
     """Steps, rows and waste are counted for each bucket, eager runs for each reason, and graphs' fills by lowering."""
     runner = plain_runner(cpu, max_waste=0.7, lowering=lowering)
-    assert runner.lowering == lowering
-    for requests in (3, 4, 2, 8, 5, 1, 9, 30):
-        runner(random_batch(requests, seed=requests))
+    with capture_logs() as events:
+        for requests in (3, 4, 2, 8, 5, 30, 1, 9):
+            runner(random_batch(requests, seed=requests))
+    warned = [event for event in events if event["event"] == "fallback"]
+    assert [(one["why"], one["log_level"]) for one in warned] == [("too_large", "warning"), ("waste", "warning")]
+    assert warned[0]["reason"] == "30 rows are more than the largest bucket, 8"
+    assert (runner.lowering, warned[0]["runner"]) == (lowering, "DecodeRunner")
     stats = dict(runner.stats())
-    assert {key: stats[key] for key in ("steps", "buckets", "eager", "lowerings", "detours")} == {
+    assert {key: stats[key] for key in ("steps", "buckets", "eager", "lowerings")} == {
         "steps": {"graph": 5, "eager": 3},
         "buckets": {
             4: {"path": "graph", "steps": 3, "live": 9, "padded": 12, "waste": 0.25},
@@ -170,27 +147,12 @@ def test_stats(cpu: str, lowering: str) -> None:
         },
         "eager": {"too_large": {"steps": 2, "live": 39}, "waste": {"steps": 1, "live": 1}},
         "lowerings": {lowering: 5},
-        "detours": {},
     }
-
-
-def test_one_warning_for_each_reason(cpu: str) -> None:
-    """The first fallback for a reason is one warning that names it; later ones are only counted."""
-    runner = plain_runner(cpu, max_waste=0.7)
-    with capture_logs() as events:
-        for requests in (3, 30, 40, 1, 1, 9, 30, 8):
-            runner(random_batch(requests, seed=requests))
-    warned = [event for event in events if event["event"] == "fallback"]
-    assert [(event["why"], event["log_level"]) for event in warned] == [("too_large", "warning"), ("waste", "warning")]
-    assert warned[0]["reason"] == "30 rows are more than the largest bucket, 8"
-    assert warned[0]["runner"] == "DecodeRunner"
 
 
 def test_graphs_switched_off(cpu: str) -> None:
     """With graphs off nothing is captured, every batch runs eagerly and is right, and the reason says why."""
     runner = DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu, graphs=False, lazy=True)
-    with pytest.raises(ReplayError, match="nothing is captured yet"):
-        runner(random_batch(3, seed=1))
     report = runner.capture()
     assert (report.captured, report.failed, report.memory.graphs) == ((), {}, 0)
     for requests in (3, 8, 9):
@@ -199,38 +161,12 @@ def test_graphs_switched_off(cpu: str) -> None:
         assert (decision.path, decision.bucket, decision.why) == ("eager", None, "disabled")
         assert decision.reason == "graphs are switched off, by graphs=False"
         assert_right(runner(batch), batch)
-    assert runner.stats()["steps"] == {"graph": 0, "eager": 3}
     assert runner.stats()["eager"] == {"disabled": {"steps": 3, "live": 20}}
-    with pytest.raises(ConfigError, match="there is no graph of bucket 4"):
-        runner.inputs(4)
 
 
-class HookedInputs(Inputs):
-    """A field whose default is made anew each time."""
-
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    hooks: list[int] = attrs.field(factory=list)
-
-
-def test_a_field_with_a_factory(cpu: str) -> None:
-    """It is seen in capture with what the factory makes; a batch with another value runs eagerly, and says so."""
-    runner = DecodeRunner(HookedInputs, lambda view: view.ids + sum(view.hooks), buckets=[4], backend=cpu)
-    runner.capture()
-    ids = torch.tensor([3, 1, 2])
-    assert runner.decide({"ids": ids, "hooks": []}).why == "fits"
-    assert runner.decide({"ids": ids}).why == "fits"
-    other = {"ids": ids, "hooks": [5]}
-    assert runner.decide(other).why == "field_differs"
-    assert runner(other).tolist() == [8, 6, 7]
-
-
-row_counts = st.lists(st.integers(1, 600), min_size=1, max_size=12, unique=True)
-largest = st.integers(1, 2000)
-
-
-@given(largest, st.data())
+@given(st.integers(1, 2000), st.data())
 def test_ladder_wastes_little(top: int, data: st.DataObject) -> None:
-    """It ascends from 1 to the largest size; rows are padded to twice as many below 8, by 8, 16 and 32 rows beyond."""
+    """It ascends to the largest size; rows are padded to twice as many below 8, by 8, 16 and 32 rows beyond."""
     rows, ladder = data.draw(st.integers(1, top)), Buckets.ladder(top)
     assert (ladder.sizes[0], ladder.sizes[-1], ladder.largest) == (1, top, top)
     assert all(a < b for a, b in itertools.pairwise(ladder.sizes))
@@ -240,7 +176,7 @@ def test_ladder_wastes_little(top: int, data: st.DataObject) -> None:
     assert 0 <= bucket - rows < (rows if rows <= 8 else step)
 
 
-@given(row_counts)
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=12, unique=True))
 def test_rows_go_to_the_smallest_that_holds_them(given_sizes: list[int]) -> None:
     """No rows go to the smallest, and waste nothing; more than the largest go to none."""
     buckets = Buckets(tuple(given_sizes))
@@ -253,51 +189,18 @@ def test_rows_go_to_the_smallest_that_holds_them(given_sizes: list[int]) -> None
 
 def test_bad_buckets() -> None:
     """They are checked as the option is: there is at least one, and a ladder goes up to a row at least."""
-    made: list[tuple[Callable[[Any], Buckets], Any]] = [(Buckets, ()), (Buckets, (4, 2, 4)), (Buckets.ladder, 0)]
-    for make, wrong in made:
+    wrong: list[tuple[Any, Any]] = [(Buckets, ()), (Buckets, (4, 2, 4)), (Buckets.ladder, 0)]
+    for make, sizes in wrong:
         with pytest.raises(ConfigError, match="option 'buckets': expected a list or tuple of at least one int"):
-            make(wrong)
+            make(sizes)
     with pytest.raises(ConfigError, match="option 'max_waste': expected float between 0 and 1"):
         Buckets((4,), float("nan"))
 
 
 class VerifyInputs(Inputs):
-    """Two slots over tokens, and one over requests."""
-
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
     marks: torch.Tensor = copied(TOKENS, dtype=torch.int32, pad=-5)
     lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=7)
-
-
-def verify_step(view: VerifyInputs) -> torch.Tensor:
-    """[TOKENS] int64; each token hangs on its request's length."""
-    width = view.ids.shape[0] // max(view.lens.shape[0], 1)
-    spread = view.lens[:, None].expand(-1, width).reshape(-1)
-    return view.ids * 1000 + view.marks * 10 + spread
-
-
-def wide_batch(requests: int, width: int, seed: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Random requests of `width` tokens each."""
-    draw = torch.Generator().manual_seed(seed)
-    found = {
-        "ids": torch.randint(1, 99, (requests * width,), generator=draw),
-        "marks": torch.randint(1, 99, (requests * width,), generator=draw, dtype=torch.int32),
-        "lens": torch.randint(1, 9, (requests,), generator=draw, dtype=torch.int32),
-    }
-    return {name: value.to(device) for name, value in found.items()}
-
-
-def wide_answer(batch: dict[str, torch.Tensor], width: int) -> list[int]:
-    """What the step must give, row by row."""
-    ids, marks, lens = (batch[name].tolist() for name in ("ids", "marks", "lens"))
-    return [ids[row] * 1000 + marks[row] * 10 + lens[row // width] for row in range(len(ids))]
-
-
-def of_width(backend: Backend | str, width: int, **options: Any) -> DecodeRunner[VerifyInputs]:
-    """A runner for 2 and 4 requests of `width` tokens each."""
-    runner = DecodeRunner(VerifyInputs, verify_step, backend=backend, buckets=[2, 4], width=width, **options)
-    runner.capture()
-    return runner
 
 
 FAULTS: list[dict[str, Any]] = [
@@ -312,33 +215,152 @@ FAULTS: list[dict[str, Any]] = [
 
 def test_another_width_is_refused(cpu: str) -> None:
     """Batches of another width than the runner's are refused, and nothing changes: the view before still stands."""
-    runner = of_width(cpu, 1)
-    runner(wide_batch(6, 1, 1))  # so that there is nothing to grow
-    good = wide_batch(3, 1, seed=2)
+    runner = decoder(
+        VerifyInputs, lambda view: view.ids * 1000 + view.marks * 10 + view.lens, backend=cpu, buckets=[2, 4], width=1
+    )
+    runner(batch_for(VerifyInputs, {BATCH: 6, TOKENS: 6}, 1))  # so that there is nothing to grow
+    good = batch_for(VerifyInputs, {BATCH: 3, TOKENS: 3}, 1)
     view = runner.fill(good)
     before, counted = memory_of(runner), runner.stats()
     for fault in FAULTS:
         for use in (runner.fill, runner):
             with pytest.raises(BatchError):
-                use({**wide_batch(3, 2, seed=3), **fault})
+                use({**batch_for(VerifyInputs, {BATCH: 3, TOKENS: 6}, 1), **fault})
     assert (memory_of(runner), runner.stats()) == (before, counted)
-    assert runner.replay(view).tolist() == wide_answer(good, 1)
+    assert torch.equal(runner.replay(view), good["ids"] * 1000 + good["marks"] * 10 + good["lens"])
 
 
-class TokensOnly(Inputs):
+class OptionalRows(Inputs):
     ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=3)
-
-
-class OptionalRows(TokensOnly):
     lens: torch.Tensor | None = copied(BATCH, dtype=torch.int32, pad=7, default=None)
 
 
 def test_width_that_nothing_tells(cpu: str) -> None:
     """Without a required slot over requests, tokens that are no multiple of the width are refused as ever."""
-    for inputs in (TokensOnly, OptionalRows):
-        runner = DecodeRunner(inputs, lambda view: view.ids * 2, backend=cpu, buckets=[2, 4], width=4)
-        runner.capture()
-        batch = {"ids": torch.arange(1, 7), "lens": torch.tensor([1, 2, 3], dtype=torch.int32)}
+    for inputs in (OptionalRows, type("TokensOnly", (OptionalRows,), {}, drop=["lens"])):
+        runner = decoder(inputs, lambda view: view.ids * 2, backend=cpu, buckets=[2, 4], width=4)
         for use in (runner.decide, runner):
             with pytest.raises(BatchError, match="'ids'"):
-                use(batch)
+                use({"ids": torch.arange(1, 7), "lens": torch.tensor([1, 2, 3], dtype=torch.int32)})
+
+
+BUCKETS = [2, 5]
+Sizes = dict[Axis, int]
+
+
+def sizes_of(requests: int, width: int) -> Sizes:
+    """What a batch of so many requests has on each axis."""
+    return {BATCH: requests, TOKENS: requests * width}
+
+
+def asking(inputs: type[Inputs]) -> dict[str, Any]:
+    """The slots that say what functions were told."""
+    return {name: slot for name, slot in inputs.slotgraph.slots.items() if name.startswith("asked")}
+
+
+def seen(view: Inputs) -> dict[str, list[int]]:
+    """What they say."""
+    return {name: getattr(view, name).flatten().tolist() for name in asking(type(view))}
+
+
+def told(inputs: type[Inputs], live: Sizes, padded: Sizes) -> dict[str, list[int]]:
+    """What they must be told, worked out from the batch alone."""
+    return {name: asked(name, live, padded, slot.shape[0].at(padded)) for name, slot in asking(inputs).items()}
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(data=st.data(), width=st.integers(1, 3), packs=st.booleans())
+def test_live_sizes_are_the_batchs(backend: Backend, data: st.DataObject, width: int, *, packs: bool) -> None:
+    """Slots over one of BATCH and TOKENS tell both, in each lowering, in graphs, on the eager path and in parts."""
+    inputs = data.draw(one_sided())
+    backend = backend_of(NAME) if packs and backend.name == "cpu-capture" else backend
+    on_device = [name for name, slot in asking(inputs).items() if slot.placement == DEVICE]
+    step: Any = lambda view: torch.cat([getattr(view, name).flatten() for name in on_device]) + 0  # noqa: E731
+    lowering = data.draw(st.sampled_from(backend.capabilities.lowerings))
+    options: dict[str, Any] = {"backend": backend, "width": width, "lowering": lowering, "buckets": BUCKETS}
+    runner = decoder(inputs, step, output_rows=None, **options)
+    for requests in data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=6)):
+        rows = next((bucket for bucket in BUCKETS if requests <= bucket), requests)  # their own where they run eagerly
+        live, padded = sizes_of(requests, width), sizes_of(rows, width)
+        batch = batch_for(inputs, live, requests, backend.device)
+        right = told(inputs, live, padded)
+        assert seen(runner.fill(batch)) == right
+        assert runner(batch).tolist() == [number for name in on_device for number in right[name]]
+        assert_parts(runner.fill(batch), live, padded, width, data)
+
+
+def assert_parts(view: Any, live: Sizes, padded: Sizes, width: int, data: st.DataObject) -> None:
+    """A micro-batch's functions are told its own sizes; one beyond the view's rows is refused."""
+    start = data.draw(st.integers(0, padded[BATCH]))
+    stop = data.draw(st.integers(start, padded[BATCH]))
+    part = view.narrow(BATCH, start, stop)
+    rows = min(max(live[BATCH] - start, 0), stop - start)
+    assert seen(part) == told(type(view), sizes_of(rows, width), sizes_of(stop - start, width))
+    with pytest.raises(errors.BatchError, match=f"do not lie within the {padded[BATCH]} rows of BATCH"):
+        view.narrow(BATCH, 0, padded[BATCH] + 1)
+
+
+def of_issue(axis: Axis, other: Axis, *, live: bool, placement: Any = "device") -> type[Inputs]:
+    """A declaration over one axis whose function asks for another."""
+
+    def ask(step: Step) -> int:
+        return step.live(other) if live else step.padded(other * 2)
+
+    ids = copied(axis, dtype=torch.int64, pad=0)
+    return declaration_of({"ids": ids, "requests": computed(ask, shape=1, dtype=torch.int64, placement=placement)})
+
+
+SAID = (
+    r"slot 'requests': its function asks for the size of {}, which this step does not know \(it knows {}\): declare a"
+)
+
+
+def test_an_axis_of_nothing_is_refused_at_capture(cpu: str) -> None:
+    """Of an axis that no slot and no relation has, each lowering says so at capture, before anything is written."""
+    placements: tuple[Any, ...] = ("device", HOST)
+    for placement, lowering, live in itertools.product(placements, LADDER, (True, False)):
+        inputs = of_issue(BATCH, PAGES, live=live, placement=placement)
+        said = SAID.format("PAGES", "BATCH, TOKENS")
+        options: dict[str, Any] = {"buckets": [2], "backend": cpu, "lowering": lowering}
+        runner: Any = DecodeRunner(inputs, lambda view: view.ids + 0, **options)
+        with pytest.raises((errors.CaptureError, errors.DeclarationError), match=said):
+            runner.capture()
+        eager = decoder(inputs, lambda view: view.ids + 0, graphs=False, **options)
+        before = {buffer.name: buffer.tensor.clone() for buffer in eager.graphs.buffers}
+        with pytest.raises(errors.DeclarationError, match=said):
+            eager({"ids": torch.tensor([5, 6])})
+        assert all(torch.equal(before[buffer.name], buffer.tensor) for buffer in eager.graphs.buffers)
+
+
+@settings(max_examples=settings().max_examples // 16)
+@given(data=st.data())
+def test_prefill_tells_what_slots_tell(data: st.DataObject) -> None:
+    """Tokens are the batch's; so are requests where a slot is over them; else nobody may cut a view along them."""
+    requested = data.draw(st.booleans())
+    fields: dict[str, Any] = {
+        "ids": copied(TOKENS, dtype=torch.int64, pad=0),
+        "tokens": computed(lambda step: [step.live(TOKENS), step.padded(TOKENS)], shape=2, dtype=torch.int64),
+    }
+    if requested:
+        fields["lens"] = copied(BATCH, dtype=torch.int64, pad=0)
+        fields["requests"] = computed(lambda step: [step.live(BATCH), step.padded(BATCH)], shape=2, dtype=torch.int64)
+    lowering = data.draw(st.sampled_from(LADDER))
+    options: dict[str, Any] = {"buckets": [4, 8], "max_batch": 3, "backend": "cpu-capture", "stack": "inner"}
+    step: Any = Inner(lambda view: step.inner(view.ids.double()[:, None]))
+    step.inner = Inner(lambda hidden: hidden * 3)
+    runner = BreakableRunner(declaration_of(fields), step, output_rows=TOKENS, lowering=lowering, **options)
+    runner.capture()
+    for tokens in data.draw(st.lists(st.integers(1, 10), min_size=1, max_size=4)):
+        bucket, requests = (4 if tokens <= 4 else max(8, tokens)), min(tokens, 1 + tokens % 3)
+        batch = {"ids": torch.arange(1, tokens + 1), "lens": torch.arange(1, requests + 1)}
+        view: Any = runner.fill(batch)
+        assert view.tokens.tolist() == [tokens, bucket]
+        if requested:
+            assert view.requests.tolist() == [requests, 3 if tokens <= 8 else requests]
+        else:
+            with pytest.raises(errors.BatchError, match="no rows on BATCH, which no slot of Drawn tells"):
+                view.narrow(BATCH, 0, 1, tokens=(0, 1))
+        assert torch.equal(runner(batch)[:, 0], batch["ids"].double() * 3)
+    refused = BreakableRunner(of_issue(TOKENS, BATCH, live=True), step, output_rows=TOKENS, **options)
+    with pytest.raises(errors.CaptureError, match=SAID.format("BATCH", "TOKENS")):
+        refused.capture()

@@ -272,18 +272,15 @@ def test_what_cannot_be_drafted() -> None:
 
 def test_what_forward_returns_is_checked(cpu: str) -> None:
     """Logits and hidden states have a row a token, or no bucket is captured, for that reason."""
-    logits = r"expected logits of \[4, words\] with at least 2 words, got "
     wrong: list[tuple[Callable[..., Any], str]] = [
-        (lambda _, step: rows(len(step.input_ids), WORDS), r"draft step 0, must return \(logits, .* got Tensor"),
-        (lambda *_: (rows(3, WORDS), None), rf"{logits}shape \[3, 30\]"),
-        (lambda *_: (rows(4, 1), None), rf"{logits}shape \[4, 1\]"),
-        (lambda *_: (None, None), rf"{logits}NoneType"),
-        (
-            lambda *_: (rows(4, WORDS), rows(2, 5)),
-            r"expected hidden states with 4 rows, one a token, got shape \[2, 5\]",
-        ),
+        (lambda _, step: rows(len(step.input_ids), WORDS), r"\[4, 30\]"),
+        (lambda *_: (rows(3, WORDS), None), r"\[3, 30\], NoneType"),
+        (lambda *_: (rows(4, 1), None), r"\[4, 1\], NoneType"),
+        (lambda *_: (None, None), "NoneType, NoneType"),
+        (lambda *_: (rows(4, WORDS), rows(2, 5)), r"\[4, 30\], \[2, 5\]"),
     ]
+    said = r"draft step 0, must return .* logits of \[4, words\] with at least 2 words, and hidden .* 4 rows, .* got "
     for forward, message in wrong:
         runner = DraftRunner(BareInputs, forward, topk=2, steps=3, buckets=[2], backend=cpu)
-        with pytest.raises(CaptureError, match=message):
+        with pytest.raises(CaptureError, match=said + message):
             runner.capture()

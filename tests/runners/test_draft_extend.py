@@ -101,7 +101,7 @@ def test_one_row_a_request(backend_name: str, width: int, drawn: list[tuple[int,
 
 def test_a_width_is_needed() -> None:
     """There is no width to assume, and none that contradicts itself."""
-    with pytest.raises(ConfigError, match="DraftExtendRunner needs width=: how many tokens each request has in a step"):
+    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'width'"):
         DraftExtendRunner(ExtendInputs, step, sizes={standard.HIDDEN: WIDE}, backend="cpu")  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="sizes of WIDTH is 3, and width= is 2"):
         DraftExtendRunner(ExtendInputs, step, width=2, sizes={standard.HIDDEN: WIDE, WIDTH: 3}, backend="cpu")

@@ -1,23 +1,34 @@
-"""Buffers and fills without a runner: the oracle's bytes, graphs of the caller's own, and what is refused."""
+"""Memory of inputs: buffers and fills without a runner, and memory that its owner hands in."""
 
 from typing import Any, Final
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from slotgraph import BATCH, TOKENS, Axis, InputBuffers, Inputs, computed, copied
-from slotgraph.backends import load
+from slotgraph import (
+    BATCH,
+    TOKENS,
+    Axis,
+    DecodeRunner,
+    InputBuffers,
+    Inputs,
+    computed,
+    constant,
+    copied,
+    output,
+    staged,
+)
+from slotgraph.backends import choose, load
+from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.oracle import fill_slot_by_slot
-from slotgraph.errors import BatchError, CaptureError, ConfigError, DeclarationError
-from slotgraph.extend import HOST, side
+from slotgraph.errors import BatchError, BindError, CaptureError, CheckError, ConfigError, DeclarationError
+from slotgraph.extend import HOST, Exclusive, once, side
+from tests.runners.models import PlainInputs, assert_right, batch_for, decoder, plain_runner, plain_step, random_batch
 from tests.strategies import same_bytes
 
-LOWERINGS: Final = ("in_graph", "fused", "foreach", "slot_by_slot")
-
-
 PAGES = Axis("PAGES")
-
-
 CAPACITY: Final = {BATCH: 6, TOKENS: 9, PAGES: 4}
 
 
@@ -34,19 +45,19 @@ class Wide(Inputs):
     ends: torch.Tensor = computed(lambda lengths: lengths.cumsum(0), shape=BATCH, dtype=torch.int64)
 
 
-def batch_of(requests: int, tokens: int, pages: int, seed: int, *, heats: bool) -> tuple[dict[str, Any], torch.Tensor]:
+def batch_of(requests: int, tokens: int, pages: int, seed: int, *, heats: bool = True) -> tuple[Any, torch.Tensor]:
     """Random values, and the side argument."""
     draw = torch.Generator().manual_seed(seed)
-    made: dict[str, Any] = {
-        "ids": torch.randint(1, 99, (tokens,), generator=draw),
-        "lengths": torch.randint(1, 99, (requests,), generator=draw).to((torch.int32, torch.int64)[seed % 2]),
-        "lengths_cpu": torch.randint(1, 99, (requests,), generator=draw).int(),
+    lengths, here, flags = torch.randint(1, 99, (3, requests), generator=draw)
+    ids = torch.randint(1, 99, (tokens,), generator=draw)
+    batch = {
+        "ids": ids if seed % 3 else ids.tolist(),
+        "lengths": lengths.to((torch.int32, torch.int64)[seed % 2]),
+        "lengths_cpu": here.int(),
         "tables": torch.randint(1, 99, (requests, pages), generator=draw).int(),
         "heats": torch.rand(requests, generator=draw) if heats else None,
     }
-    if seed % 3 == 0:
-        made["ids"] = made["ids"].tolist()
-    return made, torch.randint(0, 2, (requests,), generator=draw).bool()
+    return batch, flags > 50
 
 
 def right_of(batch: Any, flags: torch.Tensor, live: Any, padded: Any, buffers: InputBuffers[Wide]) -> Any:
@@ -57,11 +68,10 @@ def right_of(batch: Any, flags: torch.Tensor, live: Any, padded: Any, buffers: I
     return fill_slot_by_slot(Wide.slotgraph, other._buffers, capabilities, step, batch, {"flags": flags})
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
-@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
-def test_the_oracle_s_bytes(backend: str, lowering: str) -> None:
+@pytest.mark.parametrize("lowering", LADDER)
+def test_the_oracle_s_bytes(cpu: str, lowering: str) -> None:
     """Any live sizes in any padded sizes, axis by axis, leave what the oracle leaves."""
-    buffers = InputBuffers(Wide, CAPACITY, backend=backend, lowering=lowering)
+    buffers = InputBuffers(Wide, CAPACITY, backend=cpu, lowering=lowering)
     draw = torch.Generator().manual_seed(5)
     for seed in range(40):
         requests, tokens, pages = (int(torch.randint(0, most + 1, (1,), generator=draw)) for most in (6, 9, 4))
@@ -73,7 +83,6 @@ def test_the_oracle_s_bytes(backend: str, lowering: str) -> None:
             mine = getattr(view, name)
             assert (mine is None) == (expected is None), name
             assert mine is None or same_bytes(mine, expected), (name, mine, expected)
-    assert buffers.stats()["detours"] == {}
 
 
 def test_sizes_that_change_axis_by_axis() -> None:
@@ -83,7 +92,7 @@ def test_sizes_that_change_axis_by_axis() -> None:
     for seed in range(300):
         most = ((3, 4), (6, 9))[seed // 2 % 3 % 2]
         requests, tokens = (int(torch.randint(0, one + 1, (1,), generator=draw)) for one in most)
-        batch, flags = batch_of(requests, tokens, 4, 1, heats=True)
+        batch, flags = batch_of(requests, tokens, 4, 1)
         view = buffers.fill(batch, dict(zip((BATCH, TOKENS), most, strict=True)), flags=flags)
         assert view.heats is not None
         found = (view.ids[tokens:], view.lengths[requests:], view.heats[requests:], view.tables[requests:])
@@ -92,7 +101,7 @@ def test_sizes_that_change_axis_by_axis() -> None:
         assert view.ids[:tokens].tolist() == batch["ids"].tolist()
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("lowering", LADDER)
 def test_a_graph_of_the_caller_s_own(lowering: str) -> None:
     """The caller captures with the fill's device part in front, and replays behind each fill: the eager answer."""
     backend = load("cpu-capture")()
@@ -111,13 +120,13 @@ def test_a_graph_of_the_caller_s_own(lowering: str) -> None:
             return step(buffers.view(padded, absent={"heats"}))
 
         graphs[requests] = backend.capture(captured)
+    plain = InputBuffers(Wide, CAPACITY, backend="cpu", lowering="slot_by_slot")
     for seed in range(20):
         requests = 1 + seed % 6
         bucket = 2 if requests <= 2 else 6
         batch, flags = batch_of(requests, 1 + seed % 9, seed % 5, seed, heats=False)
         buffers.fill(batch, {BATCH: bucket, TOKENS: 9}, flags=flags)
         graphs[bucket].replay()
-        plain = InputBuffers(Wide, CAPACITY, backend="cpu", lowering="slot_by_slot")
         right = step(plain.fill(batch, {BATCH: bucket, TOKENS: 9}, flags=flags))
         assert torch.equal(graphs[bucket].outputs[:requests], right[:requests])
 
@@ -136,16 +145,6 @@ def test_live_sizes_that_no_source_tells() -> None:
         buffers.fill({})
 
 
-def test_given_live_sizes_are_held_to_sources() -> None:
-    """A live size that a source contradicts is refused by the slot's name, and nothing is written."""
-    buffers = InputBuffers(Wide, CAPACITY, backend="cpu")
-    batch, flags = batch_of(3, 4, 2, 1, heats=True)
-    before = buffers.fill(batch, flags=flags).ids.clone()
-    with pytest.raises(BatchError, match="slot 'ids'"):
-        buffers.fill({**batch, "lengths": batch["lengths"] + 1}, live={TOKENS: 5}, flags=flags)
-    assert torch.equal(buffers.view().ids, before)
-
-
 @pytest.mark.parametrize("lowering", ["in_graph", "foreach"])
 def test_adopted_memory_is_kept_where_asked(lowering: str) -> None:
     """Adopted memory holds what it held, or the initial value; either way each fill resets its padding."""
@@ -153,7 +152,7 @@ def test_adopted_memory_is_kept_where_asked(lowering: str) -> None:
         mine = torch.arange(9)
         buffers = InputBuffers(Wide, CAPACITY, bind={"ids": mine}, keep_bound=keep, backend="cpu", lowering=lowering)
         assert mine.tolist() == (list(range(9)) if keep else [-7] * 9)
-        batch, flags = batch_of(2, 3, 1, 1, heats=True)
+        batch, flags = batch_of(2, 3, 1, 1)
         view = buffers.fill(batch, {TOKENS: 7}, flags=flags)
         assert view.ids.data_ptr() == mine.data_ptr()
         assert mine.tolist() == [*batch["ids"].tolist(), *[-7] * 4, *(range(7, 9) if keep else [-7] * 2)]
@@ -164,16 +163,173 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs sizes= for PAGES, TOKENS"):
         InputBuffers(Wide, {BATCH: 3}, backend="cpu")
     buffers = InputBuffers(Wide, CAPACITY, backend="cpu")
-    batch, flags = batch_of(3, 4, 2, 1, heats=True)
-    with pytest.raises(ConfigError, match="padded size 10 of TOKENS is more than its capacity, 9"):
-        buffers.fill(batch, {TOKENS: 10}, flags=flags)
-    with pytest.raises(ConfigError, match="padded names OTHER"):
-        buffers.fill(batch, {Axis("OTHER"): 1}, flags=flags)
-    with pytest.raises(BatchError, match="more than the 2 of this bucket"):
-        buffers.fill(batch, {BATCH: 2}, flags=flags)
+    batch, flags = batch_of(3, 4, 2, 1)
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        ({TOKENS: 10}, ConfigError, "padded size 10 of TOKENS is more than its capacity, 9"),
+        ({Axis("OTHER"): 1}, ConfigError, "padded names OTHER"),
+        ({BATCH: 2}, BatchError, "more than the 2 of this bucket"),
+    ]
+    for padded, error, said in wrong:
+        with pytest.raises(error, match=said):
+            buffers.fill(batch, padded, flags=flags)
     with pytest.raises(BatchError, match="flag"):
         buffers.fill(batch, flag=flags)
+    before = buffers.fill(batch, flags=flags).ids.clone()
+    with pytest.raises(BatchError, match="slot 'ids'"):
+        buffers.fill({**batch, "lengths": batch["lengths"] + 1}, live={TOKENS: 5}, flags=flags)
+    assert torch.equal(buffers.view().ids, before)
     with pytest.raises(CaptureError, match=r"call fill\(\) or prepare\(\)"):
         buffers.fill_in_graph({BATCH: 5})
     with pytest.raises(ConfigError, match="ids"):
         buffers.prepare(absent={"ids"})
+
+
+def test_batch_larger_than_adopted_memory(cpu: str) -> None:
+    """A batch that adopted memory cannot hold is refused by the slot's name, and the next one is right."""
+    runner = plain_runner(cpu, bind={"ids": torch.full((8,), 33)})
+    assert plain_runner(cpu).graphs.memory().inputs > runner.graphs.memory().inputs  # of what is allocated here
+    first, before = random_batch(3, seed=1), runner.fill(random_batch(3, seed=1))
+    with pytest.raises(BatchError, match=r"slot 'ids' is bound to memory that cannot grow, .*BATCH 8"):
+        runner(random_batch(9, seed=2))
+    assert_right(runner.replay(before), first)
+    batch = random_batch(8, seed=3)
+    assert_right(runner(batch), batch)
+
+
+def test_adopted_constant_and_output(cpu: str) -> None:
+    """A constant and a tail that is written once are established there too; a step's result lies in what was given."""
+
+    class Fixed(Inputs):
+        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=once(5))
+        fives: torch.Tensor = constant(5, shape=BATCH, dtype=torch.int64)
+        logits: torch.Tensor = output(BATCH, dtype=torch.int64)
+
+    tensors = {name: torch.full((4,), 77) for name in ("ids", "fives", "logits")}
+    runner = decoder(Fixed, lambda view: view.logits.copy_(view.ids * view.fives), backend=cpu, bind=tensors)
+    assert tensors["fives"].tolist() == tensors["ids"].tolist() == [5] * 4
+    assert runner({"ids": torch.tensor([2, 3])}).data_ptr() == tensors["logits"].data_ptr()
+    assert tensors["logits"].tolist() == [10, 15, 25, 25]
+
+
+REFUSED: dict[str, tuple[str, Any, str]] = {
+    "no slot": ("idz", torch.zeros(8), "bind names 'idz', which is no slot of PlainInputs"),
+    "list": ("weights", [0.0] * 8, "slot 'weights': expected a tensor to adopt, got list"),
+    "promise": ("weights", Exclusive([0.0]), "slot 'weights': expected a tensor to adopt, got list"),  # type: ignore[arg-type]
+    "too short": ("weights", torch.zeros(7), r"slot 'weights': expected shape \[8\] .*full capacity.*got \[7\]"),
+    "too long": ("weights", torch.zeros(9), r"slot 'weights': expected shape \[8\] .*got \[9\]"),
+    "rank": ("weights", torch.zeros(8, 1), r"slot 'weights': expected shape \[8\] .*got \[8, 1\]"),
+    "dtype": ("weights", torch.zeros(8).double(), "slot 'weights': expected float32, got float64"),
+    "role": ("places", torch.zeros(8, dtype=torch.int32), "slot 'places': expected int64, got int32"),
+    "device": ("weights", torch.zeros(8, device="meta"), "slot 'weights': expected memory on cpu, got meta"),
+    "strided": ("weights", torch.zeros(16)[::2], r"slot 'weights': expected a contiguous.* got strides \[2\]; adopt"),
+    "transposed": ("pairs", torch.zeros(2, 8).t(), r"slot 'pairs': expected a contiguous.* strides \[1, 8\]"),
+    "expanded": ("weights", torch.zeros(1).expand(8), r"slot 'weights': expected a contiguous.* strides \[0\]"),
+    "inference": ("weights", torch.inference_mode()(torch.zeros)(8), "slot 'weights': made under inference_mode"),
+    "grad": ("weights", torch.zeros(8, requires_grad=True), r"slot 'weights': requires grad; adopt `\.detach\(\)`"),
+}
+
+
+def test_refused(cpu: str) -> None:
+    """Memory that cannot serve as a slot is refused with the slot and what was expected; it is not written."""
+    for name, tensor, says in REFUSED.values():
+        before = tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
+        sound = torch.full((8,), 12)
+        with pytest.raises(BindError, match=says):
+            DecodeRunner(PlainInputs, plain_step, buckets=[4, 8], backend=cpu, bind={"ids": sound, name: tensor})
+        assert sound.tolist() == [12] * 8
+        if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+            assert torch.equal(tensor, before)
+    wrong: dict[str, Any] = {"weights": torch.zeros(18).double()[::2], "ids": [1], "idz": torch.zeros(8)}
+    with pytest.raises(BindError) as refused:
+        DecodeRunner(PlainInputs, plain_step, buckets=[8], backend=cpu, bind=wrong)
+    for said in ("'weights': expected shape [8]", "got float64", "strides [2]", "'ids': expected a tensor", "'idz'"):
+        assert said in str(refused.value)  # all at once
+    memory = torch.zeros(24)
+    for start in (0, 4, 15):
+        bind = {"pairs": memory[:16].view(8, 2), "weights": memory[start : start + 8]}
+        with pytest.raises(BindError, match=r"slots '\w+' and '\w+' are bound to overlapping memory: each needs"):
+            DecodeRunner(PlainInputs, plain_step, buckets=[8], backend=cpu, bind=bind)
+
+
+MOST = 6
+LOWERINGS = choose("cpu").capabilities.lowerings
+
+
+class Adopted(Inputs):
+    """Slots of several shapes and places whose memory is the owner's."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-3)
+    pairs: torch.Tensor = copied(BATCH, 2, dtype=torch.float32, pad=0.5)
+    sides: torch.Tensor = copied(2, BATCH, dtype=torch.int32, pad=7)
+    here: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-9, placement="host")
+    scratch: torch.Tensor = staged(BATCH, dtype=torch.int64, pad=4)
+
+
+TAILS: dict[str, float] = {"ids": -3, "pairs": 0.5, "sides": 7, "here": -9}
+"""By slot, what its tail holds."""
+
+
+def everything(view: Adopted) -> dict[str, torch.Tensor]:
+    """What the step sees."""
+    return {name: getattr(view, name).clone() for name in (*TAILS, "scratch")}
+
+
+def memory() -> dict[str, torch.Tensor]:
+    """What its owner hands in, at full capacity."""
+    scratch = torch.empty(MOST, dtype=torch.int64)
+    return {**batch_for(Adopted, {BATCH: MOST}, 0), "scratch": scratch}
+
+
+def runner_of(lowering: str, backend: str, bind: Any, **options: Any) -> Any:
+    """A captured runner over it."""
+    options |= {"bind": bind, "backend": backend, "lowering": lowering, "output_rows": None}
+    return decoder(Adopted, everything, buckets=[2, MOST], **options)
+
+
+written = st.tuples(st.integers(0, MOST), st.integers(0, 1 << 20), st.sampled_from(["whole", "some", "none", "shape"]))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-capture"])
+@settings(max_examples=15)
+@given(steps=st.lists(written, min_size=2, max_size=8), exclusive=st.booleans())
+def test_whatever_the_owner_writes(backend: str, steps: list[tuple[int, int, str]], *, exclusive: bool) -> None:
+    """All lowerings see the batch's rows and the tails' values, whatever was written to the memory between steps."""
+    owned = {lowering: memory() for lowering in LOWERINGS}
+    promise: Any = Exclusive if exclusive else lambda tensor: tensor
+    runners = {
+        lowering: runner_of(lowering, backend, {name: promise(tensor) for name, tensor in owned[lowering].items()})
+        for lowering in LOWERINGS
+    }
+    for rows, seed, how in steps:
+        batch = batch_for(Adopted, {BATCH: rows}, seed)
+        padded = 2 if rows <= 2 else MOST
+        for lowering, runner in runners.items():
+            if how == "shape":  # which is the owner's
+                owned[lowering]["pairs"].t_()
+            elif how != "none" and not exclusive:
+                draw = torch.Generator().manual_seed(seed)
+                for name, tensor in owned[lowering].items():
+                    if how == "whole" or name in ("ids", "here"):
+                        tensor.copy_(torch.randint(100, 200, tensor.shape, generator=draw))
+            seen = runner(batch)
+            for name, brought in batch.items():
+                right = torch.full_like(seen[name], TAILS[name])
+                right[tuple(slice(0, size) for size in brought.shape)] = brought
+                assert torch.equal(seen[name], right), (lowering, name)
+            assert seen["scratch"][rows:].tolist() == [4] * (padded - rows), lowering
+
+
+def test_debugging_finds_who_writes_exclusive_memory() -> None:
+    """A tail that somebody else wrote is told by its slot; without the promise the same step is right."""
+    owned = memory()
+    promised = {**owned, "ids": Exclusive(owned["ids"])}
+    runner = runner_of("foreach", "cpu-capture", promised, debug=True)
+    runner(batch_for(Adopted, {BATCH: 3}, 1))
+    owned["pairs"].fill_(77)  # not promised
+    runner(batch_for(Adopted, {BATCH: 3}, 2))
+    owned["ids"].fill_(99)
+    with pytest.raises(CheckError, match=r"tail of slot 'ids' does not hold -3: .* adopted as Exclusive"):
+        runner(batch_for(Adopted, {BATCH: 3}, 3))
+    assert runner(batch_for(Adopted, {BATCH: 3}, 4))["ids"][3:].tolist() == [-3] * 3, (
+        "nothing is believed of tails afterwards"
+    )

@@ -236,7 +236,6 @@ def test_rows_that_no_step_writes(backend_name: str) -> None:
 def test_what_cannot_be_chained() -> None:
     """Nothing to run, slots that no batch brings, and values that would be stale in later steps are refused."""
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"width": None}, r"MultiLayerDraftExtendRunner needs width="),
         ({"steps": []}, r"steps= is a list of functions .* at least one; got \[\]"),
         ({"steps": [3]}, r"steps= is a list of functions"),
         ({"chained": ["idss"]}, r"chained names 'idss', which is no slot that Derived copies from the batch"),
@@ -245,7 +244,7 @@ def test_what_cannot_be_chained() -> None:
     ]
     known: dict[str, Any] = {"steps": [nothing] * 2, "chained": ["lens"], "width": 1, "buckets": [2], "backend": "cpu"}
     for options, message in wrong:
-        given = {name: value for name, value in {**known, **options}.items() if value is not None}
+        given = {**known, **options}
         with pytest.raises(ConfigError, match=message):
             MultiLayerDraftExtendRunner(Derived, given.pop("steps"), **given)
     with pytest.raises(ConfigError, match=r"ChainInputs needs sizes= for its fixed axes FRONT, HIDDEN"):

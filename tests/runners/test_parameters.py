@@ -10,19 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import (
-    BATCH,
-    SEQ_LEN_FILL,
-    TOKENS,
-    Axis,
-    DecodeRunner,
-    EagerRunner,
-    Inputs,
-    Step,
-    computed,
-    copied,
-    standard,
-)
+from slotgraph import BATCH, SEQ_LEN_FILL, TOKENS, Axis, EagerRunner, Inputs, computed, copied, standard
 from slotgraph.backends import NO_PARAMETERS, Backend, Capabilities, Graph, choose
 from slotgraph.backends.base import Interruption
 from slotgraph.backends.cpu import HostBackend
@@ -30,6 +18,7 @@ from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.dataflow.errors import BatchError, CaptureError, ConfigError
 from slotgraph.extend import HOST, host_parameter
 from slotgraph.speculative import MultiLayerDraftExtendRunner
+from tests.runners.models import decoder
 from tests.runners.prefilled import KINDS, Model, Prefill, batch_of, runner_of
 
 Handed = dict[str, Any]
@@ -41,66 +30,41 @@ class HandingGraph(Graph):
     """A graph that reads its parameters once in each replay, before it does anything else."""
 
     def __init__(self, graph: Graph, parameters: Mapping[str, torch.Tensor], log: list[Handed]) -> None:
-        self.graph = graph
+        self.graph, self.outputs, self.nbytes = graph, graph.outputs, graph.nbytes
         self.parameters = dict(parameters)
         self._log = log
 
-    @property
-    def outputs(self) -> Any:
-        """Those of the graph itself."""
-        return self.graph.outputs
-
-    @property
-    def nbytes(self) -> int:
-        """Likewise."""
-        return self.graph.nbytes
-
     def check_addresses(self) -> None:
-        """Likewise."""
+        """Those of the graph itself."""
         self.graph.check_addresses()
 
     def replay(self) -> None:
-        """Take the parameters as they are now, then run; a graph without any takes none."""
         if self.parameters:
             self._log.append({name: tensor.tolist() for name, tensor in self.parameters.items()})
         self.graph.replay()
+        self.outputs = self.graph.outputs
 
 
 @final
 class HandingBackend(HostBackend):
-    """One of the CPU's backends, said to have host parameters.
-
-    handed: what graphs were handed, one entry a replay. captured: the graphs that were captured with some.
-    """
+    """One of the CPU's backends, said to have host parameters. handed: what graphs were handed, one entry a replay."""
 
     name: ClassVar[str] = "handing"
 
     def __init__(self, inner: str) -> None:
         self._inner: Backend = choose(inner)
         self.handed: list[Handed] = []
-        self.captured: list[HandingGraph] = []
 
     @property
     def capabilities(self) -> Capabilities:
-        """An NPU's in what matters here."""
         return attrs.evolve(self._inner.capabilities, host_parameters=True, fills={"seq_len_fill": 0})
 
     def capture(
-        self,
-        step: Callable[[], Any],
-        *,
-        pool: object | None = None,
-        error_mode: str | None = None,
-        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+        self, step: Callable[[], Any], *, parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS, **options: Any
     ) -> Graph:
-        """The inner backend's, with the parameters."""
-        made = HandingGraph(self._inner.capture(step, pool=pool, error_mode=error_mode), parameters, self.handed)
-        if parameters:
-            self.captured.append(made)
-        return made
+        return HandingGraph(self._inner.capture(step, **options), parameters, self.handed)
 
     def interrupt(self, run: Interruption) -> Any:
-        """The inner backend's."""
         return self._inner.interrupt(run)
 
     def since(self) -> list[Handed]:
@@ -113,16 +77,6 @@ CONTEXT = Axis("CONTEXT", fixed=True)
 BUCKETS = (2, 5)
 Batch = dict[str, Any]
 each_inner = pytest.mark.parametrize("inner", INNER)
-
-
-def ends(kv_lens: torch.Tensor) -> torch.Tensor:
-    """Where each request's keys end, of padded rows too."""
-    return kv_lens.cumsum(0)
-
-
-def live(step: Step) -> int:
-    """How many requests there are."""
-    return step.live(BATCH)
 
 
 class Parameters(Inputs):
@@ -138,9 +92,9 @@ class Parameters(Inputs):
         limit=CONTEXT,
     )
     actual_seq_lengths: torch.Tensor = computed(
-        ends, shape=BATCH, dtype=torch.int64, placement=HOST, argument="actual_seq_lengths"
+        lambda kv_lens: kv_lens.cumsum(0), shape=BATCH, dtype=torch.int64, placement=HOST, argument="actual_seq_lengths"
     )
-    rows: torch.Tensor = computed(live, dtype=torch.int32, placement=HOST, argument="num_rows")
+    rows: torch.Tensor = computed(lambda step: step.live(BATCH), dtype=torch.int32, placement=HOST, argument="num_rows")
     window: torch.Tensor | None = host_parameter(BATCH, dtype=torch.int64, pad=-7, default=None)
     never: torch.Tensor | None = host_parameter(BATCH, dtype=torch.int64, pad=0, default=None, when="sparse")
 
@@ -173,9 +127,8 @@ def seen(view: Parameters) -> torch.Tensor:
 
 def columns(handed: Handed, requests: int) -> list[list[int]]:
     """The same of what was handed over."""
-    found = [handed["actual_seq_lengths_kv"], handed["actual_seq_lengths"]]
-    found.append([handed["num_rows"]] * len(found[0]))
-    found += [handed[name] for name in ("window",) if name in handed]
+    lens, ends, rows = (handed[name] for name in ("actual_seq_lengths_kv", "actual_seq_lengths", "num_rows"))
+    found = [lens, ends, [rows] * len(lens), *([handed["window"]] if "window" in handed else [])]
     return [list(row) for row in zip(*found, strict=True)][:requests]
 
 
@@ -185,40 +138,25 @@ def decode_step(view: Decoding) -> torch.Tensor:
 
 
 @functools.cache
-def decoding(inner: str, lowering: str, *, lazy: bool = False) -> tuple[DecodeRunner[Decoding], HandingBackend]:
+def decoding(inner: str, lowering: str, *, lazy: bool = False) -> tuple[Any, HandingBackend]:
     """A captured runner whose graphs are handed parameters."""
     backend = HandingBackend(inner)
-    runner = decoder(backend, lowering=lowering, lazy=lazy)
-    return runner, backend
+    return handing(backend, lowering=lowering, lazy=lazy), backend
 
 
-def decoder(backend: Any, **options: Any) -> DecodeRunner[Decoding]:
+def handing(backend: Any, step: Any = decode_step, **options: Any) -> Any:
     """A captured runner."""
-    given: dict[str, Any] = {"step": decode_step, "inputs": Decoding, **options}
-    runner = DecodeRunner(
-        given.pop("inputs"),
-        given.pop("step"),
-        buckets=BUCKETS,
-        backend=backend,
-        sizes={CONTEXT: 500},
-        settings={"sparse": False},
-        absent=[{"window"}],
-        progress=False,
-        **given,
-    )
-    runner.capture()
-    return runner
+    known: dict[str, Any] = {"sizes": {CONTEXT: 500}, "settings": {"sparse": False}, "absent": [{"window"}]}
+    return decoder(Decoding, step, buckets=BUCKETS, backend=backend, **known, **options)
 
 
 @st.composite
-def batches(draw: st.DrawFn, most: int = max(BUCKETS)) -> Batch:
+def batches(draw: st.DrawFn) -> Batch:
     """A batch whose parameters are lists, tensors of one dtype or the other; one of them may be missing."""
-    requests = draw(st.integers(1, most))
-    lens = draw(st.lists(st.integers(1, 400), min_size=requests, max_size=requests))
-    window = draw(st.none() | st.lists(st.integers(-99, 99), min_size=requests, max_size=requests))
+    requests = draw(st.integers(1, max(BUCKETS)))
+    lens, ids, window = (draw(st.lists(st.integers(1, 99), min_size=requests, max_size=requests)) for _ in range(3))
     make: Any = draw(st.sampled_from([list, torch.tensor, lambda rows: torch.tensor(rows, dtype=torch.int32)]))
-    ids = draw(st.lists(st.integers(1, 99), min_size=requests, max_size=requests))
-    return {"input_ids": torch.tensor(ids), "lens": make(lens), "window": window}
+    return {"input_ids": torch.tensor(ids), "lens": make(lens), "window": window if draw(st.booleans()) else None}
 
 
 def bucket_for(requests: int) -> int:
@@ -245,7 +183,7 @@ def test_each_replay_is_handed_its_own(inner: str, lowering: str, steps: list[Ba
 @each_inner
 @pytest.mark.parametrize("lowering", LADDER)
 def test_fill_and_replay_apart(inner: str, lowering: str) -> None:
-    """A fill hands nothing over, each replay of it does; a late capture between them changes nothing."""
+    """A fill and a refused batch hand nothing over, each replay does; a late capture between changes nothing."""
     runner, backend = decoding(inner, lowering, lazy=True)
     batch: Batch = {"input_ids": torch.tensor([3, 4]), "lens": [7, 9], "window": None}
     backend.since()
@@ -256,6 +194,13 @@ def test_fill_and_replay_apart(inner: str, lowering: str) -> None:
         runner.replay(view)
         assert backend.since() == [right(batch, 2)]
     assert view.kv_lens.tolist() == [7, 9]
+    wrong = {501: r"slot 'kv_lens': row 1 is 501, over the limit of CONTEXT = 500", 7.5: "slot 'kv_lens'"}
+    for length, said in wrong.items():
+        with pytest.raises(BatchError, match=said):
+            runner({**batch, "lens": [6, length]})
+    assert backend.since() == []
+    runner(batch)
+    assert backend.since() == [right(batch, 2)]
 
 
 @each_inner
@@ -268,27 +213,10 @@ def test_eager_steps(inner: str) -> None:
     assert (runner(batch) - batch["input_ids"][:, None]).tolist() == columns(right(batch, 6), 6)
     known: dict[str, Any] = {"sizes": {CONTEXT: 500}, "settings": {"sparse": False}, "backend": backend}
     for no_copy in (False, True):
-        given = {**batch, "lens": batch["lens"].int(), "window": torch.tensor(batch["window"])}
-        known["no_copy"] = no_copy
-        eager = EagerRunner(Decoding, lambda view: (view.kv_lens.tolist(), view.rows.item()), **known)
-        assert eager(given) == ([3, 4, 5, 6, 7, 8], 6)
+        given_batch = {**batch, "lens": batch["lens"].int(), "window": torch.tensor(batch["window"])}
+        step: Any = lambda view: (view.kv_lens.tolist(), view.rows.item())  # noqa: E731 - as small as one can be
+        assert EagerRunner(Decoding, step, no_copy=no_copy, **known)(given_batch) == ([3, 4, 5, 6, 7, 8], 6)
     assert backend.since() == []
-
-
-@each_inner
-def test_refused_batch_hands_nothing_over(inner: str) -> None:
-    """A length over the limit is refused before anything is written, and the next step has its own values."""
-    runner, backend = decoding(inner, "in_graph")
-    good: Batch = {"input_ids": torch.tensor([5]), "lens": [6], "window": None}
-    runner(good)
-    backend.since()
-    with pytest.raises(BatchError, match=r"slot 'kv_lens': row 1 is 501, over the limit of CONTEXT = 500"):
-        runner({"input_ids": torch.tensor([5, 6]), "lens": [6, 501], "window": None})
-    with pytest.raises(BatchError, match="slot 'kv_lens'"):
-        runner({"input_ids": torch.tensor([5, 6]), "lens": [6, 7.5], "window": None})
-    assert backend.since() == []
-    runner(good)
-    assert backend.since() == [right(good, 2)]
 
 
 class Chaining(standard.MultiLayerDraftExtendInputs, Parameters, drop=("next_token_logits", "seq_lens_cpu")):
@@ -312,11 +240,7 @@ def test_ordinary_host_values(backend_name: str) -> None:
     device = choose(backend_name).device
     if choose(backend_name).capabilities.host_parameters:
         pytest.skip("operators take the parameters of this device: its own tests hold them")
-
-    def step(view: Decoding) -> torch.Tensor:
-        return view.input_ids + 1
-
-    runner = decoder(backend_name, step=step)
+    runner = handing(backend_name, step=lambda view: view.input_ids + 1)
     for rows in (3, 1, 5, 2):
         batch: Batch = {"input_ids": torch.arange(rows, device=device), "lens": [9 + row for row in range(rows)]}
         view = runner.fill(batch)
@@ -337,7 +261,7 @@ def test_no_part_of_a_parameter(inner: str) -> None:
         return torch.cat([seen(view.narrow(BATCH, 0, 1)), seen(view.narrow(BATCH, 1, view.input_ids.shape[0]))])
 
     with pytest.raises(CaptureError, match=r"slot '(kv_lens|actual_seq_lengths|window)' is a host parameter, and"):
-        decoder(HandingBackend(inner), step=step)
+        handing(HandingBackend(inner), step=step)
     runner, backend = decoding(inner, "foreach")
     backend.since()
     view = runner.fill({"input_ids": torch.arange(4), "lens": [4, 3, 2, 1], "window": None})
@@ -347,10 +271,9 @@ def test_no_part_of_a_parameter(inner: str) -> None:
 
 def test_parameter_cannot_be_chained() -> None:
     """Steps of one graph have one value: no step has a parameter of its own."""
-    step: Any = print  # never called
     known: dict[str, Any] = {"width": 2, "settings": {"sparse": False}, "buckets": BUCKETS, "backend": "cpu"}
-    with pytest.raises(ConfigError, match="slot 'own' is a host parameter, one for the graph of all steps"):
-        MultiLayerDraftExtendRunner(Chaining, [step], chained=["own"], **known)
+    with pytest.raises(ConfigError, match="chained names 'own', which is no slot that Chaining copies"):
+        MultiLayerDraftExtendRunner(Chaining, [lambda *_: None], chained=["own"], **known)
 
 
 READS: dict[str, Any] = {
@@ -365,11 +288,9 @@ def test_read_that_would_be_frozen() -> None:
     """cpu-capture says of a parameter that is read on the host that its value would stay, and what to do."""
     for name, read in READS.items():
         step: Any = lambda view, read=read: [read(view), view.input_ids][1]  # noqa: E731 - as small as one can be
-        said = (
-            f"cannot use {name} of host parameter 'actual_seq_lengths_kv': this device has no host parameters, so that"
-        )
+        said = f"cannot use {name} of host parameter 'actual_seq_lengths_kv': this device has no host parameters, so"
         with pytest.raises(CaptureError, match=said):
-            decoder("cpu-capture", step=step)
+            handing("cpu-capture", step=step)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,31 +3,16 @@
 import functools
 import gc
 import weakref
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Final
 
-import attrs
 import pytest
 import structlog.testing
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotgraph import (
-    BATCH,
-    TOKENS,
-    Axis,
-    DecodeRunner,
-    Inputs,
-    Step,
-    computed,
-    constant,
-    copied,
-    keep,
-    output,
-    staged,
-)
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, Inputs, Step, computed, constant, copied, keep, output, staged
 from slotgraph.backends import Backend
 from slotgraph.dataflow.errors import BindError, ComputeError, ConfigError, ReplayError, StaleOutputError
 from slotgraph.extend import HOST, once
@@ -47,16 +32,6 @@ def head(device: torch.device) -> torch.Tensor:
     return torch.randn(6, 24, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(device)
 
 
-def live_requests(step: Step) -> int:
-    """Computed on the host."""
-    return step.live(BATCH) + 100
-
-
-def doubled(ids: torch.Tensor) -> torch.Tensor:
-    """Computed on the device."""
-    return ids * 2
-
-
 class DraftInputs(Inputs):
     """Small, of many kinds, with a nested source."""
 
@@ -64,8 +39,8 @@ class DraftInputs(Inputs):
     weights: torch.Tensor = copied(BATCH, dtype=torch.float64, pad=once(1.5), source="ngram.weights")
     hidden: torch.Tensor = copied(TOKENS, HIDDEN, dtype=torch.float64, pad=0.25, source="proxy.hidden")
     lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=keep("its tail is not read"))
-    requests: torch.Tensor = computed(live_requests, shape=1, dtype=torch.int64)
-    rows: torch.Tensor = computed(doubled, shape=TOKENS, dtype=torch.int64)
+    requests: torch.Tensor = computed(lambda step: step.live(BATCH) + 100, shape=1, dtype=torch.int64)
+    rows: torch.Tensor = computed(lambda ids: ids * 2, shape=TOKENS, dtype=torch.int64)
     widths: torch.Tensor = constant(WIDTH, shape=(BATCH,), dtype=torch.int64)
     logits: torch.Tensor = output(TOKENS, VOCABULARY, dtype=torch.float64)
 
@@ -85,11 +60,7 @@ class ExtendInputs(DraftInputs, drop=("lens",)):
     on_host: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=2, placement=HOST)
 
 
-DECLARATIONS: Final[Mapping[str, type[DraftInputs]]] = {
-    "draft": DraftInputs,
-    "verify": VerifyInputs,
-    "extend": ExtendInputs,
-}
+DECLARATIONS: Final = {"draft": DraftInputs, "verify": VerifyInputs, "extend": ExtendInputs}
 
 
 def step(view: DraftInputs) -> torch.Tensor:
@@ -105,31 +76,6 @@ def step(view: DraftInputs) -> torch.Tensor:
         slots["next_hidden"].copy_(rows)
     slots["logits"].copy_(rows @ head(rows.device))
     return slots["logits"] if isinstance(slots["logits"], torch.Tensor) else rows
-
-
-def batch_of(phase: str, requests: int, seed: int) -> SimpleNamespace:
-    """A batch of one token a request."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def integers() -> torch.Tensor:
-        return torch.randint(1, 50, (requests,), generator=draw)
-
-    batch = SimpleNamespace(
-        ids=integers(),
-        ngram={"weights": torch.rand(requests, generator=draw, dtype=torch.float64)},
-        proxy=_Proxy(torch.randn(requests, 6, generator=draw, dtype=torch.float64)),
-        lens=integers(),
-        accepted=integers().int(),
-        on_host=integers(),
-    )
-    if phase == "verify" and seed % 2:
-        batch.positions = integers()
-    return batch
-
-
-@attrs.frozen
-class _Proxy:
-    hidden: torch.Tensor
 
 
 Runners = dict[str, DecodeRunner[Any]]
@@ -155,43 +101,41 @@ def runners_of(backend: Backend | str, pool: InputPool | None, **options: Any) -
     return made
 
 
-def produce(runners: Runners, phase: str, requests: int, seed: int) -> None:
-    """Write the mask, as its producer does in the verify phase."""
-    if phase == "verify":
-        mask = runners[phase].graphs.buffers["mask"].tensor
-        drawn = torch.randint(0, 2, (requests, 40), generator=torch.Generator().manual_seed(seed + 1)).bool()
-        mask[:requests].copy_(drawn)
-
-
-def run(runners: Runners, phase: str, requests: int, seed: int) -> torch.Tensor:
-    """One step of one phase; verify has no more requests than it has a mask for."""
+def batch_of(runners: Runners, phase: str, requests: int, seed: int) -> Any:
+    """A batch of one token a request; for verify its mask is produced, which has room for the largest bucket."""
+    draw = torch.Generator().manual_seed(seed)
     requests = min(requests, max(BUCKETS)) if phase == "verify" else requests
-    produce(runners, phase, requests, seed)
-    outputs: torch.Tensor = runners[phase](batch_of(phase, requests, seed)).clone()
+    ids, lens, accepted, on_host, positions = torch.randint(1, 50, (5, requests), generator=draw)
+    weights, hidden = (torch.rand(shape, generator=draw, dtype=torch.float64) for shape in ((requests,), (requests, 6)))
+    batch = {"ids": ids, "lens": lens, "accepted": accepted.int(), "on_host": on_host}
+    if phase == "verify":
+        mask = torch.randint(0, 2, (requests, 40), generator=draw).bool()
+        runners[phase].graphs.buffers["mask"].tensor[:requests].copy_(mask)
+        batch |= {"positions": positions} if seed % 2 else {}
+    return SimpleNamespace(ngram={"weights": weights}, proxy=SimpleNamespace(hidden=hidden), **batch)
+
+
+def run(runners: Runners, *step_of: Any) -> torch.Tensor:
+    """One step of one phase."""
+    outputs: torch.Tensor = runners[step_of[0]](batch_of(runners, *step_of)).clone()
     return outputs
 
 
-def filled(runners: Runners, phase: str, requests: int, seed: int) -> dict[str, list[Any]]:
+def filled(runners: Runners, *step_of: Any) -> dict[str, list[Any]]:
     """The slots after a fill, tails and all, of those that have a rule for them."""
-    requests = min(requests, max(BUCKETS)) if phase == "verify" else requests
-    produce(runners, phase, requests, seed)
-    view = runners[phase].fill(batch_of(phase, requests, seed)).__dict__
+    view = runners[step_of[0]].fill(batch_of(runners, *step_of)).__dict__
     named = ("ids", "hidden", "requests", "widths", "mask", "positions", "accepted", "on_host")
     return {name: view[name].tolist() for name in named if isinstance(view.get(name), torch.Tensor)}
 
 
+Turn = tuple[str, int, int]
 turns = st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 7), st.integers(0, 2**31)), min_size=8, max_size=24)
 
 
 @given(turns=turns, data=st.data())
 @settings(max_examples=10)
-def test_shared_memory_changes_no_output(
-    backend: Backend, turns: list[tuple[str, int, int]], data: st.DataObject
-) -> None:
-    """Phases in any order, any sizes, eager ones too: outputs are those of runners with memory of their own.
-
-    Also where the pool is laid out in another mode, of inference or not, than steps run in.
-    """
+def test_shared_memory_changes_no_output(backend: Backend, turns: list[Turn], data: st.DataObject) -> None:
+    """Phases in any order, any sizes and either mode of inference give what runners with memory of their own give."""
     lowering, pool = data.draw(st.sampled_from(backend.capabilities.lowerings)), InputPool(*PHASES)
     with torch.inference_mode(data.draw(st.booleans())):
         shared = runners_of(backend, pool, lowering=lowering)
@@ -199,11 +143,11 @@ def test_shared_memory_changes_no_output(
     assert pool.layout is not None
     assert pool.layout.saved > 0
     with torch.inference_mode(data.draw(st.booleans())):
-        for phase, requests, seed in turns:
-            if seed % 2:
-                assert torch.equal(run(shared, phase, requests, seed), run(alone, phase, requests, seed))
+        for turn in turns:
+            if turn[-1] % 2:
+                assert torch.equal(run(shared, *turn), run(alone, *turn))
             else:
-                assert filled(shared, phase, requests, seed) == filled(alone, phase, requests, seed)
+                assert filled(shared, *turn) == filled(alone, *turn)
 
 
 def test_constants_and_set_once_are_established_for_each(backend: Backend) -> None:
@@ -212,10 +156,9 @@ def test_constants_and_set_once_are_established_for_each(backend: Backend) -> No
     for seed, phase in enumerate((*PHASES, *PHASES)):
         run(shared, phase, 1 + seed % 4, seed)
     buffers = {phase: runner.graphs.buffers for phase, runner in shared.items()}
-    assert len({one["widths"].tensor.data_ptr() for one in buffers.values()}) == len(PHASES)
-    assert all(one["widths"].tensor.eq(1).all() for one in buffers.values())
-    assert len({one["weights"].tensor.data_ptr() for one in buffers.values()}) == len(PHASES)
-    assert all(one["weights"].tensor[4].item() == 1.5 for one in buffers.values())
+    for name, held in (("widths", 1), ("weights", 1.5)):
+        assert len({one[name].tensor.data_ptr() for one in buffers.values()}) == len(PHASES)
+        assert all(one[name].tensor[4].item() == held for one in buffers.values())
     memory = shared["verify"].graphs.memory()
     assert (memory.inputs, memory.shared) == (0, sum(buffer.nbytes for buffer in buffers["verify"]))
 
@@ -234,21 +177,20 @@ def test_a_runner_that_joins_late_has_its_own(backend: Backend) -> None:
         assert before[phase] == {buffer.name: buffer.tensor.data_ptr() for buffer in runner.graphs.buffers}
 
 
-@pytest.mark.parametrize("sharing", [None, False])
-def test_record_of_the_backend_decides(backend: Backend, sharing: bool | None) -> None:  # noqa: FBT001 - a parameter
+def test_record_of_the_backend_decides(backend: Backend) -> None:
     """Where a backend pools no inputs nothing is shared unless one is told to; where it does, one may decline."""
-    pool = InputPool(*PHASES)
-    shared = runners_of(backend, pool, sharing=sharing)
-    pools = backend.capabilities.pools_inputs and sharing is None
-    assert any(buffer.pooled for buffer in shared["draft"].graphs.buffers) is pools
-    assert (pool.layout is not None) is pools
+    for sharing in (None, False):
+        pool = InputPool(*PHASES)
+        shared = runners_of(backend, pool, sharing=sharing)
+        pools = backend.capabilities.pools_inputs and sharing is None
+        assert any(buffer.pooled for buffer in shared["draft"].graphs.buffers) is pools
+        assert (pool.layout is not None) is pools
 
 
 def test_an_output_is_stale_when_another_phase_has_begun(backend: Backend) -> None:
     """In debug mode an output in shared memory is caught that is read after another phase's fill."""
     shared = runners_of(backend, InputPool(*PHASES), debug=True)
-    produce(shared, "verify", 3, 1)
-    outputs = shared["verify"](batch_of("verify", 3, 1))
+    outputs = shared["verify"](batch_of(shared, "verify", 3, 1))
     assert outputs.sum().isfinite()
     run(shared, "extend", 3, 2)
     with pytest.raises(StaleOutputError, match="overwritten"):
@@ -275,20 +217,6 @@ def test_faults_are_said_at_once() -> None:
         runner_of("cpu", pool, "draft", bind={"ids": torch.zeros(3, dtype=torch.int64)})
 
 
-def test_a_step_of_another_ends_a_view(backend: Backend) -> None:
-    """A view that was filled before another phase's step is refused, however that step was done."""
-    for lowering in backend.capabilities.lowerings:
-        pool = InputPool(*PHASES)
-        shared = runners_of(backend, pool, lowering=lowering)
-        batch = batch_of("draft", 3, 2)
-        for _ in range(3):
-            shared["draft"](batch)  # by a shortcut, where there is one
-        view = shared["extend"].fill(batch_of("extend", 2, 3))
-        shared["draft"](batch)
-        with pytest.raises(ReplayError, match="another runner of this one's pool was filled since"):
-            shared["extend"].replay(view)
-
-
 def test_a_late_capture_leaves_others_alone(backend: Backend) -> None:
     """A runner that is captured, or asked about, between another's fill and its replay changes neither of them."""
     pool, alone = InputPool(*PHASES), runners_of(backend, None, lowering="foreach")
@@ -296,13 +224,10 @@ def test_a_late_capture_leaves_others_alone(backend: Backend) -> None:
     third = runner_of(backend, pool, "draft", lowering="foreach")
     first.capture()
     runners = {"verify": first}
-    for seed, late in enumerate((lambda: second.parts, second.capture, third.capture)):
-        produce(runners, "verify", 3, seed)
-        produce(alone, "verify", 3, seed)
-        batch = batch_of("verify", 3, seed)
-        view = first.fill(batch)
+    for seed, late in enumerate((lambda: second.graphs, second.capture, third.capture)):
+        view = first.fill(batch_of(runners, "verify", 3, seed))
         late()
-        assert torch.equal(first.replay(view), alone["verify"](batch))
+        assert torch.equal(first.replay(view), run(alone, "verify", 3, seed))
         assert filled(runners, "verify", 3, seed) == filled(alone, "verify", 3, seed)
 
 
@@ -310,9 +235,8 @@ def test_producers_of_another_are_known(backend: Backend) -> None:
     """Rows that a producer wrote for a step that never came are no row of anyone's tail."""
     pool, alone = InputPool(*PHASES), runners_of(backend, None, lowering="foreach")
     shared = runners_of(backend, pool, lowering="foreach")
-    draft = batch_of("draft", 1, 4)
     for _ in range(2):
-        shared["draft"](draft)
+        run(shared, "draft", 1, 4)
     produced = shared["extend"].inputs(5)
     for value in (-3, -5):
         for slot in (produced.ids, produced.hidden, produced.logits):
@@ -336,13 +260,13 @@ def test_kept_slots_share_with_nobody(backend: Backend) -> None:
 
 
 PAGES: Final = Axis("PAGES")
-COUNTED: Final[dict[str, Any]] = {}
+FAILS: Final = [False]
 
 
 def counted(step: Step) -> int:
     """Computed on the host, or not at all."""
-    if COUNTED:
-        raise ValueError(COUNTED["why"])
+    if FAILS[0]:
+        raise ValueError("nothing to count")
     return step.live(BATCH)
 
 
@@ -362,12 +286,10 @@ class WideInputs(Inputs):
 def test_a_step_that_broke_off_ends_the_view_of_another(backend: Backend) -> None:
     """What a step has written before it raises may be another's slot, whose view is refused then, by whatever way."""
     for lowering in backend.capabilities.lowerings:
-        pool = InputPool("wide", "paged")
+        pool, sum_of = InputPool("wide", "paged"), lambda view: view.table.sum(1) + view.count
         options: dict[str, Any] = {"buckets": [4], "backend": backend, "lowering": lowering, "sharing": True}
-        wide = DecodeRunner(WideInputs, lambda view: view.rows.sum(1), phase=pool["wide"], **options)
-        paged = DecodeRunner(
-            PagedInputs, lambda view: view.table.sum(1) + view.count, sizes={PAGES: 40}, phase=pool["paged"], **options
-        )
+        wide: Any = DecodeRunner(WideInputs, lambda view: view.rows.sum(1), phase=pool["wide"], **options)
+        paged: Any = DecodeRunner(PagedInputs, sum_of, sizes={PAGES: 40}, phase=pool["paged"], **options)
         for runner in (wide, paged):
             runner.capture()
         assert pool.layout is not None
@@ -376,12 +298,10 @@ def test_a_step_that_broke_off_ends_the_view_of_another(backend: Backend) -> Non
         for _ in range(4):
             paged({"table": table})
         view = wide.fill({"rows": torch.rand(3, 40, dtype=torch.float64)})
-        COUNTED["why"] = "nothing to count"
-        try:
-            with pytest.raises(ComputeError, match="nothing to count"):
-                paged({"table": table})
-        finally:
-            COUNTED.clear()
+        FAILS[0] = True
+        with pytest.raises(ComputeError, match="nothing to count"):
+            paged({"table": table})
+        FAILS[0] = False
         with pytest.raises(ReplayError, match="another runner of this one's pool was filled since"):
             wide.replay(view)
 

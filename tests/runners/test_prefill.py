@@ -173,7 +173,6 @@ def test_options_that_do_not_fit() -> None:
     refused("output_rows is TOKENS, BATCH or None, got 'tokens'", output_rows="tokens")
     refused("sizes of BATCH and TOKENS follow from max_batch= and buckets=", sizes={TOKENS: 4})
     refused("Paged needs sizes= for PAGES: the most rows that a batch brings", inputs=Paged)
-    refused("lend names 'nothing', which is no slot", lend={"nothing": print})
 
 
 def test_outputs_of_other_rows(cpu: str) -> None:

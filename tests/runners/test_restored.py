@@ -1,7 +1,8 @@
-"""Slots that a step advances and everyone finds as filled, and slots that are lent while the step's code runs."""
+"""Slots that a step advances, and tensors that somebody changes in place: no later step is harmed."""
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -10,13 +11,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
 
-from slotgraph import TOKENS, DecodeRunner, EagerRunner, Inputs, copied, keep
+from slotgraph import BATCH, TOKENS, DecodeRunner, EagerRunner, Inputs, computed, copied, graph_break, keep, output
+from slotgraph.backends import choose
 from slotgraph.backends.base import Backend
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.dataflow.errors import CaptureError, DeclarationErrors, ReplayError
+from slotgraph.dataflow.errors import DeclarationErrors, ReplayError
+from slotgraph.errors import ComputeError
 from slotgraph.extend import once
-from tests.runners.models import bytes_of, same_batch, snapshot
+from tests.runners.models import batch_for, bytes_of, decoder, same_batch, snapshot
+from tests.runners.prefilled import Prefill, around, assert_equal
+from tests.strategies import declaration_of
 
 STEPS = 3
 LIMIT = 200
@@ -60,15 +66,10 @@ class Draft:
 
 
 def batch_of(rows: int, seed: int, device: torch.device | str = "cpu", *, mrope: bool = True) -> dict[str, Any]:
-    """Random rows."""
-    draw = torch.Generator().manual_seed(seed)
-    found = {
-        "ids": torch.randint(1, 9, (rows,), generator=draw),
-        "positions": torch.randint(10, LIMIT - STEPS, (rows,), generator=draw),
-    }
-    if mrope:
-        found["mrope"] = torch.randint(10, 99, (3, rows), generator=draw)
-    return {name: value.to(device) for name, value in found.items()}
+    """Random rows; no position is a tail's."""
+    batch = batch_for(DraftInputs, {TOKENS: rows}, seed, device)
+    batch["positions"] += 10
+    return batch if mrope else {name: value for name, value in batch.items() if name != "mrope"}
 
 
 def answer(batch: dict[str, Any]) -> torch.Tensor:
@@ -121,73 +122,39 @@ def test_any_sequence(backend: Backend, lowering: str, turns: list[tuple[int, bo
         assert same_batch(batch, given_batch)
 
 
-class Flag:
-    """Raises once, when it is set."""
-
-    def __init__(self) -> None:
-        self.up = False
-
-    def __call__(self) -> bool:
-        """Whether it was up."""
-        self.up, was = False, self.up
-        return was
-
-
-@pytest.mark.parametrize("lowering", LADDER)
-def test_eager_step_that_raises(cpu: str, lowering: str) -> None:
-    """A step that raises midway spoils nothing: not the batch, and no tail of the graphs' next fills."""
-    flag = Flag()
-    runner = DecodeRunner(DraftInputs, Draft(TABLE, flag), backend=cpu, buckets=[8], max_waste=0.5, lowering=lowering)
-    runner.capture()
-    for seed, (rows, requests) in enumerate([(3, 4), (1, 7), (12, 5), (2, 8), (3, 6)]):
-        bad, good = batch_of(rows, seed), batch_of(requests, seed)
-        given_batch = snapshot(bad)
-        flag.up = True
-        with pytest.raises(RuntimeError, match="no kernel"):
-            runner(bad)
-        assert same_batch(bad, given_batch)
-        torch.testing.assert_close(runner(bad), answer(bad))
-        assert_clean(runner, good)
-        torch.testing.assert_close(runner(good), answer(good))
-
-
 @pytest.mark.parametrize("lowering", LADDER)
 def test_replay_that_raises(cpu: str, lowering: str) -> None:
-    """A replay that breaks off midway leaves no stale row: the batch is the caller's, and the next fills are clean."""
-    runner = runner_over(cpu, Draft(TABLE), lowering=lowering)
+    """A step that breaks off midway, in a replay or eagerly, spoils nothing: neither the batch nor a later tail."""
+    runner = runner_over(cpu, Draft(TABLE), lowering=lowering, max_waste=0.6)
     runner.capture()
-    for rows in (3, 7, 1):
+    assert runner.decide(batch_of(9, 1)).path == "eager"
+    for rows, others in itertools.product((3, 7, 1, 12), ((1, 5), (4, 8))):
         bad = batch_of(rows, rows)
         bad["positions"][0] = LIMIT - 2  # the second step's look-up is past the table
         given_batch = snapshot(bad)
         with pytest.raises((IndexError, ReplayError)):
             runner(bad)
         assert same_batch(bad, given_batch)
-        for smaller in (rows, 1, 5):
+        for smaller in (rows, *others):
             good = batch_of(smaller, smaller)
             assert_clean(runner, good)
             torch.testing.assert_close(runner(good), answer(good))
 
 
-def converted(value: torch.Tensor) -> dict[str, Any]:
-    """The same numbers as each kind of source."""
-    return {"tensor": value, "array": value.numpy().copy(), "list": value.tolist()}
-
-
 @pytest.mark.parametrize("inputs", [DraftInputs, RewrittenInputs])
 def test_no_copy_spares_the_batch(backend: Backend, inputs: type[DraftInputs] | type[RewrittenInputs]) -> None:
     """Handed through, a slot that the step writes is a copy: the caller's batch stays, also where the step raises."""
-    flag = Flag()
-    step = Draft(TABLE.to(backend.device), flag)
+    fails = [False]
+    step = Draft(TABLE.to(backend.device), lambda: fails[0])
     eager: EagerRunner[Any] = EagerRunner(inputs, step, backend=backend, no_copy=True)
-    for rows, kind, fails in itertools.product((3, 6), ("tensor", "array", "list"), (False, True)):
+    converted: dict[str, Any] = {"array": lambda one: one.numpy().copy(), "list": torch.Tensor.tolist}
+    for rows, kind, fails[0] in itertools.product((3, 6), ("tensor", "array", "list"), (False, True)):
         batch = batch_of(rows, rows, backend.device, mrope=inputs is DraftInputs)
         right = answer(batch)
-        if kind != "tensor":
-            batch["positions"] = converted(batch["positions"].cpu())[kind]
+        if kind in converted:
+            batch["positions"] = converted[kind](batch["positions"].cpu())
         given_batch = snapshot(batch)
-        flag.up = fails
-        if fails:
+        if fails[0]:
             with pytest.raises(RuntimeError, match="no kernel"):
                 eager(batch)
         else:
@@ -198,36 +165,22 @@ def test_no_copy_spares_the_batch(backend: Backend, inputs: type[DraftInputs] | 
 
 def test_outputs_keep_what_the_step_made(backend: Backend) -> None:
     """A restored slot that is returned, or a part of it, is returned as the step left it."""
-    made: list[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = [
-        (lambda slot: slot, lambda found: found),
-        (lambda slot: slot[:, None][:, 0], lambda found: found),
-        (lambda slot: {"at": [slot]}, lambda found: found["at"][0]),
+    made: list[Callable[[torch.Tensor], Any]] = [
+        lambda slot: slot,
+        lambda slot: slot[:, None][:, 0],
+        lambda slot: {"at": [slot]},
     ]
-    for make, found_in in made:
+    for make in made:
 
         def step(view: DraftInputs, make: Callable[[torch.Tensor], Any] = make) -> Any:
             view.positions.add_(STEPS)
             return make(view.positions)
 
-        runner: Any = DecodeRunner(DraftInputs, step, backend=backend, buckets=[4], absent=[{"mrope"}])
-        runner.capture()
-        eager: Any = EagerRunner(DraftInputs, step, backend=backend)
-        for rows in (3, 2, 9):
+        runner = decoder(DraftInputs, step, backend=backend, absent=[{"mrope"}])
+        for rows, run in itertools.product((3, 2, 9), (runner, EagerRunner(DraftInputs, step, backend=backend))):
             batch = batch_of(rows, rows, backend.device, mrope=False)
-            for run in (runner, eager):
-                assert torch.equal(found_in(run(batch)), batch["positions"] + STEPS)
-
-
-def test_writes_elsewhere_are_still_refused(cpu: str) -> None:
-    """That one slot is restored frees no other: a step that writes a slot declared as read only is not captured."""
-
-    def step(view: DraftInputs) -> torch.Tensor:
-        view.positions.add_(1)
-        return view.ids.add_(1)
-
-    runner = DecodeRunner(DraftInputs, step, backend=cpu, buckets=[4])
-    with pytest.raises(CaptureError, match="the step writes 'ids'"):
-        runner.capture()
+            [found] = pytree.tree_leaves(run(batch))
+            assert torch.equal(found, batch["positions"] + STEPS)
 
 
 def test_tails_that_are_kept(cpu: str) -> None:
@@ -239,8 +192,7 @@ def test_tails_that_are_kept(cpu: str) -> None:
     def step(view: Kept) -> torch.Tensor:
         return view.positions.add_(1).clone()
 
-    runner = DecodeRunner(Kept, step, backend=cpu, buckets=[4])
-    runner.capture()
+    runner = decoder(Kept, step, backend=cpu)
     runner({"positions": [5, 6, 7, 8]})
     for _ in range(3):
         assert runner({"positions": np.array([9])}).tolist() == [10]
@@ -249,153 +201,155 @@ def test_tails_that_are_kept(cpu: str) -> None:
 
 def test_what_cannot_be_restored() -> None:
     """A slot is rewritten or restored, not both; and one whose tail is set once cannot lose it where a step raises."""
+    both = copied(TOKENS, dtype=torch.int64, pad=0, rewritten=True, restored=True)
     with pytest.raises(DeclarationErrors) as refused:
-
-        class Both(Inputs):
-            one: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0, rewritten=True, restored=True)
-            two: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=once(1), restored=True)
-
-    said = [str(fault) for fault in refused.value.exceptions]
-    assert said[0].startswith("Both.one: slot 'one': it is both rewritten and restored")
-    assert said[1].startswith("Both.two: slot 'two': it is restored, and its tail is set once")
+        declaration_of({"one": both, "two": copied(TOKENS, dtype=torch.int64, pad=once(1), restored=True)})
+    one, two = map(str, refused.value.exceptions)
+    assert "slot 'one': it is both rewritten and restored" in one
+    assert "slot 'two': it is restored, and its tail is set once" in two
 
 
-LAYERS = 5
-ROWS = 64
-WINDOW = 40
+class Wide(Inputs):
+    """Slots of one and two dims, copied, computed on either side, and written by the step."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-1)
+    pairs: torch.Tensor = copied(BATCH, 3, dtype=torch.int64, pad=0)
+    here: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=2, placement="host")
+    count: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int64)
+    twice: torch.Tensor = computed(lambda ids: ids * 2, shape=BATCH, dtype=torch.int64)
+    written: torch.Tensor = output(BATCH, dtype=torch.int64)
 
 
-@attrs.define(eq=False)
-class Pool:
-    """A sliding-window KV pool: rows of its own, reached through a table, or straight where it was lent the locations.
+def wide_step(view: Wide) -> torch.Tensor:
+    """A number of every slot, which it also leaves in the output slot."""
+    rows = view.ids * 1000 + view.pairs.sum(1) + view.twice + view.count
+    view.written.copy_(rows)
+    return rows * 1
 
-    translations: look-ups that its code made. seen: shapes of what it was lent, None where it was taken back.
+
+def expected(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The same in plain code."""
+    return batch["ids"] * 1002 + batch["pairs"].sum(1) + len(batch["ids"])
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "unsqueeze_": lambda one: one.unsqueeze_(0),
+    "squeeze_": lambda one: one.squeeze_(),
+    "t_": lambda one: one.t_(),
+    "transpose_": lambda one: one.transpose_(0, -1),
+    "swapaxes_": lambda one: one.swapaxes_(0, -1),
+    "as_strided_": lambda one: one.as_strided_((1,), (1,)),
+    "resize_": lambda one: one.resize_(1),
+    "resize_as_": lambda one: one.resize_as_(torch.ones(1, 1, dtype=one.dtype)),
+    "set_": lambda one: one.set_(torch.full_like(one, 55).untyped_storage(), 0, one.shape, one.stride()),
+    "set_ whole": lambda one: one.set_(one.untyped_storage()),
+    "data of another": lambda one: setattr(one, "data", torch.full_like(one, 66)),
+    "data of its own": lambda one: setattr(one, "data", one.data[:1]),
+    "resize_ beyond": lambda one: one.resize_(1 << 20),
+    "free": lambda one: one.untyped_storage().resize_(0),
+}
+"""What can be done to a tensor beside writing its elements. Torch may refuse some of it."""
+
+
+def spoil(tensor: torch.Tensor, how: str) -> None:
+    """Do it, unless torch itself refuses."""
+    with suppress(RuntimeError):
+        CHANGES[how](tensor)
+
+
+WAYS = [*(f"{backend} {one}" for backend in ("cpu", "cpu-capture") for one in choose("cpu").capabilities.lowerings)]
+
+
+def runner_of(way: str, inputs: Any, step: Callable[[Any], Any]) -> Any:
+    """A captured runner, or an eager one."""
+    if way in ("eager", "no copy"):
+        return EagerRunner(inputs, step, backend="cpu", no_copy=way == "no copy")
+    backend, lowering = way.split()
+    rows = BATCH if inputs is Wide else None
+    return decoder(inputs, step, buckets=[2, 6], backend=backend, lowering=lowering, output_rows=rows)
+
+
+steps = st.lists(
+    st.tuples(
+        st.integers(1, 8),
+        st.sampled_from(["run", "fill", "inputs"]),
+        st.sampled_from([*CHANGES]),
+        st.sampled_from(["ids", "pairs", "here", "count", "twice", "written", "outputs"]),
+    ),
+    min_size=3,
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "eager"])
+@settings(max_examples=10)
+@given(turns=steps, inside=st.sampled_from(["unsqueeze_", "transpose_"]) | st.none())
+def test_views_and_outputs(way: str, turns: list[tuple[int, str, str, str]], inside: str | None) -> None:
+    """Whatever is done to the shape or the memory of a tensor that was handed out, later steps are right.
+
+    So they are where the step's own code does it: each run sees its view unchanged.
     """
+    seen: list[Any] = []
 
-    table: torch.Tensor
-    rows: torch.Tensor
-    lent: torch.Tensor | None = None
-    translations: int = 0
-    seen: list[tuple[int, ...] | None] = attrs.field(factory=list)
+    def step(view: Wide) -> torch.Tensor:
+        outputs = wide_step(view)
+        seen.append((tuple(view.pairs.shape), tuple(view.ids.shape)))
+        if inside:
+            spoil(view.pairs, inside)
+            spoil(view.ids, inside)
+        return outputs
 
-    @classmethod
-    def on(cls, device: torch.device | str) -> "Pool":
-        """A pool in which each of the other pool's rows has its place; what was not written is no live row's value."""
-        draw = torch.Generator().manual_seed(4)
-        table = torch.cat([torch.zeros(1), torch.randperm(WINDOW - 1, generator=draw) + 1, torch.zeros(ROWS - WINDOW)])
-        return cls(table.to(device, torch.int32), torch.full((LAYERS, WINDOW, 2), -1.0, device=device))
-
-    def lend(self, locations: torch.Tensor | None) -> None:
-        """Take the locations of this step's tokens, or give them back."""
-        self.lent = locations
-        self.seen.append(None if locations is None else tuple(locations.shape))
-
-    def write(self, layer: int, locations: torch.Tensor, values: torch.Tensor) -> None:
-        """Store one row a token at the other pool's locations."""
-        where = self.lent
-        if where is None:
-            self.translations += 1
-            where = self.table[locations]
-        self.rows[layer].index_put_((where,), values)
-
-
-class SlidingInputs(Inputs):
-    """Tokens with their locations in both pools."""
-
-    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    out_cache_loc: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
-    out_cache_loc_swa: torch.Tensor | None = copied(TOKENS, dtype=torch.int32, pad=0, default=None, when="window")
+    runner = runner_of(way, Wide, step)
+    for seed, (rows, what, how, name) in enumerate(turns):
+        batch = batch_for(Wide, {BATCH: rows}, seed)
+        if what == "inputs" and way != "eager":
+            spoil(getattr(runner.inputs(6), "ids" if name == "outputs" else name), how)
+        elif what == "fill":
+            view = runner.fill(batch)
+            assert torch.equal(view.ids[:rows], batch["ids"])
+            assert torch.equal(view.pairs[:rows], batch["pairs"])
+            if name != "outputs":
+                spoil(getattr(view, name), how)
+        outputs = runner(batch)
+        assert torch.equal(outputs, expected(batch))
+        if name == "outputs" and how not in ("free", "resize_ beyond"):  # which torch would free under the graph
+            spoil(outputs, how)
+    assert all(pairs == (*ids, 3) for pairs, ids in seen)
 
 
-@attrs.frozen(eq=False)
-class Model:
-    """Stores something of each token in each layer."""
+def test_breaks_that_change_their_view(cpu: str) -> None:
+    """Code that runs between graphs, in each step, sees its view unchanged each time."""
+    shapes = []
 
-    pool: Pool
+    @graph_break
+    def between(hidden: torch.Tensor, view: Prefill) -> torch.Tensor:
+        shapes.append((view.extend_seq_lens.dim(), view.positions.dim()))
+        out = torch.add(hidden * view.extend_seq_lens.shape[0], view.positions.sum())
+        spoil(view.extend_seq_lens, "unsqueeze_")
+        spoil(view.positions, "transpose_")
+        spoil(view.out_cache_loc, "data of its own")
+        return out
 
-    def __call__(self, view: SlidingInputs) -> torch.Tensor:
-        """[TOKENS, 2] floats."""
-        hidden = torch.stack([view.ids, view.ids + 1], 1).float()
-        for layer in range(LAYERS):
-            hidden = hidden * 0.5 + layer
-            self.pool.write(layer, view.out_cache_loc, hidden)
-        return hidden
-
-
-def pool_batch(pool: Pool, rows: int, seed: int) -> dict[str, torch.Tensor]:
-    """Random tokens at random places, no two at one."""
-    draw = torch.Generator().manual_seed(seed)
-    at = (torch.randperm(WINDOW - 1, generator=draw)[:rows] + 1).to(pool.table.device)
-    ids = torch.randint(1, 100, (rows,), generator=draw).to(pool.table.device)
-    return {"ids": ids, "out_cache_loc": at, "out_cache_loc_swa": pool.table[at]}
+    runner, eager = around(lambda hidden, view: between(hidden * 2, view) + 1, cpu)
+    shapes.clear()  # of captures, which run it several times on one view
+    assert_equal(runner, eager, torch.device("cpu"), 1, 2)
+    assert set(shapes) == {(1, 1)}
 
 
-def lending(pool: Pool, backend: Backend | str, **options: Any) -> DecodeRunner[SlidingInputs]:
-    """A runner for 2 and 4 requests that lends the pool its locations, unless told otherwise."""
-    given: dict[str, Any] = {"lend": {"out_cache_loc_swa": pool.lend}, "settings": {"window": True}, **options}
-    return DecodeRunner(SlidingInputs, Model(pool), backend=backend, buckets=[2, 4], **given)
-
-
-def assert_stored(pool: Pool, batch: dict[str, torch.Tensor]) -> None:
-    """The rows of a batch are where the table says, in each layer."""
-    hidden = torch.stack([batch["ids"], batch["ids"] + 1], 1).float()
-    for layer in range(LAYERS):
-        hidden = hidden * 0.5 + layer
-        assert torch.equal(pool.rows[layer][pool.table[batch["out_cache_loc"]].long()], hidden)
-
-
-def test_graph_has_no_translation(backend: Backend) -> None:
-    """A captured step of a pool that is lent its locations makes no look-up, and stores the same without."""
-    pools = [Pool.on(backend.device) for _ in range(2)]
-    for pool, lend in zip(pools, ({"out_cache_loc_swa": pools[0].lend}, {}), strict=True):
-        runner = lending(pool, backend, lend=lend)
-        runner.capture()
-        for seed, rows in enumerate((3, 1, 4, 2)):
-            batch = pool_batch(pool, rows, seed)
-            runner(batch)
-            assert_stored(pool, batch)
-    assert pools[0].translations == 0 < pools[1].translations
-    assert torch.equal(pools[0].rows[:, 1:], pools[1].rows[:, 1:])  # row 0 is the padded rows' own
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-def test_what_is_lent_and_when(cpu: str, *, lazy: bool) -> None:
-    """Each warm-up and each capture has its bucket's view, and each ends with None: early, or with the first batch."""
-    pool = Pool.on("cpu")
-    runner = lending(pool, cpu, warmups=2, lazy=lazy)
-    runner.capture()
-    each = len(pool.seen) // 4
-    assert each in ({0} if lazy else {3, 4})  # the look, which may be the first warm-up, the other ones and the capture
-    assert pool.seen == [(4,), None] * each + [(2,), None] * each
-    runner(pool_batch(pool, 3, 1))
-    runner(pool_batch(pool, 2, 2))
-    assert (pool.lent, pool.translations) == (None, 0)
-    replayed = [(4,), None, (2,), None] if cpu == "cpu" else []  # whose replays run the step's code again
-    runs = (len(pool.seen) - len(replayed)) // 4
-    assert runs in {3, 4}
-    assert sorted(pool.seen, key=str) == sorted([(4,), None, (2,), None] * runs + replayed, key=str)
-
-
-class Broken(Model):
-    """A step that raises on the way."""
-
-    def __call__(self, view: SlidingInputs) -> torch.Tensor:
-        """Nothing."""
-        assert self.pool.lent is not None
-        super().__call__(view)
-        raise RuntimeError("no kernel")
-
-
-def test_taken_back_where_the_step_raises(cpu: str) -> None:
-    """A step that raises at capture, or in an eager run, leaves nothing lent."""
-    pool = Pool.on("cpu")
-    lend = {"out_cache_loc_swa": pool.lend}
-    runner = DecodeRunner(
-        SlidingInputs, Broken(pool), backend=cpu, buckets=[2], settings={"window": True}, lend=lend, warmups=0
-    )
-    with pytest.raises(CaptureError, match="no kernel"):
-        runner.capture()
-    assert pool.seen == [(2,), None]
-    with pytest.raises(RuntimeError, match="no kernel"):
-        runner(pool_batch(pool, 1, 1))
-    assert pool.seen == [(2,), None, (1,), None]
+@pytest.mark.parametrize("way", [*WAYS, "eager", "no copy"])
+def test_functions_that_change_what_they_are_given(way: str) -> None:
+    """A function that writes a slot which it is given to read is refused with both names, in each step alike."""
+    functions: list[Callable[[Any], Any]] = [
+        lambda here: here.add_(100).sum(),
+        lambda here: here.unsqueeze_(0).sum(),
+        lambda here: here.resize_(1).sum(),
+    ]
+    placements: tuple[Any, ...] = ("host", "device")
+    for function, placement in itertools.product(functions, placements):
+        total = computed(lambda here, of=function: int(of(here)), shape=1, dtype=torch.int64, placement=placement)
+        here = copied(BATCH, dtype=torch.int64, pad=2, placement="host")
+        inputs = declaration_of({"ids": copied(BATCH, dtype=torch.int64, pad=-1), "here": here, "total": total})
+        runner = runner_of(way, inputs, lambda view: view.total * 1)
+        for _ in range(3):
+            with pytest.raises(ComputeError, match="slot 'total': its function changes 'here'"):
+                runner({"ids": torch.tensor([1, 2]), "here": torch.tensor([5, 7])})

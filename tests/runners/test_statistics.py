@@ -1,9 +1,11 @@
-"""The books of every kind of runner, and its events: what is counted and logged, and may be read at any time."""
+"""The books of every kind of runner, its metrics and its events: what is counted, told and logged at any time."""
 
 import ast
+import gc
 import json
 import logging
 import re
+import sys
 import threading
 import typing
 from collections.abc import Iterator
@@ -13,12 +15,15 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from slotgraph import DecodeRunner, EagerRunner
-from slotgraph.dataflow.errors import ReplayError
+from slotgraph.dataflow.capabilities import LADDER
+from slotgraph.dataflow.errors import ConfigError, ReplayError
 from slotgraph.pool import InputPool
-from slotgraph.runners.metrics import exposition
+from slotgraph.runners.metrics import Collector, exposition
 from slotgraph.runners.runner import Runner
 from slotgraph.runners.statistics import (
     EVERY,
@@ -29,12 +34,45 @@ from slotgraph.runners.statistics import (
     FillsData,
     FillTimesData,
     Statistics,
+    Why,
 )
-from tests.runners.kinds import EVERY_KIND, Act, Books, act, anew, counted, schedules
-from tests.runners.models import PlainInputs, plain_runner, plain_step, random_batch
+from tests.runners.kinds import EVERY_KIND, Act, act, added_by, anew, books_of, counted, schedules
+from tests.runners.models import PlainInputs, decoder, plain_runner, plain_step, random_batch
 
 each_kind = pytest.mark.parametrize(("kind", "lowering"), EVERY_KIND)
 MEMORY = {"inputs", "graphs", "outputs", "uploads", "shared", "eager", "total"}
+
+
+Parsed = dict[str, dict[tuple[str, ...], float]]
+WAY = ("runner", "path", "bucket", "reason")
+LABELS = {
+    "slotgraph_steps_total": WAY,
+    "slotgraph_live_rows_total": WAY,
+    "slotgraph_padded_rows_total": WAY,
+    "slotgraph_fill_seconds_count": WAY,
+    "slotgraph_fill_seconds_sum": WAY,
+    "slotgraph_fills_total": ("runner", "lowering"),
+    "slotgraph_capture_seconds_total": ("runner",),
+    "slotgraph_exchanges_total": ("runner",),
+    "slotgraph_forced_steps_total": ("runner", "rank", "reason"),
+    "slotgraph_memory_bytes": ("runner", "kind"),
+    "slotgraph_shared_memory_bytes": ("runner",),
+    "slotgraph_graphs": ("runner",),
+    "slotgraph_buckets": ("runner", "state"),
+}
+
+
+def parsed(text: str) -> Parsed:
+    """Samples by name and by the values of their labels, which are those that a name has."""
+    found: Parsed = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation.endswith(".")
+        for sample in family.samples:
+            assert sample.labels.keys() == set(LABELS[sample.name])
+            key = tuple(sample.labels[label] for label in LABELS[sample.name])
+            assert key not in found.setdefault(sample.name, {}), "said twice"
+            found[sample.name][key] = sample.value
+    return found
 
 
 def assert_whole(stats: Statistics) -> None:
@@ -43,10 +81,8 @@ def assert_whole(stats: Statistics) -> None:
     assert stats["fills"].keys() == FillsData.__annotations__.keys()
     assert stats["capture"].keys() == CaptureData.__annotations__.keys()
     assert stats["memory"].keys() == MEMORY
-    assert (
-        sum(bytes_ for kind, bytes_ in stats["memory"].items() if kind not in ("shared", "total"))
-        == stats["memory"]["total"]
-    )
+    parts = [count for kind, count in stats["memory"].items() if kind not in ("shared", "total")]
+    assert sum(parts) == stats["memory"]["total"]
     assert stats["buckets"].keys() == stats["fills"]["buckets"].keys()
     assert stats["eager"].keys() == stats["fills"]["eager"].keys()
     assert all(one.keys() == BucketData.__annotations__.keys() for one in stats["buckets"].values())
@@ -56,25 +92,54 @@ def assert_whole(stats: Statistics) -> None:
     json.dumps(stats, allow_nan=False)
 
 
+def told(path: str, stats: Statistics) -> Parsed:
+    """What metrics must tell of a runner, from its books, but for the times of fills."""
+    ways: dict[tuple[str, ...], Any] = {}
+    nothing = {"steps": 0, "live": 0, "padded": 0}
+    memory, capture = {**stats["memory"], "driver": stats["capture"]["driver"]}, stats["capture"]
+    for size in {*capture["buckets"], *stats["buckets"]}:
+        ways["mine", path, str(size), "fits"] = stats["buckets"].get(size, nothing)
+    for why in typing.get_args(Why)[1:]:
+        counts: Any = stats["eager"].get(why, nothing)
+        ways["mine", "eager", "", why] = {**counts, "padded": counts["live"]}
+    del memory["total"], memory["shared"]
+    found: dict[str, dict[Any, Any]] = {
+        "steps_total": {way: counts["steps"] for way, counts in ways.items()},
+        "live_rows_total": {way: counts["live"] for way, counts in ways.items()},
+        "padded_rows_total": {way: counts["padded"] for way, counts in ways.items()},
+        "fills_total": {("mine", name): stats["lowerings"].get(name, 0) for name in LADDER},
+        "capture_seconds_total": {("mine",): capture["seconds"]},
+        "exchanges_total": {("mine",): 0},
+        "memory_bytes": {("mine", kind): count for kind, count in memory.items()},
+        "shared_memory_bytes": {("mine",): stats["memory"]["shared"]},
+        "graphs": {("mine",): capture["graphs"]},
+        "buckets": {("mine", "captured"): len(capture["buckets"]), ("mine", "failed"): len(capture["failed"])},
+    }
+    return {f"slotgraph_{name}": samples for name, samples in found.items()}
+
+
 @each_kind
 @given(schedule=schedules)
 @settings(max_examples=8)
 def test_every_step_is_counted(cpu: str, kind: str, lowering: str, schedule: list[tuple[Act, int]]) -> None:
     """Of every kind of runner, by shortcut, watched or not: what was done is counted, and what was refused is not."""
     one = counted(kind, cpu, lowering)
-    before, books = one.runner.stats(), Books.of(one.runner.stats())
+    before = one.runner.stats()
     act(one, schedule)
-    books.expect(one, schedule)
     after = one.runner.stats()
-    assert Books.of(after) == books
-    assert sum(after["steps"].values()) == sum(count for (what, _), count in after_steps(books) if what == "steps")
+    books = books_of(after)
+    assert books == books_of(before) + added_by(one, schedule)
+    assert sum(after["steps"].values()) == sum(count for key, count in books.items() if key[0] == "steps")
     assert after["capture"]["seconds"] >= before["capture"]["seconds"]
     assert_whole(after)
-
-
-def after_steps(books: Books) -> list[tuple[tuple[str, Any], int]]:
-    """All that was counted."""
-    return [*books.buckets.items(), *books.eager.items()]
+    found, path = parsed(exposition(mine=one.runner)), next(iter(after["steps"]))
+    wanted = told(path, after)
+    assert {name: samples for name, samples in found.items() if not name.startswith("slotgraph_fill_seconds")} == wanted
+    fills = after["fills"]
+    every = [(path, str(size), "fits", times) for size, times in fills["buckets"].items()]
+    for *way, times in every + [("eager", "", why, times) for why, times in fills["eager"].items()]:
+        assert found["slotgraph_fill_seconds_count"]["mine", *way] == times["count"]
+        assert found["slotgraph_fill_seconds_sum"]["mine", *way] == pytest.approx(times["total"] / 1e6)
 
 
 @each_kind
@@ -100,8 +165,7 @@ def test_a_step_that_raises_is_none(cpu: str) -> None:
 
     raises = False
     for lowering in ("in_graph", "foreach"):
-        runner = DecodeRunner(PlainInputs, step, buckets=[4], backend="cpu", lowering=lowering)
-        runner.capture()
+        runner = decoder(PlainInputs, step, lowering=lowering)
         for rows in (2, 3, 3, 3):
             runner(random_batch(rows, seed=rows))
         before, raises = runner.stats(), True
@@ -123,35 +187,24 @@ def test_captures_and_memory(cpu: str) -> None:
     runner = plain_runner(cpu)
     stats, report = runner.stats(), runner.report
     assert report is not None
-    assert stats["capture"] == {
-        "buckets": [4, 8],
-        "failed": {},
-        "graphs": 2,
-        "seconds": report.seconds,
-        "driver": report.driver,
-    }
-    assert stats["memory"]["total"] == report.memory.total
-    assert stats["memory"]["eager"] == 0
+    capture = {"buckets": [4, 8], "failed": {}, "graphs": 2, "seconds": report.seconds, "driver": report.driver}
+    assert stats["capture"] == capture
+    assert (stats["memory"]["total"], stats["memory"]["eager"]) == (report.memory.total, 0)
     runner(random_batch(30, seed=1))
     grown = runner.stats()["memory"]
-    assert grown["eager"] > 0
-    assert grown["total"] == stats["memory"]["total"] + grown["eager"]
+    assert grown["total"] == stats["memory"]["total"] + grown["eager"] > stats["memory"]["total"]
 
 
 def test_memory_of_a_pool(cpu: str) -> None:
     """What a pool's runners share is told by each of them, and is in no one's total."""
-    pool = InputPool("first", "second")
-    runners = [
-        DecodeRunner(PlainInputs, plain_step, buckets=[8], backend=cpu, phase=pool[phase], sharing=True)
-        for phase in ("first", "second")
-    ]
-    for runner in runners:
+    pool, options = InputPool("first", "second"), {"backend": cpu, "buckets": [8], "sharing": True}
+    options_of: Any = [{**options, "phase": pool[phase]} for phase in ("first", "second")]
+    for runner in [DecodeRunner(PlainInputs, plain_step, **one) for one in options_of]:
         runner.capture()
         runner(random_batch(5, seed=1))
-    for stats in (runner.stats() for runner in runners):
+        stats = runner.stats()
         assert_whole(stats)
-        assert stats["memory"]["shared"] > 0
-        assert stats["memory"]["inputs"] == 0
+        assert stats["memory"]["shared"] > 0 == stats["memory"]["inputs"]
         assert stats["buckets"][8]["live"] == 5
 
 
@@ -204,6 +257,49 @@ def test_read_while_steps_run(cpu: str) -> None:
         assert totals == sorted(totals)
         assert len(set(totals)) > 2
     assert sum(runner.stats()["steps"].values()) == steps
+
+
+def test_every_name_is_there_before_the_first_step(cpu: str) -> None:
+    """Counts begin at zero: of all buckets, reasons and lowerings, and of the fills of all buckets."""
+    found = parsed(exposition(mine=plain_runner(cpu)))
+    assert found.keys() == LABELS.keys() - {"slotgraph_forced_steps_total"}  # no one else is there to force any
+    for name in ("steps_total", "live_rows_total", "padded_rows_total", "fills_total"):
+        assert set(found[f"slotgraph_{name}"].values()) == {0}
+    assert {key[2] for key in found["slotgraph_fill_seconds_count"]} == {"4", "8"}
+    assert found["slotgraph_buckets"]["mine", "captured"] == 2
+
+
+@pytest.mark.usefixtures("_quick_collections")
+def test_a_dropped_runner(cpu: str) -> None:
+    """A registry keeps no runner alive: what is gone is told of no more, and the others go on."""
+    registry, collector = CollectorRegistry(), Collector()
+    registry.register(collector)
+    kept, dropped = plain_runner(cpu), plain_runner(cpu)
+    collector.add("kept", kept)
+    collector.add("dropped", dropped)
+    with pytest.raises(ConfigError, match=r"^label 'dropped' is that of another runner: give each its own"):
+        collector.add("dropped", kept)
+
+    def names() -> set[str]:
+        return {key[0] for key in parsed(generate_latest(registry).decode())["slotgraph_steps_total"]}
+
+    assert names() == {"kept", "dropped"}
+    del dropped
+    gc.collect()
+    kept(random_batch(3, seed=1))
+    assert names() == {"kept"}
+    registry.unregister(collector)
+    assert generate_latest(registry) == b""
+
+
+def test_without_the_library(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
+    """Where prometheus-client is not installed, the command that installs it is named."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    for use in (exposition, Collector):
+        with pytest.raises(
+            ModuleNotFoundError, match=r"metrics need prometheus-client: pip install 'slotgraph\[metrics\]'"
+        ):
+            use(mine=plain_runner(cpu))
 
 
 ROOT = Path(__file__).parents[2]

@@ -17,11 +17,10 @@ from slotgraph.backends import choose, load
 from slotgraph.dataflow.capabilities import LADDER
 from slotgraph.errors import ComputeError
 from slotgraph.extend import HOST
-from tests.regressions.engines import draw
 from tests.runners import prefilled
 from tests.runners.kinds import EVERY_KIND, anew
-from tests.runners.models import PlainInputs, plain_step, random_batch
-from tests.strategies import declaration_of
+from tests.runners.models import PlainInputs, decoder, plain_step, random_batch
+from tests.strategies import declaration_of, draw
 
 BATCHES = [(rows, seed) for seed, rows in enumerate((3, 8, 3, 9, 4))]
 
@@ -38,18 +37,12 @@ def _fresh_compiler() -> Iterator[None]:
 
 def called(runner: Any, batch: Any) -> Any:
     """A step between other operators."""
-    return runner({**batch, "weights": torch.relu(batch["weights"]) + 1}) * 2
+    return runner({name: torch.relu(one) + one if name == "weights" else one for name, one in batch.items()}) * 2
 
 
 def filled(runner: Any, batch: Any) -> Any:
     """A fill and a replay."""
-    view = runner.fill({**batch, "weights": torch.relu(batch["weights"]) + 1})
-    return runner.replay(view) * 2
-
-
-def called_plainly(runner: Any, batch: Any) -> Any:
-    """A step of any declaration."""
-    return runner(batch) * 2
+    return runner.replay(runner.fill(batch)) * 2
 
 
 def decided(runner: Any, batch: Any) -> Any:
@@ -75,44 +68,36 @@ def test_every_step_is_right(lowering: str, *, lazy: bool) -> None:
 @pytest.mark.parametrize(("kind", "inside"), [*zip(prefilled.KINDS, (False, True), strict=True)])
 def test_other_runners(kind: str, *, inside: bool) -> None:
     """Eager runners and those of a stack, also in inference mode, and a capture inside of a compiled function."""
-    compiled = torch.compile(called_plainly, backend="eager")
+    compiled = torch.compile(called, backend="eager")
     with torch.inference_mode(mode=inside):
         eager = EagerRunner(PlainInputs, plain_step, backend="cpu")
         for rows, seed in BATCHES[:3]:
             batch = random_batch(rows, seed)
-            assert torch.equal(compiled(eager, batch), called_plainly(eager, batch))
+            assert torch.equal(compiled(eager, batch), called(eager, batch))
         models = [prefilled.Model(named=kind == "piecewise") for _ in range(2)]
         one, other = (prefilled.runner_of(kind, model, "cpu-capture") for model in models)
         torch.compile(lambda runner: runner.capture(), backend="eager")(one)
         other.capture()
         for lengths in ([2, 1], [5, 4], [1]):
             batch = prefilled.batch_of(lengths, sum(lengths))
-            assert torch.equal(compiled(one, batch), called_plainly(other, batch))
+            assert torch.equal(compiled(one, batch), called(other, batch))
 
 
 def test_a_compiled_step_stays_compiled() -> None:
-    """A runner inside of a compiled function runs a step that is compiled by itself as ever."""
+    """A runner inside of a compiled function runs a compiled step as ever; one graph cannot hold a runner."""
     graphs = []
 
     def counting(graph: Any, _: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    runner = EagerRunner(
-        PlainInputs, torch.compile(lambda view: view.ids + view.places, backend=counting), backend="cpu"
-    )
-    compiled = torch.compile(called_plainly, backend="eager")
-    batch = random_batch(3, 1)
+    step = torch.compile(lambda view: view.ids + view.places, backend=counting)
+    runner, batch = EagerRunner(PlainInputs, step, backend="cpu"), random_batch(3, 1)
+    compiled = torch.compile(called, backend="eager")
     assert torch.equal(compiled(runner, batch), (batch["ids"] + batch["places"]) * 2)
     assert graphs
-
-
-def test_the_compiler_is_told_so() -> None:
-    """A function that must be one graph cannot hold a runner, and torch says why."""
-    runner = EagerRunner(PlainInputs, plain_step, backend="cpu")
-    whole = torch.compile(called_plainly, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"torch\.compiler\.disable"):
-        whole(runner, random_batch(3, 1))
+        torch.compile(lambda: runner(batch), backend="eager", fullgraph=True)()
 
 
 CUDA = pytest.param(
@@ -125,9 +110,7 @@ CAST = [2, 4, 8]
 
 
 class Ids(Inputs):
-    """One slot."""
-
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, converts=(torch.float32,))
 
 
 class Model(torch.nn.Module):
@@ -141,7 +124,7 @@ class Model(torch.nn.Module):
         self.to(device)
         self.autocast = torch.autocast(device, torch.bfloat16)
 
-    def forward(self, view: Ids) -> torch.Tensor:
+    def forward(self, view: Any) -> torch.Tensor:
         """Each weight is used twice."""
         with self.autocast if self.where != "around" else nullcontext():
             hidden = self.table[view.ids]
@@ -159,10 +142,8 @@ def test_graphs_cast_weights_themselves(device_backend: str, where: str, *, lazy
     model = Model(where, device)
     outer: Any = nullcontext() if where == "inside" else torch.autocast(device, torch.bfloat16)
     with outer:
-        warm = Ids(ids=torch.arange(3, device=device))
-        model(warm)  # as engines do, which fills the cache of casts
-        runner = DecodeRunner(Ids, model, buckets=CAST, backend=device_backend, lazy=lazy, progress=False)
-        runner.capture()
+        model(Ids(ids=torch.arange(3, device=device)))  # as engines do, which fills the cache of casts
+        runner = decoder(Ids, model, buckets=CAST, backend=device_backend, lazy=lazy)
         for rows in CAST if lazy else ():
             runner({"ids": draw(0, 31, (rows,), rows).to(device)})
     for turn in range(3):
@@ -182,13 +163,11 @@ def test_graphs_cast_weights_themselves(device_backend: str, where: str, *, lazy
 @contextmanager
 def default_device(which: str | None) -> Iterator[None]:
     """None, or meta: by a context, or by `torch.set_default_device`."""
-    if which != "process":
-        with nullcontext() if which is None else torch.device(which):
-            yield
-        return
-    torch.set_default_device("meta")
+    if which == "process":
+        torch.set_default_device("meta")
     try:
-        yield
+        with torch.device("meta") if which == "meta" else nullcontext():
+            yield
     finally:
         torch.set_default_device(None)
 
@@ -207,19 +186,10 @@ def on_default(*needs: str, placement: Any = "device") -> type[Inputs]:
     return declaration_of({"ids": copied(BATCH, dtype=torch.int64, pad=0), "counts": counts})
 
 
-OnDefault: Any = on_default()
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
     """A list of floats is float32 wherever its slot's dtype does not say what it is."""
-
-    class Converting(Inputs):
-        """A slot of whole numbers that takes floats."""
-
-        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, converts=(torch.float32,))
-
-    runner = EagerRunner(Converting, lambda view: view.ids * 3, backend="cpu")
+    runner = EagerRunner(Ids, lambda view: view.ids * 3, backend="cpu")
     torch.set_default_dtype(dtype)
     try:
         assert runner({"ids": [5.0, 600.0]}).tolist() == [15, 1800]
@@ -227,28 +197,14 @@ def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_constant_obeys_the_callers_default() -> None:
-    """As a computed slot's function does: its runner is refused."""
-
-    class Constants(Inputs):
-        """One constant."""
-
-        ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
-        table: torch.Tensor = constant(lambda _: torch.arange(3), shape=3, dtype=torch.int64)
-
-    with torch.device("meta"), pytest.raises(ComputeError, match=r"slot 'table'.* meta, .* name the device"):
-        DecodeRunner(Constants, lambda view: view.ids, buckets=[2], backend="cpu", progress=False).capture()
-
-
 def test_a_function_obeys_the_callers_default(cpu: str) -> None:
     """A tensor without data is refused by the slot's name, except in a graph, which holds what was captured."""
-    batch, backend = {"ids": [5, 6]}, choose(cpu)
-
-    def step(view: Any) -> Any:
-        return view.ids + view.counts[: view.ids.shape[0]].sum()
-
-    of_ids = on_default("ids")
-    for inputs in (OnDefault, on_default(placement=HOST), of_ids):
+    batch, backend, of_ids = {"ids": [5, 6]}, choose(cpu), on_default("ids")
+    step: Any = lambda view: view.ids + view.counts[: view.ids.shape[0]].sum()  # noqa: E731 - as small as one can be
+    fixed = declaration_of({"table": constant(lambda _: torch.arange(3), shape=3, dtype=torch.int64)})
+    with torch.device("meta"), pytest.raises(ComputeError, match=r"slot 'table'.* meta, .* name the device"):
+        EagerRunner(fixed, step, backend="cpu").fill({})  # a constant's function does so, too
+    for inputs in (on_default(), on_default(placement=HOST), of_ids):
         runners: list[Any] = [EagerRunner(inputs, step, backend=backend)]
         for lowering in backend.capabilities.lowerings:
             options: dict[str, Any] = {"backend": backend, "lowering": lowering, "progress": False}

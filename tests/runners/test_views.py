@@ -1,15 +1,23 @@
-"""Views: one for each fill, replayed only while it is the last; fields, optional slots and settings in them."""
+"""Views: one for each fill, exact where steps run eagerly; narrowed to some requests, they are the sliced batch's."""
 
+import functools
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
-from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, copied, staged
+from slotgraph import BATCH, TOKENS, Axis, DecodeRunner, EagerRunner, Inputs, computed, constant, copied, output, staged
 from slotgraph.dataflow.capabilities import LADDER
-from slotgraph.dataflow.errors import CaptureError, DeclarationError, ReplayError
-from tests.runners.models import PlainInputs, assert_right, plain_runner, plain_step, random_batch
+from slotgraph.dataflow.errors import BatchError, CaptureError, DeclarationError, ReplayError
+from slotgraph.runners.eager import NO_COPY_VARIABLE
+from tests.runners.models import PlainInputs, assert_right, batch_for, decoder, plain_runner, plain_step, random_batch
+
+PAGES = Axis("PAGES")
 
 
 def test_view_of_another_runner(cpu: str, runner: DecodeRunner[PlainInputs]) -> None:
@@ -25,14 +33,9 @@ def test_view_of_another_runner(cpu: str, runner: DecodeRunner[PlainInputs]) -> 
 
 def test_batch_of_any_kind(runner: DecodeRunner[PlainInputs]) -> None:
     """A batch is a mapping, an instance of the declaration, or any object with the names."""
-
-    class Anything:
-        def __init__(self, **values: Any) -> None:
-            self.__dict__.update(values)
-
     for requests in (5, 20):
         batch = random_batch(requests, seed=8)
-        for made in (batch, PlainInputs(**batch), Anything(**batch, more=1)):
+        for made in (batch, PlainInputs(**batch), SimpleNamespace(**batch, more=1)):
             assert_right(runner(made), batch)
 
 
@@ -42,21 +45,9 @@ class FieldInputs(PlainInputs):
     notes: Any = None
 
 
-def test_field_without_default_in_capture(cpu: str) -> None:
-    """A step that reads a field without a default while it is captured is refused by name, with the way out."""
-
-    def step(view: FieldInputs) -> torch.Tensor:
-        return view.ids * view.scale
-
-    runner = DecodeRunner(FieldInputs, step, buckets=[4], backend=cpu)
-    with pytest.raises(CaptureError, match=r"'scale' is carried from the batch and has no default.*Make it a slot"):
-        runner.capture()
-
-
 def test_fields_in_views(cpu: str) -> None:
     """A view carries the batch's fields, and the defaults of those that it lacks; a name that is none says so."""
-    runner = DecodeRunner(FieldInputs, plain_step, buckets=[4], backend=cpu)
-    runner.capture()
+    runner = decoder(FieldInputs, plain_step, backend=cpu)
     for requests in (3, 20):
         batch = random_batch(requests, seed=9)
         view = runner.fill({**batch, "scale": requests, "notes": ["note"]})
@@ -69,44 +60,14 @@ def test_fields_in_views(cpu: str) -> None:
 
 
 def test_default_in_capture(cpu: str) -> None:
-    """A step may read a field with a default while it is captured; a batch with another value runs eagerly, with it."""
-
-    def step(view: FieldInputs) -> torch.Tensor:
-        return view.ids * (2 if view.mode == "decode" else 3)
-
-    runner = DecodeRunner(FieldInputs, step, buckets=[4], backend=cpu)
-    runner.capture()
-    for mode, factor in (("decode", 2), ("verify", 3), ("decode", 2)):
+    """A captured step may read a field with a default; another value runs eagerly; without a default it is refused."""
+    runner = decoder(FieldInputs, lambda view: view.ids * len(view.mode), backend=cpu)
+    for mode in ("decode", "check", "decode"):
         batch = random_batch(3, seed=10)
-        assert torch.equal(runner({**batch, "mode": mode}), batch["ids"] * factor)
-
-
-class OptionalInputs(Inputs):
-    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=1)
-    bias: torch.Tensor | None = copied(BATCH, dtype=torch.int64, pad=2, default=None)
-
-
-def optional_step(view: OptionalInputs) -> torch.Tensor:
-    """[BATCH] int64."""
-    return view.ids if view.bias is None else view.ids + 100 * view.bias
-
-
-@pytest.mark.parametrize("patterns", [[], [{"bias"}]], ids=["present only", "both"])
-def test_optional_slot(cpu: str, patterns: list[set[str]]) -> None:
-    """An absent optional slot is None in the view, never the rows of an earlier step, whatever came before."""
-    runner = DecodeRunner(OptionalInputs, optional_step, buckets=[4, 8], backend=cpu, absent=patterns)
-    runner.capture()
-    for step, requests in enumerate((3, 3, 5, 2, 8, 8, 20, 3)):
-        ids, bias = torch.randint(1, 99, (requests,)), torch.randint(1, 99, (requests,))
-        if step % 2:
-            view = runner.fill({"ids": ids, "bias": bias})
-            assert view.bias is not None
-            assert torch.equal(view.bias[:requests], bias)
-            assert torch.equal(runner.replay(view), ids + 100 * bias)
-        else:
-            view = runner.fill({"ids": ids} if step % 4 else {"ids": ids, "bias": None})
-            assert view.bias is None
-            assert torch.equal(runner.replay(view), ids)
+        assert torch.equal(runner({**batch, "mode": mode}), batch["ids"] * len(mode))
+    refusing: Any = DecodeRunner(FieldInputs, lambda view: view.ids * view.scale, buckets=[4], backend=cpu)
+    with pytest.raises(CaptureError, match=r"'scale' is carried from the batch and has no default.*Make it a slot"):
+        refusing.capture()
 
 
 class MovedInputs(Inputs):
@@ -123,30 +84,13 @@ def test_a_view_whose_step_raised() -> None:
             raise OSError("no")
         return view.places * 10
 
-    runner = DecodeRunner(MovedInputs, step, buckets=[2], backend="cpu", progress=False)
-    runner.capture()
+    runner = decoder(MovedInputs, step, buckets=[2])
     view = runner.fill({"places": torch.tensor([5, 6])})
-    assert runner.replay(view).tolist() == [60, 70]
-    assert runner.replay(view).tolist() == [60, 70]
-    fails[0] = True
-    with pytest.raises(ReplayError, match="OSError: no"):
-        runner.replay(view)
-    fails[0] = False
-    with pytest.raises(ReplayError, match="not filled last"):
-        runner.replay(view)
-    assert runner({"places": torch.tensor([7])}).tolist() == [80]
-
-
-def test_overwritten_view(runner: DecodeRunner[PlainInputs]) -> None:
-    """A view that a later fill has overwritten is refused, on both paths and across them; the later one is right."""
-    for first, second in ((3, 3), (3, 8), (3, 20), (20, 3), (20, 20)):
-        view = runner.fill(random_batch(first, seed=4))
-        batch = random_batch(second, seed=5)
-        later = runner.fill(batch)
-        with pytest.raises(ReplayError, match="this view was not filled last: a later fill has overwritten its slots"):
+    assert [runner.replay(view).tolist() for _ in range(2)] == [[60, 70]] * 2
+    for fails[0], said in ((True, "OSError: no"), (False, "not filled last")):
+        with pytest.raises(ReplayError, match=said):
             runner.replay(view)
-        for _ in range(2):
-            assert_right(runner.replay(later), batch)
+    assert runner({"places": torch.tensor([7])}).tolist() == [80]
 
 
 PATCHES = Axis("PATCHES")
@@ -177,8 +121,7 @@ def test_what_is_switched_off_or_absent(cpu: str) -> None:
         if lowering != "eager":
             absent = [{"extra"}, {"swa"}, {"extra", "swa"}] if sliding else [{"extra"}]
             options |= {"absent": absent, "lowering": lowering, "output_rows": None, "sizes": {PATCHES: 5}}
-            runner = DecodeRunner(Switched, lambda view: view.length * 1, buckets=[4], **options)
-            runner.capture()
+            runner = decoder(Switched, lambda view: view.length * 1, **options)
             names = {buffer.name for buffer in runner.graphs.buffers}
             assert ("swa" in names, "twice" in names, "rare" in names) == (sliding,) * 3
         for brought in ({}, {"extra": two}, {"swa": two}, {"swa": two, "extra": two}):
@@ -195,3 +138,242 @@ def test_what_is_switched_off_or_absent(cpu: str) -> None:
     for lacking in lacks:
         with pytest.raises(DeclarationError, match=r"slot '\w+' exists when 'model\.sliding' is set: give settings"):
             DecodeRunner(Switched, lambda view: view.ids, buckets=[4], backend=cpu, settings=lacking)
+
+
+WIDTH = 2
+
+
+class MicroInputs(Inputs):
+    """Every kind of slot whose rows belong to a request or to a token."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1)
+    mrope: torch.Tensor = copied(3, TOKENS, dtype=torch.int64, pad=-2, strided=True)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=-3)
+    pages: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=-4)
+    bias: torch.Tensor | None = copied(BATCH, dtype=torch.float32, pad=-5, default=None)
+    sizes: torch.Tensor = computed(
+        lambda step: [size(axis) for axis in (BATCH, TOKENS) for size in (step.live, step.padded)],
+        shape=4,
+        dtype=torch.int64,
+    )
+    starts: torch.Tensor = computed(  # of all rows before it, so that a slice of the whole would be wrong
+        lambda lens: lens.cumsum(0) - lens, shape=BATCH, dtype=torch.int64
+    )
+    later: torch.Tensor = computed(lambda starts, lens: starts + lens, shape=BATCH, dtype=torch.int64)
+    ranks: torch.Tensor = constant(lambda step: list(range(step.padded(BATCH))), shape=BATCH, dtype=torch.int64)
+    made: torch.Tensor = staged(BATCH, dtype=torch.float32, pad=0)
+    logits: torch.Tensor = output(TOKENS, dtype=torch.float32)
+    mode: str = "decode"
+
+
+SEEN = ("ids", "mrope", "lens", "pages", "bias", "sizes", "starts", "later", "ranks")
+
+
+def micro_batch(requests: int, pages: int, seed: int, *, bias: bool) -> dict[str, Any]:
+    """Random requests of two tokens each."""
+    batch = batch_for(MicroInputs, {BATCH: requests, TOKENS: requests * WIDTH, PAGES: pages}, seed)
+    return batch if bias else {**batch, "bias": None}
+
+
+def sliced(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    """The raw batch of some of its requests."""
+    rows, tokens = slice(start, stop), slice(start * WIDTH, stop * WIDTH)
+    cut = {"ids": batch["ids"][tokens], "mrope": batch["mrope"][:, tokens]}
+    return cut | {name: None if batch[name] is None else batch[name][rows] for name in ("lens", "pages", "bias")}
+
+
+@functools.cache
+def decode(rows: int) -> Any:
+    """A captured runner for two tokens a request, with the optional slot and without it."""
+    options: dict[str, Any] = {"width": WIDTH, "sizes": {PAGES: 4}, "absent": [{"bias"}], "output_rows": BATCH}
+    return decoder(MicroInputs, lambda view: view.lens, buckets=[rows], **options)
+
+
+WHOLE = decode(8)
+
+
+def assert_same_views(one: MicroInputs, other: MicroInputs) -> None:
+    """All that a step reads of two views is the same."""
+    for name in SEEN:
+        left, right = getattr(one, name), getattr(other, name)
+        assert (left is None) == (right is None), name
+        assert left is None or (left.dtype == right.dtype and torch.equal(left, right)), name
+    assert one.mode == other.mode
+
+
+cuts = st.tuples(st.integers(0, 7), st.integers(1, 8)).filter(lambda cut: cut[0] < cut[1])
+
+
+@given(live=st.integers(0, 8), cut=cuts, bias=st.booleans(), seed=st.integers(0, 10**6))
+def test_padded_view_equals_the_sliced_batch(*, live: int, cut: tuple[int, int], bias: bool, seed: int) -> None:
+    """Rows of a padded view, be they live, padding or both, are what the sliced batch gives padded to that size."""
+    batch = micro_batch(live, 4, seed, bias=bias)
+    start, stop = cut
+    view = WHOLE.fill(batch)
+    assert_same_views(view.narrow(BATCH, 2, 8).narrow(BATCH, 1, 4), view.narrow(BATCH, 3, 6))
+    micro = view.narrow(BATCH, start, stop)
+    part = decode(stop - start)
+    alone = part.fill(sliced(batch, min(start, live), min(stop, live)))
+    part.replay(alone)  # what the device computes, it computes in the graph
+    assert_same_views(micro, alone)
+
+
+@given(live=st.integers(9, 12), pages=st.integers(0, 5), bias=st.booleans(), data=st.data())
+def test_exact_view_equals_the_sliced_batch(*, live: int, pages: int, bias: bool, data: st.DataObject) -> None:
+    """Rows of an eager view, of more requests than a bucket has, are what the sliced batch gives by itself."""
+    start = data.draw(st.integers(0, live))
+    stop = data.draw(st.integers(start, live))
+    batch = micro_batch(live, pages, seed=live * 31 + pages, bias=bias)
+    micro = WHOLE.fill(batch).narrow(BATCH, start, stop)
+    if stop - start > 1:
+        assert_same_views(micro, decode(1).fill(sliced(batch, start, stop)))
+
+
+class RaggedInputs(Inputs):
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    counts: torch.Tensor = computed(lambda step: [step.live(BATCH), step.live(TOKENS)], shape=2, dtype=torch.int64)
+
+
+class SwitchedInputs(RaggedInputs):
+    flags: torch.Tensor = computed(lambda lens: lens * 2, shape=BATCH, dtype=torch.int64, when="flags")
+    note: torch.Tensor = computed(lambda remark: 1 if remark is None else 2, shape=1, dtype=torch.int64)
+    remark: Any
+
+
+def test_requests_of_different_lengths() -> None:
+    """Where tokens do not follow from requests, a cut needs both ranges, and says so."""
+    runner = EagerRunner(RaggedInputs, lambda view: view, backend="cpu")
+    view = runner.fill({"ids": torch.arange(10, 17), "lens": torch.tensor([3, 1, 3])})
+    micro = view.narrow(BATCH, 1, 3, tokens=(3, 7))
+    assert (micro.ids.tolist(), micro.lens.tolist(), micro.counts.tolist()) == ([13, 14, 15, 16], [1, 3], [2, 4])
+    with pytest.raises(BatchError, match=r"say which tokens these rows have, narrow\(BATCH, a, b, tokens=\(c, d\)\)"):
+        view.narrow(BATCH, 1, 3)
+    for flags, remark in itertools.product((False, True), (None, "here")):  # None, and what the whole saw
+        switched = EagerRunner(SwitchedInputs, lambda view: view, backend="cpu", settings={"flags": flags})
+        batch = {"ids": torch.arange(4), "lens": torch.tensor([1, 3]), **({"remark": remark} if remark else {})}
+        part = switched.fill(batch).narrow(BATCH, 1, 2, tokens=(1, 4))
+        assert (part.flags.tolist() if flags else part.flags) == ([6] if flags else None)
+        assert part.note.tolist() == [1 if remark is None else 2]
+
+
+class Halved(Inputs):
+    """What each half of a captured step may have of its own, and what it may not."""
+
+    ids: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
+    counts: torch.Tensor = computed(lambda step: step.live(BATCH), shape=1, dtype=torch.int64)
+    tag_now: torch.Tensor = computed(lambda tag: tag, shape=1, dtype=torch.int64)
+    doubled: torch.Tensor = computed(lambda ids: ids * 2, shape=BATCH, dtype=torch.int64)
+    shifted: torch.Tensor = computed(lambda ids, counts: ids + counts, shape=BATCH, dtype=torch.int64)
+    tag: int
+
+
+def halves(view: Halved) -> list[Halved]:
+    """Two micro-batches of two rows."""
+    return [view.narrow(BATCH, 0, 2), view.narrow(BATCH, 2, 4)]
+
+
+def test_captured_micro_batches(cpu: str) -> None:
+    """Halves in a captured step see each replay's own rows and what follows from them; what the host does is told."""
+
+    def runner_of(step: Any) -> DecodeRunner[Halved]:
+        return DecodeRunner(Halved, step, buckets=[4], backend=cpu, output_rows=BATCH, progress=False)
+
+    def row(half: Halved) -> torch.Tensor:
+        return half.ids + half.doubled * 1000 + half.tag_now * 10
+
+    runner = runner_of(lambda view: torch.cat([row(half) for half in halves(view)]))
+    runner.capture()
+    for rows in (3, 1, 4):
+        ids = torch.arange(1, rows + 1)
+        assert runner({"ids": ids, "tag": rows}).tolist() == (ids * 2001 + rows * 10).tolist()
+    for name, twice in itertools.product(("counts", "shifted"), (False, True)):
+
+        def step(view: Halved, name: str = name, twice: bool = twice) -> torch.Tensor:  # noqa: FBT001 - of the loop
+            parts = [half.narrow(BATCH, 0, 1) if twice else half for half in halves(view)]
+            return torch.cat([getattr(part, name) + part.ids for part in parts])
+
+        said = f"slot '{name}' follows from what the host computes, and a captured step"
+        with pytest.raises(CaptureError, match=said):
+            runner_of(step).capture()
+
+
+def test_what_cannot_be_narrowed() -> None:
+    """Rows beyond the view's, tokens that follow from requests, and what the caller made are refused, not clipped."""
+    view = WHOLE.fill(micro_batch(3, 4, seed=4, bias=True))
+    for start, stop in ((-1, 2), (3, 2), (0, 9), (9, 9)):
+        with pytest.raises(BatchError, match=f"rows {start} to {stop} do not lie within the 8 rows of BATCH"):
+            view.narrow(BATCH, start, stop)
+    with pytest.raises(BatchError, match="TOKENS"):
+        view.narrow(TOKENS, 0, 4)
+    batch = RaggedInputs(ids=torch.arange(3), lens=torch.arange(3))
+    with pytest.raises(BatchError, match="only a view, which a fill handed out, can be narrowed"):
+        batch.narrow(BATCH, 0, 1)
+
+
+COLUMNS = Axis("COLUMNS", fixed=True)
+
+
+class PrefillInputs(Inputs):
+    """Requests of several tokens each: both axes vary by themselves."""
+
+    ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=-1)
+    lens: torch.Tensor = copied(BATCH, dtype=torch.int32, pad=-1)
+    pages: torch.Tensor = copied(BATCH, PAGES, dtype=torch.int32, pad=-1)
+    tokens: torch.Tensor = computed(lambda step: [step.live(TOKENS), step.padded(TOKENS)], shape=2, dtype=torch.int32)
+    squares: torch.Tensor = computed(lambda ids: ids * ids, shape=TOKENS, dtype=torch.int64)
+    sevens: torch.Tensor = constant(7, shape=(BATCH, COLUMNS), dtype=torch.int32)
+
+
+def as_seen(view: PrefillInputs) -> dict[str, torch.Tensor]:
+    """Copies of all that a step sees."""
+    return {name: getattr(view, name).clone() for name in PrefillInputs.slotgraph.slots}
+
+
+@pytest.mark.parametrize("no_copy", [False, True])
+def test_exact_views(cpu: str, *, no_copy: bool) -> None:
+    """A step sees the live rows alone; each axis grows by itself to the next power of two, and says so once."""
+    runner = EagerRunner(PrefillInputs, as_seen, backend=cpu, sizes={COLUMNS: 3}, no_copy=no_copy)
+    turns: list[tuple[tuple[int, int, int], list[tuple[int, int, int]]]] = [
+        ((5, 2, 3), [(8, 2, 4)]),
+        ((8, 2, 4), []),
+        ((9, 1, 1), [(16, 2, 4)]),
+        ((0, 0, 0), []),
+        ((2, 1, 0), []),
+        ((3, 3, 33), [(16, 4, 64)]),
+        ((17, 4, 64), [(32, 4, 64)]),
+        ((17, 4, 64), []),
+    ]
+    for sizes, grown in turns:
+        batch = batch_for(PrefillInputs, dict(zip((TOKENS, BATCH, PAGES), sizes, strict=True)), 1)
+        with capture_logs() as events:
+            seen = runner(batch)
+        found = [event["sizes"] for event in events if event["event"] == "grown"]
+        assert no_copy or [(one["TOKENS"], one["BATCH"], one["PAGES"]) for one in found] == grown
+        assert {name: torch.equal(seen[name], batch[name]) for name in batch} == dict.fromkeys(batch, True)
+        assert seen["tokens"].tolist() == [sizes[0]] * 2
+        assert torch.equal(seen["squares"], batch["ids"] ** 2)
+        assert seen["sevens"].tolist() == [[7] * 3] * sizes[1]
+
+
+def test_no_copy(cpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step sees the batch's own tensors, by argument or by environment; the argument wins; else it sees copies."""
+    for variable, argument, hands_through in (
+        *((None, True, True), (None, None, False), ("1", None, True), ("1", False, False), ("0", None, False)),
+    ):
+        if variable is not None:
+            monkeypatch.setenv(NO_COPY_VARIABLE, variable)
+        runner: Any = EagerRunner(PlainInputs, lambda view: (view, plain_step(view)), backend=cpu, no_copy=argument)
+        for requests in (5, 2, 17):
+            batch = random_batch(requests, seed=requests)
+            view, outputs = runner(batch)
+            assert {getattr(view, name) is batch[name] for name in batch} == {hands_through}
+            assert_right(outputs, batch)
+
+
+def test_what_is_handed_through_is_checked(cpu: str) -> None:
+    """A batch that is handed through is checked as ever."""
+    runner = EagerRunner(PlainInputs, plain_step, backend=cpu, no_copy=True)
+    for slot, bad in (("weights", torch.rand(4)), ("places", torch.rand(5)), ("pairs", None)):
+        with pytest.raises(BatchError, match=f"'{slot}'"):
+            runner({**random_batch(5, seed=6), slot: bad})

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slotgraph import BreakableRunner, graph_break
-from slotgraph.runners.holdings import Holdings
+from slotgraph.runners.state import Holdings
 from tests.runners.check.planted import found_by
 from tests.runners.check.planted import runner_of as captured
 from tests.runners.models import TABLE, PlainInputs, random_batch
@@ -206,13 +206,19 @@ def test_ways_to_a_tensor() -> None:
         return inner(view) + kept.inner[0] + scale + model.step(view)
 
     before = Holdings.of(functools.partial(step, torch.randn(6)))
-    names = {holding.name for holding in before.found}
-    assert {"[0]", "kept.inner[1]", "inner.first", "inner.GLOBAL", "model.table", "model.inner.0.weight"} <= names
+    assert {
+        "[0]",
+        "kept.inner[1]",
+        "inner.first",
+        "inner.GLOBAL",
+        "model.table",
+        "model.inner.0.weight",
+    } <= before.found.keys()
     assert before.changed() == []
     kept.inner[1] = torch.randn(5)
     (change,) = before.changed()
     assert (change.holding.name, change.what) == ("kept.inner[1]", "the memory of the capture is freed")
-    (table,) = [one for one in before.found if one.name == "model.table"]
+    table = before.found["model.table"]
     assert not table.is_freed
     del model.table
     assert table.is_freed  # since holdings keep nothing alive

@@ -196,17 +196,14 @@ SOUND: list[tuple[type[Inputs], Callable[[Any], Any], dict[str, Any]]] = [
     (Waves, lambda view: (view.waves * view.others).conj(), {}),
     (Waves, lambda view: (view.waves * view.others).conj().imag, {}),
     (PlainInputs, lambda view: Plain(plain_step(view)), {"output_rows": None}),
-    (PlainInputs, plain_step, {"carry": ("live",)}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("inputs", "step", "options"), SOUND, ids=["advanced", "column", "conj", "imag", "object", "carry"]
-)
+@pytest.mark.parametrize(("inputs", "step", "options"), SOUND, ids=["advanced", "column", "conj", "imag", "object"])
 def test_sound_steps_of_odd_kinds(
     cpu: str, inputs: type[Inputs], step: Callable[[Any], Any], options: dict[str, Any]
 ) -> None:
-    """Slots that steps move on, one row of strided outputs, complex numbers, plain objects, and what batches carry."""
+    """Slots that steps move on, one row of strided outputs, complex numbers, plain objects."""
     report = slotgraph.check(runner_of(step, cpu, inputs, **options), progress=False)
     assert report.ok, str(report)
 

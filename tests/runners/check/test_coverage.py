@@ -62,7 +62,6 @@ class Shapes(Inputs):
     fixed: torch.Tensor = constant(3, shape=BATCH, dtype=torch.int64)
     on_host: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0, placement="host")
     lens: torch.Tensor = host_parameter(BATCH, dtype=torch.int32, pad=0)
-    lent: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     outside: torch.Tensor = copied(BATCH, dtype=torch.int64, pad=0)
     result: torch.Tensor = output(TOKENS, dtype=torch.float32)
 
@@ -82,7 +81,7 @@ def reads_some(view: Shapes) -> torch.Tensor:
 
 def test_unread_slots() -> None:
     """A finding for each if that can be known, else a note with the reason. None for what is read outside."""
-    runner = DecodeRunner(Shapes, reads_some, buckets=[4], backend="cpu", progress=False, lend={"lent": lambda _: None})
+    runner = DecodeRunner(Shapes, reads_some, buckets=[4], backend="cpu", progress=False)
     runner.capture()
     report = slotgraph.check(runner, only=("coverage",), progress=False, read_outside=["outside"])
     assert [finding.slot for finding in report.findings] == ["looked_at"]
@@ -92,7 +91,6 @@ def test_unread_slots() -> None:
         "set_once": "it is written once",
         "fixed": "it is constant",
         "on_host": "it is on the host, where it may be read before the replay",
-        "lent": "it is lent to something outside",
     }
     assert list(report.notes) == [
         f"no operator of the step reads slot {name!r}: {why}" for name, why in reasons.items()

@@ -14,7 +14,7 @@ import slotgraph
 from slotgraph import BATCH, DecodeRunner, Inputs, copied
 from slotgraph.runners.recording.records import RecordedFile
 from slotgraph.runners.recording.replaying import replay_file
-from tests.regressions.engines import draw
+from tests.strategies import draw
 
 CONTEXTS: Final[dict[str, Callable[[], AbstractContextManager[Any]]]] = {
     "outside": contextlib.nullcontext,
@@ -97,7 +97,7 @@ def test_debug_modes_and_recordings(cpu: str, context: str, tmp_path: pathlib.Pa
     for number, read in enumerate(READS.values()):
         with CONTEXTS[context]():
             plain = runner_of(step_of(read), cpu)
-            watched = runner_of(step_of(read), cpu, debug="generations,addresses,streams,poison,parity")
+            watched = runner_of(step_of(read), cpu, debug="generations,addresses,poison,parity")
             with slotgraph.record(watched, tmp_path / f"{number}.safetensors", outputs=True) as recording:
                 for rows in (3, ROWS, 1):
                     batch = batch_of(rows, 7 * rows)

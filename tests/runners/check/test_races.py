@@ -101,9 +101,9 @@ def test_only_runners_that_read_host_slots_wait(lowering: str) -> None:
     turn = reading.graphs.buffers.turn
     reading(hosted_batch(3, 1))
     assert turn.reading is not None
-    view = reading.parts.eager.fill(hosted_batch(3, 2))  # which uses the same memory
+    view = reading.eager.fill(hosted_batch(3, 2))  # which uses the same memory
     assert turn.reading is None
-    reading.parts.eager.run(view)
+    reading.eager.run(view)
     assert turn.reading is not None
 
 
@@ -158,10 +158,10 @@ def test_patterns_of_eager_steps_are_looked_at(cpu: str) -> None:
         Perhaps, lambda view: plain_step(view) if view.lens is None else hosted_step(view), backend=cpu
     )
     runner(random_batch(3, 1))
-    assert (runner.parts.eager.hosts().slots, runner.parts.eager.hosts().notes) == ({}, False)
+    assert (runner.eager.hosts.slots, runner.eager.hosts.notes) == ({}, False)
     runner(hosted_batch(3, 2))
-    assert runner.parts.eager.hosts().slots == {"lens": "aten::clone"}
-    assert runner.parts.eager.hosts().notes
+    assert runner.eager.hosts.slots == {"lens": "aten::clone"}
+    assert runner.eager.hosts.notes
 
 
 def test_batches_that_hold_more_than_data(cpu: str) -> None:

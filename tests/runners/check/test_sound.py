@@ -25,7 +25,7 @@ OTHERS_READ = ("req_pool_indices", "seq_lens", "out_cache_loc", "num_correct_dra
 def test_every_kind(backend: "Backend", kind: "Callable[[Backend], Found]") -> None:
     """Each runner on batches of its own, outside of inference mode and inside of it."""
     runner, batches = kind(backend)
-    outside = [name for name in OTHERS_READ if name in runner.parts.stage.declaration.slots]
+    outside = [name for name in OTHERS_READ if name in runner.stage.declaration.slots]
     for inside in (False, True):
         with torch.inference_mode(mode=inside):
             report = slotgraph.check(runner, batches, read_outside=outside, progress=False)

@@ -160,8 +160,8 @@ def test_prefill(backend_name: str, tmp_path: pathlib.Path, kind: str) -> None:
     assert [step.fields[0].data for step in RecordedFile.read(tmp_path / "x.safetensors").steps] == ["3", "3"]
 
 
-def test_replay_again_and_carry(backend_name: str, tmp_path: pathlib.Path) -> None:
-    """Replays of one fill are counted; what a batch has computed itself, for eager steps, is recorded as a field."""
+def test_replay_again_and_fields(backend_name: str, tmp_path: pathlib.Path) -> None:
+    """Replays of one fill are counted; a field that a file cannot hold is named."""
 
     class Counted(Inputs):
         ids: torch.Tensor = copied(TOKENS, dtype=torch.int64, pad=0)
@@ -169,7 +169,7 @@ def test_replay_again_and_carry(backend_name: str, tmp_path: pathlib.Path) -> No
         tag: Any = 1
 
     device = load(backend_name)().device
-    runner = DecodeRunner(Counted, lambda v: v.ids * v.count, buckets=[2], carry=("count",), backend=backend_name)
+    runner = DecodeRunner(Counted, lambda v: v.ids * v.count, buckets=[2], backend=backend_name)
     runner.capture()
     ids, count = torch.tensor([5, 6], device=device), torch.tensor([3], dtype=torch.int32, device=device)
     with slotgraph.record(runner, tmp_path / "x.safetensors"):
@@ -239,7 +239,7 @@ def test_every_difference_is_named(tmp_path: pathlib.Path) -> None:
         "the runner copied int32 [BATCH, 2] on device; slot 'more': the file has none, the runner copied int64 "
         "[TOKENS] on device"
     )
-    noted = unlike(RunnerRecord.of(runner.parts).facts, RunnerRecord.of(other.parts).facts)
+    noted = unlike(RunnerRecord.of(runner).facts, RunnerRecord.of(other).facts)
     assert "kind: the file has DecodeRunner, the runner EagerRunner" in noted
     assert "filling of slot 'ids': the file has pad=0, batch.ids, the runner pad=1, batch.ids" in noted
 

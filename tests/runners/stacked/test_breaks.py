@@ -141,7 +141,7 @@ def test_answers_that_change(backend: Backend) -> None:
         (lambda hidden: [hidden, 3], "returned another structure than at capture"),
         (
             lambda hidden: (hidden, 4),
-            "result 1 is 4, and the graphs after it were captured with 3: return what changes",
+            "result 1 is 4, and was 3 at capture: return what changes",
         ),
         (lambda hidden: (hidden, hidden), "result 1 is float"),
         (lambda _: (None, 3), "result 0 is None"),

@@ -196,7 +196,7 @@ def test_tokens_of_each_rank(requests: list[int], shards: int, chunk: int, rest:
             ranks = ranked(batch * shards + place, size, shards, told(requests, 1))
             sharding = standard.Sharding(attn_tp_size=shards, attn_tp_rank=place, scattered=shards > 1)
             if padded % shards:
-                said = rf"{padded} padded tokens do not divide among {shards} .* or name the slot in carry="
+                said = rf"{padded} padded tokens do not divide among {shards} .* or drop the slot there"
                 with pytest.raises(ComputeError, match=said):
                     counts.own_tokens(step, ranks)
                 continue

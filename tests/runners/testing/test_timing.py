@@ -49,9 +49,9 @@ class Moment:
         """Whether the device got here before the host was done."""
         return len(self.clock.works) <= self.clock.late
 
-    def microseconds_since(self, earlier: "Moment") -> float:
-        """Between two of them."""
-        return 2.0 * (self.at - earlier.at)
+    def elapsed_time(self, end_event: "Moment") -> float:
+        """Milliseconds between two of them."""
+        return 0.002 * (end_event.at - self.at)
 
 
 def test_runs_take_turns() -> None:

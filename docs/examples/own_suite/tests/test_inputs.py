@@ -55,7 +55,7 @@ def test_checks(runner: DecodeRunner[DecodeInputs]) -> None:
 @given(data=st.data())
 def test_what_the_kernel_is_told(runner: DecodeRunner[DecodeInputs], data: st.DataObject) -> None:
     """A property of one's own, over drawn batches: counts are of live requests, however a batch is padded."""
-    sample = data.draw(batches(DecodeInputs, MOST, backend=runner.parts.stage.backend))
+    sample = data.draw(batches(DecodeInputs, MOST, backend=runner.stage.backend))
     view, rows = runner.fill(sample.batch, **sample.side), len(sample.batch["input_ids"])
     assert view.num_requests.item() == rows
     assert not view.positions[rows:].any()

@@ -27,5 +27,5 @@ def test_step(benchmark_ways: Callable[..., Any], slotgraph_backend: Backend) ->
         "tables": {"blocks": (rows[:, None] + 1).int()},
         "temperatures": rows.new_ones(7).float(),
     }
-    eager = EagerRunner(DecodeInputs, runner.parts.stage.step, backend=slotgraph_backend)
+    eager = EagerRunner(DecodeInputs, runner.stage.step, backend=slotgraph_backend)
     benchmark_ways({"eager": eager, "runner": runner}, [batch, {**batch}], "a decode step", rounds=10)

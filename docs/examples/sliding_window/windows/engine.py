@@ -51,16 +51,14 @@ class Engine:
         pages = 1 + sum(needs[: self.most])
         self.pools = Pools.empty(language.model, pages, self.most)
         self.free = PageAllocator(pages), PageAllocator(self.pools.window.cache.pages)
-        steps, config = Steps(language.model, self.pools), language.model.config
-        lend = {} if options.translate else {"out_cache_loc_swa": self.pools.window.lend}
-        self.prefill = EagerRunner(PromptInputs, steps.prefill, backend=backend, lend=lend)
+        steps, config = Steps(language.model, self.pools, translates=options.translate), language.model.config
+        self.prefill = EagerRunner(PromptInputs, steps.prefill, backend=backend)
         self.decode = DecodeRunner(
             declaration,
             steps.decode,
             buckets=options.buckets,
             sizes={PAGES: needs[0], RING: self.ring, standard.VOCAB: config.vocab_size},
             backend=backend,
-            lend=lend,
         )
         self._eos = language.eos
         self._prepare = prepare

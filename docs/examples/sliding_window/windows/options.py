@@ -11,8 +11,8 @@ it is right.
 
 Layers that see all of a text and layers that see a window of it have a KV pool
 each; the window's is smaller, and its pages are used in turns. So each token has
-two places, and the batch brings both. The window pool is lent its own before
-each capture: graphs then write there straight, without a look-up in each layer.
+two places, and the batch brings both. The step gives the window pool its
+own: graphs then write there straight, without a look-up in each layer.
 Requests arrive over time and share decode batches. Every token and every logit
 is compared with what transformers' own generate() makes of each prompt alone.
 """
@@ -51,7 +51,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="N", help=f"{text} (default: {default})")
     sizes = "batch sizes to capture; the largest is how many may run (default: 1,2,4,8)"
     parser.add_argument("--buckets", type=_counts, default=none.buckets, metavar="N,N,..", help=sizes)
-    slow = "lend the window pool nothing, so that each of its layers looks its places up"
+    slow = "give the window pool no places, so that each of its layers looks them up"
     parser.add_argument("--translate", action="store_true", help=slow)
     return Options(**vars(parser.parse_args(argv)))
 

@@ -25,18 +25,13 @@ class WindowPool:
     """Keys and values of the layers with a window, in places of their own.
 
     table: the place of each location of the other pool, int32; 0, nobody's, for tokens that are out of the window.
-    lent: this step's places, while the step's code runs; with them, no layer looks its places up. translations: how
-    often one did.
+    places: this step's, while its code runs; with them, no layer looks its places up. translations: how often one did.
     """
 
     cache: PagedCache
     table: torch.Tensor
-    lent: torch.Tensor | None = None
+    places: torch.Tensor | None = None
     translations: int = 0
-
-    def lend(self, places: torch.Tensor | None) -> None:
-        """Take this step's places, or give them back: what a runner's `lend` calls."""
-        self.lent = places
 
     def place(self, locations: Sequence[int], places: Sequence[int]) -> None:
         """Remember where tokens are that have these locations in the other pool."""
@@ -45,8 +40,8 @@ class WindowPool:
         self.table[at] = torch.tensor(places, dtype=torch.int32, device=device)
 
     def write(self, layer: int, locations: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store one row a token: by the places that were lent, else by a look-up of the locations."""
-        places = self.lent
+        """Store one row a token: by the step's places, else by a look-up of the locations."""
+        places = self.places
         if places is None:
             self.translations += 1
             places = self.table[locations]

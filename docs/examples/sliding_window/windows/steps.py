@@ -13,10 +13,11 @@ from windows.pools import Pools
 
 @attrs.frozen(eq=False)
 class Steps:
-    """A model over two pools."""
+    """A model over two pools. translates: whether layers look their places up in the window pool."""
 
     model: PreTrainedModel
     pools: Pools
+    translates: bool
 
     def prefill(self, view: PromptInputs) -> torch.Tensor:
         """Logits for the first token after each prompt, [requests, vocabulary] float32."""
@@ -39,13 +40,21 @@ class Steps:
         return logits.float()
 
     def _hidden(self, view: DecodeInputs | PromptInputs, attention: StepAttention) -> torch.Tensor:
-        """Without transformers' own cache and masks: positions are given, and attention knows what it may see."""
-        output = self.model.base_model(
-            input_ids=view.input_ids[None],
-            position_ids=view.positions[None],
-            attention_mask=dict.fromkeys(self.model.config.layer_types),
-            use_cache=False,
-            step_attention=attention,
-        )
+        """Without transformers' own cache and masks: positions are given, and attention knows what it may see.
+
+        The window pool has this step's places meanwhile, so that a graph writes there straight.
+        """
+        window = self.pools.window
+        window.places = None if self.translates else view.out_cache_loc_swa
+        try:
+            output = self.model.base_model(
+                input_ids=view.input_ids[None],
+                position_ids=view.positions[None],
+                attention_mask=dict.fromkeys(self.model.config.layer_types),
+                use_cache=False,
+                step_attention=attention,
+            )
+        finally:
+            window.places = None
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
