@@ -126,7 +126,8 @@ def chosen(places: Sequence[int]) -> Callable[[Sources], Sources]:
     """A call that takes some sources out of all, in a given order, always as a tuple."""
     if len(places) > 1:
         return operator.itemgetter(*places)
-    return lambda sources: tuple([sources[place] for place in places])
+    first = places[0] if places else 0
+    return operator.itemgetter(slice(first, first + len(places)))
 
 
 class Gather:

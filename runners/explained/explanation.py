@@ -279,7 +279,7 @@ def _fill(  # noqa: C901 - one kind of step after the other
     def compute(place: str, *, inside: bool) -> None:
         for one in plan.computed:
             if one.on == place:
-                rides = inside or one.packed or one.slot in plan.moved
+                rides = inside or one.packed
                 add("compute", f"{one.function} on the {place}", [one.slot], int(not rides), inside=inside)
 
     for label, always in (("reset tails", True), ("reset dirty tails", False)):
@@ -289,7 +289,7 @@ def _fill(  # noqa: C901 - one kind of step after the other
             calls = len(tails) - max(zeros - 1, 0)
             add("reset", label, (tail.slot for tail in tails), calls, nbytes=None, maybe=not always)
     for group in plan.copies:  # an upload comes between copies to the host and to the device
-        is_late = not is_fused and bool(plan.packed or plan.moved) and group.placement != HOST
+        is_late = not is_fused and bool(plan.packed) and group.placement != HOST
         (late if is_late else early).append(group)
     for told in _copies(early, mixed=plan.mixed):
         add("copy", *told)
@@ -299,8 +299,6 @@ def _fill(  # noqa: C901 - one kind of step after the other
         add("upload", "one packet", slots, 1, nbytes=nbytes_of_slots(carried))
     if plan.fused:
         add("kernel", _KERNEL[plan.lowering], slots, int(not is_first), inside=is_first)
-    for name in plan.moved:
-        add("upload", "by itself", (name,), 1)
     for told in _copies(late, mixed=plan.mixed):
         add("copy", *told)
     compute(DEVICE, inside=computes_inside)
