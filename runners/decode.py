@@ -250,13 +250,12 @@ class GraphRunner(Runner[V]):
 
         ConfigError where there is no such bucket or slot.
         """
-        declaration, sizes = self.stage.declaration, self.sizes.get(bucket)
-        check_named(declaration, absent, in_place, hosted)
+        declaration, sizes, pattern = self.stage.declaration, self.sizes.get(bucket), Pattern(absent, in_place, hosted)
+        check_named(declaration, pattern)
         if sizes is None:
             known = ", ".join(map(str, sorted(self.sizes)))
             raise ConfigError(f"there is no bucket {bucket}: buckets are {known}")
-        pattern, foreign = Pattern(absent, in_place, hosted), self.graphs.buffers.foreign
-        capabilities = self.stage.backend.capabilities
+        capabilities, foreign = self.stage.backend.capabilities, self.graphs.buffers.foreign
         return plan_fill(declaration, sizes, capabilities, pattern, lowering=self.lowering, foreign=foreign)
 
     def decide(self, batch: Any, **side: Any) -> Decision:

@@ -17,11 +17,11 @@ from ..dataflow.computation import Computation
 from ..dataflow.errors import BatchError, ConfigError, ReplayError
 from ..dataflow.guard import FUNCTION_MODES, GRADIENTS, below_modes, without_gradients
 from ..dataflow.sampling import sample_batch
-from ..dataflow.sizing import Limits, Sizer
+from ..dataflow.sizing import Sizer, limits_of
 from ..dataflow.sources import Side, Sources
 from ..dataflow.specialization import MISS, Run, Specialization, Specializations
 from .capture import FORKS, Captured
-from .config import KINDS, RunnerConfig
+from .config import RunnerConfig
 from .eagerly import Eagerly
 from .graphs import GraphSet
 from .hooks import Coordinator, Live, Watch
@@ -96,7 +96,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.watch = Watch()
         self.name = type(self).__name__
         self.size = size
-        self._limits = Limits.of(stage.declaration, capacity)
+        self._limits = limits_of(stage.declaration, capacity)
         self._axes = len(stage.declaration.varying)
         self.tally = Tally(path)
         self._gate = Gate(self.name)
@@ -108,9 +108,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.patterns: Collection[Absent] = ()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Note the class, and keep the compiler out of its own methods, too."""
+        """Keep the compiler out of the class's own methods, too."""
         super().__init_subclass__(**options)
-        KINDS.append(cls)
         opaque(cls)
 
     @property
@@ -221,8 +220,8 @@ class Runner(Unique, abc.ABC, Generic[V]):
         self.coordinator.begin()
         try:
             live = self.size(batch, side)
-            if self._limits is not None:
-                self._limits.check(batch, side)
+            for limit in self._limits:
+                limit.check(batch, side)
             absent = self.stage.absent(batch, side)
             filled = self._fill_by(self._route(live, absent, batch, side), batch, side, live, absent, whole=whole)
         except BaseException as error:
@@ -296,7 +295,7 @@ class Runner(Unique, abc.ABC, Generic[V]):
 
     def _holds(self) -> list[Holds]:
         """What must be true of a batch beside its sources for its step to go as one before it."""
-        return [] if self._limits is None else [self._limits.allow]
+        return [limit.allow for limit in self._limits]
 
     @property
     def agreed(self) -> Decision | None:
